@@ -1,0 +1,1 @@
+"""Measures, each a `python -m eval.NAME`; nothing else imports from here."""

@@ -1,0 +1,58 @@
+"""What one block's attention remembers: the keys and values of the tokens it has read."""
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values, each (B, n_kv_heads, T, head_dim), with rotary positions already applied to the keys.
+
+    A cache is a value: `append` returns a longer one and leaves this one as it was, so one prefill can be
+    continued many times. Both are views of a shared buffer that doubles when it is full, which makes
+    appending T tokens one by one cost O(T) copies in all.
+    """
+
+    __slots__ = ("_buffer", "key", "value")
+
+    def __init__(self, key: Tensor, value: Tensor, _buffer: "_Buffer | None" = None):
+        self.key, self.value, self._buffer = key, value, _buffer
+
+    @property
+    def length(self) -> int:
+        return self.key.size(-2)
+
+    def append(self, key: Tensor, value: Tensor) -> "KVCache":
+        """This cache and then the new tokens' key and value, (B, n_kv_heads, T_new, head_dim)."""
+        if torch.is_grad_enabled():  # autograd wants fresh tensors, not views of a buffer that changes
+            return KVCache(torch.cat([self.key, key], -2), torch.cat([self.value, value], -2))
+        buffer, length = self._buffer, self.length + key.size(-2)
+        if buffer is None or buffer.filled != self.length or buffer.room < length:
+            buffer = _Buffer(self.key, self.value, room=2 * length)  # first append, a fork, or full
+        buffer.write(key, value)
+        return KVCache(buffer.key[..., :length, :], buffer.value[..., :length, :], buffer)
+
+    def rows(self, index: Tensor) -> "KVCache":
+        """The chosen rows of the batch, index (B_new,), in that order and as often as named; a copy."""
+        return KVCache(self.key.index_select(0, index), self.value.index_select(0, index))
+
+
+class _Buffer:
+    """Room for keys and values that several caches read; only the one that ends where it is filled writes."""
+
+    __slots__ = ("filled", "key", "value")
+
+    def __init__(self, key: Tensor, value: Tensor, room: int):
+        self.key = key.new_empty(*key.shape[:-2], room, key.size(-1))
+        self.value = value.new_empty(*value.shape[:-2], room, value.size(-1))
+        self.filled = 0
+        self.write(key, value)
+
+    @property
+    def room(self) -> int:
+        return self.key.size(-2)
+
+    def write(self, key: Tensor, value: Tensor) -> None:
+        stop = self.filled + key.size(-2)
+        self.key[..., self.filled : stop, :] = key
+        self.value[..., self.filled : stop, :] = value
+        self.filled = stop

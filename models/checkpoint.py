@@ -1,0 +1,162 @@
+"""A folder is a model: config.json, model.safetensors and tokenizer.json, read strictly and written atomically."""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from models.config import VLMConfig
+from models.language_model import inverse_frequencies
+from models.vision_language_model import VisionLanguageModel
+
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+HEAD, EMBEDDING, INV_FREQ = "decoder.head.weight", "decoder.token_embedding.weight", "decoder.rotary_embd.inv_freq"
+
+
+class CheckpointError(ValueError):
+    """A model that cannot be used, told in one line."""
+
+
+def resolve(name_or_folder: str | os.PathLike, revision: str | None = None) -> Path:
+    """The local folder of a model: itself, or a Hub id's files, downloaded unless they are in the Hub's cache."""
+    folder = Path(name_or_folder)
+    if folder.is_dir():
+        return folder
+    name = str(name_or_folder)
+    if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        kind = "a file, not a folder" if folder.exists() else "neither a folder nor a Hub id like owner/name"
+        raise CheckpointError(f"{name}: {kind}; pass a folder with {CONFIG} and {WEIGHTS}")
+
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[CONFIG, "*.safetensors", TOKENIZER]))
+    except Exception as error:  # many kinds, from DNS to disk; none of them is a bug here
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{name}: no such folder, and the Hub could not be reached or has no such model ({reason}); "
+            "if you are offline, pass a local folder instead"
+        ) from error
+
+
+def read_config(folder: Path) -> VLMConfig:
+    """The config of the model in folder; anything wrong with it is a CheckpointError."""
+    path = Path(folder) / CONFIG
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {CONFIG}; a model is a folder with {CONFIG} and {WEIGHTS}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} holds {type(raw).__name__}, not an object of settings")
+    try:
+        return VLMConfig.from_dict(raw)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def read_model(
+    folder: Path,
+    cfg: VLMConfig,
+    image_token_id: int,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> VisionLanguageModel:
+    """The model in folder, in eval mode; every tensor must be there, with its shape, and no other.
+
+    Names and shapes are compared before anything is allocated; weights already in dtype stay memory-mapped.
+    """
+    path = Path(folder) / WEIGHTS
+    with torch.device("meta"):
+        model = VisionLanguageModel(cfg, image_token_id)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if cfg.lm_tie_weights:
+        del wanted[EMBEDDING]
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            names = set(file.keys()) - {INV_FREQ}
+            source = {name: name for name in wanted}
+            if cfg.lm_tie_weights and EMBEDDING in names:  # either name of a tied pair will do, both if they agree
+                if HEAD in names and not torch.equal(file.get_tensor(EMBEDDING), file.get_tensor(HEAD)):
+                    raise CheckpointError(f"{path}: lm_tie_weights=true, but {EMBEDDING} and {HEAD} differ")
+                if HEAD not in names:
+                    source[HEAD] = EMBEDDING
+                names = (names - {EMBEDDING}) | {HEAD}
+            if missing := sorted(wanted.keys() - names):
+                raise CheckpointError(f"{path} lacks {len(missing)} tensors that {CONFIG} asks for, first {missing[0]}")
+            if surplus := sorted(names - wanted.keys()):
+                raise CheckpointError(
+                    f"{path} has {len(surplus)} tensors that {CONFIG} has no place for, first {surplus[0]}"
+                )
+            for name, shape in wanted.items():
+                if (found := tuple(file.get_slice(source[name]).get_shape())) != shape:
+                    raise CheckpointError(f"{path}: {name} is {found}, but {CONFIG} asks for {shape}")
+            state = {name: file.get_tensor(source[name]).to(device, dtype) for name in wanted}
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {WEIGHTS}; a model is a folder with {CONFIG} and {WEIGHTS}") from None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}") from None
+    model.load_state_dict(state, strict=False, assign=True)  # strict above, where both shapes can be told
+    model.decoder.tie_weights()
+    return model.eval()
+
+
+def write_checkpoint(
+    folder: str | os.PathLike, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None
+) -> None:
+    """Write model and tokenizer (tokenizer.json's text) as a folder, whole or not at all; see `write_files`."""
+    with new_folder(folder) as new:
+        write_files(new, model, tokenizer, dtype)
+
+
+def write_files(folder: Path, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None) -> None:
+    """Write the three files of a model so that stock nanoVLM, which is strict, loads them too.
+
+    dtype is what the weights are stored in; None keeps the model's own.
+    """
+    state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
+    metadata = {"format": "pt"}
+    if model.cfg.lm_tie_weights:
+        del state[EMBEDDING]
+        metadata[EMBEDDING] = HEAD
+    state[INV_FREQ] = inverse_frequencies(model.cfg.lm_head_dim, model.cfg.lm_re_base)
+    save_file(state, folder / WEIGHTS, metadata)
+    (folder / TOKENIZER).write_text(tokenizer, encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(model.cfg.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+class new_folder:
+    """`with new_folder(path) as new:` fill the folder `new`; it becomes `path` at the end, or vanishes after an error.
+
+    If `path` exists already, its files of the same names are replaced one by one and others stay.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+
+    def __enter__(self) -> Path:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.new = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
+        self.new.chmod(0o755)  # mkdtemp's 0o700 would stay with the folder
+        return self.new
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if kind is None:
+                for file in self.new.iterdir():
+                    with open(file, "rb") as handle:
+                        os.fsync(handle.fileno())
+                if self.path.exists():
+                    for file in self.new.iterdir():
+                        os.replace(file, self.path / file.name)
+                else:
+                    os.rename(self.new, self.path)
+        finally:
+            shutil.rmtree(self.new, ignore_errors=True)

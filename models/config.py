@@ -1,0 +1,141 @@
+"""VLMConfig: what a checkpoint's config.json says, under the names nanoVLM gave the fields."""
+
+import math
+import warnings
+from dataclasses import asdict, dataclass, field, fields
+
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + "
+    "'\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def extra_tokens(grid: int) -> dict[str, str]:
+    """nanoVLM's names for the tokens of a picture: its places, its global view, and a grid x grid of tiles."""
+    places = range(1, grid + 1)
+    return {
+        "image_token": "<|image|>",
+        "global_image_token": "<|global_image|>",
+        **{f"r{row}c{column}": f"<row_{row}_col_{column}>" for row in places for column in places},
+    }
+
+
+@dataclass(frozen=True)
+class VLMConfig:
+    """The shape of a model and how pictures and words are laid out for it; defaults are nanoVLM-460M-8k's."""
+
+    vit_hidden_dim: int = 768
+    vit_inter_dim: int = 3072
+    vit_patch_size: int = 16
+    vit_img_size: int = 512  # the side of one tile, in pixels
+    vit_n_heads: int = 12
+    vit_dropout: float = 0.0
+    vit_n_blocks: int = 12
+    vit_ln_eps: float = 1e-6
+    vit_cls_flag: bool = False
+    vit_model_type: str = "google/siglip2-base-patch16-512"
+
+    lm_hidden_dim: int = 960
+    lm_inter_dim: int = 2560
+    lm_rms_eps: float = 1e-5
+    lm_re_base: float = 100000
+    lm_max_position_embeddings: int = 8192
+    lm_base_vocab_size: int = 49152
+    extra_token_amount: int = 66
+    lm_vocab_size: int = 49218
+    lm_n_heads: int = 15
+    lm_n_kv_heads: int = 5
+    lm_dropout: float = 0.0
+    lm_n_blocks: int = 32
+    lm_attn_scaling: float = 1.0
+    lm_max_length: int = 4096
+    lm_use_tokens: bool = False
+    lm_tie_weights: bool = True
+    lm_model_type: str = "HuggingFaceTB/SmolLM2-360M-Instruct"
+    lm_tokenizer: str = "HuggingFaceTB/SmolLM2-360M-Instruct"
+    lm_chat_template: str = CHATML
+
+    mp_pixel_shuffle_factor: int = 4
+    mp_image_token_length: int = 64
+
+    max_img_size: int = 1536
+    resize_to_max_side_len: bool = False
+
+    vlm_extra_tokens: dict[str, str] = field(default_factory=lambda: extra_tokens(8))
+    vlm_load_backbone_weights: bool = True
+    vlm_checkpoint_path: str = "checkpoints"
+    hf_repo_name: str = "nanoVLM"
+
+    unknown: dict = field(default_factory=dict)  # keys of config.json that are not ours, kept for the next writer
+
+    def __post_init__(self):
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.type is float and type(value) is int:
+                object.__setattr__(self, f.name, float(value))
+            elif f.type in (int, float, bool, str) and type(value) is not f.type:
+                raise ValueError(f"{f.name}={value!r} is no {f.type.__name__}")
+            if f.type is int and not 0 < value < 2**31 and f.name != "extra_token_amount":
+                raise ValueError(f"{f.name}={value} is not a positive number below 2^31")
+            if f.type is float and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{f.name}={value} is not a finite number of at least 0")
+        for whole, part in (
+            ("vit_hidden_dim", "vit_n_heads"),
+            ("vit_img_size", "vit_patch_size"),
+            ("lm_hidden_dim", "lm_n_heads"),
+            ("lm_n_heads", "lm_n_kv_heads"),
+            ("max_img_size", "vit_img_size"),
+        ):
+            if getattr(self, whole) % getattr(self, part):
+                raise ValueError(
+                    f"{whole}={getattr(self, whole)} is not a multiple of {part}={getattr(self, part)}; change either"
+                )
+        if self.lm_head_dim % 2:
+            raise ValueError(
+                f"lm_hidden_dim={self.lm_hidden_dim} over lm_n_heads={self.lm_n_heads} gives heads of "
+                f"{self.lm_head_dim}; rotary positions need an even number"
+            )
+        if self.vit_cls_flag:
+            raise ValueError("vit_cls_flag=true would leave one vector per image; only false is supported")
+        if self.vit_grid % self.mp_pixel_shuffle_factor:
+            raise ValueError(
+                f"{self.vit_grid} patches a side (vit_img_size={self.vit_img_size} / "
+                f"vit_patch_size={self.vit_patch_size}) is not a multiple of "
+                f"mp_pixel_shuffle_factor={self.mp_pixel_shuffle_factor}"
+            )
+        if self.mp_image_token_length != (places := (self.vit_grid // self.mp_pixel_shuffle_factor) ** 2):
+            raise ValueError(
+                f"mp_image_token_length={self.mp_image_token_length}, but an image has {places} embeddings"
+            )
+        for name in ("vit_dropout", "lm_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is outside [0, 1)")
+
+    @property
+    def lm_head_dim(self) -> int:
+        return self.lm_hidden_dim // self.lm_n_heads
+
+    @property
+    def vit_grid(self) -> int:
+        """Patches along one side of a tile."""
+        return self.vit_img_size // self.vit_patch_size
+
+    @classmethod
+    def from_dict(cls, raw: dict) -> "VLMConfig":
+        """Read config.json's object; keys that nobody here knows are kept and warned of once, in one line."""
+        if "global_image_token" not in raw.get("vlm_extra_tokens", {}):
+            raise ValueError(
+                "vlm_extra_tokens has no global_image_token: a checkpoint of nanoVLM before September 2025, "
+                "whose picture layout is not supported yet"
+            )
+        known = {f.name for f in fields(cls)} - {"unknown"}
+        if unknown := {key: value for key, value in raw.items() if key not in known}:
+            warnings.warn(
+                f"config.json has keys without meaning here, kept as they are: {', '.join(unknown)}", stacklevel=2
+            )
+        return cls(**{key: value for key, value in raw.items() if key in known}, unknown=unknown)
+
+    def to_dict(self) -> dict:
+        """The object to write as config.json."""
+        raw = asdict(self)
+        return raw | raw.pop("unknown")

@@ -1,0 +1,82 @@
+"""From logits to tokens: how one is chosen, and the one loop that asks for the next."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Chooses a token per row. The default is greedy; the filters apply in the order of the fields."""
+
+    repetition_penalty: float = 1.0  # > 1 makes tokens that were read or said less likely (Keskar et al. 2019)
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # keep the k likeliest; 0 keeps all
+    top_p: float = 1.0  # keep the likeliest that make up p (Holtzman et al. 2019); 1 keeps all
+    min_p: float = 0.0  # keep those with at least min_p times the likeliest's probability (Nguyen et al. 2024)
+    seed: int | None = None  # None draws from torch's own generator
+
+    def __post_init__(self):
+        for name, fits, limits in (
+            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            ("top_k", self.top_k >= 0, "0 (all) or more"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2^63)"),
+        ):
+            if not fits:
+                raise ValueError(f"{name}={getattr(self, name)} must be {limits}")
+
+    def __call__(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Logits (B, vocabulary) -> ids (B,)."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        logits, ids = (logits.float() / self.temperature).sort(descending=True, stable=True)
+        if self.top_k:
+            logits, ids = logits[:, : self.top_k], ids[:, : self.top_k]
+        probs = logits.softmax(-1)
+        dropped = (probs.cumsum(-1) - probs > self.top_p) | (probs < self.min_p * probs[:, :1])
+        dropped[:, 0] = False  # the likeliest always stays
+        chosen = torch.multinomial(probs.masked_fill(dropped, 0.0), 1, generator=generator)
+        return ids.gather(-1, chosen).squeeze(-1)
+
+    def penalise(self, logits: Tensor, seen: Tensor) -> Tensor:
+        """Make the tokens marked in seen (B, vocabulary) bool less likely."""
+        penalised = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
+        return torch.where(seen, penalised, logits)
+
+
+def autoregress(
+    logits: Tensor,
+    step: Callable[[Tensor], Tensor],
+    *,
+    sampling: Sampling,
+    max_new_tokens: int,
+    eos_token_id: int | None = None,
+    seen: Tensor | None = None,
+) -> Iterator[Tensor]:
+    """Choose from logits (B, vocabulary), yield ids (B,), ask step(ids) for the next logits, and so on.
+
+    Ends after max_new_tokens or when every row has said eos_token_id; a row that has keeps saying it. No step
+    is taken whose logits nobody needs. seen, (B, vocabulary) bool, marks what the repetition penalty finds said.
+    """
+    generator = None
+    if sampling.seed is not None:
+        generator = torch.Generator(logits.device).manual_seed(sampling.seed)
+    if sampling.repetition_penalty != 1 and seen is None:
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+    ended = torch.zeros(logits.size(0), dtype=torch.bool, device=logits.device)
+    for remaining in reversed(range(max_new_tokens)):
+        ids = sampling(logits if seen is None else sampling.penalise(logits, seen), generator)
+        if seen is not None:
+            seen = seen.scatter(1, ids[:, None], True)
+        if eos_token_id is not None:
+            ids = ids.masked_fill(ended, eos_token_id)
+            ended |= ids == eos_token_id
+        yield ids
+        if not remaining or ended.all():
+            return
+        logits = step(ids)

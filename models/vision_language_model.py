@@ -1,0 +1,196 @@
+"""Picture in, words out: vision encoder, projector and language model on one sequence of embeddings."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.cache import KVCache
+from models.config import VLMConfig
+from models.decoding import Sampling, autoregress
+from models.language_model import LanguageModel
+from models.modality_projector import ModalityProjector
+from models.vision_transformer import PatchEmbedding, VisionTransformer
+
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A sequence read so far: what attention remembers of it, and which of its places are padding."""
+
+    kv_cache: list[KVCache]  # one per block
+    attention_mask: Tensor | None = None  # (B, length); None when nothing is padding
+
+    @property
+    def length(self) -> int:
+        return self.kv_cache[0].length
+
+    def rows(self, index: Tensor) -> "Prefix":
+        """The chosen rows, index (B_new,), in that order and as often as named; a copy."""
+        mask = None if self.attention_mask is None else self.attention_mask[index]
+        return Prefix([kv.rows(index) for kv in self.kv_cache], mask)
+
+
+class VisionLanguageModel(nn.Module):
+    """SigLIP's encoder, a pixel-shuffle projector and a Llama-shaped decoder, as nanoVLM joins them."""
+
+    def __init__(self, cfg: VLMConfig, image_token_id: int):
+        super().__init__()
+        if cfg.lm_use_tokens:
+            raise ValueError("lm_use_tokens=true makes the decoder read ids; with pictures it must read embeddings")
+        if not 0 <= image_token_id < cfg.lm_vocab_size:
+            raise ValueError(f"image_token_id={image_token_id} is outside lm_vocab_size={cfg.lm_vocab_size}")
+        self.cfg, self.image_token_id = cfg, image_token_id
+        self.vision_encoder = VisionTransformer(cfg)
+        self.MP = ModalityProjector(cfg)
+        self.decoder = LanguageModel(cfg)
+        self.apply(_initialise)
+
+    @property
+    def device(self) -> torch.device:
+        return self.MP.proj.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.MP.proj.weight.dtype
+
+    def embed(self, input_ids: Tensor, images: Tensor | None = None) -> Tensor:
+        """Embeddings (B, T, C) of ids (B, T); images (N, 3, S, S) take the image tokens' places in reading order."""
+        x = self.decoder.token_embedding(input_ids)
+        places = input_ids == self.image_token_id
+        wanted, given = int(places.sum()), 0 if images is None else len(images) * self.cfg.mp_image_token_length
+        if wanted != given:
+            raise ValueError(f"the prompt holds {wanted} image tokens, but the images give {given} embeddings")
+        if not given:
+            return x
+        pictures = self.MP(self.vision_encoder(images.to(self.dtype)))
+        return x.masked_scatter(places[..., None], pictures.to(x.dtype))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        images: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        targets: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits (B, T, vocabulary) and, given targets, their mean cross-entropy; for training, keeps no cache.
+
+        targets (B, T) holds at each place the id that should follow it, -100 where nothing is asked.
+        """
+        hidden, _ = self.decoder(self.embed(input_ids, images), attention_mask, use_cache=False)
+        logits = self.decoder.head(hidden)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
+
+    def prefill(
+        self,
+        input_ids: Tensor,
+        images: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        prefix: Prefix | None = None,
+    ) -> tuple[Tensor, Prefix]:
+        """Read a prompt, ids (B, T), or continue a prefix with it: last logits (B, vocabulary) and the new prefix.
+
+        attention_mask (B, T) is 0 at padding, which stands on the left. The prefix given can be used again.
+        """
+        if attention_mask is not None and bool((attention_mask == 1).all()):
+            attention_mask = None
+        return self._read(self.embed(input_ids, images), attention_mask, prefix)
+
+    def decode(self, ids: Tensor, prefix: Prefix) -> tuple[Tensor, Prefix]:
+        """Read one more token per row, ids (B,): next logits (B, vocabulary) and the longer prefix."""
+        return self._read(self.decoder.token_embedding(ids[:, None]), None, prefix)
+
+    def _read(self, x: Tensor, mask: Tensor | None, prefix: Prefix | None) -> tuple[Tensor, Prefix]:
+        kv_cache, start_pos = None, 0
+        if prefix is not None:
+            kv_cache, start_pos = prefix.kv_cache, prefix.length
+            if mask is not None or prefix.attention_mask is not None:
+                ones = torch.ones(x.size(0), max(start_pos, x.size(1)), dtype=torch.long, device=x.device)
+                past = ones[:, :start_pos] if prefix.attention_mask is None else prefix.attention_mask
+                mask = torch.cat([past, ones[:, : x.size(1)] if mask is None else mask], dim=1)
+        hidden, kv_cache = self.decoder(x, mask, kv_cache, start_pos)
+        return self.decoder.head(hidden[:, -1]), Prefix(kv_cache, mask)
+
+    @torch.inference_mode()
+    def stream(
+        self,
+        input_ids: Tensor,
+        images: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = 64,
+        sampling: Sampling = GREEDY,
+        eos_token_id: int | None = None,
+        n_samples: int = 1,
+        use_kv_cache: bool = True,
+    ) -> Iterator[Tensor]:
+        """Yield token ids, (B * n_samples,), as they are chosen; a prompt's samples are neighbours.
+
+        The prompt is read once, however many samples continue it. use_kv_cache=False reads everything again for
+        every token: the reference that the cache is held against.
+        """
+        self.check_room(input_ids.size(1), max_new_tokens)
+        if max_new_tokens == 0:
+            return
+        rows = torch.arange(input_ids.size(0), device=input_ids.device).repeat_interleave(n_samples)
+        if use_kv_cache:
+            logits, prefix = self.prefill(input_ids, images, attention_mask)
+            if n_samples > 1:
+                logits, prefix = logits[rows], prefix.rows(rows)
+
+            def step(ids: Tensor) -> Tensor:
+                nonlocal prefix
+                logits, prefix = self.decode(ids, prefix)
+                return logits
+        else:
+            x = self.embed(input_ids, images)[rows]
+            mask = None if attention_mask is None else attention_mask[rows]
+            logits, _ = self._read(x, mask, None)
+
+            def step(ids: Tensor) -> Tensor:
+                nonlocal x, mask
+                x = torch.cat([x, self.decoder.token_embedding(ids[:, None])], dim=1)
+                mask = None if mask is None else F.pad(mask, (0, 1), value=1)
+                return self._read(x, mask, None)[0]
+
+        seen = None
+        if sampling.repetition_penalty != 1:
+            counted = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.dtype)
+            seen = (input_ids.new_zeros(len(input_ids), logits.size(-1)).scatter_add(1, input_ids, counted) > 0)[rows]
+        yield from autoregress(
+            logits, step, sampling=sampling, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, seen=seen
+        )
+
+    def generate(self, input_ids: Tensor, *args, **kwargs) -> Tensor:
+        """All that `stream` yields with the same arguments, (B * n_samples, T_new)."""
+        columns = list(self.stream(input_ids, *args, **kwargs))
+        if not columns:
+            return input_ids.new_empty(len(input_ids) * kwargs.get("n_samples", 1), 0)
+        return torch.stack(columns, dim=1)
+
+    def check_room(self, prompt: int, max_new_tokens: int) -> None:
+        """Raise ValueError if a prompt of so many tokens and its answer exceed the model's positions."""
+        limit = self.cfg.lm_max_position_embeddings
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={max_new_tokens} is negative")
+        if prompt + max_new_tokens - 1 > limit:  # the last token chosen is never read
+            raise ValueError(
+                f"a prompt of {prompt} tokens and max_new_tokens={max_new_tokens} exceed "
+                f"lm_max_position_embeddings={limit}; shorten either"
+            )
+
+
+@torch.no_grad()
+def _initialise(module: nn.Module) -> None:
+    """Weights N(0, 0.02), biases 0, norms 1, as nanoVLM starts them."""
+    if isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, PatchEmbedding):
+        nn.init.normal_(module.position_embedding, std=0.02)

@@ -1,0 +1,161 @@
+"""Captioner: a model and its processor as one thing that looks at pictures and speaks."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from PIL import Image
+
+from models.checkpoint import TOKENIZER, read_config, read_model, resolve
+from models.decoding import Sampling
+from models.vision_language_model import VisionLanguageModel
+from nanovlm import EMBEDDED, PROMPT
+from nanovlm.device import choose_device, choose_dtype
+from nanovlm.images import open_picture
+from nanovlm.processor import Processor
+from nanovlm.tokenizer import Tokenizer
+
+Picture = str | os.PathLike | bytes | Image.Image
+GREEDY = Sampling()
+
+
+@dataclass
+class Stats:
+    """What one answer cost; times in seconds."""
+
+    prompt_tokens: int = 0  # pictures included
+    new_tokens: int = 0  # the end token included, of all samples
+    first_token_s: float = 0.0  # from the pixels to the first token
+    total_s: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoding speed after the first token; 0 when there was no other."""
+        later = self.total_s - self.first_token_s
+        return (self.new_tokens - 1) / later if self.new_tokens > 1 and later > 0 else 0.0
+
+
+class Captioner:
+    """Looks at pictures and answers prompts about them.
+
+    >>> captioner = Captioner.from_pretrained()
+    >>> captioner.caption("picture.png")
+    >>> captioner.caption("picture.png", "How many objects are there?")
+    """
+
+    def __init__(self, model: VisionLanguageModel, processor: Processor):
+        self.model, self.processor, self.tokenizer = model, processor, processor.tokenizer
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_folder: str | os.PathLike = EMBEDDED,
+        device: str = "auto",
+        dtype: str = "auto",
+        revision: str | None = None,
+    ) -> "Captioner":
+        """The model in a folder or behind a Hub id (owner/name), by default the one that ships with the package.
+
+        device is auto, cpu, cuda or mps; dtype auto, float32, bfloat16 or float16. A CheckpointError says what is
+        wrong with the model, a ValueError what is wrong with device or dtype.
+        """
+        place = choose_device(device)
+        precision = choose_dtype(dtype, place)
+        folder = resolve(name_or_folder, revision)
+        cfg = read_config(folder)
+        tokenizer = Tokenizer.from_file(folder / TOKENIZER, cfg)
+        model = read_model(folder, cfg, tokenizer.image_token_id, precision, place)
+        return cls(model, Processor(cfg, tokenizer))
+
+    def check_prompt(self, prompt: str, max_new_tokens: int) -> None:
+        """Raise ValueError if no answer can follow this prompt, however small the picture."""
+        self.model.check_room(len(self.processor.prompt([], prompt)), max_new_tokens)
+
+    def caption(
+        self,
+        picture: Picture | Sequence[Picture] | None,
+        prompt: str = PROMPT,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+    ) -> str:
+        """The answer to a prompt about one picture, several, or none (None)."""
+        return "".join(self.stream(picture, prompt, max_new_tokens=max_new_tokens, sampling=sampling))
+
+    def stream(
+        self,
+        picture: Picture | Sequence[Picture] | None,
+        prompt: str = PROMPT,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        stats: Stats | None = None,
+    ) -> Iterator[str]:
+        """The same answer in pieces of whole characters, as they are found. stats, if given, is filled on the way."""
+        columns = self._columns([(picture, prompt)], max_new_tokens, sampling, 1, stats)
+        return self.tokenizer.stream(ids[0] for ids in columns if ids[0] != self.tokenizer.eos_token_id)
+
+    def samples(
+        self,
+        picture: Picture | Sequence[Picture] | None,
+        prompt: str = PROMPT,
+        n: int = 1,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        stats: Stats | None = None,
+    ) -> list[str]:
+        """n answers to one prompt, which is read once; alike unless sampling has a temperature."""
+        return self._texts(self._columns([(picture, prompt)], max_new_tokens, sampling, n, stats))
+
+    def captions(
+        self,
+        pictures: Sequence[Picture | Sequence[Picture] | None],
+        prompt: str | Sequence[str] = PROMPT,
+        *,
+        batch_size: int = 16,
+        max_new_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+    ) -> Iterator[str]:
+        """An answer for each of the pictures, batch_size at a time; one prompt for all, or one for each."""
+        prompts = [prompt] * len(pictures) if isinstance(prompt, str) else list(prompt)
+        rows = list(zip(pictures, prompts, strict=True))
+        for start in range(0, len(rows), batch_size):
+            yield from self._texts(self._columns(rows[start : start + batch_size], max_new_tokens, sampling))
+
+    def _columns(self, rows, max_new_tokens, sampling, n_samples=1, stats=None) -> Iterator[list[int]]:
+        """Prepare rows of (pictures, prompt), then yield the ids that `VisionLanguageModel.stream` chooses."""
+        started = time.perf_counter()
+        pictures = [[open_picture(picture) for picture in _as_list(shown)] for shown, _ in rows]
+        inputs = self.processor(pictures, [prompt for _, prompt in rows])
+        inputs = {name: tensor if tensor is None else tensor.to(self.model.device) for name, tensor in inputs.items()}
+        stats = stats or Stats()
+        stats.prompt_tokens = int(inputs["attention_mask"].sum())
+        stream = self.model.stream(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            eos_token_id=self.tokenizer.eos_token_id,
+            n_samples=n_samples,
+        )
+        for ids in stream:
+            column = ids.tolist()
+            stats.total_s = time.perf_counter() - started
+            stats.first_token_s = stats.first_token_s or stats.total_s
+            stats.new_tokens += len(column)
+            yield column
+
+    def _texts(self, columns: Iterator[list[int]]) -> list[str]:
+        """Each row's ids up to its end token, as text."""
+        texts = []
+        for ids in zip(*columns):
+            end = ids.index(self.tokenizer.eos_token_id) if self.tokenizer.eos_token_id in ids else len(ids)
+            texts.append(self.tokenizer.decode(ids[:end]))
+        return texts
+
+
+def _as_list(pictures: Picture | Sequence[Picture] | None) -> list[Picture]:
+    if pictures is None:
+        return []
+    return list(pictures) if isinstance(pictures, (list, tuple)) else [pictures]

@@ -1,0 +1,120 @@
+"""The verb `caption`: pictures in, lines out, one after another, whatever becomes of one of them."""
+
+import argparse
+import json
+import resource
+import sys
+import time
+
+import torch
+
+from models.checkpoint import CheckpointError
+from models.decoding import Sampling
+from nanovlm import EMBEDDED, SAMPLE
+from nanovlm.captioner import Captioner, Stats
+from nanovlm.cli import UsageError, complain
+from nanovlm.images import PictureError, open_picture
+
+EMBEDDED_NOTE = (
+    "note: the embedded model knows drawn scenes of coloured shapes only, what it says of other pictures is "
+    "nonsense; --model FOLDER_OR_HUB_ID names a model for photographs"
+)
+
+
+def caption_pictures(args: argparse.Namespace) -> int:
+    """Caption args.pictures; 1 if one of them could not be, after the others have been."""
+    sampling = check(args)
+    started = time.perf_counter()
+    try:
+        captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, args.revision)
+        captioner.check_prompt(args.prompt, args.max_new_tokens)
+    except (CheckpointError, ValueError) as error:
+        raise UsageError(error) from None
+    loaded = time.perf_counter() - started
+    if args.model == EMBEDDED and args.pictures:
+        complain(EMBEDDED_NOTE)
+    failed = 0
+    for name in args.pictures or [str(SAMPLE)]:
+        try:
+            picture = open_picture(standard_input() if name == "-" else name)
+            stats = Stats()
+            texts = say(args, captioner, name, picture, sampling, stats)
+        except (PictureError, ValueError) as error:
+            complain(f"{'' if isinstance(error, PictureError) else name + ': '}{error}")
+            failed += 1
+            continue
+        if args.json:
+            print(json.dumps(record(args, name, texts, stats), ensure_ascii=False), flush=True)
+        if args.stats:
+            complain(summary(stats, loaded, captioner.model.device))
+    return 1 if failed else 0
+
+
+def check(args: argparse.Namespace) -> Sampling:
+    """Refuse numbers and combinations that make no sense, before any work."""
+    for name, least in (("samples", 1), ("max_new_tokens", 1)):
+        if getattr(args, name) < least:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {least}")
+    if args.samples > 1 and args.temperature == 0:
+        raise UsageError(f"--samples {args.samples} at temperature 0 would all be alike; add --temperature 0.7, say")
+    try:
+        return Sampling(**{name: getattr(args, name) for name in Sampling.__dataclass_fields__})
+    except ValueError as error:
+        raise UsageError(error) from None
+
+
+def standard_input():
+    if sys.stdin is None or sys.stdin.isatty():
+        raise PictureError(
+            "<stdin>: - reads a picture from standard input, but that is a terminal; redirect a file to it"
+        )
+    return sys.stdin.buffer
+
+
+def say(args, captioner: Captioner, name: str, picture, sampling: Sampling, stats: Stats) -> list[str]:
+    """Find the answers and, unless they go into JSON, print each as a line; on a terminal, as it is found."""
+    options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "stats": stats}
+    label = f"{name if name.isprintable() else repr(name)}: " if len(args.pictures) > 1 else ""
+    if args.samples > 1 or args.json or not sys.stdout.isatty():
+        texts = captioner.samples(picture, args.prompt, args.samples, **options)
+        if not args.json:
+            print("".join(f"{label}{text}\n" for text in texts), end="", flush=True)
+        return texts
+    pieces = captioner.stream(picture, args.prompt, **options)
+    first = next(pieces, "")  # an error comes before the label
+    print(label + first, end="", flush=True)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    return []
+
+
+def record(args: argparse.Namespace, name: str, texts: list[str], stats: Stats) -> dict:
+    """One picture's JSON object; times in seconds."""
+    return {
+        "picture": name,
+        "prompt": args.prompt,
+        "text": texts[0],
+        **({"samples": texts} if args.samples > 1 else {}),
+        "prompt_tokens": stats.prompt_tokens,
+        "new_tokens": stats.new_tokens,
+        "first_token_s": round(stats.first_token_s, 4),
+        "total_s": round(stats.total_s, 4),
+        "tokens_per_s": round(stats.tokens_per_s, 1),
+    }
+
+
+def summary(stats: Stats, loaded: float, device: torch.device) -> str:
+    return (
+        f"model loaded in {loaded:.2f} s; {stats.prompt_tokens} tokens read, first answer token after "
+        f"{stats.first_token_s * 1000:.0f} ms, then {stats.tokens_per_s:.0f} tokens/s; "
+        f"peak memory {peak_memory(device) / 2**20:,.0f} MiB"
+    )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at most held at once: of the GPU on cuda, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

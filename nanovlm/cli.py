@@ -1,0 +1,132 @@
+"""The command line: what a person types, what they read, and how it ends (0 done, 1 failed, 2 wrong use)."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from nanovlm import EMBEDDED, PROMPT, __version__
+
+
+class UsageError(Exception):
+    """Wrong use: one line on standard error and exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose complaint is one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "nanovlm") -> int:
+    """Run a verb, `caption` or `train`, and return the exit code."""
+    parser = Parser(
+        prog=prog, description="Caption pictures and answer questions about them; train the model that does."
+    )
+    parser.add_argument("--version", action="version", version=f"nanovlm {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
+    add_caption_flags(verbs.add_parser("caption", help="caption pictures", description=caption.__doc__))
+    add_train_flags(verbs.add_parser("train", help="train a model", description=train.__doc__))
+    return run(parser.parse_args(argv))
+
+
+def door(verb: str, argv: Sequence[str] | None = None) -> int:
+    """One verb as a program of its own: generate.py and train.py."""
+    parser = Parser(description={"caption": caption, "train": train}[verb].__doc__)
+    {"caption": add_caption_flags, "train": add_train_flags}[verb](parser)
+    return run(parser.parse_args(argv), parser.prog)
+
+
+def run(args: argparse.Namespace, prog: str = "nanovlm") -> int:
+    sys.stdout.reconfigure(errors="backslashreplace")  # a caption outside the terminal's alphabet is no failure
+    try:
+        return args.run(args)
+    except UsageError as error:
+        complain(f"{prog}: {error}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def complain(message: str) -> None:
+    print(message.replace("\n", " "), file=sys.stderr, flush=True)
+
+
+def add_caption_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("pictures", nargs="*", metavar="PICTURE", help="files; - is standard input; none is the sample picture")
+    add("--prompt", default=PROMPT, metavar="TEXT", help=f"what to ask of each picture ({PROMPT!r})")
+    add("--model", default=EMBEDDED, metavar="FOLDER_OR_HUB_ID", help="a folder or owner/name (the embedded model)")
+    add("--revision", help="branch, tag or commit of a Hub model")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="longest answer (128)")
+    add("--samples", type=int, default=1, metavar="N", help="answers per picture, which is read once (1)")
+    add("--temperature", type=float, default=0.0, metavar="X", help="0 says the likeliest, 1 samples as learned (0)")
+    add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens (0: all)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="among the likeliest that make up P (1: all)")
+    add("--min-p", type=float, default=0.0, metavar="P", help="among those P times as likely as the likeliest (0: all)")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1 makes repeats less likely (1)")
+    add("--seed", type=int, metavar="N", help="the same samples every time")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    add("--json", action="store_true", help="one object per picture, with token counts and timings")
+    add("--stats", action="store_true", help="timings and peak memory on standard error")
+    parser.set_defaults(run=caption)
+
+
+def caption(args: argparse.Namespace) -> int:
+    """Caption pictures, or answer a prompt about each; without arguments, the sample picture."""
+    from nanovlm.captioning import caption_pictures
+
+    return caption_pictures(args)
+
+
+def add_train_flags(parser: argparse.ArgumentParser) -> None:
+    from dataclasses import fields
+
+    from nanovlm.train_config import SCENES
+
+    add = parser.add_argument
+    add("--recipe", choices=("scenes",), required=True, help="scenes: make the embedded model again, from nothing")
+    add("--out", required=True, metavar="FOLDER", help="where the model goes; run again to go on where it stopped")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+    for f in fields(SCENES):
+        flag, default = "--" + f.name.replace("_", "-"), getattr(SCENES, f.name)
+        if f.type is bool:
+            add(flag, action=argparse.BooleanOptionalAction, default=default, help=f.metadata["help"])
+        else:
+            add(flag, type=f.type, default=default, metavar="N", help=f"{f.metadata['help']} ({default})")
+    parser.set_defaults(run=train)
+
+
+def train(args: argparse.Namespace) -> int:
+    """Train a model; what was saved is never lost: the same command goes on where the last one stopped."""
+    from dataclasses import fields
+
+    from nanovlm.train_config import TrainConfig
+
+    try:
+        cfg = TrainConfig(**{f.name: getattr(args, f.name) for f in fields(TrainConfig)})
+    except ValueError as error:
+        raise UsageError(error) from None
+
+    from models.checkpoint import CheckpointError
+    from nanovlm.device import choose_device
+    from nanovlm.scenes import recipe
+    from nanovlm.training import TrainingError
+    from nanovlm.training import train as learn
+
+    try:
+        device = choose_device(args.device)
+        model, processor = recipe.make_model(cfg.seed)
+        batches = recipe.batches(processor, cfg)
+        learn(model.to(device), processor.tokenizer.to_json(), batches, cfg, args.out, recipe.STORED_AS)
+    except (CheckpointError, ValueError) as error:
+        raise UsageError(error) from None
+    except (TrainingError, OSError) as error:
+        complain(f"training stopped: {error}")
+        return 1
+    return 0

@@ -1,0 +1,133 @@
+"""How the embedded model is made: its shape, its tokenizer, and the batches it learns from."""
+
+from collections.abc import Callable, Iterator
+from random import Random
+
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from models.config import VLMConfig, extra_tokens
+from models.vision_language_model import VisionLanguageModel
+from nanovlm.data import Example, collate, encode
+from nanovlm.processor import Processor
+from nanovlm.scenes.drawing import draw
+from nanovlm.scenes.scene import Scene, random_scene
+from nanovlm.scenes.words import caption, questions
+from nanovlm.tokenizer import Tokenizer
+from nanovlm.train_config import TrainConfig
+
+# What may ask for a caption; the first is the default prompt of every door.
+CAPTION_PROMPTS = (
+    "Describe this picture.",
+    "Describe the image.",
+    "Caption this image.",
+    "What is this?",
+    "What is in this picture?",
+    "What do you see?",
+)
+N_QUESTIONS = 5  # asked of each training picture beside its caption
+SIDES = (96, 256)  # of training pictures, in pixels
+BASE_VOCAB = 512
+STORED_AS = torch.float16  # rounds these weights 8 times finer than bfloat16, in the same 2 bytes
+
+
+def make_tokenizer() -> tokenizers.Tokenizer:
+    """Byte-level BPE in which every word of the scenes is one token and any other text is spelled out."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=BASE_VOCAB,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(), trainer)
+    base = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(list(extra_tokens(0).values()))
+    assert tokenizer.get_vocab_size() == base + 2
+    return tokenizer
+
+
+def _corpus() -> Iterator[str]:
+    rng = Random("corpus")
+    for _ in range(2000):
+        example = scene_example(random_scene(rng), rng, n_questions=20, size=None)
+        for prompt, answer in example.answers:
+            yield from ("user\n", prompt, "assistant\n", answer)
+
+
+def make_config(tokenizer: tokenizers.Tokenizer) -> VLMConfig:
+    """3 million parameters that look at 96 x 96 pixels."""
+    vocabulary = tokenizer.get_vocab_size()
+    return VLMConfig(
+        vit_hidden_dim=128,
+        vit_inter_dim=512,
+        vit_patch_size=8,
+        vit_img_size=96,
+        vit_n_heads=4,
+        vit_n_blocks=4,
+        vit_model_type="none",
+        lm_hidden_dim=192,
+        lm_inter_dim=512,
+        lm_re_base=10000,
+        lm_max_position_embeddings=1024,
+        lm_base_vocab_size=vocabulary - 2,
+        extra_token_amount=2,
+        lm_vocab_size=vocabulary,
+        lm_n_heads=6,
+        lm_n_kv_heads=2,
+        lm_n_blocks=6,
+        lm_max_length=1024,
+        lm_model_type="none",
+        lm_tokenizer="none",
+        mp_pixel_shuffle_factor=2,
+        mp_image_token_length=36,
+        max_img_size=96,
+        vlm_extra_tokens=extra_tokens(0),
+        vlm_load_backbone_weights=False,
+    )
+
+
+def make_model(seed: int) -> tuple[VisionLanguageModel, Processor]:
+    """The untrained model, its weights drawn from seed, and its processor."""
+    backend = make_tokenizer()
+    cfg = make_config(backend)
+    tokenizer = Tokenizer(backend, cfg)
+    torch.manual_seed(seed)
+    return VisionLanguageModel(cfg, tokenizer.image_token_id), Processor(cfg, tokenizer)
+
+
+def scene_example(scene: Scene, rng: Random, n_questions: int, size: tuple[int, int] | None) -> Example:
+    """A scene's picture with a caption and the first of its questions; no picture without a size."""
+    asked = [(_as_typed(question, rng), answer) for question, answer in questions(scene, rng)[:n_questions]]
+    prompt = CAPTION_PROMPTS[0] if rng.random() < 0.5 else rng.choice(CAPTION_PROMPTS)
+    pictures = [draw(scene, *size)] if size else []
+    return Example(pictures, [(_as_typed(prompt, rng), caption(scene)), *asked])
+
+
+def _as_typed(prompt: str, rng: Random) -> str:
+    """The prompt, sometimes as people type it: American, in lower case, without the last mark."""
+    if rng.random() < 0.3:
+        prompt = prompt.replace("colour", "color")
+    if rng.random() < 0.1:
+        prompt = prompt.lower()
+    if rng.random() < 0.1:
+        prompt = prompt.rstrip("?.")
+    return prompt
+
+
+def batches(processor: Processor, cfg: TrainConfig) -> Callable[[int], dict]:
+    """step -> a batch of fresh scenes, a pure function of cfg.seed and the step."""
+
+    def batch(step: int) -> dict:
+        rng = Random(f"{cfg.seed} {step}")
+        rows = []
+        for _ in range(cfg.batch_size):
+            size = rng.randint(*SIDES)
+            size = (size, min(SIDES[1], max(SIDES[0], round(size * rng.uniform(0.75, 1.33)))))
+            rows.append(encode(scene_example(random_scene(rng), rng, N_QUESTIONS, size), processor))
+        return collate(rows)
+
+    return batch

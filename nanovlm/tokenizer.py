@@ -1,0 +1,126 @@
+"""Text to ids and back: a tokenizer.json, a chat template, and a rule: what a user writes is text."""
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+from jinja2.exceptions import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from models.checkpoint import CheckpointError
+from models.config import VLMConfig
+
+END = "<|im_end|>"  # ends an answer in every chat checkpoint, whatever config.json says
+
+
+class Tokenizer:
+    """The `tokenizers` library's tokenizer with this project's rules about special tokens and chats."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, cfg: VLMConfig):
+        self.backend, self.cfg = backend, cfg
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = True  # plain text by default; `encode` finds the template's own by itself
+        if len(self) > cfg.lm_vocab_size:
+            raise CheckpointError(f"the tokenizer has {len(self)} tokens, but lm_vocab_size={cfg.lm_vocab_size}")
+        self.image_token_id = self.special_id(cfg.vlm_extra_tokens.get("image_token", "<|image|>"))
+        self.eos_token_id = self.special_id(END)
+
+    @classmethod
+    def from_file(cls, path: str | Path, cfg: VLMConfig) -> "Tokenizer":
+        """Read a tokenizer.json; one that is missing or broken is a CheckpointError."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing; a model's folder needs its tokenizer.json") from None
+        try:
+            return cls(tokenizers.Tokenizer.from_str(text), cfg)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{path} is no tokenizer.json: {error}") from None
+
+    def __len__(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def to_json(self) -> str:
+        """The text of tokenizer.json."""
+        return self.backend.to_str(pretty=False)
+
+    def special_id(self, token: str) -> int:
+        id = self.backend.token_to_id(token)
+        if id is None:
+            raise CheckpointError(f"the tokenizer has no token {token!r}, which the model needs")
+        return id
+
+    @cached_property
+    def _special(self) -> re.Pattern:
+        tokens = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
+        return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or r"(?!)")
+
+    @cached_property
+    def _template(self):
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _raise_exception
+        try:
+            return environment.from_string(self.cfg.lm_chat_template)
+        except TemplateError as error:
+            raise CheckpointError(f"lm_chat_template is no jinja2 template: {error}") from None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text: '<|im_end|>' in it is ten characters that a user wrote, not the end of a turn."""
+        return self.backend.encode(text, add_special_tokens=False).ids if text else []
+
+    def encode_chat(self, messages: Iterable[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
+        """Ids of a rendered chat, messages {'role', 'content'} and maybe 'images', markup to put before the content.
+
+        Special tokens count as such in the template and in 'images'; in the content they are plain text.
+        """
+        # What the user wrote is rendered with its look-alikes replaced by characters that stand nowhere else; then
+        # the text is cut at the special tokens left, which are the template's, and the look-alikes return.
+        messages = list(messages)
+        written = "".join(message["content"] for message in messages)
+        looks = sorted(set(self._special.findall(written)))
+        spare = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in written)
+        hidden = dict(zip(looks, spare))
+
+        def hide(text: str) -> str:
+            return self._special.sub(lambda match: hidden[match[0]], text)
+
+        def show(text: str) -> str:
+            for look, character in hidden.items():
+                text = text.replace(character, look)
+            return text
+
+        safe = [{"role": m["role"], "content": m.get("images", "") + hide(m["content"])} for m in messages]
+        try:
+            rendered = self._template.render(messages=safe, add_generation_prompt=add_generation_prompt)
+        except TemplateError as error:
+            raise CheckpointError(f"lm_chat_template cannot render this chat: {error}") from None
+        ids, start = [], 0
+        for match in self._special.finditer(rendered):
+            ids += self.encode(show(rendered[start : match.start()])) + [self.special_id(match[0])]
+            start = match.end()
+        return ids + self.encode(show(rendered[start:]))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text without special tokens."""
+        return self.backend.decode(list(ids), skip_special_tokens=True)
+
+    def stream(self, ids: Iterable[int]) -> Iterator[str]:
+        """Text as its ids arrive, whole characters only; the pieces join to `decode` of all ids."""
+        held, said = [], ""
+        for id in ids:
+            held.append(id)
+            text = self.decode(held)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}") and len(text) > len(said):
+                yield text[len(said) :]
+                said = text
+        if len(text := self.decode(held)) > len(said):
+            yield text[len(said) :]
+
+
+def _raise_exception(message: str):
+    raise TemplateError(message)

@@ -1,0 +1,595 @@
+"""Pictures: whatever Pillow reads becomes upright RGB or a one-line PictureError, and then tiles by nanoVLM's rule."""
+
+import contextlib
+import io
+import logging
+import math
+import os
+import random
+import struct
+import sys
+import threading
+import warnings
+import zlib
+from fractions import Fraction
+
+import pytest
+import torch
+from PIL import Image, ImageCms, ImageDraw, PngImagePlugin
+from torchvision.transforms import functional as transforms_v1
+
+from nanovlm import images
+from nanovlm.images import PictureError, open_picture, pixels, resized_size
+
+ORIENTATION = 0x0112
+
+
+def drawn(width=48, height=32):
+    """A picture no turn or flip leaves as it was; smooth, so that JPEG keeps it."""
+    picture = Image.linear_gradient("L").resize((width, height)).convert("RGB")
+    draw = ImageDraw.Draw(picture)
+    draw.rectangle((0, 0, width // 2 - 1, height // 2 - 1), fill=(220, 30, 40))
+    draw.rectangle((width // 2, 0, width, height // 2 - 1), fill=(30, 60, 210))
+    return picture
+
+
+def noise(width=40, height=30, seed=0):
+    return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
+
+
+def encoded(picture, format, **options):
+    file = io.BytesIO()
+    picture.save(file, format, **options)
+    return file.getvalue()
+
+
+def distance(one, other):
+    """The mean distance of two pictures' values, out of 255."""
+    assert one.size == other.size and one.mode == other.mode == "RGB"
+    a, b = torch.frombuffer(bytearray(one.tobytes()), dtype=torch.uint8), bytearray(other.tobytes())
+    return (a.float() - torch.frombuffer(b, dtype=torch.uint8).float()).abs().mean().item()
+
+
+def refusal(source, *words, name=None):
+    """The one line with which a source is refused; it says all the words."""
+    with pytest.raises(PictureError) as caught:
+        open_picture(source, name)
+    line = str(caught.value)
+    assert len(line.splitlines()) == 1
+    for word in words:
+        assert word in line
+    return line
+
+
+def maybe_refused():
+    """Accept a PictureError and no other error."""
+    return contextlib.suppress(PictureError)
+
+
+def png(width, height):
+    """A PNG with an honest header, of any size, and hardly any data."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(b"\0" * 100)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+# ------------------------------------------------------------------------------------------------- sources
+
+
+def test_a_path_bytes_a_file_and_a_picture_say_the_same(tmp_path):
+    drawn().save(tmp_path / "a.png")
+    data = (tmp_path / "a.png").read_bytes()
+    with open(tmp_path / "a.png", "rb") as file, Image.open(tmp_path / "a.png") as lazy:
+        for source in (tmp_path / "a.png", str(tmp_path / "a.png"), data, io.BytesIO(data), file, lazy, drawn()):
+            picture = open_picture(source)
+            assert picture.mode == "RGB" and picture.tobytes() == drawn().tobytes()
+        assert not file.closed  # it belongs to who opened it
+
+
+@pytest.mark.parametrize("by_path", [True, False])
+def test_a_pipe_is_a_source(by_path):
+    read, write = os.pipe()
+    with open(write, "wb") as sink:
+        sink.write(encoded(drawn(), "PNG"))  # fits into the pipe's buffer
+    with open(read, "rb") as pipe:
+        assert open_picture(f"/dev/fd/{read}" if by_path else pipe).tobytes() == drawn().tobytes()
+
+
+def test_the_callers_picture_stays_as_it_was():
+    source = drawn().convert("RGBA")
+    source.info["note"] = "mine"
+    result = open_picture(source)
+    result.paste("black", (0, 0, 48, 32))
+    assert source.mode == "RGBA" and source.info == {"note": "mine"} and source.getpixel((0, 0)) == (220, 30, 40, 255)
+    same_mode = drawn()
+    open_picture(same_mode).paste("black", (0, 0, 48, 32))
+    assert same_mode.tobytes() == drawn().tobytes()
+
+
+def test_what_is_no_source_is_a_type_error():
+    with pytest.raises(TypeError, match="not int"):
+        open_picture(3)
+
+
+# ----------------------------------------------------------------------------------------- formats and modes
+
+
+LOSSLESS = {"BMP": {}, "DIB": {}, "PCX": {}, "PNG": {}, "PPM": {}, "SGI": {}, "TGA": {}, "TIFF": {}, "QOI": {}}
+LOSSLESS |= {"WEBP": {"lossless": True}, "JPEG2000": {}, "ICNS": {}, "ICO": {"sizes": [(64, 64)]}}
+LOSSY = {"JPEG": {"quality": 95}, "AVIF": {"quality": 95}, "GIF": {}, "MPO": {"quality": 95}}
+
+
+@pytest.mark.parametrize("format", LOSSLESS | LOSSY)
+def test_a_format_pillow_writes_is_read_back(tmp_path, format):
+    picture = drawn(64, 64)
+    path = tmp_path / "picture"  # the content tells the format, not the name
+    try:
+        picture.save(path, format, **(LOSSLESS | LOSSY)[format])
+    except (KeyError, OSError):
+        pytest.skip(f"this Pillow was built without {format}")
+    back = open_picture(path)
+    assert type(back) is Image.Image
+    if format == "ICNS":  # Pillow writes an icon in all sizes and reads the largest
+        assert back.size == (1024, 1024) and distance(back.resize((64, 64)), picture) < 4
+        return
+    assert distance(back, picture) == 0 if format in LOSSLESS else distance(back, picture) < 4
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "La", "RGBa"])
+def test_a_transparent_picture_lies_on_white(mode):
+    picture = Image.new("RGBA", (6, 4), (0, 0, 0, 255))
+    picture.paste((40, 40, 40, 0), (2, 0, 4, 4))  # hidden grey must not shine through
+    picture.paste((0, 0, 0, 128), (4, 0, 6, 4))
+    if mode == "PA":  # Pillow's convert to PA would lose the alpha
+        alpha, picture = picture.getchannel("A"), picture.convert("RGB").quantize(4)
+        picture.putalpha(alpha)
+    elif mode == "La":
+        picture = picture.convert("LA")
+    source = picture.convert(mode)
+    assert source.mode == mode
+    result = open_picture(source)
+    assert result.mode == "RGB"
+    assert [result.getpixel((x, 1)) for x in (0, 2, 4)] == [(0, 0, 0), (255, 255, 255), (127, 127, 127)]
+
+
+@pytest.mark.parametrize("format", ["PNG", "WEBP", "TIFF", "TGA", "ICO"])
+def test_a_file_with_alpha_lies_on_white(format):
+    picture = Image.new("RGBA", (32, 32), (10, 200, 30, 255))
+    picture.paste((0, 0, 0, 0), (0, 0, 16, 32))
+    options = {"WEBP": {"lossless": True}, "ICO": {"sizes": [(32, 32)]}}.get(format, {})
+    result = open_picture(encoded(picture, format, **options))
+    assert result.getpixel((5, 5)) == (255, 255, 255) and result.getpixel((20, 5)) == (10, 200, 30)
+
+
+def test_a_palette_with_transparent_entries_lies_on_white(tmp_path):
+    picture = Image.new("P", (3, 1))
+    picture.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
+    for x in range(3):
+        picture.putpixel((x, 0), x)
+    picture.save(tmp_path / "bytes.png", transparency=b"\xff\x00\x80")  # alpha of each entry
+    assert list(open_picture(tmp_path / "bytes.png").tobytes()) == [255, 0, 0, 255, 255, 255, 127, 127, 255]
+    for format in ("PNG", "GIF"):
+        picture.save(tmp_path / "one", format, transparency=1)
+        assert list(open_picture(tmp_path / "one").tobytes()) == [255, 0, 0, 255, 255, 255, 0, 0, 255]
+
+
+@pytest.mark.parametrize(
+    ("mode", "clear", "opaque", "seen"),
+    [("L", 7, 8, 8), ("RGB", (7, 7, 7), (7, 8, 7), (7, 8, 7)), ("I;16", 0x1234, 0x1235, 18), ("1", 0, 255, 255)],
+)
+def test_a_transparent_colour_lies_on_white(tmp_path, mode, clear, opaque, seen):
+    picture = Image.new(mode, (2, 1), clear)
+    picture.putpixel((1, 0), opaque)
+    picture.save(tmp_path / "a.png", transparency=clear)
+    result = open_picture(tmp_path / "a.png")
+    assert result.getpixel((0, 0)) == (255, 255, 255)
+    assert result.getpixel((1, 0)) == (seen if mode == "RGB" else (seen,) * 3)
+
+
+def test_palette_grey_and_one_bit_keep_their_colours(tmp_path):
+    quantized = drawn().quantize(16)
+    quantized.save(tmp_path / "p.png")
+    assert distance(open_picture(tmp_path / "p.png"), quantized.convert("RGB")) == 0
+    grey = drawn().convert("L")
+    grey.save(tmp_path / "l.bmp")
+    assert distance(open_picture(tmp_path / "l.bmp"), Image.merge("RGB", [grey] * 3)) == 0
+    bit = Image.new("1", (2, 1))
+    bit.putpixel((1, 0), 1)
+    bit.save(tmp_path / "1.tif")
+    assert list(open_picture(tmp_path / "1.tif").tobytes()) == [0, 0, 0, 255, 255, 255]
+
+
+# what Pillow keeps from saving; PNG took mode I until Pillow 13
+CANNOT_WRITE = {("I;16L", "TIFF"), ("I;16L", "PNG"), ("I;16B", "PNG"), ("I", "PNG"), ("I;16L", "PPM"), ("I;16B", "PPM")}
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I;16L", "I;16B", "I"])
+@pytest.mark.parametrize("format", [None, "TIFF", "PNG", "PPM"])
+def test_deep_grey_is_scaled_not_clipped(mode, format):
+    values = [0, 255, 257, 32896, 65280, 65535]
+    code = {"I": "=6i", "I;16B": ">6H"}.get(mode, "<6H")
+    source = Image.frombytes(mode, (6, 1), struct.pack(code, *values))
+    if (mode, format) in CANNOT_WRITE:
+        source = source.convert("I").convert("I;16")
+    result = open_picture(encoded(source, format) if format else source)
+    assert list(result.getchannel(0).tobytes()) == [0, 1, 1, 128, 254, 255]
+    assert result.getchannel(1).tobytes() == result.getchannel(2).tobytes() == result.getchannel(0).tobytes()
+
+
+def test_integers_beyond_16_bits_are_held_at_the_ends():
+    source = Image.frombytes("I", (3, 1), struct.pack("=3i", -5, 70_000, 2**31 - 1))
+    assert list(open_picture(source).getchannel(0).tobytes()) == [0, 255, 255]
+
+
+@pytest.mark.parametrize(
+    ("values", "grey"),
+    [
+        ([0.0, 0.5, 1.0], [0, 128, 255]),
+        ([0.0, 128.0, 255.0], [0, 128, 255]),
+        ([-2.0, 0.0, 2.0], [0, 128, 255]),
+        ([1000.0, 2000.0, 3000.0], [0, 128, 255]),
+        ([math.nan, 0.2, math.inf], [0, 51, 255]),
+        ([7e4, 7e4, 7e4], [0, 0, 0]),
+        ([math.nan, math.nan, -math.inf], [0, 0, 0]),
+        ([-3e38, 0.0, 3e38], [0, 128, 255]),
+    ],
+)
+def test_floats_spread_over_the_greys(tmp_path, values, grey):
+    Image.frombytes("F", (3, 1), struct.pack("=3f", *values)).save(tmp_path / "f.tif")
+    assert list(open_picture(tmp_path / "f.tif").getchannel(2).tobytes()) == grey
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV"])
+def test_other_colour_spaces_come_back_as_rgb(mode):
+    assert distance(open_picture(drawn().convert(mode)), drawn()) < 3
+
+
+def test_a_cmyk_jpeg_is_not_a_negative(tmp_path):
+    drawn().convert("CMYK").save(tmp_path / "a.jpg", quality=95)
+    assert distance(open_picture(tmp_path / "a.jpg"), drawn()) < 4
+
+
+def test_lab_comes_back_as_rgb():
+    profiles = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
+    lab = ImageCms.profileToProfile(drawn(), *profiles, outputMode="LAB")
+    assert distance(open_picture(lab), drawn()) < 4
+    assert distance(open_picture(encoded(lab, "TIFF")), drawn()) < 4
+
+
+@pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF", "MPO", "AVIF"])
+def test_of_an_animation_the_first_frame_counts(format):
+    frames = [Image.new("RGB", (32, 24), colour) for colour in ("red", "lime", "blue")]
+    options = {"lossless": True} if format == "WEBP" else {}
+    source = encoded(frames[0], format, save_all=True, append_images=frames[1:], **options)
+    with Image.open(io.BytesIO(source)) as check:
+        assert check.n_frames == 3
+    assert distance(open_picture(source), frames[0]) < 3
+
+
+# --------------------------------------------------------------------------------------------- orientation
+
+
+def as_stored(upright, orientation):
+    """What a camera held another way stores: written out pixel by pixel from the EXIF standard's table."""
+    width, height = upright.size
+    size = (width, height) if orientation < 5 else (height, width)
+    stored = Image.new("RGB", size)
+    for x in range(width):
+        for y in range(height):
+            left, top, right, bottom = x, y, width - 1 - x, height - 1 - y
+            # where the standard says "the 0th row is the visual right side" and so on, a place is (column, row)
+            place = [(left, top), (right, top), (right, bottom), (left, bottom)]
+            place += [(top, left), (top, right), (bottom, right), (bottom, left)]
+            stored.putpixel(place[orientation - 1], upright.getpixel((x, y)))
+    return stored
+
+
+def exif_of(orientation):
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    return exif
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_picture_stands_upright(tmp_path, orientation, format):
+    upright = drawn()
+    options = {"JPEG": {"quality": 95}, "WEBP": {"lossless": True}, "AVIF": {"quality": 95}}.get(format, {})
+    as_stored(upright, orientation).save(tmp_path / "a", format, exif=exif_of(orientation), **options)
+    assert distance(open_picture(tmp_path / "a"), upright) < 4
+    with Image.open(tmp_path / "a") as lazy:
+        once = open_picture(lazy)
+    assert distance(open_picture(once), upright) < 4, "opened twice, turned twice"
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\0", exif_of(99).tobytes()])
+def test_broken_exif_does_not_spoil_a_picture(exif, capfd):
+    source = encoded(drawn(), "JPEG", exif=exif, quality=95)
+    with warnings.catch_warnings(record=True) as leaked:
+        warnings.simplefilter("always")
+        assert distance(open_picture(source), drawn()) < 4
+    assert leaked == [] and capfd.readouterr() == ("", "")
+
+
+def test_exif_that_cannot_be_parsed_does_not_spoil_a_picture():
+    text = PngImagePlugin.PngInfo()
+    text.add_text("Raw profile type exif", "\nexif\n8\nno hexadecimal")
+    for options in ({"pnginfo": text}, {"exif": b"garbage!"}):
+        source = encoded(drawn(), "PNG", **options)
+        with Image.open(io.BytesIO(source)) as check, pytest.raises((ValueError, SyntaxError)):
+            check.load()
+            check.getexif()
+        assert distance(open_picture(source), drawn()) == 0
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    assert refusal(tmp_path / "no.png") == f"{tmp_path / 'no.png'}: No such file or directory"
+    refusal("no.png", "no.png: No such file")
+    refusal(tmp_path, str(tmp_path), "a folder")
+    refusal("", "'': No such file")
+    refusal("a\0b", "'a\\x00b': ")
+    refusal("x" * 5000, "File name too long")
+    refusal("two\nlines.png", "two\\nlines.png")
+
+
+def test_a_file_without_permission_is_named(tmp_path, monkeypatch):
+    def denied(path, mode):  # chmod does not stop root, as whom tests may run
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(images, "open", denied, raising=False)
+    assert refusal("a.png") == "a.png: Permission denied"
+
+
+def test_a_source_without_a_path_has_a_name_too(tmp_path):
+    refusal(b"no picture", "picture: not a picture")
+    refusal(b"no picture", "<stdin>: not a picture", name="<stdin>")
+    refusal(io.BytesIO(b"no picture"), "picture: not a picture")
+    (tmp_path / "a.txt").write_text("no picture")
+    with open(tmp_path / "a.txt", "rb") as file:
+        refusal(file, f"{tmp_path / 'a.txt'}: not a picture")
+    stdin = io.BytesIO(b"no picture")
+    stdin.name = "<stdin>"
+    refusal(stdin, "<stdin>: not a picture")
+
+
+def test_what_is_no_picture_is_refused(tmp_path):
+    (tmp_path / "empty.png").touch()
+    refusal(tmp_path / "empty.png", "empty.png: an empty file")
+    refusal(b"", "an empty file")
+    for seed in range(20):
+        refusal(random.Random(seed).randbytes(500), "not a picture")
+    for text in (b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%PDF-1.7", b"{}", b"\0" * 500, b"hello\n" * 99):
+        refusal(text, "picture: ")
+
+
+DAMAGED = {format: options for format, options in (LOSSLESS | LOSSY).items() if format != "ICNS"}  # slow to write
+
+
+@pytest.mark.parametrize("format", DAMAGED)
+def test_a_truncated_picture_is_refused_in_one_line(format, capfd):
+    source = encoded(noise(64, 64), format, **DAMAGED[format])
+    for cut in (1, 4, 10, 20, 40, 100, len(source) // 4, len(source) // 2):
+        refusal(source[:cut], "picture: ")
+    for cut in (len(source) * 3 // 4, len(source) - 20, len(source) - 1):  # the end may be dispensable
+        with maybe_refused():
+            assert open_picture(source[:cut]).mode == "RGB"
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("format", DAMAGED)
+def test_a_corrupt_picture_is_a_picture_or_a_refusal(format, capfd):
+    source = encoded(noise(64, 64), format, **DAMAGED[format])
+    for seed in range(30):
+        chance, damaged = random.Random(seed), bytearray(source)
+        for _ in range(8):
+            damaged[chance.randrange(chance.choice((60, 300, len(source))))] = chance.randrange(256)
+        with maybe_refused():
+            assert open_picture(bytes(damaged)).mode == "RGB"
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits"])
+def test_libtiff_does_not_speak_beside_us(compression, capfd):
+    source = encoded(noise(64, 64), "TIFF", compression=compression)
+    for start in (20, 200, 600):
+        with maybe_refused():
+            open_picture(source[:start] + b"damaged!" * 20 + source[start + 160 :])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_pillows_log_does_not_speak_beside_us(capfd, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own would hide what a user sees
+    source = encoded(noise(), "TIFF")
+    three_samples = struct.pack("<HHIH", 277, 3, 1, 3)
+    assert three_samples in source
+    refusal(source.replace(three_samples, struct.pack("<HHIH", 277, 3, 1, 9)), "not a picture")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_bomb_is_refused_by_its_header(tmp_path):
+    (tmp_path / "bomb.png").write_bytes(png(60_000, 60_000))
+    line = refusal(tmp_path / "bomb.png", "bomb.png: ", "178,956,970 pixels", "scale it down")
+    assert "3600000000" in line
+
+
+def test_our_own_limit_holds_whatever_pillows_is(monkeypatch):
+    source = png(20_000, 10_000)
+    for limit in (None, 10**9):
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        refusal(source, "20000 x 10000 is more than 178,956,970 pixels", "scale it down")
+        assert limit == Image.MAX_IMAGE_PIXELS
+    monkeypatch.undo()
+    refusal(png(10_000, 10_000), "cannot be decoded")  # below our limit, above Pillow's warning: not called a bomb
+    monkeypatch.setattr(images, "MAX_PIXELS", 48 * 32 - 1)
+    refusal(drawn(), "48 x 32 is more than 1,535 pixels")
+
+
+def test_a_picture_needs_pixels_and_a_shape(tmp_path):
+    for size in ((0, 0), (0, 5), (5, 0)):
+        refusal(Image.new("RGB", size), f"{size[0]} x {size[1]} is a picture without pixels")
+    refusal(png(0, 5), "picture: ")
+    Image.new("RGB", (1, 5000)).save(tmp_path / "thread.png")
+    refusal(tmp_path / "thread.png", "thread.png: 1 x 5000", "200 times", "crop it")
+    refusal(Image.new("L", (201, 1)), "201 x 1", "200 times")
+    assert open_picture(Image.new("L", (200, 1))).size == (200, 1)
+    assert open_picture(Image.new("L", (1, 1))).size == (1, 1)
+
+
+def test_reading_leaves_warnings_and_pillow_as_they_were():
+    source = encoded(drawn(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\0")
+    before = (list(warnings.filters), Image.MAX_IMAGE_PIXELS)
+    ended = []
+
+    def read():
+        try:
+            for _ in range(15):
+                open_picture(source)  # under -W error a leaked warning is raised
+                refusal(b"no picture", "not a picture")
+        finally:
+            ended.append(sys.exc_info()[0])
+
+    threads = [threading.Thread(target=read) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ended == [None] * 6 and before == (list(warnings.filters), Image.MAX_IMAGE_PIXELS)
+
+
+@pytest.mark.parametrize("data", [encoded(drawn(), "GIF"), encoded(drawn(), "TIFF"), b"no picture", png(9, 9)])
+@pytest.mark.filterwarnings("error")
+def test_no_file_stays_open(tmp_path, data):
+    (tmp_path / "a").write_bytes(data)
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    with maybe_refused():
+        open_picture(tmp_path / "a")
+    assert before == (len(os.listdir("/proc/self/fd")) if before else 0)
+
+
+# ------------------------------------------------------------------------------------------ the resize rule
+
+
+@pytest.mark.parametrize(
+    ("size", "tile", "max_side", "to_max_side", "expected"),
+    [
+        ((512, 512), 512, 2048, False, (512, 512)),
+        ((1, 1), 512, 2048, False, (512, 512)),
+        ((513, 512), 512, 2048, False, (1024, 1024)),  # 512 * 1024/513 is just over one tile
+        ((1024, 512), 512, 2048, False, (1024, 512)),
+        ((512, 1024), 512, 2048, False, (512, 1024)),
+        ((600, 100), 512, 2048, False, (1024, 512)),
+        ((1500, 1000), 512, 2048, False, (1536, 1024)),
+        ((1000, 1500), 512, 2048, False, (1024, 1536)),
+        ((4000, 3000), 512, 2048, False, (2048, 1536)),
+        ((9000, 9000), 512, 2048, False, (2048, 2048)),
+        ((300, 100), 512, 2048, True, (2048, 1024)),  # 100 * 2048/300 = 682.7
+        ((640, 480), 512, 1024, True, (1024, 1024)),
+        ((20, 4000), 512, 2048, True, (512, 2048)),
+        ((364, 273), 512, 2048, True, (2048, 2048)),  # exactly 1536, but in floats a hair more: one tile more
+        ((273, 364), 512, 2048, True, (2048, 2048)),
+        ((1092, 1092), 512, 2048, False, (1536, 2048)),  # the same of a square
+        ((64, 64), 64, 128, True, (128, 128)),
+    ],
+)
+def test_sizes_known_by_hand(size, tile, max_side, to_max_side, expected):
+    assert resized_size(*size, tile, max_side, to_max_side) == expected
+
+
+def test_the_size_is_the_exact_one_but_for_the_floats():
+    chance = random.Random(0)
+    differ = 0
+    for _ in range(3000):
+        tile = chance.choice((64, 224, 512))
+        max_side = tile * chance.randint(1, 8)
+        size = chance.randint(1, 4000), chance.randint(1, 4000)
+        to_max = chance.random() < 0.5
+        new = resized_size(*size, tile, max_side, to_max)
+        assert new[0] % tile == new[1] % tile == 0
+        long, short = max(size), min(size)
+        target = max_side if to_max else min(max_side, -(-long // tile) * tile)
+        exact = max(1, math.ceil(Fraction(short * target, long * tile))) * tile
+        got_long, got_short = new if size[0] >= size[1] else new[::-1]
+        assert got_long == target
+        assert got_short in (exact, exact + tile, exact - tile)
+        differ += got_short != exact
+    assert differ < 60
+
+
+def test_a_largest_side_of_broken_tiles_is_refused():
+    with pytest.raises(ValueError, match="max_side=1000 must be a multiple of tile=512"):
+        resized_size(10, 10, 512, 1000, False)
+
+
+# -------------------------------------------------------------------------------------------------- pixels
+
+
+def values(picture):
+    """A picture as a tensor (3, H, W) in [0, 1], by another path than torchvision's."""
+    width, height = picture.size
+    data = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+    return data.view(height, width, 3).permute(2, 0, 1).float() / 255
+
+
+def test_without_a_largest_side_the_whole_picture_is_one_tile():
+    tiles, grid = pixels(noise(100, 60), tile=32)
+    assert grid == (1, 1) and tiles.shape == (1, 3, 32, 32) and tiles.dtype == torch.float32
+    assert torch.equal(tiles[0], values(noise(100, 60).resize((32, 32), Image.Resampling.BILINEAR)))
+    assert torch.equal(pixels(noise(32, 32), tile=32, global_view=True)[0][0], values(noise(32, 32)))
+
+
+@pytest.mark.parametrize(
+    ("size", "to_max_side", "grid"),
+    [
+        ((30, 20), False, (1, 1)),
+        ((60, 30), False, (1, 2)),
+        ((30, 60), False, (2, 1)),
+        ((64, 90), False, (3, 3)),
+        ((50, 90), False, (3, 2)),
+        ((30, 30), True, (4, 4)),
+        ((500, 400), False, (4, 4)),
+    ],
+)
+@pytest.mark.parametrize("global_view", [True, False])
+def test_tiles_put_together_are_the_resized_picture(size, to_max_side, grid, global_view):
+    picture = noise(*size)
+    tiles, got = pixels(picture, tile=32, max_side=128, to_max_side=to_max_side, global_view=global_view)
+    rows, columns = grid
+    resized = picture.resize((columns * 32, rows * 32), Image.Resampling.BICUBIC)
+    front = 1 if global_view and grid != (1, 1) else 0
+    assert got == grid and tiles.shape == (front + rows * columns, 3, 32, 32) and tiles.is_contiguous()
+    together = torch.cat(
+        [torch.cat(list(tiles[front + r * columns : front + (r + 1) * columns]), dim=2) for r in range(rows)], dim=1
+    )
+    assert torch.equal(together, values(resized))
+    if front:
+        assert torch.equal(tiles[0], transforms_v1.resize(values(resized), [32, 32], antialias=True))
+    assert tiles.min() >= 0 and tiles.max() <= 1
+
+
+def test_the_global_view_shows_the_whole_picture():
+    tiles, _ = pixels(drawn(256, 128), tile=64, max_side=256, global_view=True)
+    assert torch.allclose(tiles[0, :, 5, 5], torch.tensor([220, 30, 40]) / 255, atol=0.02)
+    assert torch.allclose(tiles[0, :, 5, 58], torch.tensor([30, 60, 210]) / 255, atol=0.02)
+
+
+def test_pixels_are_normalised_only_when_asked():
+    options = {"tile": 32, "max_side": 64, "global_view": True}
+    plain, _ = pixels(noise(60, 40), **options)
+    scaled, _ = pixels(noise(60, 40), **options, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
+    shape = (1, 3, 1, 1)
+    expected = (plain - torch.tensor([0.5, 0.4, 0.3]).view(shape)) / torch.tensor([0.5, 0.25, 0.2]).view(shape)
+    assert torch.allclose(scaled, expected, atol=1e-6)
+    with pytest.raises(ValueError, match="mean=None and std=0.5 must be given together"):
+        pixels(noise(), tile=32, std=0.5)
+
+
+def test_pixels_are_made_from_rgb_only():
+    with pytest.raises(ValueError, match="not from RGBA: pass the picture through open_picture"):
+        pixels(noise().convert("RGBA"), tile=32)

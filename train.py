@@ -1,0 +1,8 @@
+"""Train a model: python train.py --recipe scenes --out FOLDER; see --help."""
+
+import sys
+
+from nanovlm.cli import door
+
+if __name__ == "__main__":
+    sys.exit(door("train"))
