@@ -103,7 +103,9 @@ def read_model(
         raise CheckpointError(f"{folder} has no {WEIGHTS}; a model is a folder with {CONFIG} and {WEIGHTS}") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}") from None
-    model.load_state_dict(state, strict=False, assign=True)  # strict above, where both shapes can be told
+    if cfg.lm_tie_weights:
+        state[EMBEDDING] = state[HEAD]
+    model.load_state_dict(state, assign=True)
     model.decoder.tie_weights()
     return model.eval()
 
@@ -151,6 +153,7 @@ class new_folder:
         try:
             if kind is None:
                 for file in self.new.iterdir():
+                    file.chmod(0o644)  # as for the folder: temporary files are private, models are not
                     with open(file, "rb") as handle:
                         os.fsync(handle.fileno())
                 if self.path.exists():
