@@ -16,7 +16,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: 
     B, H, T, D = q.shape
     if T == 1:  # the heads of a group stand where time was, so each key is read once, not once per head
         q = q.view(B, k.size(1), -1, D)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p).view(B, H, 1, D)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p).reshape(B, H, 1, D)
     if q.requires_grad and q.device.type == "cpu" and k.size(2) <= LONGEST_EXPLICIT:
         return _explicit(q, k, v, mask, causal, dropout_p)
     return F.scaled_dot_product_attention(

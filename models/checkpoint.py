@@ -52,13 +52,13 @@ def read_config(folder: Path) -> VLMConfig:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {CONFIG}; a model is a folder with {CONFIG} and {WEIGHTS}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds {type(raw).__name__}, not an object of settings")
     try:
         return VLMConfig.from_dict(raw)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: {error}") from None
 
 

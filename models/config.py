@@ -75,6 +75,10 @@ class VLMConfig:
                 object.__setattr__(self, f.name, float(value))
             elif f.type in (int, float, bool, str) and type(value) is not f.type:
                 raise ValueError(f"{f.name}={value!r} is no {f.type.__name__}")
+            elif f.name == "vlm_extra_tokens" and not (
+                isinstance(value, dict) and all(isinstance(token, str) for token in value.values())
+            ):
+                raise ValueError(f"{f.name}={value!r} is no table of names and tokens")
             if f.type is int and not 0 < value < 2**31 and f.name != "extra_token_amount":
                 raise ValueError(f"{f.name}={value} is not a positive number below 2^31")
             if f.type is float and not (math.isfinite(value) and value >= 0):
@@ -123,7 +127,8 @@ class VLMConfig:
     @classmethod
     def from_dict(cls, raw: dict) -> "VLMConfig":
         """Read config.json's object; keys that nobody here knows are kept and warned of once, in one line."""
-        if "global_image_token" not in raw.get("vlm_extra_tokens", {}):
+        tokens = raw.get("vlm_extra_tokens", {})
+        if isinstance(tokens, dict) and "global_image_token" not in tokens:
             raise ValueError(
                 "vlm_extra_tokens has no global_image_token: a checkpoint of nanoVLM before September 2025, "
                 "whose picture layout is not supported yet"

@@ -38,7 +38,9 @@ class Sampling:
         if self.top_k:
             logits, ids = logits[:, : self.top_k], ids[:, : self.top_k]
         probs = logits.softmax(-1)
-        dropped = (probs.cumsum(-1) - probs > self.top_p) | (probs < self.min_p * probs[:, :1])
+        dropped = probs < self.min_p * probs[:, :1]
+        if self.top_p < 1:  # at 1 the sum's rounding would drop the unlikeliest
+            dropped |= probs.cumsum(-1) - probs >= self.top_p
         dropped[:, 0] = False  # the likeliest always stays
         chosen = torch.multinomial(probs.masked_fill(dropped, 0.0), 1, generator=generator)
         return ids.gather(-1, chosen).squeeze(-1)

@@ -41,4 +41,4 @@ class TrainConfig:
         return self.lr * min(1.0, (step + 1) / (self.warmup + 1), falling)
 
 
-SCENES = TrainConfig(steps=6000, lr=1e-3, warmup=200, compile=True)  # how the embedded model was made
+SCENES = TrainConfig(steps=6000, lr=1e-3, warmup=300, compile=True)  # how the embedded model was made
