@@ -25,15 +25,16 @@ class Stats:
     """What one answer cost; times in seconds."""
 
     prompt_tokens: int = 0  # pictures included
-    new_tokens: int = 0  # the end token included, of all samples
+    new_tokens: int = 0  # of all answers, their end tokens included
+    answers: int = 0  # as many as samples
     first_token_s: float = 0.0  # from the pixels to the first token
     total_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoding speed after the first token; 0 when there was no other."""
+        """Decoding speed after each answer's first token; 0 when there was no other."""
         later = self.total_s - self.first_token_s
-        return (self.new_tokens - 1) / later if self.new_tokens > 1 and later > 0 else 0.0
+        return (self.new_tokens - self.answers) / later if later > 0 else 0.0
 
 
 class Captioner:
@@ -131,7 +132,7 @@ class Captioner:
         inputs = self.processor(pictures, [prompt for _, prompt in rows])
         inputs = {name: tensor if tensor is None else tensor.to(self.model.device) for name, tensor in inputs.items()}
         stats = stats or Stats()
-        stats.prompt_tokens = int(inputs["attention_mask"].sum())
+        stats.prompt_tokens, stats.answers = int(inputs["attention_mask"].sum()), len(rows) * n_samples
         stream = self.model.stream(
             **inputs,
             max_new_tokens=max_new_tokens,
@@ -139,11 +140,12 @@ class Captioner:
             eos_token_id=self.tokenizer.eos_token_id,
             n_samples=n_samples,
         )
+        column = [None] * stats.answers
         for ids in stream:
+            stats.new_tokens += sum(id != self.tokenizer.eos_token_id for id in column)  # of rows that go on
             column = ids.tolist()
             stats.total_s = time.perf_counter() - started
             stats.first_token_s = stats.first_token_s or stats.total_s
-            stats.new_tokens += len(column)
             yield column
 
     def _texts(self, columns: Iterator[list[int]]) -> list[str]:

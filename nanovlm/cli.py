@@ -19,31 +19,35 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "nanovlm") -> int:
-    """Run a verb, `caption` or `train`, and return the exit code."""
-    parser = Parser(
-        prog=prog, description="Caption pictures and answer questions about them; train the model that does."
-    )
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program nanovlm: a verb and its flags; returns the exit code."""
+    parser = Parser(prog="nanovlm", description="Caption pictures, answer questions about them, train the model.")
     parser.add_argument("--version", action="version", version=f"nanovlm {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
-    add_caption_flags(verbs.add_parser("caption", help="caption pictures", description=caption.__doc__))
-    add_train_flags(verbs.add_parser("train", help="train a model", description=train.__doc__))
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    for verb in VERBS:
+        add_flags(verb, verbs.add_parser(verb, help=VERBS[verb][0].__doc__, description=VERBS[verb][0].__doc__))
     return run(parser.parse_args(argv))
 
 
 def door(verb: str, argv: Sequence[str] | None = None) -> int:
     """One verb as a program of its own: generate.py and train.py."""
-    parser = Parser(description={"caption": caption, "train": train}[verb].__doc__)
-    {"caption": add_caption_flags, "train": add_train_flags}[verb](parser)
-    return run(parser.parse_args(argv), parser.prog)
+    parser = Parser(description=VERBS[verb][0].__doc__)
+    add_flags(verb, parser)
+    return run(parser.parse_args(argv))
 
 
-def run(args: argparse.Namespace, prog: str = "nanovlm") -> int:
+def add_flags(verb: str, parser: Parser) -> None:
+    function, flags = VERBS[verb]
+    flags(parser)
+    parser.set_defaults(run=function, prog=parser.prog)
+
+
+def run(args: argparse.Namespace) -> int:
     sys.stdout.reconfigure(errors="backslashreplace")  # a caption outside the terminal's alphabet is no failure
     try:
         return args.run(args)
     except UsageError as error:
-        complain(f"{prog}: {error}")
+        complain(f"{args.prog}: {error}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -56,7 +60,7 @@ def complain(message: str) -> None:
     print(message.replace("\n", " "), file=sys.stderr, flush=True)
 
 
-def add_caption_flags(parser: argparse.ArgumentParser) -> None:
+def caption_flags(parser: Parser) -> None:
     add = parser.add_argument
     add("pictures", nargs="*", metavar="PICTURE", help="files; - is standard input; none is the sample picture")
     add("--prompt", default=PROMPT, metavar="TEXT", help=f"what to ask of each picture ({PROMPT!r})")
@@ -74,7 +78,6 @@ def add_caption_flags(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     add("--json", action="store_true", help="one object per picture, with token counts and timings")
     add("--stats", action="store_true", help="timings and peak memory on standard error")
-    parser.set_defaults(run=caption)
 
 
 def caption(args: argparse.Namespace) -> int:
@@ -84,7 +87,7 @@ def caption(args: argparse.Namespace) -> int:
     return caption_pictures(args)
 
 
-def add_train_flags(parser: argparse.ArgumentParser) -> None:
+def train_flags(parser: Parser) -> None:
     from dataclasses import fields
 
     from nanovlm.train_config import SCENES
@@ -99,7 +102,6 @@ def add_train_flags(parser: argparse.ArgumentParser) -> None:
             add(flag, action=argparse.BooleanOptionalAction, default=default, help=f.metadata["help"])
         else:
             add(flag, type=f.type, default=default, metavar="N", help=f"{f.metadata['help']} ({default})")
-    parser.set_defaults(run=train)
 
 
 def train(args: argparse.Namespace) -> int:
@@ -130,3 +132,6 @@ def train(args: argparse.Namespace) -> int:
         complain(f"training stopped: {error}")
         return 1
     return 0
+
+
+VERBS = {"caption": (caption, caption_flags), "train": (train, train_flags)}

@@ -10,6 +10,7 @@ from torch import Tensor
 from nanovlm.processor import Processor
 
 IGNORED = -100  # a target that asks for nothing
+MULTIPLE = 8  # batches are a multiple of this long, so that a compiled step meets few different shapes
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def encode(example: Example, processor: Processor) -> Row:
 
 def collate(rows: Sequence[Row], pad: int = 0) -> dict[str, Tensor | None]:
     """A batch for the model's forward: input_ids, targets and attention_mask (B, T), images (N, 3, S, S) or None."""
-    longest = max(len(row.ids) for row in rows)
+    longest = -(-max(len(row.ids) for row in rows) // MULTIPLE) * MULTIPLE
 
     def padded(values: str, filler: int) -> Tensor:
         return torch.tensor([getattr(row, values) + [filler] * (longest - len(row.ids)) for row in rows])

@@ -35,12 +35,17 @@ class Tokenizer:
             text = Path(path).read_text(encoding="utf-8")
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing; a model's folder needs its tokenizer.json") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
         try:
             return cls(tokenizers.Tokenizer.from_str(text), cfg)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path} is no tokenizer.json: {error}") from None
+
+    def __reduce__(self):  # how a process that prepares batches gets its own
+        return Tokenizer, (self.backend, self.cfg)
 
     def __len__(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
@@ -71,7 +76,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text: '<|im_end|>' in it is ten characters that a user wrote, not the end of a turn."""
-        return self.backend.encode(text, add_special_tokens=False).ids if text else []
+        try:
+            return self.backend.encode(text, add_special_tokens=False).ids if text else []
+        except TypeError:  # a lone surrogate, as which Python reads bytes that are no UTF-8
+            raise ValueError(f"{text!r} is no Unicode text") from None
 
     def encode_chat(self, messages: Iterable[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
         """Ids of a rendered chat, messages {'role', 'content'} and maybe 'images', markup to put before the content.
@@ -95,10 +103,14 @@ class Tokenizer:
             return text
 
         safe = [{"role": m["role"], "content": m.get("images", "") + hide(m["content"])} for m in messages]
+        template = self._template
         try:
-            rendered = self._template.render(messages=safe, add_generation_prompt=add_generation_prompt)
-        except TemplateError as error:
-            raise CheckpointError(f"lm_chat_template cannot render this chat: {error}") from None
+            rendered = template.render(messages=safe, add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # a template is a program: it may divide by zero, recurse ...
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"lm_chat_template cannot render this chat: {reason}") from None
+        if not rendered:
+            raise CheckpointError("lm_chat_template renders this chat as no text at all")
         ids, start = [], 0
         for match in self._special.finditer(rendered):
             ids += self.encode(show(rendered[start : match.start()])) + [self.special_id(match[0])]

@@ -30,10 +30,14 @@ class TrainConfig:
         for f in fields(self):
             value, least = getattr(self, f.name), f.metadata["least"]
             if not least <= value < float("inf"):
-                raise ValueError(f"{f.name}={value} must be at least {least}")
-        for name in ("decay", "beta2"):
-            if getattr(self, name) > 1:
-                raise ValueError(f"{name}={getattr(self, name)} is more than 1")
+                raise ValueError(f"{f.name}={value} must be a finite number of at least {least}")
+        for name, fits, limit in (
+            ("decay", self.decay <= 1, "at most 1"),
+            ("beta2", self.beta2 < 1, "less than 1"),
+            ("seed", self.seed < 2**63, "less than 2^63"),
+        ):
+            if not fits:
+                raise ValueError(f"{name}={getattr(self, name)} must be {limit}")
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""

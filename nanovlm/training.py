@@ -10,11 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from models.checkpoint import CheckpointError, new_folder, read_model, write_checkpoint, write_files
+from models.checkpoint import CheckpointError, new_folder, read_config, read_model, write_checkpoint, write_files
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.data import IGNORED
 from nanovlm.device import native_bfloat16
@@ -47,6 +48,7 @@ def train(
     had happened. Every checkpoint is a model that generate.py can use.
     """
     folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)  # where that is impossible, better now than at the first save
     optimizer = adamw(model, cfg)
     first = resume(folder, model, optimizer)
     if first:
@@ -54,7 +56,7 @@ def train(
     model.train()
     if cfg.compile:
         for block in (*model.vision_encoder.blocks, *model.decoder.blocks):
-            block.compile()
+            block.compile(dynamic=False)
     loader = DataLoader(
         _Steps(batch, first, cfg.steps),
         batch_size=None,
@@ -134,7 +136,7 @@ def save(
         for key, value in optimizer.state[parameter].items()
     }
     new = folder / "checkpoints" / f"step-{step}"
-    old = [path for path in new.parent.glob("step-*") if path != new]
+    old = [path for path in checkpoints(folder) if path != new]
     with new_folder(new) as files:
         write_files(files, model, tokenizer)
         save_file(moments, files / OPTIMIZER)
@@ -143,15 +145,29 @@ def save(
         shutil.rmtree(path, ignore_errors=True)
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """folder/checkpoints/step-N, the newest last."""
+    found = [path for path in folder.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
 def resume(folder: Path, model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> int:
     """Load the newest of folder/checkpoints into model and optimizer; the number of steps done, 0 without one."""
-    steps = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*"))
-    if not steps:
+    if not (saved := checkpoints(folder)):
         return 0
-    newest = folder / "checkpoints" / f"step-{steps[-1]}"
-    weights = read_model(newest, model.cfg, model.image_token_id).state_dict()
-    model.load_state_dict(weights)
-    moments = load_file(newest / OPTIMIZER)
+    newest = saved[-1]
+    theirs, ours = read_config(newest).to_dict(), model.cfg.to_dict()
+    for name in ours:
+        if theirs.get(name) != ours[name]:
+            raise CheckpointError(
+                f"{newest} holds a model with {name}={theirs.get(name)}, but this one has {name}={ours[name]}; "
+                "train it in another folder"
+            )
+    model.load_state_dict(read_model(newest, model.cfg, model.image_token_id).state_dict())
+    try:
+        moments = load_file(newest / OPTIMIZER)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{newest / OPTIMIZER} cannot be read: {error}") from None
     for name, parameter in model.named_parameters():
         keys = [key for key in moments if key.rpartition("/")[0] == name]
         if not keys:
@@ -159,4 +175,4 @@ def resume(folder: Path, model: VisionLanguageModel, optimizer: torch.optim.Opti
         for key in keys:
             short = key.rpartition("/")[2]
             optimizer.state[parameter][short] = moments[key].to(parameter.device if short != "step" else "cpu")
-    return steps[-1]
+    return int(newest.name.removeprefix("step-"))

@@ -1,6 +1,7 @@
 """How the embedded model is made: its shape, its tokenizer, and the batches it learns from."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from random import Random
 
 import tokenizers
@@ -119,15 +120,15 @@ def _as_typed(prompt: str, rng: Random) -> str:
 
 
 def batches(processor: Processor, cfg: TrainConfig) -> Callable[[int], dict]:
-    """step -> a batch of fresh scenes, a pure function of cfg.seed and the step."""
+    """step -> a batch of fresh scenes, a pure function of cfg.seed and the step; it can be sent to another process."""
+    return partial(_batch, processor, cfg)
 
-    def batch(step: int) -> dict:
-        rng = Random(f"{cfg.seed} {step}")
-        rows = []
-        for _ in range(cfg.batch_size):
-            size = rng.randint(*SIDES)
-            size = (size, min(SIDES[1], max(SIDES[0], round(size * rng.uniform(0.75, 1.33)))))
-            rows.append(encode(scene_example(random_scene(rng), rng, N_QUESTIONS, size), processor))
-        return collate(rows)
 
-    return batch
+def _batch(processor: Processor, cfg: TrainConfig, step: int) -> dict:
+    rng = Random(f"{cfg.seed} {step}")
+    rows = []
+    for _ in range(cfg.batch_size):
+        size = rng.randint(*SIDES)
+        size = (size, min(SIDES[1], max(SIDES[0], round(size * rng.uniform(0.75, 1.33)))))
+        rows.append(encode(scene_example(random_scene(rng), rng, N_QUESTIONS, size), processor))
+    return collate(rows)
