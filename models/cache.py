@@ -26,7 +26,7 @@ class KVCache:
         if torch.is_grad_enabled():  # autograd wants fresh tensors, not views of a buffer that changes
             return KVCache(torch.cat([self.key, key], -2), torch.cat([self.value, value], -2))
         buffer, length = self._buffer, self.length + key.size(-2)
-        if buffer is None or buffer.filled != self.length or buffer.room < length:
+        if buffer is None or not buffer.takes(self.length, length):
             buffer = _Buffer(self.key, self.value, room=2 * length)  # first append, a fork, or full
         buffer.write(key, value)
         return KVCache(buffer.key[..., :length, :], buffer.value[..., :length, :], buffer)
@@ -47,9 +47,10 @@ class _Buffer:
         self.filled = 0
         self.write(key, value)
 
-    @property
-    def room(self) -> int:
-        return self.key.size(-2)
+    def takes(self, start: int, stop: int) -> bool:
+        """Whether tokens start ... stop - 1 may be written here: nobody has yet, they fit, and torch allows it."""
+        writable = torch.is_inference_mode_enabled() or not self.key.is_inference()
+        return writable and start == self.filled and stop <= self.key.size(-2)
 
     def write(self, key: Tensor, value: Tensor) -> None:
         stop = self.filled + key.size(-2)

@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ from models.language_model import inverse_frequencies
 from models.vision_language_model import VisionLanguageModel
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+MOST_BLOCKS = 1000  # the deepest models have a few hundred; a million would take an hour to refuse otherwise
 HEAD, EMBEDDING, INV_FREQ = "decoder.head.weight", "decoder.token_embedding.weight", "decoder.rotary_embd.inv_freq"
 
 
@@ -74,6 +77,8 @@ def read_model(
     Names and shapes are compared before anything is allocated; weights already in dtype stay memory-mapped.
     """
     path = Path(folder) / WEIGHTS
+    if (depth := cfg.lm_n_blocks + cfg.vit_n_blocks) > MOST_BLOCKS:
+        raise CheckpointError(f"{Path(folder) / CONFIG}: {depth} blocks in all are more than {MOST_BLOCKS}")
     with torch.device("meta"):
         model = VisionLanguageModel(cfg, image_token_id)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -113,7 +118,7 @@ def read_model(
 def write_checkpoint(
     folder: str | os.PathLike, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None
 ) -> None:
-    """Write model and tokenizer (tokenizer.json's text) as a folder, whole or not at all; see `write_files`."""
+    """Write model and tokenizer (tokenizer.json's text) as a folder, atomically: see `new_folder`, `write_files`."""
     with new_folder(folder) as new:
         write_files(new, model, tokenizer, dtype)
 
@@ -134,32 +139,26 @@ def write_files(folder: Path, model: VisionLanguageModel, tokenizer: str, dtype:
     (folder / CONFIG).write_text(json.dumps(model.cfg.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
-class new_folder:
+@contextmanager
+def new_folder(path: str | os.PathLike) -> Iterator[Path]:
     """`with new_folder(path) as new:` fill the folder `new`; it becomes `path` at the end, or vanishes after an error.
 
-    If `path` exists already, its files of the same names are replaced one by one and others stay.
+    If `path` exists already, its files of the same names are replaced one by one, each atomically, and others stay.
     """
-
-    def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
-
-    def __enter__(self) -> Path:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.new = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
-        self.new.chmod(0o755)  # mkdtemp's 0o700 would stay with the folder
-        return self.new
-
-    def __exit__(self, kind, error, trace) -> None:
-        try:
-            if kind is None:
-                for file in self.new.iterdir():
-                    file.chmod(0o644)  # as for the folder: temporary files are private, models are not
-                    with open(file, "rb") as handle:
-                        os.fsync(handle.fileno())
-                if self.path.exists():
-                    for file in self.new.iterdir():
-                        os.replace(file, self.path / file.name)
-                else:
-                    os.rename(self.new, self.path)
-        finally:
-            shutil.rmtree(self.new, ignore_errors=True)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield new
+        new.chmod(0o755)  # temporary folders and files are private, models are not
+        for file in new.iterdir():
+            file.chmod(0o644)
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())
+        if path.exists():
+            for file in new.iterdir():
+                os.replace(file, path / file.name)
+        else:
+            os.rename(new, path)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)

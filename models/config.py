@@ -83,6 +83,8 @@ class VLMConfig:
                 raise ValueError(f"{f.name}={value} is not a positive number below 2^31")
             if f.type is float and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{f.name}={value} is not a finite number of at least 0")
+            if f.name in ("lm_re_base", "lm_attn_scaling") and value == 0:
+                raise ValueError(f"{f.name}=0 would make all positions or all tokens alike; it must be above 0")
         for whole, part in (
             ("vit_hidden_dim", "vit_n_heads"),
             ("vit_img_size", "vit_patch_size"),

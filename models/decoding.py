@@ -34,9 +34,13 @@ class Sampling:
         """Logits (B, vocabulary) -> ids (B,)."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        logits, ids = (logits.float() / self.temperature).sort(descending=True, stable=True)
-        if self.top_k:
-            logits, ids = logits[:, : self.top_k], ids[:, : self.top_k]
+        logits = logits.float() / max(self.temperature, 1e-30)
+        if self.top_k and self.top_k < logits.size(-1):
+            logits, ids = logits.topk(self.top_k)
+        elif self.top_p < 1 or self.min_p:
+            logits, ids = logits.sort(descending=True, stable=True)
+        else:  # nothing to leave out, so nothing to sort
+            return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
         probs = logits.softmax(-1)
         dropped = probs < self.min_p * probs[:, :1]
         if self.top_p < 1:  # at 1 the sum's rounding would drop the unlikeliest
@@ -79,6 +83,6 @@ def autoregress(
             ids = ids.masked_fill(ended, eos_token_id)
             ended |= ids == eos_token_id
         yield ids
-        if not remaining or ended.all():
+        if not remaining or (eos_token_id is not None and ended.all()):
             return
         logits = step(ids)

@@ -107,13 +107,13 @@ class VisionLanguageModel(nn.Module):
         return self._read(self.decoder.token_embedding(ids[:, None]), None, prefix)
 
     def _read(self, x: Tensor, mask: Tensor | None, prefix: Prefix | None) -> tuple[Tensor, Prefix]:
-        kv_cache, start_pos = None, 0
-        if prefix is not None:
-            kv_cache, start_pos = prefix.kv_cache, prefix.length
-            if mask is not None or prefix.attention_mask is not None:
-                ones = torch.ones(x.size(0), max(start_pos, x.size(1)), dtype=torch.long, device=x.device)
-                past = ones[:, :start_pos] if prefix.attention_mask is None else prefix.attention_mask
-                mask = torch.cat([past, ones[:, : x.size(1)] if mask is None else mask], dim=1)
+        """Continue prefix with embeddings x (B, T, C); mask (B, T) is of x alone."""
+        kv_cache, past, start_pos = (
+            (prefix.kv_cache, prefix.attention_mask, prefix.length) if prefix else (None, None, 0)
+        )
+        if past is not None or mask is not None:
+            halves = ((past, start_pos), (mask, x.size(1)))
+            mask = torch.cat([x.new_ones(len(x), n, dtype=torch.long) if m is None else m for m, n in halves], dim=1)
         hidden, kv_cache = self.decoder(x, mask, kv_cache, start_pos)
         return self.decoder.head(hidden[:, -1]), Prefix(kv_cache, mask)
 
@@ -136,6 +136,8 @@ class VisionLanguageModel(nn.Module):
         every token: the reference that the cache is held against.
         """
         self.check_room(input_ids.size(1), max_new_tokens)
+        if n_samples < 1:
+            raise ValueError(f"n_samples={n_samples} is less than 1")
         if max_new_tokens == 0:
             return
         rows = torch.arange(input_ids.size(0), device=input_ids.device).repeat_interleave(n_samples)

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import resource
 import sys
 import time
 
@@ -39,14 +38,17 @@ def caption_pictures(args: argparse.Namespace) -> int:
             picture = open_picture(standard_input() if name == "-" else name)
             stats = Stats()
             texts = say(args, captioner, name, picture, sampling, stats)
-        except (PictureError, ValueError) as error:
-            complain(f"{'' if isinstance(error, PictureError) else name + ': '}{error}")
-            failed += 1
+        except PictureError as error:
+            complain(str(error))
+        except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
+            complain(f"{name}: {error or 'not enough memory'}")
+        else:
+            if args.json:
+                print(json.dumps(record(args, name, texts, stats)), flush=True)
+            if args.stats:
+                complain(summary(stats, loaded, captioner.model.device))
             continue
-        if args.json:
-            print(json.dumps(record(args, name, texts, stats), ensure_ascii=False), flush=True)
-        if args.stats:
-            complain(summary(stats, loaded, captioner.model.device))
+        failed += 1
     return 1 if failed else 0
 
 
@@ -72,13 +74,13 @@ def standard_input():
 
 
 def say(args, captioner: Captioner, name: str, picture, sampling: Sampling, stats: Stats) -> list[str]:
-    """Find the answers and, unless they go into JSON, print each as a line; on a terminal, as it is found."""
+    """Find the answers and, unless they go into JSON, print each as one line; on a terminal, as it is found."""
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "stats": stats}
     label = f"{name if name.isprintable() else repr(name)}: " if len(args.pictures) > 1 else ""
-    if args.samples > 1 or args.json or not sys.stdout.isatty():
+    if args.samples > 1 or args.json or not (sys.stdout and sys.stdout.isatty()):
         texts = captioner.samples(picture, args.prompt, args.samples, **options)
         if not args.json:
-            print("".join(f"{label}{text}\n" for text in texts), end="", flush=True)
+            print("".join(label + " ".join(text.splitlines()) + "\n" for text in texts), end="", flush=True)
         return texts
     pieces = captioner.stream(picture, args.prompt, **options)
     first = next(pieces, "")  # an error comes before the label
@@ -113,8 +115,12 @@ def summary(stats: Stats, loaded: float, device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes at most held at once: of the GPU on cuda, else of this process."""
+    """Bytes at most held at once: of the GPU on cuda, else of this process; 0 where nobody counts (Windows)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return 0
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

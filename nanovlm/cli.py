@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from nanovlm import EMBEDDED, PROMPT, __version__
@@ -16,7 +17,8 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser whose complaint is one line."""
 
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        complain(f"{self.prog}: {message} (see {self.prog} --help)")
+        self.exit(2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,16 +45,22 @@ def add_flags(verb: str, parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    sys.stdout.reconfigure(errors="backslashreplace")  # a caption outside the terminal's alphabet is no failure
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # a caption outside the terminal's alphabet is no failure
     try:
-        return args.run(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *where: complain(f"note: {message}")
+            return args.run(args)
     except UsageError as error:
         complain(f"{args.prog}: {error}")
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # the reader of our output has left, as `head` does
+            complain(f"{args.prog}: {error}")
+        if sys.stdout is not None:  # Python, leaving, would complain again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 

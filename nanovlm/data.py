@@ -56,9 +56,15 @@ def encode(example: Example, processor: Processor) -> Row:
     return Row(ids, targets, mask, [tile for tile, _ in tiles])
 
 
-def collate(rows: Sequence[Row], pad: int = 0) -> dict[str, Tensor | None]:
-    """A batch for the model's forward: input_ids, targets and attention_mask (B, T), images (N, 3, S, S) or None."""
-    longest = -(-max(len(row.ids) for row in rows) // MULTIPLE) * MULTIPLE
+def collate(rows: Sequence[Row], pad: int = 0, limit: int | None = None) -> dict[str, Tensor | None]:
+    """A batch for the model's forward: input_ids, targets and attention_mask (B, T), images (N, 3, S, S) or None.
+
+    T is the longest row's length, rounded up to a MULTIPLE but not beyond limit, the positions that the model has.
+    """
+    longest = max(len(row.ids) for row in rows)
+    rounded = -(-longest // MULTIPLE) * MULTIPLE
+    if limit is None or rounded <= limit:
+        longest = rounded
 
     def padded(values: str, filler: int) -> Tensor:
         return torch.tensor([getattr(row, values) + [filler] * (longest - len(row.ids)) for row in rows])

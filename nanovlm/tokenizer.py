@@ -23,10 +23,11 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = True  # plain text by default; `encode` finds the template's own by itself
-        if len(self) > cfg.lm_vocab_size:
-            raise CheckpointError(f"the tokenizer has {len(self)} tokens, but lm_vocab_size={cfg.lm_vocab_size}")
-        self.image_token_id = self.special_id(cfg.vlm_extra_tokens.get("image_token", "<|image|>"))
-        self.eos_token_id = self.special_id(END)
+        highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        if highest >= cfg.lm_vocab_size:
+            raise CheckpointError(f"the tokenizer has an id {highest}, but lm_vocab_size={cfg.lm_vocab_size}")
+        extra = {name: self.special_id(token) for name, token in cfg.vlm_extra_tokens.items()}
+        self.image_token_id, self.eos_token_id = extra["image_token"], self.special_id(END)
 
     @classmethod
     def from_file(cls, path: str | Path, cfg: VLMConfig) -> "Tokenizer":

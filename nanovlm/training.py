@@ -52,7 +52,9 @@ def train(
     optimizer = adamw(model, cfg)
     first = resume(folder, model, optimizer)
     if first:
-        log(f"resumed {folder} at step {first}")
+        before = json.loads((checkpoints(folder)[-1] / STATE).read_text())["config"]
+        changed = [f"{k}={v} instead of {before[k]}" for k, v in asdict(cfg).items() if before.get(k, v) != v]
+        log(f"resumed {folder} at step {first}" + ", with " * bool(changed) + ", ".join(changed))
     model.train()
     if cfg.compile:
         for block in (*model.vision_encoder.blocks, *model.decoder.blocks):

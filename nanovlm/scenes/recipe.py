@@ -131,4 +131,4 @@ def _batch(processor: Processor, cfg: TrainConfig, step: int) -> dict:
         size = rng.randint(*SIDES)
         size = (size, min(SIDES[1], max(SIDES[0], round(size * rng.uniform(0.75, 1.33)))))
         rows.append(encode(scene_example(random_scene(rng), rng, N_QUESTIONS, size), processor))
-    return collate(rows)
+    return collate(rows, limit=processor.cfg.lm_max_position_embeddings)

@@ -1,0 +1,90 @@
+"""What the tests of several rooms start from: models that are small, and random enough to tell mistakes apart."""
+
+import pytest
+import torch
+
+from models.config import VLMConfig
+from models.vision_language_model import VisionLanguageModel
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+TINY = {
+    "vit_hidden_dim": 16, "vit_inter_dim": 24, "vit_n_heads": 2, "vit_n_blocks": 2,
+    "vit_patch_size": 4, "vit_img_size": 16, "max_img_size": 32,
+    "lm_hidden_dim": 24, "lm_inter_dim": 32, "lm_n_heads": 6, "lm_n_kv_heads": 2, "lm_n_blocks": 2,
+    "lm_vocab_size": 40, "lm_re_base": 100, "lm_max_position_embeddings": 64,
+    "mp_pixel_shuffle_factor": 2, "mp_image_token_length": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tiny_config():
+    """Makes a config of a model with two blocks a side and four embeddings an image."""
+    return lambda **changes: VLMConfig(**TINY | changes)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_config):
+    """Makes a model of such a config, in eval mode; its image token is 3."""
+
+    def make(seed: int = 0, **changes) -> VisionLanguageModel:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = VisionLanguageModel(tiny_config(**changes), image_token_id=3)
+            return randomise(model).eval()
+
+    return make
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module) -> torch.nn.Module:
+    """Weights as a trained model's: large enough that each place listens to others, and no norm or bias idle."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter += 0.3 * torch.randn_like(parameter)
+        else:
+            parameter.copy_(torch.randn_like(parameter) * 1.5 * parameter[0].numel() ** -0.5)
+    return model
+
+
+@pytest.fixture(scope="session")
+def speaker():
+    """A model of the embedded one's shape and its processor; with random weights it babbles, and ends now and then."""
+    from nanovlm.scenes.recipe import make_model
+
+    with torch.random.fork_rng():
+        model, processor = make_model(0)
+        torch.manual_seed(1)
+        randomise(model).eval()
+    with torch.no_grad():
+        model.decoder.head.weight[processor.tokenizer.eos_token_id] *= 1.3
+    return model, processor
+
+
+@pytest.fixture(scope="session")
+def model_folder(speaker, tmp_path_factory):
+    """The same on disk."""
+    from models.checkpoint import write_checkpoint
+
+    model, processor = speaker
+    write_checkpoint(folder := tmp_path_factory.mktemp("models") / "speaker", model, processor.tokenizer.to_json())
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiled(speaker, tiny_config):
+    """A tiny model and its processor, which cuts pictures into up to 4 x 4 tiles of 16 pixels, 4 embeddings each."""
+    import tokenizers
+
+    from models.config import extra_tokens
+    from nanovlm.processor import Processor
+    from nanovlm.tokenizer import Tokenizer
+
+    backend = tokenizers.Tokenizer.from_str(speaker[1].tokenizer.to_json())
+    backend.add_special_tokens(list(extra_tokens(8).values()))
+    cfg = tiny_config(max_img_size=64, lm_vocab_size=backend.get_vocab_size(), lm_max_position_embeddings=1024)
+    tokenizer = Tokenizer(backend, cfg)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = VisionLanguageModel(cfg, tokenizer.image_token_id)
+        return randomise(model).eval(), Processor(cfg, tokenizer)

@@ -1,0 +1,70 @@
+"""A cache is a value: whoever holds one finds in it what was put there, whatever others made of it since."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from models.cache import KVCache
+
+
+def tokens(n, rows=2):
+    return torch.randn(rows, 3, n, 4)
+
+
+def is_same(cache, key, value):
+    return torch.equal(cache.key, key) and torch.equal(cache.value, value) and cache.length == key.size(-2)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_cache_of_a_family_tree_says_what_was_put_there(mode, seed):
+    """Forks, forks of forks, and chains that grew after they were forked, against plain concatenation."""
+    choose = random.Random(seed)
+    with mode():
+        k, v = tokens(3), tokens(3)
+        family = [(KVCache(k, v), k, v)]
+        for _ in range(60):
+            parent, key, value = choose.choice([family[-1], choose.choice(family)])
+            k, v = tokens(n := choose.choice([1, 1, 1, 2, 9])), tokens(n)
+            family.append((parent.append(k, v), torch.cat([key, k], -2), torch.cat([value, v], -2)))
+        assert all(is_same(*member) for member in family)
+
+
+@torch.no_grad()
+def test_appending_one_by_one_copies_each_token_a_few_times_at_most():
+    caches = [KVCache(tokens(5), tokens(5))]
+    for _ in range(1000):
+        caches.append(caches[-1].append(tokens(1), tokens(1)))
+    moves = [a for a, b in pairwise(caches) if a.key.data_ptr() != b.key.data_ptr()]
+    assert sum(cache.length for cache in moves) <= 2 * caches[-1].length
+    assert len(moves) <= 10
+
+
+@torch.no_grad()
+def test_a_chosen_row_is_the_row_and_its_copies_part_ways():
+    cache = KVCache(tokens(4, rows=3), tokens(4, rows=3)).append(tokens(2, rows=3), tokens(2, rows=3))
+    index = torch.tensor([2, 0, 0, 1])
+    chosen = cache.rows(index)
+    assert is_same(chosen, cache.key[index], cache.value[index])
+    before = cache.key.clone(), cache.value.clone()
+    longer = chosen.append(tokens(1, rows=4), tokens(1, rows=4))
+    chosen.key.zero_()
+    assert is_same(cache, *before)
+    assert torch.equal(longer.key[..., :6, :], before[0][index])
+
+
+def test_gradients_flow_through_a_cache_even_after_it_was_continued():
+    leaves = [tokens(n).requires_grad_() for n in (3, 3, 1, 1, 2, 2)]
+    k1, v1, k2, v2, k3, v3 = leaves
+    start = KVCache(k1, v1).append(k2, v2)
+    end = start.append(k3, v3)
+    weights = tokens(6)
+    through_cache = (end.key.sin() * end.value * weights).sum()
+    with torch.no_grad():
+        start.append(tokens(2), tokens(2)).append(tokens(1), tokens(1))
+        end.append(tokens(1), tokens(1))
+    plain = (torch.cat([k1, k2, k3], -2).sin() * torch.cat([v1, v2, v3], -2) * weights).sum()
+    for gradient, expected in zip(torch.autograd.grad(through_cache, leaves), torch.autograd.grad(plain, leaves)):
+        assert torch.equal(gradient, expected)

@@ -1,0 +1,282 @@
+"""A folder is a model: what was written is read back bit for bit, also by stock nanoVLM; what is broken says so."""
+
+import json
+import math
+import os
+import struct
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file
+from torch import nn
+
+import models.checkpoint as checkpoint
+from models.checkpoint import CheckpointError, new_folder, read_config, read_model, resolve, write_checkpoint
+
+HEAD, EMBEDDING, INV_FREQ = "decoder.head.weight", "decoder.token_embedding.weight", "decoder.rotary_embd.inv_freq"
+TOKENIZER = '{"model": "ünïcode"}'
+
+
+def stock_shapes(cfg) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of nanoVLM's own modules."""
+    V, L, W, F = cfg.vit_hidden_dim, cfg.lm_hidden_dim, cfg.vit_inter_dim, cfg.lm_inter_dim
+    P, kv, words = cfg.vit_patch_size, cfg.lm_n_kv_heads * L // cfg.lm_n_heads, (cfg.lm_vocab_size, L)
+    shapes = {
+        "vision_encoder.patch_embedding.conv.weight": (V, 3, P, P),
+        "vision_encoder.patch_embedding.conv.bias": (V,),
+        "vision_encoder.patch_embedding.position_embedding": (1, (cfg.vit_img_size // P) ** 2, V),
+        "vision_encoder.layer_norm.weight": (V,),
+        "vision_encoder.layer_norm.bias": (V,),
+        "MP.proj.weight": (L, V * cfg.mp_pixel_shuffle_factor**2),
+        "decoder.token_embedding.weight": words,
+        "decoder.norm.weight": (L,),
+        "decoder.head.weight": words,
+    }
+    linears = {"attn.qkv_proj": (3 * V, V), "attn.out_proj": (V, V), "mlp.fc1": (W, V), "mlp.fc2": (V, W)}
+    for i in range(cfg.vit_n_blocks):
+        for name, shape in linears.items() | {("ln1", (V, V)), ("ln2", (V, V))}:
+            shapes[f"vision_encoder.blocks.{i}.{name}.bias"] = shape[:1]
+            shapes[f"vision_encoder.blocks.{i}.{name}.weight"] = shape[:1] if "ln" in name else shape
+    for i in range(cfg.lm_n_blocks):
+        block = {"attn.q_proj": (L, L), "attn.k_proj": (kv, L), "attn.v_proj": (kv, L), "attn.out_proj": (L, L)}
+        block |= {"mlp.gate_proj": (F, L), "mlp.up_proj": (F, L), "mlp.down_proj": (L, F), "norm1": (L,), "norm2": (L,)}
+        shapes |= {f"decoder.blocks.{i}.{name}.weight": shape for name, shape in block.items()}
+    return shapes
+
+
+def stock_model(cfg) -> nn.Module:
+    """Modules of nanoVLM's names, empty-headed: all that safetensors' strict loader asks of a model."""
+    model = nn.Module()
+    for name, shape in stock_shapes(cfg).items():
+        *path, last = name.split(".")
+        module = model
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(last, nn.Parameter(torch.zeros(shape)))
+    model.decoder.rotary_embd = nn.Module()
+    model.decoder.rotary_embd.register_buffer("inv_freq", torch.zeros(cfg.lm_hidden_dim // cfg.lm_n_heads // 2))
+    if cfg.lm_tie_weights:
+        model.decoder.head.weight = model.decoder.token_embedding.weight
+    return model
+
+
+def bits(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+
+
+def read(folder, dtype=torch.float32):
+    return read_model(folder, read_config(folder), 3, dtype)
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_model):
+    """A model's folder, freshly written."""
+    write_checkpoint(tmp_path / "model", tiny_model(), TOKENIZER)
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def rewrite(folder):
+    """Changes the tensors of the folder's file."""
+
+    def change(drop=(), **add):
+        path = folder / "model.safetensors"
+        state = {name: tensor.clone() for name, tensor in load_file(path).items() if name not in drop}
+        save_file(state | add, path, {"format": "pt"})
+        return state
+
+    return change
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_written_is_read_bit_for_bit(tmp_path, tiny_model, tied, dtype):
+    model = tiny_model(lm_tie_weights=tied).to(dtype)
+    write_checkpoint(tmp_path / "a" / "b", model, TOKENIZER)
+    again = read(tmp_path / "a" / "b", dtype)
+    assert same(bits(again), bits(model)) and again.cfg == model.cfg and not again.training
+    assert (again.decoder.head.weight is again.decoder.token_embedding.weight) == tied
+    assert torch.equal(again.decoder.head.weight, again.decoder.token_embedding.weight) == tied
+    assert all(parameter.requires_grad for parameter in again.parameters())
+    assert (tmp_path / "a" / "b" / "tokenizer.json").read_text(encoding="utf-8") == TOKENIZER
+
+
+def test_a_file_of_half_precision_is_read_as_float32(tmp_path, tiny_model):
+    model = tiny_model()
+    write_checkpoint(tmp_path / "half", model, TOKENIZER, torch.float16)
+    assert load_file(tmp_path / "half" / "model.safetensors")["MP.proj.weight"].dtype == torch.float16
+    assert model.dtype == torch.float32
+    assert same(bits(read(tmp_path / "half")), bits(model.half().float()))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stock_nanovlm_loads_what_is_written(tmp_path, tiny_model, tied, dtype):
+    model = tiny_model(lm_tie_weights=tied, lm_re_base=100000, lm_hidden_dim=48).to(dtype)
+    write_checkpoint(tmp_path / "model", model, TOKENIZER)
+    path = tmp_path / "model" / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        names, metadata, inv_freq = set(file.keys()), file.metadata(), file.get_tensor(INV_FREQ)
+    assert names == (stock_shapes(model.cfg).keys() | {INV_FREQ}) - ({EMBEDDING} if tied else set())
+    assert metadata == {"format": "pt"} | ({EMBEDDING: HEAD} if tied else {})
+    assert inv_freq.dtype == torch.float32
+    assert all(math.isclose(f, 100000 ** (-2 * i / 8), rel_tol=1e-6) for i, f in enumerate(inv_freq.tolist()))
+
+    stock = stock_model(model.cfg)
+    assert load_model(stock, path, strict=True) == (set(), [])
+    loaded = {name: tensor.to(dtype) for name, tensor in stock.state_dict().items() if name != INV_FREQ}
+    assert same(loaded, bits(model))
+
+
+def test_either_name_of_a_tied_pair_will_do_and_both_if_they_agree(folder, rewrite):
+    expected = bits(read(folder))
+    head = rewrite()[HEAD]
+    rewrite(**{EMBEDDING: head})
+    assert same(bits(read(folder)), expected)
+    rewrite(drop=[HEAD])
+    assert same(bits(read(folder)), expected)
+    rewrite(**{HEAD: head + 1})
+    with pytest.raises(CheckpointError, match=f"lm_tie_weights=true, but {EMBEDDING} and {HEAD} differ"):
+        read(folder)
+    rewrite(drop=[HEAD, EMBEDDING])
+    with pytest.raises(CheckpointError, match=f"lacks 1 tensors .* {HEAD}"):
+        read(folder)
+
+
+def test_of_an_untied_pair_both_are_needed(tmp_path, tiny_model):
+    write_checkpoint(tmp_path / "model", tiny_model(lm_tie_weights=False), TOKENIZER)
+    path = tmp_path / "model" / "model.safetensors"
+    for name in (HEAD, EMBEDDING):
+        state = load_file(path)
+        save_file({key: tensor for key, tensor in state.items() if key != name}, path)
+        with pytest.raises(CheckpointError, match=f"lacks 1 tensors .* {name}"):
+            read(tmp_path / "model")
+        save_file(state, path)
+
+
+def test_a_file_need_not_hold_inv_freq(folder, rewrite):
+    expected = bits(read(folder))
+    rewrite(drop=[INV_FREQ])
+    assert same(bits(read(folder)), expected)
+
+
+def test_tensors_that_do_not_fit_are_named_with_both_shapes(folder, rewrite):
+    name = "decoder.blocks.1.attn.k_proj.weight"
+    rewrite(**{name: torch.zeros(9, 24)})
+    with pytest.raises(CheckpointError, match=rf"{name} is \(9, 24\), but config.json asks for \(8, 24\)"):
+        read(folder)
+    rewrite(drop=[name, "MP.proj.weight"])
+    with pytest.raises(CheckpointError, match="lacks 2 tensors .* first MP.proj.weight"):
+        read(folder)
+    rewrite(**{"MP.proj.weight": torch.zeros(24, 64), name: torch.zeros(8, 24), "MP.proj.bias": torch.zeros(24)})
+    with pytest.raises(CheckpointError, match="has 1 tensors .* first MP.proj.bias"):
+        read(folder)
+
+
+@pytest.mark.parametrize("hidden", [10**9, 2**31 - 2])
+def test_an_absurd_config_is_refused_before_anything_is_allocated(folder, tiny_config, hidden):
+    changed = tiny_config().to_dict() | {"lm_hidden_dim": hidden, "lm_n_heads": 2, "lm_n_kv_heads": 1}
+    (folder / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError, match=str(hidden)):
+        read(folder)
+
+
+def with_config(change):
+    def damage(folder):
+        raw = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(change(raw)))
+
+    return damage
+
+
+def truncated(n):
+    return lambda folder: os.truncate(folder / "model.safetensors", n)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text(""), "config.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_text('{"lm_n_heads": 6,}'), "config.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{}"), "config.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json cannot be read"),
+        (with_config(lambda raw: [raw]), "holds list, not an object"),
+        (with_config(lambda raw: None), "holds NoneType, not an object"),
+        (with_config(lambda raw: raw | {"lm_n_heads": "6"}), "lm_n_heads='6' is no int"),
+        (with_config(lambda raw: raw | {"lm_n_heads": None}), "lm_n_heads=None is no int"),
+        (with_config(lambda raw: raw | {"lm_re_base": 10**400}), "config.json: "),
+        (with_config(lambda raw: raw | {"vlm_extra_tokens": 5}), "vlm_extra_tokens=5"),
+        (with_config(lambda raw: raw | {"lm_n_heads": 5}), "lm_hidden_dim=24 is not a multiple of lm_n_heads=5"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
+        (truncated(0), "model.safetensors cannot be read"),
+        (truncated(7), "model.safetensors cannot be read"),
+        (truncated(1000), "model.safetensors cannot be read"),
+        (truncated(20_000), "model.safetensors cannot be read"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x80" * 100), "cannot be read"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}"), "lacks"),
+    ],
+)
+def test_a_broken_folder_is_told_in_one_line(folder, damage, told):
+    damage(folder)
+    with pytest.raises(CheckpointError) as error:
+        read(folder)
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("accident", [OSError("no space left"), KeyboardInterrupt()])
+def test_an_accident_while_writing_leaves_no_trace(folder, tiny_model, monkeypatch, accident):
+    def fails(state, path, metadata):
+        path.write_bytes(b"half of it")
+        raise accident
+
+    before = contents(folder.parent)
+    monkeypatch.setattr(checkpoint, "save_file", fails)
+    for target in (folder, folder.parent / "new"):
+        with pytest.raises(type(accident)):
+            write_checkpoint(target, tiny_model(seed=1), "{}")
+    assert contents(folder.parent) == before and os.listdir(folder.parent) == ["model"]
+
+
+def test_a_folder_written_again_holds_the_new_model_and_keeps_other_files(folder, tiny_model):
+    (folder / "README.md").write_text("mine")
+    write_checkpoint(folder, tiny_model(seed=1), "{}")
+    assert same(bits(read(folder)), bits(tiny_model(seed=1)))
+    assert (folder / "README.md").read_text() == "mine" and os.listdir(folder.parent) == ["model"]
+
+
+def test_a_folder_in_the_making_is_not_to_be_seen_under_its_name(tmp_path):
+    with new_folder(tmp_path / "model") as new:
+        (new / "config.json").write_text("{}")
+        assert not (tmp_path / "model").exists() and new.parent == tmp_path
+    assert os.listdir(tmp_path) == ["model"] and os.listdir(tmp_path / "model") == ["config.json"]
+
+
+def test_a_folder_is_its_own_model_and_no_name_is_no_model(folder):
+    assert resolve(folder) == resolve(str(folder)) == folder
+    with pytest.raises(CheckpointError, match="config.json: a file, not a folder"):
+        resolve(folder / "config.json")
+    for name in ("nowhere", "a/b/c", "/no/such", "../x"):
+        with pytest.raises(CheckpointError, match="neither a folder nor a Hub id"):
+            resolve(name)
+
+
+def test_offline_a_missing_hub_model_is_one_line_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError) as error:
+        resolve("nobody-here/no-such-model")
+    assert "nobody-here/no-such-model" in str(error.value) and "\n" not in str(error.value)
+    assert "offline" in str(error.value) and "pass a local folder" in str(error.value)

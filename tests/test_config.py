@@ -1,0 +1,126 @@
+"""A config is nanoVLM's config.json: its names, its numbers, and a plain word when they do not fit each other."""
+
+import json
+import warnings
+from dataclasses import asdict, fields
+
+import pytest
+import torch
+
+from models.config import VLMConfig
+from models.vision_language_model import VisionLanguageModel
+
+TODAYS_KEYS = """
+vit_hidden_dim vit_inter_dim vit_patch_size vit_img_size vit_n_heads vit_dropout vit_n_blocks vit_ln_eps vit_cls_flag
+vit_model_type lm_hidden_dim lm_inter_dim lm_rms_eps lm_re_base lm_max_position_embeddings lm_base_vocab_size
+extra_token_amount lm_vocab_size lm_n_heads lm_n_kv_heads lm_dropout lm_n_blocks lm_attn_scaling lm_max_length
+lm_use_tokens lm_tie_weights lm_model_type lm_tokenizer lm_chat_template mp_pixel_shuffle_factor mp_image_token_length
+max_img_size resize_to_max_side_len vlm_extra_tokens vlm_load_backbone_weights vlm_checkpoint_path hf_repo_name
+"""
+
+
+def test_the_fields_are_the_keys_of_nanovlms_file():
+    assert VLMConfig().to_dict().keys() == {f.name for f in fields(VLMConfig)} - {"unknown"} == set(TODAYS_KEYS.split())
+
+
+SMOLLM2_135M = {"lm_hidden_dim": 576, "lm_inter_dim": 1536, "lm_n_blocks": 30, "lm_n_heads": 9, "lm_n_kv_heads": 3}
+V01 = {"vit_img_size": 224, "max_img_size": 224, "lm_vocab_size": 49152}
+V01 |= {"mp_pixel_shuffle_factor": 2, "mp_image_token_length": 49}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "published"),
+    [
+        ("lusxvr/nanoVLM-460M-8k", {}, 460_113_984),
+        ("lusxvr/nanoVLM-230M-8k", SMOLLM2_135M, 228_063_936),
+        ("lusxvr/nanoVLM-222M", SMOLLM2_135M | V01, 222_081_600),
+    ],
+)
+def test_a_published_models_numbers_make_its_published_size(name, changes, published):
+    with torch.device("meta"):
+        model = VisionLanguageModel(VLMConfig(**changes), image_token_id=0)
+    assert sum(parameter.numel() for parameter in model.parameters()) == published
+
+
+def test_a_config_survives_the_disk(tiny_config):
+    cfg = tiny_config(
+        lm_dropout=0.1, lm_tie_weights=False, hf_repo_name="œuvre", vlm_extra_tokens={"global_image_token": "g"}
+    )
+    assert VLMConfig.from_dict(json.loads(json.dumps(cfg.to_dict()))) == cfg
+    assert cfg.to_dict() | {"unknown": {}} == asdict(cfg)
+
+
+def test_unknown_keys_are_kept_and_warned_of_once():
+    raw = VLMConfig().to_dict() | {"vit_flavour": [1, {"sweet": None}], "unknown": 5}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cfg = VLMConfig.from_dict(raw)
+    assert cfg.to_dict() == raw
+    assert len(caught) == 1 and "vit_flavour, unknown" in str(caught[0].message)
+
+
+def test_a_known_file_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        VLMConfig.from_dict(VLMConfig().to_dict())
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"vit_n_heads": 5}, ["vit_hidden_dim=16", "vit_n_heads=5"]),
+        ({"vit_img_size": 18}, ["vit_img_size=18", "vit_patch_size=4"]),
+        ({"lm_n_heads": 7}, ["lm_hidden_dim=24", "lm_n_heads=7"]),
+        ({"lm_n_kv_heads": 4}, ["lm_n_heads=6", "lm_n_kv_heads=4"]),
+        ({"max_img_size": 40}, ["max_img_size=40", "vit_img_size=16"]),
+        ({"lm_n_heads": 8}, ["lm_hidden_dim=24", "lm_n_heads=8", "of 3;"]),
+        ({"mp_pixel_shuffle_factor": 3}, ["4 patches", "mp_pixel_shuffle_factor=3"]),
+        ({"mp_image_token_length": 5}, ["mp_image_token_length=5", "4 embeddings"]),
+        ({"lm_dropout": 1.0}, ["lm_dropout=1.0", "[0, 1)"]),
+        ({"vit_n_blocks": 0}, ["vit_n_blocks=0"]),
+        ({"lm_vocab_size": 2**31}, ["lm_vocab_size=2147483648", "2^31"]),
+        ({"lm_re_base": float("nan")}, ["lm_re_base=nan"]),
+        ({"lm_rms_eps": -1e-5}, ["lm_rms_eps=-1e-05"]),
+        ({"vit_cls_flag": True}, ["vit_cls_flag=true"]),
+    ],
+)
+def test_numbers_that_do_not_fit_are_all_named(tiny_config, changes, told):
+    with pytest.raises(ValueError) as error:
+        tiny_config(**changes)
+    assert all(part in str(error.value) for part in told), error.value
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [
+        ("vit_n_blocks", True, "int"),
+        ("vit_n_blocks", 2.0, "int"),
+        ("vit_n_blocks", None, "int"),
+        ("lm_tie_weights", 1, "bool"),
+        ("lm_tie_weights", "false", "bool"),
+        ("lm_rms_eps", True, "float"),
+        ("lm_rms_eps", "1e-5", "float"),
+        ("lm_tokenizer", 7, "str"),
+        ("lm_chat_template", ["a"], "str"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused(tiny_config, field, value, kind):
+    with pytest.raises(ValueError, match=f"^{field}=.* is no {kind}$"):
+        tiny_config(**{field: value})
+
+
+def test_a_whole_number_will_do_for_a_float(tiny_config):
+    assert repr(tiny_config(lm_re_base=100).lm_re_base) == "100.0"
+
+
+@pytest.mark.parametrize(
+    "tokens", [{"image_token": "<|image|>"}, {}, None, 5, ["global_image_token"], {"global_image_token": 1}]
+)
+def test_a_picture_layout_of_another_era_is_refused(tiny_config, tokens):
+    with pytest.raises(ValueError, match="vlm_extra_tokens"):
+        VLMConfig.from_dict(tiny_config().to_dict() | {"vlm_extra_tokens": tokens})
+    raw = tiny_config().to_dict()
+    del raw["vlm_extra_tokens"]
+    with pytest.raises(ValueError, match="global_image_token"):
+        VLMConfig.from_dict(raw)

@@ -1,0 +1,136 @@
+"""What training shows is what generation reads and says, and packing questions changes no loss."""
+
+import pickle
+import random
+from random import Random
+
+import pytest
+import torch
+from PIL import Image
+
+from nanovlm.data import IGNORED, Example, collate, encode
+from nanovlm.scenes import random_scene
+from nanovlm.scenes.recipe import batches, scene_example
+from nanovlm.train_config import TrainConfig
+
+
+def noise(width, height, seed=0):
+    return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
+
+
+ANSWERS = [
+    ("What is this?", "A red star."),
+    ("How many stars are there? " * 3, "one"),
+    ("?", ""),
+    ("Is it red?", "yes"),
+]
+EXAMPLES = [
+    Example([noise(16, 16)], ANSWERS),
+    Example([noise(30, 48, 1)], ANSWERS[1:]),
+    Example([noise(30, 14, 2), noise(16, 16, 3)], ANSWERS[:2]),
+    Example([], ANSWERS),
+    Example([noise(16, 16, 4)], [("What is <|image|>?", "It is <|im_end|>, as text.")]),
+]
+DESCRIBED = ["one tile", "tiles", "two pictures", "no picture", "look-alikes"]
+
+
+@pytest.fixture(scope="module")
+def processor(tiled):
+    return tiled[1]
+
+
+def alone(example, question, processor):
+    """One question as generation meets it: the ids it reads, and the ids it should say."""
+    prompt, answer = example.answers[question]
+    read = processor([example.pictures], [prompt])["input_ids"][0].tolist()
+    return read, [*processor.tokenizer.encode(answer), processor.tokenizer.special_id("<|im_end|>")]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=DESCRIBED)
+def test_every_branch_reads_what_generation_reads_and_says(example, processor):
+    row = encode(example, processor)
+    assert len(row.ids) == len(row.targets) == len(row.mask)
+    assert sorted(row.mask) == row.mask, "the trunk, then a branch after the other"
+    for question in range(len(example.answers)):
+        seen = [i for i, branch in enumerate(row.mask) if branch in (1, question + 2)]
+        read, said = alone(example, question, processor)
+        assert [row.ids[i] for i in seen] == (read + said)[:-1]
+        assert [row.targets[i] for i in seen] == [IGNORED] * (len(read) - 1) + said
+
+
+def test_pictures_are_read_once(processor):
+    row = encode(EXAMPLES[1], processor)
+    assert row.ids.count(processor.tokenizer.image_token_id) == 4 * 7 == 4 * len(torch.cat(row.images))
+    assert {row.mask[i] for i, id in enumerate(row.ids) if id == processor.tokenizer.image_token_id} == {1}
+
+
+def test_the_packed_loss_is_the_mean_over_the_answers_tokens(tiled):
+    model, processor = tiled
+    with torch.no_grad():
+        _, packed = model(**collate([encode(example, processor) for example in EXAMPLES]))
+        losses = []
+        for example in EXAMPLES:
+            for question in range(len(example.answers)):
+                read, said = alone(example, question, processor)
+                inputs = processor([example.pictures], [example.answers[question][0]])
+                ids = torch.tensor([(read + said)[:-1]])
+                logits, nothing = model(ids, inputs["images"])
+                assert nothing is None
+                likely = logits[0, len(read) - 1 :].log_softmax(-1)
+                losses += [-likely[i, id].item() for i, id in enumerate(said)]
+    assert abs(packed.item() - sum(losses) / len(losses)) < 1e-5
+
+
+@pytest.mark.parametrize("pictures", [[], [noise(16, 16)]])
+def test_an_example_without_an_answer_is_named(pictures, processor):
+    with pytest.raises(ValueError, match=r"holiday/7\.png has no answer to learn"):
+        encode(Example(pictures, [], name="holiday/7.png"), processor)
+
+
+def test_a_batch_is_padded_where_nothing_is_seen_or_asked(processor):
+    rows = [encode(example, processor) for example in EXAMPLES]
+    batch = collate(rows, pad=7)
+    T = batch["input_ids"].size(1)
+    assert T % 8 == 0 and 0 <= T - max(len(row.ids) for row in rows) < 8  # few lengths, for a compiled step
+    assert batch["input_ids"].shape == batch["targets"].shape == batch["attention_mask"].shape
+    for b, row in enumerate(rows):
+        n = len(row.ids)
+        assert batch["input_ids"][b].tolist() == row.ids + [7] * (T - n)
+        assert batch["targets"][b].tolist() == row.targets + [IGNORED] * (T - n)
+        assert batch["attention_mask"][b].tolist() == row.mask + [0] * (T - n)
+    assert torch.equal(batch["images"], torch.cat([tile for row in rows for tile in row.images]))
+    assert collate([rows[3]])["images"] is None
+
+
+def test_padding_changes_no_loss(tiled):
+    model, processor = tiled
+    row = encode(EXAMPLES[0], processor)
+    with torch.no_grad():
+        _, loss = model(**collate([row]))
+        padded = collate([row, encode(EXAMPLES[1], processor)])
+        logits, _ = model(**padded)
+        likely = logits[0].log_softmax(-1)
+        asked = [(i, id) for i, id in enumerate(row.targets) if id != IGNORED]
+    assert abs(loss.item() - sum(-likely[i, id].item() for i, id in asked) / len(asked)) < 1e-5
+
+
+def test_a_step_of_the_recipe_is_a_pure_function(speaker):
+    _, processor = speaker
+    cfg = TrainConfig(batch_size=2, seed=3)
+    one, other = batches(processor, cfg), batches(processor, cfg)
+    other(4)
+    for a, b in zip(one(5).values(), other(5).values()):
+        assert torch.equal(a, b)
+    sent = pickle.loads(pickle.dumps(one))  # as to a process that prepares batches, where processes do not fork
+    for a, b in zip(one(5).values(), sent(5).values()):
+        assert torch.equal(a, b)
+    assert not torch.equal(one(5)["images"], one(6)["images"])
+    assert not torch.equal(one(5)["images"], batches(processor, TrainConfig(batch_size=2, seed=4))(5)["images"])
+
+
+def test_a_scenes_example_shows_its_picture_and_asks_for_its_caption_first():
+    scene = random_scene(Random(0))
+    example = scene_example(scene, Random(1), n_questions=5, size=(120, 90))
+    assert [picture.size for picture in example.pictures] == [(120, 90)] and len(example.answers) == 6
+    caption = example.answers[0][1]
+    assert all(thing.name in caption for thing in scene.things) and scene.background in caption

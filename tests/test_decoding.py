@@ -1,0 +1,114 @@
+"""Choosing a token: the filters keep what transformers' keep, and what is kept is drawn by its probability."""
+
+from itertools import product
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from models.decoding import Sampling, autoregress
+
+DRAWS = 20_000
+
+
+def frequencies(sampling, logits):
+    """How often each token of logits (vocabulary,) is drawn."""
+    ids = sampling(logits.expand(DRAWS, -1), torch.Generator().manual_seed(0))
+    return ids.bincount(minlength=len(logits)) / DRAWS
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(1.0, 0, 1.0, 0.0), *product([0.5, 2.0], [0, 1, 3, 99], [0.05, 0.6, 0.9], [0.0, 0.3])],
+)
+def test_what_is_kept_and_how_often_is_drawn_is_transformers(temperature, top_k, top_p, min_p):
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(4))
+    theirs = LogitsProcessorList(
+        [TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)]
+    )
+    if top_k:
+        theirs.insert(1, TopKLogitsWarper(top_k))
+    probs = theirs(None, logits[None].clone())[0].softmax(-1)
+    drawn = frequencies(Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p), logits)
+    assert torch.equal(drawn > 0, probs > 0)  # the rarest of them is drawn once in 160
+    assert ((drawn - probs).abs() <= 5 * (probs * (1 - probs) / DRAWS).sqrt()).all()
+
+
+def test_top_p_keeps_no_more_than_make_up_p():
+    logits = torch.tensor([0.25, 0.5, 0.125, 0.125]).log2() * torch.tensor(2.0).log()
+    for top_p, kept in ((0.5, 1), (0.50001, 2), (0.75, 2), (0.76, 3), (1.0, 4)):
+        assert (frequencies(Sampling(temperature=1, top_p=top_p), logits) > 0).sum() == kept
+
+
+def test_top_k_keeps_exactly_k_even_of_equals():
+    """transformers would keep all that equal the last one kept, any number of them."""
+    kept = frequencies(Sampling(temperature=1, top_k=3), torch.tensor([0.0, 1, 1, 1, 1])) > 0
+    assert kept.sum() == 3 and not kept[0]
+
+
+def test_without_filters_no_token_is_impossible(monkeypatch):
+    """The sum of 49,152 probabilities passes 1 before the last of them; they are kept all the same."""
+    multinomial, seen = torch.multinomial, []
+    monkeypatch.setattr(torch, "multinomial", lambda probs, *a, **k: seen.append(probs) or multinomial(probs, *a, **k))
+    Sampling(temperature=1.0)(torch.randn(50, 49152, generator=torch.Generator().manual_seed(0)))
+    assert (seen[0] > 0).all()
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.0, 1.3, 10.0])
+def test_the_repetition_penalty_is_transformers(penalty):
+    logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[1, 1, 5], [0, 11, 3], [7, 7, 7]])
+    seen = torch.zeros(3, 12, dtype=torch.bool).scatter(1, ids, True)
+    ours = Sampling(repetition_penalty=penalty).penalise(logits, seen)
+    torch.testing.assert_close(ours, RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone()))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=1e-6),
+        Sampling(temperature=1e-300),
+        Sampling(temperature=5.0, top_k=1),
+        Sampling(temperature=5.0, top_p=1e-9),
+        Sampling(temperature=5.0, min_p=1.0),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_always_stays_and_these_leave_nothing_else(sampling, dtype):
+    logits = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(i)) for i in range(50)]).to(dtype)
+    assert torch.equal(sampling(logits), logits.argmax(-1))
+
+
+def test_what_was_read_or_said_is_not_said_again_under_a_huge_penalty():
+    logits = torch.tensor([[5.0, 4, 3, 2, 1], [1.0, 2, 3, 4, 5]])
+    asked = {"sampling": Sampling(repetition_penalty=1e6), "max_new_tokens": 4}
+    said = torch.stack(list(autoregress(logits, lambda ids: logits, **asked)), dim=1)
+    assert said.tolist() == [[0, 1, 2, 3], [4, 3, 2, 1]]
+    read = torch.tensor([[False, True, False, False, False], [False, False, False, False, True]])
+    said = torch.stack(list(autoregress(logits, lambda ids: logits, seen=read, **asked)), dim=1)
+    assert said.tolist() == [[0, 2, 3, 4], [3, 2, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("repetition_penalty", [0.0, -1.0, float("inf"), float("nan")]),
+        ("temperature", [-0.1, float("inf"), float("nan")]),
+        ("top_k", [-1]),
+        ("top_p", [0.0, 1.01, float("nan")]),
+        ("min_p", [-0.01, 1.01, float("nan")]),
+        ("seed", [-1, 2**63]),
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_name(name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"^{name}={value} must be "):
+            Sampling(**{name: value})

@@ -1,0 +1,75 @@
+"""The model that ships: small, true on fresh scenes, and made by the recipe beside it."""
+
+import json
+from random import Random
+
+import pytest
+import torch
+from PIL import Image, ImageChops
+
+from eval.captions import main, measure
+from nanovlm import EMBEDDED, SAMPLE
+from nanovlm.captioner import Captioner
+from nanovlm.scenes import caption, draw, random_scene
+from nanovlm.scenes.recipe import CAPTION_PROMPTS, make_config, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def captioner():
+    return Captioner.from_pretrained(dtype="float32")
+
+
+def test_it_fits_in_ten_megabytes():
+    assert sum(path.stat().st_size for path in EMBEDDED.iterdir()) <= 10e6
+
+
+def test_its_config_and_tokenizer_are_the_recipes(captioner):
+    assert captioner.model.cfg == make_config(make_tokenizer())
+    assert captioner.tokenizer.backend.get_vocab() == make_tokenizer().get_vocab()
+
+
+def test_the_sample_is_a_drawn_scene_and_is_told_right(captioner):
+    scene = random_scene(Random("sample 21"))
+    with Image.open(SAMPLE) as sample:
+        assert ImageChops.difference(sample, draw(scene, *sample.size)).getbbox() is None
+    for prompt in CAPTION_PROMPTS:
+        assert captioner.caption(SAMPLE, prompt) == caption(scene)
+
+
+def test_cached_and_uncached_answers_are_the_same(captioner):
+    """On pictures and prompts in one padded batch, to the last token."""
+    rng = Random("cached")
+    pictures = [[draw(random_scene(rng))] for _ in range(4)]
+    inputs = captioner.processor(pictures, ["Describe this picture.", "How many objects are there?"] * 2)
+    options = {"max_new_tokens": 40, "eos_token_id": captioner.tokenizer.eos_token_id}
+    cached = captioner.model.generate(**inputs, **options)
+    assert torch.equal(cached, captioner.model.generate(**inputs, **options, use_kv_cache=False))
+
+
+def test_fresh_scenes_are_told_right(captioner):
+    """A sample of what `python -m eval.captions` measures; with 60 of each, far below its bars."""
+    result = measure(captioner, 60, 2, "test")
+    assert result["captions"]["right"] >= 54
+    assert result["withheld"]["right"] >= 48
+    assert result["questions"]["right"] >= 108
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bars_are_met_on_a_thousand_fresh_scenes(dtype):
+    result = measure(Captioner.from_pretrained(dtype=dtype), 1000, 3, "slow")
+    shares = {name: result[name]["right"] / result[name]["of"] for name in ("captions", "withheld", "questions")}
+    assert shares["captions"] >= 0.96 and shares["withheld"] >= 0.90 and shares["questions"] >= 0.95, shares
+
+
+def test_the_script_reports_shares_and_misses(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["captions", "--scenes", "8", "--json"])
+    assert main() == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["captions"]["of"] == 8 and result["questions"]["of"] == 24
+    assert len(result["missed"]) == sum(
+        result[name]["of"] - result[name]["right"] for name in ("captions", "withheld", "questions")
+    )
+    monkeypatch.setattr("sys.argv", ["captions", "--scenes", "8", "--misses", "1"])
+    assert main() == 0
+    assert "answers to questions" in capsys.readouterr().out

@@ -1,0 +1,249 @@
+"""The language model is Llama, reads a text in any portions, and lets a token see what it should and nothing else."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from models import attention
+from models.attention import attend
+from models.cache import KVCache
+from models.language_model import LanguageModel, RMSNorm, rotary
+
+THEIRS = {
+    "token_embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attn.q_proj": "self_attn.q_proj",
+    "attn.k_proj": "self_attn.k_proj",
+    "attn.v_proj": "self_attn.v_proj",
+    "attn.out_proj": "self_attn.o_proj",
+    "mlp.gate_proj": "mlp.gate_proj",
+    "mlp.up_proj": "mlp.up_proj",
+    "mlp.down_proj": "mlp.down_proj",
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+}
+
+
+def llama(cfg) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=cfg.lm_vocab_size,
+            hidden_size=cfg.lm_hidden_dim,
+            intermediate_size=cfg.lm_inter_dim,
+            num_hidden_layers=cfg.lm_n_blocks,
+            num_attention_heads=cfg.lm_n_heads,
+            num_key_value_heads=cfg.lm_n_kv_heads,
+            rms_norm_eps=cfg.lm_rms_eps,
+            rope_theta=cfg.lm_re_base,
+            tie_word_embeddings=cfg.lm_tie_weights,
+            max_position_embeddings=cfg.lm_max_position_embeddings,
+        )
+    ).eval()
+
+
+def their_name(name: str) -> str:
+    module, block, number = name.removesuffix(".weight"), "", ""
+    if module.startswith("blocks."):
+        _, number, module = module.split(".", 2)
+        block = f"model.layers.{number}."
+    return f"{block}{THEIRS[module]}.weight"
+
+
+@pytest.fixture(scope="session")
+def tiny_decoder(tiny_model):
+    """Makes a language model that reads ids and returns logits."""
+
+    def make(dtype=torch.float32, **changes) -> LanguageModel:
+        embedded = tiny_model(**changes).decoder
+        decoder = LanguageModel(type(embedded.cfg)(**embedded.cfg.to_dict() | {"lm_use_tokens": True}))
+        decoder.load_state_dict(embedded.state_dict())
+        return decoder.eval().to(dtype)
+
+    return make
+
+
+def words(rows, n, seed=1):
+    return torch.randint(40, (rows, n), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(6, 6), (6, 2), (6, 1), (2, 1), (12, 4)])
+@torch.no_grad()
+def test_it_is_llama(tiny_decoder, n_heads, n_kv_heads, tied):
+    decoder = tiny_decoder(lm_n_heads=n_heads, lm_n_kv_heads=n_kv_heads, lm_tie_weights=tied)
+    theirs = llama(decoder.cfg)
+    theirs.load_state_dict({their_name(name): weight for name, weight in decoder.state_dict().items()})
+    ids = words(2, 50)
+    torch.testing.assert_close(decoder(ids)[0], theirs(ids).logits, atol=1e-5, rtol=1e-5)
+
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    padded = theirs(ids, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(decoder(ids, mask)[0][mask == 1], padded[mask == 1], atol=1e-5, rtol=1e-5)
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(cuts=st.sets(st.integers(1, 63)), padding=st.integers(0, 5))
+@torch.no_grad()
+def test_any_portions_are_one_pass(tiny_decoder, cuts, padding):
+    decoder, ids = tiny_decoder(), words(2, 64)
+    mask = torch.ones_like(ids) if padding else None
+    if padding:
+        mask[1, :padding] = 0
+    whole, _ = decoder(ids, mask)
+    for bounds in (sorted({0, *cuts, 64}), range(65)):
+        parts, cache = [], None
+        for start, stop in pairwise(bounds):
+            part, cache = decoder(ids[:, start:stop], None if mask is None else mask[:, :stop], cache, start)
+            parts.append(part)
+        parts = torch.cat(parts, dim=1)
+        torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
+        assert torch.equal(parts.argmax(-1), whole.argmax(-1))
+
+
+def test_a_wrong_start_is_refused(tiny_decoder):
+    decoder = tiny_decoder()
+    _, cache = decoder(words(1, 5))
+    with pytest.raises(ValueError, match="start_pos=4, .* 5 tokens"):
+        decoder(words(1, 1), None, cache, 4)
+    with pytest.raises(ValueError, match="start_pos=2, .* 0 tokens"):
+        decoder(words(1, 1), start_pos=2)
+    with pytest.raises(ValueError, match="covers 5 tokens, not 5 cached \\+ 1 new"):
+        decoder(words(1, 1), torch.ones(1, 5), cache, 5)
+
+
+def test_positions_beyond_the_limit_are_refused(tiny_decoder):
+    decoder = tiny_decoder()
+    _, cache = decoder(words(1, 64))
+    with pytest.raises(ValueError, match="65 tokens exceed lm_max_position_embeddings=64"):
+        decoder(words(1, 65))
+    with pytest.raises(ValueError, match="65 tokens exceed lm_max_position_embeddings=64"):
+        decoder(words(1, 1), None, cache, 64)
+
+
+@torch.no_grad()
+def test_lm_attn_scaling_scales_the_scores_with_its_square(tiny_decoder):
+    scaled, plain = tiny_decoder(lm_attn_scaling=1.3), tiny_decoder()
+    for block in plain.blocks:
+        block.attn.q_proj.weight *= 1.3**2
+    ids = words(2, 20)
+    assert not torch.allclose(scaled(ids)[0], tiny_decoder()(ids)[0], atol=1e-2)
+    torch.testing.assert_close(scaled(ids)[0], plain(ids)[0], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_nothing_is_dropped_outside_training(tiny_decoder):
+    ids = words(2, 20)
+    assert torch.equal(tiny_decoder(lm_dropout=0.5)(ids)[0], tiny_decoder()(ids)[0])
+    dropping = tiny_decoder(lm_dropout=0.5).train()
+    assert not torch.equal(dropping(ids)[0], dropping(ids)[0])
+
+
+@torch.no_grad()
+def test_a_bfloat16_model_turns_its_keys_as_float64_would_even_at_the_last_positions(tiny_decoder):
+    decoder = tiny_decoder(torch.bfloat16, lm_max_position_embeddings=8192, lm_re_base=100000, lm_n_blocks=1)
+    cfg, attn = decoder.cfg, decoder.blocks[0].attn
+    past, T, half = 8176, 16, cfg.lm_head_dim // 2
+    empty = torch.zeros(1, cfg.lm_n_kv_heads, past, cfg.lm_head_dim, dtype=torch.bfloat16)
+    _, (cache,) = decoder(ids := words(1, T), None, [KVCache(empty, empty)], past)
+
+    key = attn.k_proj(decoder.blocks[0].norm1(decoder.token_embedding(ids))).double()
+    key = key.view(T, cfg.lm_n_kv_heads, 2, half).permute(1, 0, 3, 2)  # heads, T, pairs, (first, second)
+    angle = torch.arange(past, past + T).double()[:, None] * 100000.0 ** -(torch.arange(half).double() / half)
+    turned = torch.view_as_complex(key.contiguous()) * torch.polar(torch.ones_like(angle), angle)
+    expected = torch.cat([turned.real, turned.imag], dim=-1)
+    torch.testing.assert_close(cache.key[0, :, past:].double(), expected, atol=1e-3, rtol=2**-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_compute_in_float32(dtype):
+    """300 squared is beyond float16, and a mean of rounded squares is off by more than one rounding."""
+    x = 300 * torch.randn(100, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert (RMSNorm(64, 1e-5).to(dtype)(x) == exact.to(dtype)).float().mean() > 0.99
+
+
+def test_angles_keep_float32_precision_at_the_last_positions(tiny_config):
+    cfg = tiny_config(lm_re_base=100000)
+    cos, sin = rotary(torch.arange(8000, 8192), cfg)
+    angle = torch.arange(8000, 8192).double()[:, None] * 100000.0 ** -torch.tensor([0, 0.5]).double().repeat(2)
+    assert cos.dtype == sin.dtype == torch.float32
+    assert (cos - angle.cos()).abs().max() < 1e-3 and (sin - angle.sin()).abs().max() < 1e-3
+
+
+@settings(deadline=None, derandomize=True, max_examples=25)
+@given(
+    trunks=st.lists(st.lists(st.sampled_from([0, 1, 1, 1]), min_size=8, max_size=8), min_size=1, max_size=3),
+    branches=st.lists(st.sampled_from([0, 2, 3, 4]), max_size=16),
+    shuffle=st.randoms(use_true_random=False),
+)
+@torch.no_grad()
+def test_a_branch_is_read_as_if_it_alone_followed_the_trunk(tiny_decoder, trunks, branches, shuffle):
+    """Trunks with padding anywhere, branches in any order, even interleaved: the mask of packed training."""
+    decoder = tiny_decoder()
+    rows = [trunk + shuffle.sample(branches, len(branches)) for trunk in trunks]
+    ids, labels = words(len(rows), len(rows[0])), torch.tensor(rows)
+    packed, _ = decoder(ids, labels)
+    assert packed.isfinite().all()
+    for row, label in enumerate(labels):
+        for branch in {*label.tolist()} - {0}:
+            own = (label == 1) | (label == branch)
+            alone, _ = decoder(ids[row, own][None])
+            torch.testing.assert_close(packed[row, own], alone[0], atol=1e-5, rtol=1e-5)
+
+
+def textbook(q, k, v, mask):
+    """softmax(q k^T / sqrt(D)) v in float64, keys and values repeated for the heads that share them."""
+    q, k, v = q.double(), *(x.double().repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
+    scores = q @ k.mT / q.size(-1) ** 0.5
+    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).float()
+
+
+def qkv(H, groups, T, S, B=2, D=8):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(B, heads, n, D, generator=generator) for heads, n in ((H, T), (groups, S), (groups, S))]
+
+
+SHAPES = [(6, 6, 1, 9), (6, 2, 1, 9), (6, 2, 7, 7), (4, 1, 7, 7), (3, 3, 7, 7), (6, 2, 5, 9), (1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("H", "groups", "T", "S", "kind"),
+    [(*shape, kind) for shape in SHAPES for kind in ("no mask", "one mask", "mask per row")]
+    + [(6, 2, 7, 7, "causal"), (3, 3, 7, 7, "causal")],
+)
+def test_each_way_of_attending_is_the_textbooks(monkeypatch, H, groups, T, S, kind):
+    q, k, v = qkv(H, groups, T, S)
+    mask = torch.rand(2 if kind == "mask per row" else 1, 1, T, S, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[..., 0] = True
+    said = {"no mask": (None,), "causal": (None, True)}.get(kind, (mask,))
+    if said[0] is None:
+        mask = torch.ones(1, 1, T, S, dtype=torch.bool).tril(0 if kind == "causal" else S)
+    expected = textbook(q, k, v, mask)
+
+    torch.testing.assert_close(attend(q, k, v, *said), expected, atol=1e-5, rtol=1e-5)  # SDPA, or heads as time
+
+    leaves, gradients = [x.requires_grad_() for x in (q, k, v)], []
+    for longest in (attention.LONGEST_EXPLICIT, 0):  # written out, then SDPA
+        monkeypatch.setattr(attention, "LONGEST_EXPLICIT", longest)
+        y = attend(q, k, v, *said)
+        torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+        gradients.append(torch.autograd.grad((y * y.detach().cos()).sum(), leaves))
+    for written_out, sdpa in zip(*gradients):
+        torch.testing.assert_close(written_out, sdpa, atol=1e-5, rtol=1e-5)
+
+
+def test_dropout_in_attention_keeps_the_mean():
+    """Of values all 1, an answer is the weight that survived, scaled up: 1 on average, and not always."""
+    q, k, _ = qkv(4, 2, 64, 64)
+    v = torch.ones_like(k)
+    torch.manual_seed(0)
+    for x in (q, q.clone().requires_grad_()):
+        y = attend(x, k, v, causal=True, dropout_p=0.3).detach()
+        assert y.std() > 0.05 and abs(y.mean() - 1) < 0.05

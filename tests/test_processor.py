@@ -1,0 +1,126 @@
+"""Pictures and prompts as the model reads them: counted by hand, and told apart row by row."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+
+from models.config import extra_tokens
+from nanovlm.processor import Processor
+
+END, IMAGE, GLOBAL = 2, 512, 513  # as the scenes' tokenizer numbers them
+START = 1
+R1C1, R1C2, R2C1, R2C2, R3C1, R3C2 = 514, 515, 522, 523, 530, 531  # eight to a row
+
+
+def noise(width, height, seed=0):
+    return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
+
+
+SQUARE, WIDE, TALL = (16, 16), (30, 14), (30, 48)  # grids of 1 x 1, 1 x 2 and 3 x 2 tiles of 16 pixels
+
+
+@pytest.fixture(scope="module")
+def processor(tiled):
+    return tiled[1]
+
+
+def read(processor, sizes, prompt="Hi?"):
+    """The ids of one row, and its number of images."""
+    inputs = processor([[noise(*size, seed) for seed, size in enumerate(sizes)]], [prompt])
+    assert inputs["attention_mask"].eq(1).all() and len(inputs["input_ids"]) == 1
+    return inputs["input_ids"][0].tolist(), 0 if inputs["images"] is None else len(inputs["images"])
+
+
+def turn(processor, *parts):
+    """A user's turn from words and ids, up to where the answer begins."""
+    encode = processor.tokenizer.encode
+    ids = [id for part in parts for id in (encode(part) if isinstance(part, str) else part)]
+    return [START, *ids, END, *encode("\n"), START, *encode("assistant\n")]
+
+
+def test_a_prompt_alone_is_a_turn(processor):
+    assert read(processor, []) == (turn(processor, "user\nHi?"), 0)
+
+
+def test_one_tile_is_its_own_global_view(processor):
+    assert read(processor, [SQUARE]) == (turn(processor, "user\n", [GLOBAL] + [IMAGE] * 4, "Hi?"), 1)
+
+
+def test_tiles_follow_the_global_view_row_by_row(processor):
+    places = [IMAGE] * 4
+    wide = [GLOBAL, *places, R1C1, *places, R1C2, *places]
+    assert read(processor, [WIDE]) == (turn(processor, "user\n", wide, "Hi?"), 3)
+    tall = [GLOBAL, *places]
+    for tile in (R1C1, R1C2, R2C1, R2C2, R3C1, R3C2):
+        tall += [tile, *places]
+    assert read(processor, [TALL]) == (turn(processor, "user\n", tall, "Hi?"), 7)
+
+
+def test_several_pictures_are_numbered_from_0(processor):
+    places = [IMAGE] * 4
+    wide = [GLOBAL, *places, R1C1, *places, R1C2, *places]
+    expected = turn(
+        processor,
+        *("user\n<image: 0>", [GLOBAL, *places]),
+        *("<image: 1>", wide),
+        *("<image: 2>", [GLOBAL, *places]),
+        "Which is wide?",
+    )
+    assert read(processor, [SQUARE, WIDE, SQUARE], "Which is wide?") == (expected, 5)
+
+
+def test_images_are_the_tiles_in_the_order_of_their_tokens(processor):
+    tall = noise(*TALL)
+    inputs = processor([[noise(*SQUARE), tall]], ["?"])
+    resized = tall.resize((32, 48), Image.Resampling.BICUBIC)
+    tiles = [resized.crop((x, y, x + 16, y + 16)) for y in (0, 16, 32) for x in (0, 16)]
+    for image, tile in zip(inputs["images"], [noise(*SQUARE), None, *tiles]):
+        if tile is not None:
+            flat = torch.tensor(list(tile.tobytes())).view(16, 16, 3).permute(2, 0, 1)
+            assert torch.equal(image, flat / 255)
+
+
+def test_there_is_an_embedding_for_every_image_token(tiled):
+    model, processor = tiled
+    for sizes in ([], [SQUARE], [WIDE], [TALL], [TALL, SQUARE, WIDE], [(500, 400)]):
+        inputs = processor([[noise(*size) for size in sizes]], ["What is this <|image|>?"])
+        x = model.embed(inputs["input_ids"], inputs["images"])
+        places = inputs["input_ids"] == IMAGE
+        assert int(places.sum()) == 4 * (0 if inputs["images"] is None else len(inputs["images"]))
+        if sizes:
+            looked = model.MP(model.vision_encoder(inputs["images"]))
+            assert torch.equal(x[places], looked.flatten(0, 1))
+
+
+def test_a_row_of_a_mixed_batch_says_what_it_says_alone(tiled):
+    model, processor = tiled
+    pictures = [[], [noise(*TALL, 1)], [noise(*WIDE, 2), noise(*SQUARE, 3), noise(*SQUARE, 4)], [noise(*SQUARE, 5)], []]
+    prompts = ["What is 1 + 1?", "Describe this picture.", "Which one? " * 5, "?", "A longer question. " * 12]
+    batch = processor(pictures, prompts)
+    mask = batch["attention_mask"]
+    assert mask[:, -1].all() and (mask.diff(dim=1) >= 0).all() and len(set(mask.sum(1).tolist())) == 5
+    together = model.generate(**batch, max_new_tokens=12)
+    for row in range(5):
+        alone = processor([pictures[row]], [prompts[row]])
+        assert torch.equal(batch["input_ids"][row][mask[row] == 1], alone["input_ids"][0])
+        assert torch.equal(together[row], model.generate(**alone, max_new_tokens=12)[0])
+    assert len(set(map(tuple, together.tolist()))) == 5, "rows that all say the same prove nothing"
+
+
+def test_a_tile_without_a_name_is_an_error_that_says_which(processor):
+    narrow = Processor(replace(processor.cfg, vlm_extra_tokens=extra_tokens(2)), processor.tokenizer)
+    narrow([[noise(*WIDE)]], ["?"])
+    with pytest.raises(ValueError, match="3 x 2 tiles, but vlm_extra_tokens names no r3c2"):
+        narrow([[noise(*TALL)]], ["?"])
+    with pytest.raises(ValueError, match="2 rows of pictures, but 1 prompts"):
+        narrow([[], []], ["?"])
+
+
+def test_a_model_of_one_tile_squeezes_any_picture_into_it(speaker):
+    _, processor = speaker
+    for size in ((96, 96), (300, 90), (1092, 1092), (7, 400)):  # the resize rule would give 1092 x 1092 two tiles
+        ids, images = read(processor, [size])
+        assert images == 1 and ids.count(IMAGE) == 36 and ids.count(GLOBAL) == 1

@@ -1,0 +1,68 @@
+"""Every door that README.md shows is opened here as it stands there."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from nanovlm.cli import VERBS, Parser
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_python_block_says_what_the_sample_shows(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (block,) = blocks("python")
+    exec(block, {})
+    told, colour = capsys.readouterr().out.splitlines()
+    assert told in README
+    assert colour == "green"
+
+
+def test_the_first_command_prints_the_output_below_it():
+    out = subprocess.run([sys.executable, "generate.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert blocks("bash")[0].endswith("python generate.py\n") and blocks("text")[0] == out
+
+
+def test_every_flag_shown_exists():
+    lines = [line.split("#")[0] for block in blocks("bash") for line in block.splitlines()]
+    calls = [line.split("|")[-1] for line in lines if re.search(r"python (generate|train)\.py [^&]", line)]
+    assert len(calls) > 5
+    for call in calls:
+        words = shlex.split(call)
+        verb = {"generate.py": "caption", "train.py": "train"}[words[1]]
+        parser = Parser()
+        VERBS[verb][1](parser)
+        parser.parse_args(words[2:])
+
+
+def test_the_map_names_every_module_and_no_other():
+    named = set()
+    for row in re.findall(r"^\| (`.*?) \|", README, re.MULTILINE):
+        folder = ""
+        for path in re.findall(r"`(.*?)`", row):
+            folder = path.rpartition("/")[0] or folder
+            named.add(f"{folder}/{path.rpartition('/')[2]}".rstrip("/"))
+    there = {str(path.relative_to(ROOT)) for room in ("models", "nanovlm") for path in (ROOT / room).glob("*.py")}
+    there = {path for path in there if not path.endswith("__init__.py")} | {"nanovlm/scenes", "eval"}
+    assert named == there
+
+
+def test_the_second_command_is_what_ci_runs():
+    (command,) = [block.strip() for block in blocks("bash") if "pytest" in block]
+    assert command.replace("pip install", "pip install --quiet") in (ROOT / ".ci/run").read_text()
+
+
+@pytest.mark.parametrize("name", ["models", "nanovlm", "nanovlm.scenes"])
+def test_the_wheel_holds_every_package(name):
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert name in packages and len(packages) == 3
