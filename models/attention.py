@@ -7,7 +7,9 @@ from torch import Tensor
 LONGEST_EXPLICIT = 512  # tokens; beyond, the scores of every pair would cost more memory than they save time
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, dropout_p: float = 0.0):
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, dropout_p: float = 0.0
+) -> Tensor:
     """q (B, H, T, D) looks up k and v (B, H_kv, S, D), H / H_kv heads sharing each: (B, H, T, D).
 
     mask (B or 1, 1, T, S) is True where a query may look. causal, only without mask and for T == S, lets each look

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +26,11 @@ class CheckpointError(ValueError):
     """A model that cannot be used, told in one line."""
 
 
-def resolve(name_or_folder: str | os.PathLike, revision: str | None = None) -> Path:
+def resolve(
+    name_or_folder: str | os.PathLike,
+    revision: str | None = None,
+    files: Sequence[str] = (CONFIG, "*.safetensors", TOKENIZER),
+) -> Path:
     """The local folder of a model: itself, or a Hub id's files, downloaded unless they are in the Hub's cache."""
     folder = Path(name_or_folder)
     if folder.is_dir():
@@ -39,7 +43,7 @@ def resolve(name_or_folder: str | os.PathLike, revision: str | None = None) -> P
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[CONFIG, "*.safetensors", TOKENIZER]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # many kinds, from DNS to disk; none of them is a bug here
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(

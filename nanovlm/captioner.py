@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from models.checkpoint import TOKENIZER, read_config, read_model, resolve
+from models.checkpoint import read_config, read_model, resolve
 from models.decoding import Sampling
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
@@ -65,7 +65,7 @@ class Captioner:
         precision = choose_dtype(dtype, place)
         folder = resolve(name_or_folder, revision)
         cfg = read_config(folder)
-        tokenizer = Tokenizer.from_file(folder / TOKENIZER, cfg)
+        tokenizer = Tokenizer.from_pretrained(folder, cfg)
         model = read_model(folder, cfg, tokenizer.image_token_id, precision, place)
         return cls(model, Processor(cfg, tokenizer))
 

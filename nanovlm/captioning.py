@@ -11,7 +11,7 @@ from models.checkpoint import CheckpointError
 from models.decoding import Sampling
 from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.captioner import Captioner, Stats
-from nanovlm.cli import UsageError, complain
+from nanovlm.complaints import UsageError, complain
 from nanovlm.images import PictureError, open_picture
 
 EMBEDDED_NOTE = (

@@ -7,10 +7,7 @@ import warnings
 from collections.abc import Sequence
 
 from nanovlm import EMBEDDED, PROMPT, __version__
-
-
-class UsageError(Exception):
-    """Wrong use: one line on standard error and exit code 2."""
+from nanovlm.complaints import UsageError, complain
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,10 +59,6 @@ def run(args: argparse.Namespace) -> int:
         if sys.stdout is not None:  # Python, leaving, would complain again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-
-
-def complain(message: str) -> None:
-    print(message.replace("\n", " "), file=sys.stderr, flush=True)
 
 
 def caption_flags(parser: Parser) -> None:

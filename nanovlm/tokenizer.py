@@ -9,7 +9,7 @@ import tokenizers
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from models.checkpoint import CheckpointError
+from models.checkpoint import TOKENIZER, CheckpointError, resolve
 from models.config import VLMConfig
 
 END = "<|im_end|>"  # ends an answer in every chat checkpoint, whatever config.json says
@@ -30,20 +30,34 @@ class Tokenizer:
         self.image_token_id, self.eos_token_id = extra["image_token"], self.special_id(END)
 
     @classmethod
-    def from_file(cls, path: str | Path, cfg: VLMConfig) -> "Tokenizer":
-        """Read a tokenizer.json; one that is missing or broken is a CheckpointError."""
+    def from_pretrained(cls, folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
+        """The tokenizer.json in a model's folder or, without one, that of cfg.lm_tokenizer with the extra tokens.
+
+        lm_tokenizer is a Hub id or a folder; the extra tokens get the ids after its last, in the config's order.
+        """
+        path = Path(folder) / TOKENIZER
+        borrowed = not path.exists()
+        if borrowed:
+            try:
+                path = resolve(cfg.lm_tokenizer, files=[TOKENIZER]) / TOKENIZER
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{folder} has no {TOKENIZER}, and its lm_tokenizer is no help: {error}"
+                ) from None
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing; a model's folder needs its tokenizer.json") from None
+            raise CheckpointError(f"{path} is missing; a model's folder needs its {TOKENIZER}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{path} is no {TOKENIZER}: {error}") from None
+        if borrowed:
+            backend.add_special_tokens(list(cfg.vlm_extra_tokens.values()))
         try:
-            return cls(tokenizers.Tokenizer.from_str(text), cfg)
+            return cls(backend, cfg)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path} is no tokenizer.json: {error}") from None
 
     def __reduce__(self):  # how a process that prepares batches gets its own
         return Tokenizer, (self.backend, self.cfg)

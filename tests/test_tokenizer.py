@@ -59,7 +59,7 @@ def test_text_comes_back(tokenizer, text):
 
 def test_the_file_it_writes_reads_the_same(tokenizer, tmp_path):
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-    again = Tokenizer.from_file(tmp_path / "tokenizer.json", tokenizer.cfg)
+    again = Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
     text = "Is there a <|image|> 🙂?"
     assert again.to_json() == tokenizer.to_json() and len(again) == len(tokenizer)
     assert again.encode_chat(user(text)) == tokenizer.encode_chat(user(text))
@@ -259,20 +259,36 @@ BROKEN_FILES = {
 def test_a_broken_file_is_one_line_that_names_it(tokenizer, tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(CheckpointError, match="tokenizer.json") as caught:
-        Tokenizer.from_file(tmp_path / "tokenizer.json", tokenizer.cfg)
+        Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_missing_file_is_named(tokenizer, tmp_path):
-    with pytest.raises(CheckpointError, match="tokenizer.json is missing"):
-        Tokenizer.from_file(tmp_path / "tokenizer.json", tokenizer.cfg)
+    with pytest.raises(CheckpointError, match="has no tokenizer.json, and its lm_tokenizer is no help"):
+        Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
     (tmp_path / "tokenizer.json").mkdir()
     with pytest.raises(CheckpointError, match="tokenizer.json"):
-        Tokenizer.from_file(tmp_path / "tokenizer.json", tokenizer.cfg)
+        Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
+
+
+def test_without_a_file_the_tokenizer_is_borrowed_and_the_extra_tokens_follow_its_last(tokenizer, tmp_path):
+    """As the published checkpoints are: config.json names the tokenizer, which knows nothing of pictures."""
+    extra = tokenizer.cfg.vlm_extra_tokens
+    raw = json.loads(tokenizer.to_json())
+    raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] not in extra.values()]
+    raw["model"]["vocab"] = {token: id for token, id in raw["model"]["vocab"].items() if token not in extra.values()}
+    lent, empty = tmp_path / "lent", tmp_path / "empty"
+    for folder in (lent, empty):
+        folder.mkdir()
+    (lent / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
+    borrowed = Tokenizer.from_pretrained(empty, replace(tokenizer.cfg, lm_tokenizer=str(lent)))
+    first = len(tokenizer) - len(extra)
+    assert [borrowed.special_id(token) for token in extra.values()] == list(range(first, len(tokenizer)))
+    assert borrowed.encode_chat(user("What is this?")) == tokenizer.encode_chat(user("What is this?"))
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused_with_both_numbers(tokenizer):
-    with pytest.raises(CheckpointError, match=f"{len(tokenizer)} tokens, but lm_vocab_size={len(tokenizer) - 1}"):
+    with pytest.raises(CheckpointError, match=f"an id {len(tokenizer) - 1}, but lm_vocab_size={len(tokenizer) - 1}"):
         Tokenizer(tokenizer.backend, replace(tokenizer.cfg, lm_vocab_size=len(tokenizer) - 1))
 
 
@@ -280,4 +296,4 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused_with_both_numbers(tok
 def test_a_token_that_the_model_needs_is_missed_by_name(tokenizer, tmp_path, token):
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json().replace(token, "<|other|>"), encoding="utf-8")
     with pytest.raises(CheckpointError, match=f"tokenizer.json: .*{token.replace('|', '.')}"):
-        Tokenizer.from_file(tmp_path / "tokenizer.json", tokenizer.cfg)
+        Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)

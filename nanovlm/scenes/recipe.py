@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from models.config import VLMConfig, extra_tokens
 from models.vision_language_model import VisionLanguageModel
+from nanovlm import PROMPT
 from nanovlm.data import Example, collate, encode
 from nanovlm.processor import Processor
 from nanovlm.scenes.drawing import draw
@@ -20,7 +21,7 @@ from nanovlm.train_config import TrainConfig
 
 # What may ask for a caption; the first is the default prompt of every door.
 CAPTION_PROMPTS = (
-    "Describe this picture.",
+    PROMPT,
     "Describe the image.",
     "Caption this image.",
     "What is this?",
