@@ -1,6 +1,7 @@
 """How the embedded model is made: its shape, its tokenizer, and the batches it learns from."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -11,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from models.config import VLMConfig, extra_tokens
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import PROMPT
-from nanovlm.data import Example, collate, encode
+from nanovlm.data import Example, Row, collate, encode
 from nanovlm.processor import Processor
 from nanovlm.scenes.drawing import draw
 from nanovlm.scenes.scene import Scene, random_scene
@@ -31,6 +32,7 @@ CAPTION_PROMPTS = (
 N_QUESTIONS = 5  # asked of each training picture beside its caption
 SIDES = (96, 256)  # of training pictures, in pixels
 BASE_VOCAB = 512
+FORGETS_FROM, FORGETS = 4500, 0.2  # the step from which, and how often, a word already said can not be read
 STORED_AS = torch.float16  # rounds these weights 8 times finer than bfloat16, in the same 2 bytes
 
 
@@ -131,5 +133,20 @@ def _batch(processor: Processor, cfg: TrainConfig, step: int) -> dict:
     for _ in range(cfg.batch_size):
         size = rng.randint(*SIDES)
         size = (size, min(SIDES[1], max(SIDES[0], round(size * rng.uniform(0.75, 1.33)))))
-        rows.append(encode(scene_example(random_scene(rng), rng, N_QUESTIONS, size), processor))
+        row = encode(scene_example(random_scene(rng), rng, N_QUESTIONS, size), processor)
+        rows.append(forget(row, rng) if step >= FORGETS_FROM else row)
     return collate(rows, limit=processor.cfg.lm_max_position_embeddings)
+
+
+def forget(row: Row, rng: Random, blank: int = 0) -> Row:
+    """Word dropout (Bowman et al. 2016): make some words of the answers unreadable to those that follow them.
+
+    A shape is then looked up in the picture, not guessed from its colour; two that were never seen together would
+    otherwise stay unsayable.
+    """
+    ids = list(row.ids)
+    for t in range(1, len(ids)):
+        said = row.targets[t - 1] == ids[t] and row.mask[t - 1] == row.mask[t]
+        if said and rng.random() < FORGETS:
+            ids[t] = blank
+    return replace(row, ids=ids)
