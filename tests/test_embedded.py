@@ -10,8 +10,9 @@ from PIL import Image, ImageChops
 from eval.captions import main, measure
 from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.captioner import Captioner
+from nanovlm.data import encode
 from nanovlm.scenes import caption, draw, random_scene
-from nanovlm.scenes.recipe import CAPTION_PROMPTS, make_config, make_tokenizer
+from nanovlm.scenes.recipe import CAPTION_PROMPTS, forget, make_config, make_tokenizer, scene_example
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,22 @@ def test_it_fits_in_ten_megabytes():
 def test_its_config_and_tokenizer_are_the_recipes(captioner):
     assert captioner.model.cfg == make_config(make_tokenizer())
     assert captioner.tokenizer.backend.get_vocab() == make_tokenizer().get_vocab()
+
+
+def test_forgetting_hides_words_that_an_answer_has_said_and_nothing_else(captioner):
+    """Not the prompt, not the first word of an answer, not what is asked for; about a fifth of the rest."""
+    rng = Random("forget")
+    rows = [encode(scene_example(random_scene(rng), rng, 5, (96, 96)), captioner.processor) for _ in range(20)]
+    hidden = said = 0
+    for row in rows:
+        later = forget(row, rng)
+        assert (later.targets, later.mask) == (row.targets, row.mask)
+        for t, (before, after) in enumerate(zip(row.ids, later.ids)):
+            follows = t > 0 and row.targets[t - 1] == before and row.mask[t - 1] == row.mask[t]
+            said += follows
+            hidden += before != after
+            assert before == after or (follows and after == 0)
+    assert 0.15 < hidden / said < 0.25
 
 
 def test_the_sample_is_a_drawn_scene_and_is_told_right(captioner):
