@@ -35,7 +35,7 @@ def test_forgetting_hides_words_that_an_answer_has_said_and_nothing_else(caption
     rows = [encode(scene_example(random_scene(rng), rng, 5, (96, 96)), captioner.processor) for _ in range(20)]
     hidden = said = 0
     for row in rows:
-        later = forget(row, rng)
+        later = forget(row, rng, 0.2)
         assert (later.targets, later.mask) == (row.targets, row.mask)
         for t, (before, after) in enumerate(zip(row.ids, later.ids)):
             follows = t > 0 and row.targets[t - 1] == before and row.mask[t - 1] == row.mask[t]

@@ -32,7 +32,7 @@ CAPTION_PROMPTS = (
 N_QUESTIONS = 5  # asked of each training picture beside its caption
 SIDES = (96, 256)  # of training pictures, in pixels
 BASE_VOCAB = 512
-FORGETS_FROM, FORGETS = 4500, 0.2  # the step from which, and how often, a word already said can not be read
+FORGETS = {0: 0.0, 4500: 0.2, 5700: 0.5}  # from which step on, how often a word already said can not be read
 STORED_AS = torch.float16  # rounds these weights 8 times finer than bfloat16, in the same 2 bytes
 
 
@@ -129,17 +129,18 @@ def batches(processor: Processor, cfg: TrainConfig) -> Callable[[int], dict]:
 
 def _batch(processor: Processor, cfg: TrainConfig, step: int) -> dict:
     rng = Random(f"{cfg.seed} {step}")
+    share = FORGETS[max(start for start in FORGETS if start <= step)]
     rows = []
     for _ in range(cfg.batch_size):
         size = rng.randint(*SIDES)
         size = (size, min(SIDES[1], max(SIDES[0], round(size * rng.uniform(0.75, 1.33)))))
         row = encode(scene_example(random_scene(rng), rng, N_QUESTIONS, size), processor)
-        rows.append(forget(row, rng) if step >= FORGETS_FROM else row)
+        rows.append(forget(row, rng, share) if share else row)
     return collate(rows, limit=processor.cfg.lm_max_position_embeddings)
 
 
-def forget(row: Row, rng: Random, blank: int = 0) -> Row:
-    """Word dropout (Bowman et al. 2016): make some words of the answers unreadable to those that follow them.
+def forget(row: Row, rng: Random, share: float, blank: int = 0) -> Row:
+    """Word dropout (Bowman et al. 2016): make a share of the answers' words unreadable to those that follow them.
 
     A shape is then looked up in the picture, not guessed from its colour; two that were never seen together would
     otherwise stay unsayable.
@@ -147,6 +148,6 @@ def forget(row: Row, rng: Random, blank: int = 0) -> Row:
     ids = list(row.ids)
     for t in range(1, len(ids)):
         said = row.targets[t - 1] == ids[t] and row.mask[t - 1] == row.mask[t]
-        if said and rng.random() < FORGETS:
+        if said and rng.random() < share:
             ids[t] = blank
     return replace(row, ids=ids)
