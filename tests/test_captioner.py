@@ -14,11 +14,10 @@ from PIL import Image
 import nanovlm
 from models.checkpoint import CheckpointError
 from models.decoding import Sampling
-from nanovlm import EMBEDDED, SAMPLE, Captioner
+from nanovlm import Captioner
 from nanovlm.captioner import Stats
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.images import PictureError
-from nanovlm.scenes import BACKGROUNDS, COLOURS, SHAPES, SIZES, caption, draw, questions, random_scene
 
 ROOT = Path(nanovlm.__file__).parent.parent
 WARM = Sampling(temperature=1.5, seed=3)
@@ -236,38 +235,3 @@ def test_an_import_says_nothing_seeds_nothing_and_calls_nobody(what):
 def test_a_name_that_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="nobody"):
         nanovlm.nobody  # noqa: B018
-
-
-# ---------------------------------------------------------------------------------------- the embedded model
-
-
-@pytest.fixture(scope="module")
-def embedded():
-    return Captioner.from_pretrained()
-
-
-def test_the_embedded_model_is_small_and_brings_its_card(embedded):
-    files = {path.name: path for path in EMBEDDED.iterdir()}
-    assert files.keys() >= {"config.json", "model.safetensors", "tokenizer.json", "sample.png", "README.md"}
-    assert sum(path.stat().st_size for path in files.values()) < 10 * 2**20
-    assert "train.py" in files["README.md"].read_text(encoding="utf-8")
-
-
-def test_the_embedded_model_names_scenes_it_never_saw(embedded):
-    scenes = [random_scene(random.Random(f"test {i}"), withheld=i % 2 == 1) for i in range(24)]
-    said = embedded.captions([draw(scene, 160, 120) for scene in scenes])
-    assert sum(text == caption(scene) for text, scene in zip(said, scenes)) >= 20
-
-
-def test_the_embedded_model_answers_questions(embedded):
-    scenes = [random_scene(random.Random(f"test {i}")) for i in range(24)]
-    asked = [(draw(s, 120, 120), *pair) for s in scenes for pair in questions(s, random.Random(0))[:2]]
-    pictures, prompts, answers = zip(*asked)
-    assert sum(map(str.__eq__, embedded.captions(pictures, prompts), answers)) >= 40  # of 48
-
-
-def test_the_sample_is_captioned_as_it_is_drawn(embedded):
-    """With the words of the scenes alone: so many things, on a background."""
-    words = set(embedded.caption(SAMPLE).lower().replace(",", "").rstrip(".").split())
-    assert words <= {"a", "an", "and", "on", "background", *COLOURS, *SHAPES, *SIZES, *BACKGROUNDS}
-    assert words & {*COLOURS} and words & {*SHAPES} and words & {*BACKGROUNDS}

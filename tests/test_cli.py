@@ -347,7 +347,10 @@ def without_a_tensor(folder):
 BAD_MODELS = {
     "no config": (lambda folder: (folder / "config.json").unlink(), ["has no config.json"]),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["has no model.safetensors"]),
-    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer.json is missing"]),
+    "no tokenizer": (
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        ["has no tokenizer.json, and"],
+    ),
     "broken config": (lambda folder: (folder / "config.json").write_text("{,\n"), ["config.json"]),
     "config of a list": (lambda folder: (folder / "config.json").write_text("[]"), ["config.json"]),
     "impossible config": (lambda folder: edited(folder, lm_n_heads=7), ["lm_hidden_dim=192", "lm_n_heads=7"]),

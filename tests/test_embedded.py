@@ -20,8 +20,10 @@ def captioner():
     return Captioner.from_pretrained(dtype="float32")
 
 
-def test_it_fits_in_ten_megabytes():
-    assert sum(path.stat().st_size for path in EMBEDDED.iterdir()) <= 10e6
+def test_it_fits_in_ten_megabytes_with_its_card():
+    files = {path.name: path for path in EMBEDDED.iterdir()}
+    assert files.keys() == {"config.json", "model.safetensors", "tokenizer.json", "sample.png", "README.md"}
+    assert sum(path.stat().st_size for path in files.values()) <= 10e6
 
 
 def test_its_config_and_tokenizer_are_the_recipes(captioner):

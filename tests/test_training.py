@@ -11,6 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from models.checkpoint import CheckpointError
+from models.config import extra_tokens
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.data import Example, collate, encode
@@ -29,6 +30,7 @@ def processor(speaker, tiny_config):
     tokenizer = speaker[1].tokenizer
     cfg = tiny_config(
         max_img_size=16,
+        vlm_extra_tokens=extra_tokens(0),
         lm_vocab_size=len(tokenizer),
         lm_max_position_embeddings=256,
         lm_dropout=0.1,
