@@ -142,8 +142,7 @@ def _batch(processor: Processor, cfg: TrainConfig, step: int) -> dict:
 def forget(row: Row, rng: Random, share: float, blank: int = 0) -> Row:
     """Word dropout (Bowman et al. 2016): make a share of the answers' words unreadable to those that follow them.
 
-    A shape is then looked up in the picture, not guessed from its colour; two that were never seen together would
-    otherwise stay unsayable.
+    Meant to have a shape looked up in the picture rather than guessed from the colour said before it.
     """
     ids = list(row.ids)
     for t in range(1, len(ids)):
