@@ -36,6 +36,21 @@ def tiny_model(tiny_config):
     return make
 
 
+@pytest.fixture(scope="session")
+def captioner(tiny_config):
+    """An encoder-decoder of the same measures, 16 patches a picture and 64 positions, with random weights."""
+    from models.encoder_decoder import EncoderDecoder
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = randomise(EncoderDecoder(tiny_config(lm_n_heads=4))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # else they drown the picture, and one word is said of everything
+                parameter.zero_()
+    return model
+
+
 @torch.no_grad()
 def randomise(model: torch.nn.Module) -> torch.nn.Module:
     """Weights as a trained model's: large enough that each place listens to others, and no norm or bias idle."""
