@@ -55,18 +55,26 @@ def resolve(
 def read_config(folder: Path) -> VLMConfig:
     """The config of the model in folder; anything wrong with it is a CheckpointError."""
     path = Path(folder) / CONFIG
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {CONFIG}; a model is a folder with {CONFIG} and {WEIGHTS}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} holds {type(raw).__name__}, not an object of settings")
+    raw = read_object(path)
     try:
         return VLMConfig.from_dict(raw)
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: {error}") from None
+
+
+def read_object(path: Path) -> dict:
+    """The object in a JSON file of a model's folder; anything wrong with it is a CheckpointError."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path.parent} has no {path.name}; a model is a folder with {CONFIG} and {WEIGHTS}"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} holds {type(raw).__name__}, not an object of settings")
+    return raw
 
 
 def read_model(

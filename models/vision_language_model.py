@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os import PathLike
 
 import torch
 import torch.nn.functional as F
@@ -47,8 +48,15 @@ class VisionLanguageModel(nn.Module):
         self.vision_encoder = VisionTransformer(cfg)
         self.MP = ModalityProjector(cfg)
         self.decoder = LanguageModel(cfg)
-        self.apply(_initialise)
+        self.apply(initialise)
         nn.init.normal_(self.decoder.head.weight, std=0.02)  # like the embedding, which it may be
+
+    @classmethod
+    def from_backbones(cls, vision: str | PathLike, language: str | PathLike, **options) -> "VisionLanguageModel":
+        """A new model of a pretrained SigLIP and a pretrained Llama: see `models.backbones.from_backbones`."""
+        from models.backbones import from_backbones  # which imports this module
+
+        return from_backbones(vision, language, **options)
 
     @property
     def device(self) -> torch.device:
@@ -189,7 +197,7 @@ class VisionLanguageModel(nn.Module):
 
 
 @torch.no_grad()
-def _initialise(module: nn.Module) -> None:
+def initialise(module: nn.Module) -> None:
     """Embeddings N(0, 0.02), matrices N(0, 1/fan_in) (LeCun et al. 1998), biases 0.
 
     nanoVLM's 0.02 for every matrix suits widths near 2,500; at a width of 192 it lets so little of the picture

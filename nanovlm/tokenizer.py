@@ -31,19 +31,25 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
-        """The tokenizer.json in a model's folder or, without one, that of cfg.lm_tokenizer with the extra tokens.
-
-        lm_tokenizer is a Hub id or a folder; the extra tokens get the ids after its last, in the config's order.
-        """
+        """The tokenizer.json in a model's folder or, without one, `from_backbone` of cfg.lm_tokenizer."""
         path = Path(folder) / TOKENIZER
-        borrowed = not path.exists()
-        if borrowed:
-            try:
-                path = resolve(cfg.lm_tokenizer, files=[TOKENIZER]) / TOKENIZER
-            except CheckpointError as error:
-                raise CheckpointError(
-                    f"{folder} has no {TOKENIZER}, and its lm_tokenizer is no help: {error}"
-                ) from None
+        if path.exists():
+            return cls._read(path, cfg)
+        try:
+            return cls.from_backbone(cfg.lm_tokenizer, cfg)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder} has no {TOKENIZER}, and its lm_tokenizer is no help: {error}") from None
+
+    @classmethod
+    def from_backbone(cls, name_or_folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
+        """The tokenizer.json of a language model, a Hub id or a folder, with the extra tokens.
+
+        Those that it does not know get the ids after its last, in the config's order.
+        """
+        return cls._read(resolve(name_or_folder, files=[TOKENIZER]) / TOKENIZER, cfg, cfg.vlm_extra_tokens.values())
+
+    @classmethod
+    def _read(cls, path: Path, cfg: VLMConfig, extra: Iterable[str] = ()) -> "Tokenizer":
         try:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -52,8 +58,7 @@ class Tokenizer:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path} is no {TOKENIZER}: {error}") from None
-        if borrowed:
-            backend.add_special_tokens(list(cfg.vlm_extra_tokens.values()))
+        backend.add_special_tokens(list(extra))
         try:
             return cls(backend, cfg)
         except CheckpointError as error:
