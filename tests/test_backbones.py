@@ -1,6 +1,7 @@
 """A pretrained SigLIP and a pretrained Llama, in the files that transformers writes, are one model here."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -376,3 +377,17 @@ def test_without_a_tokenizer_the_image_token_follows_the_base_vocabulary(pair):
     tokens = extra_tokens(0)
     model = VisionLanguageModel.from_backbones(*pair, vlm_extra_tokens=tokens, max_img_size=16, **FOLD)
     assert (model.image_token_id, model.cfg.lm_vocab_size) == (40, 42)
+
+
+def test_the_readme_begins_a_model_in_one_call(tmp_path, monkeypatch):
+    """Its Hub ids are folders here: resolve takes a folder first."""
+    readme = Path(__file__).parent.parent / "README.md"
+    (block,) = re.findall(r"```py\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    vision, language = re.findall(r'"([\w-]+/[\w.-]*\d[\w.-]*)"', block)
+    monkeypatch.chdir(tmp_path)
+    siglip().save_pretrained(vision)
+    llama(vocab_size=514).save_pretrained(language)
+    shutil.copy(EMBEDDED / "tokenizer.json", language)
+    exec(block, {})
+    cfg = read_config(tmp_path / "out" / "new")
+    assert (cfg.vit_model_type, cfg.lm_tokenizer, cfg.mp_pixel_shuffle_factor) == (vision, language, 4)
