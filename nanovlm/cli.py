@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program nanovlm: a verb and its flags; returns the exit code."""
-    parser = Parser(prog="nanovlm", description="Caption pictures, answer questions about them, train and export models.")
+    parser = Parser(prog="nanovlm", description="Caption pictures, answer questions, train and export models.")
     parser.add_argument("--version", action="version", version=f"nanovlm {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     for verb in VERBS:
