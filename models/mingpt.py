@@ -201,9 +201,6 @@ def choose(logits: Tensor, temperature: float, do_sample: bool, top_k: int | Non
     return torch.multinomial(probs, num_samples=1) if do_sample else torch.topk(probs, k=1, dim=-1).indices
 
 
-# ---- the twin -------------------------------------------------------------------------------------------------------
-
-
 class Slab:
     """Room for a block's keys and values, k and v (B, room, C) each, of which `filled` tokens are written."""
 
