@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="eval.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, default=Path("benchmark_results.txt"), metavar="FILE", help="(benchmark_results.txt)")
-    add("--device", default="cpu", choices=("auto", "cpu", "cuda", "mps"), help="(cpu)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="(auto)")
     add(
         "--sizes", nargs="+", default=["gpt-mini", "gpt2"], choices=tuple(SIZES), metavar="SIZE", help="(gpt-mini gpt2)"
     )

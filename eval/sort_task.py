@@ -56,7 +56,6 @@ def splits(length: int, n_digits: int) -> tuple[Tensor, Tensor]:
 
 def accuracy(model: GPT, inputs: Tensor) -> float:
     """The share of inputs (n, length) that model sorts, greedily."""
-    model.eval()
     said = model.generate(inputs, inputs.size(1))[:, inputs.size(1) :]
     return float((said == inputs.sort(1).values).all(1).double().mean())
 
@@ -76,7 +75,7 @@ def learn(model: GPT, train: Tensor, test: Tensor, max_steps: int, log: Callable
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % CHECK_EVERY == 0 or step == max_steps:
-            share = accuracy(model, test)
+            share = accuracy(model.eval(), test)
             log(f"step {step}  loss {loss.item():.4f}  sorts {100 * share:.1f}% of {len(test)} inputs not trained on")
             if share == 1:
                 return step
@@ -107,9 +106,8 @@ def sort_task(
         torch.manual_seed(seed)
         model = GPT(GPTConfig("gpt-nano", vocab_size=n_digits, block_size=2 * length - 1))
         steps = learn(model, train, test, max_steps, log)
-        twin = GPT_kv(model.config)
+        twin = GPT_kv(model.config).eval()
         twin.load_state_dict(model.state_dict())
-        model.eval(), twin.eval()
         inputs = torch.cat([train, test])
         log(f"comparing generate and generate_kv on {len(inputs)} inputs, greedily, then sampled")
         n_identical, generate_ms, generate_kv_ms = compare(model, twin, inputs, sampled=False)
