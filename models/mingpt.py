@@ -256,8 +256,9 @@ class CausalSelfAttention_kv(CausalSelfAttention):
             # Sums of products in the order of memory: each token's k and v are rows of C, which the products per head
             # of SDPA or bmm would visit in pieces, head by head; on CPUs that takes half as long again.
             q = q * (1.0 / math.sqrt(C // self.n_head))
-            att = F.softmax((q * k).view(B, S, self.n_head, -1).sum(-1), dim=1)
-            y = (self.attn_dropout(att)[..., None] * v.view(B, S, self.n_head, -1)).sum(1).view(B, 1, C)
+            att = (q * k).view(B, S, self.n_head, -1).sum(-1).transpose(1, 2)  # softmax is fast over the last dim only
+            att = self.attn_dropout(F.softmax(att, dim=-1)).transpose(1, 2).contiguous()
+            y = (att[..., None] * v.view(B, S, self.n_head, -1)).sum(1).view(B, 1, C)
         else:  # SDPA's is_causal is aligned top left, which is wrong behind a past
             mask = self.bias[:, :, S - T : S, :S] == 1 if S > T else None
             p = self.attn_dropout.p if self.training else 0.0

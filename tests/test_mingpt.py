@@ -5,7 +5,9 @@ import json
 import math
 import random
 import re
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from models import mingpt
 from models.mingpt import GPT, KV, SIZES, Block_kv, CausalSelfAttention_kv, GPT_kv, GPTConfig, NewGELU, choose, extend
 
 few_examples = settings(deadline=None, derandomize=True, max_examples=40)
@@ -126,6 +129,15 @@ def test_generate_kv_reads_each_token_once_and_the_last_chosen_not_at_all(n):
     gpt_kv.lm_head.register_forward_hook(lambda m, args, out: projected.append(out.numel() // VOCABULARY))
     gpt_kv.generate_kv(ids(1, 5), n)
     assert read == [5] + [1] * (n - 1) and projected == [1] * n
+
+
+@torch.no_grad()
+def test_in_bfloat16_both_say_nearly_the_same():
+    gpt, gpt_kv = (model.bfloat16() for model in twins())
+    idx = ids(2, 9)
+    last, _, cache = gpt_kv(idx, kv_cache=gpt_kv(idx[:, :8])[2])
+    torch.testing.assert_close(last[:, 0], gpt(idx)[0][:, -1], atol=0.2, rtol=0.05)
+    assert {t.dtype for block in cache for t in block} == {torch.bfloat16}
 
 
 def test_no_new_token_is_the_prompt():
@@ -279,6 +291,12 @@ def test_weights_begin_as_mingpts():
             assert p.std().item() == pytest.approx(std, rel=0.05) and abs(p.mean().item()) < std / 20, name
 
 
+def test_the_file_is_read_alone():
+    """At its top it imports nothing but torch and what comes with Python."""
+    imports = re.findall(r"^(?:from|import) (\w+)", Path(mingpt.__file__).read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(imports) <= set(sys.stdlib_module_names) | {"torch"} and "torch" in imports
+
+
 def test_new_gelu_is_the_tanh_approximation():
     x = torch.linspace(-6, 6, 1001)
     close(NewGELU()(x), F.gelu(x, approximate="tanh"))
@@ -364,6 +382,15 @@ def test_loaded_weights_can_be_trained(gpt2):
     model = GPT_kv.from_pretrained(gpt2[1])
     model(ids(2, 8), ids(2, 8, seed=1))[1].backward()
     assert all(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "wpe" not in name)
+
+
+@pytest.mark.parametrize(("name", "asked"), [("gpt2-xl", "openai-community/gpt2-xl"), ("me/mine", "me/mine")])
+def test_a_name_is_asked_of_the_hub(gpt2, monkeypatch, name, asked):
+    calls = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **kw: calls.append((repo, kw)) or gpt2[1])
+    assert GPT_kv.from_pretrained(name).config.n_layer == 2
+    ((repo, options),) = calls
+    assert repo == asked and options["allow_patterns"] == ["config.json", "model*.safetensors"]
 
 
 def without(name):
