@@ -12,12 +12,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from models.config import VLMConfig
 from models.language_model import inverse_frequencies
 from models.vision_language_model import VisionLanguageModel
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"  # nothing here reads it, see write_files
 MOST_BLOCKS = 1000  # the deepest models have a few hundred; a million would take an hour to refuse otherwise
 HEAD, EMBEDDING, INV_FREQ = "decoder.head.weight", "decoder.token_embedding.weight", "decoder.rotary_embd.inv_freq"
 
@@ -108,6 +110,9 @@ def read_model(
                 if (found := tuple(file.get_slice(source[name]).get_shape())) != shape:
                     raise CheckpointError(f"{path}: {name} is {found}, but {CONFIG} asks for {shape}")
             state = {name: file.get_tensor(source[name]).to(device, dtype) for name in wanted}
+        for name, tensor in state.items():
+            if n := count_not_finite(tensor):
+                raise CheckpointError(f"{path}: {n} of {tensor.numel()} values of {name} are not finite as {dtype}")
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {WEIGHTS}; a model is a folder with {CONFIG} and {WEIGHTS}") from None
     except (OSError, SafetensorError) as error:
@@ -119,6 +124,15 @@ def read_model(
     return model.eval()
 
 
+def count_not_finite(tensor: Tensor) -> int:
+    """How many values are NaN or infinite, for the price of a sum: a NaN or infinity in it is one in the sum.
+
+    The sum is read straight from memory-mapped weights, without a copy. It may overflow in float16; the exact count,
+    which does copy, is left to where it is not finite.
+    """
+    return 0 if tensor.sum().isfinite() else int((~tensor.isfinite()).sum())
+
+
 def write_checkpoint(
     folder: str | os.PathLike, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None
 ) -> None:
@@ -128,9 +142,10 @@ def write_checkpoint(
 
 
 def write_files(folder: Path, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None) -> None:
-    """Write the three files of a model so that stock nanoVLM, which is strict, loads them too.
+    """Write the files of a model so that stock nanoVLM, which is strict, loads them too.
 
-    dtype is what the weights are stored in; None keeps the model's own.
+    dtype is what the weights are stored in; None keeps the model's own. transformers' AutoTokenizer, with which stock
+    reads the tokenizer, learns from a fourth file what config.json says to us; then lm_tokenizer can be the folder.
     """
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
     metadata = {"format": "pt"}
@@ -139,8 +154,11 @@ def write_files(folder: Path, model: VisionLanguageModel, tokenizer: str, dtype:
         metadata[EMBEDDING] = HEAD
     state[INV_FREQ] = inverse_frequencies(model.cfg.lm_head_dim, model.cfg.lm_re_base)
     save_file(state, folder / WEIGHTS, metadata)
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": model.cfg.end_token}
+    words |= {"extra_special_tokens": model.cfg.vlm_extra_tokens or {}, "chat_template": model.cfg.lm_chat_template}
     (folder / TOKENIZER).write_text(tokenizer, encoding="utf-8")
-    (folder / CONFIG).write_text(json.dumps(model.cfg.to_dict(), indent=2) + "\n", encoding="utf-8")
+    for name, values in ((CONFIG, model.cfg.to_dict()), (TOKENIZER_CONFIG, words)):
+        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
