@@ -24,8 +24,8 @@ def test_the_fields_are_the_keys_of_nanovlms_file():
 
 
 SMOLLM2_135M = {"lm_hidden_dim": 576, "lm_inter_dim": 1536, "lm_n_blocks": 30, "lm_n_heads": 9, "lm_n_kv_heads": 3}
-V01 = {"vit_img_size": 224, "max_img_size": 224, "lm_vocab_size": 49152}
-V01 |= {"mp_pixel_shuffle_factor": 2, "mp_image_token_length": 49}
+V01 = {"vit_img_size": 224, "lm_vocab_size": 49152, "mp_pixel_shuffle_factor": 2, "mp_image_token_length": None}
+V01 |= {"vlm_extra_tokens": None, "lm_chat_template": None, "max_img_size": None}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,7 @@ def test_a_published_models_numbers_make_its_published_size(name, changes, publi
     with torch.device("meta"):
         model = VisionLanguageModel(VLMConfig(**changes), image_token_id=0)
     assert sum(parameter.numel() for parameter in model.parameters()) == published
+    assert (model.cfg.era, model.cfg.mp_image_token_length) == ((1, 49) if "222M" in name else (5, 64))
 
 
 def test_a_config_survives_the_disk(tiny_config):
