@@ -1,6 +1,6 @@
 """Pictures and words together: from what a person gives to what the model reads.
 
-This is the one place where a checkpoint's era (`VLMConfig.era`) decides anything. What nanoVLM was trained to read:
+This is the one place where a checkpoint's era (`VLMConfig.era`) decides how they are laid out:
 
 era 1   the places of the images, for which there is no token; then "Question: ... Answer:"
 era 2   the same places as <|image|> tokens; then the same
