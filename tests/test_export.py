@@ -145,6 +145,12 @@ def test_what_smolvlm_can_not_compute_is_refused_in_one_line(tmp_path, tiled, ca
     assert "lm_attn_scaling=1.5" in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
+def test_a_model_of_an_earlier_era_is_refused(tiny_config):
+    tokens = {"image_token": "<|image|>"}
+    with pytest.raises(ValueError, match=r"a model of era 4, before September 2025"):
+        smolvlm_config(tiny_config(vlm_extra_tokens=tokens, extra_token_amount=1), 3, 2)
+
+
 def test_a_grid_that_their_rounding_would_fold_is_refused(tiny_config):
     side = {"vit_img_size": 76, "max_img_size": 76, "mp_pixel_shuffle_factor": 1, "mp_image_token_length": 361}
     with pytest.raises(ValueError, match=r"19 patches a side \(vit_img_size=76 / vit_patch_size=4\)"):
