@@ -3,11 +3,17 @@
 import math
 import warnings
 from dataclasses import asdict, dataclass, field, fields
+from typing import get_args
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + "
     "'\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+
+# What files of some era say and nothing here needs to know: kept like unknown keys, but no news.
+IDLE = {
+    "lm_eos_token_id", "IMAGE_TOKEN_LENGTH", "TOTAL_SEQUENCE_LENGTH", "lm_rope_factor", "lm_beta_fast", "lm_beta_slow",
+}  # fmt: skip
 
 
 def extra_tokens(grid: int) -> dict[str, str]:
@@ -22,7 +28,10 @@ def extra_tokens(grid: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class VLMConfig:
-    """The shape of a model and how pictures and words are laid out for it; defaults are nanoVLM-460M-8k's."""
+    """The shape of a model and how pictures and words are laid out for it; defaults are nanoVLM-460M-8k's.
+
+    None stands for a key that the model's era did not have; see `era`.
+    """
 
     vit_hidden_dim: int = 768
     vit_inter_dim: int = 3072
@@ -40,8 +49,8 @@ class VLMConfig:
     lm_rms_eps: float = 1e-5
     lm_re_base: float = 100000
     lm_max_position_embeddings: int = 8192
-    lm_base_vocab_size: int = 49152
-    extra_token_amount: int = 66
+    lm_base_vocab_size: int | None = 49152
+    extra_token_amount: int | None = 66
     lm_vocab_size: int = 49218
     lm_n_heads: int = 15
     lm_n_kv_heads: int = 5
@@ -53,38 +62,42 @@ class VLMConfig:
     lm_tie_weights: bool = True
     lm_model_type: str = "HuggingFaceTB/SmolLM2-360M-Instruct"
     lm_tokenizer: str = "HuggingFaceTB/SmolLM2-360M-Instruct"
-    lm_chat_template: str = CHATML
+    lm_chat_template: str | None = CHATML
 
     mp_pixel_shuffle_factor: int = 4
-    mp_image_token_length: int = 64
+    mp_image_token_length: int | None = 64  # None is replaced by the number that the sizes give
 
-    max_img_size: int = 1536
-    resize_to_max_side_len: bool = False
+    max_img_size: int | None = 1536
+    resize_to_max_side_len: bool | None = False
 
-    vlm_extra_tokens: dict[str, str] = field(default_factory=lambda: extra_tokens(8))
+    vlm_extra_tokens: dict[str, str] | None = field(default_factory=lambda: extra_tokens(8))
     vlm_load_backbone_weights: bool = True
     vlm_checkpoint_path: str = "checkpoints"
-    hf_repo_name: str = "nanoVLM"
+    hf_repo_name: str | None = "nanoVLM"
 
     unknown: dict = field(default_factory=dict)  # keys of config.json that are not ours, kept for the next writer
 
     def __post_init__(self):
         for f in fields(self):
-            value = getattr(self, f.name)
-            if f.type is float and type(value) is int:
+            value, (kind, *optional) = getattr(self, f.name), get_args(f.type) or (f.type,)
+            if value is None and optional:
+                continue
+            if kind is float and type(value) is int:
                 object.__setattr__(self, f.name, float(value))
-            elif f.type in (int, float, bool, str) and type(value) is not f.type:
-                raise ValueError(f"{f.name}={value!r} is no {f.type.__name__}")
+            elif kind in (int, float, bool, str) and type(value) is not kind:
+                raise ValueError(f"{f.name}={value!r} is no {kind.__name__}")
             elif f.name == "vlm_extra_tokens" and not (
                 isinstance(value, dict) and all(isinstance(token, str) for token in value.values())
             ):
                 raise ValueError(f"{f.name}={value!r} is no table of names and tokens")
-            if f.type is int and not 0 < value < 2**31 and f.name != "extra_token_amount":
+            if kind is int and not 0 < value < 2**31 and f.name != "extra_token_amount":
                 raise ValueError(f"{f.name}={value} is not a positive number below 2^31")
-            if f.type is float and not (math.isfinite(value) and value >= 0):
+            if kind is float and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{f.name}={value} is not a finite number of at least 0")
             if f.name in ("lm_re_base", "lm_attn_scaling") and value == 0:
                 raise ValueError(f"{f.name}=0 would make all positions or all tokens alike; it must be above 0")
+        if self.vlm_extra_tokens is not None and "image_token" not in self.vlm_extra_tokens:
+            raise ValueError(f"vlm_extra_tokens={self.vlm_extra_tokens} names no image_token")
         for whole, part in (
             ("vit_hidden_dim", "vit_n_heads"),
             ("vit_img_size", "vit_patch_size"),
@@ -92,7 +105,7 @@ class VLMConfig:
             ("lm_n_heads", "lm_n_kv_heads"),
             ("max_img_size", "vit_img_size"),
         ):
-            if getattr(self, whole) % getattr(self, part):
+            if (getattr(self, whole) or 0) % getattr(self, part):
                 raise ValueError(
                     f"{whole}={getattr(self, whole)} is not a multiple of {part}={getattr(self, part)}; change either"
                 )
@@ -109,7 +122,10 @@ class VLMConfig:
                 f"vit_patch_size={self.vit_patch_size}) is not a multiple of "
                 f"mp_pixel_shuffle_factor={self.mp_pixel_shuffle_factor}"
             )
-        if self.mp_image_token_length != (places := (self.vit_grid // self.mp_pixel_shuffle_factor) ** 2):
+        places = (self.vit_grid // self.mp_pixel_shuffle_factor) ** 2
+        if self.mp_image_token_length is None:
+            object.__setattr__(self, "mp_image_token_length", places)
+        if self.mp_image_token_length != places:
             raise ValueError(
                 f"mp_image_token_length={self.mp_image_token_length}, but an image has {places} embeddings"
             )
@@ -126,23 +142,50 @@ class VLMConfig:
         """Patches along one side of a tile."""
         return self.vit_img_size // self.vit_patch_size
 
+    @property
+    def end_token(self) -> str:
+        """What ends an answer. The files' own lm_eos_token_id is wrong from the second era on, and read by nobody."""
+        return "<|endoftext|>" if self.era == 1 else "<|im_end|>"
+
+    @property
+    def era(self) -> int:
+        """Which of nanoVLM's five layouts of pictures and words this is, told by the keys that its file has.
+
+        1: May 2025, 2: from 4 June, 3: from 11 June, 4: from 12 July, 5: from 9 September 2025 to now.
+        """
+        if self.vlm_extra_tokens is None:
+            return 1
+        if self.lm_chat_template is None:
+            return 2
+        if self.max_img_size is None:
+            return 3
+        return 5 if "global_image_token" in self.vlm_extra_tokens else 4
+
     @classmethod
     def from_dict(cls, raw: dict) -> "VLMConfig":
-        """Read config.json's object; keys that nobody here knows are kept and warned of once, in one line."""
-        tokens = raw.get("vlm_extra_tokens", {})
-        if isinstance(tokens, dict) and "global_image_token" not in tokens:
-            raise ValueError(
-                "vlm_extra_tokens has no global_image_token: a checkpoint of nanoVLM before September 2025, "
-                "whose picture layout is not supported yet"
-            )
-        known = {f.name for f in fields(cls)} - {"unknown"}
-        if unknown := {key: value for key, value in raw.items() if key not in known}:
-            warnings.warn(
-                f"config.json has keys without meaning here, kept as they are: {', '.join(unknown)}", stacklevel=2
-            )
-        return cls(**{key: value for key, value in raw.items() if key in known}, unknown=unknown)
+        """Read config.json's object of any era: the keys that are not there tell it, and stay away from `to_dict`.
+
+        A missing key on which all eras agree has their value; one on which they do not, a size, is an error. Keys that
+        nobody here knows are kept and warned of once, in one line.
+        """
+        known = {f.name: f for f in fields(cls) if f.name != "unknown"}
+        sizes = [key for key, f in known.items() if f.type is int and not key.startswith("lm_max_")]
+        if missing := [key for key in (*sizes, "lm_tokenizer") if key not in raw]:
+            raise ValueError(f"{', '.join(missing)} missing: files of all eras say it, and today's would be a guess")
+        for key in ("vlm_extra_tokens", "lm_chat_template", "max_img_size"):  # these tell the era
+            if key in raw and raw[key] is None:
+                raise ValueError(f"{key}=None says nothing; give it a value, or leave it out as older files do")
+        unknown = {key: value for key, value in raw.items() if key not in known}
+        if news := unknown.keys() - IDLE:
+            names = ", ".join(key for key in unknown if key in news)
+            warnings.warn(f"config.json has keys without meaning here, kept as they are: {names}", stacklevel=2)
+        values = {key: None for key, f in known.items() if get_args(f.type)}
+        return cls(**values | {key: value for key, value in raw.items() if key in known}, unknown=unknown)
 
     def to_dict(self) -> dict:
-        """The object to write as config.json."""
+        """The object to write as config.json: keys that the model's era did not have are left out."""
         raw = asdict(self)
-        return raw | raw.pop("unknown")
+        unknown = raw.pop("unknown")
+        if self.era == 1:
+            del raw["mp_image_token_length"]
+        return {key: value for key, value in raw.items() if value is not None} | unknown

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os import PathLike
 
 import torch
 import torch.nn.functional as F
@@ -35,20 +36,30 @@ class Prefix:
 
 
 class VisionLanguageModel(nn.Module):
-    """SigLIP's encoder, a pixel-shuffle projector and a Llama-shaped decoder, as nanoVLM joins them."""
+    """SigLIP's encoder, a pixel-shuffle projector and a Llama-shaped decoder, as nanoVLM joins them.
+
+    image_token_id marks the places of images in a prompt; -1, where the vocabulary has no token for them.
+    """
 
     def __init__(self, cfg: VLMConfig, image_token_id: int):
         super().__init__()
         if cfg.lm_use_tokens:
             raise ValueError("lm_use_tokens=true makes the decoder read ids; with pictures it must read embeddings")
-        if not 0 <= image_token_id < cfg.lm_vocab_size:
+        if not -1 <= image_token_id < cfg.lm_vocab_size:
             raise ValueError(f"image_token_id={image_token_id} is outside lm_vocab_size={cfg.lm_vocab_size}")
         self.cfg, self.image_token_id = cfg, image_token_id
         self.vision_encoder = VisionTransformer(cfg)
         self.MP = ModalityProjector(cfg)
         self.decoder = LanguageModel(cfg)
-        self.apply(_initialise)
+        self.apply(initialise)
         nn.init.normal_(self.decoder.head.weight, std=0.02)  # like the embedding, which it may be
+
+    @classmethod
+    def from_backbones(cls, vision: str | PathLike, language: str | PathLike, **options) -> "VisionLanguageModel":
+        """A new model of a pretrained SigLIP and a pretrained Llama: see `models.backbones.from_backbones`."""
+        from models.backbones import from_backbones  # which imports this module
+
+        return from_backbones(vision, language, **options)
 
     @property
     def device(self) -> torch.device:
@@ -60,8 +71,8 @@ class VisionLanguageModel(nn.Module):
 
     def embed(self, input_ids: Tensor, images: Tensor | None = None) -> Tensor:
         """Embeddings (B, T, C) of ids (B, T); images (N, 3, S, S) take the image tokens' places in reading order."""
-        x = self.decoder.token_embedding(input_ids)
         places = input_ids == self.image_token_id
+        x = self.decoder.token_embedding(input_ids.masked_fill(places, 0))  # 0 is any id: images replace it
         wanted, given = int(places.sum()), 0 if images is None else len(images) * self.cfg.mp_image_token_length
         if wanted != given:
             raise ValueError(f"the prompt holds {wanted} image tokens, but the images give {given} embeddings")
@@ -163,8 +174,11 @@ class VisionLanguageModel(nn.Module):
 
         seen = None
         if sampling.repetition_penalty != 1:
-            counted = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.dtype)
-            seen = (input_ids.new_zeros(len(input_ids), logits.size(-1)).scatter_add(1, input_ids, counted) > 0)[rows]
+            counted = (input_ids != self.image_token_id).to(input_ids.dtype)  # an image's places say no token
+            if attention_mask is not None:
+                counted = counted * attention_mask.to(input_ids.dtype)
+            said = input_ids.new_zeros(len(input_ids), logits.size(-1)).scatter_add(1, input_ids * counted, counted)
+            seen = (said > 0)[rows]
         yield from autoregress(
             logits, step, sampling=sampling, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, seen=seen
         )
@@ -189,7 +203,7 @@ class VisionLanguageModel(nn.Module):
 
 
 @torch.no_grad()
-def _initialise(module: nn.Module) -> None:
+def initialise(module: nn.Module) -> None:
     """Embeddings N(0, 0.02), matrices N(0, 1/fan_in) (LeCun et al. 1998), biases 0.
 
     nanoVLM's 0.02 for every matrix suits widths near 2,500; at a width of 192 it lets so little of the picture

@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program nanovlm: a verb and its flags; returns the exit code."""
-    parser = Parser(prog="nanovlm", description="Caption pictures, answer questions about them, train the model.")
+    parser = Parser(prog="nanovlm", description="Caption pictures, answer questions, train and export models.")
     parser.add_argument("--version", action="version", version=f"nanovlm {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     for verb in VERBS:
@@ -135,4 +135,19 @@ def train(args: argparse.Namespace) -> int:
     return 0
 
 
-VERBS = {"caption": (caption, caption_flags), "train": (train, train_flags)}
+def export_flags(parser: Parser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a folder or a Hub id (owner/name)")
+    add("--out", required=True, metavar="FOLDER", help="where the files go")
+    add("--revision", help="branch, tag or commit of a Hub model")
+    add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the weights (float32)")
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write a model as transformers' SmolVLM, the layout that transformers, vLLM and GGUF's converter read."""
+    from nanovlm.exporting import export_model
+
+    return export_model(args)
+
+
+VERBS = {"caption": (caption, caption_flags), "train": (train, train_flags), "export": (export, export_flags)}

@@ -1,4 +1,13 @@
-"""Pictures and words together: from what a person gives to what the model reads."""
+"""Pictures and words together: from what a person gives to what the model reads.
+
+This is the one place where a checkpoint's era (`VLMConfig.era`) decides how they are laid out:
+
+era 1   the places of the images, for which there is no token; then "Question: ... Answer:"
+era 2   the same places as <|image|> tokens; then the same
+era 3   a chat, whose first user turn begins with all those places. Up to here a picture is one image, squeezed
+era 4   a picture is cut into tiles, whose names stand before their places; several pictures are numbered, <image: 0>
+era 5   the whole picture, squeezed into one more tile and named <|global_image|>, comes before its tiles
+"""
 
 from collections.abc import Sequence
 
@@ -12,31 +21,34 @@ from nanovlm.tokenizer import Tokenizer
 
 
 class Processor:
-    """Lays pictures and a prompt out as nanoVLM's checkpoints since September 2025 were trained to read them."""
+    """Lays pictures and a prompt out as the checkpoint was trained to read them."""
 
     def __init__(self, cfg: VLMConfig, tokenizer: Tokenizer):
         self.cfg, self.tokenizer = cfg, tokenizer
 
     def images(self, picture: Image.Image) -> tuple[Tensor, tuple[int, int]]:
-        """Tiles of an RGB picture, (n, 3, S, S) in [0, 1], the global view first; and the grid (rows, columns)."""
-        one_tile = self.cfg.max_img_size == self.cfg.vit_img_size  # the resize rule would round some squares up to two
+        """Tiles of an RGB picture, (n, 3, S, S) in [0, 1], any global view first; and the grid (rows, columns)."""
+        tile, max_side = self.cfg.vit_img_size, self.cfg.max_img_size
         return pixels(
             picture,
-            tile=self.cfg.vit_img_size,
-            max_side=None if one_tile else self.cfg.max_img_size,
-            to_max_side=self.cfg.resize_to_max_side_len,
-            global_view=True,
+            tile=tile,
+            max_side=None if max_side == tile else max_side,  # the resize rule would round some squares up to two tiles
+            to_max_side=bool(self.cfg.resize_to_max_side_len),
+            global_view=self.cfg.era == 5,
         )
 
     def markup(self, grids: Sequence[tuple[int, int]]) -> str:
-        """The text that stands for pictures: their tiles' names, each followed by its image tokens."""
-        token = self.cfg.vlm_extra_tokens
+        """The text that stands for pictures in a chat: their tiles' names, each followed by its image tokens."""
+        token, era = self.cfg.vlm_extra_tokens, self.cfg.era
         places = token["image_token"] * self.cfg.mp_image_token_length
+        if era == 3:
+            return places * len(grids)
         texts = []
         for k, (rows, columns) in enumerate(grids):
             text = f"<image: {k}>" if len(grids) > 1 else ""
-            text += token["global_image_token"] + places
-            if rows * columns > 1:
+            if era == 5:
+                text += token["global_image_token"] + places
+            if era == 4 or rows * columns > 1:
                 if f"r{rows}c{columns}" not in token:
                     raise ValueError(
                         f"a picture of {rows} x {columns} tiles, but vlm_extra_tokens names no r{rows}c{columns}"
@@ -47,7 +59,10 @@ class Processor:
         return "".join(texts)
 
     def prompt(self, grids: Sequence[tuple[int, int]], text: str) -> list[int]:
-        """Ids of one user turn, pictures before the text, up to where the answer begins."""
+        """Ids of one question, pictures before the text, up to where the answer begins."""
+        if self.cfg.era < 3:
+            places = [self.tokenizer.image_token_id] * (self.cfg.mp_image_token_length * len(grids))
+            return places + self.tokenizer.encode(f"Question: {text} Answer:")
         return self.tokenizer.encode_chat([{"role": "user", "images": self.markup(grids), "content": text}])
 
     def __call__(self, pictures: Sequence[Sequence[Image.Image]], prompts: Sequence[str]) -> dict[str, Tensor | None]:

@@ -12,7 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from models.checkpoint import TOKENIZER, CheckpointError, resolve
 from models.config import VLMConfig
 
-END = "<|im_end|>"  # ends an answer in every chat checkpoint, whatever config.json says
+NO_TOKEN = -1  # the places of images in the first era, whose vocabulary has no token for them
 
 
 class Tokenizer:
@@ -26,24 +26,36 @@ class Tokenizer:
         highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         if highest >= cfg.lm_vocab_size:
             raise CheckpointError(f"the tokenizer has an id {highest}, but lm_vocab_size={cfg.lm_vocab_size}")
-        extra = {name: self.special_id(token) for name, token in cfg.vlm_extra_tokens.items()}
-        self.image_token_id, self.eos_token_id = extra["image_token"], self.special_id(END)
+        extra = cfg.vlm_extra_tokens or {}
+        for name, token in extra.items():
+            if backend.token_to_id(token) is None:
+                raise CheckpointError(f"vlm_extra_tokens names {name}={token!r}, but the tokenizer has no such token")
+        self.image_token_id = backend.token_to_id(extra["image_token"]) if extra else NO_TOKEN
+        self.eos_token_id = self.special_id(cfg.end_token)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
-        """The tokenizer.json in a model's folder or, without one, that of cfg.lm_tokenizer with the extra tokens.
-
-        lm_tokenizer is a Hub id or a folder; the extra tokens get the ids after its last, in the config's order.
-        """
+        """The tokenizer.json in a model's folder or, without one, `from_backbone` of cfg.lm_tokenizer."""
         path = Path(folder) / TOKENIZER
-        borrowed = not path.exists()
-        if borrowed:
-            try:
-                path = resolve(cfg.lm_tokenizer, files=[TOKENIZER]) / TOKENIZER
-            except CheckpointError as error:
-                raise CheckpointError(
-                    f"{folder} has no {TOKENIZER}, and its lm_tokenizer is no help: {error}"
-                ) from None
+        if path.exists():
+            return cls._read(path, cfg)
+        try:
+            return cls.from_backbone(cfg.lm_tokenizer, cfg)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder} has no {TOKENIZER}, and its lm_tokenizer is no help: {error}") from None
+
+    @classmethod
+    def from_backbone(cls, name_or_folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
+        """The tokenizer.json of a language model, a Hub id or a folder, with the extra tokens.
+
+        Those that it does not know get the ids after its last, in the config's order.
+        """
+        return cls._read(
+            resolve(name_or_folder, files=[TOKENIZER]) / TOKENIZER, cfg, (cfg.vlm_extra_tokens or {}).values()
+        )
+
+    @classmethod
+    def _read(cls, path: Path, cfg: VLMConfig, extra: Iterable[str] = ()) -> "Tokenizer":
         try:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -52,8 +64,7 @@ class Tokenizer:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path} is no {TOKENIZER}: {error}") from None
-        if borrowed:
-            backend.add_special_tokens(list(cfg.vlm_extra_tokens.values()))
+        backend.add_special_tokens(list(extra))
         try:
             return cls(backend, cfg)
         except CheckpointError as error:

@@ -181,10 +181,48 @@ def test_tensors_that_do_not_fit_are_named_with_both_shapes(folder, rewrite):
         read(folder)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["MP.proj.weight", HEAD, "vision_encoder.blocks.1.ln2.bias"])
+def test_weights_that_are_no_finite_numbers_are_named(folder, rewrite, name, bad):
+    tensor = rewrite()[name]
+    tensor.view(-1)[tensor.numel() // 2] = bad
+    rewrite(**{name: tensor})
+    with pytest.raises(CheckpointError, match=rf"model.safetensors: {name} has values from .* to .* finite") as error:
+        read(folder)
+    assert str(bad) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_weights_too_large_for_a_precision_are_refused_in_that_precision_only(folder, rewrite):
+    rewrite(**{"MP.proj.weight": torch.full((24, 64), 70000.0)})
+    read(folder), read(folder, torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"MP.proj.weight has values from 70000.0 .* torch.float16 up to 65504.0"):
+        read(folder, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_weights_that_are_no_floating_point_numbers_are_refused(folder, rewrite, dtype):
+    rewrite(**{"MP.proj.weight": torch.ones(24, 64).to(dtype)})
+    with pytest.raises(CheckpointError, match=f"MP.proj.weight is stored as {dtype}, not as"):
+        read(folder)
+
+
+def test_weights_stay_memory_mapped_through_the_check(folder):
+    model = read(folder)
+    with open("/proc/self/maps" if os.path.exists("/proc/self/maps") else os.devnull) as maps:
+        spans = [line.split()[0].split("-") for line in maps if str(folder) in line]
+    if not spans:
+        pytest.skip("this system does not tell what is mapped")
+    for name, tensor in model.state_dict().items():
+        assert any(int(start, 16) <= tensor.data_ptr() < int(end, 16) for start, end in spans), name
+
+
 @pytest.mark.parametrize("hidden", [10**9, 2**31 - 2])
-def test_an_absurd_config_is_refused_before_anything_is_allocated(folder, tiny_config, hidden):
-    changed = tiny_config().to_dict() | {"lm_hidden_dim": hidden, "lm_n_heads": 2, "lm_n_kv_heads": 1}
-    (folder / "config.json").write_text(json.dumps(changed))
+@pytest.mark.parametrize("side", ["lm", "vit"])
+def test_an_absurd_config_is_refused_before_anything_is_allocated(folder, tiny_config, side, hidden):
+    changed = {"lm_hidden_dim": hidden, "lm_n_heads": 2, "lm_n_kv_heads": 1}
+    if side == "vit":
+        changed = {"vit_hidden_dim": hidden, "vit_inter_dim": hidden}
+    (folder / "config.json").write_text(json.dumps(tiny_config().to_dict() | changed))
     with pytest.raises(CheckpointError, match=str(hidden)):
         read(folder)
 

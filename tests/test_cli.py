@@ -354,7 +354,7 @@ BAD_MODELS = {
     "broken config": (lambda folder: (folder / "config.json").write_text("{,\n"), ["config.json"]),
     "config of a list": (lambda folder: (folder / "config.json").write_text("[]"), ["config.json"]),
     "impossible config": (lambda folder: edited(folder, lm_n_heads=7), ["lm_hidden_dim=192", "lm_n_heads=7"]),
-    "an older era": (lambda folder: edited(folder, vlm_extra_tokens={}), ["not supported yet"]),
+    "no image token": (lambda folder: edited(folder, vlm_extra_tokens={}), ["vlm_extra_tokens={}", "image_token"]),
     "misfit": (misfit, ["decoder.blocks.1.mlp.up_proj.weight", "(3, 5)", "(512, 192)"]),
     "another size": (lambda folder: edited(folder, lm_inter_dim=520), ["(512, 192)", "(520, 192)", "gate_proj"]),
     "a tensor less": (without_a_tensor, ["MP.proj.weight"]),

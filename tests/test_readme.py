@@ -43,6 +43,10 @@ def test_every_flag_shown_exists():
         parser = Parser()
         VERBS[verb][1](parser)
         parser.parse_args(words[2:])
+    (export,) = [shlex.split(line) for line in lines if line.startswith("nanovlm export")]
+    parser = Parser()
+    VERBS["export"][1](parser)
+    parser.parse_args(export[2:])
 
 
 def test_the_map_names_every_module_and_no_other():

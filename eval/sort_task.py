@@ -1,0 +1,146 @@
+"""minGPT's sorting task, learned by gpt-nano, and the proof that a cache changes nothing of what it says.
+
+    python -m eval.sort_task
+
+The task is Karpathy's: read six digits from 0 to 2, write them sorted. A quarter of the 729 inputs, by a hash of the
+input, is never trained on; training ends when all of them are sorted. Then `GPT.generate` and `GPT_kv.generate_kv`
+answer every one of the 729, greedily and sampled, and must say the same. At twelve tokens a cache saves little time.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from eval.environment import environment
+from models.mingpt import GPT, GPT_kv, GPTConfig
+from nanovlm.cli import Parser
+from nanovlm.training import progress
+
+BATCH, LR, CHECK_EVERY = 64, 5e-4, 100  # the first two are minGPT's
+TEMPERATURE = 3.0  # so hot that a model sure of itself still has something to draw
+
+
+@dataclass(frozen=True)
+class SortTask:
+    """What came out: shares of 1, counts of inputs, and medians of the time that one input takes."""
+
+    accuracy: float  # on inputs that were not trained on
+    steps: int
+    n_test: int
+    n_inputs: int
+    n_identical: int  # inputs that both ways of generating answer alike
+    n_identical_sampled: int
+    generate_ms: float
+    generate_kv_ms: float
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.accuracy == 1 and self.n_identical == self.n_identical_sampled == self.n_inputs
+
+
+def splits(length: int, n_digits: int) -> tuple[Tensor, Tensor]:
+    """All inputs, (n, length), those to train on and those to test: the same ones in every run."""
+    inputs = torch.cartesian_prod(*[torch.arange(n_digits)] * length)
+    test = torch.tensor([hashlib.sha256(bytes(row)).digest()[0] % 4 == 0 for row in inputs.tolist()])
+    return inputs[~test], inputs[test]
+
+
+def accuracy(model: GPT, inputs: Tensor) -> float:
+    """The share of inputs (n, length) that model sorts, greedily."""
+    said = model.generate(inputs, inputs.size(1))[:, inputs.size(1) :]
+    return float((said == inputs.sort(1).values).all(1).double().mean())
+
+
+def learn(model: GPT, train: Tensor, test: Tensor, max_steps: int, log: Callable[[str], None]) -> int:
+    """Train until every test input is sorted, or for max_steps; returns the steps taken."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95))
+    for step in range(1, max_steps + 1):
+        model.train()
+        digits = train[torch.randint(len(train), (BATCH,))]
+        sequence = torch.cat([digits, digits.sort(1).values], dim=1)
+        targets = sequence[:, 1:].clone()
+        targets[:, : digits.size(1) - 1] = -1  # nobody can know what the next digit of the input is
+        _, loss = model(sequence[:, :-1], targets)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % CHECK_EVERY == 0 or step == max_steps:
+            share = accuracy(model.eval(), test)
+            log(f"step {step}  loss {loss.item():.4f}  sorts {100 * share:.1f}% of {len(test)} inputs not trained on")
+            if share == 1:
+                return step
+    return max_steps
+
+
+def compare(model: GPT, twin: GPT_kv, inputs: Tensor, sampled: bool) -> tuple[int, float, float]:
+    """How many inputs (n, length) both answer alike, one by one, and the median ms of each, taken in turn."""
+    n_identical, times = 0, ([], [])
+    for seed, row in enumerate(inputs):
+        said = []
+        for generate, spent in zip((model.generate, twin.generate_kv), times):
+            torch.manual_seed(seed)
+            started = time.perf_counter()
+            said.append(generate(row[None], len(row), TEMPERATURE if sampled else 1.0, sampled))
+            spent.append(1000 * (time.perf_counter() - started))
+        n_identical += torch.equal(*said)
+    return n_identical, *map(median, times)
+
+
+def sort_task(
+    max_steps: int = 5000, length: int = 6, n_digits: int = 3, seed: int = 0, log: Callable[[str], None] = progress
+) -> SortTask:
+    """Train gpt-nano to sort, then compare `generate` and `generate_kv` on every input there is."""
+    started = time.perf_counter()
+    train, test = splits(length, n_digits)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = GPT(GPTConfig("gpt-nano", vocab_size=n_digits, block_size=2 * length - 1))
+        steps = learn(model, train, test, max_steps, log)
+        twin = GPT_kv(model.config).eval()
+        twin.load_state_dict(model.state_dict())
+        inputs = torch.cat([train, test])
+        log(f"comparing generate and generate_kv on {len(inputs)} inputs, greedily, then sampled")
+        n_identical, generate_ms, generate_kv_ms = compare(model, twin, inputs, sampled=False)
+        n_identical_sampled, *_ = compare(model, twin, inputs, sampled=True)
+    return SortTask(
+        accuracy(model, test), steps, len(test), len(inputs), n_identical, n_identical_sampled,
+        round(generate_ms, 3), round(generate_kv_ms, 3), round(time.perf_counter() - started, 1),
+    )  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="eval.sort_task", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5000, metavar="N", help="give up after so many (5000)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights and batches (0)")
+    parser.add_argument("--json", action="store_true", help="everything, as one object")
+    args = parser.parse_args(argv)
+    if args.steps < 1:
+        parser.error(f"--steps={args.steps} must be 1 or more")
+    result = sort_task(args.steps, seed=args.seed)
+    if args.json:
+        print(json.dumps(asdict(result) | {"environment": environment()}, indent=2))
+    else:
+        print(f"gpt-nano, {result.steps} steps: sorts {100 * result.accuracy:.1f}% of {result.n_test} unseen inputs")
+        print(f"identical with and without cache, greedy:  {result.n_identical} of {result.n_inputs}")
+        print(f"identical with and without cache, sampled: {result.n_identical_sampled} of {result.n_inputs}")
+        print(f"one input, median: generate {result.generate_ms:.2f} ms, generate_kv {result.generate_kv_ms:.2f} ms")
+        print(f"{environment()}; {result.seconds:.0f} s in all")
+    if result.accuracy < 1:
+        print(f"not sorted after {result.steps} steps: raise --steps or try another --seed", file=sys.stderr)
+    elif not result.passed:
+        print("generate and generate_kv differ: the cache changes what the model says", file=sys.stderr)
+    return 0 if result.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

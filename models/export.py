@@ -1,0 +1,112 @@
+"""A model under the names and settings of transformers' SmolVLM, which are Idefics3's (Laurençon et al. 2024).
+
+That layout is the road to everything that reads transformers' files: vLLM, and llama.cpp's converter to GGUF. The
+network is the same one; the one thing that differs is the scale of pixels, and the first convolution absorbs it.
+"""
+
+import torch
+from torch import Tensor
+
+from models.backbones import translate
+from models.config import VLMConfig
+from models.vision_language_model import VisionLanguageModel
+
+# Our name -> theirs. The rows of our qkv_proj become their q, k and v.
+NAMES = {
+    r"vision_encoder\.patch_embedding\.conv\.(\w+)": r"model.vision_model.embeddings.patch_embedding.\1",
+    r"vision_encoder\.patch_embedding\.position_embedding": r"model.vision_model.embeddings.position_embedding.weight",
+    r"vision_encoder\.blocks\.(\d+)\.ln([12])\.(\w+)": r"model.vision_model.encoder.layers.\1.layer_norm\2.\3",
+    r"vision_encoder\.blocks\.(\d+)\.attn\.(\w+)\.(\w+)": r"model.vision_model.encoder.layers.\1.self_attn.\2.\3",
+    r"vision_encoder\.blocks\.(\d+)\.mlp\.(\w+)\.(\w+)": r"model.vision_model.encoder.layers.\1.mlp.\2.\3",
+    r"vision_encoder\.layer_norm\.(\w+)": r"model.vision_model.post_layernorm.\1",
+    r"MP\.proj\.weight": r"model.connector.modality_projection.proj.weight",
+    r"decoder\.token_embedding\.weight": r"model.text_model.embed_tokens.weight",
+    r"decoder\.blocks\.(\d+)\.attn\.out_proj\.weight": r"model.text_model.layers.\1.self_attn.o_proj.weight",
+    r"decoder\.blocks\.(\d+)\.attn\.(\w+)\.weight": r"model.text_model.layers.\1.self_attn.\2.weight",
+    r"decoder\.blocks\.(\d+)\.mlp\.(\w+)\.weight": r"model.text_model.layers.\1.mlp.\2.weight",
+    r"decoder\.blocks\.(\d+)\.norm1\.weight": r"model.text_model.layers.\1.input_layernorm.weight",
+    r"decoder\.blocks\.(\d+)\.norm2\.weight": r"model.text_model.layers.\1.post_attention_layernorm.weight",
+    r"decoder\.norm\.weight": r"model.text_model.norm.weight",
+    r"decoder\.head\.weight": r"lm_head.weight",
+}
+
+
+def smolvlm_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
+    """The model's tensors under their names; of a tied pair the embedding alone.
+
+    Our encoder reads pixels x in [0, 1], theirs y = 2x - 1, as SigLIP did: they drop an image that is all 0, which
+    would be a black one. W x + b is (W / 2) y + (b + sum W / 2), so the patch convolution says the same of both.
+    """
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if model.cfg.lm_tie_weights:
+        del state["decoder.head.weight"]
+    conv = "vision_encoder.patch_embedding.conv"
+    weight = state[f"{conv}.weight"] / 2
+    state |= {f"{conv}.weight": weight, f"{conv}.bias": state[f"{conv}.bias"] + weight.sum((1, 2, 3))}
+    positions = "vision_encoder.patch_embedding.position_embedding"
+    state[positions] = state[positions][0]
+    for name in [name for name in state if "qkv_proj" in name]:
+        rows = state.pop(name).chunk(3)
+        state |= {name.replace("qkv", part): tensor for part, tensor in zip("qkv", rows)}
+    return {translate(name, NAMES): tensor for name, tensor in state.items()}
+
+
+def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> dict:
+    """The object for their config.json; a ValueError says why there can be none."""
+    if cfg.era != 5:
+        raise ValueError(f"a model of era {cfg.era}, before September 2025: SmolVLM's processor knows no such layout")
+    if cfg.lm_attn_scaling != 1:
+        raise ValueError(f"lm_attn_scaling={cfg.lm_attn_scaling}: SmolVLM's attention has no such factor, only 1")
+    if not patches_keep_their_places(cfg.vit_grid):
+        raise ValueError(
+            f"{cfg.vit_grid} patches a side (vit_img_size={cfg.vit_img_size} / vit_patch_size={cfg.vit_patch_size}): "
+            "SmolVLM's rounding would give two of them the same place; 14, 16, 24, 27 and 32 are well"
+        )
+    ends = {"eos_token_id": eos_token_id, "pad_token_id": eos_token_id, "bos_token_id": None}
+    return {
+        "architectures": ["SmolVLMForConditionalGeneration"],
+        "model_type": "smolvlm",
+        "image_token_id": image_token_id,
+        "scale_factor": cfg.mp_pixel_shuffle_factor,
+        "tie_word_embeddings": cfg.lm_tie_weights,
+        **ends,
+        "text_config": {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": cfg.lm_hidden_dim,
+            "intermediate_size": cfg.lm_inter_dim,
+            "num_hidden_layers": cfg.lm_n_blocks,
+            "num_attention_heads": cfg.lm_n_heads,
+            "num_key_value_heads": cfg.lm_n_kv_heads,
+            "head_dim": cfg.lm_head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": cfg.lm_rms_eps,
+            "rope_theta": cfg.lm_re_base,
+            "max_position_embeddings": cfg.lm_max_position_embeddings,
+            "vocab_size": cfg.lm_vocab_size,
+            "tie_word_embeddings": cfg.lm_tie_weights,
+            "attention_bias": False,
+            "mlp_bias": False,
+            **ends,
+        },
+        "vision_config": {
+            "model_type": "smolvlm_vision",
+            "hidden_size": cfg.vit_hidden_dim,
+            "intermediate_size": cfg.vit_inter_dim,
+            "num_hidden_layers": cfg.vit_n_blocks,
+            "num_attention_heads": cfg.vit_n_heads,
+            "num_channels": 3,
+            "image_size": cfg.vit_img_size,
+            "patch_size": cfg.vit_patch_size,
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_eps": cfg.vit_ln_eps,
+        },
+    }
+
+
+def patches_keep_their_places(grid: int) -> bool:
+    """Whether Idefics3's float arithmetic, which sorts patches into fractions of a side, sorts each into its own."""
+    fractions = torch.arange(grid, dtype=torch.float32) * (1.0 / torch.tensor(grid))
+    boundaries = torch.arange(1 / grid, 1.0, 1 / grid)
+    places = torch.bucketize(fractions.clamp(max=1.0 - 1e-6), boundaries, right=True)
+    return torch.equal(places, torch.arange(grid))

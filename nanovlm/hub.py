@@ -1,0 +1,77 @@
+"""To the Hub: a model's folder and its card, uploaded when `push_to_hub` is called and never otherwise."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from models.checkpoint import CONFIG, TOKENIZER, WEIGHTS, CheckpointError, read_config
+from models.config import VLMConfig
+
+FILES = (CONFIG, WEIGHTS, TOKENIZER)  # and nothing else of the folder: no pickle, no checkpoints, no notes
+
+
+def push_to_hub(
+    folder: str | os.PathLike,
+    repo_id: str,
+    *,
+    recipe: str = "",
+    results: Mapping[str, object] | None = None,
+    license: str | None = None,
+    private: bool = False,
+    token: str | None = None,
+) -> str:
+    """Upload the model in folder to owner/name, as one commit with its card; the commit's address.
+
+    The repository is made if it is not there. recipe says in Markdown how the model was made, results what was
+    measured. A CheckpointError says what the folder lacks, before anything is sent; without a token, the one of
+    `hf auth login` is used.
+    """
+    cfg = read_config(Path(folder))
+    for name in FILES:
+        if not (Path(folder) / name).is_file():
+            raise CheckpointError(f"{folder} has no {name}; nothing was uploaded")
+
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    card = model_card(cfg, repo_id, recipe=recipe, results=results, license=license)
+    files = [CommitOperationAdd(name, str(Path(folder) / name)) for name in FILES]
+    files.append(CommitOperationAdd("README.md", card.encode("utf-8")))
+    api = HfApi(token=token)
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    return api.create_commit(repo_id, files, commit_message="Upload a model of nanoVLM").commit_url
+
+
+def model_card(
+    cfg: VLMConfig,
+    repo_id: str,
+    *,
+    recipe: str = "",
+    results: Mapping[str, object] | None = None,
+    license: str | None = None,
+) -> str:
+    """The README.md of a model on the Hub: metadata in YAML, usage, and what is known of recipe and results."""
+    from huggingface_hub import ModelCardData
+
+    backbones = [name for name in (cfg.vit_model_type, cfg.lm_model_type) if name.count("/") == 1]
+    data = ModelCardData(
+        library_name="nanovlm",
+        pipeline_tag="image-text-to-text",
+        tags=["nanovlm", "vision-language"],
+        license=license,
+        base_model=[name for name in backbones if not Path(name).exists()] or None,
+    )
+    sections = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {repo_id.rpartition('/')[2]}",
+        f"A vision-language model: a vision encoder of {cfg.vit_n_blocks} blocks on images of {cfg.vit_img_size} "
+        f"pixels a side, and a language model of {cfg.lm_n_blocks} blocks and {cfg.lm_vocab_size:,} tokens.",
+        "## Usage",
+        f'```python\nfrom nanovlm import Captioner\n\ncaptioner = Captioner.from_pretrained("{repo_id}")\n'
+        'print(captioner.caption("picture.png"))\n```',
+    ]
+    if recipe:
+        sections += ["## Recipe", recipe]
+    if results:
+        rows = "\n".join(f"| {name} | {value} |" for name, value in results.items())
+        sections += ["## Results", f"| what | value |\n|---|---|\n{rows}"]
+    return "\n\n".join(sections) + "\n"

@@ -1,0 +1,83 @@
+"""What is uploaded is the model, its tokenizer and its card: when asked, in one commit, and nothing besides."""
+
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import ModelCard
+
+from models.checkpoint import CheckpointError, read_config
+from nanovlm import EMBEDDED
+from nanovlm.hub import model_card, push_to_hub
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What a stand-in for HfApi was asked to do."""
+    calls = []
+
+    class Api:
+        def __init__(self, **options):
+            calls.append(("HfApi", options))
+
+        def create_repo(self, repo_id, **options):
+            calls.append(("create_repo", repo_id, options))
+
+        def create_commit(self, repo_id, operations, commit_message):
+            calls.append(("create_commit", repo_id, {operation.path_in_repo: operation for operation in operations}))
+            return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    return calls
+
+
+def test_one_commit_holds_the_models_files_and_its_card(calls, model_folder, tmp_path):
+    (model_folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    (model_folder / "README.md").write_text("notes of my own")
+    try:
+        url = push_to_hub(model_folder, "me/model", recipe="Two days of luck.", results={"exact": "97.9%"}, token="t")
+    finally:
+        (model_folder / "pytorch_model.bin").unlink()
+        (model_folder / "README.md").unlink()
+    assert url == "https://hub/me/model/commit/1"
+    assert [call[0] for call in calls] == ["HfApi", "create_repo", "create_commit"]
+    assert calls[0][1] == {"token": "t"}
+    assert calls[1][1:] == ("me/model", {"private": False, "exist_ok": True})
+    _, repo_id, files = calls[2]
+    assert repo_id == "me/model"
+    assert files.keys() == {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
+    for name in files.keys() - {"README.md"}:
+        with files[name].as_file() as file:
+            assert file.read() == (model_folder / name).read_bytes()
+    with files["README.md"].as_file() as file:
+        card = file.read().decode("utf-8")
+    assert "Two days of luck." in card and "| exact | 97.9% |" in card and "notes of my own" not in card
+
+
+def test_a_private_repository_is_made_private(calls, model_folder):
+    push_to_hub(model_folder, "me/model", private=True)
+    assert calls[1][2]["private"] is True
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_nothing_is_sent_of_a_folder_that_is_no_model(calls, tmp_path, model_folder, name):
+    for path in model_folder.iterdir():
+        if path.name != name:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(CheckpointError, match=f"has no {name}"):
+        push_to_hub(tmp_path, "me/model")
+    assert calls == []
+
+
+def test_the_card_is_one_that_the_hub_reads(tiny_config):
+    cfg = tiny_config(vit_model_type="google/siglip2-base-patch16-512", lm_model_type=str(EMBEDDED))
+    card = ModelCard(model_card(cfg, "me/model", license="mit"))
+    card_data = card.data.to_dict()
+    assert card_data["library_name"] == "nanovlm" and card_data["pipeline_tag"] == "image-text-to-text"
+    assert card_data["license"] == "mit" and card_data["base_model"] == ["google/siglip2-base-patch16-512"]
+    assert 'Captioner.from_pretrained("me/model")' in card.text
+    assert "Recipe" not in card.text and "Results" not in card.text
+
+
+def test_a_model_made_from_nothing_names_no_base(tiny_config):
+    card = ModelCard(model_card(read_config(EMBEDDED), "me/model"))
+    assert "base_model" not in card.data.to_dict() and "license" not in card.data.to_dict()

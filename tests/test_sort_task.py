@@ -1,0 +1,108 @@
+"""The sorting task: what is split stays split, what is learned is measured on what was not trained on."""
+
+import json
+
+import pytest
+import torch
+
+from eval.sort_task import SortTask, accuracy, compare, main, sort_task, splits
+from models.mingpt import GPT, GPT_kv, GPTConfig
+
+
+def quiet(line):
+    """Takes the place of progress on standard error."""
+
+
+def test_the_split_is_of_all_inputs_and_the_same_in_every_run():
+    train, test = splits(6, 3)
+    rows = ["".join(map(str, row)) for row in [*train.tolist(), *test.tolist()]]
+    assert len(rows) == len(set(rows)) == 3**6 and len(test) == 193
+    assert rows[:2] == ["000002", "000012"] and rows[-193:][:2] == ["000000", "000001"]
+
+
+class Oracle:
+    """Sorts, but for inputs that begin with a given digit."""
+
+    def __init__(self, fails_on=None):
+        self.fails_on = fails_on
+
+    def generate(self, idx, n, temperature=1.0, do_sample=False):
+        answer = idx.sort(1).values
+        answer[idx[:, 0] == self.fails_on, -1] += 1
+        return torch.cat([idx, answer], dim=1)
+
+    generate_kv = generate
+
+
+def test_accuracy_counts_whole_answers():
+    inputs = torch.cat(splits(3, 3))
+    assert accuracy(Oracle(), inputs) == 1
+    assert accuracy(Oracle(fails_on=1), inputs) == pytest.approx(2 / 3)
+
+
+def test_a_twin_that_answers_otherwise_is_told_apart():
+    inputs = torch.cat(splits(3, 3))
+    assert compare(Oracle(), Oracle(), inputs, sampled=False)[0] == 27
+    assert compare(Oracle(), Oracle(fails_on=2), inputs, sampled=False)[0] == 18
+
+
+def test_sampled_answers_are_drawn_alike_by_twins_and_otherwise_by_others():
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig("gpt-nano", vocab_size=3, block_size=7)).eval()
+    gpt.lm_head.weight.data *= 20  # has its preferences
+    gpt_kv = GPT_kv(gpt.config).eval()
+    gpt_kv.load_state_dict(gpt.state_dict())
+    inputs = torch.zeros(20, 4, dtype=torch.long)
+    n_identical, generate_ms, generate_kv_ms = compare(gpt, gpt_kv, inputs, sampled=True)
+    assert n_identical == 20 and generate_ms > 0 and generate_kv_ms > 0
+
+    gpt_kv.lm_head.weight.data.neg_()
+    assert compare(gpt, gpt_kv, inputs, sampled=True)[0] < 10
+
+
+def test_a_short_sorting_task_is_learned_and_leaves_the_random_state_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    result = sort_task(max_steps=1000, length=3, n_digits=2, log=quiet)
+    assert torch.equal(torch.rand(1), expected)
+    assert result.accuracy == 1 and result.passed
+    assert result.n_inputs == result.n_identical == result.n_identical_sampled == 8
+
+
+def test_a_failure_is_a_sentence_and_exit_code_1(capsys):
+    import eval.sort_task as module
+
+    def too_short(max_steps, seed):
+        return sort_task(max_steps, length=3, seed=seed, log=module.progress)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "sort_task", too_short)
+        assert main(["--steps", "1", "--json"]) == 1
+    out, err = capsys.readouterr()
+    record = json.loads(out)
+    assert record["steps"] == 1 and record["accuracy"] < 1 and "torch" in record["environment"]
+    assert record["n_identical"] == record["n_identical_sampled"] == 27
+    assert "not sorted after 1 steps: raise --steps" in err and "step 1 " in err
+
+
+def test_twins_that_differ_are_a_sentence_and_exit_code_1(capsys, monkeypatch):
+    result = SortTask(1.0, 300, 193, 729, 728, 729, 1.0, 1.0, 9.0)
+    monkeypatch.setattr("eval.sort_task.sort_task", lambda *args, **kwargs: result)
+    assert main([]) == 1
+    out, err = capsys.readouterr()
+    assert "728 of 729" in out and "the cache changes what the model says" in err
+
+
+def test_wrong_flags_are_one_line_and_exit_code_2(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--steps", "0"])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_gpt_nano_sorts_and_its_cache_changes_nothing(capsys):
+    assert main(["--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["accuracy"] == 1
+    assert record["n_identical"] == record["n_identical_sampled"] == record["n_inputs"] == 729
