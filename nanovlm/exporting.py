@@ -15,7 +15,6 @@ from models.config import VLMConfig
 from models.export import smolvlm_config, smolvlm_tensors
 from nanovlm.captioner import Captioner
 from nanovlm.complaints import UsageError, complain
-from nanovlm.tokenizer import END
 
 # Makes strings of contents that are lists of parts, images first, as our chats have them; then the model's own follows.
 FLATTEN = """{%- set chat = namespace(messages=[]) -%}
@@ -78,14 +77,14 @@ def processor_files(cfg: VLMConfig) -> dict[str, dict]:
         "image_token": token["image_token"],
         "global_image_token": token["global_image_token"],
         "fake_image_token": "",  # nothing stands around our images
-        "end_of_utterance_token": END,
+        "end_of_utterance_token": cfg.end_token,
     }
     return {
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "processor_class": "SmolVLMProcessor",
-            "eos_token": END,
-            "pad_token": END,
+            "eos_token": cfg.end_token,
+            "pad_token": cfg.end_token,
             "padding_side": "left",
             "model_max_length": cfg.lm_max_position_embeddings,
             "clean_up_tokenization_spaces": False,

@@ -45,4 +45,4 @@ class TrainConfig:
         return self.lr * min(1.0, (step + 1) / (self.warmup + 1), falling)
 
 
-SCENES = TrainConfig(steps=8000, lr=1e-3, warmup=300, decay=0.3, compile=True)  # how the embedded model was made
+SCENES = TrainConfig(steps=5700, lr=1e-3, warmup=300, decay=0.25, compile=True)  # how the embedded model was made
