@@ -250,8 +250,8 @@ def test_it_learns_to_tell_pictures_apart(tiny_config):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = EncoderDecoder(tiny_config(lm_vocab_size=tokenizer.get_vocab_size(), lm_n_heads=4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(150):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(400):
         _, loss = model(ids[:, :-1], images, ids[:, 1:])
         loss.backward()
         optimizer.step()
