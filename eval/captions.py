@@ -17,6 +17,7 @@ from random import Random
 
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
+from nanovlm.cli import Parser
 from nanovlm.scenes import Scene, caption, draw, questions, random_scene
 
 SIDES = (96, 512)
@@ -67,16 +68,18 @@ def line(name: str, right: int, of: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="eval.captions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=EMBEDDED, help="a folder or Hub id (the embedded model)")
     parser.add_argument("--scenes", type=int, default=1000, help="fresh scenes, and as many with withheld pairs (1000)")
     parser.add_argument("--questions", type=int, default=3, help="asked of each scene (3)")
     parser.add_argument("--seed", default="1", help="which scenes (1)")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--misses", type=int, default=0, metavar="N", help="show N misses")
     parser.add_argument("--json", action="store_true", help="everything, as one object")
     args = parser.parse_args()
+    if min(args.scenes, args.questions) < 1:
+        parser.error(f"--scenes {args.scenes} and --questions {args.questions} must be 1 or more")
     try:
         captioner = Captioner.from_pretrained(args.model, args.device, args.dtype)
     except ValueError as error:

@@ -55,6 +55,25 @@ class Sampling:
         return torch.where(seen, penalised, logits)
 
 
+GREEDY = Sampling()
+
+
+def tokens_in(ids: Tensor, vocabulary: int, counted: Tensor | None = None) -> Tensor:
+    """Which tokens stand in ids (B, T), at the places where counted (B, T) bool is True: (B, vocabulary) bool."""
+    if counted is not None:
+        ids = ids.masked_fill(~counted, vocabulary)
+    found = torch.zeros(len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device)
+    return found.scatter_(1, ids, True)[:, :vocabulary]
+
+
+def check_counts(max_new_tokens: int, n_samples: int) -> None:
+    """Raise ValueError for a generation of fewer than no tokens, or fewer than one sample."""
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens} is negative")
+    if n_samples < 1:
+        raise ValueError(f"n_samples={n_samples} is less than 1")
+
+
 def autoregress(
     logits: Tensor,
     step: Callable[[Tensor], Tensor],

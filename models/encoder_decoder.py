@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from models.attention import attend
 from models.cache import KVCache
 from models.config import VLMConfig
-from models.decoding import Sampling, autoregress
+from models.decoding import GREEDY, Sampling, autoregress, check_counts, tokens_in
 from models.vision_transformer import VisionTransformer
 
 KeysValues = tuple[Tensor, Tensor]  # each (B, n_head, S, D)
@@ -123,11 +123,11 @@ class TextDecoder(nn.Module):
         return [block.cross_attn.keys_values(xa) for block in self.blocks]
 
     def read(self, x: Tensor, prefix: TextPrefix) -> tuple[Tensor, TextPrefix]:
-        """Continue prefix with ids x (B, T): logits (B, T, n_vocab) float32 and the longer prefix."""
+        """Continue prefix with ids x (B, T): hidden states (B, T, C), which `logits` takes, and the longer prefix."""
         past, T = prefix.length, x.size(1)
         x = self.embed(x, self.places(past, T))
         x, kv_cache = self.through(x, prefix.cross, prefix.kv_cache, causal(T, past + T, x.device))
-        return self.logits(x), TextPrefix(prefix.cross, kv_cache)
+        return x, TextPrefix(prefix.cross, kv_cache)
 
     def through(self, x, cross, kv_cache, mask):
         """Embeddings x (B, T, C) through all blocks, with each one's cross keys and cache: x and the longer caches."""
@@ -172,13 +172,15 @@ class EncoderDecoder(nn.Module):
 
     def prefill(self, input_ids: Tensor, images: Tensor) -> tuple[Tensor, TextPrefix]:
         """Look at images (N, 3, S, S) and read a prompt, ids (N * n, T): last logits and the prefix."""
-        logits, prefix = self.decoder.read(input_ids, TextPrefix(self.decoder.cross(self.encode(images))))
-        return logits[:, -1], prefix
+        return self._read(input_ids, TextPrefix(self.decoder.cross(self.encode(images))))
 
     def decode(self, ids: Tensor, prefix: TextPrefix) -> tuple[Tensor, TextPrefix]:
         """Read one more token per row, ids (B,)."""
-        logits, prefix = self.decoder.read(ids[:, None], prefix)
-        return logits[:, -1], prefix
+        return self._read(ids[:, None], prefix)
+
+    def _read(self, ids: Tensor, prefix: TextPrefix) -> tuple[Tensor, TextPrefix]:
+        x, prefix = self.decoder.read(ids, prefix)
+        return self.decoder.logits(x[:, -1]), prefix
 
     @torch.inference_mode()
     def stream(
@@ -187,24 +189,28 @@ class EncoderDecoder(nn.Module):
         images: Tensor,
         *,
         max_new_tokens: int = 64,
-        sampling: Sampling = Sampling(),  # noqa: B008, it is frozen
+        sampling: Sampling = GREEDY,
         eos_token_id: int | None = None,
         n_samples: int = 1,
         use_kv_cache: bool = True,
     ) -> Iterator[Tensor]:
         """Yield ids (N * n_samples,) as they are chosen, for prompts of equal length, ids (N, T), one a picture."""
+        check_counts(max_new_tokens, n_samples)
         self.decoder.places(0, input_ids.size(1) + max(0, max_new_tokens - 1))  # room for all, or ValueError now
+        if max_new_tokens == 0:
+            return
+        rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(n_samples)
         if use_kv_cache:
             logits, prefix = self.prefill(input_ids, images)
-            rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(n_samples)
-            logits, prefix = logits[rows], prefix.rows(rows)
+            if n_samples > 1:
+                logits, prefix = logits[rows], prefix.rows(rows)
 
             def step(ids: Tensor) -> Tensor:
                 nonlocal prefix
                 logits, prefix = self.decode(ids, prefix)
                 return logits
         else:
-            x, xa = input_ids.repeat_interleave(n_samples, 0), self.encode(images)
+            x, xa = input_ids[rows], self.encode(images)
             logits = self.decoder(x, xa)[:, -1]
 
             def step(ids: Tensor) -> Tensor:
@@ -212,10 +218,14 @@ class EncoderDecoder(nn.Module):
                 x = torch.cat([x, ids[:, None]], dim=1)
                 return self.decoder(x, xa)[:, -1]
 
+        seen = None if sampling.repetition_penalty == 1 else tokens_in(input_ids, logits.size(-1))[rows]
         yield from autoregress(
-            logits, step, sampling=sampling, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id
+            logits, step, sampling=sampling, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, seen=seen
         )
 
     def generate(self, input_ids: Tensor, images: Tensor, **kwargs) -> Tensor:
         """All that `stream` yields, (N * n_samples, T_new)."""
-        return torch.stack(list(self.stream(input_ids, images, **kwargs)), dim=1)
+        columns = list(self.stream(input_ids, images, **kwargs))
+        if not columns:
+            return input_ids.new_empty(len(input_ids) * kwargs.get("n_samples", 1), 0)
+        return torch.stack(columns, dim=1)

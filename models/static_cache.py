@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
-from models.decoding import Sampling, autoregress
+from models.decoding import GREEDY, Sampling, autoregress
 from models.encoder_decoder import KeysValues, TextDecoder
 from models.language_model import LanguageModel, rotary
 
@@ -135,7 +135,7 @@ def export_text_decoder(decoder: TextDecoder, n_patches: int, capacity: int, bat
 
 
 @torch.no_grad()
-def stream(prefill, decode, prompt: Tensor, *, sampling: Sampling = Sampling(), **options) -> Iterator[Tensor]:  # noqa: B008
+def stream(prefill, decode, prompt: Tensor, *, sampling: Sampling = GREEDY, **options) -> Iterator[Tensor]:
     """Yield ids (B,) as two calls choose them: prefill(prompt, start) and decode(ids (B, 1), start), start () int64.
 
     options are autoregress's; the caller binds the calls to their caches, with room for prompt and answer.

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 from models.cache import KVCache
 from models.config import VLMConfig
-from models.decoding import Sampling, autoregress
+from models.decoding import GREEDY, Sampling, autoregress, check_counts, tokens_in
 from models.language_model import LanguageModel
 from models.modality_projector import ModalityProjector
 from models.vision_transformer import PatchEmbedding, VisionTransformer
-
-GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
@@ -146,9 +144,8 @@ class VisionLanguageModel(nn.Module):
         The prompt is read once, however many samples continue it. use_kv_cache=False reads everything again for
         every token: the reference that the cache is held against.
         """
+        check_counts(max_new_tokens, n_samples)
         self.check_room(input_ids.size(1), max_new_tokens)
-        if n_samples < 1:
-            raise ValueError(f"n_samples={n_samples} is less than 1")
         if max_new_tokens == 0:
             return
         rows = torch.arange(input_ids.size(0), device=input_ids.device).repeat_interleave(n_samples)
@@ -174,11 +171,10 @@ class VisionLanguageModel(nn.Module):
 
         seen = None
         if sampling.repetition_penalty != 1:
-            counted = (input_ids != self.image_token_id).to(input_ids.dtype)  # an image's places say no token
+            counted = input_ids != self.image_token_id  # an image's places say no token
             if attention_mask is not None:
-                counted = counted * attention_mask.to(input_ids.dtype)
-            said = input_ids.new_zeros(len(input_ids), logits.size(-1)).scatter_add(1, input_ids * counted, counted)
-            seen = (said > 0)[rows]
+                counted &= attention_mask != 0
+            seen = tokens_in(input_ids, logits.size(-1), counted)[rows]
         yield from autoregress(
             logits, step, sampling=sampling, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, seen=seen
         )
@@ -193,8 +189,6 @@ class VisionLanguageModel(nn.Module):
     def check_room(self, prompt: int, max_new_tokens: int) -> None:
         """Raise ValueError if a prompt of so many tokens and its answer exceed the model's positions."""
         limit = self.cfg.lm_max_position_embeddings
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens={max_new_tokens} is negative")
         if prompt + max_new_tokens - 1 > limit:  # the last token chosen is never read
             raise ValueError(
                 f"a prompt of {prompt} tokens and max_new_tokens={max_new_tokens} exceed "

@@ -9,7 +9,7 @@ from PIL import Image
 
 from models.backbones import derive_config
 from models.checkpoint import read_config, read_model, resolve
-from models.decoding import Sampling
+from models.decoding import GREEDY, Sampling
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.device import choose_device, choose_dtype
@@ -18,7 +18,6 @@ from nanovlm.processor import Processor
 from nanovlm.tokenizer import Tokenizer
 
 Picture = str | os.PathLike | bytes | Image.Image
-GREEDY = Sampling()
 
 
 @dataclass

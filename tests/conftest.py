@@ -37,7 +37,7 @@ def tiny_model(tiny_config):
 
 
 @pytest.fixture(scope="session")
-def captioner(tiny_config):
+def encoder_decoder(tiny_config):
     """An encoder-decoder of the same measures, 16 patches a picture and 64 positions, with random weights."""
     from models.encoder_decoder import EncoderDecoder
 

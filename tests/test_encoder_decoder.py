@@ -92,39 +92,63 @@ def test_every_way_of_reading_is_one_pass(data):
         whole = decoder(ids, xa.repeat_interleave(beams, 0))
         prefix, pieces = TextPrefix(decoder.cross(xa)), []
         for start, stop in zip([0, *cuts], [*cuts, length]):
-            logits, prefix = decoder.read(ids[:, start:stop], prefix)
-            pieces.append(logits)
+            x, prefix = decoder.read(ids[:, start:stop], prefix)
+            pieces.append(decoder.logits(x))
         torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(read(decoder, ids, xa, cuts)[0], whole, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=1)], ids=["greedy", "sampled"])
-def test_cached_and_uncached_captions_are_the_same(captioner, sampling):
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(temperature=1.0, seed=1), Sampling(repetition_penalty=5.0)],
+    ids=["greedy", "sampled", "penalised"],
+)
+def test_cached_and_uncached_captions_are_the_same(encoder_decoder, sampling):
     images, ids = torch.rand(3, 3, 16, 16), torch.randint(0, 40, (3, 4))
     options = {"max_new_tokens": 20, "sampling": sampling, "n_samples": 2, "eos_token_id": 7}
-    cached = captioner.generate(ids, images, **options)
-    assert torch.equal(cached, captioner.generate(ids, images, **options, use_kv_cache=False))
+    cached = encoder_decoder.generate(ids, images, **options)
+    assert torch.equal(cached, encoder_decoder.generate(ids, images, **options, use_kv_cache=False))
     assert cached.size(0) == 6
 
 
-@pytest.mark.parametrize("n_samples", [1, 4])
-def test_a_picture_is_projected_once_however_much_is_said(captioner, n_samples):
-    """16 patches, 2 pictures: 32 rows through each cross projection; words once each, without the last, unread one."""
-    rows, handles = counted(captioner.decoder)
+def test_a_repetition_penalty_also_counts_the_prompt(encoder_decoder):
+    """A word that would be said is not, once the prompt holds it, and the penalty is without bound."""
+    images, ids = torch.rand(1, 3, 16, 16), torch.randint(0, 40, (1, 4))
+    first = encoder_decoder.generate(ids, images, max_new_tokens=1)
+    ids[0, 0] = first.item()  # the last word, which decides, stays
+    unmoved = encoder_decoder.generate(ids, images, max_new_tokens=1)
+    ids[0, 0] = unmoved.item()
+    penalised = encoder_decoder.generate(ids, images, max_new_tokens=1, sampling=Sampling(repetition_penalty=1e9))
+    assert penalised.item() not in ids[0].tolist()
+
+
+def test_no_words_are_an_empty_answer_and_fewer_an_error(encoder_decoder):
     images, ids = torch.rand(2, 3, 16, 16), torch.randint(0, 40, (2, 4))
-    captioner.generate(ids, images, max_new_tokens=10, n_samples=n_samples)
+    assert encoder_decoder.generate(ids, images, max_new_tokens=0, n_samples=3).shape == (6, 0)
+    with pytest.raises(ValueError, match="max_new_tokens=-1 is negative"):
+        encoder_decoder.generate(ids, images, max_new_tokens=-1)
+    with pytest.raises(ValueError, match="n_samples=0 is less than 1"):
+        encoder_decoder.generate(ids, images, n_samples=0)
+
+
+@pytest.mark.parametrize("n_samples", [1, 4])
+def test_a_picture_is_projected_once_however_much_is_said(encoder_decoder, n_samples):
+    """16 patches, 2 pictures: 32 rows through each cross projection; words once each, without the last, unread one."""
+    rows, handles = counted(encoder_decoder.decoder)
+    images, ids = torch.rand(2, 3, 16, 16), torch.randint(0, 40, (2, 4))
+    encoder_decoder.generate(ids, images, max_new_tokens=10, n_samples=n_samples)
     for handle in handles:
         handle.remove()
-    assert len(rows) == 2 * 2 * len(captioner.decoder.blocks)
+    assert len(rows) == 2 * 2 * len(encoder_decoder.decoder.blocks)
     for (_, attn, _), n in rows.items():
         assert n == (2 * 16 if attn == "cross_attn" else 2 * 4 + 2 * n_samples * 9)
 
 
 @torch.no_grad()
-def test_the_hooks_too_project_a_picture_once(captioner):
-    rows, handles = counted(captioner.decoder)
-    xa, ids = captioner.encode(torch.rand(1, 3, 16, 16)), torch.randint(0, 40, (3, 8))
-    _, cache = read(captioner.decoder, ids, xa, [3, 4, 5, 6, 7])
+def test_the_hooks_too_project_a_picture_once(encoder_decoder):
+    rows, handles = counted(encoder_decoder.decoder)
+    xa, ids = encoder_decoder.encode(torch.rand(1, 3, 16, 16)), torch.randint(0, 40, (3, 8))
+    _, cache = read(encoder_decoder.decoder, ids, xa, [3, 4, 5, 6, 7])
     for handle in handles:
         handle.remove()
     assert {n for (_, attn, _), n in rows.items() if attn == "cross_attn"} == {16}  # one picture, three rows of words
@@ -132,22 +156,22 @@ def test_the_hooks_too_project_a_picture_once(captioner):
     assert cache.length == 8
 
 
-def test_one_picture_after_another_is_never_seen_in_its_stead(captioner):
+def test_one_picture_after_another_is_never_seen_in_its_stead(encoder_decoder):
     torch.manual_seed(0)
     first, second = torch.rand(2, 1, 3, 16, 16).unbind(0)
     ids = torch.randint(0, 40, (1, 4))
-    alone = [captioner.generate(ids, image, max_new_tokens=12, use_kv_cache=False) for image in (first, second)]
+    alone = [encoder_decoder.generate(ids, image, max_new_tokens=12, use_kv_cache=False) for image in (first, second)]
     assert not torch.equal(*alone), "the test needs pictures that are told apart"
     for turn in (0, 1, 0):
-        said = captioner.generate(ids, (first, second)[turn], max_new_tokens=12)
+        said = encoder_decoder.generate(ids, (first, second)[turn], max_new_tokens=12)
         assert torch.equal(said, alone[turn])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("way", ["hooks", "explicit"])
-def test_beams_reorder(captioner, way):
+def test_beams_reorder(encoder_decoder, way):
     """Rows exchanged in the middle go on as the exchanged words would from the start; the picture is not copied."""
-    decoder, xa = captioner.decoder, captioner.encode(torch.rand(1, 3, 16, 16))
+    decoder, xa = encoder_decoder.decoder, encoder_decoder.encode(torch.rand(1, 3, 16, 16))
     ids, order = torch.randint(0, 40, (3, 6)), torch.tensor([2, 0, 0])
     new = torch.randint(0, 40, (3, 1))
     whole = decoder(torch.cat([ids[order], new], 1), xa)[:, -1:]
@@ -161,7 +185,7 @@ def test_beams_reorder(captioner, way):
         _, prefix = decoder.read(ids, TextPrefix(decoder.cross(xa)))
         reordered = prefix.rows(order)
         assert reordered.cross is prefix.cross
-        logits, _ = decoder.read(new, reordered)
+        logits = decoder.logits(decoder.read(new, reordered)[0])
     torch.testing.assert_close(logits, whole, atol=1e-4, rtol=1e-4)
 
 
@@ -170,8 +194,9 @@ def hooks_on(module):
 
 
 @torch.no_grad()
-def test_hooks_go_on_the_way_out_also_after_an_error_and_the_past_is_intact(captioner):
-    decoder, xa, ids = captioner.decoder, captioner.encode(torch.rand(1, 3, 16, 16)), torch.randint(0, 40, (1, 5))
+def test_hooks_go_on_the_way_out_also_after_an_error_and_the_past_is_intact(encoder_decoder):
+    decoder, xa = encoder_decoder.decoder, encoder_decoder.encode(torch.rand(1, 3, 16, 16))
+    ids = torch.randint(0, 40, (1, 5))
     _, past = read(decoder, ids, xa, [])
     before = {linear: said.clone() for linear, said in past.words.items()}
     with pytest.raises(IndexError), install_kv_cache_hooks(decoder, past):
@@ -188,10 +213,10 @@ def test_hooks_go_on_the_way_out_also_after_an_error_and_the_past_is_intact(capt
 
 
 @torch.no_grad()
-def test_two_decodes_at_once_never_mix(captioner):
+def test_two_decodes_at_once_never_mix(encoder_decoder):
     """Turn by turn in one thread, and at the same time in four; two caches installed at once are refused."""
-    decoder = captioner.decoder
-    pictures, words = captioner.encode(torch.rand(4, 3, 16, 16)), torch.randint(0, 40, (4, 12))
+    decoder = encoder_decoder.decoder
+    pictures, words = encoder_decoder.encode(torch.rand(4, 3, 16, 16)), torch.randint(0, 40, (4, 12))
     wanted = [decoder(words[i : i + 1], pictures[i : i + 1]) for i in range(4)]
 
     caches, said = [HookCache()] * 2, [[], []]
@@ -227,11 +252,11 @@ def test_two_decodes_at_once_never_mix(captioner):
 
 
 @pytest.mark.parametrize("use_kv_cache", [True, False])
-def test_more_words_than_positions_is_an_error_with_both_numbers(captioner, use_kv_cache):
+def test_more_words_than_positions_is_an_error_with_both_numbers(encoder_decoder, use_kv_cache):
     images, ids = torch.rand(1, 3, 16, 16), torch.randint(0, 40, (1, 4))
-    assert captioner.generate(ids, images, max_new_tokens=61, use_kv_cache=use_kv_cache).size(1) == 61
+    assert encoder_decoder.generate(ids, images, max_new_tokens=61, use_kv_cache=use_kv_cache).size(1) == 61
     with pytest.raises(ValueError, match=r"65 tokens exceed the decoder's n_ctx=64"):
-        captioner.generate(ids, images, max_new_tokens=62, use_kv_cache=use_kv_cache)
+        encoder_decoder.generate(ids, images, max_new_tokens=62, use_kv_cache=use_kv_cache)
 
 
 def test_it_learns_to_tell_pictures_apart(tiny_config):

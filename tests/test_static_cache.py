@@ -91,15 +91,15 @@ def test_no_branch_is_left_that_depends_on_data(language_model, name):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_exported_text_decoder_says_the_same_ids(captioner, rows):
+def test_the_exported_text_decoder_says_the_same_ids(encoder_decoder, rows):
     """Its cross keys and values come from a graph of their own, once per picture."""
     images, ids = torch.rand(rows, 3, 16, 16), torch.randint(0, 40, (rows, 4))
-    wanted = captioner.generate(ids, images, max_new_tokens=10)
-    programs = export_text_decoder(captioner.decoder, n_patches=16, capacity=CAPACITY, batch=rows)
+    wanted = encoder_decoder.generate(ids, images, max_new_tokens=10)
+    programs = export_text_decoder(encoder_decoder.decoder, n_patches=16, capacity=CAPACITY, batch=rows)
     assert not any(reads(program) for program in programs.values())
-    module, cache = reloaded(programs), text_decoder_cache(captioner.decoder, rows, CAPACITY)
+    module, cache = reloaded(programs), text_decoder_cache(encoder_decoder.decoder, rows, CAPACITY)
     with torch.no_grad():
-        cross = module["cross"](captioner.encode(images))
+        cross = module["cross"](encoder_decoder.encode(images))
     said = stream(
         lambda ids, start: module["prefill"](ids, start, cross, cache),
         lambda ids, start: module["decode"](ids, start, cross, cache),
@@ -109,8 +109,8 @@ def test_the_exported_text_decoder_says_the_same_ids(captioner, rows):
     assert torch.equal(torch.stack(list(said), 1), wanted)
 
 
-def test_a_cache_larger_than_the_positions_is_refused(language_model, captioner):
+def test_a_cache_larger_than_the_positions_is_refused(language_model, encoder_decoder):
     with pytest.raises(ValueError, match=r"capacity=65 exceeds lm_max_position_embeddings=64"):
         language_model_cache(language_model[0].decoder, 1, 65)
     with pytest.raises(ValueError, match=r"capacity=65 exceeds the decoder's n_ctx=64"):
-        text_decoder_cache(captioner.decoder, 1, 65)
+        text_decoder_cache(encoder_decoder.decoder, 1, 65)
