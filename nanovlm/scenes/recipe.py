@@ -1,6 +1,7 @@
 """How the embedded model is made: its shape, its tokenizer, and the batches it learns from."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -12,10 +13,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from models.config import VLMConfig, extra_tokens
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import PROMPT
-from nanovlm.data import Example, Row, collate, encode
+from nanovlm.data import IGNORED, Example, Row, collate, encode
 from nanovlm.processor import Processor
 from nanovlm.scenes.drawing import draw
-from nanovlm.scenes.scene import Scene, random_scene
+from nanovlm.scenes.scene import COLOURS, Scene, random_scene, unnamed
 from nanovlm.scenes.words import caption, questions
 from nanovlm.tokenizer import Tokenizer
 from nanovlm.train_config import TrainConfig
@@ -33,6 +34,7 @@ N_QUESTIONS = 5  # asked of each training picture beside its caption
 SIDES = (96, 256)  # of training pictures, in pixels
 BASE_VOCAB = 512
 FORGETS = {0: 0.0, 4500: 0.2, 5700: 0.5}  # from which step on, how often a word already said can not be read
+UNNAMED = {0: 0.0, 6300: 0.4}  # from which step on, the share of scenes in colours without a name
 STORED_AS = torch.float16  # rounds these weights 8 times finer than bfloat16, in the same 2 bytes
 
 
@@ -103,9 +105,17 @@ def make_model(seed: int) -> tuple[VisionLanguageModel, Processor]:
     return VisionLanguageModel(cfg, tokenizer.image_token_id), Processor(cfg, tokenizer)
 
 
-def scene_example(scene: Scene, rng: Random, n_questions: int, size: tuple[int, int] | None) -> Example:
-    """A scene's picture with a caption and the first of its questions; no picture without a size."""
-    asked = [(_as_typed(question, rng), answer) for question, answer in questions(scene, rng)[:n_questions]]
+def scene_example(
+    scene: Scene, rng: Random, n_questions: int, size: tuple[int, int] | None, colourless: bool = False
+) -> Example:
+    """A scene's picture with a caption and the first of its questions; no picture without a size.
+
+    A colourless example asks nothing that names a colour or is answered by one.
+    """
+    asked = questions(scene, rng)
+    if colourless:
+        asked = [pair for pair in asked if COLOURS.keys().isdisjoint(re.findall(r"\w+", " ".join(pair)))]
+    asked = [(_as_typed(question, rng), answer) for question, answer in asked[:n_questions]]
     prompt = CAPTION_PROMPTS[0] if rng.random() < 0.5 else rng.choice(CAPTION_PROMPTS)
     pictures = [draw(scene, *size)] if size else []
     return Example(pictures, [(_as_typed(prompt, rng), caption(scene)), *asked])
@@ -129,24 +139,44 @@ def batches(processor: Processor, cfg: TrainConfig) -> Callable[[int], dict]:
 
 def _batch(processor: Processor, cfg: TrainConfig, step: int) -> dict:
     rng = Random(f"{cfg.seed} {step}")
-    share = FORGETS[max(start for start in FORGETS if start <= step)]
+    forgotten, nameless = at(step, FORGETS), at(step, UNNAMED)
     rows = []
     for _ in range(cfg.batch_size):
         size = rng.randint(*SIDES)
         size = (size, min(SIDES[1], max(SIDES[0], round(size * rng.uniform(0.75, 1.33)))))
-        row = encode(scene_example(random_scene(rng), rng, N_QUESTIONS, size), processor)
-        rows.append(forget(row, rng, share) if share else row)
+        scene = random_scene(rng)
+        colourless = nameless > 0 and rng.random() < nameless
+        scene = unnamed(scene, rng) if colourless else scene
+        row = encode(scene_example(scene, rng, N_QUESTIONS, size, colourless), processor)
+        row = forget(row, rng, forgotten) if forgotten else row
+        rows.append(without(row, colour_ids(processor.tokenizer)) if colourless else row)
     return collate(rows, limit=processor.cfg.lm_max_position_embeddings)
 
 
-def forget(row: Row, rng: Random, share: float, blank: int = 0) -> Row:
-    """Word dropout (Bowman et al. 2016): make a share of the answers' words unreadable to those that follow them.
+def at(step: int, schedule: dict[int, float]) -> float:
+    """What a schedule, from which step on -> value, says of a step."""
+    return schedule[max(start for start in schedule if start <= step)]
 
-    Meant to have a shape looked up in the picture rather than guessed from the colour said before it.
-    """
+
+# Two ways to have a shape looked up in the picture rather than guessed from its colour
+
+
+def forget(row: Row, rng: Random, share: float, blank: int = 0) -> Row:
+    """Word dropout (Bowman et al. 2016): make a share of the answers' words unreadable to those that follow them."""
     ids = list(row.ids)
     for t in range(1, len(ids)):
         said = row.targets[t - 1] == ids[t] and row.mask[t - 1] == row.mask[t]
         if said and rng.random() < share:
             ids[t] = blank
     return replace(row, ids=ids)
+
+
+def without(row: Row, words: Collection[int], blank: int = 0) -> Row:
+    """The row with these ids neither read nor asked for."""
+    ids = [blank if i in words else i for i in row.ids]
+    return replace(row, ids=ids, targets=[IGNORED if i in words else i for i in row.targets])
+
+
+def colour_ids(tokenizer: Tokenizer) -> set[int]:
+    """The ids of the colours' names; each is one token."""
+    return {i for colour in COLOURS for i in tokenizer.encode(f" {colour}")}

@@ -1,7 +1,8 @@
 """What is where: the vocabulary of the scenes, a Scene as a value, and random_scene, which makes one."""
 
+import colorsys
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from random import Random
 
@@ -43,6 +44,8 @@ WITHHELD = frozenset(
         ("brown", "square"),
     }
 )
+
+NAMELESS = 50  # a colour further than this from all of COLOURS, in RGB, has no name here
 
 SAME = 0.035  # closer than this in x: one column
 CLEAR = 0.09  # further than this: clearly left, right, above or below; nothing in x lies between the two
@@ -96,6 +99,22 @@ def random_scene(rng: Random, *, withheld: bool = False) -> Scene:
         things = [Thing(*thing[:3], x, y, *thing[3:]) for thing, (x, y) in zip(things, places)]
         if _readable(things, touching):
             return Scene(_in_reading_order(things), rng.choice(BACKGROUNDS), rng.getrandbits(32))
+
+
+def unnamed(scene: Scene, rng: Random) -> Scene:
+    """The scene with every thing in some colour between the named ones, or grey: all but the colours' names holds."""
+    return replace(scene, things=tuple(replace(thing, rgb=_nameless(rng)) for thing in scene.things))
+
+
+def _nameless(rng):
+    while True:
+        if rng.random() < 0.15:
+            rgb = (rng.randint(100, 155),) * 3
+        else:
+            hsv = rng.random(), rng.uniform(0.5, 1), rng.uniform(0.45, 1)
+            rgb = tuple(round(255 * c) for c in colorsys.hsv_to_rgb(*hsv))
+        if all(math.dist(rgb, colour) >= NAMELESS for colour in COLOURS.values()):
+            return rgb
 
 
 def _random_things(rng, n, withheld):
