@@ -118,6 +118,16 @@ def sort_task(
     )  # fmt: skip
 
 
+def summary(result: SortTask) -> str:
+    """The result for a terminal."""
+    return (
+        f"gpt-nano, {result.steps} steps: sorts {100 * result.accuracy:.1f}% of {result.n_test} unseen inputs\n"
+        f"identical with and without cache, greedy:  {result.n_identical} of {result.n_inputs}\n"
+        f"identical with and without cache, sampled: {result.n_identical_sampled} of {result.n_inputs}\n"
+        f"one input, median: generate {result.generate_ms:.2f} ms, generate_kv {result.generate_kv_ms:.2f} ms"
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="eval.sort_task", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5000, metavar="N", help="give up after so many (5000)")
@@ -130,11 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps(asdict(result) | {"environment": environment()}, indent=2))
     else:
-        print(f"gpt-nano, {result.steps} steps: sorts {100 * result.accuracy:.1f}% of {result.n_test} unseen inputs")
-        print(f"identical with and without cache, greedy:  {result.n_identical} of {result.n_inputs}")
-        print(f"identical with and without cache, sampled: {result.n_identical_sampled} of {result.n_inputs}")
-        print(f"one input, median: generate {result.generate_ms:.2f} ms, generate_kv {result.generate_kv_ms:.2f} ms")
-        print(f"{environment()}; {result.seconds:.0f} s in all")
+        print(f"{summary(result)}\n{environment()}; {result.seconds:.0f} s in all")
     if result.accuracy < 1:
         print(f"not sorted after {result.steps} steps: raise --steps or try another --seed", file=sys.stderr)
     elif not result.passed:

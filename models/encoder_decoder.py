@@ -154,6 +154,7 @@ class EncoderDecoder(nn.Module):
 
     def __init__(self, cfg: VLMConfig):
         super().__init__()
+        self.cfg = cfg
         self.vision_encoder = VisionTransformer(cfg)
         nn.init.normal_(self.vision_encoder.patch_embedding.position_embedding, std=0.02)
         self.bridge = nn.Linear(cfg.vit_hidden_dim, cfg.lm_hidden_dim, bias=False)

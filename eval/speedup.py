@@ -1,0 +1,259 @@
+"""How much faster a key/value cache makes generation, by every design in this repository, and that it says the same.
+
+    python -m eval.speedup                # the embedded model, about two minutes on 2 CPU cores
+    python -m eval.speedup --shape 222M   # a published shape with random weights
+
+Two models tell about one picture: the product's, whose language model reads image and words in one sequence, and an
+encoder-decoder of the same measures with random weights, which looks at the image by cross-attention. All designs take
+turns; each figure is the median over rounds, +- half the distance between the fastest and the slowest. A generation is
+timed from the pixels to its last token, in one run for all lengths; its end token is ignored, so that it goes on.
+
+"grows as" is the exponent e of a fit a * n^e to the time that n more tokens take after the first; beside it stands that
+of the floating-point operations that theory counts (eval/flops.py). Last, minGPT's twins learn to sort and must agree
+on every input (eval/sort_task.py).
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import linear_regression, median
+
+import torch
+from torch import Tensor
+
+from eval import flops
+from eval.designs import UNCACHED, Design, Subject, encoder_decoder, language_model
+from eval.environment import environment, synchronize
+from eval.shapes import SHAPES
+from eval.sort_task import SortTask, sort_task, summary
+from models.encoder_decoder import EncoderDecoder
+from models.vision_language_model import VisionLanguageModel
+from nanovlm import EMBEDDED, PROMPT, SAMPLE
+from nanovlm.captioner import Captioner
+from nanovlm.cli import Parser
+from nanovlm.device import DTYPES, choose_device
+from nanovlm.images import open_picture
+from nanovlm.training import progress
+
+LENGTHS = (16, 32, 64, 128, 256, 512)
+PUBLISHED = "published for nanoVLM's per-block cache (Hugging Face's blog, June 2025: \"38% speedup\")"
+PUBLISHED_SPEEDUP = 1.38
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one design took; milliseconds."""
+
+    design: str
+    total_ms: list[float]  # per length, medians
+    spread_ms: list[float]  # per length, half of slowest - fastest
+    token_ms: float  # per token after the first, over the longest generation
+    exponent: float  # of the time after the first token
+    flops: list[int]  # per length, by theory
+    flops_exponent: float  # of those after the first token
+    same_ids: int  # how many of the longest generation are those of the design without a cache, up to the first other
+
+
+@dataclass(frozen=True)
+class Study:
+    """One model, every design."""
+
+    model: str
+    parameters: int
+    prompt_tokens: int
+    vision_ms: float  # pixels to what the words' model looks at
+    prefill_ms: float  # reading the prompt, image included, with the cache
+    lengths: list[int]
+    curves: list[Curve]
+
+
+@torch.inference_mode()
+def timeline(design: Design, n: int, device: torch.device) -> tuple[Tensor, list[float]]:
+    """The n ids that a design says, (n,), and the ms after which each was there."""
+    synchronize(device)
+    started, ids, times = time.perf_counter(), [], []
+    for column in design.stream(n):
+        synchronize(device)
+        times.append(1000 * (time.perf_counter() - started))
+        ids.append(column[0])
+    return torch.stack(ids).cpu(), times
+
+
+@torch.inference_mode()
+def stage(work: Callable[[], object], rounds: int, device: torch.device) -> float:
+    """Median ms of work, which was done once before."""
+    times = []
+    for _ in range(rounds + 1):
+        synchronize(device)
+        started = time.perf_counter()
+        work()
+        synchronize(device)
+        times.append(1000 * (time.perf_counter() - started))
+    return round(median(times[1:]), 3)
+
+
+def exponent(lengths: Sequence[int], after_first: Sequence[float]) -> float:
+    """e of the least-squares fit a * (n - 1)^e: of what n - 1 tokens took after the first."""
+    slope = linear_regression([math.log(n - 1) for n in lengths], [math.log(value) for value in after_first]).slope
+    return round(slope, 2)
+
+
+def study(
+    subject: Subject, lengths: Sequence[int], rounds: int, device: torch.device, log: Callable[[str], None] = progress
+) -> Study:
+    """Every design of subject, in rounds in which all take turns."""
+    most, said, runs = max(lengths), {}, {design.name: [] for design in subject.designs}
+    for design in subject.designs:
+        timeline(design, 3, device)  # the first call of anything is slow
+    for turn in range(1, rounds + 1):
+        for design in subject.designs:
+            ids, times = timeline(design, most, device)
+            said.setdefault(design.name, ids)
+            runs[design.name].append(times)
+            log(f"{subject.name}, round {turn}/{rounds}: {design.name}, {most} tokens in {times[-1] / 1000:.2f} s")
+    curves = []
+    for name, times in runs.items():
+        T, same = subject.prompt_tokens, (said[name] == said[UNCACHED]).long().cumprod(0).sum()
+        cost = {n: flops.generation(subject.read, T, n, cached=name != UNCACHED) for n in (1, *lengths)}
+        at = [[run[n - 1] for run in times] for n in lengths]
+        curves.append(
+            Curve(
+                design=name,
+                total_ms=[round(median(totals), 3) for totals in at],
+                spread_ms=[round((max(totals) - min(totals)) / 2, 3) for totals in at],
+                token_ms=round(median((run[-1] - run[0]) / (most - 1) for run in times), 3),
+                exponent=exponent(lengths, [median(run[n - 1] - run[0] for run in times) for n in lengths]),
+                flops=[cost[n] for n in lengths],
+                flops_exponent=exponent(lengths, [cost[n] - cost[1] for n in lengths]),
+                same_ids=int(same),
+            )
+        )
+    return Study(
+        model=subject.name,
+        parameters=sum(parameter.numel() for parameter in subject.model.parameters()),
+        prompt_tokens=subject.prompt_tokens,
+        vision_ms=stage(subject.vision, rounds, device),
+        prefill_ms=stage(subject.prefill, rounds, device),
+        lengths=list(lengths),
+        curves=curves,
+    )
+
+
+def table(study: Study) -> str:
+    """The study for a terminal; under each design, how many times faster it is than none."""
+    lines = [
+        f"{study.model}: {study.parameters / 1e6:.1f}M parameters, a prompt of {study.prompt_tokens} tokens; "
+        f"vision {study.vision_ms:.2f} ms, prefill {study.prefill_ms:.2f} ms",
+        f"{'new tokens, ms':22}" + "".join(f"{n:>16}" for n in study.lengths)
+        + f"{'ms/token':>10}{'grows as':>10}{'FLOPs as':>10}  same ids",
+    ]  # fmt: skip
+    uncached = next(curve for curve in study.curves if curve.design == UNCACHED)
+    for curve in study.curves:
+        cells = (f"{ms:,.1f} ±{half:,.1f}" for ms, half in zip(curve.total_ms, curve.spread_ms))
+        growth = (f"n^{e:.2f}" for e in (curve.exponent, curve.flops_exponent))
+        lines.append(
+            f"{curve.design:22}" + "".join(f"{cell:>16}" for cell in cells)
+            + f"{curve.token_ms:>10.2f}" + "".join(f"{e:>10}" for e in growth)
+            + f"  {curve.same_ids} of {max(study.lengths)}"
+        )  # fmt: skip
+        if curve is not uncached:
+            gains = (slow / fast for slow, fast in zip(uncached.total_ms, curve.total_ms))
+            lines.append(f"{'  times faster':22}" + "".join(f"{gain:>15.2f}x" for gain in gains))
+    return "\n".join(lines)
+
+
+def embedded(device: torch.device, dtype: str) -> tuple[VisionLanguageModel, Tensor, Tensor]:
+    """The model that ships, and what it reads of the sample picture: ids (1, T), images (1, 3, S, S)."""
+    captioner = Captioner.from_pretrained(EMBEDDED, device.type, dtype)
+    inputs = captioner.processor([[open_picture(SAMPLE)]], [PROMPT])
+    return captioner.model, inputs["input_ids"], inputs["images"]
+
+
+def random_shape(name: str, device: torch.device, dtype: str) -> tuple[VisionLanguageModel, Tensor, Tensor]:
+    """A published shape with random weights, one image of noise and 16 words."""
+    cfg, _ = SHAPES[name]
+    words = torch.randint(cfg.lm_vocab_size, (1, 16))
+    ids = torch.cat([words.new_full((1, cfg.mp_image_token_length), -1), words], dim=1)
+    model = VisionLanguageModel(cfg, image_token_id=-1)
+    return model.to(device, DTYPES[dtype]).eval(), ids, torch.rand(1, 3, cfg.vit_img_size, cfg.vit_img_size)
+
+
+def flags() -> Parser:
+    parser = Parser(prog="eval.speedup", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shape", choices=tuple(SHAPES), help="a published shape with random weights (the embedded model)")
+    add("--lengths", nargs="+", type=int, default=LENGTHS, metavar="N", help=f"({' '.join(map(str, LENGTHS))})")
+    add("--rounds", type=int, default=5, metavar="N", help="of all designs in turn, of which medians are taken (5)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="(auto)")
+    add("--dtype", default="float32", choices=tuple(DTYPES), help="lower ones may choose other ids (float32)")
+    add("--export", action=argparse.BooleanOptionalAction, default=True, help="the exported graphs too (yes)")
+    add("--sort-task", action=argparse.BooleanOptionalAction, default=True, help="the sorting task too (yes)")
+    add("--plot", type=Path, metavar="FILE.png", help="draw it; needs the extra eval")
+    add("--json", action="store_true", help="everything, as one object")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = flags()
+    args = parser.parse_args(argv)
+    if len(args.lengths) < 2 or min(args.lengths) < 2 or sorted(set(args.lengths)) != list(args.lengths):
+        parser.error(f"--lengths {' '.join(map(str, args.lengths))}: give two or more, rising, from 2 on")
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds} must be 1 or more")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error('--plot needs matplotlib: pip install "nanovlm[eval]"')
+    if args.plot and not args.plot.parent.is_dir():
+        parser.error(f"--plot {args.plot}: there is no folder {args.plot.parent}")
+    try:
+        device = choose_device(args.device)
+        torch.manual_seed(0)
+        make = random_shape if args.shape else embedded
+        model, ids, images = make(*[args.shape] * bool(args.shape), device, args.dtype)
+        model.check_room(ids.size(1), max(args.lengths))
+    except ValueError as error:
+        parser.error(str(error))
+    ids, images = ids.to(device), images.to(device, model.dtype)
+    words, most = ids[:, ids[0] != model.image_token_id], max(args.lengths)
+
+    progress("preparing" + ", exporting five graphs" * args.export)
+    twin = EncoderDecoder(model.cfg).to(device, model.dtype).eval()
+    subjects = (
+        language_model(model, ids, images, most, args.export),
+        encoder_decoder(twin, words, images[:1], most, args.export),
+    )
+    studies = [study(subject, args.lengths, args.rounds, device) for subject in subjects]
+    sorting = sort_task() if args.sort_task else None
+
+    where = environment(device, model.dtype)
+    if args.plot:
+        from eval.plot import draw
+
+        draw(studies, where, args.plot)
+    if args.json:
+        report = {"studies": [asdict(one) for one in studies], "sort_task": sorting and asdict(sorting)}
+        print(json.dumps(report | {"published_speedup": PUBLISHED_SPEEDUP, "environment": where}, indent=2))
+    else:
+        print("\n\n".join(map(table, studies)))
+        print(f"\n{PUBLISHED}: {PUBLISHED_SPEEDUP:.2f}x")
+        print(summary(sorting) + "\n" if sorting else "", end="")
+        print(f"{where}; medians of {args.rounds} rounds")
+    return verdict(studies, sorting, model.dtype)
+
+
+def verdict(studies: Sequence[Study], sorting: SortTask | None, dtype: torch.dtype) -> int:
+    """The exit code: 1 if a cache changed what is said. Below float32 rounding may, and the table tells where."""
+    differ = [(s.model, c.design, c.same_ids) for s in studies for c in s.curves if c.same_ids < max(s.lengths)]
+    for model, design, n in differ:
+        print(f"{model}: {design} differs from {UNCACHED} after {n} tokens", file=sys.stderr)
+    failed = bool(differ) and dtype == torch.float32
+    return int(failed or (sorting is not None and not sorting.passed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
