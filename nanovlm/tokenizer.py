@@ -45,14 +45,13 @@ class Tokenizer:
             raise CheckpointError(f"{folder} has no {TOKENIZER}, and its lm_tokenizer is no help: {error}") from None
 
     @classmethod
-    def from_backbone(cls, name_or_folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
+    def from_backbone(cls, name_or_folder: str | Path, cfg: VLMConfig, revision: str | None = None) -> "Tokenizer":
         """The tokenizer.json of a language model, a Hub id or a folder, with the extra tokens.
 
         Those that it does not know get the ids after its last, in the config's order.
         """
-        return cls._read(
-            resolve(name_or_folder, files=[TOKENIZER]) / TOKENIZER, cfg, (cfg.vlm_extra_tokens or {}).values()
-        )
+        folder = resolve(name_or_folder, revision, [TOKENIZER])
+        return cls._read(folder / TOKENIZER, cfg, (cfg.vlm_extra_tokens or {}).values())
 
     @classmethod
     def _read(cls, path: Path, cfg: VLMConfig, extra: Iterable[str] = ()) -> "Tokenizer":
