@@ -135,8 +135,9 @@ def find_backbones(
         cfg, grid = VLMConfig(**derived | fields), sees["vit_img_size"] // sees["vit_patch_size"]
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{vision} and {language} make no model: {error}") from None
-    if (depth := cfg.lm_n_blocks + cfg.vit_n_blocks) > MOST_BLOCKS:
-        raise CheckpointError(f"{vision} and {language}: {depth} blocks in all are more than {MOST_BLOCKS}")
+    if cfg.lm_n_blocks + cfg.vit_n_blocks > MOST_BLOCKS:
+        told = f"{vision} and {language}, of {cfg.vit_n_blocks} and {cfg.lm_n_blocks} blocks"
+        raise CheckpointError(f"{told}: more than {MOST_BLOCKS} in all")
     if cfg.lm_vocab_size < cfg.lm_base_vocab_size:
         raise CheckpointError(
             f"lm_vocab_size={cfg.lm_vocab_size} is less than the {cfg.lm_base_vocab_size} tokens that {language} knows"
@@ -171,7 +172,7 @@ def translate(name: str, table: Mapping[str, str | None]) -> str | None:
     for pattern, replacement in table.items():
         if match := re.fullmatch(pattern, name):
             return replacement and match.expand(replacement)
-    raise CheckpointError(f"tensor {name} has no place in this architecture")
+    raise CheckpointError(f"tensor {name!r} has no place in this architecture")
 
 
 def _siglip_settings(path: Path) -> dict:
@@ -262,7 +263,7 @@ def _read(folder: Path, table, wanted: dict[str, tuple[int, ...]], dtype, tied=F
                 raise CheckpointError(f"{len(missing)} tensors are missing, first the one for {missing[0]}")
             if surplus := sorted(source.keys() - wanted.keys()):
                 raise CheckpointError(
-                    f"{len(surplus)} tensors are more than {CONFIG} has a place for, first {source[surplus[0]]}"
+                    f"{len(surplus)} tensors are more than {CONFIG} has a place for, first {source[surplus[0]]!r}"
                 )
             for name, shape in wanted.items():
                 if (found := tuple(files[source[name]].get_slice(source[name]).get_shape())) != shape:

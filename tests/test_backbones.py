@@ -332,15 +332,15 @@ def damage(what: str, sees: Path, says: Path) -> dict:
 
 DAMAGED = {
     "missing": "llama: 1 tensors are missing, first the one for norm.weight",
-    "surplus block": "llama: 9 tensors are more than config.json has a place for, first model.layers.2",
-    "unknown": "llama: tensor model.layers.0.self_attn.q_norm.weight has no place in this architecture",
+    "surplus block": "llama: 9 tensors are more than config.json has a place for, first 'model.layers.2",
+    "unknown": "llama: tensor 'model.layers.0.self_attn.q_norm.weight' has no place in this architecture",
     "shape": r"llama: lm_head.weight is \(41, 24\), but config.json asks for \(40, 24\)",
     "truncated": "llama: a weight file cannot be read, it may be truncated",
     "pickle": "neither model.safetensors nor .*index.json is there; pickled weights .* are not read",
     "index": "model.safetensors.index.json has no weight_map of tensors to files beside it",
     "shard": "llama: a weight file cannot be read",
     "no config": "siglip has no config.json",
-    "deep": "1000002 blocks in all are more than 1000",
+    "deep": "siglip and .*llama, of 2 and 1000000 blocks: more than 1000 in all",
     "small": "lm_vocab_size=39 is less than the 40 tokens",
     "key": "make no model: .*colour",
     "no tokens": "make no model: .*NoneType",
@@ -359,7 +359,7 @@ def test_what_is_damaged_or_does_not_fit_is_one_line(copies, what):
 def test_names_without_a_place_raise():
     table = {r"a\.(\d+)": r"b.\1", r"c\..*": None}
     assert translate("a.7", table) == "b.7" and translate("c.7", table) is None
-    with pytest.raises(CheckpointError, match="tensor a.x has no place"):
+    with pytest.raises(CheckpointError, match="tensor 'a.x' has no place"):
         translate("a.x", table)
 
 
