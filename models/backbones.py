@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -85,25 +86,79 @@ LLAMA_ONLY = {
 }
 
 
+@dataclass(frozen=True)
+class Backbones:
+    """A SigLIP and a Llama, found and understood: where they are, and the config of the model they make."""
+
+    vision: Path
+    language: Path
+    cfg: VLMConfig
+    grid: int  # places along a side for which vision has positions; cfg.vit_grid may be another number
+
+
 def from_backbones(
     vision: str | os.PathLike,
     language: str | os.PathLike,
     image_token_id: int | None = None,
     dtype: torch.dtype = torch.float32,
-    **changes,
+    **options,
 ) -> VisionLanguageModel:
-    """A model that sees as `vision` and speaks as `language`, in eval mode; what joins the two is still to be trained.
+    """`find_backbones` with the options, then `read_backbones`."""
+    return read_backbones(find_backbones(vision, language, **options), image_token_id, dtype)
 
-    Each is a folder or a Hub id; `changes` are fields of VLMConfig, see `derive_config`. image_token_id is the
-    tokenizer's id of the image token, by default its place after the base vocabulary. The projector and the rows of
-    extra tokens, N(0, 0.02), are drawn from torch's global generator.
+
+def find_backbones(
+    vision: str | os.PathLike,
+    language: str | os.PathLike,
+    vision_revision: str | None = None,
+    language_revision: str | None = None,
+    **changes,
+) -> Backbones:
+    """Find both, folders or Hub ids (and a branch, tag or commit there), and derive the config of what they make.
+
+    `changes` are fields of VLMConfig, such as mp_pixel_shuffle_factor, and have the last word. Unless changed, a
+    picture has at most 3 x 3 tiles and nanoVLM's extra tokens. Another vit_img_size resizes the grid of positions. A
+    CheckpointError says what does not fit.
     """
-    cfg = derive_config(vision, language, **changes)
+    sees_in, says_in = resolve(vision, vision_revision, FILES), resolve(language, language_revision, FILES)
+    sees, says = _siglip_settings(sees_in / CONFIG), _llama_settings(says_in / CONFIG)
+    names = {"vit_model_type": str(vision), "lm_model_type": str(language), "lm_tokenizer": str(language)}
+    fields = {"mp_pixel_shuffle_factor": 4, "vlm_extra_tokens": extra_tokens(8), **names, **sees, **says, **changes}
+    derived = {}
+    try:
+        derived["extra_token_amount"] = len(fields["vlm_extra_tokens"])
+        derived["lm_vocab_size"] = fields["lm_base_vocab_size"] + derived["extra_token_amount"]
+        derived["max_img_size"] = 3 * fields["vit_img_size"]
+        places = fields["vit_img_size"] // fields["vit_patch_size"] // fields["mp_pixel_shuffle_factor"]
+        derived["mp_image_token_length"] = places**2
+        derived["lm_max_length"] = min(VLMConfig.lm_max_length, fields["lm_max_position_embeddings"])
+        cfg, grid = VLMConfig(**derived | fields), sees["vit_img_size"] // sees["vit_patch_size"]
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{vision} and {language} make no model: {error}") from None
+    if cfg.lm_n_blocks + cfg.vit_n_blocks > MOST_BLOCKS:
+        told = f"{vision} and {language}, of {cfg.vit_n_blocks} and {cfg.lm_n_blocks} blocks"
+        raise CheckpointError(f"{told}: more than {MOST_BLOCKS} in all")
+    if cfg.lm_vocab_size < cfg.lm_base_vocab_size:
+        raise CheckpointError(
+            f"lm_vocab_size={cfg.lm_vocab_size} is less than the {cfg.lm_base_vocab_size} tokens that {language} knows"
+        )
+    return Backbones(sees_in, says_in, cfg, grid)
+
+
+def read_backbones(
+    found: Backbones, image_token_id: int | None = None, dtype: torch.dtype = torch.float32
+) -> VisionLanguageModel:
+    """A model that sees as found.vision and speaks as found.language, in eval mode; what joins them is to be trained.
+
+    image_token_id is the tokenizer's id of the image token, by default its place after the base vocabulary. The
+    projector and the rows of extra tokens, N(0, 0.02), are drawn from torch's global generator.
+    """
+    cfg = found.cfg
     if image_token_id is None:
         image_token_id = cfg.lm_base_vocab_size + list(cfg.vlm_extra_tokens).index("image_token")
     with torch.device("meta"):
         model = VisionLanguageModel(cfg, image_token_id)
-    sees, says = _read_siglip(_find(vision), model, dtype), _read_llama(_find(language), model, dtype)
+    sees, says = _read_siglip(found, model, dtype), _read_llama(found, model, dtype)
     state = {f"vision_encoder.{name}": tensor for name, tensor in sees.items()}
     state |= {f"decoder.{name}": tensor for name, tensor in says.items()}
     state["MP.proj.weight"] = ModalityProjector(cfg).apply(initialise).proj.weight.detach().to(dtype)
@@ -112,49 +167,15 @@ def from_backbones(
     return model.eval()
 
 
-def derive_config(vision: str | os.PathLike, language: str | os.PathLike, **changes) -> VLMConfig:
-    """The config of a model made of these two; `changes`, such as mp_pixel_shuffle_factor, have the last word.
-
-    Unless changed, a picture has at most 3 x 3 tiles and nanoVLM's extra tokens. Another vit_img_size resizes the
-    grid of positions. A ValueError (CheckpointError) says what does not fit.
-    """
-    sees, says = _siglip_settings(_find(vision)), _llama_settings(_find(language))
-    names = {"vit_model_type": str(vision), "lm_model_type": str(language), "lm_tokenizer": str(language)}
-    fields = {"mp_pixel_shuffle_factor": 4, "vlm_extra_tokens": extra_tokens(8), **names, **sees, **says, **changes}
-    n_extra = len(fields["vlm_extra_tokens"])
-    derived = {"extra_token_amount": n_extra}
-    try:
-        derived["lm_vocab_size"] = fields["lm_base_vocab_size"] + n_extra
-        derived["max_img_size"] = 3 * fields["vit_img_size"]
-        places = fields["vit_img_size"] // fields["vit_patch_size"] // fields["mp_pixel_shuffle_factor"]
-        derived["mp_image_token_length"] = places**2
-        derived["lm_max_length"] = min(VLMConfig.lm_max_length, fields["lm_max_position_embeddings"])
-        cfg = VLMConfig(**derived | fields)
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{vision} and {language} make no model: {error}") from None
-    if (depth := cfg.lm_n_blocks + cfg.vit_n_blocks) > MOST_BLOCKS:
-        raise CheckpointError(f"{vision} and {language}: {depth} blocks in all are more than {MOST_BLOCKS}")
-    if cfg.lm_vocab_size < cfg.lm_base_vocab_size:
-        raise CheckpointError(
-            f"lm_vocab_size={cfg.lm_vocab_size} is less than the {cfg.lm_base_vocab_size} tokens that {language} knows"
-        )
-    return cfg
-
-
 def translate(name: str, table: Mapping[str, str | None]) -> str | None:
     """The name that the table gives, None for a tensor without a place; a CheckpointError if it does not know it."""
     for pattern, replacement in table.items():
         if match := re.fullmatch(pattern, name):
             return replacement and match.expand(replacement)
-    raise CheckpointError(f"tensor {name} has no place in this architecture")
+    raise CheckpointError(f"tensor {name!r} has no place in this architecture")
 
 
-def _find(name_or_folder: str | os.PathLike) -> Path:
-    return resolve(name_or_folder, files=FILES)
-
-
-def _siglip_settings(folder: Path) -> dict:
-    path = folder / CONFIG
+def _siglip_settings(path: Path) -> dict:
     whole = read_object(path)
     raw = whole.get("vision_config", whole)
     if not isinstance(raw, dict):
@@ -170,8 +191,7 @@ def _siglip_settings(folder: Path) -> dict:
     return _settings(path, raw, SIGLIP_ONLY, SIGLIP_CONFIG)
 
 
-def _llama_settings(folder: Path) -> dict:
-    path = folder / CONFIG
+def _llama_settings(path: Path) -> dict:
     raw = read_object(path)
     fields = _settings(path, raw, LLAMA_ONLY, LLAMA_CONFIG)
     heads, width, head_dim = fields["lm_n_heads"], fields["lm_hidden_dim"], raw.get("head_dim")
@@ -201,24 +221,23 @@ def _settings(path: Path, raw: dict, only: dict, fields: dict) -> dict:
     return values
 
 
-def _read_siglip(folder: Path, model: VisionLanguageModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    theirs, cfg = _siglip_settings(folder), model.cfg
+def _read_siglip(found: Backbones, model: VisionLanguageModel, dtype: torch.dtype) -> dict[str, Tensor]:
     wanted = {name: tuple(tensor.shape) for name, tensor in model.vision_encoder.state_dict().items()}
-    wanted[POSITIONS] = ((theirs["vit_img_size"] // theirs["vit_patch_size"]) ** 2, cfg.vit_hidden_dim)
+    wanted[POSITIONS] = (found.grid**2, found.cfg.vit_hidden_dim)
     joined = {name: [name.replace("qkv", part) for part in "qkv"] for name in wanted if "qkv_proj" in name}
     for name, parts in joined.items():
         rows, *columns = wanted.pop(name)
         wanted |= dict.fromkeys(parts, (rows // 3, *columns))
-    state = _read(folder, SIGLIP, wanted, dtype)
-    state[POSITIONS] = resize_positions(state[POSITIONS], cfg.vit_grid)[None]
+    state = _read(found.vision, SIGLIP, wanted, dtype)
+    state[POSITIONS] = resize_positions(state[POSITIONS], found.cfg.vit_grid)[None]
     return state | {name: torch.cat([state.pop(part) for part in parts]) for name, parts in joined.items()}
 
 
-def _read_llama(folder: Path, model: VisionLanguageModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    cfg = model.cfg
+def _read_llama(found: Backbones, model: VisionLanguageModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    cfg = found.cfg
     wanted = {name: tuple(tensor.shape) for name, tensor in model.decoder.state_dict().items()}
     wanted[EMBEDDING] = wanted[HEAD] = (cfg.lm_base_vocab_size, cfg.lm_hidden_dim)
-    state = _read(folder, LLAMA, wanted, dtype, cfg.lm_tie_weights)
+    state = _read(found.language, LLAMA, wanted, dtype, cfg.lm_tie_weights)
     state[EMBEDDING] = grow(state[EMBEDDING], cfg.lm_vocab_size)
     state[HEAD] = state[EMBEDDING] if cfg.lm_tie_weights else grow(state[HEAD], cfg.lm_vocab_size)
     return state
@@ -244,7 +263,7 @@ def _read(folder: Path, table, wanted: dict[str, tuple[int, ...]], dtype, tied=F
                 raise CheckpointError(f"{len(missing)} tensors are missing, first the one for {missing[0]}")
             if surplus := sorted(source.keys() - wanted.keys()):
                 raise CheckpointError(
-                    f"{len(surplus)} tensors are more than {CONFIG} has a place for, first {source[surplus[0]]}"
+                    f"{len(surplus)} tensors are more than {CONFIG} has a place for, first {source[surplus[0]]!r}"
                 )
             for name, shape in wanted.items():
                 if (found := tuple(files[source[name]].get_slice(source[name]).get_shape())) != shape:

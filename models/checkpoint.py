@@ -91,14 +91,15 @@ def read_model(
     Names and shapes are compared before anything is allocated; weights already in dtype stay memory-mapped.
     """
     path = Path(folder) / WEIGHTS
-    if (depth := cfg.lm_n_blocks + cfg.vit_n_blocks) > MOST_BLOCKS:
-        raise CheckpointError(f"{Path(folder) / CONFIG}: {depth} blocks in all are more than {MOST_BLOCKS}")
+    if cfg.lm_n_blocks + cfg.vit_n_blocks > MOST_BLOCKS:
+        told = f"lm_n_blocks={cfg.lm_n_blocks} and vit_n_blocks={cfg.vit_n_blocks}"
+        raise CheckpointError(f"{Path(folder) / CONFIG}: {told} are more than {MOST_BLOCKS} in all")
     try:
         with torch.device("meta"):
             model = VisionLanguageModel(cfg, image_token_id)
     except RuntimeError:  # more bytes than 64 bits can count
-        widths = ("vit_hidden_dim", "vit_inter_dim", "lm_hidden_dim", "lm_inter_dim", "lm_vocab_size")
-        told = ", ".join(f"{key}={getattr(cfg, key)}" for key in widths)
+        sees, says = ("vit_hidden_dim", "vit_inter_dim", "vit_patch_size"), ("lm_hidden_dim", "lm_inter_dim")
+        told = ", ".join(f"{key}={getattr(cfg, key)}" for key in (*sees, *says, "lm_vocab_size"))
         raise CheckpointError(f"{Path(folder) / CONFIG}: no computer holds a model of {told}") from None
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if cfg.lm_tie_weights:
@@ -117,7 +118,7 @@ def read_model(
                 raise CheckpointError(f"{path} lacks {len(missing)} tensors that {CONFIG} asks for, first {missing[0]}")
             if surplus := sorted(names - wanted.keys()):
                 raise CheckpointError(
-                    f"{path} has {len(surplus)} tensors that {CONFIG} has no place for, first {surplus[0]}"
+                    f"{path} has {len(surplus)} tensors that {CONFIG} has no place for, first {surplus[0]!r}"
                 )
             for name, shape in wanted.items():
                 if (found := tuple(file.get_slice(source[name]).get_shape())) != shape:
@@ -142,7 +143,7 @@ def read_model(
 def wrong_numbers(tensor: Tensor, dtype: torch.dtype) -> str:
     """Say why a tensor's numbers can be no weights in dtype: not finite, or none at all. "" where they can.
 
-    Reads the weights once, where they are, and copies nothing: 0.1 s for 460 million in float32.
+    Reads the weights once, where they are, and copies nothing.
     """
     if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return f"is stored as {tensor.dtype}, not as floating-point numbers of 16 bits or more"

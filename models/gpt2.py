@@ -1,13 +1,12 @@
 """GPT-2's published weights (Radford et al. 2019) under minGPT's names."""
 
-import json
 import os
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from models.checkpoint import CheckpointError, resolve
+from models.checkpoint import CONFIG, CheckpointError, read_object, resolve
 
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D stores them (in, out)
@@ -21,14 +20,14 @@ def read_gpt2(folder_or_name: str | os.PathLike) -> tuple[dict, dict[str, Tensor
     """
     if str(folder_or_name) in PUBLISHED and not os.path.isdir(folder_or_name):
         folder_or_name = f"openai-community/{folder_or_name}"
-    folder = resolve(folder_or_name, files=("config.json", "model*.safetensors"))
+    folder = resolve(folder_or_name, files=(CONFIG, "model*.safetensors"))
+    raw = read_object(folder / CONFIG)
     try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = {name: t for file in sorted(folder.glob("model*.safetensors")) for name, t in load_file(file).items()}
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be read as a GPT-2: {error}") from None
-    if not isinstance(raw, dict) or not tensors:
-        raise CheckpointError(f"{folder} is no GPT-2: it lacks the settings of config.json, or a model.safetensors")
+    if not tensors:
+        raise CheckpointError(f"{folder} is no GPT-2: it lacks a model.safetensors")
     for key, known in {
         "model_type": ("gpt2",),
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -38,7 +37,7 @@ def read_gpt2(folder_or_name: str | os.PathLike) -> tuple[dict, dict[str, Tensor
         "scale_attn_by_inverse_layer_idx": (False,),
     }.items():
         if raw.get(key, known[0]) not in known:
-            raise CheckpointError(f"{folder}/config.json: {key}={raw[key]}, but minGPT's GPT knows only {known[-1]}")
+            raise CheckpointError(f"{folder / CONFIG}: {key}={raw[key]}, but minGPT's GPT knows only {known[-1]}")
 
     state = {}
     for name, tensor in tensors.items():

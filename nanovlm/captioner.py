@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from models.backbones import derive_config
+from models.backbones import find_backbones, read_backbones
 from models.checkpoint import read_config, read_model, resolve
 from models.decoding import GREEDY, Sampling
 from models.vision_language_model import VisionLanguageModel
@@ -71,20 +71,18 @@ class Captioner:
 
     @classmethod
     def from_backbones(
-        cls, vision: str | os.PathLike, language: str | os.PathLike, dtype: str = "float32", **changes
+        cls, vision: str | os.PathLike, language: str | os.PathLike, dtype: str = "float32", **options
     ) -> "Captioner":
         """A new model of a pretrained SigLIP and a pretrained Llama, with the latter's tokenizer: to be trained.
 
-        Each is a folder or a Hub id; changes are fields of VLMConfig, see `models.backbones.derive_config`.
-        `write_checkpoint(folder, captioner.model, captioner.tokenizer.to_json())` makes it a model's folder.
+        Each is a folder or a Hub id. Options are vision_revision, language_revision and fields of VLMConfig, see
+        `models.backbones.find_backbones`. `write_checkpoint(folder, captioner.model, captioner.tokenizer.to_json())`
+        makes it a model's folder.
         """
-        cfg = derive_config(vision, language, **changes)
-        tokenizer = Tokenizer.from_backbone(language, cfg)
         precision = choose_dtype(dtype, choose_device("cpu"))
-        model = VisionLanguageModel.from_backbones(
-            vision, language, image_token_id=tokenizer.image_token_id, dtype=precision, **changes
-        )
-        return cls(model, Processor(cfg, tokenizer))
+        found = find_backbones(vision, language, **options)
+        tokenizer = Tokenizer.from_backbone(found.language, found.cfg)
+        return cls(read_backbones(found, tokenizer.image_token_id, precision), Processor(found.cfg, tokenizer))
 
     def check_prompt(self, prompt: str, max_new_tokens: int) -> None:
         """Raise ValueError if no answer can follow this prompt, however small the picture."""

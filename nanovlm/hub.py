@@ -4,10 +4,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from models.checkpoint import CONFIG, TOKENIZER, WEIGHTS, CheckpointError, read_config
+from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, CheckpointError, read_config
 from models.config import VLMConfig
 
-FILES = (CONFIG, WEIGHTS, TOKENIZER)  # and nothing else of the folder: no pickle, no checkpoints, no notes
+FILES = (CONFIG, WEIGHTS, TOKENIZER)  # and, if it is there, what stock nanoVLM reads beside the tokenizer:
+MAYBE = (TOKENIZER_CONFIG,)  # nothing else of the folder, no pickle, no checkpoints, no notes
 
 
 def push_to_hub(
@@ -18,13 +19,14 @@ def push_to_hub(
     results: Mapping[str, object] | None = None,
     license: str | None = None,
     private: bool = False,
+    revision: str | None = None,
     token: str | None = None,
 ) -> str:
     """Upload the model in folder to owner/name, as one commit with its card; the commit's address.
 
-    The repository is made if it is not there. recipe says in Markdown how the model was made, results what was
-    measured. A CheckpointError says what the folder lacks, before anything is sent; without a token, the one of
-    `hf auth login` is used.
+    The repository, and the branch that revision names, are made if they are not there. recipe says in Markdown how the
+    model was made, results what was measured. A CheckpointError says what the folder lacks, before anything is sent;
+    without a token, the one of `hf auth login` is used.
     """
     cfg = read_config(Path(folder))
     for name in FILES:
@@ -34,11 +36,15 @@ def push_to_hub(
     from huggingface_hub import CommitOperationAdd, HfApi
 
     card = model_card(cfg, repo_id, recipe=recipe, results=results, license=license)
-    files = [CommitOperationAdd(name, str(Path(folder) / name)) for name in FILES]
+    names = [*FILES, *(name for name in MAYBE if (Path(folder) / name).is_file())]
+    files = [CommitOperationAdd(name, str(Path(folder) / name)) for name in names]
     files.append(CommitOperationAdd("README.md", card.encode("utf-8")))
     api = HfApi(token=token)
     api.create_repo(repo_id, private=private, exist_ok=True)
-    return api.create_commit(repo_id, files, commit_message="Upload a model of nanoVLM").commit_url
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    commit = api.create_commit(repo_id, files, commit_message="Upload a model of nanoVLM", revision=revision)
+    return commit.commit_url
 
 
 def model_card(

@@ -207,6 +207,12 @@ def pixels(
     if max_side is not None:
         size, interpolation = resized_size(*picture.size, tile, max_side, to_max_side), InterpolationMode.BICUBIC
     width, height = size
+    if width * height > MAX_PIXELS:
+        old = " x ".join(map(str, picture.size))
+        raise ValueError(
+            f"a picture of {old} would be resized to {width} x {height}, more than {MAX_PIXELS:,} pixels; lower "
+            f"max_side={max_side}, which is max_img_size in config.json"
+        )
     rows, columns = height // tile, width // tile
     whole = F.pil_to_tensor(F.resize(picture, [height, width], interpolation))  # (3, height, width), uint8
     tiles = whole.view(3, rows, tile, columns, tile).permute(1, 3, 0, 2, 4).reshape(-1, 3, tile, tile)

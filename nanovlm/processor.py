@@ -60,6 +60,8 @@ class Processor:
 
     def prompt(self, grids: Sequence[tuple[int, int]], text: str) -> list[int]:
         """Ids of one question, pictures before the text, up to where the answer begins."""
+        if not isinstance(text, str):
+            raise ValueError(f"a prompt is one question, a string, not a {type(text).__name__}; ask one at a time")
         if self.cfg.era < 3:
             places = [self.tokenizer.image_token_id] * (self.cfg.mp_image_token_length * len(grids))
             return places + self.tokenizer.encode(f"Question: {text} Answer:")

@@ -32,6 +32,9 @@ class Tokenizer:
                 raise CheckpointError(f"vlm_extra_tokens names {name}={token!r}, but the tokenizer has no such token")
         self.image_token_id = backend.token_to_id(extra["image_token"]) if extra else NO_TOKEN
         self.eos_token_id = self.special_id(cfg.end_token)
+        special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        # A file may hold them as ordinary tokens, but then a user who writes one would say it.
+        backend.add_special_tokens([token for token in (*extra.values(), cfg.end_token) if token not in special])
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
@@ -45,14 +48,13 @@ class Tokenizer:
             raise CheckpointError(f"{folder} has no {TOKENIZER}, and its lm_tokenizer is no help: {error}") from None
 
     @classmethod
-    def from_backbone(cls, name_or_folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
+    def from_backbone(cls, name_or_folder: str | Path, cfg: VLMConfig, revision: str | None = None) -> "Tokenizer":
         """The tokenizer.json of a language model, a Hub id or a folder, with the extra tokens.
 
         Those that it does not know get the ids after its last, in the config's order.
         """
-        return cls._read(
-            resolve(name_or_folder, files=[TOKENIZER]) / TOKENIZER, cfg, (cfg.vlm_extra_tokens or {}).values()
-        )
+        folder = resolve(name_or_folder, revision, [TOKENIZER])
+        return cls._read(folder / TOKENIZER, cfg, (cfg.vlm_extra_tokens or {}).values())
 
     @classmethod
     def _read(cls, path: Path, cfg: VLMConfig, extra: Iterable[str] = ()) -> "Tokenizer":
@@ -110,11 +112,17 @@ class Tokenizer:
     def encode_chat(self, messages: Iterable[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
         """Ids of a rendered chat, messages {'role', 'content'} and maybe 'images', markup to put before the content.
 
-        Special tokens count as such in the template and in 'images'; in the content they are plain text.
+        Special tokens count as such in the template and in 'images'; in the content they are plain text. A model
+        without a template, as those before June 2025, was trained on single questions: a chat is a ValueError.
         """
         # What the user wrote is rendered with its look-alikes replaced by characters that stand nowhere else; then
         # the text is cut at the special tokens left, which are the template's, and the look-alikes return.
         messages = list(messages)
+        if self.cfg.lm_chat_template is None:
+            raise ValueError(
+                f"a chat of {len(messages)} messages, but config.json has no lm_chat_template: this model was trained "
+                "on single questions; ask it one at a time"
+            )
         written = "".join(message["content"] for message in messages)
         looks = sorted(set(self._special.findall(written)))
         spare = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in written)

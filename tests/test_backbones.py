@@ -11,11 +11,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from models.backbones import derive_config, grow, resize_positions, translate
-from models.checkpoint import CheckpointError, read_config, read_model, write_checkpoint
+import models.backbones as backbones
+from models.backbones import find_backbones, grow, resize_positions, translate
+from models.checkpoint import CheckpointError, read_config, read_model, read_object, write_checkpoint
 from models.config import extra_tokens
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, SAMPLE, Captioner
+from nanovlm.tokenizer import Tokenizer
 
 SEES = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -105,7 +107,7 @@ def test_they_see_and_speak_as_before(tmp_path, shards, tied):
 
 
 def test_the_config_is_derived_from_both(pair):
-    cfg = derive_config(*pair, **FOLD)
+    cfg = find_backbones(*pair, **FOLD).cfg
     assert (cfg.vit_hidden_dim, cfg.vit_inter_dim, cfg.vit_n_blocks, cfg.vit_n_heads) == (16, 24, 2, 2)
     assert (cfg.vit_img_size, cfg.vit_patch_size, cfg.max_img_size, cfg.mp_image_token_length) == (16, 4, 48, 4)
     assert (cfg.lm_hidden_dim, cfg.lm_inter_dim, cfg.lm_n_blocks, cfg.lm_n_heads, cfg.lm_n_kv_heads) == (
@@ -125,7 +127,7 @@ def test_a_key_that_is_missing_means_what_it_means_in_transformers(tmp_path, pai
     (tmp_path / "siglip" / "config.json").write_text('{"model_type": "siglip", "vision_config": {"image_size": 512}}')
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
-    cfg = derive_config(tmp_path / "siglip", tmp_path / "llama")
+    cfg = find_backbones(tmp_path / "siglip", tmp_path / "llama").cfg
     sees = transformers.SiglipVisionConfig(image_size=512)
     says = transformers.LlamaConfig()
     assert (cfg.vit_hidden_dim, cfg.vit_inter_dim) == (sees.hidden_size, sees.intermediate_size)
@@ -226,7 +228,7 @@ def test_an_image_size_that_is_no_multiple_of_the_patch_keeps_the_grid_that_it_h
     theirs = siglip(image_size=18)
     theirs.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="vit_img_size=18 is not a multiple of vit_patch_size=4"):
-        derive_config(tmp_path, pair[1], **FOLD)
+        find_backbones(tmp_path, pair[1], **FOLD)
     assert_sees(VisionLanguageModel.from_backbones(tmp_path, pair[1], vit_img_size=16, **FOLD), theirs)
 
 
@@ -264,7 +266,7 @@ def test_a_llama_that_would_compute_something_else_is_refused(copies, key):
 def test_a_partial_rotation_in_the_newer_spelling_is_refused(copies):
     edit(copies[1], rope_parameters={"rope_theta": 100.0, "partial_rotary_factor": 0.5})
     with pytest.raises(CheckpointError, match=r"rope_parameters=.*0\.5.* changes RoPE"):
-        derive_config(*copies, **FOLD)
+        find_backbones(*copies, **FOLD)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +276,7 @@ def test_a_partial_rotation_in_the_newer_spelling_is_refused(copies):
 def test_a_siglip_that_would_compute_something_else_is_refused(copies, key, value):
     edit(copies[0], **{key: value})
     with pytest.raises(CheckpointError) as error:
-        derive_config(*copies, **FOLD)
+        find_backbones(*copies, **FOLD)
     assert f"{copies[0]}/config.json: {key}={value!r}" in str(error.value)
 
 
@@ -287,7 +289,7 @@ def test_naflex_is_refused(tmp_path, pair, nested):
         theirs = transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(**settings))
     theirs.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="model_type='siglip2_vision_model' with num_patches=16 is NaFlex"):
-        derive_config(tmp_path, pair[1], **FOLD)
+        find_backbones(tmp_path, pair[1], **FOLD)
 
 
 def damage(what: str, sees: Path, says: Path) -> dict:
@@ -316,24 +318,33 @@ def damage(what: str, sees: Path, says: Path) -> dict:
         (says / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001.safetensors"}}')
     elif what == "no config":
         (sees / "config.json").unlink()
+    elif what == "positions":
+        edit(sees, image_size=20)
     elif what == "deep":
         edit(says, num_hidden_layers=10**6)
-    return {"small": {"lm_vocab_size": 39}, "key": {"colour": 1}}.get(what, {})
+    return {
+        "small": {"lm_vocab_size": 39},
+        "key": {"colour": 1},
+        "no tokens": {"vlm_extra_tokens": None},
+        "positions": {"vit_img_size": 16},
+    }.get(what, {})
 
 
 DAMAGED = {
     "missing": "llama: 1 tensors are missing, first the one for norm.weight",
-    "surplus block": "llama: 9 tensors are more than config.json has a place for, first model.layers.2",
-    "unknown": "llama: tensor model.layers.0.self_attn.q_norm.weight has no place in this architecture",
+    "surplus block": "llama: 9 tensors are more than config.json has a place for, first 'model.layers.2",
+    "unknown": "llama: tensor 'model.layers.0.self_attn.q_norm.weight' has no place in this architecture",
     "shape": r"llama: lm_head.weight is \(41, 24\), but config.json asks for \(40, 24\)",
     "truncated": "llama: a weight file cannot be read, it may be truncated",
     "pickle": "neither model.safetensors nor .*index.json is there; pickled weights .* are not read",
     "index": "model.safetensors.index.json has no weight_map of tensors to files beside it",
     "shard": "llama: a weight file cannot be read",
     "no config": "siglip has no config.json",
-    "deep": "1000002 blocks in all are more than 1000",
+    "deep": "siglip and .*llama, of 2 and 1000000 blocks: more than 1000 in all",
     "small": "lm_vocab_size=39 is less than the 40 tokens",
     "key": "make no model: .*colour",
+    "no tokens": "make no model: .*NoneType",
+    "positions": r"siglip: .*position_embedding.weight is \(16, 16\), but config.json asks for \(25, 16\)",
 }
 
 
@@ -348,7 +359,7 @@ def test_what_is_damaged_or_does_not_fit_is_one_line(copies, what):
 def test_names_without_a_place_raise():
     table = {r"a\.(\d+)": r"b.\1", r"c\..*": None}
     assert translate("a.7", table) == "b.7" and translate("c.7", table) is None
-    with pytest.raises(CheckpointError, match="tensor a.x has no place"):
+    with pytest.raises(CheckpointError, match="tensor 'a.x' has no place"):
         translate("a.x", table)
 
 
@@ -371,6 +382,56 @@ def test_with_its_tokenizer_it_is_a_models_folder(tmp_path, pair):
     cfg = read_config(tmp_path / "model")
     assert cfg == captioner.model.cfg
     assert read_model(tmp_path / "model", cfg, 512).state_dict().keys() == captioner.model.state_dict().keys()
+
+
+@pytest.fixture
+def hub(pair, tmp_path, monkeypatch):
+    """A Hub with a SigLIP and a Llama, whose v1 differs from its main branch; returns what it is asked for."""
+    says = shutil.copytree(pair[1], tmp_path / "v1")
+    state = load_file(says / "model.safetensors")
+    save_file(state | {"model.norm.weight": state["model.norm.weight"] + 1}, says / "model.safetensors")
+    there = {("some/siglip", "abc"): pair[0], ("some/llama", None): pair[1], ("some/llama", "v1"): says}
+    asked = []
+
+    def snapshot_download(name, revision, allow_patterns):
+        asked.append((name, revision, allow_patterns))
+        return str(there[name, revision])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    return asked
+
+
+def test_a_revision_of_either_is_what_is_read(hub, pair):
+    main, v1 = (
+        VisionLanguageModel.from_backbones(
+            "some/siglip", "some/llama", vision_revision="abc", language_revision=revision, **FOLD
+        )
+        for revision in (None, "v1")
+    )
+    assert torch.equal(main.decoder.norm.weight + 1, v1.decoder.norm.weight)
+    assert [call[:2] for call in hub] == [
+        *(("some/siglip", "abc"), ("some/llama", None)),
+        *(("some/siglip", "abc"), ("some/llama", "v1")),
+    ]
+    assert (v1.cfg.vit_model_type, v1.cfg.lm_model_type, v1.cfg.lm_tokenizer) == ("some/siglip", *["some/llama"] * 2)
+    shutil.copy(EMBEDDED / "tokenizer.json", "v1")
+    cfg = find_backbones(*pair, lm_vocab_size=600, **FOLD).cfg
+    assert Tokenizer.from_backbone("some/llama", cfg, "v1").image_token_id == 512
+    assert hub[-1] == ("some/llama", "v1", ["tokenizer.json"])
+
+
+def test_each_is_asked_for_once_and_its_settings_are_read_once(hub, monkeypatch):
+    edit(Path("v1"), vocab_size=514)
+    state = load_file("v1/model.safetensors")
+    rows = {name: torch.zeros(514, 24) for name in ("lm_head.weight", "model.embed_tokens.weight")}
+    save_file(state | rows, "v1/model.safetensors")
+    shutil.copy(EMBEDDED / "tokenizer.json", "v1")
+    read = []
+    monkeypatch.setattr(backbones, "read_object", lambda path: read.append(path) or read_object(path))
+    Captioner.from_backbones("some/siglip", "some/llama", vision_revision="abc", language_revision="v1", **FOLD)
+    assert len(hub) == 2 and len(read) == 2
+    assert all({"config.json", "tokenizer.json", "model.safetensors"} <= set(patterns) for *_, patterns in hub)
 
 
 def test_without_a_tokenizer_the_image_token_follows_the_base_vocabulary(pair):

@@ -177,7 +177,7 @@ def test_tensors_that_do_not_fit_are_named_with_both_shapes(folder, rewrite):
     with pytest.raises(CheckpointError, match="lacks 2 tensors .* first MP.proj.weight"):
         read(folder)
     rewrite(**{"MP.proj.weight": torch.zeros(24, 64), name: torch.zeros(8, 24), "MP.proj.bias": torch.zeros(24)})
-    with pytest.raises(CheckpointError, match="has 1 tensors .* first MP.proj.bias"):
+    with pytest.raises(CheckpointError, match="has 1 tensors .* first 'MP.proj.bias'"):
         read(folder)
 
 
@@ -225,6 +225,86 @@ def test_an_absurd_config_is_refused_before_anything_is_allocated(folder, tiny_c
     (folder / "config.json").write_text(json.dumps(tiny_config().to_dict() | changed))
     with pytest.raises(CheckpointError, match=str(hidden)):
         read(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lm_n_blocks": 10**9}, ["lm_n_blocks=1000000000", "vit_n_blocks=2", "more than 1000"]),
+        ({"vit_n_blocks": 999}, ["vit_n_blocks=999", "lm_n_blocks=2", "more than 1000"]),
+        ({"lm_vocab_size": 10**9}, [HEAD, "(40, 24)", "(1000000000, 24)"]),
+        ({"lm_inter_dim": 2**31 - 1}, ["gate_proj", "(32, 24)", "(2147483647, 24)"]),
+        (
+            {"vit_img_size": 2**30, "max_img_size": 2**30, "mp_pixel_shuffle_factor": 2**26},
+            ["position_embedding", "(1, 16, 16)", f"(1, {2**56}, 16)"],
+        ),
+        (
+            {"vit_patch_size": 2**29, "vit_img_size": 2**30, "max_img_size": 2**30},
+            ["no computer holds", "vit_patch_size=536870912"],
+        ),
+    ],
+)
+def test_every_absurd_size_is_named_with_its_number(folder, changes, told):
+    raw = json.loads((folder / "config.json").read_text()) | changes
+    if "vit_img_size" in changes:  # what it says follows from the sizes
+        del raw["mp_image_token_length"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError) as error:
+        read(folder)
+    assert all(part in str(error.value) for part in told) and "\n" not in str(error.value), error.value
+
+
+PROJ = "MP.proj.weight"
+TAMPERED = {
+    "unknown dtype": {"dtype": "F33"},
+    "other dtype": {"dtype": "F16"},
+    "wider": {"shape": [24, 65]},
+    "negative": {"shape": [-24, -64]},
+    "beyond 64 bits": {"shape": [2**40, 2**40]},
+    "beyond the file": {"data_offsets": [0, 10**12]},
+    "before the file": {"data_offsets": [-8, 24 * 64 * 4 - 8]},
+    "over another": {"data_offsets": [8, 24 * 64 * 4 + 8]},
+    "backwards": {"data_offsets": [24 * 64 * 4, 0]},
+    "no object": None,
+}
+
+
+@pytest.mark.parametrize("how", TAMPERED)
+def test_a_tampered_header_is_told_in_one_line(folder, how):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    (n,) = struct.unpack("<Q", whole[:8])
+    header = json.loads(whole[8 : 8 + n])
+    assert header[PROJ] == {"dtype": "F32", "shape": [24, 64], "data_offsets": [0, 24 * 64 * 4]}
+    header[PROJ] = header[PROJ] | TAMPERED[how] if TAMPERED[how] else "x"
+    changed = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(changed)) + changed + whole[8 + n :])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read, .*$") as error:
+        read(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("length", [0, 20, 10**9, 2**63, 2**64 - 1])
+def test_a_header_of_another_length_is_told_in_one_line(folder, length):
+    path = folder / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read, .*$") as error:
+        read(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_bytes_behind_the_last_tensor_are_refused(folder):
+    with open(folder / "model.safetensors", "ab") as file:
+        file.write(b"more")
+    with pytest.raises(CheckpointError, match="model.safetensors cannot be read"):
+        read(folder)
+
+
+def test_a_name_of_two_lines_is_told_in_one(folder, rewrite):
+    rewrite(**{"MP.proj\nbias": torch.zeros(24)})
+    with pytest.raises(CheckpointError, match=r"first 'MP.proj\\nbias'$") as error:
+        read(folder)
+    assert "\n" not in str(error.value)
 
 
 def with_config(change):
@@ -309,6 +389,14 @@ def test_a_folder_is_its_own_model_and_no_name_is_no_model(folder):
     for name in ("nowhere", "a/b/c", "/no/such", "../x"):
         with pytest.raises(CheckpointError, match="neither a folder nor a Hub id"):
             resolve(name)
+
+
+def test_a_hub_id_is_asked_of_the_hub_at_its_revision_and_for_what_is_read(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: asked.append((name, how)) or folder)
+    assert read_model(resolve("owner/name", "v1"), read_config(folder), 3).cfg == read_config(folder)
+    patterns = ["config.json", "*.safetensors", "tokenizer.json"]
+    assert asked == [("owner/name", {"revision": "v1", "allow_patterns": patterns})]
 
 
 def test_offline_a_missing_hub_model_is_one_line_with_the_way_out(tmp_path, monkeypatch):

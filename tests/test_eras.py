@@ -272,6 +272,33 @@ def test_a_users_image_tokens_are_text_in_every_era(captioner):
     assert asked in tokenizer.decode(read)
 
 
+def test_a_history_is_read_by_the_template_or_refused_in_one_line(era, captioner, lent):
+    """The first two eras were trained on single questions; from the third on the template lays out any turns."""
+    history = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": "A star."}]
+    history.append({"role": "user", "content": "Where?"})
+    if era < 3:
+        with pytest.raises(ValueError, match="^a chat of 3 messages, but config.json has no lm_chat_template: .*$"):
+            captioner.tokenizer.encode_chat(history)
+    else:
+        reference = stock_tokenizer(lent, raw_config(era))
+        expected = reference.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
+        assert captioner.tokenizer.encode_chat(history) == expected
+    for prompt in (history, history[0], None):
+        with pytest.raises(
+            ValueError, match=f"^a prompt is one question, a string, not a {type(prompt).__name__}; .*$"
+        ):
+            captioner.caption(noise(ONE), prompt)
+
+
+def test_a_picture_that_the_config_would_blow_up_is_one_line(published):
+    folder = published(5)
+    raw = json.loads((folder / "config.json").read_text())
+    changes = {"max_img_size": 2**24, "resize_to_max_side_len": True}
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(ValueError, match="^a picture of 16 x 16 would be resized to 16777216 x .*max_side=16777216.*$"):
+        Captioner.from_pretrained(folder, "cpu", "float32").caption(noise(ONE))
+
+
 # --------------------------------------------------------------------------------------------------- end to end
 
 

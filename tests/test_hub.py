@@ -1,9 +1,10 @@
 """What is uploaded is the model, its tokenizer and its card: when asked, in one commit, and nothing besides."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 
 from models.checkpoint import CheckpointError, read_config
 from nanovlm import EMBEDDED
@@ -22,8 +23,12 @@ def calls(monkeypatch):
         def create_repo(self, repo_id, **options):
             calls.append(("create_repo", repo_id, options))
 
-        def create_commit(self, repo_id, operations, commit_message):
-            calls.append(("create_commit", repo_id, {operation.path_in_repo: operation for operation in operations}))
+        def create_branch(self, repo_id, **options):
+            calls.append(("create_branch", repo_id, options))
+
+        def create_commit(self, repo_id, operations, commit_message, revision=None):
+            files = {operation.path_in_repo: operation for operation in operations}
+            calls.append(("create_commit", repo_id, files, revision))
             return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
 
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
@@ -42,9 +47,10 @@ def test_one_commit_holds_the_models_files_and_its_card(calls, model_folder, tmp
     assert [call[0] for call in calls] == ["HfApi", "create_repo", "create_commit"]
     assert calls[0][1] == {"token": "t"}
     assert calls[1][1:] == ("me/model", {"private": False, "exist_ok": True})
-    _, repo_id, files = calls[2]
-    assert repo_id == "me/model"
-    assert files.keys() == {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
+    _, repo_id, files, revision = calls[2]
+    assert repo_id == "me/model" and revision is None
+    model = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert files.keys() == model | {"README.md"}
     for name in files.keys() - {"README.md"}:
         with files[name].as_file() as file:
             assert file.read() == (model_folder / name).read_bytes()
@@ -56,6 +62,25 @@ def test_one_commit_holds_the_models_files_and_its_card(calls, model_folder, tmp
 def test_a_private_repository_is_made_private(calls, model_folder):
     push_to_hub(model_folder, "me/model", private=True)
     assert calls[1][2]["private"] is True
+
+
+def test_a_folder_without_stocks_fourth_file_is_a_model_too(calls):
+    push_to_hub(EMBEDDED, "me/model")
+    assert calls[2][2].keys() == {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
+
+
+def test_a_branch_is_made_and_written_to(calls, model_folder):
+    push_to_hub(model_folder, "me/model", revision="tuned")
+    assert [call[0] for call in calls] == ["HfApi", "create_repo", "create_branch", "create_commit"]
+    assert calls[2][1:] == ("me/model", {"branch": "tuned", "exist_ok": True}) and calls[3][3] == "tuned"
+
+
+def test_the_stand_in_takes_what_the_hub_takes():
+    """The parameters that the calls above name are the real client's."""
+    wanted = {"create_repo": {"private", "exist_ok"}, "create_branch": {"branch", "exist_ok"}}
+    wanted |= {"create_commit": {"operations", "commit_message", "revision"}}
+    for name, parameters in wanted.items():
+        assert parameters <= inspect.signature(getattr(HfApi, name)).parameters.keys()
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])

@@ -573,6 +573,14 @@ def test_tiles_put_together_are_the_resized_picture(size, to_max_side, grid, glo
     assert tiles.min() >= 0 and tiles.max() <= 1
 
 
+@pytest.mark.parametrize(("max_side", "size"), [(2**20, "1048576 x 524288"), (2**31 - 512, "2147483136 x 1073741824")])
+def test_a_small_picture_is_not_blown_up_beyond_the_limit(max_side, size):
+    with pytest.raises(ValueError, match=f"^a picture of 40 x 20 would be resized to {size}, .*max_side={max_side}"):
+        pixels(noise(40, 20), tile=512, max_side=max_side, to_max_side=True)
+    tiles, grid = pixels(noise(40, 20), tile=512, max_side=max_side)
+    assert grid == (1, 1) and len(tiles) == 1
+
+
 def test_the_global_view_shows_the_whole_picture():
     tiles, _ = pixels(drawn(256, 128), tile=64, max_side=256, global_view=True)
     assert torch.allclose(tiles[0, :, 5, 5], torch.tensor([220, 30, 40]) / 255, atol=0.02)

@@ -428,6 +428,10 @@ def test_what_is_no_model_is_refused_in_one_line(gpt2, tmp_path):
     (torn / "model.safetensors").write_bytes((gpt2[1] / "model.safetensors").read_bytes()[:-9])
     with pytest.raises(ValueError, match="cannot be read as a GPT-2"):
         GPT.from_pretrained(torn)
+    for text, says in (("{", "config.json cannot be read"), ("[]", "config.json holds list, not an object")):
+        (torn / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=says):
+            GPT.from_pretrained(torn)
 
 
 # ---- what cannot be asked -------------------------------------------------------------------------------------------

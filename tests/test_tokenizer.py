@@ -297,3 +297,28 @@ def test_a_token_that_the_model_needs_is_missed_by_name(tokenizer, tmp_path, tok
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json().replace(token, "<|other|>"), encoding="utf-8")
     with pytest.raises(CheckpointError, match=f"tokenizer.json: .*{token.replace('|', '.')}"):
         Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
+
+
+@pytest.mark.parametrize("how", ["added, but not special", "in the vocabulary, but not added"])
+def test_a_needed_token_that_the_file_calls_ordinary_is_special_here(tokenizer, how):
+    raw = json.loads(tokenizer.to_json())
+    for token in raw["added_tokens"]:
+        if how == "added, but not special" and token["content"] in ("<|image|>", END):
+            token["special"] = False
+        elif token["content"] in ("<|image|>", END):
+            raw["model"]["vocab"][token["content"]] = token["id"]
+    if how == "in the vocabulary, but not added":
+        raw["added_tokens"] = [t for t in raw["added_tokens"] if t["content"] not in ("<|image|>", END)]
+    ordinary = type(tokenizer.backend).from_str(json.dumps(raw))
+    again = Tokenizer(ordinary, tokenizer.cfg)
+    text = "an <|image|> and its <|im_end|>"
+    assert again.encode(text) == tokenizer.encode(text) and again.decode(again.encode(text)) == text
+    markup = "<|global_image|><|image|><|image|>"
+    assert again.encode_chat(user(text, images=markup)) == tokenizer.encode_chat(user(text, images=markup))
+
+
+def test_without_a_template_a_chat_is_one_line(tokenizer):
+    single = with_template(tokenizer, None)
+    for messages in (user("What?"), user("What?") + [{"role": "assistant", "content": "A star."}] + user("Where?")):
+        with pytest.raises(ValueError, match=f"^a chat of {len(messages)} messages, but .* no lm_chat_template.*$"):
+            single.encode_chat(messages)
