@@ -31,6 +31,7 @@ import torch
 from tokenizers import decoders, pre_tokenizers
 
 from eval.environment import environment
+from eval.shapes import SHAPES
 from models.checkpoint import WEIGHTS, write_checkpoint
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
@@ -45,27 +46,6 @@ STATUS = Path("/proc/self/status")
 PHOTOGRAPH = (4032, 3024)
 MB = 10**6
 SPARE_MB = 128  # for the tokenizer and Python's objects; the smallest model here is 7 times as large
-
-SMOLLM2_135M = {
-    "lm_hidden_dim": 576, "lm_inter_dim": 1536, "lm_n_blocks": 30, "lm_n_heads": 9, "lm_n_kv_heads": 3,
-    "lm_model_type": "HuggingFaceTB/SmolLM2-135M-Instruct", "lm_tokenizer": "HuggingFaceTB/SmolLM2-135M-Instruct",
-}  # fmt: skip
-MAY_2025 = SMOLLM2_135M | {
-    "vit_img_size": 224, "vit_model_type": "google/siglip-base-patch16-224", "mp_pixel_shuffle_factor": 2,
-    "lm_vocab_size": 49152, "lm_max_length": 79,
-    "lm_model_type": "HuggingFaceTB/SmolLM2-135M", "lm_tokenizer": "HuggingFaceTB/cosmo2-tokenizer",
-    "lm_base_vocab_size": None, "extra_token_amount": None, "vlm_extra_tokens": None, "lm_chat_template": None,
-    "mp_image_token_length": None, "max_img_size": None, "resize_to_max_side_len": None,
-    "unknown": {
-        "lm_eos_token_id": 0, "IMAGE_TOKEN_LENGTH": 49, "TOTAL_SEQUENCE_LENGTH": 128,
-        "lm_rope_factor": 1.0, "lm_beta_fast": 32, "lm_beta_slow": 1,
-    },
-}  # fmt: skip
-MODELS = {  # name -> config, and the parameters of the published model
-    "230M": (VLMConfig(**SMOLLM2_135M), 228_063_936),
-    "460M": (VLMConfig(), 460_113_984),
-    "222M": (VLMConfig(**MAY_2025), 222_081_600),
-}
 
 
 @dataclass(frozen=True)
@@ -192,7 +172,7 @@ def measure(folder: Path, picture: bytes, dtype: str, max_new_tokens: int) -> di
 
 def real_size(name: str, picture: bytes, dtype: str = "float32", max_new_tokens: int = 4) -> RealSize:
     """Write the model of that name and measure it in a fresh process."""
-    cfg, published = MODELS[name]
+    cfg, published = SHAPES[name]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         progress(f"{name}: writing random weights")
@@ -218,13 +198,13 @@ def table(results: list[RealSize]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="eval.real_size", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(MODELS)} (all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(SHAPES)} (all)")
     parser.add_argument("--dtype", default="float32", choices=("auto", *DTYPES), help="to compute in (float32)")
     parser.add_argument("--max-new-tokens", type=int, default=4, metavar="N", help="longest answer (4)")
     parser.add_argument("--json", action="store_true", help="everything, as one object")
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.names if name not in MODELS]:
-        parser.error(f"{unknown[0]} is none of {', '.join(MODELS)}")
+    if unknown := [name for name in args.names if name not in SHAPES]:
+        parser.error(f"{unknown[0]} is none of {', '.join(SHAPES)}")
     if args.max_new_tokens < 1:
         parser.error(f"--max-new-tokens {args.max_new_tokens} is less than 1")
     if not STATUS.exists():
@@ -232,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
 
     where = environment(dtype=choose_dtype(args.dtype, torch.device("cpu")))
     picture, results, faults = photograph(), [], []
-    for name in args.names or MODELS:
+    for name in args.names or SHAPES:
         try:
             results.append(real_size(name, picture, args.dtype, args.max_new_tokens))
         except (OSError, ValueError, BrokenProcessPool) as error:  # no room on disk, no room in memory ...

@@ -9,7 +9,7 @@ import torch
 from test_eras import raw_config
 
 import eval.real_size as door
-from eval.real_size import MODELS, RealSize, main, make_tokenizer, private_memory, write_model
+from eval.real_size import SHAPES, RealSize, main, make_tokenizer, private_memory, write_model
 from models.checkpoint import read_config, read_model
 from models.config import VLMConfig
 
@@ -35,14 +35,14 @@ def size(cfg: VLMConfig, tmp_path) -> int:
 @pytest.fixture
 def models(monkeypatch, tmp_path):
     """Small ones take the published models' places, the photograph stays."""
-    shrunk = {name: small(MODELS[name][0], 1000) for name in ("230M", "222M")}
-    monkeypatch.setattr(door, "MODELS", {name: (cfg, size(cfg, tmp_path)) for name, cfg in shrunk.items()})
+    shrunk = {name: small(SHAPES[name][0], 1000) for name in ("230M", "222M")}
+    monkeypatch.setattr(door, "SHAPES", {name: (cfg, size(cfg, tmp_path)) for name, cfg in shrunk.items()})
     monkeypatch.setattr(door, "progress", lambda line: None)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SHAPES)
 def test_config_and_tokenizer_are_those_of_the_models_time(name, tmp_path):
-    cfg = small(MODELS[name][0], 1000)
+    cfg = small(SHAPES[name][0], 1000)
     write_model(tmp_path, cfg)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw.keys() == raw_config(1 if name == "222M" else 5).keys()
@@ -55,7 +55,7 @@ def test_config_and_tokenizer_are_those_of_the_models_time(name, tmp_path):
 
 
 def test_the_real_tokenizers_are_full():
-    for cfg, _ in MODELS.values():
+    for cfg, _ in SHAPES.values():
         words = tokenizers.Tokenizer.from_str(make_tokenizer(cfg))
         assert words.get_vocab_size() == cfg.lm_vocab_size == max(words.get_vocab().values()) + 1
 
@@ -88,7 +88,7 @@ def test_private_memory_is_seen_even_if_it_is_given_back():
 
 
 def test_what_is_wrong_is_a_sentence_and_exit_code_1(models, capsys, monkeypatch):
-    write, (cfg, published) = door.write_model, door.MODELS["222M"]
+    write, (cfg, published) = door.write_model, door.SHAPES["222M"]
 
     def fails(folder, cfg):
         if cfg.era == 5:
@@ -96,7 +96,7 @@ def test_what_is_wrong_is_a_sentence_and_exit_code_1(models, capsys, monkeypatch
         write(folder, cfg)
 
     monkeypatch.setattr(door, "write_model", fails)
-    monkeypatch.setattr(door, "MODELS", door.MODELS | {"222M": (cfg, published + 1)})
+    monkeypatch.setattr(door, "SHAPES", door.SHAPES | {"222M": (cfg, published + 1)})
     assert main(["--dtype", "bfloat16"]) == 1
     out, err = capsys.readouterr()
     assert "230M" not in out and f"{published:,}" in out and "torch.bfloat16" in out
