@@ -17,6 +17,7 @@ from nanovlm.processor import Processor
 from nanovlm.scenes.drawing import draw
 from nanovlm.scenes.scene import Scene, random_scene
 from nanovlm.scenes.words import caption, questions
+from nanovlm.sources.source import Source
 from nanovlm.tokenizer import Tokenizer
 from nanovlm.train_config import TrainConfig
 
@@ -111,6 +112,22 @@ def scene_example(scene: Scene, rng: Random, n_questions: int, size: tuple[int, 
     return Example(pictures, [(_as_typed(prompt, rng), caption(scene)), *asked])
 
 
+def drawn_example(rng: Random, name: str = "example") -> Example:
+    """A fresh scene as training shows it."""
+    size = rng.randint(*SIDES)
+    size = (size, min(SIDES[1], max(SIDES[0], round(size * rng.uniform(0.75, 1.33)))))
+    return replace(scene_example(random_scene(rng), rng, N_QUESTIONS, size), name=name)
+
+
+def scene_source() -> Source:
+    """Scenes as a source of examples, to be mixed into others so that what was learned of them stays."""
+    return Source("scenes", range(10**6), _numbered_example)
+
+
+def _numbered_example(number: int, name: str) -> Example:
+    return drawn_example(Random(f"scene {number}"), name)
+
+
 def _as_typed(prompt: str, rng: Random) -> str:
     """The prompt, sometimes as people type it: American, in lower case, without the last mark."""
     if rng.random() < 0.3:
@@ -132,9 +149,7 @@ def _batch(processor: Processor, cfg: TrainConfig, step: int) -> dict:
     share = FORGETS[max(start for start in FORGETS if start <= step)]
     rows = []
     for _ in range(cfg.batch_size):
-        size = rng.randint(*SIDES)
-        size = (size, min(SIDES[1], max(SIDES[0], round(size * rng.uniform(0.75, 1.33)))))
-        row = encode(scene_example(random_scene(rng), rng, N_QUESTIONS, size), processor)
+        row = encode(drawn_example(rng), processor)
         rows.append(forget(row, rng, share) if share else row)
     return collate(rows, limit=processor.cfg.lm_max_position_embeddings)
 
