@@ -17,7 +17,7 @@ from nanovlm.data import IGNORED, ExampleError
 from nanovlm.device import choose_device
 from nanovlm.processor import Processor
 from nanovlm.scenes import recipe
-from nanovlm.sources import Batches, Mixture, Part, Reading, SourceError, open_source, split
+from nanovlm.sources import Batches, Mixture, Part, Reading, Source, SourceError, Stream, open_source, split
 from nanovlm.tokenizer import Tokenizer
 from nanovlm.train_config import FINETUNING, SCENES, TrainConfig
 from nanovlm.training import TrainingError, progress, train
@@ -40,6 +40,7 @@ def train_model(args: argparse.Namespace) -> int:
             train(model, processor.tokenizer.to_json(), batches, cfg, args.out, recipe.STORED_AS)
             return 0
         sources = [(open_source(path, reading(args)), share) for path, share in map(path_and_share, args.data)]
+        check_obeyed(args, [source for source, _ in sources])
         learned, held = split(sources, args.validation or 0)
         if args.check_data:
             processor = read_processor(args)
@@ -106,6 +107,14 @@ def reading(args: argparse.Namespace) -> Reading:
         stream=bool(args.stream),
         skip=args.on_bad_example == "skip",
     )
+
+
+def check_obeyed(args: argparse.Namespace, sources: list[Source | Stream]) -> None:
+    """Refuse a flag that means nothing for any source."""
+    for flag, name in {**{name: name for name in Reading.__dataclass_fields__}, "min_rating": "min_ratings"}.items():
+        if getattr(args, flag, None) is not None and not any(name in source.obeys for source in sources):
+            paths = ", ".join(source.path for source in sources)
+            raise UsageError(f"--{flag.replace('_', '-')} means nothing for {paths}; leave it away")
 
 
 def read_processor(args: argparse.Namespace) -> Processor:

@@ -9,8 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from nanovlm.data import Example, ExampleError
-from nanovlm.sources.records import columns, find_root, record_example, record_key, record_pictures, wanted, words
-from nanovlm.sources.source import EXTENSIONS, EXTRA, Reading, Source, SourceError
+from nanovlm.sources.records import (
+    CHATS,
+    columns,
+    find_root,
+    record_example,
+    record_key,
+    record_pictures,
+    wanted,
+    words,
+)
+from nanovlm.sources.source import COLUMNS, EXTENSIONS, EXTRA, Reading, Source, SourceError
 
 
 def pictures_in(folder: Path) -> list[str]:
@@ -35,7 +44,8 @@ def captioned(path: str, pictures: Sequence[str], reading: Reading) -> Source:
             f"{', '.join(silent[:3])}{' ...' * (len(silent) > 3)}; write them{way}"
         )
     left = [picture for picture in pictures if picture not in set(silent)]
-    return Source(path, left, partial(captioned_example, root=path, reading=reading), left, named_by_key=True)
+    example = partial(captioned_example, root=path, reading=reading)
+    return Source(path, left, example, left, named_by_key=True, obeys=["prompt"])
 
 
 def captioned_example(picture: str, name: str, root: str, reading: Reading) -> Example:
@@ -67,7 +77,8 @@ def imagefolder(path: str, tables: Sequence[Path], reading: Reading) -> Source:
             records.append({**row, "image": keys[-1], "images": None})
     if not records:
         raise SourceError(f"no pictures found in {path}: {tables[0]} has no rows")
-    return Source(path, records, partial(record_example, root=path, reading=reading), keys, named_by_key=True)
+    example = partial(record_example, root=path, reading=reading)
+    return Source(path, records, example, keys, named_by_key=True, obeys=COLUMNS)
 
 
 def read_table(path: Path) -> list[dict[str, Any]]:
@@ -126,10 +137,11 @@ def from_json(path: Path, reading: Reading) -> Source:
     records = read_records(path)
     if records and "file_name" in records[0]:
         return imagefolder(str(path.parent), [path], reading)
-    records = [record for record in records if wanted(record, reading)]
+    numbers = [i for i, record in enumerate(records) if wanted(record, reading)]
+    records = [records[i] for i in numbers]
     if not records:
         raise SourceError(f"no pictures found: {path} has no record{' rated so high' * bool(reading.min_ratings)}")
-    known = {"messages", "conversations", "conversation", "texts"} & records[0].keys()
+    known = {*CHATS, "texts"} & records[0].keys()
     if not known and not record_pictures(records[0]):
         raise SourceError(
             f"{path} is none of COCO's captions (images, annotations), conversations, messages, texts, or records "
@@ -143,8 +155,11 @@ def from_json(path: Path, reading: Reading) -> Source:
             raise SourceError(f"{path} has no column '{rating}_ratings', only {there}")
     named = [record_key(record) for record in records]
     root = find_root(path, [picture for picture in named if picture], reading)
-    keys = [picture or str(i) for i, picture in enumerate(named)]
-    return Source(str(path), records, partial(record_example, root=root, reading=reading), keys)
+    keys = [picture or str(i) for i, picture in zip(numbers, named)]
+    obeys = ["images", *(["min_ratings"] if "texts" in known else () if known else COLUMNS)]
+    return Source(
+        str(path), records, partial(record_example, root=root, reading=reading), keys, obeys=obeys, numbers=numbers
+    )
 
 
 def coco(path: Path, found: dict[str, Any], reading: Reading) -> Source:
@@ -167,7 +182,8 @@ def coco(path: Path, found: dict[str, Any], reading: Reading) -> Source:
     records = [(files[id], captions) for id, captions in said.items() if captions]
     keys = [file for file, _ in records]
     root = find_root(path, keys, reading)
-    return Source(root or str(path.parent), records, partial(coco_example, reading=reading), keys, named_by_key=True)
+    example, root = partial(coco_example, reading=reading), root or str(path.parent)
+    return Source(root, records, example, keys, named_by_key=True, obeys=["prompt", "images"])
 
 
 def coco_example(record: tuple[str, list[str]], name: str, reading: Reading) -> Example:

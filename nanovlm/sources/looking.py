@@ -25,8 +25,6 @@ def open_source(path: str, reading: Reading) -> Source | Stream:
         if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.,() -]+)?", path):
             return rows(path, reading)
         raise SourceError(f"{path}: no such file or folder; data is {KINDS}")
-    if reading.stream:
-        raise SourceError(f"--stream reads from the Hub, but {path} lies here; leave it away")
     place = Path(path)
     if place.is_dir():
         return _folder(path, place, reading)
@@ -34,7 +32,7 @@ def open_source(path: str, reading: Reading) -> Source | Stream:
     if suffix in (".json", ".jsonl"):
         return from_json(place, reading)
     if suffix == ".tar":
-        return tars(str(place.parent), [path], reading)
+        return tars(path, [path], reading)
     if suffix == ".csv" or (suffix == ".parquet" and place.stem == "metadata"):
         return imagefolder(str(place.parent), [place], reading)
     if suffix in (".parquet", ".arrow"):

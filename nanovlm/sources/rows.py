@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovlm.sources.records import CHATS, check_columns, columns, record_example, wanted
-from nanovlm.sources.source import EXTRA, Reading, Source, SourceError, Stream
+from nanovlm.sources.source import COLUMNS, EXTRA, Reading, Source, SourceError, Stream
 
 
 def rows(path: str, reading: Reading, files: Sequence[str] = ()) -> Source | Stream:
@@ -20,8 +20,6 @@ def rows(path: str, reading: Reading, files: Sequence[str] = ()) -> Source | Str
     except ImportError:
         raise SourceError(f"{path} is read through the datasets library: {EXTRA}") from None
     hub = not (files or Path(path).exists())
-    if reading.stream and not hub:
-        raise SourceError(f"--stream reads from the Hub, but {path} lies here; leave it away")
     datasets.disable_progress_bars()
     try:
         if files:
@@ -43,17 +41,18 @@ def rows(path: str, reading: Reading, files: Sequence[str] = ()) -> Source | Str
     _check(path, names, reading)
     found = undecoded(found)
     example = partial(record_example, root=None, reading=reading)
-    if reading.stream:
-        return Stream(path, partial(iter, found), example, partial(wanted, reading=reading))
+    obeys = ["min_ratings"] if "texts" in names else () if set(CHATS) & set(names) else COLUMNS
+    if hub and reading.stream:
+        return Stream(path, partial(iter, found), example, partial(wanted, reading=reading), obeys=[*obeys, "stream"])
     if not len(found):
         raise SourceError(f"no pictures found: {path} has no rows")
     if not reading.min_ratings or "texts" not in names:
-        return Source(path, found, example)
+        return Source(path, found, example, obeys=obeys)
     asked = found.select_columns(["texts", *(f"{rating}_ratings" for rating in reading.min_ratings)])
     left = [i for i, row in enumerate(asked) if wanted(row, reading)]
     if not left:
         raise SourceError(f"{path} has no row rated so high; lower --min-rating")
-    return Source(path, found.select(left), example, keys=[str(i) for i in left])
+    return Source(path, found.select(left), example, numbers=left, obeys=obeys)
 
 
 def _check(path: str, names: Iterable[str], reading: Reading) -> None:

@@ -1,7 +1,7 @@
 """Source and Stream: examples by number and examples by turn; Reading: what a person said about them."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
@@ -15,6 +15,9 @@ EXTENSIONS = {
 }  # fmt: skip
 WINDOW = 256  # rows of a stream that wait in memory to be shuffled
 EXTRA = "pip install 'nanovlm[data]'"
+
+
+COLUMNS = ("prompt", "text_column", "prompt_column")  # what a source of plain columns obeys
 
 
 class SourceError(ValueError):
@@ -38,7 +41,8 @@ class Source:
     """Examples by number: source[i] makes one, and its pictures are opened only when it is encoded.
 
     keys, if given, are what the examples are about, a picture's path say: whatever has the same key is held out
-    together. Neither keys nor names change when the folder moves or what comes later grows.
+    together. obeys names the fields of Reading that mean something here; numbers are those of the records in their
+    file, where some were left out.
     """
 
     def __init__(
@@ -48,9 +52,12 @@ class Source:
         example: Callable[[Any, str], Example],
         keys: Sequence[str] | None = None,
         named_by_key: bool = False,
+        obeys: Collection[str] = (),
+        numbers: Sequence[int] | None = None,
     ):
         self.path, self.records, self.example = path, records, example
-        self.keys, self.named_by_key = keys, named_by_key
+        self.keys, self.named_by_key, self.obeys = keys, named_by_key, obeys
+        self.numbers = range(len(records)) if numbers is None else numbers
 
     def __len__(self) -> int:
         return len(self.records)
@@ -60,11 +67,11 @@ class Source:
 
     def name(self, i: int) -> str:
         """What to call an example: a picture's path, or its number in a file."""
-        return os.path.join(self.path, self.keys[i]) if self.named_by_key else f"{self.path}[{i}]"
+        return os.path.join(self.path, self.keys[i]) if self.named_by_key else f"{self.path}[{self.numbers[i]}]"
 
     def key(self, i: int) -> str:
         """What decides whether an example is held out."""
-        return self.keys[i] if self.keys else str(i)
+        return self.keys[i] if self.keys else str(self.numbers[i])
 
 
 class Stream:
@@ -82,8 +89,10 @@ class Stream:
         example: Callable[[Any, str], Example],
         wanted: Callable[[Any], bool],
         kept: Callable[[str], bool] | None = None,
+        obeys: Collection[str] = (),
     ):
         self.path, self.rows, self.example, self.wanted, self.kept = path, rows, example, wanted, kept
+        self.obeys = obeys
         self._seed, self._place, self._last, self._order = None, -1, None, None
 
     def __getstate__(self):  # an open iterator stays at home: another process reads from the start
@@ -91,7 +100,7 @@ class Stream:
 
     def only(self, kept: Callable[[str], bool]) -> "Stream":
         """The stream of those examples whose keys are kept."""
-        return Stream(self.path, self.rows, self.example, self.wanted, kept)
+        return Stream(self.path, self.rows, self.example, self.wanted, kept, self.obeys)
 
     def name(self, number: int) -> str:
         return f"{self.path}[{number}]"

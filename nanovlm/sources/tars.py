@@ -9,7 +9,7 @@ from functools import partial
 
 from nanovlm.data import Example, ExampleError
 from nanovlm.sources.records import record_example, words
-from nanovlm.sources.source import EXTENSIONS, Reading, Source, SourceError
+from nanovlm.sources.source import COLUMNS, EXTENSIONS, Reading, Source, SourceError
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def tars(path: str, shards: Sequence[str], reading: Reading) -> Source:
                     folder, _, file = info.name.rpartition("/")
                     stem, _, suffix = file.partition(".")
                     if info.isfile() and stem:
-                        key = os.path.join(os.path.basename(shard), folder, stem)
+                        key = os.path.normpath(os.path.join(os.path.relpath(shard, path), folder, stem))
                         member = Member(shard, f"{shard}/{info.name}", info.offset_data, info.size)
                         samples.setdefault(key, {})[suffix.lower()] = member
         except (tarfile.TarError, OSError) as error:
@@ -52,7 +52,8 @@ def tars(path: str, shards: Sequence[str], reading: Reading) -> Source:
             f"{' ...' * (len(silent) > 3)}; add them, or leave the samples out by --on-bad-example skip"
         )
     spoken = {key: sample for key, sample in pictured.items() if key not in set(silent)}
-    return Source(path, list(spoken.values()), partial(tar_example, reading=reading), list(spoken), named_by_key=True)
+    example = partial(tar_example, reading=reading)
+    return Source(path, list(spoken.values()), example, list(spoken), named_by_key=True, obeys=COLUMNS)
 
 
 def tar_example(sample: dict[str, Member], name: str, reading: Reading) -> Example:
