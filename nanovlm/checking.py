@@ -6,10 +6,10 @@ from itertools import groupby, islice, pairwise
 from nanovlm.complaints import complain
 from nanovlm.data import IGNORED, ExampleError, Row, encode_checked
 from nanovlm.processor import Processor
-from nanovlm.sources import Part, Stream
+from nanovlm.sources import Part
 from nanovlm.tokenizer import Tokenizer
 
-FROM_STREAM = 1000  # a stream may have no end that anybody would wait for
+FROM_ENDLESS = 1000  # examples of a source that has no end, or none that anybody would wait for
 SHOWN = 3
 
 
@@ -27,9 +27,10 @@ def check_data(learned: Sequence[Part], held: Sequence[Part], processor: Process
             if len(kept) < SHOWN:
                 kept.append((example.name, row))
         shown.append(kept)
+        side, most = ", held out" * (part in held), "the first " * part.source.endless
         print(
-            f"{part.source.path}{', held out' * (part in held)}: {examples:,} examples, {pictures:,} pictures, "
-            f"{answers:,} answer tokens; the longest takes {longest} of {processor.cfg.lm_max_position_embeddings}"
+            f"{part.source.path}{side}: {most}{examples:,} examples, {pictures:,} pictures, {answers:,} answer tokens; "
+            f"the longest takes {longest} of {processor.cfg.lm_max_position_embeddings}"
         )
     if bad:
         print(f"\n{len(bad)} cannot be used{' and will be skipped' * skip}:")
@@ -42,7 +43,7 @@ def check_data(learned: Sequence[Part], held: Sequence[Part], processor: Process
 
 
 def _read(part: Part, processor: Processor, bad: list[str]) -> Iterator:
-    for n, (name, record) in enumerate(islice(part, FROM_STREAM if isinstance(part.source, Stream) else None), 1):
+    for n, (name, record) in enumerate(islice(part, FROM_ENDLESS if part.source.endless else None), 1):
         if n % 1000 == 0:
             complain(f"{part.source.path}: {n:,} read")
         try:

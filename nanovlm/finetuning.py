@@ -5,6 +5,7 @@ import math
 import os
 import re
 from dataclasses import fields, replace
+from pathlib import Path
 
 import torch
 
@@ -43,8 +44,7 @@ def train_model(args: argparse.Namespace) -> int:
         check_obeyed(args, [source for source, _ in sources])
         learned, held = split(sources, args.validation or 0)
         if args.check_data:
-            processor = read_processor(args)
-            return check_data(learned, held, processor, skip=args.on_bad_example == "skip")
+            return check_data(learned, held, read_processor(args)[1], skip=args.on_bad_example == "skip")
         return fine_tune(args, cfg, learned, held)
     except ExampleError as error:
         complain(
@@ -117,19 +117,20 @@ def check_obeyed(args: argparse.Namespace, sources: list[Source | Stream]) -> No
             raise UsageError(f"--{flag.replace('_', '-')} means nothing for {paths}; leave it away")
 
 
-def read_processor(args: argparse.Namespace) -> Processor:
+def read_processor(args: argparse.Namespace) -> tuple[Path, Processor]:
+    """The folder of the model to begin with, and its processor."""
     folder = resolve(args.model or EMBEDDED, args.revision)
     cfg = read_config(folder)
-    return Processor(cfg, Tokenizer.from_pretrained(folder, cfg))
+    return folder, Processor(cfg, Tokenizer.from_pretrained(folder, cfg))
 
 
 def fine_tune(args: argparse.Namespace, cfg: TrainConfig, learned: list[Part], held: list[Part]) -> int:
     """Train args.model on the examples learned; the loss of those held out is told before and after."""
-    device, processor = choose_device(args.device), read_processor(args)
+    device = choose_device(args.device)
+    folder, processor = read_processor(args)
     tokenizer, skip = processor.tokenizer, args.on_bad_example == "skip"
     mixture = Mixture(learned, cfg.seed)
     batches = Batches(mixture, processor, cfg.batch_size, skip)
-    folder = resolve(args.model or EMBEDDED, args.revision)
     model = read_model(folder, processor.cfg, tokenizer.image_token_id, device=device)
     progress(outlook(mixture, held, cfg))
     if held:
@@ -147,10 +148,11 @@ def outlook(mixture: Mixture, held: list[Part], cfg: TrainConfig) -> str:
     said = []
     for parts, share in zip(mixture.groups, mixture.shares):
         names, shown = ", ".join(part.source.path for part in parts), share * cfg.steps * cfg.batch_size
-        if total := sum(map(len, parts)):
+        if not parts[0].source.endless:
+            total = sum(map(len, parts))
             said.append(f"{names}: {total:,} examples, each shown {shown / total:.1f} times")
         else:
-            said.append(f"{names}: a stream, of which {shown:,.0f} are shown; to resume it is read from its start")
+            said.append(f"{names}: {shown:,.0f} examples are shown")
     return "; ".join([*said, f"{sum(map(len, held)):,} held out"][: len(said) + bool(held)])
 
 

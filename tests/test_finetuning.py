@@ -162,7 +162,8 @@ def test_a_broken_picture_stops_with_its_name_and_the_way_out(train, workers):
         ("--data mine --out out --text-column x", ["--text-column means nothing for mine"]),
         ("--data mine@x --out out", ["mine@x", "'x' is no share"]),
         ("--data mine@0 --out out", ["share must be above 0"]),
-        ("--data mine@1 scenes --out out", ["leave nothing for scenes"]),
+        ("--data mine scenes@1 --out out", ["leave nothing for mine"]),
+        ("--data mine scenes --out out", ["scenes has no size", "scenes@0.3"]),
         ("--data nowhere --out out", ["nowhere: no such file"]),
         ("--data mine --out out --model nowhere", ["nowhere", "neither a folder nor a Hub id"]),
         ("--data mine --out out --steps 0", ["steps"]),
@@ -178,3 +179,9 @@ def test_wrong_use_is_one_line_before_any_work(train, flags, words):
 def test_help_tells_both_defaults(train):
     _, out, _ = train("--help")
     assert f"({FINETUNING.steps}; scenes: {SCENES.steps})" in " ".join(out.split())
+
+
+def test_what_has_no_end_is_checked_in_part(train):
+    code, out, err = train("--data", "scenes", "--check-data")
+    assert code == 0 and out.startswith("scenes: the first 1,000 examples, 1,000 pictures, ")
+    assert err == "scenes: 1,000 read\n"

@@ -80,7 +80,7 @@ def test_shares_that_cannot_be_kept_are_refused(weights, words):
 
 
 def test_a_stream_needs_a_share_unless_it_is_alone():
-    with pytest.raises(SourceError, match="give it one, as in PATH@0.3"):
+    with pytest.raises(SourceError, match="a has no size .* as in a@0.3"):
         Mixture([Part(stream("a", 5), ()), Part(source("b", 5), range(5), 0.5)], 0)
     assert set(names(Mixture([Part(stream("a", 5), ())], 0), range(5))) == {f"a[{i}]" for i in range(5)}
 
@@ -123,6 +123,16 @@ def test_a_number_held_out_is_that_number_over_all_sources():
     pairs = source("c", 40, keys=[f"{i // 2}.png" for i in range(40)])  # two questions a picture
     (learned,), (held,) = split([(pairs, None)], 5)
     assert len(held) == 6 and not keys([learned])[0] & keys([held])[0]
+
+
+def test_what_is_drawn_without_end_is_not_held_out():
+    parts = [(source("drawn", 5000, endless=True), 0.2), (source("mine", 20), None)]
+    for validation in (0.5, 4):
+        learned, held = split(parts, validation)
+        assert [part.source.path for part in held] == ["mine"] and len(learned[0]) == 5000
+    assert len(held[0]) == 4
+    with pytest.raises(SourceError, match="drawn has no size"):
+        Mixture([Part(one, range(len(one))) for one, _ in parts], 0)
 
 
 def test_a_stream_is_split_as_it_comes():

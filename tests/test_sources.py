@@ -6,17 +6,19 @@ import io
 import json
 import pickle
 import random
+import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from torch.utils.data import DataLoader, Dataset
 
 from nanovlm import PROMPT
 from nanovlm.data import ExampleError
 from nanovlm.images import open_picture
-from nanovlm.sources import Reading, SourceError, Stream, open_source
+from nanovlm.sources import Mixture, Part, Reading, SourceError, Stream, open_source
 
 ASK = Reading(prompt="What?")
 
@@ -332,6 +334,13 @@ def test_rows_on_disk(form, cache):
         assert [rest for _, *rest in told("rows/a.parquet")] == [list(e) for e in EXPECTED]
 
 
+@pytest.mark.parametrize("missing", ["datasets", "pyarrow"])
+def test_a_library_that_is_missing_is_named_with_the_way_to_it(missing, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    write("rows/a.parquet" if missing == "datasets" else "rows/metadata.parquet", b"PAR1")
+    refused("rows", missing, "pip install 'nanovlm[data]'")
+
+
 def test_rows_of_plain_columns_and_chats(cache):
     from datasets import Dataset
 
@@ -371,6 +380,26 @@ def test_rows_from_the_hub_also_as_a_stream(hub):
         assert [(e.name, [seed_of(picture) for picture in e.pictures], list(e.answers), e.chain) for e in found] == [
             (f"lab/rows:small{at}", *rest) for at, *rest in expected
         ]
+
+
+def test_a_stream_is_whole_in_every_process(hub):
+    """The library would give each of two processes a part of it."""
+    stream = open_source("lab/rows:small", replace(ASK, stream=True))
+    order = [Mixture([Part(stream, ())], 0).example(place).name for place in range(8)]
+    assert set(order[:3]) == {f"lab/rows:small[{i}]" for i in range(3)}
+    loader = DataLoader(Names(Mixture([Part(stream, ())], 0)), batch_size=None, num_workers=2)
+    assert list(loader) == order
+
+
+class Names(Dataset):
+    def __init__(self, mixture):
+        self.mixture = mixture
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, place):
+        return self.mixture.example(place).name
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, cache):

@@ -121,7 +121,7 @@ def drawn_example(rng: Random, name: str = "example") -> Example:
 
 def scene_source() -> Source:
     """Scenes as a source of examples, to be mixed into others so that what was learned of them stays."""
-    return Source("scenes", range(10**6), _numbered_example)
+    return Source("scenes", range(10**6), _numbered_example, endless=True)
 
 
 def _numbered_example(number: int, name: str) -> Example:

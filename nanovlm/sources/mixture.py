@@ -49,13 +49,12 @@ def split(sources: Sequence[tuple[Source | Stream, float | None]], validation: f
     of one picture stay together, even if that holds out a few more than asked.
     """
     hashes = {}
-    if validation:
-        hashes = {
-            i: [digest(s.key(n)) for n in range(len(s))] for i, (s, _) in enumerate(sources) if isinstance(s, Source)
-        }
+    for i, (source, _) in enumerate(sources):
+        if validation and not source.endless:
+            hashes[i] = [digest(source.key(n)) for n in range(len(source))]
     below = validation
     if validation >= 1:
-        if len(hashes) < len(sources):
+        if any(isinstance(source, Stream) for source, _ in sources):
             raise SourceError(f"--validation {validation:g} would count examples, and a stream's are not; name a share")
         ranked = sorted(value for values in hashes.values() for value in values)
         if validation >= len(ranked):
@@ -102,10 +101,9 @@ class Mixture:
         free = [part for part in parts if part.weight is None]
         weights = [part.weight for part in parts if part.weight is not None]
         self.groups = [[part] for part in parts if part.weight is not None]
-        if any(isinstance(part.source, Stream) for part in free) and len(parts) > 1:
-            raise SourceError(
-                "a stream's size is unknown, so its share cannot be told by it; give it one, as in PATH@0.3"
-            )
+        endless = [part.source.path for part in free if part.source.endless]
+        if endless and len(parts) > 1:
+            raise SourceError(f"{endless[0]} has no size to tell its share by; give it one, as in {endless[0]}@0.3")
         if free:
             if sum(weights) >= 1:
                 raise SourceError(

@@ -1,7 +1,7 @@
 """Rows of a data set that the `datasets` library reads: the_cauldron's and FineVision's, chats, or plain columns."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,9 @@ def rows(path: str, reading: Reading, files: Sequence[str] = ()) -> Source | Str
     example = partial(record_example, root=None, reading=reading)
     obeys = ["min_ratings"] if "texts" in names else () if set(CHATS) & set(names) else COLUMNS
     if hub and reading.stream:
-        return Stream(path, partial(iter, found), example, partial(wanted, reading=reading), obeys=[*obeys, "stream"])
+        return Stream(
+            path, partial(_streamed, path, found), example, partial(wanted, reading=reading), obeys=[*obeys, "stream"]
+        )
     if not len(found):
         raise SourceError(f"no pictures found: {path} has no rows")
     if not reading.min_ratings or "texts" not in names:
@@ -53,6 +55,19 @@ def rows(path: str, reading: Reading, files: Sequence[str] = ()) -> Source | Str
     if not left:
         raise SourceError(f"{path} has no row rated so high; lower --min-rating")
     return Source(path, found.select(left), example, numbers=left, obeys=obeys)
+
+
+def _streamed(path: str, found: Any) -> Iterator[dict[str, Any]]:
+    """All rows of a streamed data set, in every process: `iter(found)` would deal them out among the processes that
+    prepare batches, each of which counts for itself and needs them all."""
+    try:
+        for batch in found.iter(batch_size=1):
+            yield {name: values[0] for name, values in batch.items()}
+    except Exception as error:  # of many kinds, from DNS to a broken file
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise OSError(
+            f"the stream of {path} broke off ({reason}); the same command goes on from the last checkpoint"
+        ) from None
 
 
 def _check(path: str, names: Iterable[str], reading: Reading) -> None:

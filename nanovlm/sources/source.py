@@ -42,7 +42,7 @@ class Source:
 
     keys, if given, are what the examples are about, a picture's path say: whatever has the same key is held out
     together. obeys names the fields of Reading that mean something here; numbers are those of the records in their
-    file, where some were left out.
+    file, where some were left out. An endless source has more examples than anybody would count or hold out.
     """
 
     def __init__(
@@ -54,10 +54,12 @@ class Source:
         named_by_key: bool = False,
         obeys: Collection[str] = (),
         numbers: Sequence[int] | None = None,
+        endless: bool = False,
     ):
         self.path, self.records, self.example = path, records, example
         self.keys, self.named_by_key, self.obeys = keys, named_by_key, obeys
         self.numbers = range(len(records)) if numbers is None else numbers
+        self.endless = endless
 
     def __len__(self) -> int:
         return len(self.records)
@@ -81,6 +83,8 @@ class Stream:
     costs reading: a place is reached from an earlier one, else by reading from the start, which is how a resumed
     training finds its place again.
     """
+
+    endless = True
 
     def __init__(
         self,
