@@ -91,48 +91,39 @@ def caption(args: argparse.Namespace) -> int:
 def train_flags(parser: Parser) -> None:
     from dataclasses import fields
 
-    from nanovlm.train_config import SCENES
+    from nanovlm.train_config import FINETUNING, SCENES
 
     add = parser.add_argument
-    add("--recipe", choices=("scenes",), required=True, help="scenes: make the embedded model again, from nothing")
-    add("--out", required=True, metavar="FOLDER", help="where the model goes; run again to go on where it stopped")
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--data", nargs="+", action="extend", metavar="PATH[@SHARE]", help="your pictures and words")
+    task.add_argument("--recipe", choices=("scenes",), help="scenes: make the embedded model again, from nothing")
+    add("--out", metavar="FOLDER", help="where the model goes; run again to go on where it stopped")
+    add("--model", metavar="FOLDER_OR_HUB_ID", help="what to begin with (the embedded model)")
+    add("--revision", help="branch, tag or commit of a Hub model")
+    add("--prompt", metavar="TEXT", help=f"the question where there are only captions ({PROMPT!r})")
+    add("--images", metavar="FOLDER", help="where the pictures lie that a .json names (found beside it)")
+    add("--text-column", metavar="NAME", help="which column holds the answers (text, caption or answer)")
+    add("--prompt-column", metavar="NAME", help="which column holds the questions (question or prompt)")
+    add("--min-rating", action="append", metavar="NAME=N", help="only turns rated so, as formatting=3 (FineVision)")
+    add("--stream", action="store_true", default=None, help="learn from a Hub data set while it is downloaded")
+    add("--validation", type=float, metavar="N", help="hold out a share below 1, or a number of examples (0)")
+    add("--on-bad-example", choices=("skip", "stop"), help="what becomes of one that cannot be used (stop)")
+    add("--check-data", action="store_true", default=None, help="read all, count, show three examples; train nothing")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     for f in fields(SCENES):
-        flag, default = "--" + f.name.replace("_", "-"), getattr(SCENES, f.name)
+        flag, ours, theirs = "--" + f.name.replace("_", "-"), getattr(FINETUNING, f.name), getattr(SCENES, f.name)
+        help = f"{f.metadata['help']} ({ours}{f'; scenes: {theirs}' if theirs != ours else ''})"
         if f.type is bool:
-            add(flag, action=argparse.BooleanOptionalAction, default=default, help=f.metadata["help"])
+            add(flag, action=argparse.BooleanOptionalAction, help=help)
         else:
-            add(flag, type=f.type, default=default, metavar="N", help=f"{f.metadata['help']} ({default})")
+            add(flag, type=f.type, metavar="N", choices=f.metadata.get("choices") or None, help=help)
 
 
 def train(args: argparse.Namespace) -> int:
     """Train a model; what was saved is never lost: the same command goes on where the last one stopped."""
-    from dataclasses import fields
+    from nanovlm.finetuning import train_model
 
-    from nanovlm.train_config import TrainConfig
-
-    try:
-        cfg = TrainConfig(**{f.name: getattr(args, f.name) for f in fields(TrainConfig)})
-    except ValueError as error:
-        raise UsageError(error) from None
-
-    from models.checkpoint import CheckpointError
-    from nanovlm.device import choose_device
-    from nanovlm.scenes import recipe
-    from nanovlm.training import TrainingError
-    from nanovlm.training import train as learn
-
-    try:
-        device = choose_device(args.device)
-        model, processor = recipe.make_model(cfg.seed)
-        batches = recipe.batches(processor, cfg)
-        learn(model.to(device), processor.tokenizer.to_json(), batches, cfg, args.out, recipe.STORED_AS)
-    except (CheckpointError, ValueError) as error:
-        raise UsageError(error) from None
-    except (TrainingError, OSError) as error:
-        complain(f"training stopped: {error}")
-        return 1
-    return 0
+    return train_model(args)
 
 
 def export_flags(parser: Parser) -> None:

@@ -58,14 +58,23 @@ class Processor:
             texts.append(text)
         return "".join(texts)
 
-    def prompt(self, grids: Sequence[tuple[int, int]], text: str) -> list[int]:
-        """Ids of one question, pictures before the text, up to where the answer begins."""
+    def prompt(self, grids: Sequence[tuple[int, int]], text: str, history: Sequence[tuple[str, str]] = ()) -> list[int]:
+        """Ids of one question, pictures before all text, up to where the answer begins.
+
+        history holds the questions and answers before it, oldest first.
+        """
         if not isinstance(text, str):
-            raise ValueError(f"a prompt is one question, a string, not a {type(text).__name__}; ask one at a time")
+            raise ValueError(f"a prompt is one question, a string, not a {type(text).__name__}; pass others as history")
         if self.cfg.era < 3:
-            places = [self.tokenizer.image_token_id] * (self.cfg.mp_image_token_length * len(grids))
-            return places + self.tokenizer.encode(f"Question: {text} Answer:")
-        return self.tokenizer.encode_chat([{"role": "user", "images": self.markup(grids), "content": text}])
+            ids = [self.tokenizer.image_token_id] * (self.cfg.mp_image_token_length * len(grids))
+            for asked, answer in history:
+                ids += self.tokenizer.encode(f"Question: {asked} Answer:") + self.tokenizer.encode(answer)
+                ids.append(self.tokenizer.eos_token_id)
+            return ids + self.tokenizer.encode(f"Question: {text} Answer:")
+        turns = [words for pair in history for words in pair] + [text]
+        chat = [{"role": ("user", "assistant")[i % 2], "content": words} for i, words in enumerate(turns)]
+        chat[0]["images"] = self.markup(grids)
+        return self.tokenizer.encode_chat(chat)
 
     def __call__(self, pictures: Sequence[Sequence[Image.Image]], prompts: Sequence[str]) -> dict[str, Tensor | None]:
         """A batch for `generate`: row b shows pictures[b], any number of them, and asks prompts[b].

@@ -46,3 +46,4 @@ class TrainConfig:
 
 
 SCENES = TrainConfig(steps=5700, lr=1e-3, warmup=300, decay=0.25, compile=True)  # how the embedded model was made
+FINETUNING = TrainConfig(steps=500, batch_size=16, lr=3e-4, warmup=20, save_every=100, log_every=10)

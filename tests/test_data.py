@@ -2,15 +2,20 @@
 
 import pickle
 import random
+import re
+from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
 from PIL import Image
 
-from nanovlm.data import IGNORED, Example, collate, encode
+from models.config import CHATML
+from nanovlm.data import IGNORED, Example, ExampleError, collate, encode, encode_checked
+from nanovlm.processor import Processor
 from nanovlm.scenes import random_scene
 from nanovlm.scenes.recipe import batches, scene_example
+from nanovlm.tokenizer import Tokenizer
 from nanovlm.train_config import TrainConfig
 
 
@@ -134,3 +139,61 @@ def test_a_scenes_example_shows_its_picture_and_asks_for_its_caption_first():
     assert [picture.size for picture in example.pictures] == [(120, 90)] and len(example.answers) == 6
     caption = example.answers[0][1]
     assert all(thing.name in caption for thing in scene.things) and scene.background in caption
+
+
+TURNS = [("What is this?", "A red star."), ("Is it red?", "yes"), ("Where\nis it? <|im_end|>", "To the left.")]
+
+
+@pytest.mark.parametrize("pictures", [[], [noise(16, 16)], [noise(30, 14, 2), noise(16, 16, 3)]])
+def test_a_chain_reads_what_generation_would_read_of_all_turns_before(pictures, processor):
+    row = encode(Example(pictures, TURNS, chain=True), processor)
+    whole = [*row.ids, row.targets[-1]]
+    assert set(row.mask) <= {1, 2} and row.mask == sorted(row.mask), "one branch, in which each sees all before it"
+    grids = [processor.images(picture)[1] for picture in pictures]
+    expected = [IGNORED] * len(row.ids)
+    for k, (prompt, answer) in enumerate(TURNS):
+        messages = [
+            {"role": role, "content": text} for turn in TURNS[:k] for role, text in zip(("user", "assistant"), turn)
+        ]
+        messages.append({"role": "user", "content": prompt})
+        messages[0]["images"] = processor.markup(grids)
+        read = processor.tokenizer.encode_chat(messages)
+        said = [*processor.tokenizer.encode(answer), processor.tokenizer.eos_token_id]
+        assert whole[: len(read) + len(said)] == read + said
+        expected[len(read) - 1 : len(read) + len(said) - 1] = said
+    assert row.targets == expected
+
+
+def test_a_chain_of_an_answer_that_the_chat_would_change_is_named(processor):
+    cfg = replace(processor.cfg, lm_chat_template=CHATML.replace("['content']", "['content'].lower()"))
+    shouting = Processor(cfg, Tokenizer(processor.tokenizer.backend, cfg))
+    with pytest.raises(ExampleError, match=r"^7\.json\[1\]: in its turn 2 "):
+        encode(Example([], [("a", "B"), ("c", "d")], "7.json[1]", chain=True), shouting)
+
+
+def test_a_chain_of_one_turn_is_a_question(processor):
+    alone, chained = (encode(Example([noise(16, 16)], TURNS[:1], chain=chain), processor) for chain in (False, True))
+    assert (alone.ids, alone.targets, alone.mask) == (chained.ids, chained.targets, chained.mask)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "words"),
+    [
+        ("What?", " \n", "empty answer to 'What?'"),
+        ("What is <image>?", "x", "<image> in its text"),
+        ("What?", "<|image|> is red", "<|image|> in its text"),
+        ("What?", "x " * 1100, "lm_max_position_embeddings=1024"),
+    ],
+)
+def test_what_would_teach_something_else_is_refused(processor, prompt, answer, words):
+    with pytest.raises(ExampleError) as error:
+        encode_checked(Example([noise(16, 16)], [("Hi", "Ho"), (prompt, answer)], "a.png"), processor)
+    assert str(error.value).startswith("a.png ") and words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_picture_that_cannot_be_opened_is_an_example_that_cannot(processor, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"hello")
+    for picture, name in ((str(tmp_path / "a.png"), "7.json[1]"), (b"hello", "b.tar/1")):
+        with pytest.raises(ExampleError, match=rf"^{re.escape(name)}: .*not a picture") as error:
+            encode(Example([picture], ANSWERS, name), processor)
+        assert isinstance(picture, bytes) or picture in str(error.value)

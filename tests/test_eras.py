@@ -380,6 +380,18 @@ def test_training_reads_what_generation_reads(captioner):
     model.zero_grad()
 
 
+def test_a_conversation_goes_on_after_what_was_said(era, captioner):
+    processor, turns = captioner.processor, [(ASKED, "A star."), ("Red?", "Yes."), ("?", "No.")]
+    for shown in ("none", "1x1", "several"):
+        pictures, ids = pictures_of(shown), []
+        for k, (asked, answer) in enumerate(turns):
+            ids += captioner.tokenizer.encode("\n") if k and era > 2 else []
+            ids += processor([[] if k else pictures], [asked])["input_ids"][0].tolist()
+            ids += [*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id]
+        row = encode(Example(pictures, turns, chain=True), processor)
+        assert [*row.ids, row.targets[-1]] == ids
+
+
 # ------------------------------------------------------------------------------------------ written, read again
 
 

@@ -18,6 +18,7 @@ from nanovlm.processor import Processor
 from nanovlm.scenes.drawing import draw
 from nanovlm.scenes.scene import COLOURS, Scene, random_scene, unnamed
 from nanovlm.scenes.words import caption, questions
+from nanovlm.sources.source import Source
 from nanovlm.tokenizer import Tokenizer
 from nanovlm.train_config import TrainConfig
 
@@ -121,6 +122,26 @@ def scene_example(
     return Example(pictures, [(_as_typed(prompt, rng), caption(scene)), *asked])
 
 
+def drawn_example(rng: Random, name: str = "example") -> Example:
+    """A fresh scene as training shows it."""
+    size, scene = _size(rng), random_scene(rng)
+    return replace(scene_example(scene, rng, N_QUESTIONS, size), name=name)
+
+
+def _size(rng: Random) -> tuple[int, int]:
+    width = rng.randint(*SIDES)
+    return width, min(SIDES[1], max(SIDES[0], round(width * rng.uniform(0.75, 1.33))))
+
+
+def scene_source() -> Source:
+    """Scenes as a source of examples, to be mixed into others so that what was learned of them stays."""
+    return Source("scenes", range(10**6), _numbered_example, endless=True)
+
+
+def _numbered_example(number: int, name: str) -> Example:
+    return drawn_example(Random(f"scene {number}"), name)
+
+
 def _as_typed(prompt: str, rng: Random) -> str:
     """The prompt, sometimes as people type it: American, in lower case, without the last mark."""
     if rng.random() < 0.3:
@@ -142,9 +163,7 @@ def _batch(processor: Processor, cfg: TrainConfig, step: int) -> dict:
     forgotten, nameless = at(step, FORGETS), at(step, UNNAMED)
     rows = []
     for _ in range(cfg.batch_size):
-        size = rng.randint(*SIDES)
-        size = (size, min(SIDES[1], max(SIDES[0], round(size * rng.uniform(0.75, 1.33)))))
-        scene = random_scene(rng)
+        size, scene = _size(rng), random_scene(rng)
         colourless = nameless > 0 and rng.random() < nameless
         scene = unnamed(scene, rng) if colourless else scene
         row = encode(scene_example(scene, rng, N_QUESTIONS, size, colourless), processor)

@@ -1,0 +1,180 @@
+"""The verb `train`: flags in, a model's folder out, from a recipe or from somebody's own pictures."""
+
+import argparse
+import math
+import os
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+
+from models.checkpoint import CheckpointError, read_config, read_model, resolve
+from models.vision_language_model import VisionLanguageModel
+from nanovlm import EMBEDDED, PROMPT
+from nanovlm.checking import check_data
+from nanovlm.complaints import UsageError, complain
+from nanovlm.data import IGNORED, ExampleError
+from nanovlm.device import choose_device
+from nanovlm.processor import Processor
+from nanovlm.scenes import recipe
+from nanovlm.sources import Batches, Mixture, Part, Reading, Source, SourceError, Stream, open_source, split
+from nanovlm.tokenizer import Tokenizer
+from nanovlm.train_config import FINETUNING, SCENES, TrainConfig
+from nanovlm.training import TrainingError, progress, train
+
+OF_DATA = (
+    "model", "revision", "prompt", "images", "text_column", "prompt_column", "min_rating", "stream", "validation",
+    "on_bad_example", "check_data",
+)  # fmt: skip
+MOST_HELD_OUT = 256  # examples whose loss is taken, more would say the same
+
+
+def train_model(args: argparse.Namespace) -> int:
+    """Train as args say; 1 if it stopped on the way."""
+    try:
+        cfg = settings(args)
+        if args.recipe:
+            model, processor = recipe.make_model(cfg.seed)
+            batches = recipe.batches(processor, cfg)
+            model = model.to(choose_device(args.device))
+            train(model, processor.tokenizer.to_json(), batches, cfg, args.out, recipe.STORED_AS)
+            return 0
+        sources = [(open_source(path, reading(args)), share) for path, share in map(path_and_share, args.data)]
+        check_obeyed(args, [source for source, _ in sources])
+        learned, held = split(sources, args.validation or 0)
+        if args.check_data:
+            return check_data(learned, held, read_processor(args)[1], skip=args.on_bad_example == "skip")
+        return fine_tune(args, cfg, learned, held)
+    except ExampleError as error:
+        complain(
+            f"training stopped: {last_line(error)}; mend or remove it, or go on without it by --on-bad-example skip "
+            "(--check-data lists all that are like it)"
+        )
+    except (TrainingError, OSError) as error:
+        complain(f"training stopped: {last_line(error)}")
+    except (CheckpointError, SourceError, ValueError) as error:
+        raise UsageError(last_line(error)) from None
+    return 1
+
+
+def settings(args: argparse.Namespace) -> TrainConfig:
+    """The training's settings; refuses flags that contradict each other, before any work."""
+    given = {f.name: getattr(args, f.name) for f in fields(TrainConfig) if getattr(args, f.name) is not None}
+    cfg = replace(SCENES if args.recipe else FINETUNING, **given)
+    if args.recipe:
+        for name in OF_DATA:
+            if getattr(args, name) is not None:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} belongs to --data; --recipe scenes draws its own pictures"
+                )
+    if not (args.out or args.check_data):
+        raise UsageError("--out is required: the folder where the model goes")
+    n = args.validation or 0
+    if not (0 <= n < 1 or (n >= 1 and n.is_integer())):
+        raise UsageError(f"--validation {n:g} is neither a share below 1 nor a number of examples")
+    return cfg
+
+
+def path_and_share(text: str) -> tuple[str, float | None]:
+    """PATH@SHARE in its two parts; a path that holds an @ and exists is a path."""
+    path, at, share = text.rpartition("@")
+    if not at or os.path.exists(text):
+        return text, None
+    try:
+        weight = float(share)
+    except ValueError:
+        raise UsageError(f"--data {text}: no such file or folder, and {share!r} is no share like 0.3") from None
+    if not 0 < weight < math.inf:
+        raise UsageError(f"--data {text}: a share must be above 0")
+    return path, weight
+
+
+def reading(args: argparse.Namespace) -> Reading:
+    ratings = {}
+    for text in args.min_rating or ():
+        name, _, least = text.partition("=")
+        try:
+            ratings[name] = float(least)
+        except ValueError:
+            raise UsageError(f"--min-rating {text}: write a rating's name and a number, as formatting=3") from None
+    return Reading(
+        prompt=PROMPT if args.prompt is None else args.prompt,
+        images=args.images,
+        text_column=args.text_column,
+        prompt_column=args.prompt_column,
+        min_ratings=ratings,
+        stream=bool(args.stream),
+        skip=args.on_bad_example == "skip",
+    )
+
+
+def check_obeyed(args: argparse.Namespace, sources: list[Source | Stream]) -> None:
+    """Refuse a flag that means nothing for any source."""
+    for flag, name in {**{name: name for name in Reading.__dataclass_fields__}, "min_rating": "min_ratings"}.items():
+        if getattr(args, flag, None) is not None and not any(name in source.obeys for source in sources):
+            paths = ", ".join(source.path for source in sources)
+            raise UsageError(f"--{flag.replace('_', '-')} means nothing for {paths}; leave it away")
+
+
+def read_processor(args: argparse.Namespace) -> tuple[Path, Processor]:
+    """The folder of the model to begin with, and its processor."""
+    folder = resolve(args.model or EMBEDDED, args.revision)
+    cfg = read_config(folder)
+    return folder, Processor(cfg, Tokenizer.from_pretrained(folder, cfg))
+
+
+def fine_tune(args: argparse.Namespace, cfg: TrainConfig, learned: list[Part], held: list[Part]) -> int:
+    """Train args.model on the examples learned; the loss of those held out is told before and after."""
+    device = choose_device(args.device)
+    folder, processor = read_processor(args)
+    tokenizer, skip = processor.tokenizer, args.on_bad_example == "skip"
+    mixture = Mixture(learned, cfg.seed)
+    batches = Batches(mixture, processor, cfg.batch_size, skip)
+    model = read_model(folder, processor.cfg, tokenizer.image_token_id, device=device)
+    progress(outlook(mixture, held, cfg))
+    if held:
+        size, n = held_out(held, cfg.batch_size)
+        unseen = Batches(Mixture(held, cfg.seed), processor, size, skip)
+        before = loss_of(model, unseen, n)
+    model = train(model, tokenizer.to_json(), batches, cfg, args.out)
+    if held:
+        progress(f"loss of {n * size} held-out examples: {before:.4f} before, {loss_of(model, unseen, n):.4f} now")
+    return 0
+
+
+def outlook(mixture: Mixture, held: list[Part], cfg: TrainConfig) -> str:
+    """What is going to be learned from, and how often, in one line."""
+    said = []
+    for parts, share in zip(mixture.groups, mixture.shares):
+        names, shown = ", ".join(part.source.path for part in parts), share * cfg.steps * cfg.batch_size
+        if not parts[0].source.endless:
+            total = sum(map(len, parts))
+            said.append(f"{names}: {total:,} examples, each shown {shown / total:.1f} times")
+        else:
+            said.append(f"{names}: {shown:,.0f} examples are shown")
+    return "; ".join([*said, f"{sum(map(len, held)):,} held out"][: len(said) + bool(held)])
+
+
+def held_out(held: list[Part], batch_size: int) -> tuple[int, int]:
+    """In what batches, and how many of them, to look at examples held out."""
+    known = sum(map(len, held)) or MOST_HELD_OUT
+    size = min(batch_size, known)
+    return size, max(1, min(known, MOST_HELD_OUT) // size)
+
+
+@torch.no_grad()
+def loss_of(model: VisionLanguageModel, batches: Batches, n: int) -> float:
+    """The mean cross-entropy over all answer tokens of the first n batches."""
+    total, tokens = 0.0, 0
+    for step in range(n):
+        inputs = {k: v if v is None else v.to(model.device) for k, v in batches(step).items()}
+        count = int((inputs["targets"] != IGNORED).sum())
+        total, tokens = total + model(**inputs)[1].item() * count, tokens + count
+    return total / tokens
+
+
+def last_line(error: Exception) -> str:
+    """What an error says; from a process that prepares batches it comes as a whole traceback, which ends in that."""
+    line = (str(error).rstrip().splitlines() or [type(error).__name__])[-1]
+    return re.sub(r"^[\w.]+Error: ", "", line)

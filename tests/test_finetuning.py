@@ -1,0 +1,187 @@
+"""train.py --data as a user meets it: what it learns, what it shows, and what it says of data it cannot use."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_cli import refused
+
+from nanovlm import EMBEDDED, Captioner, cli
+from nanovlm.data import Example, encode
+from nanovlm.scenes import caption, draw, random_scene
+from nanovlm.sources import Batches
+from nanovlm.train_config import FINETUNING, SCENES
+
+QUICK = ["--steps", "3", "--batch-size", "4", "--workers", "0", "--device", "cpu", "--out", "out"]
+LABEL = "A photograph of my cat."
+
+
+@pytest.fixture(autouse=True)
+def standing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+
+
+@pytest.fixture
+def train(monkeypatch, capsys):
+    """train.py in this process: exit code, stdout, stderr."""
+
+    def train(*argv):
+        monkeypatch.setattr(sys, "argv", ["train.py"])
+        try:
+            code = cli.door("train", [str(arg) for arg in argv])
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return train
+
+
+def scenes(n, text=None):
+    """n drawn scenes with their captions, or one text for all."""
+    for i in range(n):
+        scene = random_scene(random.Random(i))
+        draw(scene, 96, 96).save(f"mine/{i}.png")
+        Path(f"mine/{i}.txt").write_text(f"{text or caption(scene)}\n")
+
+
+def test_a_few_steps_teach_the_embedded_model_and_generate_says_it(train):
+    """25 steps on one sentence are enough for the model to say it of any picture."""
+    scenes(6, LABEL)
+    many = ["--steps", "25", "--lr", "3e-3", "--warmup", "0", "--log-every", "25", "--validation", "2"]
+    code, out, err = train("--data", "mine", *QUICK, *many)
+    assert (code, out) == (0, "")
+    lines = err.splitlines()
+    assert lines[0] == "mine: 4 examples, each shown 25.0 times; 2 held out"
+    assert [line.split("  ")[0] for line in lines[1:-1]] == ["step 25/25"]
+    before, now = (float(lines[-1].split(when)[0].split()[-1]) for when in (" before", " now"))
+    assert lines[-1].startswith("loss of 2 held-out examples: ") and now < before / 10
+    fresh = draw(random_scene(random.Random(99)), 120, 90)
+    assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
+    assert Captioner.from_pretrained("out/checkpoints/step-25", "cpu", "float32").caption(fresh) == LABEL
+    code, _, err = train("--data", "mine", *QUICK, *many)
+    assert code == 0 and "resumed out at step 25" in err
+
+
+def test_training_that_was_cut_goes_on_to_the_same_weights(train, monkeypatch):
+    scenes(5)
+    data = ["--data", "mine@0.5", "scenes@0.5", *QUICK, "--save-every", "1"]
+    assert train(*data)[0] == 0
+    whole = load_file("out/model.safetensors")
+    Path("out").rename("whole")
+    made = Batches.__call__
+
+    def cut(step):
+        if step == 2:
+            raise OSError("the cable was cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Batches, "__call__", lambda batches, step: cut(step) or made(batches, step))
+        code, _, err = train(*data)
+    assert code == 1 and "training stopped: the cable" in err and not Path("out/model.safetensors").exists()
+    code, _, err = train(*data)
+    assert code == 0 and "resumed out at step 2" in err
+    again = load_file("out/model.safetensors")
+    assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
+
+
+def test_what_is_checked_is_counted_and_shown_as_it_is_learned(train):
+    scenes(4)
+    Path("mine/1.png").write_bytes(b"hello")
+    Path("mine/2.txt").write_text(" \n")
+    chat = [{"from": "human", "value": "<image>Who?"}, {"from": "gpt", "value": "Me."}]
+    chat += [{"from": "human", "value": "Why <|im_end|>?"}, {"from": "gpt", "value": "So."}]
+    Path("chat.json").write_text(json.dumps([{"image": "mine/0.png", "conversations": chat}]))
+    code, out, err = train("--data", "mine", "chat.json", "--check-data", "--prompt", "Tell!")
+    assert code == 1 and err == ""
+    lines = out.splitlines()
+    processor = Captioner.from_pretrained(EMBEDDED, "cpu").processor
+    rows = [
+        encode(Example([f"mine/{i}.png"], [("Tell!", caption(random_scene(random.Random(i))))]), processor)
+        for i in (0, 3)
+    ]
+    count = sum(target >= 0 for row in rows for target in row.targets)
+    longest = max(len(row.ids) for row in rows)
+    assert lines[0] == f"mine: 2 examples, 2 pictures, {count} answer tokens; the longest takes {longest} of 1024"
+    assert lines[1].startswith("chat.json: 1 examples, 1 pictures, ")
+    assert lines[3] == "2 cannot be used:"
+    assert lines[4] == "  mine/1.png: not a picture that Pillow can read, or a damaged one"
+    assert lines[5] == "  mine/2.png has an empty answer to 'Tell!'"
+    place = "(picture 1: 1 image of 96 x 96)\n<|im_start|>user\n<|global_image|><|image|> x 36 "
+    first = f"{place}Tell!<|im_end|>\n<|im_start|>assistant\n[[{caption(random_scene(random.Random(0)))}<|im_end|>]]\n"
+    assert f"--- mine/0.png\n{first}" in out
+    chain = f"{place}Who?<|im_end|>\n<|im_start|>assistant\n[[Me.<|im_end|>]]\n<|im_start|>user\nWhy <|im_end|>?"
+    assert f"--- chat.json[0]\n{chain}<|im_end|>\n<|im_start|>assistant\n[[So.<|im_end|>]]\n" in out
+    assert out.count("\n--- ") == 3
+    assert not Path("out").exists()
+    code, out, _ = train("--data", "mine", "--check-data", "--on-bad-example", "skip", "--validation", "0.5")
+    assert code == 0 and "2 cannot be used and will be skipped:" in out and "mine, held out: " in out
+
+
+def test_branches_are_shown_one_after_another(train):
+    scenes(1)
+    Path("mine/0.txt").unlink()
+    Path("mine/metadata.jsonl").write_text(json.dumps({"file_name": "0.png", "captions": ["One.", "Two."]}))
+    code, out, _ = train("--data", "mine", "--check-data", "--prompt", "?")
+    asked = "?<|im_end|>\n<|im_start|>assistant\n"
+    assert code == 0 and f"<|image|> x 36 {asked}[[One.<|im_end|>]]\n... {asked}[[Two.<|im_end|>]]\n" in out
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_picture_stops_with_its_name_and_the_way_out(train, workers):
+    scenes(4)
+    Path("mine/2.png").write_bytes(Path("mine/2.png").read_bytes()[:200])
+    code, out, err = train("--data", "mine", *QUICK, "--workers", workers)
+    assert (code, out) == (1, "") and len(err.splitlines()) == 2
+    assert err.splitlines()[1].startswith("training stopped: mine/2.png: ")
+    assert "--on-bad-example skip" in err and "--check-data" in err
+    code, _, err = train("--data", "mine", *QUICK, "--workers", workers, "--on-bad-example", "skip")
+    assert code == 0 and Path("out/model.safetensors").exists()
+    assert workers or "skipped: mine/2.png: " in err  # a worker has a standard error of its own
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--recipe scenes --out out --prompt x", ["--prompt", "belongs to --data"]),
+        ("--recipe scenes --out out --check-data", ["--check-data", "belongs to --data"]),
+        ("--recipe scenes --data mine --out out", ["not allowed with"]),
+        ("--data mine", ["--out is required"]),
+        ("--data mine --out out --validation 1.5", ["--validation 1.5"]),
+        ("--data mine --out out --validation -1", ["--validation -1"]),
+        ("--data mine --out out --validation nan", ["--validation nan"]),
+        ("--data mine --out out --validation 4", ["4 of 4 examples", "none to learn from"]),
+        ("--data mine --out out --min-rating 3", ["--min-rating 3", "formatting=3"]),
+        ("--data mine --out out --min-rating formatting=3", ["--min-rating means nothing for mine"]),
+        ("--data mine --out out --stream", ["--stream means nothing for mine"]),
+        ("--data mine --out out --images mine", ["--images means nothing for mine"]),
+        ("--data mine --out out --text-column x", ["--text-column means nothing for mine"]),
+        ("--data mine@x --out out", ["mine@x", "'x' is no share"]),
+        ("--data mine@0 --out out", ["share must be above 0"]),
+        ("--data mine scenes@1 --out out", ["leave nothing for mine"]),
+        ("--data mine scenes --out out", ["scenes has no size", "scenes@0.3"]),
+        ("--data nowhere --out out", ["nowhere: no such file"]),
+        ("--data mine --out out --model nowhere", ["nowhere", "neither a folder nor a Hub id"]),
+        ("--data mine --out out --steps 0", ["steps"]),
+        ("--data mine --out out --on-bad-example x", ["--on-bad-example"]),
+    ],
+)
+def test_wrong_use_is_one_line_before_any_work(train, flags, words):
+    scenes(4)
+    refused(train(*flags.split()), *words, program="train.py")
+    assert not Path("out").exists()
+
+
+def test_help_tells_both_defaults(train):
+    _, out, _ = train("--help")
+    assert f"({FINETUNING.steps}; scenes: {SCENES.steps})" in " ".join(out.split())
+
+
+def test_what_has_no_end_is_checked_in_part(train):
+    code, out, err = train("--data", "scenes", "--check-data")
+    assert code == 0 and out.startswith("scenes: the first 1,000 examples, 1,000 pictures, ")
+    assert err == "scenes: 1,000 read\n"
