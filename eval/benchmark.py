@@ -3,8 +3,9 @@
     python -m eval.benchmark
 
 Without: GPT reads all T tokens. With: GPT_kv reads the last one, behind a cache of T - 1. Both see the same ids, share
-their weights (random, of GPT-2's vocabulary), compute in float32 and choose the likeliest next token; that they choose
-the same is checked before anything is timed. Sizes are counted as minGPT does, without lm_head.
+their weights (random, of GPT-2's vocabulary), compute in float32, on AMD's CPUs by oneDNN (models/onednn.py), and
+choose the likeliest next token; that they choose the same is checked before anything is timed. Sizes are counted as minGPT
+does, without lm_head.
 
 Figures are medians of rounds in which both take turns. Every timed step with a cache starts from the same value of
 T - 1 tokens, made just before, untimed, by a step that reads token T - 1: as in any generation, there is room behind
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from eval.environment import environment, synchronize
 from models.mingpt import GPT, SIZES, GPT_kv, GPTConfig
+from models.onednn import onednn_pays_off, use_onednn
 from nanovlm.cli import Parser
 from nanovlm.device import choose_device
 from nanovlm.training import progress
@@ -43,7 +45,7 @@ def twins(size: str, device: torch.device, vocab_size: int = VOCABULARY) -> tupl
     with torch.device("meta"):
         gpt_kv = GPT_kv(gpt.config).eval()
     gpt_kv.load_state_dict(gpt.state_dict(), assign=True)
-    return gpt, gpt_kv
+    return use_onednn(gpt, onednn_pays_off()), use_onednn(gpt_kv, onednn_pays_off())
 
 
 @torch.inference_mode()

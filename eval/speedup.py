@@ -33,6 +33,7 @@ from eval.environment import environment, synchronize
 from eval.shapes import SHAPES
 from eval.sort_task import SortTask, sort_task, summary
 from models.encoder_decoder import EncoderDecoder
+from models.onednn import onednn_pays_off, use_onednn
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT, SAMPLE
 from nanovlm.captioner import Captioner
@@ -192,6 +193,7 @@ def flags() -> Parser:
     add("--rounds", type=int, default=5, metavar="N", help="of all designs in turn, of which medians are taken (5)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="(auto)")
     add("--dtype", default="float32", choices=tuple(DTYPES), help="lower ones may choose other ids (float32)")
+    add("--onednn", action=argparse.BooleanOptionalAction, default=onednn_pays_off(), help="float32 by oneDNN (on AMD)")
     add("--export", action=argparse.BooleanOptionalAction, default=True, help="the exported graphs too (yes)")
     add("--sort-task", action=argparse.BooleanOptionalAction, default=True, help="the sorting task too (yes)")
     add("--plot", type=Path, metavar="FILE.png", help="draw it; needs the extra eval")
@@ -221,8 +223,10 @@ def main(argv: list[str] | None = None) -> int:
     ids, images = ids.to(device), images.to(device, model.dtype)
     words, most = ids[:, ids[0] != model.image_token_id], max(args.lengths)
 
-    progress("preparing" + ", exporting five graphs" * args.export)
     twin = EncoderDecoder(model.cfg).to(device, model.dtype).eval()
+    for module in (model, twin):
+        use_onednn(module, args.onednn)
+    progress("preparing" + ", exporting five graphs" * args.export)
     subjects = (
         language_model(model, ids, images, most, args.export),
         encoder_decoder(twin, words, images[:1], most, args.export),

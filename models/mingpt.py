@@ -202,10 +202,13 @@ def choose(logits: Tensor, temperature: float, do_sample: bool, top_k: int | Non
 
 
 class Slab:
-    """Room for a block's keys and values, k and v (B, room, C) each, of which `filled` tokens are written."""
+    """Room for a block's keys and values, k and v (B, room, C) each, of which `filled` tokens are written.
+
+    In memory time is last: one channel of all tokens is one stretch, as the sums of attention over one query want it.
+    """
 
     def __init__(self, k: Tensor, v: Tensor, room: int):
-        self.k, self.v = (y.new_empty(y.size(0), room, y.size(2)) for y in (k, v))
+        self.k, self.v = (y.new_empty(y.size(0), y.size(2), room).transpose(1, 2) for y in (k, v))
         self.filled = 0
         self.write(k, v)
 
@@ -253,18 +256,14 @@ class CausalSelfAttention_kv(CausalSelfAttention):
         k, v = kv_cache
         S = k.size(1)
         if T == 1:
-            # Sums of products in the order of memory: each token's k and v are rows of C, which the products per head
-            # of SDPA or bmm would visit in pieces, head by head; on CPUs that takes half as long again.
-            q = q * (1.0 / math.sqrt(C // self.n_head))
-            att = (q * k).view(B, S, self.n_head, -1).sum(-1).transpose(1, 2)  # softmax is fast over the last dim only
-            att = self.attn_dropout(F.softmax(att, dim=-1)).transpose(1, 2).contiguous()
-            y = (att[..., None] * v.view(B, S, self.n_head, -1)).sum(1).view(B, 1, C)
+            q = self.heads(q * (1.0 / math.sqrt(C // self.n_head)))
+            y = self.attn_dropout(F.softmax(q @ self.heads(k).transpose(-2, -1), dim=-1)) @ self.heads(v)
         else:  # SDPA's is_causal is aligned top left, which is wrong behind a past
             mask = self.bias[:, :, S - T : S, :S] == 1 if S > T else None
             p = self.attn_dropout.p if self.training else 0.0
             q, k, v = self.heads(q), self.heads(k), self.heads(v)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None)
-            y = y.transpose(1, 2).reshape(B, T, C)
+        y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y)), kv_cache
 
 

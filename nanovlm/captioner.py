@@ -10,6 +10,7 @@ from PIL import Image
 from models.backbones import find_backbones, read_backbones
 from models.checkpoint import read_config, read_model, resolve
 from models.decoding import GREEDY, Sampling
+from models.onednn import onednn_pays_off, use_onednn
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.device import choose_device, choose_dtype
@@ -67,6 +68,8 @@ class Captioner:
         cfg = read_config(folder)
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
         model = read_model(folder, cfg, tokenizer.image_token_id, precision, place)
+        if onednn_pays_off():
+            use_onednn(model)
         return cls(model, Processor(cfg, tokenizer))
 
     @classmethod

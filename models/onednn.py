@@ -1,0 +1,42 @@
+"""float32 matrix products by oneDNN where torch would give them to MKL, which is slow on other makers' processors.
+
+On AMD's, MKL takes about twice as long from four rows on, and for one where the weights come from memory: compare
+`python -m eval.speedup --onednn` with `--no-onednn`. bfloat16 goes to oneDNN by itself.
+"""
+
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+class OneDNNLinear(nn.Linear):
+    """An nn.Linear with the same weights. What needs a gradient, another dtype or a graph goes the usual way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) to (..., out_features)."""
+        usual = x.dtype != torch.float32 or x.device.type != "cpu" or self.weight.dtype != torch.float32
+        if usual or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().forward(x)
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+def use_onednn(model: nn.Module, on: bool = True) -> nn.Module:
+    """Make every plain nn.Linear of model an OneDNNLinear, or with on=False back; names and weights stay. In place."""
+    old, new = (nn.Linear, OneDNNLinear) if on else (OneDNNLinear, nn.Linear)
+    for module in model.modules():
+        if type(module) is old:
+            module.__class__ = new
+    return model
+
+
+@cache
+def onednn_pays_off() -> bool:
+    """Whether this processor is one on which torch's own choice, MKL, is slow, and oneDNN is there."""
+    maker = CPUINFO.read_text() if CPUINFO.exists() else platform.processor()
+    there = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return there and "AuthenticAMD" in maker and hasattr(torch.ops.mkldnn, "_linear_pointwise")
