@@ -4,8 +4,8 @@
 
 Without: GPT reads all T tokens. With: GPT_kv reads the last one, behind a cache of T - 1. Both see the same ids, share
 their weights (random, of GPT-2's vocabulary), compute in float32, on AMD's CPUs by oneDNN (models/onednn.py), and
-choose the likeliest next token; that they choose the same is checked before anything is timed. Sizes are counted as minGPT
-does, without lm_head.
+choose the likeliest next token; that they choose the same is checked before anything is timed. Sizes are counted as
+minGPT does, without lm_head.
 
 Figures are medians of rounds in which both take turns. Every timed step with a cache starts from the same value of
 T - 1 tokens, made just before, untimed, by a step that reads token T - 1: as in any generation, there is room behind
