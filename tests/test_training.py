@@ -236,7 +236,7 @@ def test_a_loss_that_is_no_number_stops_before_it_spoils_anything(learn, batch, 
 
 
 def test_a_save_that_is_killed_leaves_the_last_one(learn, whole, tmp_path, monkeypatch):
-    from nanovlm import training
+    from nanovlm import resuming
 
     writes = []
 
@@ -246,10 +246,11 @@ def test_a_save_that_is_killed_leaves_the_last_one(learn, whole, tmp_path, monke
             raise OSError(28, "No space left on device")
         safe_save(tensors, path)
 
-    safe_save = training.save_file
-    monkeypatch.setattr(training, "save_file", dies)
-    with pytest.raises(OSError, match="No space"):
+    safe_save = resuming.save_file
+    monkeypatch.setattr(resuming, "save_file", dies)
+    with pytest.raises(TrainingError, match="No space left.*make room.*go on from .*step-3") as caught:
         learn(tmp_path / "run")
+    assert len(str(caught.value).splitlines()) == 1
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-3"]
     monkeypatch.undo()
     learn(tmp_path / "run")
