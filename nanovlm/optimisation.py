@@ -7,14 +7,21 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from models.lora import adapt
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.train_config import TrainConfig
 
 
 def freeze(model: VisionLanguageModel, cfg: TrainConfig) -> None:
-    """Let the parts learn whose rate is not 0; the others get no gradients, and a frozen encoder keeps no graph."""
+    """Let the parts learn whose rate is not 0; the others get no gradients, and a frozen encoder keeps no graph.
+
+    With lora_rank it is not the weights of those parts that learn, but adapters beside them.
+    """
     for part, rate in cfg.rates.items():
         getattr(model, part).requires_grad_(rate > 0)
+    if cfg.lora_rank:
+        torch.manual_seed(cfg.seed)
+        adapt(model, cfg.lora_rank, cfg.lora_alpha, [part for part, rate in cfg.rates.items() if rate])
 
 
 def adamw(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:

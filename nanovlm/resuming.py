@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from models.checkpoint import CheckpointError, new_folder, read_config, read_model, read_object, write_files
+from models.lora import adapters, merge, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.train_config import TrainConfig
 
@@ -34,6 +35,13 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def write_model(folder: Path, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None) -> None:
+    """Write the files of a model into folder; those of one with adapters are the merged model's, and the adapters'."""
+    write_files(folder, merge(model), tokenizer, dtype)
+    if adapters(model):
+        write_adapters(folder, model)
+
+
 def save(
     folder: Path,
     model: VisionLanguageModel,
@@ -53,7 +61,7 @@ def save(
     old = [path for path in checkpoints(folder) if path != new]
     state = {"step": step, "config": asdict(cfg), "scaler": scaler.state_dict()}
     with writing(folder), new_folder(new) as files:
-        write_files(files, model, tokenizer)
+        write_model(files, model, tokenizer)
         save_file(moments, files / OPTIMIZER)
         (files / STATE).write_text(json.dumps(state, indent=2) + "\n")
     for path in old:
@@ -86,12 +94,27 @@ def resume(
                 f"{newest} holds a model with {name}={theirs.get(name)}, but this one has {name}={ours[name]}; "
                 "train it in another folder"
             )
-    model.load_state_dict(read_model(newest, model.cfg, model.image_token_id).state_dict())
+    restore_weights(newest, model)
     restore_moments(newest, model, optimizer)
     state = read_object(newest / STATE)
     if scaler.is_enabled() and state.get("scaler"):
         scaler.load_state_dict(state["scaler"])
     return int(newest.name.removeprefix("step-")), state.get("config", {})
+
+
+def restore_weights(newest: Path, model: VisionLanguageModel) -> None:
+    """Load all weights, or, of a model with adapters, these, if it is the model that they were trained on."""
+    stored = read_model(newest, model.cfg, model.image_token_id, device=model.device).state_dict()
+    if not adapters(model):
+        model.load_state_dict(stored)
+        return
+    read_adapters(newest, model)
+    for name, tensor in merge(model).state_dict().items():
+        if not torch.allclose(tensor, stored[name], rtol=1e-3, atol=1e-5):
+            raise CheckpointError(
+                f"{newest} holds adapters of a model with another {name}; "
+                "begin with the same model as before, or train in another folder"
+            )
 
 
 def restore_moments(newest: Path, model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> None:

@@ -20,6 +20,8 @@ class TrainConfig:
     vision_rate: float = setting(1.0, "the vision encoder's learning rate as a multiple of lr; 0 freezes it")
     projector_rate: float = setting(1.0, "the projector's likewise")
     language_rate: float = setting(1.0, "the language model's likewise")
+    lora_rank: int = setting(0, "learn low-rank adapters beside the weights of the parts not frozen; 0 learns weights")
+    lora_alpha: float = setting(16.0, "LoRA: adapters are multiplied by this over their rank")
     schedule: str = setting("trapezoid", "how the rate falls: trapezoid or cosine", choices=("trapezoid", "cosine"))
     warmup: int = setting(100, "steps over which the rate rises")
     decay: float = setting(0.4, "trapezoid: the part of all steps, at the end, over which the rate falls to 0")

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from models.checkpoint import write_checkpoint
+from models.checkpoint import new_folder
+from models.lora import adapters, merge
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.data import IGNORED
 from nanovlm.device import choose_training_dtype, peak_memory
 from nanovlm.optimisation import accelerated, adamw, freeze
-from nanovlm.resuming import TrainingError, resume, save, writing
+from nanovlm.resuming import TrainingError, resume, save, write_model, writing
 from nanovlm.train_config import TrainConfig
 
 Batch = dict[str, Tensor | None]
@@ -39,7 +40,8 @@ def train(
     """Train model on batch(0), batch(1), ..., cfg.accumulate a step, and write it to folder, weights as stored_as.
 
     batch is a pure function of its number, so a run that was killed goes on from folder/checkpoints as if nothing
-    had happened. Every checkpoint is a model that generate.py can use.
+    had happened. Every checkpoint is a model that generate.py can use. The trained model is returned: the same, or
+    with cfg.lora_rank another, into which the adapters are merged.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)  # where that is impossible, better now than at the first save
@@ -93,9 +95,9 @@ def train(
                 losses.clear()
             if done % cfg.save_every == 0 or done == cfg.steps:
                 save(folder, model, tokenizer, optimizer, scaler, cfg, done)
-    with writing(folder):
-        write_checkpoint(folder, model.eval(), tokenizer, stored_as)
-    return model
+    with writing(folder), new_folder(folder) as files:
+        write_model(files, model.eval(), tokenizer, stored_as)
+    return merge(model) if adapters(model) else model
 
 
 class _Batches(Dataset):
@@ -115,6 +117,7 @@ def moved(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor if tensor is None else tensor.to(device) for name, tensor in batch.items()}
 
 
+@torch.enable_grad()
 def backward(
     model: VisionLanguageModel, batches: list[Batch], dtype: torch.dtype, scaler: torch.amp.GradScaler
 ) -> float:
