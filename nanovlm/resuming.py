@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,6 +23,31 @@ OPTIMIZER, STATE = "optimizer.safetensors", "training.json"
 
 class TrainingError(RuntimeError):
     """Training cannot go on; what was saved before is intact."""
+
+
+class Stopped(SystemExit):
+    """A signal asked training to stop, and all is saved; the code is the shell's, 130 for SIGINT, 143 for SIGTERM."""
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[list[int]]:
+    """A list that SIGINT and SIGTERM put their number into instead of stopping us; a second signal stops us at once."""
+    asked, before = [], {}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+    def ask(number: int, frame) -> None:
+        asked.append(number)
+        restore()
+
+    if threading.current_thread() is threading.main_thread():  # others may not set handlers
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        restore()
 
 
 @contextmanager

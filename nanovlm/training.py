@@ -1,6 +1,7 @@
 """The training loop, in the order of events; what it learns from is somebody else's business."""
 
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm.data import IGNORED
 from nanovlm.device import choose_training_dtype, peak_memory
 from nanovlm.optimisation import accelerated, adamw, freeze
-from nanovlm.resuming import TrainingError, resume, save, write_model, writing
+from nanovlm.resuming import Stopped, TrainingError, asked_to_stop, resume, save, write_model, writing
 from nanovlm.train_config import TrainConfig
 
 Batch = dict[str, Tensor | None]
@@ -40,8 +41,8 @@ def train(
     """Train model on batch(0), batch(1), ..., cfg.accumulate a step, and write it to folder, weights as stored_as.
 
     batch is a pure function of its number, so a run that was killed goes on from folder/checkpoints as if nothing
-    had happened. Every checkpoint is a model that generate.py can use. The trained model is returned: the same, or
-    with cfg.lora_rank another, into which the adapters are merged.
+    had happened; after SIGINT or SIGTERM it saves and raises `Stopped`. Every checkpoint is a model that generate.py
+    can use. The trained model is returned: the same, or with cfg.lora_rank another, the adapters merged into it.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)  # where that is impossible, better now than at the first save
@@ -59,11 +60,12 @@ def train(
             batch_size=None,
             num_workers=cfg.workers,
             prefetch_factor=4 if cfg.workers else None,
+            worker_init_fn=_ignore_signals,
         )
     )
     model.train()
     started, losses, read = time.perf_counter(), [], 0
-    with accelerated(model, cfg):
+    with accelerated(model, cfg), asked_to_stop() as asked:
         for step in range(first, cfg.steps):
             torch.manual_seed(cfg.seed + step)  # dropout, too, is a function of the step
             for group in optimizer.param_groups:
@@ -93,8 +95,12 @@ def train(
                     f"{peak_memory(model.device) / 2**20:,.0f} MiB  {(cfg.steps - done) * pace / 60:.0f} min left"
                 )
                 losses.clear()
-            if done % cfg.save_every == 0 or done == cfg.steps:
+            if done % cfg.save_every == 0 or done == cfg.steps or asked:
                 save(folder, model, tokenizer, optimizer, scaler, cfg, done)
+            if asked and done < cfg.steps:
+                name = signal.Signals(asked[0]).name
+                log(f"{name}: stopped and saved {folder} at step {done}; run the same command again to go on")
+                raise Stopped(128 + asked[0])
     with writing(folder), new_folder(folder) as files:
         write_model(files, model.eval(), tokenizer, stored_as)
     return merge(model) if adapters(model) else model
@@ -111,6 +117,12 @@ class _Batches(Dataset):
 
     def __getitem__(self, i: int) -> Batch:
         return self.batch(self.first + i)
+
+
+def _ignore_signals(worker: int) -> None:
+    """Ctrl-C reaches every process of the terminal; the one that trains tells the others when to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:
