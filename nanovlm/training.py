@@ -3,13 +3,14 @@
 import math
 import signal
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -17,8 +18,10 @@ from models.checkpoint import new_folder
 from models.lora import adapters, merge
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.data import IGNORED
-from nanovlm.device import choose_training_dtype, peak_memory
+from nanovlm.device import choose_training_dtype
+from nanovlm.journal import Journal
 from nanovlm.optimisation import accelerated, adamw, freeze
+from nanovlm.report import write_report
 from nanovlm.resuming import Stopped, TrainingError, asked_to_stop, resume, save, write_model, writing
 from nanovlm.train_config import TrainConfig
 
@@ -37,12 +40,16 @@ def train(
     folder: str | Path,
     stored_as: torch.dtype | None = None,
     log: Callable[[str], None] = progress,
+    validation: Callable[[int], Batch] | None = None,
+    show: Callable[[VisionLanguageModel], Sequence[tuple[Image.Image, str]]] | None = None,
 ) -> VisionLanguageModel:
     """Train model on batch(0), batch(1), ..., cfg.accumulate a step, and write it to folder, weights as stored_as.
 
     batch is a pure function of its number, so a run that was killed goes on from folder/checkpoints as if nothing
     had happened; after SIGINT or SIGTERM it saves and raises `Stopped`. Every checkpoint is a model that generate.py
-    can use. The trained model is returned: the same, or with cfg.lora_rank another, the adapters merged into it.
+    can use. validation(0), ... are held-out batches; show captions held-out pictures, which folder/report.png then
+    holds with the first captions and the last. The trained model is returned: the same, or with cfg.lora_rank
+    another, the adapters merged into it.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)  # where that is impossible, better now than at the first save
@@ -63,22 +70,27 @@ def train(
             worker_init_fn=_ignore_signals,
         )
     )
-    model.train()
-    started, losses, read = time.perf_counter(), [], 0
-    with accelerated(model, cfg), asked_to_stop() as asked:
+    with (
+        accelerated(model, cfg),
+        asked_to_stop() as asked,
+        closing(Journal(folder, cfg, first, model.device, log)) as journal,
+    ):
+        if first == 0:
+            journal.found(0, *look(model, validation, show, dtype, cfg))
+        model.train()
         for step in range(first, cfg.steps):
             torch.manual_seed(cfg.seed + step)  # dropout, too, is a function of the step
             for group in optimizer.param_groups:
                 group["lr"] = cfg.lr_at(step) * group["rate"]
             inputs = [moved(batch, model.device) for batch in islice(batches, cfg.accumulate)]
-            losses.append(backward(model, inputs, dtype, scaler))
+            loss = backward(model, inputs, dtype, scaler)
             scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
             # float16 overflows now and then: the scaler skips that step and scales less, down to where it must help
             overflow = scaler.is_enabled() and scaler.get_scale() > 1
-            if not math.isfinite(losses[-1]) or not (math.isfinite(norm) or overflow):
+            if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
                 raise TrainingError(
-                    f"step {step} has loss {losses[-1]} and gradient norm {norm:.3g}; "
+                    f"step {step} has loss {loss} and gradient norm {norm:.3g}; "
                     f"lower lr={cfg.lr} and run again to go on from the last checkpoint in {folder}"
                 )
             scaler.step(optimizer)
@@ -86,15 +98,11 @@ def train(
             optimizer.zero_grad()
 
             done = step + 1
-            read += sum(int((one["attention_mask"] != 0).sum()) for one in inputs)
-            if done % cfg.log_every == 0 or done == cfg.steps:
-                pace = (time.perf_counter() - started) / (done - first)
-                log(
-                    f"step {done}/{cfg.steps}  loss {sum(losses) / len(losses):.4f}  lr {cfg.lr_at(step):.1e}  "
-                    f"{pace:.2f} s/step  {read / (done - first) / pace:,.0f} tokens/s  "
-                    f"{peak_memory(model.device) / 2**20:,.0f} MiB  {(cfg.steps - done) * pace / 60:.0f} min left"
-                )
-                losses.clear()
+            read = sum(int((one["attention_mask"] != 0).sum()) for one in inputs)
+            journal.step(done, loss, cfg.lr_at(step), norm, read)
+            if done % cfg.validate_every == 0 or done == cfg.steps:
+                journal.found(done, *look(model, validation, show, dtype, cfg))
+                model.train()
             if done % cfg.save_every == 0 or done == cfg.steps or asked:
                 save(folder, model, tokenizer, optimizer, scaler, cfg, done)
             if asked and done < cfg.steps:
@@ -103,7 +111,28 @@ def train(
                 raise Stopped(128 + asked[0])
     with writing(folder), new_folder(folder) as files:
         write_model(files, model.eval(), tokenizer, stored_as)
+    if show:
+        try:
+            write_report(folder, [picture for picture, _ in show(model)])
+        except ImportError as error:
+            log(f"no report.png: {error}; pip install 'nanovlm[eval]'")
     return merge(model) if adapters(model) else model
+
+
+@torch.no_grad()
+def look(
+    model: VisionLanguageModel, validation: Callable | None, show: Callable | None, dtype: torch.dtype, cfg: TrainConfig
+) -> tuple[float | None, list[str]]:
+    """The mean loss over the answer tokens of the held-out batches, and the captions of held-out pictures."""
+    model.eval()
+    total = answered = 0
+    for i in range(cfg.validation_batches if validation else 0):
+        batch = moved(validation(i), model.device)
+        n = int((batch["targets"] != IGNORED).sum())
+        with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
+            total += n * model(**batch)[1].item()
+        answered += n
+    return total / answered if answered else None, [caption for _, caption in show(model)] if show else []
 
 
 class _Batches(Dataset):
