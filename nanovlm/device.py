@@ -1,5 +1,6 @@
 """Where to compute, in which precision, and how much memory it took."""
 
+import os
 import sys
 
 import torch
@@ -8,11 +9,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def choose_device(name: str) -> torch.device:
-    """auto takes CUDA, then Apple's MPS, then the CPU; a device that is not there is a ValueError."""
+    """auto takes CUDA, then Apple's MPS, then the CPU; a device that is not there is a ValueError.
+
+    Of several processes that torchrun started on a machine with several GPUs, each gets its own.
+    """
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     available = [kind for kind, is_there in there.items() if is_there]
     if name == "auto":
-        return torch.device(available[0])
+        name = available[0]
+    if name == "cuda" in available and "LOCAL_RANK" in os.environ:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if name not in available:
         raise ValueError(f"device={name} is not available here, only {', '.join(available)}")
     return torch.device(name)

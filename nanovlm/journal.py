@@ -20,16 +20,25 @@ class Journal:
     """Of a run in folder that goes on after `first` steps; lines for people go to log.
 
     A line of metrics.jsonl is an object with "step" and either what that step was like (loss, lr, grad_norm,
-    tokens_per_s, memory in bytes) or what was found after it (validation_loss, captions).
+    tokens_per_s, memory in bytes) or what was found after it (validation_loss, captions). Of several processes that
+    train together, one writes.
     """
 
-    def __init__(self, folder: Path, cfg: TrainConfig, first: int, device: torch.device, log: Callable[[str], None]):
-        self.cfg, self.first, self.device, self.log = cfg, first, device, log
-        self.folder = folder
-        with writing(folder):
-            cut(folder / METRICS, first)
+    def __init__(
+        self,
+        folder: Path,
+        cfg: TrainConfig,
+        first: int,
+        device: torch.device,
+        log: Callable[[str], None],
+        writes: bool = True,
+    ):
+        self.folder, self.cfg, self.first, self.device, self.log, self.writes = folder, cfg, first, device, log, writes
         self.board = None
-        if cfg.tensorboard:
+        if writes:
+            with writing(folder):
+                cut(folder / METRICS, first)
+        if writes and cfg.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1)
@@ -65,6 +74,8 @@ class Journal:
         self.before = time.perf_counter()
 
     def write(self, done: int, **numbers) -> None:
+        if not self.writes:
+            return
         for name, value in numbers.items():
             if isinstance(value, float) and not math.isfinite(value):
                 numbers[name] = None  # float16 overflows now and then, and JSON knows no infinity

@@ -15,6 +15,7 @@ class TrainConfig:
 
     steps: int = setting(1000, "steps in all", least=1)
     batch_size: int = setting(64, "examples per batch", least=1)
+    pack: int = setting(0, "join examples into rows of so many tokens, which see nothing of each other; 0 pads them")
     accumulate: int = setting(1, "batches per step, whose gradients are summed: the memory of one", least=1)
     lr: float = setting(1e-3, "the highest learning rate")
     vision_rate: float = setting(1.0, "the vision encoder's learning rate as a multiple of lr; 0 freezes it")
@@ -37,6 +38,9 @@ class TrainConfig:
     seed: int = setting(0, "decides the first weights and every batch")
     save_every: int = setting(500, "steps between checkpoints", least=1)
     log_every: int = setting(50, "steps between progress lines", least=1)
+    validate_every: int = setting(500, "steps between looks at held-out examples, if there are any", least=1)
+    validation_batches: int = setting(8, "batches of held-out examples at each look", least=1)
+    tensorboard: bool = setting(False, "write curves for TensorBoard, too (extra: tensorboard)")
     workers: int = setting(1, "processes that prepare batches; 0 prepares them between steps")
     compile: bool = setting(False, "compile the blocks: a minute at the start, a quarter less time per step")
 

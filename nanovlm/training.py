@@ -19,6 +19,7 @@ from models.lora import adapters, merge
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.data import IGNORED
 from nanovlm.device import choose_training_dtype
+from nanovlm.distributed import World
 from nanovlm.journal import Journal
 from nanovlm.optimisation import accelerated, adamw, freeze
 from nanovlm.report import write_report
@@ -45,6 +46,8 @@ def train(
 ) -> VisionLanguageModel:
     """Train model on batch(0), batch(1), ..., cfg.accumulate a step, and write it to folder, weights as stored_as.
 
+    Under torchrun a step learns from cfg.accumulate batches on each process, and the first process writes.
+
     batch is a pure function of its number, so a run that was killed goes on from folder/checkpoints as if nothing
     had happened; after SIGINT or SIGTERM it saves and raises `Stopped`. Every checkpoint is a model that generate.py
     can use. validation(0), ... are held-out batches; show captions held-out pictures, which folder/report.png then
@@ -53,17 +56,23 @@ def train(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)  # where that is impossible, better now than at the first save
+    world = World(model.device)
+    log = log if world.rank == 0 else (lambda line: None)
     dtype = choose_training_dtype(cfg.dtype, model.device)
     freeze(model, cfg)
     optimizer = adamw(model, cfg)
     scaler = torch.amp.GradScaler(model.device.type, enabled=dtype == torch.float16)
     first, before = resume(folder, model, optimizer, scaler)
+    if world.sum(first) != [first * world.size]:
+        raise TrainingError(f"{folder} holds other checkpoints for other processes; it must be one that all share")
+    world.share_weights(model)
     if first:
         changed = [f"{k}={v} instead of {before[k]}" for k, v in asdict(cfg).items() if before.get(k, v) != v]
         log(f"resumed {folder} at step {first}" + ", with " * bool(changed) + ", ".join(changed))
+    start, stop = first * cfg.accumulate * world.size, cfg.steps * cfg.accumulate * world.size
     batches = iter(
         DataLoader(
-            _Batches(batch, first * cfg.accumulate, cfg.steps * cfg.accumulate),
+            _Batches(batch, range(start + world.rank, stop, world.size)),
             batch_size=None,
             num_workers=cfg.workers,
             prefetch_factor=4 if cfg.workers else None,
@@ -73,17 +82,21 @@ def train(
     with (
         accelerated(model, cfg),
         asked_to_stop() as asked,
-        closing(Journal(folder, cfg, first, model.device, log)) as journal,
+        closing(world),
+        closing(Journal(folder, cfg, first, model.device, log, writes=world.rank == 0)) as journal,
     ):
         if first == 0:
-            journal.found(0, *look(model, validation, show, dtype, cfg))
+            journal.found(0, *look(model, validation, show, dtype, cfg, world))
         model.train()
         for step in range(first, cfg.steps):
-            torch.manual_seed(cfg.seed + step)  # dropout, too, is a function of the step
+            torch.manual_seed(cfg.seed + step + (world.rank << 40))  # dropout, too, is a function of the step
             for group in optimizer.param_groups:
                 group["lr"] = cfg.lr_at(step) * group["rate"]
             inputs = [moved(batch, model.device) for batch in islice(batches, cfg.accumulate)]
-            loss = backward(model, inputs, dtype, scaler)
+            loss = backward(model, inputs, dtype, scaler, world)
+            world.sum_gradients(model)
+            read = sum(int((one["attention_mask"] != 0).sum()) for one in inputs)
+            loss, read, leaving = world.sum(loss, read, len(asked))
             scaler.unscale_(optimizer)
             norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
             # float16 overflows now and then: the scaler skips that step and scales less, down to where it must help
@@ -98,20 +111,21 @@ def train(
             optimizer.zero_grad()
 
             done = step + 1
-            read = sum(int((one["attention_mask"] != 0).sum()) for one in inputs)
             journal.step(done, loss, cfg.lr_at(step), norm, read)
             if done % cfg.validate_every == 0 or done == cfg.steps:
-                journal.found(done, *look(model, validation, show, dtype, cfg))
+                journal.found(done, *look(model, validation, show, dtype, cfg, world))
                 model.train()
-            if done % cfg.save_every == 0 or done == cfg.steps or asked:
+            if world.rank == 0 and (done % cfg.save_every == 0 or done == cfg.steps or leaving):
                 save(folder, model, tokenizer, optimizer, scaler, cfg, done)
-            if asked and done < cfg.steps:
-                name = signal.Signals(asked[0]).name
-                log(f"{name}: stopped and saved {folder} at step {done}; run the same command again to go on")
-                raise Stopped(128 + asked[0])
-    with writing(folder), new_folder(folder) as files:
-        write_model(files, model.eval(), tokenizer, stored_as)
-    if show:
+            if leaving and done < cfg.steps:
+                number = signal.Signals(asked[0] if asked else signal.SIGTERM)
+                log(f"{number.name}: stopped and saved {folder} at step {done}; run the same command again to go on")
+                raise Stopped(128 + number)
+    model.eval()
+    if world.rank == 0:
+        with writing(folder), new_folder(folder) as files:
+            write_model(files, model, tokenizer, stored_as)
+    if world.rank == 0 and show:
         try:
             write_report(folder, [picture for picture, _ in show(model)])
         except ImportError as error:
@@ -121,31 +135,38 @@ def train(
 
 @torch.no_grad()
 def look(
-    model: VisionLanguageModel, validation: Callable | None, show: Callable | None, dtype: torch.dtype, cfg: TrainConfig
+    model: VisionLanguageModel,
+    validation: Callable | None,
+    show: Callable | None,
+    dtype: torch.dtype,
+    cfg: TrainConfig,
+    world: World,
 ) -> tuple[float | None, list[str]]:
     """The mean loss over the answer tokens of the held-out batches, and the captions of held-out pictures."""
     model.eval()
     total = answered = 0
-    for i in range(cfg.validation_batches if validation else 0):
+    for i in range(world.rank, cfg.validation_batches if validation else 0, world.size):
         batch = moved(validation(i), model.device)
         n = int((batch["targets"] != IGNORED).sum())
         with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
             total += n * model(**batch)[1].item()
         answered += n
-    return total / answered if answered else None, [caption for _, caption in show(model)] if show else []
+    total, answered = world.sum(total, answered)
+    captions = [caption for _, caption in show(model)] if show and world.rank == 0 else []
+    return total / answered if answered else None, captions
 
 
 class _Batches(Dataset):
-    """batch(first) ... batch(last - 1), an item each."""
+    """batch(number) for each of the numbers, an item each."""
 
-    def __init__(self, batch: Callable[[int], Batch], first: int, last: int):
-        self.batch, self.first, self.last = batch, first, last
+    def __init__(self, batch: Callable[[int], Batch], numbers: range):
+        self.batch, self.numbers = batch, numbers
 
     def __len__(self) -> int:
-        return max(0, self.last - self.first)
+        return len(self.numbers)
 
     def __getitem__(self, i: int) -> Batch:
-        return self.batch(self.first + i)
+        return self.batch(self.numbers[i])
 
 
 def _ignore_signals(worker: int) -> None:
@@ -160,20 +181,26 @@ def moved(batch: Batch, device: torch.device) -> Batch:
 
 @torch.enable_grad()
 def backward(
-    model: VisionLanguageModel, batches: list[Batch], dtype: torch.dtype, scaler: torch.amp.GradScaler
+    model: VisionLanguageModel,
+    batches: list[Batch],
+    dtype: torch.dtype,
+    scaler: torch.amp.GradScaler,
+    world: World,
 ) -> float:
-    """Sum up the gradients of the mean loss over all answer tokens of the batches; that loss.
+    """Sum up the gradients of the mean loss over all answer tokens of the batches here and on other processes.
 
     A batch's mean counts by its number of answer tokens, so that cutting one batch into several changes nothing.
+    Returns the part of that loss that stands here.
     """
     answered = [int((batch["targets"] != IGNORED).sum()) for batch in batches]
     if not all(answered):
         raise TrainingError("a batch has no answer to learn; leave examples without one out of it")
+    (everywhere,) = world.sum(sum(answered))
     total = 0.0
     for batch, n in zip(batches, answered):
         with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
             _, loss = model(**batch)
-        loss = loss * (n / sum(answered))
+        loss = loss * (n / everywhere)
         if loss.requires_grad:  # words alone teach a projector nothing
             scaler.scale(loss).backward()
         total += loss.item()

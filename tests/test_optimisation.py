@@ -10,12 +10,14 @@ from safetensors.torch import load_file
 from transformers import get_cosine_schedule_with_warmup
 
 from nanovlm import device
+from nanovlm.distributed import World
 from nanovlm.optimisation import accelerated, adamw, freeze
 from nanovlm.train_config import TrainConfig
 from nanovlm.training import TrainingError, backward, train
 
 CFG = TrainConfig(steps=2, lr=1e-3, warmup=0, decay=0, weight_decay=0, dtype="float32", workers=0, log_every=9)
 PARTS = {"vision_rate": "vision_encoder.", "projector_rate": "MP.", "language_rate": "decoder."}
+ALONE = World(torch.device("cpu"))
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
 
 
@@ -79,7 +81,7 @@ def test_a_frozen_encoder_keeps_no_graph_and_gets_no_gradients(tiny_model, words
     model, cfg = tiny_model(), replace(CFG, vision_rate=0.0)
     freeze(model, cfg)
     assert not model.vision_encoder(torch.rand(1, 3, 16, 16)).requires_grad
-    backward(model, [words_and_images(0)], torch.float32, UNSCALED)
+    backward(model, [words_and_images(0)], torch.float32, UNSCALED, ALONE)
     assert all((p.grad is None) == name.startswith("vision_encoder.") for name, p in model.named_parameters())
     freeze(model, CFG)
     assert model.vision_encoder(torch.rand(1, 3, 16, 16)).requires_grad
@@ -117,7 +119,7 @@ def test_pieces_of_a_batch_give_the_loss_and_gradients_of_the_whole(tiny_model, 
     whole["images"] = torch.cat([piece["images"] for piece in pieces])
     one, many = tiny_model(), tiny_model()
     one(**whole)[1].backward()
-    loss = backward(many, pieces, torch.float32, UNSCALED)
+    loss = backward(many, pieces, torch.float32, UNSCALED, ALONE)
     assert loss == pytest.approx(one(**whole)[1].item(), abs=1e-5)
     assert loss != pytest.approx(sum(one(**piece)[1].item() for piece in pieces) / 3, abs=1e-3)
     for name, gradient in gradients(one).items():
@@ -193,9 +195,9 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_model, word
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_step_in_half_precision_goes_the_same_way(tiny_model, words_and_images, dtype):
     precise, half = tiny_model(), tiny_model()
-    exact = backward(precise, [words_and_images(0)], torch.float32, UNSCALED)
+    exact = backward(precise, [words_and_images(0)], torch.float32, UNSCALED, ALONE)
     scaler = torch.amp.GradScaler("cpu", init_scale=256, enabled=dtype == "float16")
-    loss = backward(half, [words_and_images(0)], getattr(torch, dtype), scaler)
+    loss = backward(half, [words_and_images(0)], getattr(torch, dtype), scaler, ALONE)
     assert loss == pytest.approx(exact, rel=0.02) and loss != exact
     optimizer = adamw(half, CFG)
     scaler.unscale_(optimizer)

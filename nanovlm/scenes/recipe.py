@@ -13,6 +13,7 @@ from models.config import VLMConfig, extra_tokens
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import PROMPT
 from nanovlm.data import Example, Row, collate, encode
+from nanovlm.packing import pack
 from nanovlm.processor import Processor
 from nanovlm.scenes.drawing import draw
 from nanovlm.scenes.scene import Scene, random_scene
@@ -136,7 +137,8 @@ def _batch(processor: Processor, cfg: TrainConfig, step: int) -> dict:
         size = (size, min(SIDES[1], max(SIDES[0], round(size * rng.uniform(0.75, 1.33)))))
         row = encode(scene_example(random_scene(rng), rng, N_QUESTIONS, size), processor)
         rows.append(forget(row, rng, share) if share else row)
-    return collate(rows, limit=processor.cfg.lm_max_position_embeddings)
+    limit = processor.cfg.lm_max_position_embeddings
+    return collate(pack(rows, min(cfg.pack, limit)) if cfg.pack else rows, limit=limit)
 
 
 def forget(row: Row, rng: Random, share: float, blank: int = 0) -> Row:
