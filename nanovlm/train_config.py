@@ -42,6 +42,7 @@ class TrainConfig:
     validation_batches: int = setting(8, "batches of held-out examples at each look", least=1)
     tensorboard: bool = setting(False, "write curves for TensorBoard, too (extra: tensorboard)")
     workers: int = setting(1, "processes that prepare batches; 0 prepares them between steps")
+    plan: bool = setting(False, "only tell what training takes: parameters, tokens per step, memory at most")
     compile: bool = setting(False, "compile the blocks: a minute at the start, a quarter less time per step")
 
     def __post_init__(self):

@@ -22,6 +22,7 @@ from nanovlm.device import choose_training_dtype
 from nanovlm.distributed import World
 from nanovlm.journal import Journal
 from nanovlm.optimisation import accelerated, adamw, freeze
+from nanovlm.planning import plan
 from nanovlm.report import write_report
 from nanovlm.resuming import Stopped, TrainingError, asked_to_stop, resume, save, write_model, writing
 from nanovlm.train_config import TrainConfig
@@ -52,8 +53,11 @@ def train(
     had happened; after SIGINT or SIGTERM it saves and raises `Stopped`. Every checkpoint is a model that generate.py
     can use. validation(0), ... are held-out batches; show captions held-out pictures, which folder/report.png then
     holds with the first captions and the last. The trained model is returned: the same, or with cfg.lora_rank
-    another, the adapters merged into it.
+    another, the adapters merged into it. With cfg.plan nothing is trained or written, only told what it would take.
     """
+    if cfg.plan:
+        log(str(plan(model, batch, cfg)))
+        return model
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)  # where that is impossible, better now than at the first save
     world = World(model.device)
