@@ -45,16 +45,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).type_as(x)
 
 
+SAMPLE = 2**20  # from one sample of a packed row to the next, in attention_mask
+
+
 def visible(attention_mask: Tensor, n_new: int) -> Tensor:
     """Which tokens each of the last n_new may see: (B, 1, n_new, T) bool from a mask (B, T) over all of them.
 
     0 is padding, 1 a token. Higher numbers are branches: a token of branch n sees the ones and its own branch,
-    so a picture (1) can be followed by many questions (2, 3, ...) that neither see nor shift each other.
+    so a picture (1) can be followed by many questions (2, 3, ...) that neither see nor shift each other. A row may
+    hold several such samples: the second's numbers are larger by SAMPLE, the third's by twice that.
     """
     of_query, of_key = attention_mask[:, None, -n_new:, None], attention_mask[:, None, None, :]
     position = torch.arange(attention_mask.size(1), device=attention_mask.device)
     query, key = position[-n_new:, None], position[None, :]
-    seen = (key <= query) & (of_key != 0) & ((of_key == of_query) | (of_key == 1))
+    trunk = of_query // SAMPLE * SAMPLE + 1
+    seen = (key <= query) & (of_key != 0) & ((of_key == of_query) | (of_key == trunk))
     return seen | (key == query)  # padding sees itself, which keeps its softmax finite
 
 

@@ -12,6 +12,7 @@ from models.decoding import Sampling
 from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.captioner import Captioner, Stats
 from nanovlm.complaints import UsageError, complain
+from nanovlm.device import peak_memory
 from nanovlm.images import PictureError, open_picture
 
 EMBEDDED_NOTE = (
@@ -112,15 +113,3 @@ def summary(stats: Stats, loaded: float, device: torch.device) -> str:
         f"{stats.first_token_s * 1000:.0f} ms, then {stats.tokens_per_s:.0f} tokens/s; "
         f"peak memory {peak_memory(device) / 2**20:,.0f} MiB"
     )
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes at most held at once: of the GPU on cuda, else of this process; 0 where nobody counts (Windows)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,4 +1,7 @@
-"""Where to compute and in which precision."""
+"""Where to compute, in which precision, and how much memory it took."""
+
+import os
+import sys
 
 import torch
 
@@ -6,11 +9,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def choose_device(name: str) -> torch.device:
-    """auto takes CUDA, then Apple's MPS, then the CPU; a device that is not there is a ValueError."""
+    """auto takes CUDA, then Apple's MPS, then the CPU; a device that is not there is a ValueError.
+
+    Of several processes that torchrun started on a machine with several GPUs, each gets its own.
+    """
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     available = [kind for kind, is_there in there.items() if is_there]
     if name == "auto":
-        return torch.device(available[0])
+        name = available[0]
+    if name == "cuda" in available and "LOCAL_RANK" in os.environ:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     if name not in available:
         raise ValueError(f"device={name} is not available here, only {', '.join(available)}")
     return torch.device(name)
@@ -25,8 +33,27 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
+    """As choose_dtype, but auto takes float16 on a GPU without bfloat16, where a scaler keeps gradients in range."""
+    if name == "auto" and device.type == "cuda" and not native_bfloat16(device):
+        return torch.float16
+    return choose_dtype(name, device)
+
+
 def native_bfloat16(device: torch.device) -> bool:
     """Whether the device itself computes in bfloat16, which is then several times faster than float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at most held at once: of the GPU on cuda, else of this process; 0 where nobody counts (Windows)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -5,17 +5,20 @@ import math
 import os
 import re
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
-import torch
+from PIL import Image
 
 from models.checkpoint import CheckpointError, read_config, read_model, resolve
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
+from nanovlm.captioner import Captioner
 from nanovlm.checking import check_data
 from nanovlm.complaints import UsageError, complain
-from nanovlm.data import IGNORED, ExampleError
+from nanovlm.data import ExampleError
 from nanovlm.device import choose_device
+from nanovlm.images import PictureError, open_picture
 from nanovlm.processor import Processor
 from nanovlm.scenes import recipe
 from nanovlm.sources import Batches, Mixture, Part, Reading, Source, SourceError, Stream, open_source, split
@@ -27,7 +30,7 @@ OF_DATA = (
     "model", "revision", "prompt", "images", "text_column", "prompt_column", "min_rating", "stream", "validation",
     "on_bad_example", "check_data",
 )  # fmt: skip
-MOST_HELD_OUT = 256  # examples whose loss is taken, more would say the same
+SHOWN = 8  # held-out pictures that are captioned as training goes on
 
 
 def train_model(args: argparse.Namespace) -> int:
@@ -68,7 +71,7 @@ def settings(args: argparse.Namespace) -> TrainConfig:
                 raise UsageError(
                     f"--{name.replace('_', '-')} belongs to --data; --recipe scenes draws its own pictures"
                 )
-    if not (args.out or args.check_data):
+    if not (args.out or args.check_data or cfg.plan):
         raise UsageError("--out is required: the folder where the model goes")
     n = args.validation or 0
     if not (0 <= n < 1 or (n >= 1 and n.is_integer())):
@@ -125,53 +128,62 @@ def read_processor(args: argparse.Namespace) -> tuple[Path, Processor]:
 
 
 def fine_tune(args: argparse.Namespace, cfg: TrainConfig, learned: list[Part], held: list[Part]) -> int:
-    """Train args.model on the examples learned; the loss of those held out is told before and after."""
+    """Train args.model on the examples learned; those held out are looked at before, now and then, and after."""
     device = choose_device(args.device)
     folder, processor = read_processor(args)
     tokenizer, skip = processor.tokenizer, args.on_bad_example == "skip"
     mixture = Mixture(learned, cfg.seed)
-    batches = Batches(mixture, processor, cfg.batch_size, skip)
+    batches = Batches(mixture, processor, cfg.batch_size, skip, cfg.pack)
     model = read_model(folder, processor.cfg, tokenizer.image_token_id, device=device)
     progress(outlook(mixture, held, cfg))
+    looks = {}
     if held:
-        size, n = held_out(held, cfg.batch_size)
-        unseen = Batches(Mixture(held, cfg.seed), processor, size, skip)
-        before = loss_of(model, unseen, n)
-    model = train(model, tokenizer.to_json(), batches, cfg, args.out)
-    if held:
-        progress(f"loss of {n * size} held-out examples: {before:.4f} before, {loss_of(model, unseen, n):.4f} now")
+        unseen = Mixture(held, cfg.seed)
+        known = sum(map(len, held)) or cfg.batch_size * cfg.validation_batches  # of streams, nobody knows
+        size = min(cfg.batch_size, known)
+        cfg = replace(cfg, validation_batches=max(1, min(cfg.validation_batches, known // size)))
+        looks["validation"] = Batches(unseen, processor, size, skip)
+        looks["show"] = partial(captions, shown(unseen, min(SHOWN, known)), processor)
+    train(model, tokenizer.to_json(), batches, cfg, args.out, **looks)
     return 0
 
 
 def outlook(mixture: Mixture, held: list[Part], cfg: TrainConfig) -> str:
     """What is going to be learned from, and how often, in one line."""
-    said = []
+    said, examples = [], cfg.steps * cfg.accumulate * cfg.batch_size * int(os.environ.get("WORLD_SIZE", 1))
     for parts, share in zip(mixture.groups, mixture.shares):
-        names, shown = ", ".join(part.source.path for part in parts), share * cfg.steps * cfg.batch_size
+        names, seen = ", ".join(part.source.path for part in parts), share * examples
         if not parts[0].source.endless:
             total = sum(map(len, parts))
-            said.append(f"{names}: {total:,} examples, each shown {shown / total:.1f} times")
+            said.append(f"{names}: {total:,} examples, each shown {seen / total:.1f} times")
         else:
-            said.append(f"{names}: {shown:,.0f} examples are shown")
+            said.append(f"{names}: {seen:,.0f} examples are shown")
     return "; ".join([*said, f"{sum(map(len, held)):,} held out"][: len(said) + bool(held)])
 
 
-def held_out(held: list[Part], batch_size: int) -> tuple[int, int]:
-    """In what batches, and how many of them, to look at examples held out."""
-    known = sum(map(len, held)) or MOST_HELD_OUT
-    size = min(batch_size, known)
-    return size, max(1, min(known, MOST_HELD_OUT) // size)
+def shown(unseen: Mixture, n: int) -> list[tuple[list[Image.Image], str]]:
+    """Pictures and first question of the first n examples that have a picture and can be read."""
+    found = []
+    for place in range(n):
+        try:
+            example = unseen.example(place)
+            pictures = [open_picture(picture) for picture in example.pictures]
+        except (ExampleError, PictureError):
+            continue
+        if pictures and example.answers:
+            found.append((pictures, example.answers[0][0]))
+    return found
 
 
-@torch.no_grad()
-def loss_of(model: VisionLanguageModel, batches: Batches, n: int) -> float:
-    """The mean cross-entropy over all answer tokens of the first n batches."""
-    total, tokens = 0.0, 0
-    for step in range(n):
-        inputs = {k: v if v is None else v.to(model.device) for k, v in batches(step).items()}
-        count = int((inputs["targets"] != IGNORED).sum())
-        total, tokens = total + model(**inputs)[1].item() * count, tokens + count
-    return total / tokens
+def captions(asked: list, processor: Processor, model: VisionLanguageModel) -> list[tuple[Image.Image, str]]:
+    """What model says of each: its first picture, and the answer."""
+    captioner, said = Captioner(model, processor), []
+    for pictures, prompt in asked:
+        try:
+            said.append((pictures[0], captioner.caption(pictures, prompt, max_new_tokens=64)))
+        except ValueError as error:  # a long question may leave no room; training goes on
+            said.append((pictures[0], f"({error})"))
+    return said
 
 
 def last_line(error: Exception) -> str:

@@ -1,35 +1,56 @@
 """TrainConfig: each field carries its default, its type and its help, and is a flag of train.py."""
 
+import math
 from dataclasses import dataclass, field, fields
 
 
-def setting(default, help: str, least: float = 0):
-    return field(default=default, metadata={"help": help, "least": least})
+def setting(default, help: str, least: float = 0, choices: tuple[str, ...] = ()):
+    return field(default=default, metadata={"help": help, "least": least, "choices": choices})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to learn. The rate rises over the warm-up, stays, and falls to 0 over the last part of all steps
-    (Hägele et al. 2024); until it falls, resuming with another number of steps is no detour."""
+    """How to learn; see `lr_at` for the two schedules. batch(i) gives batch_size examples; a step learns from
+    accumulate of them at once on each process."""
 
     steps: int = setting(1000, "steps in all", least=1)
-    batch_size: int = setting(64, "examples per step", least=1)
+    batch_size: int = setting(64, "examples per batch", least=1)
+    pack: int = setting(0, "join examples into rows of so many tokens, which see nothing of each other; 0 pads them")
+    accumulate: int = setting(1, "batches per step, whose gradients are summed: the memory of one", least=1)
     lr: float = setting(1e-3, "the highest learning rate")
+    vision_rate: float = setting(1.0, "the vision encoder's learning rate as a multiple of lr; 0 freezes it")
+    projector_rate: float = setting(1.0, "the projector's likewise")
+    language_rate: float = setting(1.0, "the language model's likewise")
+    lora_rank: int = setting(0, "learn low-rank adapters beside the weights of the parts not frozen; 0 learns weights")
+    lora_alpha: float = setting(16.0, "LoRA: adapters are multiplied by this over their rank")
+    schedule: str = setting("trapezoid", "how the rate falls: trapezoid or cosine", choices=("trapezoid", "cosine"))
     warmup: int = setting(100, "steps over which the rate rises")
-    decay: float = setting(0.4, "the part of all steps, at the end, over which the rate falls to 0")
+    decay: float = setting(0.4, "trapezoid: the part of all steps, at the end, over which the rate falls to 0")
     weight_decay: float = setting(0.1, "AdamW's, on matrices only")
     beta2: float = setting(0.99, "AdamW's memory of squared gradients")
     max_grad_norm: float = setting(1.0, "longer gradients are clipped to this length")
+    dtype: str = setting(
+        "auto",
+        "to compute in, while weights stay float32: bfloat16, float16 or float32; auto takes the first that is native",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    gradient_checkpointing: bool = setting(False, "compute each block twice rather than keep what is inside it")
     seed: int = setting(0, "decides the first weights and every batch")
     save_every: int = setting(500, "steps between checkpoints", least=1)
     log_every: int = setting(50, "steps between progress lines", least=1)
+    validate_every: int = setting(500, "steps between looks at held-out examples, if there are any", least=1)
+    validation_batches: int = setting(8, "batches of held-out examples at each look", least=1)
+    tensorboard: bool = setting(False, "write curves for TensorBoard, too (extra: tensorboard)")
     workers: int = setting(1, "processes that prepare batches; 0 prepares them between steps")
+    plan: bool = setting(False, "only tell what training takes: parameters, tokens per step, memory at most")
     compile: bool = setting(False, "compile the blocks: a minute at the start, a quarter less time per step")
 
     def __post_init__(self):
         for f in fields(self):
-            value, least = getattr(self, f.name), f.metadata["least"]
-            if not least <= value < float("inf"):
+            value, least, choices = getattr(self, f.name), f.metadata["least"], f.metadata["choices"]
+            if choices and value not in choices:
+                raise ValueError(f"{f.name}={value} is none of {', '.join(choices)}")
+            if not choices and not least <= value < float("inf"):
                 raise ValueError(f"{f.name}={value} must be a finite number of at least {least}")
         for name, fits, limit in (
             ("decay", self.decay <= 1, "at most 1"),
@@ -38,10 +59,25 @@ class TrainConfig:
         ):
             if not fits:
                 raise ValueError(f"{name}={getattr(self, name)} must be {limit}")
+        if not any(self.rates.values()):
+            raise ValueError("vision_rate, projector_rate and language_rate are all 0: nothing is left to learn")
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The model's three parts and their learning rates, as multiples of lr."""
+        return {"vision_encoder": self.vision_rate, "MP": self.projector_rate, "decoder": self.language_rate}
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
-        falling = (self.steps - step) / max(1.0, self.decay * self.steps)
+        """The learning rate of a step, counted from 0: it rises over the warm-up, and falls to 0 at the last step.
+
+        A trapezoid stays at its height until the last part of all steps (Hägele et al. 2024), and until it falls,
+        resuming with another number of steps is no detour. A cosine (Loshchilov and Hutter 2017) falls all the time.
+        """
+        if self.schedule == "cosine":
+            gone = max(0, step - self.warmup) / max(1, self.steps - self.warmup)
+            falling = 0.5 * (1 + math.cos(math.pi * min(1.0, gone)))
+        else:
+            falling = (self.steps - step) / max(1.0, self.decay * self.steps)
         return self.lr * min(1.0, (step + 1) / (self.warmup + 1), falling)
 
 

@@ -1,36 +1,37 @@
 """The training loop, in the order of events; what it learns from is somebody else's business."""
 
-import json
 import math
-import shutil
+import signal
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from models.checkpoint import CheckpointError, new_folder, read_config, read_model, write_checkpoint, write_files
+from models.checkpoint import new_folder
+from models.lora import adapters, merge
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.data import IGNORED
-from nanovlm.device import native_bfloat16
+from nanovlm.device import choose_training_dtype
+from nanovlm.distributed import World
+from nanovlm.journal import Journal
+from nanovlm.optimisation import accelerated, adamw, freeze
+from nanovlm.planning import plan
+from nanovlm.report import write_report
+from nanovlm.resuming import Stopped, TrainingError, asked_to_stop, resume, save, write_model, writing
 from nanovlm.train_config import TrainConfig
 
 Batch = dict[str, Tensor | None]
-OPTIMIZER, STATE = "optimizer.safetensors", "training.json"
 
 
 def progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on; what was saved before is intact."""
 
 
 def train(
@@ -41,140 +42,180 @@ def train(
     folder: str | Path,
     stored_as: torch.dtype | None = None,
     log: Callable[[str], None] = progress,
+    validation: Callable[[int], Batch] | None = None,
+    show: Callable[[VisionLanguageModel], Sequence[tuple[Image.Image, str]]] | None = None,
 ) -> VisionLanguageModel:
-    """Train model on batch(0), batch(1), ... batch(cfg.steps - 1) and write it to folder, weights as stored_as.
+    """Train model on batch(0), batch(1), ..., cfg.accumulate a step, and write it to folder, weights as stored_as.
 
-    batch is a pure function of the step, so a run that was killed goes on from folder/checkpoints as if nothing
-    had happened. Every checkpoint is a model that generate.py can use.
+    Under torchrun a step learns from cfg.accumulate batches on each process, and the first process writes.
+
+    batch is a pure function of its number, so a run that was killed goes on from folder/checkpoints as if nothing
+    had happened; after SIGINT or SIGTERM it saves and raises `Stopped`. Every checkpoint is a model that generate.py
+    can use. validation(0), ... are held-out batches; show captions held-out pictures, which folder/report.png then
+    holds with the first captions and the last. The trained model is returned: the same, or with cfg.lora_rank
+    another, the adapters merged into it. With cfg.plan nothing is trained or written, only told what it would take.
     """
+    if cfg.plan:
+        log(str(plan(model, batch, cfg)))
+        return model
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)  # where that is impossible, better now than at the first save
+    world = World(model.device)
+    log = log if world.rank == 0 else (lambda line: None)
+    dtype = choose_training_dtype(cfg.dtype, model.device)
+    freeze(model, cfg)
     optimizer = adamw(model, cfg)
-    first = resume(folder, model, optimizer)
+    scaler = torch.amp.GradScaler(model.device.type, enabled=dtype == torch.float16)
+    first, before = resume(folder, model, optimizer, scaler)
+    if world.sum(first) != [first * world.size]:
+        raise TrainingError(f"{folder} holds other checkpoints for other processes; it must be one that all share")
+    world.share_weights(model)
     if first:
-        before = json.loads((checkpoints(folder)[-1] / STATE).read_text())["config"]
         changed = [f"{k}={v} instead of {before[k]}" for k, v in asdict(cfg).items() if before.get(k, v) != v]
         log(f"resumed {folder} at step {first}" + ", with " * bool(changed) + ", ".join(changed))
-    model.train()
-    if cfg.compile:
-        for block in (*model.vision_encoder.blocks, *model.decoder.blocks):
-            block.compile(dynamic=False)
-    loader = DataLoader(
-        _Steps(batch, first, cfg.steps),
-        batch_size=None,
-        num_workers=cfg.workers,
-        prefetch_factor=4 if cfg.workers else None,
+    start, stop = first * cfg.accumulate * world.size, cfg.steps * cfg.accumulate * world.size
+    batches = iter(
+        DataLoader(
+            _Batches(batch, range(start + world.rank, stop, world.size)),
+            batch_size=None,
+            num_workers=cfg.workers,
+            prefetch_factor=4 if cfg.workers else None,
+            worker_init_fn=_ignore_signals,
+        )
     )
-    autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=native_bfloat16(model.device))
-    started, losses, answered = time.perf_counter(), [], 0
-    for step, inputs in enumerate(loader, start=first):
-        torch.manual_seed(cfg.seed + step)  # dropout, too, is a function of the step
-        for group in optimizer.param_groups:
-            group["lr"] = cfg.lr_at(step)
-        inputs = {name: tensor if tensor is None else tensor.to(model.device) for name, tensor in inputs.items()}
-        with autocast:
-            _, loss = model(**inputs)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-        losses.append(loss.item())
-        if not math.isfinite(losses[-1]) or not math.isfinite(norm):
-            raise TrainingError(
-                f"step {step} has loss {losses[-1]} and gradient norm {norm:.3g}; "
-                f"lower lr={cfg.lr} and run again to go on from the last checkpoint in {folder}"
-            )
-        optimizer.step()
-        optimizer.zero_grad()
+    with (
+        accelerated(model, cfg),
+        workers_end_with(batches),
+        asked_to_stop() as asked,
+        closing(world),
+        closing(Journal(folder, cfg, first, model.device, log, writes=world.rank == 0)) as journal,
+    ):
+        if first == 0:
+            journal.found(0, *look(model, validation, show, dtype, cfg, world))
+        model.train()
+        for step in range(first, cfg.steps):
+            torch.manual_seed(cfg.seed + step + (world.rank << 40))  # dropout, too, is a function of the step
+            for group in optimizer.param_groups:
+                group["lr"] = cfg.lr_at(step) * group["rate"]
+            inputs = [moved(batch, model.device) for batch in islice(batches, cfg.accumulate)]
+            loss = backward(model, inputs, dtype, scaler, world)
+            world.sum_gradients(model)
+            read = sum(int((one["attention_mask"] != 0).sum()) for one in inputs)
+            loss, read, leaving = world.sum(loss, read, len(asked))
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
+            # float16 overflows now and then: the scaler skips that step and scales less, down to where it must help
+            overflow = scaler.is_enabled() and scaler.get_scale() > 1
+            if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
+                raise TrainingError(
+                    f"step {step} has loss {loss} and gradient norm {norm:.3g}; "
+                    f"lower lr={cfg.lr} and run again to go on from the last checkpoint in {folder}"
+                )
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
 
-        done = step + 1
-        answered += int((inputs["targets"] != IGNORED).sum())
-        if done % cfg.log_every == 0 or done == cfg.steps:
-            pace = (time.perf_counter() - started) / (done - first)
-            log(
-                f"step {done}/{cfg.steps}  loss {sum(losses) / len(losses):.4f}  lr {cfg.lr_at(step):.1e}  "
-                f"{pace:.2f} s/step  {answered / (done - first) / pace:,.0f} answer tokens/s  "
-                f"{(cfg.steps - done) * pace / 60:.0f} min left"
-            )
-            losses.clear()
-        if done % cfg.save_every == 0 or done == cfg.steps:
-            save(folder, model, tokenizer, optimizer, cfg, done)
-    write_checkpoint(folder, model.eval(), tokenizer, stored_as)
-    return model
+            done = step + 1
+            journal.step(done, loss, cfg.lr_at(step), norm, read)
+            if done % cfg.validate_every == 0 or done == cfg.steps:
+                journal.found(done, *look(model, validation, show, dtype, cfg, world))
+                model.train()
+            if world.rank == 0 and (done % cfg.save_every == 0 or done == cfg.steps or leaving):
+                save(folder, model, tokenizer, optimizer, scaler, cfg, done)
+            if leaving and done < cfg.steps:
+                number = signal.Signals(asked[0] if asked else signal.SIGTERM)
+                log(f"{number.name}: stopped and saved {folder} at step {done}; run the same command again to go on")
+                raise Stopped(128 + number)
+    model.eval()
+    if world.rank == 0:
+        with writing(folder), new_folder(folder) as files:
+            write_model(files, model, tokenizer, stored_as)
+    if world.rank == 0 and show:
+        try:
+            write_report(folder, [picture for picture, _ in show(model)])
+        except ImportError as error:
+            log(f"no report.png: {error}; pip install 'nanovlm[eval]'")
+    return merge(model) if adapters(model) else model
 
 
-class _Steps(Dataset):
-    """batch(first) ... batch(last - 1), an item each."""
+@torch.no_grad()
+def look(
+    model: VisionLanguageModel,
+    validation: Callable | None,
+    show: Callable | None,
+    dtype: torch.dtype,
+    cfg: TrainConfig,
+    world: World,
+) -> tuple[float | None, list[str]]:
+    """The mean loss over the answer tokens of the held-out batches, and the captions of held-out pictures."""
+    model.eval()
+    total = answered = 0
+    for i in range(world.rank, cfg.validation_batches if validation else 0, world.size):
+        batch = moved(validation(i), model.device)
+        n = int((batch["targets"] != IGNORED).sum())
+        with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
+            total += n * model(**batch)[1].item()
+        answered += n
+    total, answered = world.sum(total, answered)
+    captions = [caption for _, caption in show(model)] if show and world.rank == 0 else []
+    return total / answered if answered else None, captions
 
-    def __init__(self, batch: Callable[[int], Batch], first: int, last: int):
-        self.batch, self.first, self.last = batch, first, last
+
+class _Batches(Dataset):
+    """batch(number) for each of the numbers, an item each."""
+
+    def __init__(self, batch: Callable[[int], Batch], numbers: range):
+        self.batch, self.numbers = batch, numbers
 
     def __len__(self) -> int:
-        return max(0, self.last - self.first)
+        return len(self.numbers)
 
     def __getitem__(self, i: int) -> Batch:
-        return self.batch(self.first + i)
+        return self.batch(self.numbers[i])
 
 
-def adamw(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019) that decays matrices only: no norms, biases or embeddings."""
-    kept = {id(model.decoder.token_embedding.weight), id(model.vision_encoder.patch_embedding.position_embedding)}
-    decays = [p for p in model.parameters() if p.ndim >= 2 and id(p) not in kept]
-    stays = [p for p in model.parameters() if p.ndim < 2 or id(p) in kept]
-    groups = [{"params": decays, "weight_decay": cfg.weight_decay}, {"params": stays, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, cfg.beta2), fused=True)
-
-
-def save(
-    folder: Path,
-    model: VisionLanguageModel,
-    tokenizer: str,
-    optimizer: torch.optim.Optimizer,
-    cfg: TrainConfig,
-    step: int,
-) -> None:
-    """Write folder/checkpoints/step-N, all of it or nothing, and remove the older ones."""
-    moments = {
-        f"{name}/{key}": value.cpu()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-    }
-    new = folder / "checkpoints" / f"step-{step}"
-    old = [path for path in checkpoints(folder) if path != new]
-    with new_folder(new) as files:
-        write_files(files, model, tokenizer)
-        save_file(moments, files / OPTIMIZER)
-        (files / STATE).write_text(json.dumps({"step": step, "config": asdict(cfg)}, indent=2) + "\n")
-    for path in old:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """folder/checkpoints/step-N, the newest last."""
-    found = [path for path in folder.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def resume(folder: Path, model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest of folder/checkpoints into model and optimizer; the number of steps done, 0 without one."""
-    if not (saved := checkpoints(folder)):
-        return 0
-    newest = saved[-1]
-    theirs, ours = read_config(newest).to_dict(), model.cfg.to_dict()
-    for name in ours:
-        if theirs.get(name) != ours[name]:
-            raise CheckpointError(
-                f"{newest} holds a model with {name}={theirs.get(name)}, but this one has {name}={ours[name]}; "
-                "train it in another folder"
-            )
-    model.load_state_dict(read_model(newest, model.cfg, model.image_token_id).state_dict())
+@contextmanager
+def workers_end_with(batches: Iterator[Batch]) -> Iterator[None]:
+    """Deaf to signals, workers would outlive an error for as long as anybody keeps its traceback."""
     try:
-        moments = load_file(newest / OPTIMIZER)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{newest / OPTIMIZER} cannot be read: {error}") from None
-    for name, parameter in model.named_parameters():
-        keys = [key for key in moments if key.rpartition("/")[0] == name]
-        if not keys:
-            raise CheckpointError(f"{newest / OPTIMIZER} has no moments of {name}")
-        for key in keys:
-            short = key.rpartition("/")[2]
-            optimizer.state[parameter][short] = moments[key].to(parameter.device if short != "step" else "cpu")
-    return int(newest.name.removeprefix("step-"))
+        yield
+    finally:
+        getattr(batches, "_shutdown_workers", lambda: None)()  # there is none without workers
+
+
+def _ignore_signals(worker: int) -> None:
+    """Ctrl-C reaches every process of the terminal; the one that trains tells the others when to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    return {name: tensor if tensor is None else tensor.to(device) for name, tensor in batch.items()}
+
+
+@torch.enable_grad()
+def backward(
+    model: VisionLanguageModel,
+    batches: list[Batch],
+    dtype: torch.dtype,
+    scaler: torch.amp.GradScaler,
+    world: World,
+) -> float:
+    """Sum up the gradients of the mean loss over all answer tokens of the batches here and on other processes.
+
+    A batch's mean counts by its number of answer tokens, so that cutting one batch into several changes nothing.
+    Returns the part of that loss that stands here.
+    """
+    answered = [int((batch["targets"] != IGNORED).sum()) for batch in batches]
+    if not all(answered):
+        raise TrainingError("a batch has no answer to learn; leave examples without one out of it")
+    (everywhere,) = world.sum(sum(answered))
+    total = 0.0
+    for batch, n in zip(batches, answered):
+        with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
+            _, loss = model(**batch)
+        loss = loss * (n / everywhere)
+        if loss.requires_grad:  # words alone teach a projector nothing
+            scaler.scale(loss).backward()
+        total += loss.item()
+    return total

@@ -37,6 +37,24 @@ def tiny_model(tiny_config):
 
 
 @pytest.fixture(scope="session")
+def words_and_images():
+    """Makes a batch for such a model: rows of so many words, an image before each unless images=False."""
+    from nanovlm.data import Row, collate
+
+    def make(seed: int, lengths=(5, 9), images: bool = True) -> dict:
+        draw = torch.Generator().manual_seed(seed)
+        rows = []
+        for n in lengths:
+            ids = [3] * 4 * images + torch.randint(4, 40, (n,), generator=draw).tolist()
+            asked = n // 2  # of the words, as many are answers
+            targets = [-100] * (len(ids) - asked) + torch.randint(4, 40, (asked,), generator=draw).tolist()
+            rows.append(Row(ids, targets, [1] * len(ids), [torch.rand(1, 3, 16, 16, generator=draw)] * images))
+        return collate(rows)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def encoder_decoder(tiny_config):
     """An encoder-decoder of the same measures, 16 patches a picture and 64 positions, with random weights."""
     from models.encoder_decoder import EncoderDecoder

@@ -57,14 +57,43 @@ def test_a_few_steps_teach_the_embedded_model_and_generate_says_it(train):
     assert (code, out) == (0, "")
     lines = err.splitlines()
     assert lines[0] == "mine: 4 examples, each shown 25.0 times; 2 held out"
-    assert [line.split("  ")[0] for line in lines[1:-1]] == ["step 25/25"]
-    before, now = (float(lines[-1].split(when)[0].split()[-1]) for when in (" before", " now"))
-    assert lines[-1].startswith("loss of 2 held-out examples: ") and now < before / 10
+    assert [line.split("  ")[0] for line in lines[1:]] == ["step 0/25"] * 3 + ["step 25/25"] * 4
+    before, now = (float(line.split()[-1]) for line in lines if "validation loss" in line)
+    assert now < before / 10 and sum(f"says: {LABEL}" in line for line in lines) == 2
+    metrics = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1] == {"step": 25, "captions": [LABEL] * 2}
+    assert Path("out/report.png").read_bytes().startswith(b"\x89PNG")
     fresh = draw(random_scene(random.Random(99)), 120, 90)
     assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
     assert Captioner.from_pretrained("out/checkpoints/step-25", "cpu", "float32").caption(fresh) == LABEL
     code, _, err = train("--data", "mine", *QUICK, *many)
     assert code == 0 and "resumed out at step 25" in err
+
+
+def test_a_plan_is_told_and_nothing_is_written(train):
+    scenes(4)
+    code, out, err = train("--data", "mine", "--plan", "--batch-size", "2", "--workers", "0")
+    assert (code, out) == (0, "") and "parameters" in err and "MiB at most" in err
+    assert {path.name for path in Path().iterdir()} == {"mine"}
+
+
+def test_adapters_alone_learn_and_the_result_is_a_plain_model(train):
+    """With packed rows, too, and a part frozen."""
+    scenes(6, LABEL)
+    flags = "--steps 40 --lr 1e-2 --warmup 0 --lora-rank 8 --pack 512 --vision-rate 0".split()
+    assert train("--data", "mine", *QUICK, *flags)[0] == 0
+    ours, theirs = load_file("out/model.safetensors"), load_file(EMBEDDED / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    moved = {name for name in theirs if not torch.equal(ours[name], theirs[name].float())}
+    assert moved and all(not name.startswith("vision_encoder") for name in moved)
+    fresh = draw(random_scene(random.Random(99)), 120, 90)
+    assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
+
+
+def test_a_held_out_question_without_room_for_an_answer_stops_nothing(train):
+    scenes(4, LABEL)
+    code, _, err = train("--data", "mine", *QUICK, "--validation", "1", "--prompt", "é" * 478)
+    assert code == 0 and "exceed lm_max_position_embeddings=1024" in err and Path("out/model.safetensors").exists()
 
 
 def test_training_that_was_cut_goes_on_to_the_same_weights(train, monkeypatch):

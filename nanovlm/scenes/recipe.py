@@ -14,6 +14,7 @@ from models.config import VLMConfig, extra_tokens
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import PROMPT
 from nanovlm.data import IGNORED, Example, Row, collate, encode
+from nanovlm.packing import pack
 from nanovlm.processor import Processor
 from nanovlm.scenes.drawing import draw
 from nanovlm.scenes.scene import COLOURS, Scene, random_scene, unnamed
@@ -169,7 +170,8 @@ def _batch(processor: Processor, cfg: TrainConfig, step: int) -> dict:
         row = encode(scene_example(scene, rng, N_QUESTIONS, size, colourless), processor)
         row = forget(row, rng, forgotten) if forgotten else row
         rows.append(without(row, colour_ids(processor.tokenizer)) if colourless else row)
-    return collate(rows, limit=processor.cfg.lm_max_position_embeddings)
+    limit = processor.cfg.lm_max_position_embeddings
+    return collate(pack(rows, min(cfg.pack, limit)) if cfg.pack else rows, limit=limit)
 
 
 def at(step: int, schedule: dict[int, float]) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanovlm.complaints import complain
 from nanovlm.data import Example, ExampleError, Row, collate, encode_checked
+from nanovlm.packing import pack
 from nanovlm.processor import Processor
 from nanovlm.sources.source import Source, SourceError, Stream
 
@@ -178,10 +179,12 @@ class Batches:
     processor: Processor
     batch_size: int
     skip: bool = False  # show the group's next example in the place of a bad one
+    pack: int = 0  # join examples into rows of so many tokens; 0 keeps a row for each
 
     def __call__(self, step: int) -> dict:
         rows = [self.row(step * self.batch_size + b) for b in range(self.batch_size)]
-        return collate(rows, limit=self.processor.cfg.lm_max_position_embeddings)
+        limit = self.processor.cfg.lm_max_position_embeddings
+        return collate(pack(rows, min(self.pack, limit)) if self.pack else rows, limit=limit)
 
     def row(self, place: int) -> Row:
         for later in range(TRIES):

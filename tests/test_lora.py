@@ -1,0 +1,203 @@
+"""Adapters are PEFT's, on disk and in what they compute, and merging them leaves a plain model that says the same."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from models.checkpoint import CheckpointError, read_config, read_model, write_checkpoint
+from models.lora import PARTS, LoRALinear, adapt, adapters, merge, read_adapters, write_adapters
+from nanovlm.train_config import TrainConfig
+from nanovlm.training import train
+
+
+@pytest.fixture
+def adapted(tiny_model):
+    """Makes the tiny model with adapters that have learnt something, in these parts."""
+
+    def make(parts=PARTS, rank=3, alpha=12.0):
+        model = tiny_model()
+        torch.manual_seed(5)
+        adapt(model, rank, alpha, parts)
+        with torch.no_grad():
+            for module in adapters(model).values():
+                module.lora_B.weight.normal_(std=0.1)
+        return model
+
+    return make
+
+
+@torch.no_grad()
+def test_an_adapter_adds_nothing_at_first(tiny_model, words_and_images):
+    model, batch = tiny_model(), words_and_images(0)
+    before = model(**batch)[0]
+    adapt(model, rank=2, alpha=4)
+    assert torch.equal(model(**batch)[0], before)
+
+
+@pytest.mark.parametrize("parts", [("decoder",), ("vision_encoder",), ("MP",), PARTS], ids=str)
+def test_only_the_adapters_of_the_parts_named_learn(tiny_model, words_and_images, parts):
+    model = tiny_model()
+    adapt(model, 2, 4, parts)
+    assert {name.split(".")[0] for name in adapters(model)} == set(parts)
+    model(**words_and_images(0))[1].backward()
+    for name, p in model.named_parameters():
+        assert (p.grad is not None) == p.requires_grad == (".lora_" in name)
+    linear = {name for name, module in tiny_model().named_modules() if isinstance(module, torch.nn.Linear)}
+    assert set(adapters(model)) == {n for n in linear - {"decoder.head"} if n.split(".")[0] in parts}
+
+
+@torch.no_grad()
+def test_merging_leaves_a_plain_model_that_says_the_same(adapted, tiny_model, words_and_images, tmp_path):
+    model, batch = adapted(), words_and_images(0)
+    plain = merge(model)
+    assert not adapters(plain) and plain.state_dict().keys() == tiny_model().state_dict().keys()
+    torch.testing.assert_close(plain(**batch)[0], model(**batch)[0], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(plain(**batch)[0], tiny_model()(**batch)[0], atol=1e-2)
+    assert plain.decoder.head.weight is plain.decoder.token_embedding.weight
+    assert plain.decoder.head.weight.data_ptr() == model.decoder.head.weight.data_ptr()  # shared, not copied
+    write_checkpoint(tmp_path, plain, "{}")
+    read = read_model(tmp_path, read_config(tmp_path), 3)
+    assert torch.equal(read(**batch)[0], plain(**batch)[0])
+
+
+@pytest.mark.parametrize("parts", [("decoder",), PARTS], ids=str)
+@torch.no_grad()
+def test_peft_reads_what_we_write(adapted, tiny_model, words_and_images, tmp_path, parts):
+    model, batch = adapted(parts), words_and_images(0)
+    write_adapters(tmp_path, model, base="me/mine")
+    theirs = PeftModel.from_pretrained(tiny_model(), tmp_path)  # warns of any name missing or left over
+    torch.testing.assert_close(theirs(**batch)[0], model(**batch)[0], atol=1e-5, rtol=1e-5)
+    merged = theirs.merge_and_unload()
+    torch.testing.assert_close(merged(**batch)[0], merge(model)(**batch)[0], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_the_names_are_those_that_peft_writes(adapted, tiny_model, tmp_path):
+    ours = adapted(("decoder",))
+    write_adapters(tmp_path, ours)
+    cfg = LoraConfig(r=3, lora_alpha=12, target_modules=r"decoder\.blocks\..*_proj", init_lora_weights=False)
+    get_peft_model(tiny_model(), cfg).save_pretrained(tmp_path / "peft")
+    written, theirs = (
+        load_file(tmp_path / "adapter_model.safetensors"),
+        load_file(tmp_path / "peft/adapter_model.safetensors"),
+    )
+    assert {k: t.shape for k, t in written.items()} == {k: t.shape for k, t in theirs.items()}
+    told, known = (json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path, tmp_path / "peft"))
+    assert told.keys() <= known.keys()
+    assert set(told["target_modules"]) == set(adapters(ours))
+
+
+@torch.no_grad()
+def test_we_read_what_peft_writes(tiny_model, words_and_images, tmp_path):
+    cfg = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "fc1", "proj"], init_lora_weights=False)
+    theirs, batch = get_peft_model(tiny_model(), cfg).eval(), words_and_images(0)
+    theirs.save_pretrained(tmp_path)
+    read_adapters(tmp_path, ours := tiny_model())
+    assert len(adapters(ours)) == 5 and not any(p.requires_grad for n, p in ours.named_parameters() if "lora" not in n)
+    torch.testing.assert_close(ours(**batch)[0], theirs(**batch)[0], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_adapters_come_back_bit_for_bit(adapted, tiny_model, words_and_images, tmp_path):
+    model, fresh, batch = adapted(), tiny_model(), words_and_images(0)
+    write_adapters(tmp_path, model)
+    read_adapters(tmp_path, fresh)
+    assert torch.equal(fresh(**batch)[0], model(**batch)[0])
+    adapt(empty := tiny_model(), 3, 12.0)
+    read_adapters(tmp_path, empty)
+    assert torch.equal(empty(**batch)[0], model(**batch)[0])
+
+
+def test_generation_uses_the_adapters(adapted, words_and_images):
+    model = adapted()
+    ids, images = words_and_images(0, (5,))["input_ids"][:, :9], torch.rand(1, 3, 16, 16)
+    said = model.generate(ids, images, max_new_tokens=6)
+    assert torch.equal(said, merge(model).generate(ids, images, max_new_tokens=6))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"use_dora": True}, "use_dora=True is not supported, only False"),
+        ({"peft_type": "IA3"}, "peft_type=IA3 is not supported, only LORA"),
+        ({"rank_pattern": {"q_proj": 9}}, "rank_pattern"),
+        ({"r": "many"}, "r=many"),
+        ({"r": 4}, r"lora_A.weight is \(3, \d+\), not \(4, \d+\)"),
+    ],
+    ids=str,
+)
+def test_what_these_adapters_can_not_be_is_one_line(adapted, tiny_model, tmp_path, change, told):
+    write_adapters(tmp_path, adapted())
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(CheckpointError, match=told) as caught:
+        read_adapters(tmp_path, tiny_model())
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_adapters_of_another_model_or_none_are_one_line(adapted, tiny_model, tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
+        read_adapters(tmp_path, tiny_model())
+    write_adapters(tmp_path, adapted())
+    with pytest.raises(CheckpointError, match=r"adapts decoder\.blocks\.1\..*, which this model has not"):
+        read_adapters(tmp_path, tiny_model(lm_n_blocks=1))
+    adapt(other := tiny_model(), 2, 12.0)
+    with pytest.raises(CheckpointError, match="r=3 and lora_alpha=12.0, but this model has 2 and 12.0"):
+        read_adapters(tmp_path, other)
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    adapt(other := tiny_model(), 3, 12.0)
+    with pytest.raises(CheckpointError, match="lora_A.weight is missing"):
+        read_adapters(tmp_path, other)
+
+
+def test_a_model_is_adapted_once_and_with_a_rank(tiny_model, adapted):
+    for wrong, told in (
+        (lambda: adapt(adapted(), 2, 4), "merge them first"),
+        (lambda: adapt(tiny_model(), 0, 4), "rank=0"),
+        (lambda: adapt(tiny_model(), 2, 4, ["head"]), "head: no part"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            wrong()
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+CFG = TrainConfig(
+    steps=3, lr=1e-2, warmup=0, decay=0, lora_rank=2, vision_rate=0, save_every=3, dtype="float32", workers=0
+)
+
+
+@torch.no_grad()
+def test_training_leaves_a_plain_model_and_the_adapters_that_make_it(tiny_model, words_and_images, tmp_path):
+    trained = train(tiny_model(), "{}", words_and_images, CFG, tmp_path, log=lambda line: None)
+    batch = words_and_images(9)
+    read = read_model(tmp_path, read_config(tmp_path), 3)
+    assert torch.equal(read(**batch)[0], trained(**batch)[0])
+    read_adapters(tmp_path, again := tiny_model())
+    assert {name.split(".")[0] for name in adapters(again)} == {"MP", "decoder"}
+    torch.testing.assert_close(again(**batch)[0], read(**batch)[0], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(read(**batch)[0], tiny_model()(**batch)[0], atol=1e-2)
+    moments = load_file(tmp_path / "checkpoints/step-3/optimizer.safetensors")
+    assert all(".lora_" in key for key in moments)
+
+
+def test_adapters_go_on_only_from_the_model_that_they_began_with(tiny_model, words_and_images, tmp_path):
+    train(tiny_model(), "{}", words_and_images, CFG, tmp_path, log=lambda line: None)
+    for model, cfg, told in (
+        (tiny_model(seed=1), CFG, "begin with the same model as before"),
+        (tiny_model(), replace(CFG, lora_rank=4), "r=2 and lora_alpha=16.0, but this model has 4"),
+        (tiny_model(), replace(CFG, lora_rank=0), "moments of"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            train(model, "{}", words_and_images, cfg, tmp_path, log=lambda line: None)
+
+
+def test_the_weights_of_adapted_parts_keep_their_names(adapted, tiny_model):
+    names = {name for name in adapted().state_dict() if ".lora_" not in name}
+    assert names == set(tiny_model().state_dict())
+    assert isinstance(adapted().decoder.blocks[0].attn.q_proj, LoRALinear)

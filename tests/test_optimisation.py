@@ -1,0 +1,224 @@
+"""How a step moves the weights: parts at their own rates, batches cut in pieces, and precision, against plain paths."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import get_cosine_schedule_with_warmup
+
+from nanovlm import device
+from nanovlm.distributed import World
+from nanovlm.optimisation import accelerated, adamw, freeze
+from nanovlm.train_config import TrainConfig
+from nanovlm.training import TrainingError, backward, train
+
+CFG = TrainConfig(steps=2, lr=1e-3, warmup=0, decay=0, weight_decay=0, dtype="float32", workers=0, log_every=9)
+PARTS = {"vision_rate": "vision_encoder.", "projector_rate": "MP.", "language_rate": "decoder."}
+ALONE = World(torch.device("cpu"))
+UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def deltas(model, before):
+    return {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+
+@pytest.fixture
+def learn(tiny_model, words_and_images, tmp_path):
+    """Train a tiny model so; what moved, by how much."""
+
+    def learn(cfg, batch=words_and_images, **changes):
+        model = tiny_model(**changes)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        train(model, "{}", batch, cfg, tmp_path, log=lambda line: None)
+        return deltas(model, before)
+
+    return learn
+
+
+def test_a_cosine_falls_as_transformers_does():
+    cfg = replace(CFG, steps=100, warmup=9, schedule="cosine", lr=2.0)
+    theirs = get_cosine_schedule_with_warmup(torch.optim.SGD([torch.zeros(1)], lr=2.0), 9, 100)
+    for step in range(100):
+        if step < 9:
+            assert cfg.lr_at(step) == pytest.approx(2.0 * (step + 1) / 10)  # theirs wastes the first step at rate 0
+        else:
+            assert cfg.lr_at(step) == pytest.approx(theirs.get_last_lr()[0])
+        theirs.optimizer.step()
+        theirs.step()
+    assert cfg.lr_at(100) == 0 and replace(cfg, warmup=100).lr_at(99) == pytest.approx(2.0 * 100 / 101)
+
+
+@pytest.mark.parametrize(("slow", "prefix"), PARTS.items())
+def test_each_part_has_its_own_rate(learn, tmp_path, slow, prefix):
+    """AdamW's first step is lr * gradient / |gradient|, whatever the gradient's size."""
+    tmp_path = tmp_path / "full"
+    full = learn(one := replace(CFG, steps=1, save_every=9))
+    (tmp_path.parent / "checkpoints/step-1").rename(tmp_path)
+    part = learn(replace(one, **{slow: 0.25}))
+    for name in full:
+        expected = full[name] * (0.25 if name.startswith(prefix) else 1)
+        torch.testing.assert_close(part[name], expected, atol=1e-6, rtol=1e-3)
+        assert full[name].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(("frozen", "prefix"), PARTS.items())
+def test_a_rate_of_0_freezes_a_part_which_needs_no_memory_then(learn, tmp_path, frozen, prefix):
+    moved = learn(replace(CFG, **{frozen: 0.0}, weight_decay=0.1))
+    moments = load_file(tmp_path / "checkpoints/step-2/optimizer.safetensors")
+    for name, delta in moved.items():
+        assert bool(delta.any()) != name.startswith(prefix)
+        assert (f"{name}/exp_avg" in moments) != name.startswith(prefix)
+
+
+def test_a_frozen_encoder_keeps_no_graph_and_gets_no_gradients(tiny_model, words_and_images):
+    model, cfg = tiny_model(), replace(CFG, vision_rate=0.0)
+    freeze(model, cfg)
+    assert not model.vision_encoder(torch.rand(1, 3, 16, 16)).requires_grad
+    backward(model, [words_and_images(0)], torch.float32, UNSCALED, ALONE)
+    assert all((p.grad is None) == name.startswith("vision_encoder.") for name, p in model.named_parameters())
+    freeze(model, CFG)
+    assert model.vision_encoder(torch.rand(1, 3, 16, 16)).requires_grad
+
+
+def test_something_must_learn():
+    with pytest.raises(ValueError, match="all 0: nothing is left to learn"):
+        TrainConfig(vision_rate=0, projector_rate=0, language_rate=0)
+
+
+def test_words_alone_teach_a_projector_nothing_and_stop_nothing(learn, words_and_images):
+    only = replace(CFG, vision_rate=0.0, language_rate=0.0)
+    assert not any(delta.any() for delta in learn(only, lambda i: words_and_images(i, images=False)).values())
+
+
+@pytest.mark.parametrize("wrong", [{"schedule": "line"}, {"dtype": "int8"}, {"vision_rate": -1}, {"accumulate": 0}])
+def test_a_wrong_setting_is_named(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        TrainConfig(**wrong)
+
+
+# --------------------------------------------------------------------------------------- one batch in several pieces
+
+
+def test_pieces_of_a_batch_give_the_loss_and_gradients_of_the_whole(tiny_model, words_and_images):
+    """The pieces have answers of different lengths, so the mean of their losses would be another number."""
+    pieces = [words_and_images(i, lengths) for i, lengths in enumerate([(30, 31), (4, 2), (9, 6)])]
+    width = max(piece["input_ids"].size(1) for piece in pieces)
+    fillers = {"input_ids": 0, "targets": -100, "attention_mask": 0}
+    whole = {
+        name: torch.cat([torch.nn.functional.pad(p[name], (0, width - p[name].size(1)), value=fill) for p in pieces])
+        for name, fill in fillers.items()
+    }
+    whole["images"] = torch.cat([piece["images"] for piece in pieces])
+    one, many = tiny_model(), tiny_model()
+    one(**whole)[1].backward()
+    loss = backward(many, pieces, torch.float32, UNSCALED, ALONE)
+    assert loss == pytest.approx(one(**whole)[1].item(), abs=1e-5)
+    assert loss != pytest.approx(sum(one(**piece)[1].item() for piece in pieces) / 3, abs=1e-3)
+    for name, gradient in gradients(one).items():
+        torch.testing.assert_close(gradients(many)[name], gradient, atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_learns_from_as_many_batches_as_it_accumulates(learn, words_and_images):
+    asked = []
+
+    def batch(i):
+        asked.append(i)
+        return words_and_images(i)
+
+    learn(replace(CFG, steps=2, accumulate=3), batch)
+    assert asked == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_batch_without_an_answer_is_an_error_and_no_nan(learn, words_and_images):
+    def silent(i):
+        batch = words_and_images(i)
+        return batch | {"targets": torch.full_like(batch["targets"], -100)}
+
+    with pytest.raises(TrainingError, match="no answer to learn"):
+        learn(CFG, silent)
+
+
+def test_gradients_are_clipped(learn, tmp_path):
+    """AdamW's first moment is a tenth of the first gradient."""
+    learn(replace(CFG, steps=1, max_grad_norm=0.03))
+    moments = load_file(tmp_path / "checkpoints/step-1/optimizer.safetensors")
+    length = math.sqrt(sum(float(m.square().sum()) for key, m in moments.items() if key.endswith("exp_avg")))
+    assert length == pytest.approx(0.003, rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------ memory and precision
+
+
+def kept(model, batch):
+    """How many numbers a forward pass keeps for the way back."""
+    sizes = {}
+
+    def keep(tensor):
+        sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _, loss = model(**batch)
+    return sum(sizes.values()), loss
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_model, words_and_images, compiled):
+    batch, found = words_and_images(0), []
+    for checkpointing in (False, True):
+        model = tiny_model(lm_dropout=0.1, vit_dropout=0.1).train()
+        cfg = replace(CFG, gradient_checkpointing=checkpointing, compile=compiled and checkpointing)
+        with accelerated(model, cfg):
+            torch.manual_seed(0)  # what is dropped, is dropped in both computations
+            size, loss = kept(model, batch)
+            if not compiled:
+                loss.backward()
+            else:  # a compiled block drops other numbers
+                model.eval()(**batch)[1].backward()
+        found.append((size, loss.item(), gradients(model)))
+        assert not any("forward" in vars(block) for block in (*model.vision_encoder.blocks, *model.decoder.blocks))
+    (size, loss, plain), (smaller, same, recomputed) = found
+    assert smaller < size / 2
+    assert compiled or loss == same
+    for name in plain:
+        torch.testing.assert_close(recomputed[name], plain[name], atol=1e-5 * compiled, rtol=1e-5 * compiled)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_step_in_half_precision_goes_the_same_way(tiny_model, words_and_images, dtype):
+    precise, half = tiny_model(), tiny_model()
+    exact = backward(precise, [words_and_images(0)], torch.float32, UNSCALED, ALONE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256, enabled=dtype == "float16")
+    loss = backward(half, [words_and_images(0)], getattr(torch, dtype), scaler, ALONE)
+    assert loss == pytest.approx(exact, rel=0.02) and loss != exact
+    optimizer = adamw(half, CFG)
+    scaler.unscale_(optimizer)
+    a, b = (torch.cat([g.flatten() for g in gradients(model).values()]) for model in (precise, half))
+    assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.99
+    assert b.norm() / a.norm() == pytest.approx(1, abs=0.1)
+
+
+def test_an_overflow_in_float16_skips_a_step_and_halves_the_scale(learn, tmp_path):
+    """The first scale is 65,536, and this model's gradients times that exceed float16's 65,504."""
+    moved = learn(replace(CFG, dtype="float16", steps=1))
+    assert not any(delta.any() for delta in moved.values())
+    state = json.loads((tmp_path / "checkpoints/step-1/training.json").read_text())
+    assert state["scaler"]["scale"] == 32768
+
+
+def test_a_gpu_without_bfloat16_learns_in_float16(monkeypatch):
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(device, "native_bfloat16", lambda where: False)
+    assert device.choose_training_dtype("auto", cuda) == torch.float16
+    assert device.choose_training_dtype("auto", cpu) == torch.float32
+    monkeypatch.setattr(device, "native_bfloat16", lambda where: True)
+    assert device.choose_training_dtype("auto", cuda) == torch.bfloat16
+    assert device.choose_training_dtype("float32", cuda) == torch.float32

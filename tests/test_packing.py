@@ -1,0 +1,128 @@
+"""A packed batch has the losses and gradients of its samples alone, and fewer places that say nothing."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from models.language_model import SAMPLE, visible
+from nanovlm.data import Example, Row, collate, encode
+from nanovlm.packing import join, pack
+from nanovlm.scenes.recipe import batches
+from nanovlm.train_config import TrainConfig
+
+
+def noise(width, height, seed):
+    return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
+
+
+ANSWERS = [("What is this?", "A red star."), ("How many stars are there? " * 3, "one"), ("?", ""), ("Is it?", "yes")]
+EXAMPLES = [
+    Example([noise(16, 16, 0)], ANSWERS),
+    Example([], ANSWERS[:2]),
+    Example([noise(30, 48, 1)], ANSWERS[1:]),
+    Example([noise(30, 14, 2), noise(16, 16, 3)], ANSWERS[:2]),
+    Example([], ANSWERS[3:]),
+    Example([noise(16, 16, 4)], ANSWERS[3:]),
+]
+
+
+@pytest.fixture(scope="module")
+def rows(tiled):
+    return [encode(example, tiled[1]) for example in EXAMPLES]
+
+
+def plain(length):
+    return Row([7] * length, [-100] * (length - 1) + [8], [1] * length, [])
+
+
+@pytest.mark.parametrize("length", [10**6, 150, 1])
+def test_a_packed_loss_is_that_of_the_samples_alone(tiled, rows, length):
+    model, _ = tiled
+    batch = collate(pack(rows, length))
+    assert len(batch["input_ids"]) in {10**6: [1], 150: [2, 3], 1: [len(rows)]}[length]
+    model.zero_grad()
+    _, loss = model(**batch)
+    loss.backward()
+    packed = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    count, total = sum(t != -100 for row in rows for t in row.targets), 0
+    for row in rows:
+        alone = {"input_ids": [row.ids], "targets": [row.targets], "attention_mask": [row.mask]}
+        images = torch.cat(row.images) if row.images else None
+        _, one = model(**{name: torch.tensor(value) for name, value in alone.items()}, images=images)
+        one = one * sum(t != -100 for t in row.targets) / count
+        one.backward()
+        total += one.item()
+    assert loss.item() == pytest.approx(total, abs=1e-5)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(packed[name], p.grad, atol=1e-5, rtol=1e-4)
+    model.zero_grad()
+
+
+@torch.no_grad()
+def test_a_sample_says_bit_for_bit_the_same_whatever_its_neighbours_are(tiled, rows):
+    model, _ = tiled
+    first, others, n = rows[5], [rows[1], rows[4]], len(rows[5].ids)
+    for place in range(2):
+        said = []
+        for other in others:
+            other = Row((other.ids * 9)[:40], [1] * 40, [1] * 40, [])
+            pair = [first, other][:: 1 - 2 * place]
+            start = 40 * place
+            said.append(model(**collate([join(pair)]))[0][0, start : start + n])
+        assert torch.equal(*said)
+
+
+def test_who_sees_whom_in_a_packed_row():
+    mask = torch.tensor([[1, 2, 3, SAMPLE + 1, SAMPLE + 2, SAMPLE + 2, SAMPLE + 3, 2 * SAMPLE + 1, 0]])
+    seen = visible(mask, 9)[0, 0].int().tolist()
+    assert seen[:8] == [
+        [1, 0, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0, 0, 0, 0],
+        [0, 0, 0, 1, 1, 0, 0, 0, 0],
+        [0, 0, 0, 1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0, 1, 0],
+    ]
+    assert seen[8][8] == 1
+
+
+def test_a_row_of_rows_can_be_joined_again(rows):
+    nested, flat = join([join(rows[:2]), join(rows[2:4]), rows[4]]), join(rows[:5])
+    assert nested.ids == flat.ids and nested.mask == flat.mask and nested.targets == flat.targets
+    assert len(nested.images) == len(flat.images)
+
+
+@settings(deadline=None, derandomize=True)
+@given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=40), limit=st.integers(1, 120))
+def test_nothing_is_lost_nor_too_long(lengths, limit):
+    found = pack([plain(n) for n in lengths], limit)
+    assert sum(len(row.ids) for row in found) == sum(lengths)
+    assert sum(row.targets.count(8) for row in found) == len(lengths)
+    for row in found:
+        assert len(row.ids) == len(row.targets) == len(row.mask)
+        assert len(row.ids) <= limit or row.targets.count(8) == 1
+    short = [row for row in found if len(row.ids) <= limit]
+    for i, row in enumerate(short):
+        for other in short[:i]:
+            assert len(row.ids) + len(other.ids) > limit, "two that would fit together"
+
+
+def test_pairs_that_fill_a_row_find_each_other():
+    lengths = [n for pair in range(1, 40) for n in (pair, 100 - pair)]
+    random.Random(0).shuffle(lengths)
+    assert [len(row.ids) for row in pack([plain(n) for n in lengths], 100)] == [100] * 39
+
+
+def test_the_recipe_packs_when_asked_to(speaker):
+    model, processor = speaker
+    padded, packed = (batches(processor, TrainConfig(batch_size=6, pack=n))(0) for n in (0, 600))
+    assert len(packed["input_ids"]) < len(padded["input_ids"]) == len(packed["images"]) == 6
+    with torch.no_grad():
+        torch.testing.assert_close(model(**padded)[1], model(**packed)[1], atol=1e-4, rtol=1e-5)
