@@ -80,8 +80,8 @@ def test_a_plan_is_told_and_nothing_is_written(train):
 def test_adapters_alone_learn_and_the_result_is_a_plain_model(train):
     """With packed rows, too, and a part frozen."""
     scenes(6, LABEL)
-    flags = "--steps 40 --lr 1e-2 --warmup 0 --lora-rank 8 --pack 512 --vision-rate 0".split()
-    assert train("--data", "mine", *QUICK, *flags)[0] == 0
+    steps, parts = ["--steps", "40", "--lr", "1e-2", "--warmup", "0"], ["--lora-rank", "8", "--vision-rate", "0"]
+    assert train("--data", "mine", *QUICK, *steps, *parts, "--pack", "512")[0] == 0
     ours, theirs = load_file("out/model.safetensors"), load_file(EMBEDDED / "model.safetensors")
     assert ours.keys() == theirs.keys()
     moved = {name for name in theirs if not torch.equal(ours[name], theirs[name].float())}
