@@ -1,7 +1,7 @@
 """float32 matrix products by oneDNN where torch would give them to MKL, which is slow on other makers' processors.
 
-On AMD's, MKL takes about twice as long from four rows on, and for one where the weights come from memory: compare
-`python -m eval.speedup --onednn` with `--no-onednn`. bfloat16 goes to oneDNN by itself.
+On AMD's, MKL takes nearly twice as long for large weights: compare `python -m eval.speedup --shape 222M --onednn` with
+`--no-onednn`. bfloat16 goes to oneDNN by itself.
 """
 
 import platform
@@ -12,24 +12,25 @@ import torch
 from torch import Tensor, nn
 
 CPUINFO = Path("/proc/cpuinfo")
+LARGE = 300_000  # entries of a weight; below, calling oneDNN costs more than it saves
 
 
 class OneDNNLinear(nn.Linear):
-    """An nn.Linear with the same weights. What needs a gradient, another dtype or a graph goes the usual way."""
+    """An nn.Linear with the same weights. What needs a gradient or a graph goes the usual way."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., out_features)."""
-        usual = x.dtype != torch.float32 or x.device.type != "cpu" or self.weight.dtype != torch.float32
-        if usual or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        other = x.dtype != torch.float32 or x.device.type != "cpu" or self.weight.dtype != torch.float32
+        if other or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().forward(x)
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
 def use_onednn(model: nn.Module, on: bool = True) -> nn.Module:
-    """Make every plain nn.Linear of model an OneDNNLinear, or with on=False back; names and weights stay. In place."""
+    """Make every LARGE nn.Linear of model an OneDNNLinear, or with on=False back; names and weights stay. In place."""
     old, new = (nn.Linear, OneDNNLinear) if on else (OneDNNLinear, nn.Linear)
     for module in model.modules():
-        if type(module) is old:
+        if type(module) is old and module.weight.numel() >= LARGE:
             module.__class__ = new
     return model
 

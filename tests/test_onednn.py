@@ -7,6 +7,12 @@ from torch import nn
 from models.onednn import OneDNNLinear, onednn_pays_off, use_onednn
 from models.static_cache import export_language_model
 
+
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch):
+    monkeypatch.setattr("models.onednn.LARGE", 0)
+
+
 there = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch was built without oneDNN")
 
 
@@ -22,6 +28,12 @@ def test_products_are_those_of_the_usual_way(shape, bias):
         torch.testing.assert_close(module(x), wanted)
         wide = torch.randn(*shape[:-1], 48)[..., ::2]
         torch.testing.assert_close(module(wide), nn.functional.linear(wide, linear.weight, linear.bias))
+
+
+def test_small_weights_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr("models.onednn.LARGE", 24 * 40)
+    model = use_onednn(nn.Sequential(nn.Linear(24, 40), nn.Linear(24, 39)))
+    assert [type(linear) for linear in model] == [OneDNNLinear, nn.Linear]
 
 
 @there
