@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from eval.speedup import Study
+from eval.study import Study
 
 
-def draw(studies: Sequence["Study"], environment: str, path: Path) -> None:
+def draw(studies: Sequence[Study], environment: str, path: Path) -> None:
     """Write path as PNG: a column per study, time over operations, both axes logarithmic."""
     figure = Figure(figsize=(6.4 * len(studies), 8), dpi=100, layout="constrained")
     axes = figure.subplots(2, len(studies), squeeze=False)

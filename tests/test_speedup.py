@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from eval import designs, flops
 from eval.designs import UNCACHED
 from eval.shapes import SHAPES
-from eval.speedup import Curve, Study, exponent, main, study, table, timeline, verdict
+from eval.speedup import main, table, verdict
+from eval.study import Curve, Study, exponent, study, timeline
 from models.encoder_decoder import EncoderDecoder, TextPrefix
 from models.vision_language_model import VisionLanguageModel
 
