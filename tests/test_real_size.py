@@ -1,11 +1,12 @@
 """The benchmark of real sizes, opened with small ones: what it writes, what it counts, and when it complains."""
 
 import json
+import time
 from dataclasses import replace
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 
 import pytest
 import tokenizers
-import torch
 from test_eras import raw_config
 
 import eval.real_size as door
@@ -81,9 +82,12 @@ def test_a_second_copy_of_the_weights_is_a_fault_and_the_one_that_is_needed_is_n
 
 
 def test_private_memory_is_seen_even_if_it_is_given_back():
-    with private_memory() as seen:
-        for _ in range(3):  # long enough for a thread that looks every few milliseconds
-            torch.ones(16 * 2**20)
+    """Fresh pages of the system: malloc may hand out old ones."""
+    size = 64 * 2**20
+    with private_memory() as seen, mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS) as pages:
+        for start in range(0, size, PAGESIZE):
+            pages[start] = 1
+        time.sleep(0.1)  # long enough for a thread that looks every few milliseconds
     assert max(seen) - seen[0] > 60
 
 
