@@ -1,7 +1,7 @@
 """TrainConfig: each field carries its default, its type and its help, and is a flag of train.py."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 
 def setting(default, help: str, least: float = 0, choices: tuple[str, ...] = ()):
@@ -83,3 +83,4 @@ class TrainConfig:
 
 SCENES = TrainConfig(steps=5700, lr=1e-3, warmup=300, decay=0.25, compile=True)  # how the embedded model was made
 FINETUNING = TrainConfig(steps=500, batch_size=16, lr=3e-4, warmup=20, save_every=100, log_every=10)
+ADAPTERS = replace(FINETUNING, lr=3e-3)  # --lora-rank: they want ten times the rate (Schulman et al. 2025)
