@@ -31,6 +31,7 @@ OF_DATA = (
     "model", "revision", "prompt", "images", "text_column", "prompt_column", "min_rating", "stream", "validation",
     "on_bad_example", "check_data",
 )  # fmt: skip
+WIDTH = 192  # lm_hidden_dim of the embedded model, for which the usual learning rates are good
 SHOWN = 8  # held-out pictures that are captioned as training goes on
 
 
@@ -134,6 +135,8 @@ def fine_tune(args: argparse.Namespace, cfg: TrainConfig, learned: list[Part], h
     device = choose_device(args.device)
     folder, processor = read_processor(args)
     tokenizer, skip = processor.tokenizer, args.on_bad_example == "skip"
+    if args.lr is None:  # the wider a model, the lower its rate, in proportion (Yang et al. 2022)
+        cfg = replace(cfg, lr=cfg.lr * WIDTH / processor.cfg.lm_hidden_dim)
     mixture = Mixture(learned, cfg.seed)
     batches = Batches(mixture, processor, cfg.batch_size, skip, cfg.pack)
     model = read_model(folder, processor.cfg, tokenizer.image_token_id, device=device)

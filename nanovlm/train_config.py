@@ -17,7 +17,7 @@ class TrainConfig:
     batch_size: int = setting(64, "examples per batch", least=1)
     pack: int = setting(0, "join examples into rows of so many tokens, which see nothing of each other; 0 pads them")
     accumulate: int = setting(1, "batches per step, whose gradients are summed: the memory of one", least=1)
-    lr: float = setting(1e-3, "the highest learning rate")
+    lr: float = setting(1e-3, "the highest learning rate; with --data, if not given, times 192 / lm_hidden_dim")
     vision_rate: float = setting(1.0, "the vision encoder's learning rate as a multiple of lr; 0 freezes it")
     projector_rate: float = setting(1.0, "the projector's likewise")
     language_rate: float = setting(1.0, "the language model's likewise")

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,12 @@ from safetensors.torch import load_file
 from test_cli import refused
 
 from models.checkpoint import stored_dtype, write_checkpoint
+from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, Captioner, cli
 from nanovlm.data import Example, encode
 from nanovlm.scenes import caption, draw, random_scene
 from nanovlm.sources import Batches
-from nanovlm.train_config import FINETUNING, SCENES
+from nanovlm.train_config import ADAPTERS, FINETUNING, SCENES
 
 QUICK = ["--steps", "3", "--batch-size", "4", "--workers", "0", "--device", "cpu", "--out", "out"]
 LABEL = "A photograph of my cat."
@@ -143,6 +145,20 @@ def test_weights_are_written_in_the_dtype_that_they_were_read_in(train, dtype):
     assert {written[name].dtype for name in weights} == {dtype} == {stored_dtype("begun")}
     assert {kept[name].dtype for name in weights} == {torch.float32}, "what goes on needs every bit"
     assert all(torch.equal(written[name], kept[name].to(dtype)) for name in weights)
+
+
+def test_the_usual_rate_is_one_for_the_way_of_learning_and_the_width_of_the_model(train, monkeypatch):
+    scenes(2)
+    begun = Captioner.from_pretrained(EMBEDDED, "cpu")
+    cfg = replace(begun.model.cfg, lm_hidden_dim=384, lm_n_blocks=1)
+    wide = VisionLanguageModel(cfg, begun.tokenizer.image_token_id)
+    write_checkpoint("wide", wide, begun.tokenizer.to_json())
+    rates = []
+    monkeypatch.setattr("nanovlm.finetuning.train", lambda *args, **looks: rates.append(args[3].lr))
+    lora, given = ["--lora-rank", "4"], ["--lr", "0.5"]
+    for flags in ([], lora, ["--model", "wide"], [*lora, "--model", "wide"], [*given, "--model", "wide"]):
+        assert train("--data", "mine", *QUICK, *flags)[0] == 0
+    assert rates == [FINETUNING.lr, ADAPTERS.lr, FINETUNING.lr / 2, ADAPTERS.lr / 2, 0.5]
 
 
 def test_held_out_examples_are_packed_as_those_learned_and_their_loss_is_the_same(train, monkeypatch):
