@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -138,6 +139,13 @@ def read_model(
     model.load_state_dict(state, assign=True)
     model.decoder.tie_weights()
     return model.eval()
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """What the weights in folder are stored in; of several dtypes, the smallest that holds them all."""
+    with safe_open(Path(folder) / WEIGHTS, framework="pt", device="cpu") as file:
+        found = {file.get_tensor(name).dtype for name in set(file.keys()) - {INV_FREQ}}
+    return reduce(torch.promote_types, found)
 
 
 def wrong_numbers(tensor: Tensor, dtype: torch.dtype) -> str:

@@ -91,7 +91,7 @@ def caption(args: argparse.Namespace) -> int:
 def train_flags(parser: Parser) -> None:
     from dataclasses import fields
 
-    from nanovlm.train_config import FINETUNING, SCENES
+    from nanovlm.train_config import ADAPTERS, FINETUNING, SCENES
 
     add = parser.add_argument
     task = parser.add_mutually_exclusive_group(required=True)
@@ -111,8 +111,10 @@ def train_flags(parser: Parser) -> None:
     add("--check-data", action="store_true", default=None, help="read all, count, show three examples; train nothing")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     for f in fields(SCENES):
-        flag, ours, theirs = "--" + f.name.replace("_", "-"), getattr(FINETUNING, f.name), getattr(SCENES, f.name)
-        help = f"{f.metadata['help']} ({ours}{f'; scenes: {theirs}' if theirs != ours else ''})"
+        flag, usual = "--" + f.name.replace("_", "-"), getattr(FINETUNING, f.name)
+        others = {"adapters": getattr(ADAPTERS, f.name), "scenes": getattr(SCENES, f.name)}
+        told = [str(usual), *(f"{who}: {value}" for who, value in others.items() if value != usual)]
+        help = f"{f.metadata['help']} ({'; '.join(told)})"
         if f.type is bool:
             add(flag, action=argparse.BooleanOptionalAction, help=help)
         else:

@@ -6,11 +6,12 @@ import os
 import re
 from dataclasses import fields, replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 from PIL import Image
 
-from models.checkpoint import CheckpointError, read_config, read_model, resolve
+from models.checkpoint import CheckpointError, read_config, read_model, resolve, stored_dtype
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
@@ -23,13 +24,14 @@ from nanovlm.processor import Processor
 from nanovlm.scenes import recipe
 from nanovlm.sources import Batches, Mixture, Part, Reading, Source, SourceError, Stream, open_source, split
 from nanovlm.tokenizer import Tokenizer
-from nanovlm.train_config import FINETUNING, SCENES, TrainConfig
+from nanovlm.train_config import ADAPTERS, FINETUNING, SCENES, TrainConfig
 from nanovlm.training import TrainingError, progress, train
 
 OF_DATA = (
     "model", "revision", "prompt", "images", "text_column", "prompt_column", "min_rating", "stream", "validation",
     "on_bad_example", "check_data",
 )  # fmt: skip
+WIDTH = 192  # lm_hidden_dim of the embedded model, for which the usual learning rates are good
 SHOWN = 8  # held-out pictures that are captioned as training goes on
 
 
@@ -64,7 +66,8 @@ def train_model(args: argparse.Namespace) -> int:
 def settings(args: argparse.Namespace) -> TrainConfig:
     """The training's settings; refuses flags that contradict each other, before any work."""
     given = {f.name: getattr(args, f.name) for f in fields(TrainConfig) if getattr(args, f.name) is not None}
-    cfg = replace(SCENES if args.recipe else FINETUNING, **given)
+    usual = SCENES if args.recipe else ADAPTERS if args.lora_rank else FINETUNING
+    cfg = replace(usual, **given)
     if args.recipe:
         for name in OF_DATA:
             if getattr(args, name) is not None:
@@ -132,6 +135,8 @@ def fine_tune(args: argparse.Namespace, cfg: TrainConfig, learned: list[Part], h
     device = choose_device(args.device)
     folder, processor = read_processor(args)
     tokenizer, skip = processor.tokenizer, args.on_bad_example == "skip"
+    if args.lr is None:  # the wider a model, the lower its rate, in proportion (Yang et al. 2022)
+        cfg = replace(cfg, lr=cfg.lr * WIDTH / processor.cfg.lm_hidden_dim)
     mixture = Mixture(learned, cfg.seed)
     batches = Batches(mixture, processor, cfg.batch_size, skip, cfg.pack)
     model = read_model(folder, processor.cfg, tokenizer.image_token_id, device=device)
@@ -142,10 +147,22 @@ def fine_tune(args: argparse.Namespace, cfg: TrainConfig, learned: list[Part], h
         known = sum(map(len, held)) or cfg.batch_size * cfg.validation_batches  # of streams, nobody knows
         size = min(cfg.batch_size, known)
         cfg = replace(cfg, validation_batches=max(1, min(cfg.validation_batches, known // size)))
-        looks["validation"] = Batches(unseen, processor, size, skip)
+        looks["validation"] = Batches(unseen, processor, size, skip, cfg.pack)  # padded, they might need more memory
         looks["show"] = partial(captions, shown(unseen, min(SHOWN, known)), processor)
-    train(model, tokenizer.to_json(), batches, cfg, args.out, **looks)
+    train(model, tokenizer.to_json(), batches, cfg, args.out, stored_dtype(folder), data=identity(learned), **looks)
     return 0
+
+
+def identity(learned: list[Part]) -> str:
+    """What tells these examples from others: of each source its path, share, number of examples and their digest."""
+    said = []
+    for part in learned:
+        share = "" if part.weight is None else f"@{part.weight:g}"
+        keys = blake2b(digest_size=4)
+        for number in part.numbers if not part.source.endless else ():
+            keys.update(part.source.key(number).encode("utf-8", "surrogatepass") + b"\0")
+        said.append(f"{part.source.path}{share}" + f" ({len(part)}, {keys.hexdigest()})" * (not part.source.endless))
+    return "; ".join(said)
 
 
 def outlook(mixture: Mixture, held: list[Part], cfg: TrainConfig) -> str:

@@ -77,8 +77,9 @@ def save(
     scaler: torch.amp.GradScaler,
     cfg: TrainConfig,
     step: int,
+    data: str | None = None,
 ) -> None:
-    """Write folder/checkpoints/step-N, all of it or nothing, and remove the older ones."""
+    """Write folder/checkpoints/step-N, all of it or nothing, and remove the older ones; data says what it read."""
     moments = {
         f"{name}/{key}": value.cpu()
         for name, parameter in model.named_parameters()
@@ -86,7 +87,7 @@ def save(
     }
     new = folder / "checkpoints" / f"step-{step}"
     old = [path for path in checkpoints(folder) if path != new]
-    state = {"step": step, "config": asdict(cfg), "scaler": scaler.state_dict()}
+    state = {"step": step, "config": asdict(cfg) | {"data": data}, "scaler": scaler.state_dict()}
     with writing(folder), new_folder(new) as files:
         write_model(files, model, tokenizer)
         save_file(moments, files / OPTIMIZER)

@@ -1,7 +1,7 @@
 """TrainConfig: each field carries its default, its type and its help, and is a flag of train.py."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 
 def setting(default, help: str, least: float = 0, choices: tuple[str, ...] = ()):
@@ -17,7 +17,7 @@ class TrainConfig:
     batch_size: int = setting(64, "examples per batch", least=1)
     pack: int = setting(0, "join examples into rows of so many tokens, which see nothing of each other; 0 pads them")
     accumulate: int = setting(1, "batches per step, whose gradients are summed: the memory of one", least=1)
-    lr: float = setting(1e-3, "the highest learning rate")
+    lr: float = setting(1e-3, "the highest learning rate; with --data, if not given, times 192 / lm_hidden_dim")
     vision_rate: float = setting(1.0, "the vision encoder's learning rate as a multiple of lr; 0 freezes it")
     projector_rate: float = setting(1.0, "the projector's likewise")
     language_rate: float = setting(1.0, "the language model's likewise")
@@ -83,3 +83,4 @@ class TrainConfig:
 
 SCENES = TrainConfig(steps=5700, lr=1e-3, warmup=300, decay=0.25, compile=True)  # how the embedded model was made
 FINETUNING = TrainConfig(steps=500, batch_size=16, lr=3e-4, warmup=20, save_every=100, log_every=10)
+ADAPTERS = replace(FINETUNING, lr=3e-3)  # --lora-rank: they want ten times the rate (Schulman et al. 2025)

@@ -44,6 +44,7 @@ def train(
     log: Callable[[str], None] = progress,
     validation: Callable[[int], Batch] | None = None,
     show: Callable[[VisionLanguageModel], Sequence[tuple[Image.Image, str]]] | None = None,
+    data: str | None = None,
 ) -> VisionLanguageModel:
     """Train model on batch(0), batch(1), ..., cfg.accumulate a step, and write it to folder, weights as stored_as.
 
@@ -52,7 +53,8 @@ def train(
     batch is a pure function of its number, so a run that was killed goes on from folder/checkpoints as if nothing
     had happened; after SIGINT or SIGTERM it saves and raises `Stopped`. Every checkpoint is a model that generate.py
     can use. validation(0), ... are held-out batches; show captions held-out pictures, which folder/report.png then
-    holds with the first captions and the last. The trained model is returned: the same, or with cfg.lora_rank
+    holds with the first captions and the last. data tells one set of examples from another; a run that goes on with
+    another config or other data says so. The trained model is returned: the same, or with cfg.lora_rank
     another, the adapters merged into it. With cfg.plan nothing is trained or written, only told what it would take.
     """
     if cfg.plan:
@@ -71,7 +73,8 @@ def train(
         raise TrainingError(f"{folder} holds other checkpoints for other processes; it must be one that all share")
     world.share_weights(model)
     if first:
-        changed = [f"{k}={v} instead of {before[k]}" for k, v in asdict(cfg).items() if before.get(k, v) != v]
+        now = asdict(cfg) | {"data": data}
+        changed = [f"{k}={v} instead of {before[k]}" for k, v in now.items() if before.get(k, v) != v]
         log(f"resumed {folder} at step {first}" + ", with " * bool(changed) + ", ".join(changed))
     start, stop = first * cfg.accumulate * world.size, cfg.steps * cfg.accumulate * world.size
     batches = iter(
@@ -121,7 +124,7 @@ def train(
                 journal.found(done, *look(model, validation, show, dtype, cfg, world))
                 model.train()
             if world.rank == 0 and (done % cfg.save_every == 0 or done == cfg.steps or leaving):
-                save(folder, model, tokenizer, optimizer, scaler, cfg, done)
+                save(folder, model, tokenizer, optimizer, scaler, cfg, done, data)
             if leaving and done < cfg.steps:
                 number = signal.Signals(asked[0] if asked else signal.SIGTERM)
                 log(f"{number.name}: stopped and saved {folder} at step {done}; run the same command again to go on")

@@ -2,7 +2,9 @@
 
 import json
 import random
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,13 @@ import torch
 from safetensors.torch import load_file
 from test_cli import refused
 
+from models.checkpoint import stored_dtype, write_checkpoint
+from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, Captioner, cli
 from nanovlm.data import Example, encode
 from nanovlm.scenes import caption, draw, random_scene
 from nanovlm.sources import Batches
-from nanovlm.train_config import FINETUNING, SCENES
+from nanovlm.train_config import ADAPTERS, FINETUNING, SCENES
 
 QUICK = ["--steps", "3", "--batch-size", "4", "--workers", "0", "--device", "cpu", "--out", "out"]
 LABEL = "A photograph of my cat."
@@ -84,7 +88,7 @@ def test_adapters_alone_learn_and_the_result_is_a_plain_model(train):
     assert train("--data", "mine", *QUICK, *steps, *parts, "--pack", "512")[0] == 0
     ours, theirs = load_file("out/model.safetensors"), load_file(EMBEDDED / "model.safetensors")
     assert ours.keys() == theirs.keys()
-    moved = {name for name in theirs if not torch.equal(ours[name], theirs[name].float())}
+    moved = {name for name in theirs if not torch.equal(ours[name], theirs[name])}
     assert moved and all(not name.startswith("vision_encoder") for name in moved)
     fresh = draw(random_scene(random.Random(99)), 120, 90)
     assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
@@ -116,6 +120,69 @@ def test_training_that_was_cut_goes_on_to_the_same_weights(train, monkeypatch):
     assert code == 0 and "resumed out at step 2" in err
     again = load_file("out/model.safetensors")
     assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
+
+
+def test_a_run_that_goes_on_says_that_its_data_changed(train):
+    scenes(4)
+    flags = ["--data", "mine@0.5", "scenes@0.5", *QUICK]
+    assert "instead of" not in train(*flags)[2] + train(*flags)[2], "the same data is no news"
+    Path("mine/3.png").rename("mine/4.png")
+    Path("mine/3.txt").rename("mine/4.txt")
+    line = next(line for line in train(*flags)[2].splitlines() if line.startswith("resumed out"))
+    renamed = re.fullmatch(r"resumed out at step 3, with data=(.*) instead of (.*)", line)
+    now, before = (re.fullmatch(r"mine@0.5 \(4, (\w{8})\); scenes@0.5", told)[1] for told in renamed.groups())
+    assert now != before, "as many pictures, but others"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_are_written_in_the_dtype_that_they_were_read_in(train, dtype):
+    scenes(4)
+    begun = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
+    write_checkpoint("begun", begun.model, begun.tokenizer.to_json(), dtype)
+    assert train("--data", "mine", *QUICK, "--model", "begun")[0] == 0
+    written, kept = load_file("out/model.safetensors"), load_file("out/checkpoints/step-3/model.safetensors")
+    weights = written.keys() - {"decoder.rotary_embd.inv_freq"}
+    assert {written[name].dtype for name in weights} == {dtype} == {stored_dtype("begun")}
+    assert {kept[name].dtype for name in weights} == {torch.float32}, "what goes on needs every bit"
+    assert all(torch.equal(written[name], kept[name].to(dtype)) for name in weights)
+
+
+def test_the_usual_rate_is_one_for_the_way_of_learning_and_the_width_of_the_model(train, monkeypatch):
+    scenes(2)
+    begun = Captioner.from_pretrained(EMBEDDED, "cpu")
+    cfg = replace(begun.model.cfg, lm_hidden_dim=384, lm_n_blocks=1)
+    wide = VisionLanguageModel(cfg, begun.tokenizer.image_token_id)
+    write_checkpoint("wide", wide, begun.tokenizer.to_json())
+    rates = []
+    monkeypatch.setattr("nanovlm.finetuning.train", lambda *args, **looks: rates.append(args[3].lr))
+    lora, given = ["--lora-rank", "4"], ["--lr", "0.5"]
+    for flags in ([], lora, ["--model", "wide"], [*lora, "--model", "wide"], [*given, "--model", "wide"]):
+        assert train("--data", "mine", *QUICK, *flags)[0] == 0
+    assert rates == [FINETUNING.lr, ADAPTERS.lr, FINETUNING.lr / 2, ADAPTERS.lr / 2, 0.5]
+
+
+def test_held_out_examples_are_packed_as_those_learned_and_their_loss_is_the_same(train, monkeypatch):
+    scenes(8)
+    looked, shapes = [], []
+    made = Batches.__call__
+
+    def shape(batches, step):
+        batch = made(batches, step)
+        shapes.append(tuple(batch["input_ids"].shape))
+        return batch
+
+    monkeypatch.setattr(Batches, "__call__", shape)
+    for out, pack in (("padded", 0), ("packed", 512)):
+        assert (
+            train("--data", "mine", *QUICK, "--out", out, "--pack", pack, "--validation", "4", "--dtype", "float32")[0]
+            == 0
+        )
+        first = json.loads(Path(out, "metrics.jsonl").read_text().splitlines()[0])
+        looked.append((shapes[0], first["validation_loss"]))
+        shapes.clear()
+    (padded, loss), (packed, same) = looked
+    assert padded[0] == 4 and packed[0] == 1, "four captions fit into one row of 512"
+    assert same == pytest.approx(loss, rel=1e-4)
 
 
 def test_what_is_checked_is_counted_and_shown_as_it_is_learned(train):

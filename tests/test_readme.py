@@ -35,14 +35,12 @@ def test_the_first_command_prints_the_output_below_it():
 
 def test_every_flag_shown_exists():
     lines = [line.split("#")[0] for block in blocks("bash") for line in block.splitlines()]
-    calls = [line.split("|")[-1] for line in lines if re.search(r"python (generate|train)\.py [^&]", line)]
+    calls = [call for line in lines if (call := re.search(r"(generate|train)\.py ([^&]+)$", line.split("|")[-1]))]
     assert len(calls) > 5
     for call in calls:
-        words = shlex.split(call)
-        verb = {"generate.py": "caption", "train.py": "train"}[words[1]]
         parser = Parser()
-        VERBS[verb][1](parser)
-        parser.parse_args(words[2:])
+        VERBS["caption" if call[1] == "generate" else "train"][1](parser)
+        parser.parse_args(shlex.split(call[2]))
     (export,) = [shlex.split(line) for line in lines if line.startswith("nanovlm export")]
     parser = Parser()
     VERBS["export"][1](parser)
