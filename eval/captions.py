@@ -1,6 +1,7 @@
 """How often the embedded model is right, on freshly drawn scenes that its training never saw.
 
     python -m eval.captions --scenes 1000
+    python -m eval.captions --throughput    # how fast instead, see eval/throughput.py
 
 Three figures: captions that match word for word, the same on scenes that show a colour and shape never trained
 together, and answers to questions. Pictures are PNG files of 96 to 512 pixels a side, read like anybody's.
@@ -15,6 +16,8 @@ import time
 from collections import Counter
 from random import Random
 
+from eval import throughput
+from eval.environment import environment
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.cli import Parser
@@ -75,16 +78,24 @@ def main() -> int:
     parser.add_argument("--seed", default="1", help="which scenes (1)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--throughput", action="store_true", help="pictures a minute, of a folder of mixed ones")
+    parser.add_argument("--pictures", type=int, default=500, metavar="N", help="in that folder (500)")
     parser.add_argument("--misses", type=int, default=0, metavar="N", help="show N misses")
     parser.add_argument("--json", action="store_true", help="everything, as one object")
     args = parser.parse_args()
-    if min(args.scenes, args.questions) < 1:
-        parser.error(f"--scenes {args.scenes} and --questions {args.questions} must be 1 or more")
+    for name in ("scenes", "questions", "pictures"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} must be 1 or more")
     try:
         captioner = Captioner.from_pretrained(args.model, args.device, args.dtype)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    if args.throughput:
+        result = throughput.measure(captioner, args.pictures, args.seed)
+        where = environment(captioner.model.device, captioner.model.dtype)
+        print(json.dumps(result | {"environment": where}) if args.json else f"{throughput.report(result)}\n{where}")
+        return 0
     result = measure(captioner, args.scenes, args.questions, args.seed)
     if args.json:
         print(json.dumps(result, indent=2))

@@ -31,6 +31,10 @@ class KVCache:
         buffer.write(key, value)
         return KVCache(buffer.key[..., :length, :], buffer.value[..., :length, :], buffer)
 
+    def first(self, n: int) -> "KVCache":
+        """This cache as it was after its first n tokens."""
+        return KVCache(self.key[..., :n, :], self.value[..., :n, :])
+
     def rows(self, index: Tensor) -> "KVCache":
         """The chosen rows of the batch, index (B_new,), in that order and as often as named; a copy."""
         return KVCache(self.key.index_select(0, index), self.value.index_select(0, index))

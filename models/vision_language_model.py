@@ -27,6 +27,13 @@ class Prefix:
     def length(self) -> int:
         return self.kv_cache[0].length
 
+    def first(self, n: int) -> "Prefix":
+        """The sequence up to its n-th token."""
+        if n == self.length:
+            return self
+        mask = None if self.attention_mask is None else self.attention_mask[:, :n]
+        return Prefix([kv.first(n) for kv in self.kv_cache], mask)
+
     def rows(self, index: Tensor) -> "Prefix":
         """The chosen rows, index (B_new,), in that order and as often as named; a copy."""
         mask = None if self.attention_mask is None else self.attention_mask[index]

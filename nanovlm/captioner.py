@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from PIL import Image
@@ -15,7 +15,7 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.images import open_picture
-from nanovlm.processor import Processor
+from nanovlm.processor import Processor, Row
 from nanovlm.tokenizer import Tokenizer
 
 Picture = str | os.PathLike | bytes | Image.Image
@@ -112,7 +112,7 @@ class Captioner:
         stats: Stats | None = None,
     ) -> Iterator[str]:
         """The same answer in pieces of whole characters, as they are found. stats, if given, is filled on the way."""
-        columns = self._columns([(picture, prompt)], max_new_tokens, sampling, 1, stats)
+        columns = self._columns(self._rows([(picture, prompt)]), max_new_tokens, sampling, 1, stats)
         return self.tokenizer.stream(ids[0] for ids in columns if ids[0] != self.tokenizer.eos_token_id)
 
     def samples(
@@ -126,7 +126,7 @@ class Captioner:
         stats: Stats | None = None,
     ) -> list[str]:
         """n answers to one prompt, which is read once; alike unless sampling has a temperature."""
-        return self._texts(self._columns([(picture, prompt)], max_new_tokens, sampling, n, stats))
+        return self._texts(self._columns(self._rows([(picture, prompt)]), max_new_tokens, sampling, n, stats))
 
     def captions(
         self,
@@ -139,15 +139,29 @@ class Captioner:
     ) -> Iterator[str]:
         """An answer for each of the pictures, batch_size at a time; one prompt for all, or one for each."""
         prompts = [prompt] * len(pictures) if isinstance(prompt, str) else list(prompt)
-        rows = list(zip(pictures, prompts, strict=True))
-        for start in range(0, len(rows), batch_size):
-            yield from self._texts(self._columns(rows[start : start + batch_size], max_new_tokens, sampling))
+        asked = list(zip(pictures, prompts, strict=True))
+        for start in range(0, len(asked), batch_size):
+            rows = self._rows(asked[start : start + batch_size])
+            yield from self._texts(self._columns(rows, max_new_tokens, sampling))
 
-    def _columns(self, rows, max_new_tokens, sampling, n_samples=1, stats=None) -> Iterator[list[int]]:
-        """Prepare rows of (pictures, prompt), then yield the ids that `VisionLanguageModel.stream` chooses."""
+    def prepare(self, picture: Picture | Sequence[Picture] | None, prompt: str = PROMPT) -> Row:
+        """What the model is to read; threads may prepare it while the model runs."""
+        return self.processor.row([open_picture(one) for one in _as_list(picture)], prompt)
+
+    def answers(self, rows: Sequence[Row], *, max_new_tokens: int = 128, sampling: Sampling = GREEDY) -> list[str]:
+        """An answer to each of the rows that `prepare` made, in one batch."""
+        return self._texts(self._columns(rows, max_new_tokens, sampling))
+
+    def _rows(self, asked: Sequence[tuple[Picture | Sequence[Picture] | None, str]]) -> Iterator[Row]:
+        return (self.prepare(picture, prompt) for picture, prompt in asked)
+
+    def _columns(
+        self, rows: Iterable[Row], max_new_tokens: int, sampling: Sampling, n_samples: int = 1, stats=None
+    ) -> Iterator[list[int]]:
+        """Read rows, yield the ids that `VisionLanguageModel.stream` chooses; their preparation is timed, too."""
         started = time.perf_counter()
-        pictures = [[open_picture(picture) for picture in _as_list(shown)] for shown, _ in rows]
-        inputs = self.processor(pictures, [prompt for _, prompt in rows])
+        rows = list(rows)
+        inputs = self.processor.batch(rows)
         inputs = {name: tensor if tensor is None else tensor.to(self.model.device) for name, tensor in inputs.items()}
         stats = stats or Stats()
         stats.prompt_tokens, stats.answers = int(inputs["attention_mask"].sum()), len(rows) * n_samples

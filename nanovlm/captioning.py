@@ -9,30 +9,34 @@ import torch
 
 from models.checkpoint import CheckpointError
 from models.decoding import Sampling
-from nanovlm import EMBEDDED, SAMPLE
+from nanovlm import EMBEDDED, PROMPT, SAMPLE
 from nanovlm.captioner import Captioner, Stats
 from nanovlm.complaints import UsageError, complain
 from nanovlm.device import peak_memory
-from nanovlm.images import PictureError, open_picture
+from nanovlm.images import PictureError, open_picture, printable
 
 EMBEDDED_NOTE = (
     "note: the embedded model knows drawn scenes of coloured shapes only, what it says of other pictures is "
     "nonsense; --model FOLDER_OR_HUB_ID names a model for photographs"
 )
 
+MAX_NEW_TOKENS = 128
+LENGTHS = {  # a prompt, and the longest answer
+    "short": ("Describe this picture in a few words.", 48),
+    "normal": (PROMPT, MAX_NEW_TOKENS),
+    "long": ("Describe this picture in detail.", 384),
+}
+
 
 def caption_pictures(args: argparse.Namespace) -> int:
     """Caption args.pictures; 1 if one of them could not be, after the others have been."""
+    for flag in ("existing", "prefix", "suffix", "batch_size"):
+        if getattr(args, flag) is not None:
+            raise UsageError(f"--{flag.replace('_', '-')} is for files: name a folder, or where captions go by --out")
     sampling = check(args)
     started = time.perf_counter()
-    try:
-        captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, args.revision)
-        captioner.check_prompt(args.prompt, args.max_new_tokens)
-    except (CheckpointError, ValueError) as error:
-        raise UsageError(error) from None
+    captioner = read_captioner(args, args.prompt, args.max_new_tokens, shown=bool(args.pictures))
     loaded = time.perf_counter() - started
-    if args.model == EMBEDDED and args.pictures:
-        complain(EMBEDDED_NOTE)
     failed = 0
     for name in args.pictures or [str(SAMPLE)]:
         try:
@@ -53,13 +57,34 @@ def caption_pictures(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def read_captioner(args: argparse.Namespace, prompt: str, max_new_tokens: int, shown: bool) -> Captioner:
+    """The model that args.model names, if it can answer the prompt at all; shown are pictures of one's own."""
+    try:
+        captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, args.revision)
+        captioner.check_prompt(prompt, max_new_tokens)
+    except (CheckpointError, ValueError) as error:
+        raise UsageError(error) from None
+    if args.model == EMBEDDED and shown:
+        complain(EMBEDDED_NOTE)
+    return captioner
+
+
 def check(args: argparse.Namespace) -> Sampling:
-    """Refuse numbers and combinations that make no sense, before any work."""
+    """Refuse numbers and combinations that make no sense, before any work; make of --length a prompt."""
+    if args.length:
+        args.prompt, longest = LENGTHS[args.length]
+        args.max_new_tokens = longest if args.max_new_tokens is None else args.max_new_tokens
+    if args.max_new_tokens is None:
+        args.max_new_tokens = MAX_NEW_TOKENS
     for name, least in (("samples", 1), ("max_new_tokens", 1)):
         if getattr(args, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {least}")
     if args.samples > 1 and args.temperature == 0:
         raise UsageError(f"--samples {args.samples} at temperature 0 would all be alike; add --temperature 0.7, say")
+    return read_sampling(args)
+
+
+def read_sampling(args: argparse.Namespace) -> Sampling:
     try:
         return Sampling(**{name: getattr(args, name) for name in Sampling.__dataclass_fields__})
     except ValueError as error:
@@ -77,7 +102,7 @@ def standard_input():
 def say(args, captioner: Captioner, name: str, picture, sampling: Sampling, stats: Stats) -> list[str]:
     """Find the answers and, unless they go into JSON, print each as one line; on a terminal, as it is found."""
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "stats": stats}
-    label = f"{name if name.isprintable() else repr(name)}: " if len(args.pictures) > 1 else ""
+    label = f"{printable(name)}: " if len(args.pictures) > 1 else ""
     if args.samples > 1 or args.json or not (sys.stdout and sys.stdout.isatty()):
         texts = captioner.samples(picture, args.prompt, args.samples, **options)
         if not args.json:

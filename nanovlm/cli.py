@@ -20,11 +20,22 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The program nanovlm: a verb and its flags; returns the exit code."""
-    parser = Parser(prog="nanovlm", description="Caption pictures, answer questions, train and export models.")
+    parser = Parser(
+        prog="nanovlm",
+        description="Caption pictures, answer questions, train and export models.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n" + "".join(f"  {example}\n" for _, _, example in VERBS.values()),
+    )
     parser.add_argument("--version", action="version", version=f"nanovlm {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     for verb in VERBS:
-        add_flags(verb, verbs.add_parser(verb, help=VERBS[verb][0].__doc__, description=VERBS[verb][0].__doc__))
+        function, _, example = VERBS[verb]
+        words = {"help": function.__doc__, "description": function.__doc__, "epilog": f"example: {example}"}
+        add_flags(verb, verbs.add_parser(verb, **words))
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     return run(parser.parse_args(argv))
 
 
@@ -36,7 +47,7 @@ def door(verb: str, argv: Sequence[str] | None = None) -> int:
 
 
 def add_flags(verb: str, parser: Parser) -> None:
-    function, flags = VERBS[verb]
+    function, flags, _ = VERBS[verb]
     flags(parser)
     parser.set_defaults(run=function, prog=parser.prog)
 
@@ -63,12 +74,38 @@ def run(args: argparse.Namespace) -> int:
 
 def caption_flags(parser: Parser) -> None:
     add = parser.add_argument
-    add("pictures", nargs="*", metavar="PICTURE", help="files; - is standard input; none is the sample picture")
-    add("--prompt", default=PROMPT, metavar="TEXT", help=f"what to ask of each picture ({PROMPT!r})")
+    add(
+        "pictures",
+        nargs="*",
+        metavar="PICTURE",
+        help="files; folders and quoted patterns, whose captions are written to files; - is a picture on standard "
+        "input; none is the sample picture",
+    )
+    add("--list", metavar="FILE", help="more names, one a line or as find -print0 writes them; - is standard input")
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument("--prompt", default=PROMPT, metavar="TEXT", help=f"what to ask of each picture ({PROMPT!r})")
+    asked.add_argument("--length", choices=("short", "normal", "long"), help="ask for a caption so long")
+    add("--out", metavar="FILE", help=".jsonl, .csv or .parquet of file_name and text; txt: beside each (of a folder)")
+    add(
+        "--existing",
+        choices=("skip", "overwrite", "append", "prepend"),
+        help="what becomes of captions already there (skip)",
+    )
+    add("--prefix", metavar="TEXT", help="put before each caption in a file, as it stands")
+    add("--suffix", metavar="TEXT", help="put after it")
+    add("--batch-size", type=int, metavar="N", help="pictures read at once, of those whose captions go to files (16)")
+    add("--max-new-tokens", type=int, metavar="N", help="longest answer (128; --length: short 48, long 384)")
+    add("--samples", type=int, default=1, metavar="N", help="answers per picture, which is read once (1)")
+    speaking_flags(parser)
+    add("--json", action="store_true", help="one object per picture, with token counts and timings")
+    add("--stats", action="store_true", help="timings and peak memory on standard error")
+
+
+def speaking_flags(parser: Parser) -> None:
+    """Which model speaks, how and where."""
+    add = parser.add_argument
     add("--model", default=EMBEDDED, metavar="FOLDER_OR_HUB_ID", help="a folder or owner/name (the embedded model)")
     add("--revision", help="branch, tag or commit of a Hub model")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="longest answer (128)")
-    add("--samples", type=int, default=1, metavar="N", help="answers per picture, which is read once (1)")
     add("--temperature", type=float, default=0.0, metavar="X", help="0 says the likeliest, 1 samples as learned (0)")
     add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens (0: all)")
     add("--top-p", type=float, default=1.0, metavar="P", help="among the likeliest that make up P (1: all)")
@@ -77,15 +114,28 @@ def caption_flags(parser: Parser) -> None:
     add("--seed", type=int, metavar="N", help="the same samples every time")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    add("--json", action="store_true", help="one object per picture, with token counts and timings")
-    add("--stats", action="store_true", help="timings and peak memory on standard error")
 
 
 def caption(args: argparse.Namespace) -> int:
     """Caption pictures, or answer a prompt about each; without arguments, the sample picture."""
     from nanovlm.captioning import caption_pictures
+    from nanovlm.folders import caption_files, names_many
 
-    return caption_pictures(args)
+    return caption_files(args) if names_many(args) else caption_pictures(args)
+
+
+def chat_flags(parser: Parser) -> None:
+    add = parser.add_argument
+    add("pictures", nargs="*", metavar="PICTURE", help="what to talk about; none is a chat of words alone")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (256)")
+    speaking_flags(parser)
+
+
+def chat(args: argparse.Namespace) -> int:
+    """Ask about pictures, one question after another; /help lists what else can be said."""
+    from nanovlm.chat import chat_about
+
+    return chat_about(args)
 
 
 def train_flags(parser: Parser) -> None:
@@ -143,4 +193,9 @@ def export(args: argparse.Namespace) -> int:
     return export_model(args)
 
 
-VERBS = {"caption": (caption, caption_flags), "train": (train, train_flags), "export": (export, export_flags)}
+VERBS = {  # what it does, its flags, and an example
+    "caption": (caption, caption_flags, "nanovlm caption photos --out photos/metadata.jsonl"),
+    "chat": (chat, chat_flags, "nanovlm chat photo.jpg"),
+    "train": (train, train_flags, "nanovlm train --data photos --out out/mine"),
+    "export": (export, export_flags, "nanovlm export out/mine --out out/smolvlm"),
+}

@@ -42,9 +42,7 @@ def open_picture(source, name: str | None = None) -> Image.Image:
 
     source is a path, the bytes of a file, a binary file or a PIL image; name is what an error calls it.
     """
-    name = name_of(source) if name is None else name
-    if not (name and name.isprintable()):  # a line break in a name must not break the error's one line
-        name = repr(name)
+    name = printable(name_of(source) if name is None else name)
     try:
         with muted():
             if isinstance(source, Image.Image):
@@ -63,6 +61,11 @@ def name_of(source) -> str:
         raise TypeError(f"a picture is a path, bytes, a binary file or a PIL image, not {type(source).__name__}")
     name = getattr(source, "name", None)  # of a file: its path, or a number
     return name if isinstance(name, str) else "picture"
+
+
+def printable(name: str) -> str:
+    """A name that stays on its line, whatever is in it."""
+    return name if name and name.isprintable() else repr(name)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,8 @@ from models.config import VLMConfig
 from nanovlm.images import pixels
 from nanovlm.tokenizer import Tokenizer
 
+Row = tuple[list[int], list[Tensor]]  # ids, and each picture's images (n, 3, S, S)
+
 
 class Processor:
     """Lays pictures and a prompt out as the checkpoint was trained to read them."""
@@ -83,15 +85,20 @@ class Processor:
         """
         if len(pictures) != len(prompts):
             raise ValueError(f"{len(pictures)} rows of pictures, but {len(prompts)} prompts")
-        rows, images = [], []
-        for row, text in zip(pictures, prompts):
-            tiles = [self.images(picture) for picture in row]
-            images += [tile for tile, _ in tiles]
-            rows.append(self.prompt([grid for _, grid in tiles], text))
-        longest = max(map(len, rows))
+        return self.batch([self.row(shown, text) for shown, text in zip(pictures, prompts)])
+
+    def row(self, pictures: Sequence[Image.Image], text: str) -> Row:
+        """What one row of a batch reads."""
+        tiles = [self.images(picture) for picture in pictures]
+        return self.prompt([grid for _, grid in tiles], text), [images for images, _ in tiles]
+
+    def batch(self, rows: Sequence[Row]) -> dict[str, Tensor | None]:
+        """Rows that `row` made, as one batch."""
+        longest = max(len(ids) for ids, _ in rows)
         pad = self.tokenizer.eos_token_id  # any id would do: the mask hides it
+        images = [tiles for _, pictures in rows for tiles in pictures]
         return {
-            "input_ids": torch.tensor([[pad] * (longest - len(ids)) + ids for ids in rows]),
-            "attention_mask": torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in rows]),
+            "input_ids": torch.tensor([[pad] * (longest - len(ids)) + ids for ids, _ in rows]),
+            "attention_mask": torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids, _ in rows]),
             "images": torch.cat(images) if images else None,
         }

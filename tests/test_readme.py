@@ -41,10 +41,12 @@ def test_every_flag_shown_exists():
         parser = Parser()
         VERBS["caption" if call[1] == "generate" else "train"][1](parser)
         parser.parse_args(shlex.split(call[2]))
-    (export,) = [shlex.split(line) for line in lines if line.startswith("nanovlm export")]
-    parser = Parser()
-    VERBS["export"][1](parser)
-    parser.parse_args(export[2:])
+    installed = [shlex.split(line.split("|")[-1]) for line in lines if re.search(r"(^|\| )nanovlm ", line)]
+    assert {words[1] for words in installed} >= {"caption", "chat", "export"}
+    for words in installed + [shlex.split(example) for _, _, example in VERBS.values()]:
+        parser = Parser()
+        VERBS[words[1]][1](parser)
+        parser.parse_args(words[2:])
 
 
 def test_the_map_names_every_module_and_no_other():

@@ -3,7 +3,7 @@
 import csv
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,13 @@ from nanovlm.sources.records import (
 from nanovlm.sources.source import COLUMNS, EXTENSIONS, EXTRA, Reading, Source, SourceError
 
 
-def pictures_in(folder: Path) -> list[str]:
-    """Paths of all pictures in a folder and the folders in it, relative to it, in one order everywhere."""
+def pictures_in(folder: str | Path, unread: Callable[[OSError], None] | None = None) -> list[str]:
+    """Paths of all pictures in a folder and the folders in it, relative to it, in one order everywhere.
+
+    unread is told of the folders that may not be read; without it they count as empty.
+    """
     found = []
-    for here, folders, names in os.walk(folder):
+    for here, folders, names in os.walk(folder, onerror=unread):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         inside = os.path.relpath(here, folder)
         for name in names:

@@ -1,0 +1,63 @@
+"""How many pictures a minute a folder of mixed pictures takes, beside asking of them one after another.
+
+    python -m eval.captions --throughput
+
+The pictures are drawn scenes of 96 to 1024 pixels a side, as PNG, JPEG and WebP, in a folder that vanishes afterwards;
+their captions are written beside them.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+
+from nanovlm import PROMPT
+from nanovlm.captioner import Captioner
+from nanovlm.folders import BATCH_SIZE, Run
+from nanovlm.results import Sidecars
+from nanovlm.scenes import draw, random_scene
+
+SIDES = (96, 1024)
+KINDS = ("png", "jpg", "webp")
+
+
+def write_pictures(folder: Path, n: int, seed: str) -> list[str]:
+    """n scenes of random sizes and kinds of file."""
+    rng = Random(f"throughput {seed}")
+    paths = [folder / f"{i:05}.{rng.choice(KINDS)}" for i in range(n)]
+    for path in paths:
+        draw(random_scene(rng), rng.randint(*SIDES), rng.randint(*SIDES)).save(path)
+    return list(map(str, paths))
+
+
+def measure(captioner: Captioner, n: int, seed: str) -> dict:
+    """Pictures a minute one after another and as a folder, the share of time in the model, and how often both agree."""
+    with tempfile.TemporaryDirectory() as name:
+        pictures = write_pictures(Path(name), n, seed)
+        captioner.caption(pictures[0])  # warm
+        started = time.perf_counter()
+        alone = {picture: captioner.caption(picture) for picture in pictures}
+        seconds = time.perf_counter() - started
+        sidecars, failed = Sidecars(Path(name), "skip", {}), []
+        run = Run(captioner, PROMPT, {"max_new_tokens": 128})
+        run(pictures, BATCH_SIZE, sidecars.write, lambda *failure: failed.append(failure))
+        if failed:
+            raise RuntimeError(f"{len(failed)} of {n} pictures failed, the first: {failed[0]}")
+        same = sum(Path(p).with_suffix(".txt").read_text("utf-8").strip() == text.strip() for p, text in alone.items())
+    return {
+        "pictures": n,
+        "one_by_one_per_minute": round(60 * n / seconds),
+        "folder_per_minute": round(60 * n / run.seconds),
+        "times": round(seconds / run.seconds, 2),
+        "busy": round(run.busy / run.seconds, 3),
+        "same": same,
+    }
+
+
+def report(result: dict) -> str:
+    return (
+        f"one after another  {result['one_by_one_per_minute']:7,} pictures a minute\n"
+        f"a folder of {result['pictures']:<5,}  {result['folder_per_minute']:7,} pictures a minute, "
+        f"{result['times']:.1f} times as many; model busy {result['busy']:.0%} of the time\n"
+        f"the same caption   {result['same']:7,} of {result['pictures']:,}"
+    )

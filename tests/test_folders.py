@@ -1,0 +1,421 @@
+"""`nanovlm caption FOLDER`: every picture gets its caption once, whatever becomes of the others or of the process."""
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from pyarrow import parquet
+from test_cli import SHORT, Terminal, generate, noise, refused, said, standing, stdin_of  # noqa: F401 fixtures
+
+from eval import throughput
+from nanovlm import SAMPLE, Captioner, folders, progress, results
+from nanovlm.progress import Progress
+from nanovlm.sources import Reading, open_source
+
+NAMES = ["a.png", "b two.jpg", "deep/ünï-🙂.png", "deep/er/c.webp", "d.gif"]
+TABLES = ["captions.jsonl", "captions.csv", "captions.parquet"]
+
+
+class Killed(BaseException):
+    """What kill -9 does, as far as a process that sees nothing of it can tell."""
+
+
+@pytest.fixture
+def folder(standing):  # noqa: F811
+    """Five pictures of several kinds and sizes, some in folders of the folder; and what is no picture."""
+    for seed, name in enumerate(NAMES):
+        path = Path("pictures", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise(40 + 30 * seed, 90 - 10 * seed, seed).save(path)
+    Path("pictures/notes.md").write_text("no picture")
+    return Path("pictures")
+
+
+@pytest.fixture
+def texts(folder, said):  # noqa: F811
+    return {name: said(str(folder / name))[0].strip() for name in NAMES}
+
+
+def sidecars(folder):
+    return {str(p.relative_to(folder)): p.read_text("utf-8") for p in folder.rglob("*.txt")}
+
+
+def beside(texts):
+    return {str(Path(name).with_suffix(".txt")): f"{text}\n" for name, text in texts.items()}
+
+
+def read(path):
+    """A table's texts by name, each name once, through other eyes than ours."""
+    if path.suffix == ".parquet":
+        rows = parquet.read_table(path).to_pylist()
+    elif path.suffix == ".csv":
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    else:
+        rows = [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+    assert len({row["file_name"] for row in rows}) == len(rows)
+    return {row["file_name"]: row["text"] for row in rows}
+
+
+def litter(folder):
+    """What a run may not leave behind."""
+    return [p.name for p in folder.rglob("*") if p.name.endswith((".partial", ".new"))]
+
+
+# ------------------------------------------------------------------------------------------------- what comes out
+
+
+def test_a_folder_gets_a_text_beside_each_picture(generate, folder, texts):  # noqa: F811
+    code, out, err = generate(folder)
+    assert (code, out) == (0, "") and err.splitlines()[-1].startswith("5 captioned in ")
+    assert sidecars(folder) == beside(texts) and not litter(folder)
+    learned = open_source(str(folder), Reading())
+    assert {learned.keys[i]: learned[i].answers[0][1] for i in range(len(learned))} == texts
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_names_each_picture_and_its_caption(generate, folder, texts, table):  # noqa: F811
+    code, out, _ = generate(folder, "--out", folder / table, "--batch-size", "2")
+    assert (code, out) == (0, "") and read(folder / table) == texts
+    assert not sidecars(folder) and not litter(folder)
+    generate(folder, "--out", table)  # elsewhere, the names are from there
+    assert read(Path(table)) == {f"pictures/{name}": text for name, text in texts.items()}
+
+
+def test_metadata_is_at_once_a_training_set(generate, folder, texts):  # noqa: F811
+    assert generate(folder, "--out", folder / "metadata.jsonl")[0] == 0
+    learned = open_source(str(folder), Reading())
+    assert {learned.keys[i]: learned[i].answers[0][1] for i in range(len(learned))} == texts
+
+
+def test_prefix_suffix_and_length_are_said(generate, folder, said):  # noqa: F811
+    assert generate(folder, "--prefix", "foo, ", "--suffix", " (ai)", "--length", "short")[0] == 0
+    asked = {name: said(str(folder / name), "Describe this picture in a few words.")[0].strip() for name in NAMES}
+    assert sidecars(folder) == beside({name: f"foo, {text} (ai)" for name, text in asked.items()})
+
+
+def test_lists_patterns_and_names_are_folders_too(generate, folder, texts, monkeypatch):  # noqa: F811
+    odd = "pictures/two\nlines.png"
+    Path(odd).write_bytes((folder / "a.png").read_bytes())
+    stdin_of(b"pictures/a.png\0" + odd.encode() + b"\0pictures/deep\0", monkeypatch)
+    assert generate("--list", "-", "pictures/*.jpg", "pictures/../pictures/a.png", "--out", "all.jsonl")[0] == 0
+    found = read(Path("all.jsonl"))
+    assert set(found) == {f"pictures/{name}" for name in NAMES if name != "d.gif"} | {odd}
+    assert found[odd] == found["pictures/a.png"] == texts["a.png"]
+    Path("names").write_text("pictures/d.gif\n\npictures/a.png\n")
+    assert generate("--list", "names", "--out", "listed.csv")[0] == 0
+    assert set(read(Path("listed.csv"))) == {"pictures/d.gif", "pictures/a.png"}
+    assert generate("good.png", "--out", "txt")[0] == 0 and Path("good.txt").is_file()
+
+
+# ------------------------------------------------------------------------------------- captions that are there already
+
+
+EXPECTED = {"skip": "{old}", "overwrite": "{new}", "append": "{old} {new}", "prepend": "{new} {old}"}
+
+
+@pytest.mark.parametrize("existing", EXPECTED)
+@pytest.mark.parametrize("where", ["txt", *TABLES])
+def test_captions_that_are_there_become_what_was_asked(generate, folder, texts, where, existing):  # noqa: F811
+    old = {"a.png": "old words", "d.gif": "older"}
+    if where == "txt":
+        for name, text in old.items():
+            (folder / name).with_suffix(".txt").write_text(text)
+    else:
+        rows = [{"file_name": name, "text": text, "label": "7"} for name, text in old.items()]
+        results.write_table(folder / where, Path(where).suffix, rows + [{"file_name": "x.png", "text": "x"}])
+    code, _, err = generate(folder, "--existing", existing, "--out", where if where == "txt" else folder / where)
+    assert code == 0 and ("2 had captions already" in err) == (existing == "skip")
+    expected = texts | {name: EXPECTED[existing].format(old=text, new=texts[name]) for name, text in old.items()}
+    if where == "txt":
+        found = {name: (folder / name).with_suffix(".txt").read_text().strip() for name in NAMES}
+        assert found == expected
+    else:
+        assert read(folder / where) == expected | {"x.png": "x"}, "rows of other pictures stay"
+        assert "label" in {**results.read_table(folder / where)[0]}, "and so do other columns"
+    assert not litter(folder)
+
+
+def test_a_second_run_does_not_even_read_the_model(generate, folder, monkeypatch):  # noqa: F811
+    generate(folder), generate(folder, "--out", "all.csv")
+    monkeypatch.setattr(Captioner, "from_pretrained", lambda *args: pytest.fail("read"))
+    for where in ([], ["--out", "all.csv"]):
+        assert generate(folder, *where) == (0, "", "5 had captions already\n")
+
+
+# ------------------------------------------------------------------------------------------------------- interruptions
+
+
+@pytest.mark.parametrize("existing", EXPECTED)
+@pytest.mark.parametrize("where", ["txt", *TABLES])
+def test_a_killed_run_goes_on_and_captions_nothing_twice(generate, folder, texts, monkeypatch, where, existing):  # noqa: F811
+    """Killed at its third write or replacement, run after run, until one comes to its end."""
+    out = where if where == "txt" else folder / where
+    if where == "txt":
+        (folder / "a.txt").write_text("old\n")
+    else:
+        results.write_table(out, out.suffix, [{"file_name": "a.png", "text": "old"}])
+    captioned, calls, kills = [], [0], 0
+
+    def dies(function, torn):
+        def die(*args):
+            calls[0] += 1
+            if calls[0] == 3:
+                torn(*args)
+                raise Killed
+            return function(*args)
+
+        return die
+
+    def half(rows, row):
+        with open(rows.path, "ab") as file:
+            file.write(json.dumps(row).encode()[:-3])
+
+    answers = Captioner.answers
+    monkeypatch.setattr(Captioner, "answers", lambda *args, **more: captioned.append(1) or answers(*args, **more))
+    monkeypatch.setattr(results.os, "replace", dies(os.replace, lambda *args: None))
+    monkeypatch.setattr(results.Rows, "add", dies(results.Rows.add, half))
+    for _ in range(20):
+        calls[0] = 0
+        try:
+            code, _, _ = generate(folder, "--existing", existing, "--out", out, "--batch-size", "1")
+        except Killed:
+            kills += 1
+            assert all(text.endswith("\n") for text in sidecars(folder).values())
+        else:
+            break
+    assert code == 0 and not litter(folder) and 0 < kills < 12
+    assert len(captioned) <= 5 + kills, "but for the one that it was about to write"
+    expected = texts | {"a.png": EXPECTED[existing].format(old="old", new=texts["a.png"])}
+    found = {Path(k).stem: v.strip() for k, v in sidecars(folder).items()} if where == "txt" else read(out)
+    assert found == ({Path(name).stem: text for name, text in expected.items()} if where == "txt" else expected)
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_torn_last_line_is_mended(generate, folder, texts, cut):  # noqa: F811
+    table = folder / "captions.jsonl"
+    generate(folder, "--out", table)
+    os.truncate(table, table.stat().st_size - cut)
+    assert generate(folder, "--out", table)[0] == 0 and read(table) == texts
+
+
+def test_a_file_that_is_not_ours_stays_as_it_is(generate, folder):  # noqa: F811
+    table = folder / "captions.jsonl"
+    for content, words in (("hello\nworld", "line 1"), ('{"a": 1}\n', "file_name"), ("[1]\n", "no object")):
+        table.write_text(content)
+        refused(generate(folder, "--out", table), str(table), words)
+        assert table.read_text() == content
+
+
+def test_other_settings_are_another_run(generate, folder, texts, monkeypatch):  # noqa: F811
+    """What an interrupted run found is kept, and the next one, asked otherwise, begins anew."""
+    table, add = folder / "captions.csv", results.Rows.add
+    monkeypatch.setattr(
+        results.Rows,
+        "add",
+        lambda rows, row: (_ for _ in ()).throw(KeyboardInterrupt) if rows.found else add(rows, row),
+    )
+    code, _, err = generate(folder, "--out", table, "--prefix", "1 ")
+    assert code == 130 and "stopped after 1 of 5 pictures; the same command goes on" in err and not table.exists()
+    monkeypatch.setattr(results.Rows, "add", add)
+    code, _, err = generate(folder, "--out", table, "--prefix", "2 ")
+    assert code == 0 and "1 had captions already" in err
+    assert sorted(text[:2] for text in read(table).values()) == ["1 ", "2 ", "2 ", "2 ", "2 "]
+
+
+def test_kill_9_leaves_whole_files_and_the_next_run_goes_on(folder, model_folder, said):  # noqa: F811
+    for i in range(60):
+        noise(40, 40, seed=i).save(folder / f"n{i:02}.png")
+    command = [sys.executable, "-c", "import sys; from nanovlm.cli import main; sys.exit(main())", "caption"]
+    command += [str(folder), "--model", str(model_folder), *SHORT, "--batch-size", "2"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    run = subprocess.Popen(command, **quiet)
+    until = time.monotonic() + 120
+    while len(list(folder.glob("*.txt"))) < 8 and time.monotonic() < until and run.poll() is None:
+        time.sleep(0.002)
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    first = {p: (p.stat().st_mtime_ns, p.read_text()) for p in folder.rglob("*.txt")}
+    assert run.returncode == -signal.SIGKILL and 8 <= len(first) < 65
+    for path, (_, text) in first.items():
+        (picture,) = (p for p in folder.rglob(f"{path.stem}.*") if p.suffix != ".txt")
+        assert text == said(str(picture))[0].strip() + "\n"
+    run = subprocess.run(command, timeout=300, **quiet)
+    assert run.returncode == 0 and f"{len(first)} had captions already" in run.stderr.decode()
+    assert len(list(folder.rglob("*.txt"))) == 65
+    assert all((p.stat().st_mtime_ns, p.read_text()) == was for p, was in first.items()), "nothing is captioned twice"
+
+
+# --------------------------------------------------------------------------------------------------------- bad pictures
+
+
+@pytest.mark.parametrize("where", ["txt", *TABLES])
+def test_bad_pictures_are_listed_and_stop_nobody(generate, folder, texts, where):  # noqa: F811
+    whole = (folder / "a.png").read_bytes()
+    (folder / "torn.png").write_bytes(whole[: len(whole) // 2])
+    (folder / "words.jpg").write_text("hello")
+    (folder / "empty.webp").touch()
+    noise(3, 1000).save(folder / "thread.bmp")
+    (folder / "nowhere.png").symlink_to("missing")
+    os.mkfifo(folder / "pipe.png")
+    Path("none").mkdir()
+    out = where if where == "txt" else folder / where
+    code, _, err = generate(folder, "none", "gone.png", "x*.png", "--out", out)
+    assert code == 1 and "5 captioned" in err and f"9 failed, see {folder / 'failures.jsonl'}" in err
+    failed = [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
+    reasons = {Path(row["file_name"]).name: row["reason"] for row in failed}
+    words = {
+        "torn.png": "cannot be decoded", "words.jpg": "not a picture", "empty.webp": "an empty file",
+        "thread.bmp": "crop it", "nowhere.png": "No such file", "pipe.png": "not a file",
+        "none": "without pictures", "gone.png": "No such file", "x*.png": "a pattern that fits no picture",
+    }  # fmt: skip
+    assert reasons.keys() == words.keys() and all(words[name] in reason for name, reason in reasons.items())
+    assert (sidecars(folder) == beside(texts)) if where == "txt" else (read(out) == texts)
+    for name in words:
+        (folder / name).unlink(missing_ok=True)
+    assert generate(folder, "--out", out)[0] == 0 and not (folder / "failures.jsonl").exists()
+
+
+def test_names_that_collide_are_not_written_over(generate, folder, texts):  # noqa: F811
+    noise(30, 30, 9).save(folder / "a.jpg")
+    for _ in range(2):
+        code, _, err = generate(folder)
+        assert code == 1 and "a.png: a.txt is the caption of a.jpg" in err
+    texts["a.jpg"] = sidecars(folder)["a.txt"].strip()
+    assert texts["a.jpg"] != texts.pop("a.png") and sidecars(folder) == beside(texts)
+    assert generate(folder, "--out", "all.jsonl")[0] == 0
+
+
+def test_a_name_that_is_no_text_has_a_place_in_jsonl(generate, folder, texts):  # noqa: F811
+    (folder / os.fsdecode(b"\xff.png")).write_bytes((folder / "a.png").read_bytes())
+    assert generate(folder, "--out", folder / "all.jsonl")[0] == 0
+    assert read(folder / "all.jsonl") == texts | {"\udcff.png": texts["a.png"]}
+    code, _, err = generate(folder, "--out", folder / "all.csv")
+    assert code == 1 and "no Unicode text" in err and read(folder / "all.csv") == texts
+    assert generate(folder)[0] == 0 and (folder / os.fsdecode(b"\xff.txt")).is_file()
+
+
+def test_a_folder_that_may_not_be_written_is_told_before_any_work(generate, folder, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(results.os, "access", lambda path, mode: Path(path).name != "deep")
+    code, _, err = generate(folder)
+    assert code == 1 and "ünï-🙂.png: its folder may not be written" in err and len(sidecars(folder)) == 4
+
+
+def test_a_batch_too_large_for_the_memory_is_halved(generate, folder, texts, monkeypatch):  # noqa: F811
+    answers, sizes = Captioner.answers, []
+
+    def small(captioner, rows, **options):
+        sizes.append(len(rows))
+        if len(rows) > 2:
+            raise MemoryError
+        return answers(captioner, rows, **options)
+
+    monkeypatch.setattr(Captioner, "answers", small)
+    assert generate(folder)[0] == 0 and sidecars(folder) == beside(texts) and sizes == [5, 2, 3, 1, 2]
+
+
+def test_a_full_disk_ends_the_run(generate, folder, monkeypatch):  # noqa: F811
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results, "replace", full)
+    with open(os.devnull, "w") as nowhere:
+        monkeypatch.setattr(sys, "stdout", nowhere)
+        code, _, err = generate(folder)
+    assert code == 1 and len(err.splitlines()) == 1 and "No space left" in err
+
+
+# -------------------------------------------------------------------------------------------------------- while it runs
+
+
+def test_pictures_are_prepared_while_the_model_runs(folder, model_folder, monkeypatch):
+    captioner = Captioner.from_pretrained(model_folder, "cpu", "float32")
+    prepared, prepare, ahead, waited = [], captioner.prepare, threading.Event(), []
+
+    def note(picture, prompt):
+        prepared.append(picture)
+        if len(prepared) == 5:
+            ahead.set()
+        return prepare(picture, prompt)
+
+    monkeypatch.setattr(captioner, "prepare", note)
+    monkeypatch.setattr(captioner, "answers", lambda rows, **_: waited.append(ahead.wait(60)) or ["x"] * len(rows))
+    run = folders.Run(captioner, "?", {"max_new_tokens": 2})
+    monkeypatch.setattr(run, "window", lambda size: 3)
+    run([str(folder / name) for name in NAMES * 2], 3, lambda *_: None, pytest.fail)
+    assert all(waited) and run.done == len(prepared) == 10, "two of the next three, while the first three are read"
+
+
+def test_rows_of_a_batch_are_alike():
+    rows = [(str(i), ([0] * n, [])) for i, n in enumerate([5, 1, 4, 1, 5, 9, 2, 6])] + [("bad", ValueError())]
+    lengths = [
+        [len(row[0]) for _, row in batch if isinstance(row, tuple)] for batch in folders.batches(iter(rows), 2, 6)
+    ]
+    assert lengths == [[1, 1], [4, 5], [5, 9], [2], [6]]
+
+
+def test_a_bar_is_for_terminals_and_lines_now_and_then_for_the_rest(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.delenv("TERM", raising=False)
+    bar = Progress(200)
+    for done in range(0, 201, 50):
+        clock[0] += 30
+        bar.show(done, "3 failed")
+    bar.clear()
+    assert "\r[#####---------------] 50/200  50 a minute  3:00 left  3 failed" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\033[K") and "\n" not in terminal.getvalue()
+    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
+    lines = Progress(200)
+    for done in range(201):
+        clock[0] += 1
+        lines.show(done)
+    assert "\r" not in file.getvalue() and len(file.getvalue().splitlines()) == 7
+    assert file.getvalue().startswith("29/200  58 a minute  2:57 left\n")
+
+
+def test_the_throughput_that_eval_reports_is_of_the_same_captions(model_folder):
+    captioner = Captioner.from_pretrained(model_folder, "cpu", "float32")
+    result = throughput.measure(captioner, 5, "1")
+    assert result["pictures"] == result["same"] == 5 and 0 < result["busy"] <= 1
+    assert result["folder_per_minute"] > 0 < result["one_by_one_per_minute"] and "of 5" in throughput.report(result)
+
+
+# ------------------------------------------------------------------------------------------------------------ wrong use
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["pictures", "--json"], "--out captions.jsonl"),
+        (["pictures", "--samples", "2", "--temperature", "1"], "--samples 2"),
+        (["pictures", "-"], "a picture without a name"),
+        (["pictures", "--batch-size", "0"], "--batch-size 0 is less than 1"),
+        (["pictures", "--out", "all.xml"], ".jsonl, .csv, .parquet"),
+        (["pictures", "--prefix", "\udcff"], "no Unicode text"),
+        (["pictures", "--existing", "burn"], "--existing"),
+        (["pictures", "--prompt", "What?", "--length", "short"], "--length"),
+        (["--out", "all.csv"], "no pictures"),
+        (["--list", "nowhere"], "No such file"),
+        (["good.png", "--existing", "skip"], "--existing is for files"),
+        (["good.png", "--prefix", "x"], "--prefix is for files"),
+        (["good.png", "--batch-size", "2"], "--batch-size is for files"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_one_line(generate, folder, argv, words):  # noqa: F811
+    refused(generate(*argv), words)
+    assert not sidecars(folder)
+
+
+def test_the_sample_is_no_folder(generate):  # noqa: F811
+    assert generate(SAMPLE)[0] == 0 and not SAMPLE.with_suffix(".txt").exists()
