@@ -443,7 +443,8 @@ def test_without_a_tokenizer_the_image_token_follows_the_base_vocabulary(pair):
 def test_the_readme_begins_a_model_in_one_call(tmp_path, monkeypatch):
     """Its Hub ids are folders here: resolve takes a folder first."""
     readme = Path(__file__).parent.parent / "README.md"
-    (block,) = re.findall(r"```py\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```py\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = (block for block in blocks if "from_backbones" in block)
     vision, language = re.findall(r'"([\w-]+/[\w.-]*\d[\w.-]*)"', block)
     monkeypatch.chdir(tmp_path)
     siglip().save_pretrained(vision)

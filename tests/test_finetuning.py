@@ -158,7 +158,7 @@ def test_the_usual_rate_is_one_for_the_way_of_learning_and_the_width_of_the_mode
     lora, given = ["--lora-rank", "4"], ["--lr", "0.5"]
     for flags in ([], lora, ["--model", "wide"], [*lora, "--model", "wide"], [*given, "--model", "wide"]):
         assert train("--data", "mine", *QUICK, *flags)[0] == 0
-    assert rates == [FINETUNING.lr, ADAPTERS.lr, FINETUNING.lr / 2, ADAPTERS.lr / 2, 0.5]
+    assert rates == pytest.approx([FINETUNING.lr, ADAPTERS.lr, FINETUNING.lr / 2, ADAPTERS.lr / 2, 0.5])
 
 
 def test_held_out_examples_are_packed_as_those_learned_and_their_loss_is_the_same(train, monkeypatch):

@@ -23,6 +23,8 @@ from nanovlm.sources import Reading, open_source
 NAMES = ["a.png", "b two.jpg", "deep/ünï-🙂.png", "deep/er/c.webp", "d.gif"]
 TABLES = ["captions.jsonl", "captions.csv", "captions.parquet"]
 
+ROOT = str(Path(__file__).parent.parent)
+
 
 class Killed(BaseException):
     """What kill -9 does, as far as a process that sees nothing of it can tell."""
@@ -236,15 +238,19 @@ def test_kill_9_leaves_whole_files_and_the_next_run_goes_on(folder, model_folder
         noise(40, 40, seed=i).save(folder / f"n{i:02}.png")
     command = [sys.executable, "-c", "import sys; from nanovlm.cli import main; sys.exit(main())", "caption"]
     command += [str(folder), "--model", str(model_folder), *SHORT, "--batch-size", "2"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    quiet = {
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.PIPE,
+        "env": os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT},
+    }
     run = subprocess.Popen(command, **quiet)
     until = time.monotonic() + 120
     while len(list(folder.glob("*.txt"))) < 8 and time.monotonic() < until and run.poll() is None:
         time.sleep(0.002)
     run.send_signal(signal.SIGKILL)
-    run.communicate()
+    _, told = run.communicate()
     first = {p: (p.stat().st_mtime_ns, p.read_text()) for p in folder.rglob("*.txt")}
-    assert run.returncode == -signal.SIGKILL and 8 <= len(first) < 65
+    assert run.returncode == -signal.SIGKILL and 8 <= len(first) < 65, told.decode()
     for path, (_, text) in first.items():
         (picture,) = (p for p in folder.rglob(f"{path.stem}.*") if p.suffix != ".txt")
         assert text == said(str(picture))[0].strip() + "\n"
