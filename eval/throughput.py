@@ -13,7 +13,7 @@ from random import Random
 
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner
-from nanovlm.folders import BATCH_SIZE, Run
+from nanovlm.folders import Run
 from nanovlm.results import Sidecars
 from nanovlm.scenes import draw, random_scene
 
@@ -40,7 +40,7 @@ def measure(captioner: Captioner, n: int, seed: str) -> dict:
         seconds = time.perf_counter() - started
         sidecars, failed = Sidecars(Path(name), "skip", {}), []
         run = Run(captioner, PROMPT, {"max_new_tokens": 128})
-        run(pictures, BATCH_SIZE, sidecars.write, lambda *failure: failed.append(failure))
+        run(pictures, run.batch_size, sidecars.write, lambda *failure: failed.append(failure))
         if failed:
             raise RuntimeError(f"{len(failed)} of {n} pictures failed, the first: {failed[0]}")
         same = sum(Path(p).with_suffix(".txt").read_text("utf-8").strip() == text.strip() for p, text in alone.items())

@@ -93,7 +93,12 @@ def caption_flags(parser: Parser) -> None:
     )
     add("--prefix", metavar="TEXT", help="put before each caption in a file, as it stands")
     add("--suffix", metavar="TEXT", help="put after it")
-    add("--batch-size", type=int, metavar="N", help="pictures read at once, of those whose captions go to files (16)")
+    add(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="pictures of a folder read at once (16, or 64 where each is one image)",
+    )
     add("--max-new-tokens", type=int, metavar="N", help="longest answer (128; --length: short 48, long 384)")
     add("--samples", type=int, default=1, metavar="N", help="answers per picture, which is read once (1)")
     speaking_flags(parser)

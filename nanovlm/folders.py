@@ -29,7 +29,7 @@ from nanovlm.results import Failures, Sidecars, Table
 from nanovlm.sources.files import pictures_in
 from nanovlm.sources.source import EXTENSIONS
 
-BATCH_SIZE = 16
+BATCH_SIZE, BATCH_OF_SINGLES = 16, 64  # pictures; where each of them is one image only
 WORKERS = min(8, os.cpu_count() or 1)
 ROOM = 2**30  # bytes of pixels that may wait for the model
 FAULTS = (ValueError, MemoryError, OSError, RuntimeError)  # of one picture; torch's lack of memory is the last
@@ -61,7 +61,12 @@ def caption_files(args: argparse.Namespace) -> int:
         captioner = read_captioner(args, args.prompt, args.max_new_tokens, shown=True)
         run = Run(captioner, args.prompt, {"max_new_tokens": args.max_new_tokens, "sampling": sampling})
         try:
-            run(todo, args.batch_size, lambda picture, text: results.write(picture, around(args, text)), failures.add)
+            run(
+                todo,
+                args.batch_size or run.batch_size,
+                lambda picture, text: results.write(picture, around(args, text)),
+                failures.add,
+            )
         except KeyboardInterrupt:
             complain(f"stopped after {run.done:,} of {len(todo):,} pictures; the same command goes on")
             raise
@@ -93,7 +98,7 @@ def check_files(args: argparse.Namespace) -> Sampling:
             (getattr(args, flag) or "").encode()
         except UnicodeEncodeError:
             raise UsageError(f"--{flag} {getattr(args, flag)!r} is no Unicode text") from None
-    args.existing, args.batch_size = args.existing or "skip", args.batch_size or BATCH_SIZE
+    args.existing = args.existing or "skip"
     return check(args)
 
 
@@ -164,6 +169,10 @@ class Run:
     def __init__(self, captioner: Captioner, prompt: str, options: dict[str, Any]):
         self.captioner, self.prompt, self.options = captioner, prompt, options
         self.done, self.busy, self.seconds = 0, 0.0, 0.0  # captions; seconds in the model, and in all
+        cfg = captioner.model.cfg
+        tiles = ((cfg.max_img_size or cfg.vit_img_size) // cfg.vit_img_size) ** 2  # the first eras know no largest size
+        self.images = tiles + (tiles > 1)  # of the largest picture
+        self.batch_size = BATCH_SIZE if tiles > 1 else BATCH_OF_SINGLES
 
     def __call__(
         self,
@@ -198,9 +207,7 @@ class Run:
 
     def window(self, batch_size: int) -> int:
         """How many pictures may wait for the model: some batches, but no more than there is room for."""
-        cfg = self.captioner.model.cfg
-        images = 1 + (cfg.max_img_size // cfg.vit_img_size) ** 2
-        return max(2, min(4 * batch_size, ROOM // (images * 3 * cfg.vit_img_size**2 * 4)))
+        return max(2, min(4 * batch_size, ROOM // (self.images * 3 * self.captioner.model.cfg.vit_img_size**2 * 4)))
 
     def prepared(self, pictures: Iterable[str], ahead: int) -> Iterator[tuple[str, Row | Exception]]:
         """Pictures in order, each with what the model is to read or why it cannot, so many ahead of who asks."""

@@ -118,6 +118,17 @@ def test_lists_patterns_and_names_are_folders_too(generate, folder, texts, monke
     assert generate("good.png", "--out", "txt")[0] == 0 and Path("good.txt").is_file()
 
 
+def test_models_of_an_early_era_caption_folders_too(generate, folder, model_folder, tmp_path):  # noqa: F811
+    (old := tmp_path / "old").mkdir()
+    for path in model_folder.iterdir():
+        (old / path.name).write_bytes(path.read_bytes())
+    raw = json.loads((old / "config.json").read_text())
+    for name in ("lm_chat_template", "max_img_size"):
+        del raw[name]
+    (old / "config.json").write_text(json.dumps(raw))
+    assert generate(folder, model=old)[0] == 0 and len(sidecars(folder)) == 5
+
+
 # ------------------------------------------------------------------------------------- captions that are there already
 
 
