@@ -82,5 +82,5 @@ class TrainConfig:
 
 
 SCENES = TrainConfig(steps=5700, lr=1e-3, warmup=300, decay=0.25, compile=True)  # how the embedded model was made
-FINETUNING = TrainConfig(steps=500, batch_size=16, lr=3e-4, warmup=20, save_every=100, log_every=10)
-ADAPTERS = replace(FINETUNING, lr=3e-3)  # --lora-rank: they want ten times the rate (Schulman et al. 2025)
+FINETUNING = TrainConfig(steps=600, batch_size=8, lr=1e-3, warmup=20, save_every=100, log_every=10)
+ADAPTERS = replace(FINETUNING, lr=3e-3)  # --lora-rank: adapters want a higher rate (Schulman et al. 2025)
