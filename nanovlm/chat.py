@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from models.checkpoint import CheckpointError
 from models.decoding import Sampling
 from nanovlm.captioner import Captioner
 from nanovlm.captioning import read_captioner, read_sampling
@@ -45,10 +44,7 @@ def chat_about(args: argparse.Namespace) -> int:
         captioner.tokenizer.encode_chat(turns)
         chat = Chat(captioner, args.max_new_tokens, sampling)
         chat.show(args.pictures, pictures)
-    except (
-        CheckpointError,
-        ValueError,
-    ) as error:  # no chat template; tiles without a name
+    except ValueError as error:  # no chat template; tiles without a name
         raise UsageError(error) from None
     typed = sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()
     if typed:

@@ -81,6 +81,8 @@ class TrainConfig:
         return self.lr * min(1.0, (step + 1) / (self.warmup + 1), falling)
 
 
-SCENES = TrainConfig(steps=5700, lr=1e-3, warmup=300, decay=0.25, compile=True)  # how the embedded model was made
+SCENES = TrainConfig(
+    steps=5700, lr=1e-3, warmup=300, decay=0.25, compile=True
+)  # how the embedded model began, see its card
 FINETUNING = TrainConfig(steps=600, batch_size=8, lr=1e-3, warmup=20, save_every=100, log_every=10)
 ADAPTERS = replace(FINETUNING, lr=3e-3)  # --lora-rank: adapters want a higher rate (Schulman et al. 2025)
