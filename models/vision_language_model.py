@@ -76,12 +76,10 @@ class VisionLanguageModel(nn.Module):
 
     def embed(self, input_ids: Tensor, images: Tensor | None = None) -> Tensor:
         """Embeddings (B, T, C) of ids (B, T); images (N, 3, S, S) take the image tokens' places in reading order."""
+        self.check_images(input_ids, images)
         places = input_ids == self.image_token_id
         x = self.decoder.token_embedding(input_ids.masked_fill(places, 0))  # 0 is any id: images replace it
-        wanted, given = int(places.sum()), 0 if images is None else len(images) * self.cfg.mp_image_token_length
-        if wanted != given:
-            raise ValueError(f"the prompt holds {wanted} image tokens, but the images give {given} embeddings")
-        if not given:
+        if images is None or not len(images):
             return x
         pictures = self.MP(self.vision_encoder(images.to(self.dtype)))
         return x.masked_scatter(places[..., None], pictures.to(x.dtype))
@@ -192,6 +190,13 @@ class VisionLanguageModel(nn.Module):
         if not columns:
             return input_ids.new_empty(len(input_ids) * kwargs.get("n_samples", 1), 0)
         return torch.stack(columns, dim=1)
+
+    def check_images(self, input_ids: Tensor, images: Tensor | None) -> None:
+        """Raise ValueError unless images (N, 3, S, S) fill the places that ids (..., T) have for them."""
+        wanted = int((input_ids == self.image_token_id).sum())
+        given = 0 if images is None else len(images) * self.cfg.mp_image_token_length
+        if wanted != given:
+            raise ValueError(f"the prompt holds {wanted} image tokens, but the images give {given} embeddings")
 
     def check_room(self, prompt: int, max_new_tokens: int) -> None:
         """Raise ValueError if a prompt of so many tokens and its answer exceed the model's positions."""
