@@ -13,8 +13,8 @@ from random import Random
 
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner
-from nanovlm.folders import Run
 from nanovlm.results import Sidecars
+from nanovlm.runs import Run
 from nanovlm.scenes import draw, random_scene
 
 SIDES = (96, 1024)

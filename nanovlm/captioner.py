@@ -148,10 +148,6 @@ class Captioner:
         """What the model is to read; threads may prepare it while the model runs."""
         return self.processor.row([open_picture(one) for one in _as_list(picture)], prompt)
 
-    def answers(self, rows: Sequence[Row], *, max_new_tokens: int = 128, sampling: Sampling = GREEDY) -> list[str]:
-        """An answer to each of the rows that `prepare` made, in one batch."""
-        return self._texts(self._columns(rows, max_new_tokens, sampling))
-
     def _rows(self, asked: Sequence[tuple[Picture | Sequence[Picture] | None, str]]) -> Iterator[Row]:
         return (self.prepare(picture, prompt) for picture, prompt in asked)
 

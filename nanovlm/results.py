@@ -2,24 +2,23 @@
 
 A run that is stopped, however rudely, goes on where it was. A .txt or a line of a .jsonl that is there is done. Where
 captions already there change, that alone would not tell what is done, and a .csv or .parquet cannot grow line by line:
-then what was found goes into a file NAME.partial first, which vanishes with the run's end.
+then what was found goes into a file NAME.run first. It vanishes with the run's end, but for one that has appended or
+prepended: of that it keeps the names, lest the same command, repeated, add the same words once more.
 """
 
-import contextlib
 import csv
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovlm.complaints import UsageError, complain
-from nanovlm.images import printable
+from nanovlm.complaints import UsageError
+from nanovlm.records import Lines, Record, json_line, relative, replacing
 from nanovlm.sources.files import read_table
 from nanovlm.sources.source import EXTRA, SourceError
 
 TABLES = (".jsonl", ".csv", ".parquet")
-FAILURES = "failures.jsonl"
+ADDS = ("append", "prepend")
 
 
 def combine(existing: str, old: str, new: str) -> str:
@@ -29,95 +28,17 @@ def combine(existing: str, old: str, new: str) -> str:
     return f"{new} {old}".strip() if existing == "prepend" else new
 
 
-def relative(picture: str, folder: Path) -> str:
-    """A picture's path from a folder, with / everywhere."""
-    return Path(os.path.relpath(picture, folder)).as_posix()
-
-
-class Rows:
-    """The objects of a .jsonl file that grows; the last line, if a killed process left it torn, is cut off."""
-
-    def __init__(self, path: Path):
-        self.path, self.found = path, []
-        data = path.read_bytes() if path.exists() else b""
-        whole, _, last = data.rpartition(b"\n")
-        for number, line in enumerate(whole.split(b"\n"), start=1):
-            if line.strip():
-                self.found.append(self.parse(line, number))
-        if last.startswith(b"{") and not is_json(last):
-            os.truncate(path, len(data) - len(last))
-        elif last.strip():
-            self.found.append(self.parse(last, data.count(b"\n") + 1))
-            with open(path, "ab") as file:
-                file.write(b"\n")
-
-    def parse(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UsageError(f"{self.path}, line {number}, cannot be read: {error}; mend it or move it away") from None
-        if not isinstance(row, dict):
-            raise UsageError(f"{self.path}, line {number}, holds no object; mend it or move it away")
-        return row
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        with open(self.path, "ab", buffering=0) as file:  # one write: whole, or at worst torn at the file's end
-            file.write(json_line(row))
-        self.found.append(row)
-
-
-def is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
-
-
-def json_line(row: Mapping[str, Any]) -> bytes:
-    try:
-        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # a name that is no Unicode text
-        return json.dumps(row).encode() + b"\n"
-
-
-class Partial(Rows):
-    """What a run that changes captions has found so far: a line of its settings, then rows."""
-
-    def __init__(self, path: Path, settings: Mapping[str, Any]):
-        super().__init__(path)
-        self.settings = {"settings": dict(settings)}
-        self.before = self.found[:1]  # the settings of the run that began the file
-        self.found = self.found[1:]
-
-    @property
-    def of_another_run(self) -> bool:
-        return bool(self.before) and self.before != [self.settings]
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        if not self.before:
-            with open(self.path, "ab", buffering=0) as file:
-                file.write(json_line(self.settings))
-            self.before = [self.settings]
-        super().add(row)
-
-    def end(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self.before, self.found = [], []
-
-
 class Sidecars:
     """A .txt of the same name beside each picture; home is where the run's own files lie."""
 
     def __init__(self, home: Path, existing: str, settings: Mapping[str, Any]):
         self.home, self.existing, self.taken = home, existing, {}
-        self.partial = Partial(home / "captions.partial", settings)
-        if self.partial.found:  # the last may have been noted, but not yet written
-            last = self.partial.found[-1]
-            replace(self.target(os.path.join(home, last["file_name"])), last["text"])
-        if self.partial.of_another_run or existing == "skip":
-            self.partial.end()
-        self.changed = {row["file_name"] for row in self.partial.found}
+        self.record = Record(home / "captions.run", settings)
+        for name, text in list(self.record.texts.items())[-1:]:  # noted, but maybe not yet written
+            write_text(self.target(os.path.join(home, name)), text)
+        if self.record.of_another_run or existing == "skip":
+            self.record.forget()
+        self.changed = {row["file_name"] for row in self.record.found}
 
     def target(self, picture: str) -> Path:
         return Path(picture).with_suffix(".txt")
@@ -133,32 +54,37 @@ class Sidecars:
         return None
 
     def done(self, picture: str) -> bool:
-        if self.existing == "skip":
-            return self.target(picture).is_file()
-        return relative(picture, self.home) in self.changed
+        there = self.target(picture).is_file()
+        return there and (self.existing == "skip" or relative(picture, self.home) in self.changed)
 
     def write(self, picture: str, text: str) -> None:
         target = self.target(picture)
         if self.existing != "skip":
             old = ""
-            if self.existing != "overwrite" and target.is_file():
+            if self.existing in ADDS and target.is_file():
                 old = target.read_text(encoding="utf-8-sig").strip()
             text = combine(self.existing, old, text)
-            self.partial.add({"file_name": relative(picture, self.home), "text": text})
-        replace(target, text)
+            self.record.add({"file_name": relative(picture, self.home), "text": text})
+        write_text(target, text)
 
     def end(self) -> None:
-        self.partial.end()
+        self.record.end() if self.existing in ADDS else self.record.forget()
 
 
-def replace(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    new = path.with_name(f".nanovlm-{os.getpid()}.new")
-    try:
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as new:
         new.write_text(f"{text}\n", encoding="utf-8")
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
+
+
+def check_table(path: Path) -> None:
+    """Refuse a table that could not be written, before the work."""
+    if path.suffix not in TABLES:
+        raise UsageError(f"--out {path} ends in none of {', '.join(TABLES)}, and is not txt")
+    if path.suffix == ".parquet":
+        try:
+            import pyarrow  # noqa: F401
+        except ImportError:
+            raise UsageError(f"--out {path} needs pyarrow: {EXTRA}, or end it in .jsonl or .csv") from None
 
 
 class Table:
@@ -168,29 +94,23 @@ class Table:
     """
 
     def __init__(self, path: Path, existing: str, settings: Mapping[str, Any]):
-        if path.suffix not in TABLES:
-            raise UsageError(f"--out {path} ends in none of {', '.join(TABLES)}, and is not txt")
-        if path.suffix == ".parquet":
-            try:
-                import pyarrow  # noqa: F401 better now than after the work
-            except ImportError:
-                raise UsageError(f"--out {path} needs pyarrow: {EXTRA}, or end it in .jsonl or .csv") from None
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.home, self.existing = path, path.parent, existing
-        self.partial = Partial(path.with_name(f"{path.name}.partial"), settings)
+        self.record = Record(path.with_name(f"{path.name}.run"), settings)
         self.read()
         direct = self.lines is not None and existing == "skip" and all(row.get("text") for row in self.rows.values())
-        if self.partial.of_another_run or direct:
-            self.end()
+        if self.record.of_another_run or direct:
+            self.merge()
+            self.record.forget()
             self.read()
-        self.log = self.lines if direct else self.partial
-        self.finished = {self.named(row) for row in self.partial.found}
-        if existing == "skip":
-            self.finished |= {name for name, row in self.rows.items() if row.get("text")}
+        self.log = self.lines if direct else self.record
+        self.finished = set(self.record.texts) | {
+            name for name, row in self.rows.items() if existing == "skip" and row.get("text")
+        }
+        self.finished |= self.rows.keys() & {row["file_name"] for row in self.record.found}
 
     def read(self) -> None:
         """Take in what the file holds."""
-        self.lines = Rows(self.path) if self.path.suffix == ".jsonl" else None
+        self.lines = Lines(self.path) if self.path.suffix == ".jsonl" else None
         try:
             self.all = self.lines.found if self.lines else read_table(self.path) if self.path.exists() else []
         except SourceError as error:
@@ -212,59 +132,44 @@ class Table:
         return None
 
     def done(self, picture: str) -> bool:
-        return relative(picture, self.path.parent) in self.finished
+        return relative(picture, self.home) in self.finished
 
     def write(self, picture: str, text: str) -> None:
-        name = relative(picture, self.path.parent)
+        name = relative(picture, self.home)
         old = self.rows.get(name, {}).get("text") or ""
         self.log.add({"file_name": name, "text": combine(self.existing, old, text)})
 
     def end(self) -> None:
+        self.merge()
+        self.record.end() if self.existing in ADDS else self.record.forget()
+
+    def merge(self) -> None:
         """Put what was found into the table, which is replaced by the new one in one moment."""
-        if self.partial.found:
-            for found in self.partial.found:
-                row = self.rows.setdefault(found["file_name"], found)
-                if row is found:
-                    self.all.append(row)
-                row["text"] = found["text"]
-            new = self.path.with_name(f".nanovlm-{os.getpid()}.new")
-            try:
+        for name, text in (texts := self.record.texts).items():
+            if name not in self.rows:
+                self.rows[name] = {"file_name": name}
+                self.all.append(self.rows[name])
+            self.rows[name]["text"] = text
+        if texts:
+            with replacing(self.path) as new:
                 write_table(new, self.path.suffix, self.all)
-                os.replace(new, self.path)
-            finally:
-                new.unlink(missing_ok=True)
-        self.partial.end()
 
 
 def write_table(path: Path, suffix: str, rows: list[dict[str, Any]]) -> None:
     """Write rows as suffix says, and see them onto the disk."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     if suffix == ".parquet":
         import pyarrow
         from pyarrow import parquet
 
-        columns = list(dict.fromkeys(column for row in rows for column in row))
         table = pyarrow.Table.from_pylist([{column: row.get(column) for column in columns} for row in rows])
         parquet.write_table(table, path)
     elif suffix == ".csv":
         with open(path, "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
+            writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(rows)
     else:
         path.write_bytes(b"".join(map(json_line, rows)))
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-class Failures:
-    """The pictures of this run that have no caption, and why: failures.jsonl in the run's home, if there are any."""
-
-    def __init__(self, home: Path):
-        self.path, self.count = home / FAILURES, 0
-        self.path.unlink(missing_ok=True)
-
-    def add(self, picture: str, reason: str) -> None:
-        self.count += 1
-        complain(f"{printable(picture)}: {reason}")
-        with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as file:  # it was said, at least
-            file.write(json_line({"file_name": relative(picture, self.path.parent), "reason": reason}))

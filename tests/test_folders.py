@@ -16,7 +16,7 @@ from pyarrow import parquet
 from test_cli import SHORT, Terminal, generate, noise, refused, said, standing, stdin_of  # noqa: F401 fixtures
 
 from eval import throughput
-from nanovlm import SAMPLE, Captioner, folders, progress, results
+from nanovlm import SAMPLE, Captioner, progress, records, results, runs
 from nanovlm.progress import Progress
 from nanovlm.sources import Reading, open_source
 
@@ -69,7 +69,7 @@ def read(path):
 
 def litter(folder):
     """What a run may not leave behind."""
-    return [p.name for p in folder.rglob("*") if p.name.endswith((".partial", ".new"))]
+    return [p.name for p in folder.rglob("*") if p.name.endswith((".new", ".lock"))]
 
 
 # ------------------------------------------------------------------------------------------------- what comes out
@@ -90,6 +90,58 @@ def test_a_table_names_each_picture_and_its_caption(generate, folder, texts, tab
     assert not sidecars(folder) and not litter(folder)
     generate(folder, "--out", table)  # elsewhere, the names are from there
     assert read(Path(table)) == {f"pictures/{name}": text for name, text in texts.items()}
+
+
+@pytest.mark.parametrize("existing", ["append", "prepend"])
+@pytest.mark.parametrize("where", ["txt", *TABLES])
+def test_the_same_words_are_not_added_twice(generate, folder, texts, where, existing):  # noqa: F811
+    out = where if where == "txt" else folder / where
+    record = folder / ("captions.run" if where == "txt" else f"{where}.run")
+
+    def now():
+        if where == "txt":
+            return {name: (folder / name).with_suffix(".txt").read_text().strip() for name in NAMES}
+        return {name: text for name, text in read(out).items() if name in NAMES}
+
+    add = ["--existing", existing, "--out", out]
+    assert generate(folder, *add)[0] == 0 and now() == texts
+    noise(33, 44, 3).save(folder / "new.png")
+    code, _, err = generate(folder, *add)
+    assert code == 0 and "1 captioned" in err and now() == texts
+    assert err.splitlines()[-1].endswith(f"5 have got theirs from this command; to do them again, remove {record}")
+    (folder / "new.png").unlink()
+    assert generate(folder, *add, "--suffix", "!")[0] == 0, "another command"
+    twice = {name: EXPECTED[existing].format(old=text, new=f"{text}!") for name, text in texts.items()}
+    assert now() == twice
+    record.unlink()
+    assert generate(folder, *add, "--suffix", "!")[0] == 0
+    assert now() == {name: EXPECTED[existing].format(old=twice[name], new=f"{texts[name]}!") for name in NAMES}
+    if where == "txt":
+        (folder / "a.txt").unlink()
+        assert generate(folder, *add, "--suffix", "!")[0] == 0 and now()["a.png"] == f"{texts['a.png']}!", "not there"
+    else:
+        rows = [row | {"text": "mine"} for row in results.read_table(out)]
+        results.write_table(out, out.suffix, rows)
+        assert generate(folder, *add, "--suffix", "!")[0] == 0 and set(now().values()) == {"mine"}
+    assert generate(folder, "--existing", "overwrite", "--out", out)[0] == 0
+    assert now() == texts and not record.exists() and not litter(folder)
+
+
+@pytest.mark.parametrize("where", ["txt", "all.csv"])
+def test_two_runs_at_once_are_refused(generate, folder, texts, where, monkeypatch):  # noqa: F811
+    """Another process holds what it writes to; that of a killed one holds nobody up."""
+    lock = folder / (".captions.lock" if where == "txt" else f".{where}.lock")
+    holds = f"import sys, pathlib; sys.path.insert(0, {ROOT!r})\nfrom nanovlm.records import alone\n"
+    holds += f"with alone(pathlib.Path({str(lock)!r}), 'x'): print('held', flush=True), sys.stdin.read()"
+    other = subprocess.Popen([sys.executable, "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"held\n" and lock.exists()
+    place = folder if where == "txt" else folder / where
+    refused(generate(folder, "--out", where if where == "txt" else place), f"{place}: another run writes", "wait for")
+    assert not sidecars(folder)
+    other.kill(), other.communicate()
+    assert lock.exists() and generate(folder, "--out", where if where == "txt" else place)[0] == 0
+    assert (sidecars(folder) == beside(texts)) if where == "txt" else (read(place) == texts)
+    assert not litter(folder)
 
 
 def test_metadata_is_at_once_a_training_set(generate, folder, texts):  # noqa: F811
@@ -192,10 +244,10 @@ def test_a_killed_run_goes_on_and_captions_nothing_twice(generate, folder, texts
         with open(rows.path, "ab") as file:
             file.write(json.dumps(row).encode()[:-3])
 
-    answers = Captioner.answers
-    monkeypatch.setattr(Captioner, "answers", lambda *args, **more: captioned.append(1) or answers(*args, **more))
-    monkeypatch.setattr(results.os, "replace", dies(os.replace, lambda *args: None))
-    monkeypatch.setattr(results.Rows, "add", dies(results.Rows.add, half))
+    add = runs.ContinuousBatch.add
+    monkeypatch.setattr(runs.ContinuousBatch, "add", lambda *args, **more: captioned.append(1) or add(*args, **more))
+    monkeypatch.setattr(records.os, "replace", dies(os.replace, lambda *args: None))
+    monkeypatch.setattr(records.Lines, "add", dies(records.Lines.add, half))
     for _ in range(20):
         calls[0] = 0
         try:
@@ -230,15 +282,15 @@ def test_a_file_that_is_not_ours_stays_as_it_is(generate, folder):  # noqa: F811
 
 def test_other_settings_are_another_run(generate, folder, texts, monkeypatch):  # noqa: F811
     """What an interrupted run found is kept, and the next one, asked otherwise, begins anew."""
-    table, add = folder / "captions.csv", results.Rows.add
+    table, add = folder / "captions.csv", records.Lines.add
     monkeypatch.setattr(
-        results.Rows,
+        records.Lines,
         "add",
         lambda rows, row: (_ for _ in ()).throw(KeyboardInterrupt) if rows.found else add(rows, row),
     )
     code, _, err = generate(folder, "--out", table, "--prefix", "1 ")
     assert code == 130 and "stopped after 1 of 5 pictures; the same command goes on" in err and not table.exists()
-    monkeypatch.setattr(results.Rows, "add", add)
+    monkeypatch.setattr(records.Lines, "add", add)
     code, _, err = generate(folder, "--out", table, "--prefix", "2 ")
     assert code == 0 and "1 had captions already" in err
     assert sorted(text[:2] for text in read(table).values()) == ["1 ", "2 ", "2 ", "2 ", "2 "]
@@ -326,24 +378,53 @@ def test_a_folder_that_may_not_be_written_is_told_before_any_work(generate, fold
     assert code == 1 and "ünï-🙂.png: its folder may not be written" in err and len(sidecars(folder)) == 4
 
 
-def test_a_batch_too_large_for_the_memory_is_halved(generate, folder, texts, monkeypatch):  # noqa: F811
-    answers, sizes = Captioner.answers, []
+def test_what_is_too_much_for_the_memory_begins_anew_in_half_as_many_rows(generate, folder, texts, monkeypatch):  # noqa: F811
+    step, sizes = runs.ContinuousBatch.step, []
 
-    def small(captioner, rows, **options):
-        sizes.append(len(rows))
-        if len(rows) > 2:
+    def small(batch):
+        if not sizes or sizes[-1] != batch.n_rows:
+            sizes.append(batch.n_rows)
+        if batch.running > 2:
             raise MemoryError
-        return answers(captioner, rows, **options)
+        return step(batch)
 
-    monkeypatch.setattr(Captioner, "answers", small)
-    assert generate(folder)[0] == 0 and sidecars(folder) == beside(texts) and sizes == [5, 2, 3, 1, 2]
+    monkeypatch.setattr(runs.ContinuousBatch, "step", small)
+    assert generate(folder, "--batch-size", "5")[0] == 0 and sidecars(folder) == beside(texts) and sizes == [5, 2]
+    monkeypatch.setattr(runs.ContinuousBatch, "step", lambda batch: (_ for _ in ()).throw(MemoryError))
+    code, _, err = generate(folder, "--existing", "overwrite")
+    assert code == 1 and err.count("not enough memory") == 5 and sidecars(folder) == beside(texts)
+
+
+def test_a_picture_too_large_for_the_memory_stops_nobody(generate, folder, texts, monkeypatch):  # noqa: F811
+    embed, whole = runs.Captioner.prepare, []
+
+    def prepare(captioner, picture, prompt):
+        ids, (images,) = embed(captioner, picture, prompt)
+        if picture.endswith("d.gif"):
+            images.fill_(2.0)
+        return ids, [images]
+
+    def read(encoder, images):
+        whole.append(len(images))
+        if (images == 2).all(-1).all(-1).all(-1).any():
+            raise RuntimeError("can't allocate memory")
+        return forward(encoder, images)
+
+    from models.vision_transformer import VisionTransformer
+
+    forward = VisionTransformer.forward
+    monkeypatch.setattr(runs.Captioner, "prepare", prepare)
+    monkeypatch.setattr(VisionTransformer, "forward", read)
+    code, _, err = generate(folder)
+    assert code == 1 and "d.gif: can't allocate memory" in err and "4 captioned" in err
+    assert sidecars(folder) == beside({name: text for name, text in texts.items() if name != "d.gif"})
 
 
 def test_a_full_disk_ends_the_run(generate, folder, monkeypatch):  # noqa: F811
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(results, "replace", full)
+    monkeypatch.setattr(results, "write_text", full)
     with open(os.devnull, "w") as nowhere:
         monkeypatch.setattr(sys, "stdout", nowhere)
         code, _, err = generate(folder)
@@ -355,28 +436,38 @@ def test_a_full_disk_ends_the_run(generate, folder, monkeypatch):  # noqa: F811
 
 def test_pictures_are_prepared_while_the_model_runs(folder, model_folder, monkeypatch):
     captioner = Captioner.from_pretrained(model_folder, "cpu", "float32")
-    prepared, prepare, ahead, waited = [], captioner.prepare, threading.Event(), []
+    prepared, prepare, step, ahead, waited = [], captioner.prepare, runs.ContinuousBatch.step, threading.Event(), []
 
     def note(picture, prompt):
         prepared.append(picture)
-        if len(prepared) == 5:
+        if len(prepared) == 4:
             ahead.set()
         return prepare(picture, prompt)
 
     monkeypatch.setattr(captioner, "prepare", note)
-    monkeypatch.setattr(captioner, "answers", lambda rows, **_: waited.append(ahead.wait(60)) or ["x"] * len(rows))
-    run = folders.Run(captioner, "?", {"max_new_tokens": 2})
-    monkeypatch.setattr(run, "window", lambda size: 3)
-    run([str(folder / name) for name in NAMES * 2], 3, lambda *_: None, pytest.fail)
-    assert all(waited) and run.done == len(prepared) == 10, "two of the next three, while the first three are read"
+    monkeypatch.setattr(runs.ContinuousBatch, "step", lambda batch: waited.append(ahead.wait(60)) or step(batch))
+    run = runs.Run(captioner, "?", {"max_new_tokens": 2})
+    monkeypatch.setattr(run, "window", lambda rows: 3)
+    run([str(folder / name) for name in NAMES], 1, lambda *_: None, pytest.fail)
+    assert all(waited) and run.done == len(prepared) == 5, "the next three, while the first is read"
 
 
-def test_rows_of_a_batch_are_alike():
-    rows = [(str(i), ([0] * n, [])) for i, n in enumerate([5, 1, 4, 1, 5, 9, 2, 6])] + [("bad", ValueError())]
-    lengths = [
-        [len(row[0]) for _, row in batch if isinstance(row, tuple)] for batch in folders.batches(iter(rows), 2, 6)
-    ]
-    assert lengths == [[1, 1], [4, 5], [5, 9], [2], [6]]
+def test_a_short_caption_does_not_wait_for_a_long_one(folder, model_folder, monkeypatch):
+    captioner, order = Captioner.from_pretrained(model_folder, "cpu", "float32"), []
+    step, steps = runs.ContinuousBatch.step, []
+
+    def early(batch):
+        """Every answer but the first picture's is short."""
+        for answer in batch._line.values():
+            answer.left = 30 if answer.key.endswith("a.png") else 2
+        steps.append(batch.running)
+        return step(batch)
+
+    captioner.tokenizer.eos_token_id = None
+    monkeypatch.setattr(runs.ContinuousBatch, "step", early)
+    run = runs.Run(captioner, "?", {"max_new_tokens": 30})
+    run([str(folder / name) for name in NAMES], 2, lambda picture, _: order.append(picture), pytest.fail)
+    assert [Path(picture).name for picture in order][-1] == "a.png" and len(order) == 5 and len(steps) <= 31
 
 
 def test_a_bar_is_for_terminals_and_lines_now_and_then_for_the_rest(monkeypatch):
