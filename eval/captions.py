@@ -18,6 +18,7 @@ from random import Random
 
 from eval import throughput
 from eval.environment import environment
+from eval.shapes import SHAPES
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.cli import Parser
@@ -79,6 +80,7 @@ def main() -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--throughput", action="store_true", help="pictures a minute, of a folder of mixed ones")
+    parser.add_argument("--shape", choices=SHAPES, help="with --throughput: a published size, random weights")
     parser.add_argument("--pictures", type=int, default=500, metavar="N", help="in that folder (500)")
     parser.add_argument("--misses", type=int, default=0, metavar="N", help="show N misses")
     parser.add_argument("--json", action="store_true", help="everything, as one object")
@@ -86,8 +88,13 @@ def main() -> int:
     for name in ("scenes", "questions", "pictures"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)} must be 1 or more")
+    if args.shape and not args.throughput:
+        parser.error(f"--shape {args.shape} has random weights, which are never right; add --throughput")
     try:
-        captioner = Captioner.from_pretrained(args.model, args.device, args.dtype)
+        if args.shape:
+            captioner = throughput.of_shape(args.shape, args.device, args.dtype)
+        else:
+            captioner = Captioner.from_pretrained(args.model, args.device, args.dtype)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

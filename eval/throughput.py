@@ -1,6 +1,7 @@
 """How many pictures a minute a folder of mixed pictures takes, beside asking of them one after another.
 
     python -m eval.captions --throughput
+    python -m eval.captions --throughput --shape 230M --pictures 24    # a published model's size, random weights
 
 The pictures are drawn scenes of 96 to 1024 pixels a side, as PNG, JPEG and WebP, in a folder that vanishes afterwards;
 their captions are written beside them.
@@ -11,11 +12,20 @@ import time
 from pathlib import Path
 from random import Random
 
+import tokenizers
+import torch
+
+from eval.real_size import make_tokenizer
+from eval.shapes import SHAPES
+from models.vision_language_model import VisionLanguageModel
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner
+from nanovlm.device import choose_device, choose_dtype
+from nanovlm.processor import Processor
 from nanovlm.results import Sidecars
 from nanovlm.runs import Run
 from nanovlm.scenes import draw, random_scene
+from nanovlm.tokenizer import Tokenizer
 
 SIDES = (96, 1024)
 KINDS = ("png", "jpg", "webp")
@@ -28,6 +38,15 @@ def write_pictures(folder: Path, n: int, seed: str) -> list[str]:
     for path in paths:
         draw(random_scene(rng), rng.randint(*SIDES), rng.randint(*SIDES)).save(path)
     return list(map(str, paths))
+
+
+def of_shape(name: str, device: str, dtype: str) -> Captioner:
+    """A captioner as large as the published one of that name; what it says is noise and seldom ends by itself."""
+    cfg, place = SHAPES[name][0], choose_device(device)
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(make_tokenizer(cfg)), cfg)
+    torch.manual_seed(0)
+    model = VisionLanguageModel(cfg, tokenizer.image_token_id).eval()
+    return Captioner(model.to(place, choose_dtype(dtype, place)), Processor(cfg, tokenizer))
 
 
 def measure(captioner: Captioner, n: int, seed: str) -> dict:
