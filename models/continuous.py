@@ -202,16 +202,17 @@ class ContinuousBatch:
         return self._choose(answers, model.decoder.head(model.decoder.norm(x[:, -1])))
 
     def _reserve(self, n_rows: int, n_tokens: int) -> None:
-        """Make the cache large enough."""
+        """Make the cache large enough, and then some, so that it seldom grows; when nobody runs, it may shrink."""
         cfg, old = self.model.cfg, self._cache
         if old is not None and n_rows <= old.size(2) and n_tokens <= old.size(4):
             return
-        if old is not None and self._rows:
-            n_rows, n_tokens = max(n_rows, old.size(2)), max(n_tokens, old.size(4))
+        if keep := old is not None and bool(self._rows):
+            n_rows = max(min(2 * n_rows, self.n_rows), old.size(2)) if n_rows > old.size(2) else old.size(2)
+            n_tokens = max(n_tokens, old.size(4) * 5 // 4) if n_tokens > old.size(4) else old.size(4)
         capacity = min(-(-n_tokens // GROW) * GROW, cfg.lm_max_position_embeddings)
         weight = self.model.decoder.norm.weight
         new = weight.new_zeros(cfg.lm_n_blocks, 2, n_rows, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim)
-        if old is not None and self._rows:
+        if keep:
             new[:, :, : old.size(2), :, : old.size(4)] = old
         self._cache = new
 

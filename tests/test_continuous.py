@@ -166,7 +166,8 @@ def test_what_an_answer_leaves_behind_reaches_no_other(tiny_model):
     batch.add("long", torch.arange(4, 20), max_new_tokens=20)
     batch.add("a", torch.arange(4, 20), max_new_tokens=2)
     batch.step()
-    batch._cache[:, :, 1] = float("inf")
+    with torch.inference_mode():
+        batch._cache[:, :, 1] = float("inf")
     batch.cancel("a")
     batch.add("b", ids, max_new_tokens=5)
     assert answers(batch)["b"][0] == alone(model, ids, max_new_tokens=5)

@@ -498,6 +498,23 @@ def test_the_throughput_that_eval_reports_is_of_the_same_captions(model_folder):
     assert result["folder_per_minute"] > 0 < result["one_by_one_per_minute"] and "of 5" in throughput.report(result)
 
 
+def test_the_throughput_of_a_published_size_is_of_a_model_of_that_shape(monkeypatch, tmp_path, capsys):
+    from test_real_size import small
+
+    from eval import captions
+    from eval.shapes import SHAPES
+
+    with pytest.raises(SystemExit):
+        monkeypatch.setattr(sys, "argv", ["captions", "--shape", "230M"])
+        captions.main()
+    assert "add --throughput" in capsys.readouterr().err
+    monkeypatch.setattr(throughput, "SHAPES", {"230M": (small(SHAPES["230M"][0], 1000), 0)})
+    monkeypatch.setattr(sys, "argv", ["captions", "--throughput", "--shape", "230M", "--pictures", "2", "--json"])
+    assert captions.main() == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["pictures"] == 2 and 0 < result["busy"] <= 1
+
+
 # ------------------------------------------------------------------------------------------------------------ wrong use
 
 
