@@ -219,7 +219,7 @@ class ContinuousBatch:
     def _choose(self, answers: Sequence[_Answer], logits: Tensor) -> list[Said]:
         """Each answer's next token of its logits, (B, vocabulary), as `autoregress` would choose it."""
         said = []
-        for row, (answer, token_id) in enumerate(zip(tuple(answers), logits.argmax(-1).tolist())):
+        for row, (answer, token_id) in enumerate(zip(tuple(answers), GREEDY(logits).tolist())):
             if answer.sampling != GREEDY:
                 token_id = self._sample(answer, logits[row : row + 1])
             answer.last, answer.left = token_id, answer.left - 1
