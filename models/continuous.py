@@ -135,12 +135,12 @@ class ContinuousBatch:
         return chosen
 
     def _read(self, answers: list[_Answer]) -> list[Said]:
-        """Read prompts into free rows; of several that memory does not hold only the first, the others stay in line."""
+        """Read prompts into free rows; if several together fail, only the first, and the others stay in line."""
         if not answers:
             return []
         try:
             logits = self._prefill(answers)
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:  # of torch's kernels, or Python's: one prompt is not to stop the others
             if len(answers) == 1:
                 del self._line[answers[0].key]
                 raise Unread(answers[0].key, error) from error
@@ -168,11 +168,12 @@ class ContinuousBatch:
         for block, kv in zip(self._cache, caches):
             block[0][index, :, :T], block[1][index, :, :T] = kv.key, kv.value
         self._cache[:, :, rows, :, T:] = 0  # what others left could reach this one as 0 times infinity
+        last = torch.tensor(lengths, device=device) - 1
+        logits = model.decoder.head(hidden[torch.arange(len(answers), device=device), last])
         self._rows += [None] * (max(rows) + 1 - len(self._rows))
         for row, answer, length in zip(rows, answers, lengths):
             self._rows[row], answer.length, answer.images = answer, length, None
-        last = torch.tensor(lengths, device=device) - 1
-        return model.decoder.head(hidden[torch.arange(len(answers), device=device), last])
+        return logits
 
     def _close_ranks(self) -> None:
         """Put the last answers into the rows that have ended, so that steps are for those that run."""

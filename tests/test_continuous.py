@@ -159,6 +159,23 @@ def test_a_prompt_that_memory_does_not_hold_stops_nobody(tiny_model, monkeypatch
     assert {key: len(ids) for key, (ids, _) in answers(batch, heard).items()} == dict.fromkeys("abc", 5)
 
 
+def test_a_prompt_that_is_no_prompt_stops_nobody(tiny_model):
+    """Ids that the model does not know, images of another size: said of the one prompt that has them."""
+    model, ids = tiny_model(), torch.arange(4, 9)
+    batch, heard, unread = ContinuousBatch(model, rows=4), {}, []
+    batch.add("a", ids, max_new_tokens=5)
+    batch.add("unknown", ids + 40, max_new_tokens=5)
+    batch.add("image", torch.full((4,), 3), torch.rand(1, 3, 20, 20), max_new_tokens=5)
+    batch.add("b", ids, max_new_tokens=5)
+    while batch.waiting or batch.running:
+        try:
+            listen(batch, heard)
+        except Unread as error:
+            unread.append(error.key)
+    assert sorted(unread) == ["image", "unknown"]
+    assert heard["a"][0] == heard["b"][0] == alone(model, ids, max_new_tokens=5)
+
+
 def test_what_an_answer_leaves_behind_reaches_no_other(tiny_model):
     """Not even infinity, which a mask would turn into NaN."""
     model, ids = tiny_model(), torch.arange(4, 9)
