@@ -1,6 +1,7 @@
 "use strict";
 
 const at = (id) => document.getElementById(id);
+const FIRST = at("question").placeholder; // is asked of a picture when nothing else is
 const chat = { model: null, picture: null, turns: [], talking: null, key: "" }; // turns: questions and answers so far
 
 const headers = () => ({ "Content-Type": "application/json", ...(chat.key && { Authorization: `Bearer ${chat.key}` }) });
@@ -12,7 +13,7 @@ async function meet() {
   const [model] = (await response.json()).data;
   chat.model = model.id;
   at("model").textContent = model.id === "nanovlm" ? "the embedded model" : model.id;
-  at("note").textContent = model.description;
+  at("note").textContent = sentence(model.description);
   complain("");
 }
 
@@ -21,8 +22,10 @@ async function reason(response) {
   return new Error(said?.error?.message ?? `The server says ${response.status}.`);
 }
 
-function complain(message) {
-  at("error").textContent = message && message[0].toUpperCase() + message.slice(1);
+const complain = (message) => (at("error").textContent = sentence(message));
+
+function sentence(words) {
+  return words && words[0].toUpperCase() + words.slice(1) + (/[.?!]$/.test(words) ? "" : ".");
 }
 
 function show(file) {
@@ -34,6 +37,7 @@ function show(file) {
     URL.revokeObjectURL(at("picture").src);
     Object.assign(chat, { picture: reader.result, turns: [] });
     at("talk").replaceChildren();
+    at("question").placeholder = FIRST;
     at("picture").src = URL.createObjectURL(file);
     at("picture").alt = file.name ? `Your picture, ${file.name}` : "Your picture";
     at("unseen").textContent = `${file.name || "This picture"} is of a kind that browsers do not show. Ask about it all the same.`;
@@ -53,6 +57,7 @@ function startOver() {
   at("file").value = "";
   for (const [id, hidden] of [["picture", true], ["unseen", true], ["drop", false], ["sample", false], ["again", true]])
     at(id).hidden = hidden;
+  at("question").placeholder = FIRST;
   complain("");
   at("file").focus();
 }
@@ -122,6 +127,7 @@ async function ask(question) {
   if (!turn.isConnected) return; // another picture has come meanwhile
   if (answer.textContent) {
     chat.turns.push([question, answer.textContent]);
+    at("question").placeholder = "Ask something else.";
     at("spoken").textContent = answer.textContent; // once, whole: a word at a time would not be heard out
   } else {
     turn.remove();
@@ -144,8 +150,8 @@ function grow() {
 at("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   if (chat.talking) return;
-  const question = at("question").value.trim() || (chat.picture ? at("question").placeholder : "");
-  if (!question) return complain("Choose a picture, or ask something.");
+  const question = at("question").value.trim() || (chat.picture && !chat.turns.length ? FIRST : "");
+  if (!question) return complain(chat.picture ? "Ask something." : "Choose a picture, or ask something.");
   at("question").value = "";
   grow();
   ask(question);

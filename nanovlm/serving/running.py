@@ -9,7 +9,7 @@ from pathlib import Path
 import uvicorn
 
 from nanovlm import EMBEDDED, PROMPT
-from nanovlm.captioning import EMBEDDED_NOTE, read_captioner
+from nanovlm.captioning import EMBEDDED_KNOWS, read_captioner
 from nanovlm.complaints import UsageError, complain
 from nanovlm.serving.app import make_app
 from nanovlm.serving.desk import Desk, Limits
@@ -32,7 +32,7 @@ def serve_model(args: argparse.Namespace) -> int:
         name = "nanovlm" if embedded else Path(args.model).name if os.path.isdir(args.model) else args.model
         desk = Desk(captioner, name, limits, args.allow_remote)
         hosts = {*LOOPBACK, args.host, *args.allow_host} if local or args.allow_host else None
-        app = make_app(desk, hosts, key, EMBEDDED_NOTE.removeprefix("note: ") if embedded else "")
+        app = make_app(desk, hosts, key, EMBEDDED_KNOWS if embedded else "")
         port, host = door.getsockname()[1], f"[{args.host}]" if ":" in args.host else args.host
         complain(f"http://{host}:{port} answers as {name!r}: a page, and /v1 for OpenAI's clients; ctrl-c stops")
         config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, http="h11", ws="none")
