@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from random import Random
 from statistics import quantiles
 
@@ -101,7 +102,7 @@ def report(result: dict) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="eval.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or Hub id (the embedded model)")
     parser.add_argument("--clients", type=int, default=32, metavar="N", help="who ask at once (32)")
@@ -110,7 +111,7 @@ def main() -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--json", action="store_true", help="everything, as one object")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     for name, least in (("clients", 2), ("rounds", 1)):
         if getattr(args, name) < least:
             parser.error(f"--{name} {getattr(args, name)} must be {least} or more")

@@ -57,7 +57,7 @@ def make_app(desk: Desk, hosts: Collection[str] | None = None, api_key: str | No
         return Response(desk.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     for path, file in PAGE.items():
-        app.add_api_route(path, lambda file=file: FileResponse(file, headers={"Cache-Control": "no-cache"}))
+        app.add_api_route(path, _sender(file))
 
     @app.exception_handler(Problem)
     async def tell(request: Request, problem: Problem) -> JSONResponse:
@@ -73,3 +73,12 @@ def make_app(desk: Desk, hosts: Collection[str] | None = None, api_key: str | No
         return JSONResponse(Problem(500, "the server failed; its log says why").body(), 500)
 
     return app
+
+
+def _sender(file: Path):
+    """A route that sends one file; it takes no parameters, for FastAPI would let clients choose them."""
+
+    def send() -> FileResponse:
+        return FileResponse(file, headers={"Cache-Control": "no-cache"})
+
+    return send

@@ -50,27 +50,38 @@ class Desk:
         """The response to one request, or a Problem."""
         arrived = asyncio.get_running_loop().time()
         try:
-            async with AsyncExitStack() as visit, asyncio.timeout_at(arrived + self.limits.seconds):
-                if self.draining:
-                    raise Problem(
-                        503, "the server is stopping; ask again when it is back", headers={"Retry-After": "5"}
-                    )
-                self.sit(1, visit)
-                body = await read_body(request, self.limits.body)
-                response = await unless_gone(request, self._respond(body, visit, arrived))
-        except TimeoutError:
-            problem = self.too_long()
-        except ClientDisconnect:
-            problem = Problem(LEFT, "the client left")
-        except Problem as error:
-            problem = error
-        else:
-            self.metrics.requests.labels(response.status_code).inc()
-            return response
-        self.metrics.requests.labels(problem.status).inc()
-        raise problem
+            async with AsyncExitStack() as visit:
+                async with asyncio.timeout_at(arrived + self.limits.seconds):
+                    self._admit(visit)
+                    body = await read_body(request, self.limits.body)
+                    response = await unless_gone(request, self._respond(body, visit, arrived))
+                if isinstance(response, Events):
+                    response.visit = visit.pop_all()  # it lasts as long as they do
+        except Exception as error:
+            problem = self._problem(error)
+            self.metrics.requests.labels(problem.status if problem else 500).inc()
+            raise problem or error from None
+        self.metrics.requests.labels(response.status_code).inc()
+        return response
 
-    def sit(self, n: int, visit: AsyncExitStack) -> None:
+    def _problem(self, error: Exception) -> Problem | None:
+        """What to tell the client of an error, if it is not the server's own."""
+        match error:
+            case Problem():
+                return error
+            case TimeoutError():
+                seconds = self.limits.seconds
+                return Problem(504, f"no whole answer within {seconds:g} s; ask for fewer tokens", code="timeout")
+            case ClientDisconnect():
+                return Problem(LEFT, "the client left")
+        return None
+
+    def _admit(self, visit: AsyncExitStack) -> None:
+        if self.draining:
+            raise Problem(503, "the server is stopping; ask again when it is back", headers={"Retry-After": "5"})
+        self._sit(1, visit)
+
+    def _sit(self, n: int, visit: AsyncExitStack) -> None:
         """Take n seats until the visit ends, or raise a Problem."""
         if self.taken + n > self.seats:
             message = f"all {self.seats} places are taken; ask again in a second"
@@ -81,16 +92,13 @@ class Desk:
     def _rise(self, n: int) -> None:
         self.taken -= n
 
-    def too_long(self) -> Problem:
-        return Problem(504, f"no whole answer within {self.limits.seconds:g} s; ask for fewer tokens", code="timeout")
-
     async def _respond(self, body: bytes, visit: AsyncExitStack, arrived: float) -> Response:
         asked = await self._in_thread(ChatRequest.read, body)
         if asked.model != self.name:
             raise Problem(404, f"no model {asked.model!r} here, only {self.name!r}", "model_not_found", "model")
         if asked.n > self.seats:
             raise Problem(400, f"n={asked.n} answers are more than this server has places, {self.seats}", param="n")
-        self.sit(asked.n - 1, visit)
+        self._sit(asked.n - 1, visit)
         samplings, chat = asked.samplings(), understand(asked.messages)
         ids, images = await self._in_thread(prepare, chat, self.captioner.processor, self.fetch, self.limits.pixels)
         answers = self.engine.ask(ids, images, self._longest(asked, len(ids)), samplings)
@@ -104,7 +112,7 @@ class Desk:
         completion = Completion(uuid.uuid4().hex, self.name)
         if asked.stream:
             words = self._events(asked, completion, len(ids), talk, first, pieces, arrived + self.limits.seconds)
-            return Events(words, visit.pop_all())
+            return Events(words)
         for index, text in first.items():
             texts[index] += text
         async for said in pieces:
@@ -128,20 +136,18 @@ class Desk:
         """Server-sent events, as OpenAI's: who speaks, the words, why each answer ended, what it cost."""
         for index in range(asked.n):
             yield event(completion.piece(index, {"role": "assistant", "content": ""}))
-        said, ended = first, set()
+        said = first
         try:
             while said is not None:
                 for index, text in said.items():
                     if text:
                         yield event(completion.piece(index, {"content": text}))
-                    if (reason := talk.speeches[index].finished) and index not in ended:
-                        ended.add(index)
+                    if reason := talk.speeches[index].finished:
                         yield event(completion.piece(index, {}, reason))
                 async with asyncio.timeout_at(deadline):
                     said = await anext(pieces, None)
         except (TimeoutError, Problem) as error:
-            problem = error if isinstance(error, Problem) else self.too_long()
-            yield event(problem.body())
+            yield event(self._problem(error).body())
             return
         if asked.stream_options.include_usage:
             yield event(completion.last(usage(n_read, talk.tokens)))
@@ -185,10 +191,11 @@ class Talk:
 class Events(StreamingResponse):
     """Server-sent events of a visit, which ends with them, or when the client leaves."""
 
-    def __init__(self, events: AsyncIterator[str], visit: AsyncExitStack):
+    visit: AsyncExitStack
+
+    def __init__(self, events: AsyncIterator[str]):
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
-        self.visit = visit
 
     async def __call__(self, scope, receive, send) -> None:
         async with self.visit:

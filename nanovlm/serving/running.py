@@ -31,7 +31,8 @@ def serve_model(args: argparse.Namespace) -> int:
         embedded = args.model == EMBEDDED
         name = "nanovlm" if embedded else Path(args.model).name if os.path.isdir(args.model) else args.model
         desk = Desk(captioner, name, limits, args.allow_remote)
-        hosts = {*LOOPBACK, args.host, *args.allow_host} if local or args.allow_host else None
+        hosts = {name.lower() for name in (*LOOPBACK, args.host, *args.allow_host)}
+        hosts = hosts if local or args.allow_host else None  # else the key alone decides
         app = make_app(desk, hosts, key, EMBEDDED_KNOWS if embedded else "")
         port, host = door.getsockname()[1], f"[{args.host}]" if ":" in args.host else args.host
         complain(f"http://{host}:{port} answers as {name!r}: a page, and /v1 for OpenAI's clients; ctrl-c stops")
