@@ -139,6 +139,13 @@ def test_a_streamed_answer_is_the_same_in_pieces(client):
     assert last.choices[0].finish_reason == "stop" and last.usage is None
 
 
+def test_the_client_in_the_readme_works(served, monkeypatch, capsys):
+    (block,) = re.findall(r"```py\n(import base64\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(ROOT)
+    exec(block.replace("http://127.0.0.1:8000", served.url), {})
+    assert capsys.readouterr().out == "green"
+
+
 def test_words_arrive_while_others_are_still_to_be_said(embedded, slow):
     with Running(embedded) as running, running.client() as client:
         stream = client.chat.completions.create(model="nanovlm", messages=asking("?", SHOWN), stream=True)
@@ -163,7 +170,8 @@ def test_what_the_system_says_comes_first_and_a_picture_alone_is_described(clien
 
     system = [{"role": "system", "content": "Be brief."}]
     told = read(system + asking("What is it?", SHOWN))
-    assert told == read(asking("Be brief.\n\nWhat is it?", SHOWN)).model_copy(update={"id": told.id})
+    same = read(asking("Be brief.\n\nWhat is it?", SHOWN))
+    assert (told.choices, told.usage) == (same.choices, same.usage)
     alone = read([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": SHOWN}}]}])
     assert alone.choices == read(asking("Describe this picture.", SHOWN)).choices
     split = read([*asking("What", SHOWN), {"role": "user", "content": "is it?"}])
