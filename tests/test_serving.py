@@ -148,7 +148,8 @@ def test_the_client_in_the_readme_works(served, monkeypatch, capsys):
 
 def test_words_arrive_while_others_are_still_to_be_said(embedded, slow):
     with Running(embedded) as running, running.client() as client:
-        stream = client.chat.completions.create(model="nanovlm", messages=asking("?", SHOWN), stream=True)
+        messages = asking(QUESTIONS[0], SHOWN)
+        stream = client.chat.completions.create(model="nanovlm", messages=messages, stream=True)
         next(stream), next(stream)
         assert running.desk.engine.running == 1
         list(stream)
@@ -192,7 +193,7 @@ def test_pictures_of_all_kinds_and_several_of_them(client, embedded):
 def test_sampling_is_asked_for_and_answers_are_drawn_apart(client, embedded):
     def draw_answers(**options):
         answer = client.chat.completions.create(
-            model="nanovlm", messages=asking("What?", SHOWN), temperature=1.9, max_tokens=9, **options
+            model="nanovlm", messages=asking(QUESTIONS[0], SHOWN), temperature=1.9, max_tokens=9, **options
         )
         return [choice.message.content for choice in answer.choices]
 
@@ -200,9 +201,7 @@ def test_sampling_is_asked_for_and_answers_are_drawn_apart(client, embedded):
     assert len(set(three)) == 3 and draw_answers(seed=5) == three[:1] and draw_answers(seed=7) == three[2:]
     options = {"top_p": 0.8, "seed": 3}
     more = {"top_k": 9, "min_p": 0.01, "repetition_penalty": 1.3}
-    expected = embedded.caption(
-        SAMPLE, "What?", max_new_tokens=9, sampling=Sampling(temperature=1.9, **options, **more)
-    )
+    expected = embedded.caption(SAMPLE, max_new_tokens=9, sampling=Sampling(temperature=1.9, **options, **more))
     assert draw_answers(**options, extra_body=more) == [expected]
 
 
@@ -389,7 +388,7 @@ BAD = {
     "no messages": ({"messages": []}, 400, "messages"),
     "no model": ({"model": None}, 400, "model: Field required"),
     "another model": ({"model": "gpt-4o"}, 404, "no model 'gpt-4o' here, only 'nanovlm'"),
-    "words for messages": ({"messages": "hello"}, 400, "messages: Input should be a valid list"),
+    "words for messages": ({"messages": "hello"}, 400, "messages: Input should be a valid array"),
     "a number for a message": ({"messages": [1]}, 400, "messages.0"),
     "a tool speaks": ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
     "an empty question": ({"messages": asking("  ")}, 400, "the last user message is empty"),
@@ -398,7 +397,7 @@ BAD = {
     "the system alone": ({"messages": [{"role": "system", "content": "x"}]}, 400, "begins with a user message"),
     "the assistant last": ({"messages": [*asking("?"), {"role": "assistant", "content": "x"}]}, 400, "ends with"),
     "the assistant shows": ({"messages": [*asking("?"), {"role": "assistant", "content": [picture_part(SHOWN)]}]}, 400,
-                            "an assistant message shows a picture"),
+                            "only user messages can show pictures, not assistant ones"),
     "a sound": ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, 400, "type"),
     "text as a number": ({"messages": [{"role": "user", "content": [PART | {"text": 1}]}]}, 400, "valid string"),
     "temperature in words": ({"temperature": "warm"}, 400, "temperature: Input should be a valid number"),
@@ -519,7 +518,7 @@ def test_a_web_page_can_not_use_a_local_server(embedded):
 
 def test_a_key_is_wanted_where_one_is_set(embedded):
     with Running(embedded, api_key="schlüssel") as running:
-        for header in (None, "Bearer wrong", "schlüssel", "Basic schlüssel", "Bearer "):
+        for header in (None, "Bearer wrong", "schlüssel", "Basic schlüssel", "Bearer"):
             headers = {} if header is None else {"authorization": header.encode("utf-8")}
             for path in ("/v1/models", "/v1/chat/completions", "/metrics"):
                 response = httpx.get(running.url + path, headers=headers)
@@ -550,12 +549,16 @@ def test_the_page_may_load_from_its_own_server_only(served):
 # --------------------------------------------------------------------------------------------------- pictures from afar
 
 
+SENT = []  # pieces of the picture, as far as its reader stayed
+
+
 @pytest.fixture
 def web():
     """A web server of one picture and some traps."""
 
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
+            SENT.clear()
             picture = SAMPLE.read_bytes()
             if self.path == "/moved":
                 self.send_response(302)
@@ -565,6 +568,7 @@ def web():
             self.end_headers()
             for start in range(0, len(picture), 500):
                 self.wfile.write(picture[start : start + 500])
+                SENT.append(start)
                 time.sleep(0.2 if self.path == "/slow" else 0)
 
         def log_message(self, *args):
@@ -612,7 +616,7 @@ def test_remote_pictures_are_fetched_where_allowed(embedded, web, monkeypatch):
         messages = asking(QUESTIONS[0], f"{web}/sample.png?x=1")
         answer = client.chat.completions.create(model="nanovlm", messages=messages)
         assert answer.choices[0].message.content == embedded.caption(SAMPLE)
-        for path, words in (("/none", "says 404"), ("/moved", "redirects")):
+        for path, words in (("/none", "says 404"), ("/moved", "has moved")):
             with pytest.raises(openai.BadRequestError, match=words):
                 client.chat.completions.create(model="nanovlm", messages=asking("?", web + path))
 
@@ -624,6 +628,7 @@ def test_remote_pictures_have_limits(web, monkeypatch):
     monkeypatch.setattr(pictures, "SECONDS", 0.5)
     with pytest.raises(PictureError, match=r"more than 0\.5 s"):
         pictures.picture_bytes(f"{web}/slow", allow_remote=True, max_bytes=10**6)
+    assert 0 < len(SENT) < len(SAMPLE.read_bytes()) / 500
     for url in ("http://", "http://user@127.0.0.1/", "http://127.0.0.1:99999/", "http://[::1/", "http://a\udcff/"):
         with pytest.raises(PictureError):
             pictures.picture_bytes(url, allow_remote=True, max_bytes=1000)

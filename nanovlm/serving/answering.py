@@ -32,7 +32,7 @@ def understand(messages: Sequence[Message]) -> Asked:
     system, turns = [], []  # texts; roles and texts
     for message in messages:
         if message.role != "user" and message.urls:
-            raise Problem(400, f"a {message.role} message shows a picture; only the user can", param="messages")
+            raise Problem(400, f"only user messages can show pictures, not {message.role} ones", param="messages")
         if message.role in ("system", "developer"):
             system.append(message.text)
         elif turns and turns[-1][0] == message.role:

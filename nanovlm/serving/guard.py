@@ -52,7 +52,9 @@ class Guard:
             raise Problem(403, f"a page of {origin!r} may not ask this server; open the server's own page")
         if self.api_key is not None and path.startswith(KEYED):
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self.api_key.encode()):
+            if scheme.lower() != "bearer" or not hmac.compare_digest(
+                key.strip().encode("latin-1"), self.api_key.encode()
+            ):
                 raise Problem(
                     401,
                     "wrong or missing API key; send it as Authorization: Bearer KEY",

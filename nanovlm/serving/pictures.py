@@ -86,33 +86,40 @@ def is_public(address: str) -> bool:
 def _get(parts: SplitResult, address: str, port: int, max_bytes: int) -> bytes:
     """The body of a GET, of at most max_bytes; nothing but 200 will do, a redirect least of all."""
     deadline = time.monotonic() + SECONDS
-    connection = http.client.HTTPConnection(parts.hostname, port)
-    connection.sock = socket.create_connection((address, port), SECONDS)  # not connect(), which looks the name up again
-    timer = threading.Timer(SECONDS, _hang_up, [connection])  # the socket's own limit is for each of its words
+    lines = [socket.create_connection((address, port), SECONDS)]  # and the same one, once it is encrypted
+    timer = threading.Timer(SECONDS, _hang_up, [lines])  # the socket's own limit is for each of its words
     timer.start()
+    connection = http.client.HTTPConnection(parts.hostname, port)
     try:
         if parts.scheme == "https":
             context = ssl.create_default_context()
-            connection.sock = context.wrap_socket(connection.sock, server_hostname=parts.hostname)
+            lines.append(context.wrap_socket(lines[0], server_hostname=parts.hostname))
+        connection.sock = lines[-1]  # not connect(), which looks the name up again
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request("GET", path, headers={"User-Agent": "nanovlm", "Accept": "image/*"})
-        response = connection.getresponse()
-        if response.status != 200:
-            told = "redirects; name the place it leads to" if response.status // 100 == 3 else f"says {response.status}"
-            raise PictureError(f"{parts.hostname!r} {told}")
-        data = bytearray()
-        while piece := response.read1(PIECE):
-            data += piece
-            if len(data) > max_bytes:
-                raise PictureError(f"a remote picture of more than {max_bytes:,} bytes; scale it down first")
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"it took more than {SECONDS} s")
-        return bytes(data)
+        with connection.getresponse() as response:
+            return _read(response, max_bytes, deadline)
     finally:
         timer.cancel()
-        connection.close()
+        for line in lines:
+            line.close()
 
 
-def _hang_up(connection: http.client.HTTPConnection) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # it has ended by itself
-        connection.sock.shutdown(socket.SHUT_RDWR)
+def _read(response: http.client.HTTPResponse, max_bytes: int, deadline: float) -> bytes:
+    if response.status // 100 == 3:
+        raise PictureError("a remote picture that has moved; name the place where it is")
+    if response.status != 200:
+        raise PictureError(f"a remote picture whose server says {response.status} {response.reason}")
+    data = bytearray()
+    while piece := response.read1(PIECE):
+        data += piece
+        if len(data) > max_bytes:
+            raise PictureError(f"a remote picture of more than {max_bytes:,} bytes; scale it down first")
+    if time.monotonic() > deadline:
+        raise TimeoutError(f"it took more than {SECONDS} s")
+    return bytes(data)
+
+
+def _hang_up(lines: list[socket.socket]) -> None:
+    with contextlib.suppress(OSError):  # it has ended by itself
+        lines[-1].shutdown(socket.SHUT_RDWR)

@@ -79,5 +79,5 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = os.strerror(error.errno) if getattr(error, "errno", None) else error
         raise UsageError(f"--host {host} --port {port}: {reason}; --port 0 takes any that is free") from None
