@@ -109,7 +109,7 @@ def _read(response: http.client.HTTPResponse, max_bytes: int, deadline: float) -
     if response.status // 100 == 3:
         raise PictureError("a remote picture that has moved; name the place where it is")
     if response.status != 200:
-        raise PictureError(f"a remote picture whose server says {response.status} {response.reason}")
+        raise PictureError(f"a remote picture whose server says {response.status}")
     data = bytearray()
     while piece := response.read1(PIECE):
         data += piece
