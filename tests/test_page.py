@@ -116,7 +116,7 @@ def test_a_keyboard_is_enough_and_shows_where_it_is(embedded, open_page, slow): 
         page.keyboard.type("it.")
         assert page.get_by_label("Your question").input_value() == "Describe\nit."
         page.keyboard.press("Enter")
-        page.wait_for_function("document.querySelector('.saying')?.textContent.length > 3")
+        sync_api.expect(page.locator(".saying")).to_have_text(re.compile(r"\w{3}"))
         page.keyboard.press("Escape")
         sync_api.expect(page.get_by_role("button", name="Ask")).to_be_visible()
         said = page.locator(".answer").text_content()

@@ -41,8 +41,7 @@ function show(file) {
     at("picture").src = URL.createObjectURL(file);
     at("picture").alt = file.name ? `Your picture, ${file.name}` : "Your picture";
     at("unseen").textContent = `${file.name || "This picture"} is of a kind that browsers do not show. Ask about it all the same.`;
-    for (const [id, hidden] of [["picture", false], ["unseen", true], ["drop", true], ["sample", true], ["again", false]])
-      at(id).hidden = hidden;
+    arrange(true);
     complain("");
     at("spoken").textContent = "The picture is here; ask about it.";
     at("question").focus();
@@ -50,13 +49,18 @@ function show(file) {
   reader.readAsDataURL(file);
 }
 
+function arrange(shown) {
+  for (const id of ["picture", "again"]) at(id).hidden = !shown;
+  for (const id of ["file", "drop", "sample"]) at(id).hidden = shown;
+  at("unseen").hidden = true;
+}
+
 function startOver() {
   chat.talking?.abort();
   Object.assign(chat, { picture: null, turns: [] });
   at("talk").replaceChildren();
   at("file").value = "";
-  for (const [id, hidden] of [["picture", true], ["unseen", true], ["drop", false], ["sample", false], ["again", true]])
-    at(id).hidden = hidden;
+  arrange(false);
   at("question").placeholder = FIRST;
   complain("");
   at("file").focus();
