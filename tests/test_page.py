@@ -159,6 +159,9 @@ def test_without_a_picture_words_are_answered(served, embedded, open_page):  # n
 def test_a_key_is_asked_for_where_one_is_needed(embedded, open_page):  # noqa: F811
     with Running(embedded, api_key="secret") as running:
         page = open_page(running)
+        sync_api.expect(page.get_by_label("This server wants an API key")).to_be_focused()
+        page.keyboard.type("wrong\n")
+        sync_api.expect(page.get_by_role("alert")).to_have_text("That is not this server's key.")
         page.get_by_label("This server wants an API key").fill("secret")
         page.keyboard.press("Enter")
         sync_api.expect(page.locator("#key")).to_be_hidden()

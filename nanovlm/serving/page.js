@@ -9,6 +9,11 @@ const headers = () => ({ "Content-Type": "application/json", ...(chat.key && { A
 async function meet() {
   const response = await fetch("/v1/models", { headers: headers() });
   at("key").hidden = response.status !== 401;
+  if (response.status === 401) {
+    at("secret").focus();
+    if (!chat.key) return complain("");
+    throw new Error("That is not this server's key.");
+  }
   if (!response.ok) throw await reason(response);
   const [model] = (await response.json()).data;
   chat.model = model.id;
