@@ -115,12 +115,13 @@ def test_a_keyboard_is_enough_and_shows_where_it_is(embedded, open_page, slow): 
         page.keyboard.press("Shift+Enter")
         page.keyboard.type("it.")
         assert page.get_by_label("Your question").input_value() == "Describe\nit."
+        page.get_by_label("Your question").fill(QUESTIONS[0])
         page.keyboard.press("Enter")
         sync_api.expect(page.locator(".saying")).to_have_text(re.compile(r"\w{3}"))
         page.keyboard.press("Escape")
         sync_api.expect(page.get_by_role("button", name="Ask")).to_be_visible()
         said = page.locator(".answer").text_content()
-        assert embedded.caption(SAMPLE, "Describe\nit.").startswith(said)
+        assert embedded.caption(SAMPLE).startswith(said)
         until(lambda: running.desk.taken == running.desk.engine.running == 0)
 
 

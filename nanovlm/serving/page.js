@@ -139,6 +139,7 @@ async function ask(question) {
     at("question").placeholder = "Ask something else.";
     at("spoken").textContent = answer.textContent; // once, whole: a word at a time would not be heard out
   } else {
+    if (!talking.signal.aborted && !at("error").textContent) complain("The model said nothing; ask otherwise.");
     turn.remove();
     at("question").value ||= question;
     grow();
