@@ -30,7 +30,7 @@ from nanovlm.scenes import draw, random_scene
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
-import httpx  # noqa: E402  comes with openai
+import httpx  # noqa: E402
 import uvicorn  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
