@@ -16,29 +16,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
+import httpx
+import openai
 import pytest
+import uvicorn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 
 from models.continuous import ContinuousBatch, Said
 from models.decoding import Sampling
 from nanovlm import SAMPLE, Captioner, cli
 from nanovlm.conversation import Conversation
+from nanovlm.images import PictureError
 from nanovlm.scenes import draw, random_scene
-
-pytest.importorskip("fastapi")
-openai = pytest.importorskip("openai")
-
-import httpx  # noqa: E402
-import uvicorn  # noqa: E402
-from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
-
-from nanovlm.images import PictureError  # noqa: E402
-from nanovlm.serving import pictures  # noqa: E402
-from nanovlm.serving.answering import Speech  # noqa: E402
-from nanovlm.serving.app import make_app  # noqa: E402
-from nanovlm.serving.desk import Desk, Limits  # noqa: E402
+from nanovlm.serving import pictures
+from nanovlm.serving.answering import Speech
+from nanovlm.serving.app import make_app
+from nanovlm.serving.desk import Desk, Limits
 
 ROOT = Path(__file__).parent.parent
 
