@@ -15,10 +15,10 @@ from nanovlm.complaints import UsageError, complain
 from nanovlm.device import peak_memory
 from nanovlm.images import PictureError, open_picture, printable
 
-EMBEDDED_NOTE = (
-    "note: the embedded model knows drawn scenes of coloured shapes only, what it says of other pictures is "
-    "nonsense; --model FOLDER_OR_HUB_ID names a model for photographs"
+EMBEDDED_KNOWS = (
+    "the embedded model knows drawn scenes of coloured shapes only, what it says of other pictures is nonsense"
 )
+EMBEDDED_NOTE = f"note: {EMBEDDED_KNOWS}; --model FOLDER_OR_HUB_ID names a model for photographs"
 
 MAX_NEW_TOKENS = 128
 LENGTHS = {  # a prompt, and the longest answer

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program nanovlm: a verb and its flags; returns the exit code."""
     parser = Parser(
         prog="nanovlm",
-        description="Caption pictures, answer questions, train and export models.",
+        description="Caption pictures, answer questions, serve, train and export models.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n" + "".join(f"  {example}\n" for _, _, example in VERBS.values()),
     )
@@ -106,19 +106,25 @@ def caption_flags(parser: Parser) -> None:
     add("--stats", action="store_true", help="timings and peak memory on standard error")
 
 
-def speaking_flags(parser: Parser) -> None:
-    """Which model speaks, how and where."""
+def model_flags(parser: Parser) -> None:
+    """Which model speaks, and where."""
     add = parser.add_argument
     add("--model", default=EMBEDDED, metavar="FOLDER_OR_HUB_ID", help="a folder or owner/name (the embedded model)")
     add("--revision", help="branch, tag or commit of a Hub model")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+
+
+def speaking_flags(parser: Parser) -> None:
+    """Which model speaks, where and how."""
+    model_flags(parser)
+    add = parser.add_argument
     add("--temperature", type=float, default=0.0, metavar="X", help="0 says the likeliest, 1 samples as learned (0)")
     add("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens (0: all)")
     add("--top-p", type=float, default=1.0, metavar="P", help="among the likeliest that make up P (1: all)")
     add("--min-p", type=float, default=0.0, metavar="P", help="among those P times as likely as the likeliest (0: all)")
     add("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1 makes repeats less likely (1)")
     add("--seed", type=int, metavar="N", help="the same samples every time")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
 
 
 def caption(args: argparse.Namespace) -> int:
@@ -141,6 +147,44 @@ def chat(args: argparse.Namespace) -> int:
     from nanovlm.chat import chat_about
 
     return chat_about(args)
+
+
+def serve_flags(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="an address of this machine; any that others reach needs a key (127.0.0.1)")
+    add("--port", type=int, default=8000, metavar="N", help="0 takes any that is free (8000)")
+    add("--api-key", metavar="KEY", help="what clients must send; or NANOVLM_API_KEY, which ps does not show")
+    add(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name to answer to, of a proxy in front, say",
+    )
+    add("--allow-remote", action="store_true", help="fetch pictures from http(s) URLs, of public addresses only")
+    add("--rows", type=int, default=32, metavar="N", help="answers said at once (32)")
+    add("--queue", type=int, default=64, metavar="N", help="requests that may wait; more are told to come again (64)")
+    add("--max-body", type=int, default=20 * 2**20, metavar="BYTES", help="longest request (20 MiB)")
+    add("--max-pixels", type=int, default=40_000_000, metavar="N", help="largest picture (40,000,000)")
+    add(
+        "--timeout",
+        type=float,
+        default=120,
+        metavar="S",
+        help="seconds an answer may take, waiting included (120)",
+    )
+    model_flags(parser)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve a page to ask by hand, and OpenAI's chat completions at /v1 for programs."""
+    try:
+        from nanovlm.serving.running import serve_model
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("models", "nanovlm"):
+            raise
+        raise UsageError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
+    return serve_model(args)
 
 
 def train_flags(parser: Parser) -> None:
@@ -201,6 +245,7 @@ def export(args: argparse.Namespace) -> int:
 VERBS = {  # what it does, its flags, and an example
     "caption": (caption, caption_flags, "nanovlm caption photos --out photos/metadata.jsonl"),
     "chat": (chat, chat_flags, "nanovlm chat photo.jpg"),
+    "serve": (serve, serve_flags, "nanovlm serve --port 8000"),
     "train": (train, train_flags, "nanovlm train --data photos --out out/mine"),
     "export": (export, export_flags, "nanovlm export out/mine --out out/smolvlm"),
 }

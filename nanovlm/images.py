@@ -37,18 +37,19 @@ class PictureError(ValueError):
     """A picture that cannot be used; one line that names it and says why."""
 
 
-def open_picture(source, name: str | None = None) -> Image.Image:
+def open_picture(source, name: str | None = None, max_pixels: int | None = None) -> Image.Image:
     """Read a picture as upright RGB, on white where it is transparent; of an animation, the first frame.
 
-    source is a path, the bytes of a file, a binary file or a PIL image; name is what an error calls it.
+    source is a path, the bytes of a file, a binary file or a PIL image; name is what an error calls it. One of more
+    than max_pixels is not decoded, nor one of more than MAX_PIXELS.
     """
     name = printable(name_of(source) if name is None else name)
     try:
         with muted():
             if isinstance(source, Image.Image):
-                return upright_rgb(source)
+                return upright_rgb(source, max_pixels)
             with open_file(source) as file:
-                return upright_rgb(Image.open(file))
+                return upright_rgb(Image.open(file), max_pixels)
     except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error, IndexError ...
         raise PictureError(f"{name}: {reason(error)}") from error
 
@@ -96,13 +97,14 @@ def reason(error: Exception) -> str:
     return f"cannot be decoded: {text or type(error).__name__}"
 
 
-def upright_rgb(picture: Image.Image) -> Image.Image:
+def upright_rgb(picture: Image.Image, max_pixels: int | None = None) -> Image.Image:
     """Decode a picture into a new RGB one, turned as its EXIF orientation says."""
     width, height = picture.size  # from the header: a bomb is refused before it goes off
     if width < 1 or height < 1:
         raise PictureError(f"{width} x {height} is a picture without pixels")
-    if width * height > MAX_PIXELS:
-        raise PictureError(f"{width} x {height} is more than {MAX_PIXELS:,} pixels; scale it down first")
+    limit = MAX_PIXELS if max_pixels is None else min(max_pixels, MAX_PIXELS)
+    if width * height > limit:
+        raise PictureError(f"{width} x {height} is more than {limit:,} pixels; scale it down first")
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise PictureError(f"{width} x {height}: one side is more than {MAX_ASPECT} times the other; crop it first")
     picture.load()

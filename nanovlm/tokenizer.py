@@ -157,15 +157,33 @@ class Tokenizer:
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Text as its ids arrive, whole characters only; the pieces join to `decode` of all ids."""
-        held, said = [], ""
+        spelling = Spelling(self)
         for id in ids:
-            held.append(id)
-            text = self.decode(held)
-            if not text.endswith("\N{REPLACEMENT CHARACTER}") and len(text) > len(said):
-                yield text[len(said) :]
-                said = text
-        if len(text := self.decode(held)) > len(said):
-            yield text[len(said) :]
+            if text := spelling.add(id):
+                yield text
+        if text := spelling.rest():
+            yield text
+
+
+class Spelling:
+    """A text whose ids arrive one by one."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer, self.ids, self.said = tokenizer, [], ""
+
+    def add(self, id: int) -> str:
+        """The characters that are whole now, and were not before."""
+        self.ids.append(id)
+        text = self.tokenizer.decode(self.ids)
+        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._new(text)
+
+    def rest(self) -> str:
+        """What is left when no more ids come."""
+        return self._new(self.tokenizer.decode(self.ids))
+
+    def _new(self, text: str) -> str:
+        new, self.said = text[len(self.said) :], max(self.said, text, key=len)
+        return new
 
 
 def _raise_exception(message: str):

@@ -57,7 +57,11 @@ def test_the_map_names_every_module_and_no_other():
             folder = path.rpartition("/")[0] or folder
             named.add(f"{folder}/{path.rpartition('/')[2]}".rstrip("/"))
     there = {str(path.relative_to(ROOT)) for room in ("models", "nanovlm") for path in (ROOT / room).glob("*.py")}
-    there = {path for path in there if not path.endswith("__init__.py")} | {"nanovlm/scenes", "nanovlm/sources", "eval"}
+    there = (
+        {path for path in there if not path.endswith("__init__.py")}
+        | {"nanovlm/scenes", "nanovlm/serving", "nanovlm/sources"}
+        | {"eval"}
+    )
     assert named == there
 
 
@@ -66,7 +70,7 @@ def test_the_second_command_is_what_ci_runs():
     assert command.replace("pip install", "pip install --quiet") in (ROOT / ".ci/run").read_text()
 
 
-@pytest.mark.parametrize("name", ["models", "nanovlm", "nanovlm.scenes", "nanovlm.sources"])
+@pytest.mark.parametrize("name", ["models", "nanovlm", "nanovlm.scenes", "nanovlm.serving", "nanovlm.sources"])
 def test_the_wheel_holds_every_package(name):
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    assert name in packages and len(packages) == 4
+    assert name in packages and len(packages) == 5
