@@ -34,7 +34,7 @@ WORKERS = min(8, os.cpu_count() or 1)
 ROOM = 2**30  # bytes of pixels that may wait for the model
 FAULTS = (ValueError, MemoryError, OSError, RuntimeError)  # of one picture; torch's lack of memory is the last
 SETTINGS = (  # of two runs that are one and the same, interrupted
-    *("existing", "prefix", "suffix", "prompt", "model", "revision", "max_new_tokens"),
+    *("existing", "prefix", "suffix", "prompt", "model", "revision", "max_new_tokens", "max_tiles", "upscale"),
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
 )
 
@@ -58,7 +58,7 @@ def caption_files(args: argparse.Namespace) -> int:
     there = sum(picture not in refused for picture in pictures) - len(todo)
     said = f"{there:,} had captions already" if there else ""
     if todo:
-        captioner = read_captioner(args, args.prompt, args.max_new_tokens, shown=True)
+        captioner = read_captioner(args, args.prompts, args.max_new_tokens, shown=True)
         run = Run(captioner, args.prompt, {"max_new_tokens": args.max_new_tokens, "sampling": sampling})
         try:
             run(
@@ -89,6 +89,8 @@ def check_files(args: argparse.Namespace) -> Sampling:
         raise UsageError(f"--samples {args.samples} is for captions on standard output; a file holds one of each")
     if "-" in args.pictures:
         raise UsageError("- is a picture without a name, of which no file can tell; name files, folders or a --list")
+    if len(args.prompts or ()) > 1:
+        raise UsageError(f"{len(args.prompts)} prompts are for captions on standard output; a file holds one of each")
     if args.batch_size is not None and args.batch_size < 1:
         raise UsageError(f"--batch-size {args.batch_size} is less than 1")
     if not (args.pictures or args.list):
