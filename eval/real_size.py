@@ -67,6 +67,7 @@ class RealSize:
     prompt_tokens: int
     new_tokens: int
     first_token_s: float  # from the bytes of the JPEG
+    imports_mb: float  # resident before loading: torch, most of it mapped
 
     @property
     def faults(self) -> list[str]:
@@ -145,6 +146,7 @@ def private_memory(every: float = 0.002) -> Iterator[list[float]]:
 
 def measure(folder: Path, picture: bytes, dtype: str, max_new_tokens: int) -> dict:
     """Load the model in folder and caption picture; for a process of its own, or memory tells of other things too."""
+    imports_mb = resident("VmHWM")
     with private_memory() as seen:
         started = time.perf_counter()
         captioner = Captioner.from_pretrained(folder, "cpu", dtype)
@@ -167,6 +169,7 @@ def measure(folder: Path, picture: bytes, dtype: str, max_new_tokens: int) -> di
         "prompt_tokens": stats.prompt_tokens,
         "new_tokens": stats.new_tokens,
         "first_token_s": round(stats.first_token_s, 2),
+        "imports_mb": round(imports_mb),
     }
 
 
@@ -193,7 +196,8 @@ def table(results: list[RealSize]) -> str:
         times = [f"{seconds:.1f} s" for seconds in (r.load_s, r.first_token_s)]
         lines.append(row(r.name, f"{r.parameters:,}", memory[0], times[0], *memory[1:3], times[1], memory[3]))
     shown = [f"{r.name} reads {r.images} images, {r.prompt_tokens:,} tokens" for r in results]
-    return "\n".join([*lines, "; ".join(shown)])
+    imports = f"of the peaks {max(r.imports_mb for r in results):,.0f} MB were there before loading: torch"
+    return "\n".join([*lines, "; ".join(shown), imports])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,10 +1,11 @@
-"""Scaled dot-product attention (Vaswani et al. 2017), grouped queries included, in the fastest of three ways."""
+"""Scaled dot-product attention (Vaswani et al. 2017), grouped queries included, in the fastest of four ways."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 LONGEST_EXPLICIT = 512  # tokens; beyond, the scores of every pair would cost more memory than they save time
+ROWS = 256  # queries of all heads whose scores fit the cache, where attention goes by rows
 
 
 def attend(
@@ -21,17 +22,39 @@ def attend(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p).reshape(B, H, 1, D)
     if q.requires_grad and q.device.type == "cpu" and k.size(2) <= LONGEST_EXPLICIT:
         return _explicit(q, k, v, mask, causal, dropout_p)
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and k.size(2) >= ROWS and not _recorded():
+        return _by_rows(q, k, v, mask, causal, dropout_p)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, enable_gqa=k.size(1) != H
     )
 
 
+def _recorded() -> bool:
+    """Whether a gradient or a graph will be made of what is computed."""
+    return torch.is_grad_enabled() or torch.compiler.is_compiling()
+
+
+def _by_rows(q, k, v, mask, causal, dropout_p):
+    """The definition, for ROWS queries after another: on CPUs SDPA reaches a fifth of what bfloat16's products do."""
+    T, S, parts = q.size(2), k.size(2), []
+    k, v = k.contiguous(), v.contiguous()  # once, not for each product
+    for start in range(0, T, ROWS):
+        stop = min(start + ROWS, T)
+        seen = stop if causal else S  # what comes later is not even computed
+        part = None if mask is None else mask[:, :, start:stop]
+        parts.append(_explicit(q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], part, causal, dropout_p))
+    return torch.cat(parts, dim=2)
+
+
 def _explicit(q, k, v, mask, causal, dropout_p):
-    """The definition, written out: on CPUs its backward pass is 3 to 5 times faster than SDPA's."""
+    """The definition, written out: on CPUs its backward pass is 3 to 5 times faster than SDPA's.
+
+    causal lets the last query look at every key, the one before it at one less, and so on.
+    """
     (B, H, T, D), (_, groups, S, _) = q.shape, k.shape
-    scores = q.reshape(B * groups, -1, D) @ k.reshape(B * groups, S, D).transpose(1, 2) * D**-0.5
+    scores = (q * D**-0.5).reshape(B * groups, -1, D) @ k.reshape(B * groups, S, D).transpose(1, 2)
     if causal:
-        mask = torch.ones(1, 1, T, S, dtype=torch.bool, device=q.device).tril()
+        scores.view(B, groups, -1, T, S)[..., S - T :] += q.new_full((T, T), float("-inf")).triu(1)
     if mask is not None:
         bias = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, float("-inf"))
         scores = (scores.view(B, groups, -1, T, S) + bias[:, None]).view(B * groups, -1, S)

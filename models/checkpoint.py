@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from models.vision_language_model import VisionLanguageModel
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # nothing here reads it, see write_files
+AT_ONCE = 8  # tensors of one mapping
 MOST_BLOCKS = 1000  # the deepest models have a few hundred; a million would take an hour to refuse otherwise
 HEAD, EMBEDDING, INV_FREQ = "decoder.head.weight", "decoder.token_embedding.weight", "decoder.rotary_embd.inv_freq"
 
@@ -124,12 +126,11 @@ def read_model(
             for name, shape in wanted.items():
                 if (found := tuple(file.get_slice(source[name]).get_shape())) != shape:
                     raise CheckpointError(f"{path}: {name} is {found}, but {CONFIG} asks for {shape}")
-            state = {}
-            for name in wanted:
-                tensor = file.get_tensor(source[name])
-                if told := wrong_numbers(tensor, dtype):
-                    raise CheckpointError(f"{path}: {name} {told}")
-                state[name] = tensor.to(device, dtype)
+        state = {}
+        for name, tensor in tensors(path, source):
+            if told := wrong_numbers(tensor, dtype):
+                raise CheckpointError(f"{path}: {name} {told}")
+            state[name] = tensor.to(device, dtype)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {WEIGHTS}; a model is a folder with {CONFIG} and {WEIGHTS}") from None
     except (OSError, SafetensorError) as error:
@@ -139,6 +140,21 @@ def read_model(
     model.load_state_dict(state, assign=True)
     model.decoder.tie_weights()
     return model.eval()
+
+
+def tensors(path: Path, source: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Of each name the tensor that the file calls source[name], memory-mapped.
+
+    What was read of a mapping stays in memory with it, beside the copies in another dtype: so there are many mappings,
+    each of which goes when nobody holds its tensors.
+    """
+    with open(path, "rb") as first:
+        for start in range(0, len(source), AT_ONCE):
+            with safe_open(path, framework="pt", device="cpu") as file:
+                if not os.path.samestat(os.fstat(first.fileno()), os.stat(path)):
+                    raise CheckpointError(f"{path} was replaced while it was read; try again")
+                for name in islice(source, start, start + AT_ONCE):
+                    yield name, file.get_tensor(source[name])
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

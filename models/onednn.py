@@ -1,7 +1,7 @@
 """float32 matrix products by oneDNN where torch would give them to MKL, which is slow on other makers' processors.
 
 On AMD's, MKL takes nearly twice as long for large weights: compare `python -m eval.speedup --shape 222M --onednn` with
-`--no-onednn`. bfloat16 goes to oneDNN by itself.
+`--no-onednn`. bfloat16 goes to oneDNN by itself, but torch makes a bias one more pass over the result.
 """
 
 import platform
@@ -20,7 +20,8 @@ class OneDNNLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., out_features)."""
-        other = x.dtype != torch.float32 or x.device.type != "cpu" or self.weight.dtype != torch.float32
+        fits = x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and self.bias is not None)
+        other = not fits or x.device.type != "cpu" or self.weight.dtype != x.dtype
         if other or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().forward(x)
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")

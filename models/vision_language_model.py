@@ -56,8 +56,9 @@ class VisionLanguageModel(nn.Module):
         self.vision_encoder = VisionTransformer(cfg)
         self.MP = ModalityProjector(cfg)
         self.decoder = LanguageModel(cfg)
-        self.apply(initialise)
-        nn.init.normal_(self.decoder.head.weight, std=0.02)  # like the embedding, which it may be
+        if self.device.type != "meta":  # where there is nothing to initialise, and torch would import its compiler to
+            self.apply(initialise)
+            nn.init.normal_(self.decoder.head.weight, std=0.02)  # like the embedding, which it may be
 
     @classmethod
     def from_backbones(cls, vision: str | PathLike, language: str | PathLike, **options) -> "VisionLanguageModel":
@@ -142,12 +143,14 @@ class VisionLanguageModel(nn.Module):
         sampling: Sampling = GREEDY,
         eos_token_id: int | None = None,
         n_samples: int = 1,
+        shared: int = 0,
         use_kv_cache: bool = True,
     ) -> Iterator[Tensor]:
         """Yield token ids, (B * n_samples,), as they are chosen; a prompt's samples are neighbours.
 
-        The prompt is read once, however many samples continue it. use_kv_cache=False reads everything again for
-        every token: the reference that the cache is held against.
+        The prompt is read once, however many samples continue it. So are the first shared ids of every row, if that
+        many are alike and hold all images. use_kv_cache=False reads everything again for every token: the reference
+        that the cache is held against.
         """
         check_counts(max_new_tokens, n_samples)
         self.check_room(input_ids.size(1), max_new_tokens)
@@ -155,7 +158,12 @@ class VisionLanguageModel(nn.Module):
             return
         rows = torch.arange(input_ids.size(0), device=input_ids.device).repeat_interleave(n_samples)
         if use_kv_cache:
-            logits, prefix = self.prefill(input_ids, images, attention_mask)
+            prefix = None
+            if shared:
+                _, prefix = self.prefill(input_ids[:1, :shared], images)
+                prefix, images = prefix.rows(torch.zeros_like(input_ids[:, 0])), None
+            own = None if attention_mask is None else attention_mask[:, shared:]
+            logits, prefix = self.prefill(input_ids[:, shared:], images, own, prefix)
             if n_samples > 1:
                 logits, prefix = logits[rows], prefix.rows(rows)
 
@@ -164,6 +172,8 @@ class VisionLanguageModel(nn.Module):
                 logits, prefix = self.decode(ids, prefix)
                 return logits
         else:
+            if shared and images is not None:  # every row reads them again
+                images = images.repeat(len(input_ids), 1, 1, 1)
             x = self.embed(input_ids, images)[rows]
             mask = None if attention_mask is None else attention_mask[rows]
             logits, _ = self._read(x, mask, None)

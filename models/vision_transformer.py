@@ -15,7 +15,8 @@ class PatchEmbedding(nn.Module):
         self.position_embedding = nn.Parameter(torch.empty(1, cfg.vit_grid**2, cfg.vit_hidden_dim))
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.conv(images).flatten(2).transpose(1, 2) + self.position_embedding
+        patches = self.conv(images).flatten(2).transpose(1, 2).contiguous()  # or every block would copy its input
+        return patches + self.position_embedding
 
 
 class Attention(nn.Module):

@@ -2,14 +2,16 @@
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from PIL import Image
+from torch import Tensor
 
 from models.backbones import find_backbones, read_backbones
 from models.checkpoint import read_config, read_model, resolve
 from models.decoding import GREEDY, Sampling
+from models.fused import use_fused
 from models.onednn import onednn_pays_off, use_onednn
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
@@ -56,11 +58,14 @@ class Captioner:
         device: str = "auto",
         dtype: str = "auto",
         revision: str | None = None,
+        max_tiles: int | None = None,
+        upscale: bool = True,
     ) -> "Captioner":
         """The model in a folder or behind a Hub id (owner/name), by default the one that ships with the package.
 
-        device is auto, cpu, cuda or mps; dtype auto, float32, bfloat16 or float16. A CheckpointError says what is
-        wrong with the model, a ValueError what is wrong with device or dtype.
+        device is auto, cpu, cuda or mps; dtype auto, float32, bfloat16 or float16; max_tiles and upscale say what a
+        picture may cost, see `Processor`. A CheckpointError says what is wrong with the model, a ValueError what is
+        wrong with the rest.
         """
         place = choose_device(device)
         precision = choose_dtype(dtype, place)
@@ -70,7 +75,8 @@ class Captioner:
         model = read_model(folder, cfg, tokenizer.image_token_id, precision, place)
         if onednn_pays_off():
             use_onednn(model)
-        return cls(model, Processor(cfg, tokenizer))
+        use_fused(model)
+        return cls(model, Processor(cfg, tokenizer, max_tiles, upscale))
 
     @classmethod
     def from_backbones(
@@ -112,7 +118,7 @@ class Captioner:
         stats: Stats | None = None,
     ) -> Iterator[str]:
         """The same answer in pieces of whole characters, as they are found. stats, if given, is filled on the way."""
-        columns = self._columns(self._rows([(picture, prompt)]), max_new_tokens, sampling, 1, stats)
+        columns = self._columns(self._batch([(picture, prompt)]), max_new_tokens, sampling, 1, stats)
         return self.tokenizer.stream(ids[0] for ids in columns if ids[0] != self.tokenizer.eos_token_id)
 
     def samples(
@@ -126,7 +132,27 @@ class Captioner:
         stats: Stats | None = None,
     ) -> list[str]:
         """n answers to one prompt, which is read once; alike unless sampling has a temperature."""
-        return self._texts(self._columns(self._rows([(picture, prompt)]), max_new_tokens, sampling, n, stats))
+        return self._texts(self._columns(self._batch([(picture, prompt)]), max_new_tokens, sampling, n, stats))
+
+    def ask(
+        self,
+        picture: Picture | Sequence[Picture] | None,
+        prompts: Sequence[str],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        stats: Stats | None = None,
+    ) -> list[str]:
+        """An answer to each prompt about the same picture, which is looked at and read once for all of them."""
+        if isinstance(prompts, str):
+            raise ValueError(f"ask takes several prompts, a list, not {prompts!r}; for one there is caption")
+        if not prompts:
+            return []
+
+        def prepare():
+            return self.processor.questions([open_picture(one) for one in _as_list(picture)], list(prompts))
+
+        return self._texts(self._columns(prepare, max_new_tokens, sampling, 1, stats))
 
     def captions(
         self,
@@ -141,26 +167,25 @@ class Captioner:
         prompts = [prompt] * len(pictures) if isinstance(prompt, str) else list(prompt)
         asked = list(zip(pictures, prompts, strict=True))
         for start in range(0, len(asked), batch_size):
-            rows = self._rows(asked[start : start + batch_size])
-            yield from self._texts(self._columns(rows, max_new_tokens, sampling))
+            batch = self._batch(asked[start : start + batch_size])
+            yield from self._texts(self._columns(batch, max_new_tokens, sampling))
 
     def prepare(self, picture: Picture | Sequence[Picture] | None, prompt: str = PROMPT) -> Row:
         """What the model is to read; threads may prepare it while the model runs."""
         return self.processor.row([open_picture(one) for one in _as_list(picture)], prompt)
 
-    def _rows(self, asked: Sequence[tuple[Picture | Sequence[Picture] | None, str]]) -> Iterator[Row]:
-        return (self.prepare(picture, prompt) for picture, prompt in asked)
+    def _batch(self, asked: Sequence[tuple[Picture | Sequence[Picture] | None, str]]) -> Callable[[], dict]:
+        return lambda: self.processor.batch([self.prepare(picture, prompt) for picture, prompt in asked])
 
     def _columns(
-        self, rows: Iterable[Row], max_new_tokens: int, sampling: Sampling, n_samples: int = 1, stats=None
+        self, prepare: Callable[[], dict], max_new_tokens: int, sampling: Sampling, n_samples: int = 1, stats=None
     ) -> Iterator[list[int]]:
-        """Read rows, yield the ids that `VisionLanguageModel.stream` chooses; their preparation is timed, too."""
+        """Yield the ids that `VisionLanguageModel.stream` chooses for what prepare() returns, which is timed, too."""
         started = time.perf_counter()
-        rows = list(rows)
-        inputs = self.processor.batch(rows)
-        inputs = {name: tensor if tensor is None else tensor.to(self.model.device) for name, tensor in inputs.items()}
-        stats = stats or Stats()
-        stats.prompt_tokens, stats.answers = int(inputs["attention_mask"].sum()), len(rows) * n_samples
+        inputs = {k: v.to(self.model.device) if isinstance(v, Tensor) else v for k, v in prepare().items()}
+        stats, mask = stats or Stats(), inputs["attention_mask"]
+        again = inputs.get("shared", 0) * (len(mask) - 1)  # columns that were read once, but stand in every row
+        stats.prompt_tokens, stats.answers = int(mask.sum()) - again, len(mask) * n_samples
         stream = self.model.stream(
             **inputs,
             max_new_tokens=max_new_tokens,

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -35,7 +36,7 @@ def caption_pictures(args: argparse.Namespace) -> int:
             raise UsageError(f"--{flag.replace('_', '-')} is for files: name a folder, or where captions go by --out")
     sampling = check(args)
     started = time.perf_counter()
-    captioner = read_captioner(args, args.prompt, args.max_new_tokens, shown=bool(args.pictures))
+    captioner = read_captioner(args, args.prompts, args.max_new_tokens, shown=bool(args.pictures))
     loaded = time.perf_counter() - started
     failed = 0
     for name in args.pictures or [str(SAMPLE)]:
@@ -49,7 +50,8 @@ def caption_pictures(args: argparse.Namespace) -> int:
             complain(f"{name}: {error or 'not enough memory'}")
         else:
             if args.json:
-                print(json.dumps(record(args, name, texts, stats)), flush=True)
+                for prompt, text in zip(args.prompts, texts):
+                    print(json.dumps(record(args, name, prompt, text, texts, stats)), flush=True)
             if args.stats:
                 complain(summary(stats, loaded, captioner.model.device))
             continue
@@ -57,11 +59,15 @@ def caption_pictures(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def read_captioner(args: argparse.Namespace, prompt: str, max_new_tokens: int, shown: bool) -> Captioner:
-    """The model that args.model names, if it can answer the prompt at all; shown are pictures of one's own."""
+def read_captioner(args: argparse.Namespace, prompts: Sequence[str], max_new_tokens: int, shown: bool) -> Captioner:
+    """The model that args.model names, if it can answer the prompts at all; shown are pictures of one's own."""
+    if args.max_tiles is not None and args.max_tiles < 1:
+        raise UsageError(f"--max-tiles {args.max_tiles} is less than 1; with 1 a picture is squeezed into one tile")
+    budget = {"max_tiles": args.max_tiles, "upscale": args.upscale}
     try:
-        captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, args.revision)
-        captioner.check_prompt(prompt, max_new_tokens)
+        captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, args.revision, **budget)
+        for prompt in prompts:
+            captioner.check_prompt(prompt, max_new_tokens)
     except (CheckpointError, ValueError) as error:
         raise UsageError(error) from None
     if args.model == EMBEDDED and shown:
@@ -71,14 +77,18 @@ def read_captioner(args: argparse.Namespace, prompt: str, max_new_tokens: int, s
 
 def check(args: argparse.Namespace) -> Sampling:
     """Refuse numbers and combinations that make no sense, before any work; make of --length a prompt."""
+    args.prompts = args.prompts or [PROMPT]
     if args.length:
-        args.prompt, longest = LENGTHS[args.length]
+        args.prompts[0], longest = LENGTHS[args.length]
         args.max_new_tokens = longest if args.max_new_tokens is None else args.max_new_tokens
+    args.prompt = args.prompts[0]
     if args.max_new_tokens is None:
         args.max_new_tokens = MAX_NEW_TOKENS
     for name, least in (("samples", 1), ("max_new_tokens", 1)):
         if getattr(args, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {least}")
+    if args.samples > 1 and len(args.prompts) > 1:
+        raise UsageError(f"--samples {args.samples} of {len(args.prompts)} prompts; ask for samples of one at a time")
     if args.samples > 1 and args.temperature == 0:
         raise UsageError(f"--samples {args.samples} at temperature 0 would all be alike; add --temperature 0.7, say")
     return read_sampling(args)
@@ -103,8 +113,12 @@ def say(args, captioner: Captioner, name: str, picture, sampling: Sampling, stat
     """Find the answers and, unless they go into JSON, print each as one line; on a terminal, as it is found."""
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "stats": stats}
     label = f"{printable(name)}: " if len(args.pictures) > 1 else ""
-    if args.samples > 1 or args.json or not (sys.stdout and sys.stdout.isatty()):
-        texts = captioner.samples(picture, args.prompt, args.samples, **options)
+    several = args.samples > 1 or len(args.prompts) > 1
+    if several or args.json or not (sys.stdout and sys.stdout.isatty()):
+        if len(args.prompts) > 1:
+            texts = captioner.ask(picture, args.prompts, **options)
+        else:
+            texts = captioner.samples(picture, args.prompt, args.samples, **options)
         if not args.json:
             print("".join(label + " ".join(text.splitlines()) + "\n" for text in texts), end="", flush=True)
         return texts
@@ -117,12 +131,12 @@ def say(args, captioner: Captioner, name: str, picture, sampling: Sampling, stat
     return []
 
 
-def record(args: argparse.Namespace, name: str, texts: list[str], stats: Stats) -> dict:
-    """One picture's JSON object; times in seconds."""
+def record(args: argparse.Namespace, name: str, prompt: str, text: str, texts: list[str], stats: Stats) -> dict:
+    """The JSON object of one picture and prompt; times in seconds. Counts and times are of all its prompts together."""
     return {
         "picture": name,
-        "prompt": args.prompt,
-        "text": texts[0],
+        "prompt": prompt,
+        "text": text,
         **({"samples": texts} if args.samples > 1 else {}),
         "prompt_tokens": stats.prompt_tokens,
         "new_tokens": stats.new_tokens,

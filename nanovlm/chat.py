@@ -38,7 +38,7 @@ def chat_about(args: argparse.Namespace) -> int:
     except PictureError as error:
         complain(str(error))
         return 1
-    captioner = read_captioner(args, "", 1, shown=bool(args.pictures))
+    captioner = read_captioner(args, [""], 1, shown=bool(args.pictures))
     turns = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
     try:
         captioner.tokenizer.encode_chat(turns)

@@ -83,7 +83,13 @@ def caption_flags(parser: Parser) -> None:
     )
     add("--list", metavar="FILE", help="more names, one a line or as find -print0 writes them; - is standard input")
     asked = parser.add_mutually_exclusive_group()
-    asked.add_argument("--prompt", default=PROMPT, metavar="TEXT", help=f"what to ask of each picture ({PROMPT!r})")
+    asked.add_argument(
+        "--prompt",
+        dest="prompts",
+        action="append",
+        metavar="TEXT",
+        help=f"what to ask of each picture ({PROMPT!r}); given again, another question, for which it is not read again",
+    )
     asked.add_argument("--length", choices=("short", "normal", "long"), help="ask for a caption so long")
     add("--out", metavar="FILE", help=".jsonl, .csv or .parquet of file_name and text; txt: beside each (of a folder)")
     add(
@@ -102,7 +108,7 @@ def caption_flags(parser: Parser) -> None:
     add("--max-new-tokens", type=int, metavar="N", help="longest answer (128; --length: short 48, long 384)")
     add("--samples", type=int, default=1, metavar="N", help="answers per picture, which is read once (1)")
     speaking_flags(parser)
-    add("--json", action="store_true", help="one object per picture, with token counts and timings")
+    add("--json", action="store_true", help="one object per picture and prompt, with token counts and timings")
     add("--stats", action="store_true", help="timings and peak memory on standard error")
 
 
@@ -125,6 +131,8 @@ def speaking_flags(parser: Parser) -> None:
     add("--min-p", type=float, default=0.0, metavar="P", help="among those P times as likely as the likeliest (0: all)")
     add("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1 makes repeats less likely (1)")
     add("--seed", type=int, metavar="N", help="the same samples every time")
+    add("--max-tiles", type=int, metavar="N", help="cut a picture into N tiles at most: faster, coarser (all)")
+    add("--no-upscale", dest="upscale", action="store_false", help="do not enlarge a picture to get more tiles of it")
 
 
 def caption(args: argparse.Namespace) -> int:

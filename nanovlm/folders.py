@@ -19,7 +19,7 @@ from nanovlm.sources.files import pictures_in
 from nanovlm.sources.source import EXTENSIONS
 
 SETTINGS = (  # of two runs that are one and the same, interrupted
-    *("existing", "prefix", "suffix", "prompt", "model", "revision", "max_new_tokens"),
+    *("existing", "prefix", "suffix", "prompt", "model", "revision", "max_new_tokens", "max_tiles", "upscale"),
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
 )
 
@@ -56,7 +56,7 @@ def caption_found(
         if args.existing != "skip":
             said = f"{there:,} have got theirs from this command; to do them again, remove {results.record.path}"
     if todo:
-        captioner = read_captioner(args, args.prompt, args.max_new_tokens, shown=True)
+        captioner = read_captioner(args, args.prompts, args.max_new_tokens, shown=True)
         run = Run(captioner, args.prompt, {"max_new_tokens": args.max_new_tokens, "sampling": sampling})
         try:
             run(
@@ -87,6 +87,8 @@ def check_files(args: argparse.Namespace) -> Sampling:
         raise UsageError(f"--samples {args.samples} is for captions on standard output; a file holds one of each")
     if "-" in args.pictures:
         raise UsageError("- is a picture without a name, of which no file can tell; name files, folders or a --list")
+    if len(args.prompts or ()) > 1:
+        raise UsageError(f"{len(args.prompts)} prompts are for captions on standard output; a file holds one of each")
     if args.batch_size is not None and args.batch_size < 1:
         raise UsageError(f"--batch-size {args.batch_size} is less than 1")
     if not (args.pictures or args.list):

@@ -14,10 +14,9 @@ import threading
 import warnings
 
 import torch
+import torch.nn.functional as F
 from PIL import ExifTags, Image
-from PIL.Image import Transpose
-from torchvision.transforms.v2 import InterpolationMode
-from torchvision.transforms.v2 import functional as F
+from PIL.Image import Resampling, Transpose
 
 MAX_PIXELS = 178_956_970  # where Pillow, too, stops warning and refuses
 MAX_ASPECT = 200
@@ -146,13 +145,20 @@ def grey_from_integers(picture: Image.Image) -> Image.Image:
 
 def grey_from_floats(picture: Image.Image) -> Image.Image:
     """Scale floats to 8 bits: from 0 .. 1 or 0 .. 255 if all lie there, else from the lowest .. the highest."""
-    values = F.pil_to_tensor(picture).double()
+    values = as_tensor(picture).double()
     finite = values[values.isfinite()]
     low, high = (finite.min().item(), finite.max().item()) if finite.numel() else (0.0, 1.0)
     if low >= 0 and high <= 255:
         low, high = 0.0, 1.0 if high <= 1 else 255.0
     values = (values.nan_to_num(low, high, low) - low) / (high - low or 1.0)
-    return F.to_pil_image((values * 255).round().to(torch.uint8))
+    return Image.frombytes("L", picture.size, bytes((values * 255).round().int().flatten().tolist()))
+
+
+def as_tensor(picture: Image.Image) -> torch.Tensor:
+    """The values of a picture, (channels, height, width): float32 of mode F, else uint8."""
+    width, height = picture.size
+    dtype = torch.float32 if picture.mode == "F" else torch.uint8
+    return torch.frombuffer(bytearray(picture.tobytes()), dtype=dtype).view(height, width, -1).permute(2, 0, 1)
 
 
 _readers, _filters, _lock = 0, None, threading.Lock()
@@ -208,9 +214,9 @@ def pixels(
         raise ValueError(f"pixels are made from RGB, not from {picture.mode}: pass the picture through open_picture")
     if (mean is None) != (std is None):
         raise ValueError(f"mean={mean} and std={std} must be given together")
-    size, interpolation = (tile, tile), InterpolationMode.BILINEAR
+    size, filter = (tile, tile), Resampling.BILINEAR
     if max_side is not None:
-        size, interpolation = resized_size(*picture.size, tile, max_side, to_max_side), InterpolationMode.BICUBIC
+        size, filter = resized_size(*picture.size, tile, max_side, to_max_side), Resampling.BICUBIC
     width, height = size
     if width * height > MAX_PIXELS:
         old = " x ".join(map(str, picture.size))
@@ -219,12 +225,12 @@ def pixels(
             f"max_side={max_side}, which is max_img_size in config.json"
         )
     rows, columns = height // tile, width // tile
-    whole = F.pil_to_tensor(F.resize(picture, [height, width], interpolation))  # (3, height, width), uint8
+    whole = as_tensor(picture.resize(size, filter))  # (3, height, width), uint8
     tiles = whole.view(3, rows, tile, columns, tile).permute(1, 3, 0, 2, 4).reshape(-1, 3, tile, tile)
     images = tiles.contiguous().float().div_(255)
     if global_view and len(tiles) > 1:
-        view = F.resize(whole.float().div_(255), [tile, tile], antialias=True)
-        images = torch.cat([view[None], images])
+        view = F.interpolate(whole[None].float().div_(255), (tile, tile), mode="bilinear", antialias=True)
+        images = torch.cat([view, images])
     if mean is not None:
-        images = F.normalize(images, list(mean), list(std))
+        images = (images - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     return images, (rows, columns)

@@ -10,34 +10,51 @@ era 5   the whole picture, squeezed into one more tile and named <|global_image|
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from models.config import VLMConfig
-from nanovlm.images import pixels
+from nanovlm.images import pixels, resized_size
 from nanovlm.tokenizer import Tokenizer
 
 Row = tuple[list[int], list[Tensor]]  # ids, and each picture's images (n, 3, S, S)
 
 
 class Processor:
-    """Lays pictures and a prompt out as the checkpoint was trained to read them."""
+    """Lays pictures and a prompt out as the checkpoint was trained to read them.
 
-    def __init__(self, cfg: VLMConfig, tokenizer: Tokenizer):
-        self.cfg, self.tokenizer = cfg, tokenizer
+    max_tiles and upscale are a budget of what a picture may cost: at most so many tiles, beside the global view, and
+    not enlarged to the checkpoint's largest side first. The model sees less; where it cuts no tiles, nothing changes.
+    """
+
+    def __init__(self, cfg: VLMConfig, tokenizer: Tokenizer, max_tiles: int | None = None, upscale: bool = True):
+        if max_tiles is not None and max_tiles < 1:
+            raise ValueError(f"max_tiles={max_tiles} is less than 1, as which a picture is squeezed into one tile")
+        self.cfg, self.tokenizer, self.max_tiles, self.upscale = cfg, tokenizer, max_tiles, upscale
 
     def images(self, picture: Image.Image) -> tuple[Tensor, tuple[int, int]]:
         """Tiles of an RGB picture, (n, 3, S, S) in [0, 1], any global view first; and the grid (rows, columns)."""
-        tile, max_side = self.cfg.vit_img_size, self.cfg.max_img_size
+        to_max_side = bool(self.cfg.resize_to_max_side_len) and self.upscale
         return pixels(
             picture,
-            tile=tile,
-            max_side=None if max_side == tile else max_side,  # the resize rule would round some squares up to two tiles
-            to_max_side=bool(self.cfg.resize_to_max_side_len),
+            tile=self.cfg.vit_img_size,
+            max_side=self._max_side(picture.size, to_max_side),
+            to_max_side=to_max_side,
             global_view=self.cfg.era == 5,
         )
+
+    def _max_side(self, size: tuple[int, int], to_max_side: bool) -> int | None:
+        """How long a picture of that size may become within the budget; None squeezes it into one tile."""
+        tile, max_side = self.cfg.vit_img_size, self.cfg.max_img_size or 0
+        while max_side > tile:  # at one tile the resize rule would round some squares up to two
+            width, height = resized_size(*size, tile, max_side, to_max_side)
+            if self.max_tiles is None or (width // tile) * (height // tile) <= self.max_tiles:
+                return max_side
+            max_side -= tile
+        return None
 
     def markup(self, grids: Sequence[tuple[int, int]]) -> str:
         """The text that stands for pictures in a chat: their tiles' names, each followed by its image tokens."""
@@ -102,3 +119,18 @@ class Processor:
             "attention_mask": torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids, _ in rows]),
             "images": torch.cat(images) if images else None,
         }
+
+    def questions(self, pictures: Sequence[Image.Image], texts: Sequence[str]) -> dict[str, Tensor | int | None]:
+        """A batch for `generate` about the same pictures, which it looks at once: a row for each of the texts.
+
+        The first `shared` ids of all rows are alike and hold every image; padding stands behind them.
+        """
+        tiles = [self.images(picture) for picture in pictures]
+        rows = [self.prompt([grid for _, grid in tiles], text) for text in texts]
+        columns = zip(*(ids[:-1] for ids in rows))  # something must be left to read of each
+        shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+        head, batch = rows[0][:shared], self.batch([(ids[shared:], []) for ids in rows])
+        for name, same in (("input_ids", head), ("attention_mask", [1] * shared)):
+            same = torch.tensor(same, dtype=torch.long).expand(len(rows), -1)
+            batch[name] = torch.cat([same, batch[name]], dim=1)
+        return batch | {"images": torch.cat([images for images, _ in tiles]) if tiles else None, "shared": shared}

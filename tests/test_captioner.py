@@ -18,6 +18,7 @@ from nanovlm import Captioner
 from nanovlm.captioner import Stats
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.images import PictureError
+from nanovlm.processor import Processor
 
 ROOT = Path(nanovlm.__file__).parent.parent
 WARM = Sampling(temperature=1.5, seed=3)
@@ -83,6 +84,56 @@ def test_a_batch_says_what_each_says_alone(captioner, pictures):
     assert list(captioner.captions(pictures, "?", max_new_tokens=16)) == one_prompt
     assert len(set(alone)) == len(alone), "captions that are all alike prove nothing"
     assert list(captioner.captions([])) == []
+
+
+QUESTIONS = ["Describe this picture.", "What?", "How many are there? " * 4, "?", "What?", "<|im_end|>", "Hi!", "Which?"]
+
+
+def test_questions_asked_together_are_answered_as_alone(captioner, tiled, pictures):
+    for one in (captioner, Captioner(*tiled)):
+        for shown in (pictures[0], pictures[:2], None):
+            alone = [one.caption(shown, question, max_new_tokens=12) for question in QUESTIONS]
+            assert one.ask(shown, QUESTIONS, max_new_tokens=12) == alone
+            assert one.ask(shown, QUESTIONS[:1], max_new_tokens=12) == alone[:1]
+            assert len(set(alone)) > 5, "answers that are all alike prove nothing"
+    assert captioner.ask(pictures[0], []) == []
+    wary = Sampling(repetition_penalty=1.5)
+    alone = [captioner.caption(pictures[0], question, max_new_tokens=12, sampling=wary) for question in QUESTIONS]
+    assert captioner.ask(pictures[0], QUESTIONS, max_new_tokens=12, sampling=wary) == alone
+
+
+def test_questions_asked_together_read_the_picture_once(captioner, pictures, monkeypatch):
+    model, seen, read = captioner.model, [], []
+    monkeypatch.setattr(
+        model.vision_encoder, "forward", lambda x, f=model.vision_encoder.forward: seen.append(len(x)) or f(x)
+    )
+    forward = model.decoder.forward
+    monkeypatch.setattr(model.decoder, "forward", lambda x, *rest: read.append(tuple(x.shape[:2])) or forward(x, *rest))
+    captioner.ask(pictures[0], QUESTIONS, max_new_tokens=2, stats=(stats := Stats()))
+    assert seen == [1]
+    (one, shared), (rows, own), step = read
+    prompts = [len(captioner.processor.prompt([(1, 1)], question)) for question in QUESTIONS]
+    assert (one, rows, step) == (1, len(QUESTIONS), (len(QUESTIONS), 1)) and shared + own == max(prompts)
+    assert stats.prompt_tokens == shared + sum(n - shared for n in prompts) and shared > 36
+    assert stats.answers == len(QUESTIONS) and len(QUESTIONS) <= stats.new_tokens <= 2 * len(QUESTIONS)
+
+
+def test_one_prompt_is_no_list_of_prompts(captioner, pictures):
+    with pytest.raises(ValueError, match="ask takes several prompts, a list, not 'What\\?'; for one there is caption"):
+        captioner.ask(pictures[0], "What?")
+
+
+def test_a_picture_can_cost_less(model_folder, tiled, pictures):
+    spare = Captioner.from_pretrained(model_folder, "cpu", "float32", max_tiles=1, upscale=False)
+    assert (spare.processor.max_tiles, spare.processor.upscale) == (1, False)
+    model, processor = tiled
+    few = Captioner(model, Processor(processor.cfg, processor.tokenizer, max_tiles=4))
+    costs = []
+    for captioner in (Captioner(model, processor), few):
+        captioner.caption(pictures[0], max_new_tokens=1)
+        list(captioner.stream(pictures[0], max_new_tokens=1, stats=(stats := Stats())))
+        costs.append(stats.prompt_tokens)
+    assert costs[0] - costs[1] == (13 - 5) * (4 + 1), "13 images of 4 tokens and a name become 5"
 
 
 def test_every_picture_needs_its_prompt(captioner, pictures):

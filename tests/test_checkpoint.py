@@ -206,6 +206,22 @@ def test_weights_that_are_no_floating_point_numbers_are_refused(folder, rewrite,
         read(folder)
 
 
+def test_a_model_replaced_while_it_is_read_is_told_and_not_mixed(folder, tiny_model, monkeypatch):
+    check, calls = checkpoint.wrong_numbers, []
+
+    def wrong_numbers(*inputs):
+        if not calls:
+            write_checkpoint(folder, tiny_model(seed=1), TOKENIZER)
+        calls.append(1)
+        return check(*inputs)
+
+    monkeypatch.setattr(checkpoint, "wrong_numbers", wrong_numbers)
+    with pytest.raises(CheckpointError, match="was replaced while it was read; try again"):
+        read(folder)
+    assert len(calls) == checkpoint.AT_ONCE
+    assert same(bits(read(folder)), bits(tiny_model(seed=1)))
+
+
 def test_weights_stay_memory_mapped_through_the_check(folder):
     model = read(folder)
     with open("/proc/self/maps" if os.path.exists("/proc/self/maps") else os.devnull) as maps:

@@ -155,6 +155,44 @@ def test_samples_are_lines_and_in_json_a_list(generate, said):
     assert record["samples"] == expected and record["text"] == expected[0]
 
 
+def test_several_prompts_are_answered_in_turn(generate, said):
+    prompts = ["What?", "Describe this picture.", "How many are there?"]
+    flags = [word for prompt in prompts for word in ("--prompt", prompt)]
+    lines = {name: [said(name, prompt)[0] for prompt in prompts] for name in ("good.png", "fine.jpg")}
+    code, out, err = generate("good.png", *flags)
+    assert (code, out, err) == (0, "".join(f"{line}\n" for line in lines["good.png"]), "")
+    code, out, err = generate("good.png", "fine.jpg", *flags, "--json")
+    told = [[row[key] for key in ("picture", "prompt", "text")] for row in map(json.loads, out.splitlines())]
+    assert (code, err) == (0, "")
+    assert told == [[name, prompt, line] for name, found in lines.items() for prompt, line in zip(prompts, found)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--samples", "2", "--temperature", "1"], "--samples 2 of 2 prompts; ask for samples of one at a time"),
+        (["--out", "captions.jsonl"], "2 prompts are for captions on standard output"),
+        (["--length", "short"], "not allowed with argument --prompt"),
+    ],
+)
+def test_several_prompts_where_one_is_meant_are_one_line(generate, flags, words):
+    refused(generate("good.png", "--prompt", "What?", "--prompt", "Where?", *flags), words)
+    assert not Path("captions.jsonl").exists()
+
+
+def test_a_budget_of_tiles_arrives(generate, monkeypatch):
+    given = []
+
+    def from_pretrained(*args, max_tiles, upscale):
+        given.append((max_tiles, upscale))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(Captioner, "from_pretrained", from_pretrained)
+    for flags in ([], ["--max-tiles", "3"], ["--no-upscale"]):
+        refused(generate("good.png", *flags), "enough")
+    assert given == [(None, True), (3, True), (None, False)]
+
+
 def test_every_sampling_flag_arrives(generate, said):
     flags = {"temperature": 1.2, "top_k": 9, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.3, "seed": 5}
     argv = [text for name, value in flags.items() for text in (f"--{name.replace('_', '-')}", value)]
@@ -266,6 +304,7 @@ WRONG_FLAGS = [
     "--top-k -1", "--top-k 0.5", "--top-p 0", "--top-p 1.1", "--top-p nan", "--top-p -1",
     "--min-p -0.1", "--min-p 1.1", "--min-p nan", "--seed -1", "--seed 9223372036854775808", "--seed x",
     "--repetition-penalty 0", "--repetition-penalty -1", "--repetition-penalty inf", "--repetition-penalty nan",
+    "--max-tiles 0", "--max-tiles -1", "--max-tiles x", "--no-upscale=1",
     "--device tpu", "--dtype int8", "--unknown", "--unknown\nflag", "--prompt", "--model", "--json=yes",
 ]  # fmt: skip
 
@@ -573,6 +612,14 @@ def test_a_training_that_cannot_start_or_go_on_is_one_line(train):
 
 
 # -------------------------------------------------------------------------------------------- the embedded model
+
+
+def test_a_caption_starts_no_compiler():
+    """torch imports its own, and torchvision does, too: each takes longer than all that is done for a caption."""
+    heavy = {"torchvision", "torch._dynamo", "torch._inductor"}
+    code = f"import sys; from nanovlm.cli import door; door('caption', []); print({heavy} & sys.modules.keys())"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "set()"
 
 
 def test_without_arguments_the_sample_is_captioned(capsys, monkeypatch):

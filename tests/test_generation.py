@@ -117,6 +117,23 @@ def test_a_prompt_read_in_portions_is_read_as_a_whole(tiny_model, shape, inputs,
     assert prefix.length == expected.length
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+@pytest.mark.parametrize("n_samples", [1, 2])
+def test_what_rows_share_is_read_once_and_they_say_the_same(tiny_model, monkeypatch, penalty, n_samples):
+    model, head = tiny_model(), [IMAGE] * PER_IMAGE + [5, 9]
+    questions, image = [[6], [7, 8, 11], [8, 6]], torch.rand(1, 3, 16, 16)
+    asked = {"max_new_tokens": 8, "sampling": Sampling(repetition_penalty=penalty), "n_samples": n_samples}
+    alone = [model.generate(torch.tensor([head + words]), image, **asked) for words in questions]
+    ids = torch.tensor([head + [0] * (3 - len(words)) + words for words in questions])
+    mask = torch.tensor([[1] * len(head) + [0] * (3 - len(words)) + [1] * len(words) for words in questions])
+    inputs = {"input_ids": ids, "attention_mask": mask, "images": image, "shared": len(head)}
+    assert torch.equal(model.generate(**inputs, **asked, use_kv_cache=False), torch.cat(alone))
+    prefill, read = model.prefill, []
+    monkeypatch.setattr(model, "prefill", lambda x, *rest: read.append(tuple(x.shape)) or prefill(x, *rest))
+    assert torch.equal(model.generate(**inputs, **asked), torch.cat(alone))
+    assert read == [(1, len(head)), (3, 3)]
+
+
 @torch.inference_mode()
 def continuation(model, logits, prefix, first, n=6):
     """Greedy logits of n steps after the id `first` was put into every row's mouth."""

@@ -531,7 +531,7 @@ def test_a_largest_side_of_broken_tiles_is_refused():
 
 
 def values(picture):
-    """A picture as a tensor (3, H, W) in [0, 1], by another path than torchvision's."""
+    """A picture as a tensor (3, H, W) in [0, 1], by another path than ours."""
     width, height = picture.size
     data = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
     return data.view(height, width, 3).permute(2, 0, 1).float() / 255

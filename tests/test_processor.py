@@ -124,3 +124,58 @@ def test_a_model_of_one_tile_squeezes_any_picture_into_it(speaker):
     for size in ((96, 96), (300, 90), (1092, 1092), (7, 400)):  # the resize rule would give 1092 x 1092 two tiles
         ids, images = read(processor, [size])
         assert images == 1 and ids.count(IMAGE) == 36 and ids.count(GLOBAL) == 1
+
+
+def images_of(processor, size):
+    images, grid = processor.images(noise(*size))
+    return len(images), grid
+
+
+@pytest.mark.parametrize(
+    ("size", "max_tiles", "grid"),
+    [
+        ((64, 64), None, (4, 4)), ((64, 64), 16, (4, 4)), ((64, 64), 15, (3, 3)), ((64, 64), 8, (2, 2)),
+        ((64, 64), 3, (1, 1)), ((64, 64), 1, (1, 1)), ((64, 20), 8, (2, 4)), ((64, 20), 7, (1, 3)),
+        ((300, 2), 2, (1, 2)), ((1092, 1092), 1, (1, 1)), ((1092, 1092), 11, (2, 2)), ((3, 5), 4, (1, 1)),
+    ],
+)  # fmt: skip
+def test_a_picture_has_no_more_tiles_than_its_budget(processor, size, max_tiles, grid):
+    spare = Processor(processor.cfg, processor.tokenizer, max_tiles=max_tiles)
+    rows, columns = grid
+    assert images_of(spare, size) == (rows * columns + (grid != (1, 1)), grid)
+    ids, _ = read(spare, [size])
+    assert ids.count(IMAGE) == 4 * (rows * columns + (grid != (1, 1)))
+
+
+def test_a_small_picture_need_not_be_enlarged(processor):
+    cfg = replace(processor.cfg, resize_to_max_side_len=True)
+    large, small = Processor(cfg, processor.tokenizer), Processor(cfg, processor.tokenizer, upscale=False)
+    assert images_of(large, SQUARE) == (17, (4, 4)) and images_of(small, SQUARE) == (1, (1, 1))
+    assert images_of(Processor(cfg, processor.tokenizer, max_tiles=6), SQUARE) == (5, (2, 2))
+    assert images_of(large, (500, 400)) == images_of(small, (500, 400)) == (17, (4, 4))
+
+
+def test_a_budget_changes_nothing_where_no_tiles_are_cut(speaker):
+    _, processor = speaker
+    spare = Processor(processor.cfg, processor.tokenizer, max_tiles=1, upscale=False)
+    assert torch.equal(spare.images(noise(300, 90))[0], processor.images(noise(300, 90))[0])
+
+
+def test_a_budget_of_no_tiles_is_an_error(processor):
+    with pytest.raises(ValueError, match="max_tiles=0 is less than 1"):
+        Processor(processor.cfg, processor.tokenizer, max_tiles=0)
+
+
+def test_questions_share_all_that_stands_before_them(tiled):
+    _, processor = tiled
+    shown, texts = [noise(*TALL, 1), noise(*SQUARE, 2)], ["Which?", "Where is it? " * 3, "Which one?"]
+    batch = processor.questions(shown, texts)
+    shared, mask = batch["shared"], batch["attention_mask"]
+    assert len(batch["images"]) == 8 and mask[:, :shared].all() and mask[:, -1].all()
+    for row, text in enumerate(texts):
+        alone = processor([shown], [text])
+        assert torch.equal(batch["input_ids"][row][mask[row] == 1], alone["input_ids"][0])
+        assert torch.equal(batch["images"], alone["images"])
+    head = batch["input_ids"][0, :shared]
+    assert (batch["input_ids"][:, :shared] == head).all() and head.eq(IMAGE).sum() == 8 * 4
+    assert len(set(batch["input_ids"][:, shared].tolist())) > 1, "the next ids differ, or are padding"

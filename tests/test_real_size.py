@@ -69,12 +69,13 @@ def test_a_model_is_loaded_and_speaks_in_a_process_of_its_own(models, capsys):
     for record in (today, may):
         assert record["parameters"] == record["published"] and record["new_tokens"] == 3
         assert record["prompt_tokens"] > record["images"] * (64 if record is today else 49)
+        assert 0 < record["imports_mb"] <= record["peak_mb"]
         assert 0 <= record["private_mb"] < record["peak_mb"] <= record["caption_peak_mb"]
         assert record["needed_mb"] == 0 and record["dtype"] == "torch.float32"
 
 
 def test_a_second_copy_of_the_weights_is_a_fault_and_the_one_that_is_needed_is_none():
-    took = RealSize("x", 5, "torch.float32", 7, 7, 900.0, 1.0, 1500, 60, 0, 2000, 10, 700, 4, 2.0)
+    took = RealSize("x", 5, "torch.float32", 7, 7, 900.0, 1.0, 1500, 60, 0, 2000, 10, 700, 4, 2.0, 600)
     assert took.faults == []
     (told,) = replace(took, private_mb=960).faults
     assert "960 MB of private memory" in told and "the 0 MB that torch.float32 needs" in told
