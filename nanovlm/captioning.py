@@ -60,10 +60,17 @@ def caption_pictures(args: argparse.Namespace) -> int:
 def read_captioner(args: argparse.Namespace, prompt: str, max_new_tokens: int, shown: bool) -> Captioner:
     """The model that args.model names, if it can answer the prompt at all; shown are pictures of one's own."""
     try:
-        captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, args.revision)
+        if args.compile:
+            complain("note: compiling the decode step takes a minute or two, the first time for a model's shape")
+        chosen = (args.model, args.device, args.dtype, args.revision, args.quantize, args.compile)
+        captioner = Captioner.from_pretrained(*chosen)
         captioner.check_prompt(prompt, max_new_tokens)
     except (CheckpointError, ValueError) as error:
         raise UsageError(error) from None
+    except RuntimeError as error:
+        if not args.compile:
+            raise
+        raise UsageError(f"--compile: {str(error).splitlines()[0]}") from None
     if args.model == EMBEDDED and shown:
         complain(EMBEDDED_NOTE)
     return captioner

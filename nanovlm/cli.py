@@ -119,6 +119,12 @@ def speaking_flags(parser: Parser) -> None:
     add("--seed", type=int, metavar="N", help="the same samples every time")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    add("--quantize", choices=("int8",), help="make the language model's weights 8 bits long")
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="decode single pictures by a compiled step; a minute or two, once (if it is there)",
+    )
 
 
 def caption(args: argparse.Namespace) -> int:
