@@ -12,8 +12,8 @@ from eval.machine import bytes_per_s, flops_per_s
 from eval.shapes import SHAPES
 
 SMALL = {
-    "lm_hidden_dim": 64, "lm_inter_dim": 96, "lm_n_blocks": 2, "lm_n_heads": 4, "lm_n_kv_heads": 2, "lm_vocab_size": 2048,
-    "vit_hidden_dim": 16, "vit_inter_dim": 16, "vit_n_blocks": 1, "vit_n_heads": 2,
+    "lm_hidden_dim": 64, "lm_inter_dim": 96, "lm_n_blocks": 2, "lm_n_heads": 4, "lm_n_kv_heads": 2,
+    "lm_vocab_size": 2048, "vit_hidden_dim": 16, "vit_inter_dim": 16, "vit_n_blocks": 1, "vit_n_heads": 2,
 }  # fmt: skip
 
 
