@@ -25,11 +25,23 @@ class KVCache:
         """This cache and then the new tokens' key and value, (B, n_kv_heads, T_new, head_dim)."""
         if torch.is_grad_enabled():  # autograd wants fresh tensors, not views of a buffer that changes
             return KVCache(torch.cat([self.key, key], -2), torch.cat([self.value, value], -2))
-        buffer, length = self._buffer, self.length + key.size(-2)
+        longer = self.reserve(key.size(-2))
+        longer.key[..., self.length :, :] = key
+        longer.value[..., self.length :, :] = value
+        return longer
+
+    def reserve(self, n: int) -> "KVCache":
+        """This cache and then n tokens, whose keys and values are the caller's to write, here or into `buffer`."""
+        buffer, length = self._buffer, self.length + n
         if buffer is None or not buffer.takes(self.length, length):
             buffer = _Buffer(self.key, self.value, room=2 * length)  # first append, a fork, or full
-        buffer.write(key, value)
+        buffer.filled = length
         return KVCache(buffer.key[..., :length, :], buffer.value[..., :length, :], buffer)
+
+    @property
+    def buffer(self) -> tuple[Tensor, Tensor]:
+        """What a cache that was reserved is the beginning of: its keys and values, and room that was never NaN."""
+        return self._buffer.key, self._buffer.value
 
     def first(self, n: int) -> "KVCache":
         """This cache as it was after its first n tokens."""
@@ -46,18 +58,12 @@ class _Buffer:
     __slots__ = ("filled", "key", "value")
 
     def __init__(self, key: Tensor, value: Tensor, room: int):
-        self.key = key.new_empty(*key.shape[:-2], room, key.size(-1))
-        self.value = value.new_empty(*value.shape[:-2], room, value.size(-1))
-        self.filled = 0
-        self.write(key, value)
+        self.filled = key.size(-2)
+        self.key, self.value = (old.new_zeros(*old.shape[:-2], room, old.size(-1)) for old in (key, value))
+        self.key[..., : self.filled, :] = key
+        self.value[..., : self.filled, :] = value
 
     def takes(self, start: int, stop: int) -> bool:
         """Whether tokens start ... stop - 1 may be written here: nobody has yet, they fit, and torch allows it."""
         writable = torch.is_inference_mode_enabled() or not self.key.is_inference()
         return writable and start == self.filled and stop <= self.key.size(-2)
-
-    def write(self, key: Tensor, value: Tensor) -> None:
-        stop = self.filled + key.size(-2)
-        self.key[..., self.filled : stop, :] = key
-        self.value[..., self.filled : stop, :] = value
-        self.filled = stop

@@ -12,7 +12,9 @@ from models.backbones import find_backbones, read_backbones
 from models.checkpoint import read_config, read_model, resolve
 from models.decoding import GREEDY, Sampling
 from models.fused import use_fused
+from models.int8 import use_int8
 from models.onednn import onednn_pays_off, use_onednn
+from models.packages import use_package
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.device import choose_device, choose_dtype
@@ -60,22 +62,32 @@ class Captioner:
         revision: str | None = None,
         max_tiles: int | None = None,
         upscale: bool = True,
+        quantize: str | None = None,
+        compile: bool | None = None,
     ) -> "Captioner":
         """The model in a folder or behind a Hub id (owner/name), by default the one that ships with the package.
 
         device is auto, cpu, cuda or mps; dtype auto, float32, bfloat16 or float16; max_tiles and upscale say what a
-        picture may cost, see `Processor`. A CheckpointError says what is wrong with the model, a ValueError what is
-        wrong with the rest.
+        picture may cost, see `Processor`; quantize int8 makes the language model's weights 8 bits long. compile=True
+        compiles the decode step, which takes a minute or two once (see `models.packages`), None uses what was compiled,
+        and False does not. A CheckpointError says what is wrong with the model, a ValueError what is wrong with the
+        rest, a RuntimeError why nothing can be compiled.
         """
+        if quantize not in (None, "int8"):
+            raise ValueError(f"quantize={quantize} is not int8")
         place = choose_device(device)
         precision = choose_dtype(dtype, place)
         folder = resolve(name_or_folder, revision)
         cfg = read_config(folder)
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
         model = read_model(folder, cfg, tokenizer.image_token_id, precision, place)
+        if quantize:
+            use_int8(model.decoder)
         if onednn_pays_off():
             use_onednn(model)
         use_fused(model)
+        if compile is not False:
+            use_package(model, build=bool(compile))
         return cls(model, Processor(cfg, tokenizer, max_tiles, upscale))
 
     @classmethod

@@ -63,13 +63,19 @@ def read_captioner(args: argparse.Namespace, prompts: Sequence[str], max_new_tok
     """The model that args.model names, if it can answer the prompts at all; shown are pictures of one's own."""
     if args.max_tiles is not None and args.max_tiles < 1:
         raise UsageError(f"--max-tiles {args.max_tiles} is less than 1; with 1 a picture is squeezed into one tile")
-    budget = {"max_tiles": args.max_tiles, "upscale": args.upscale}
     try:
-        captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, args.revision, **budget)
+        if args.compile:
+            complain("note: compiling the decode step takes a minute or two, the first time for a model's shape")
+        model = (args.model, args.device, args.dtype, args.revision, args.max_tiles, args.upscale)
+        captioner = Captioner.from_pretrained(*model, args.quantize, args.compile)
         for prompt in prompts:
             captioner.check_prompt(prompt, max_new_tokens)
     except (CheckpointError, ValueError) as error:
         raise UsageError(error) from None
+    except RuntimeError as error:
+        if not args.compile:
+            raise
+        raise UsageError(f"--compile: {str(error).splitlines()[0]}") from None
     if args.model == EMBEDDED and shown:
         complain(EMBEDDED_NOTE)
     return captioner

@@ -119,6 +119,9 @@ def model_flags(parser: Parser) -> None:
     add("--revision", help="branch, tag or commit of a Hub model")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    add("--quantize", choices=("int8",), help="make the language model's weights 8 bits long")
+    add("--max-tiles", type=int, metavar="N", help="cut a picture into N tiles at most: faster, coarser (all)")
+    add("--no-upscale", dest="upscale", action="store_false", help="do not enlarge a picture to get more tiles of it")
 
 
 def speaking_flags(parser: Parser) -> None:
@@ -131,8 +134,11 @@ def speaking_flags(parser: Parser) -> None:
     add("--min-p", type=float, default=0.0, metavar="P", help="among those P times as likely as the likeliest (0: all)")
     add("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1 makes repeats less likely (1)")
     add("--seed", type=int, metavar="N", help="the same samples every time")
-    add("--max-tiles", type=int, metavar="N", help="cut a picture into N tiles at most: faster, coarser (all)")
-    add("--no-upscale", dest="upscale", action="store_false", help="do not enlarge a picture to get more tiles of it")
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="decode single pictures by a compiled step; a minute or two, once (if it is there)",
+    )
 
 
 def caption(args: argparse.Namespace) -> int:
@@ -182,6 +188,7 @@ def serve_flags(parser: Parser) -> None:
         help="seconds an answer may take, waiting included (120)",
     )
     model_flags(parser)
+    parser.set_defaults(compile=False)  # that is for answers one by one
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -250,10 +257,27 @@ def export(args: argparse.Namespace) -> int:
     return export_model(args)
 
 
+def compile_flags(parser: Parser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", default=EMBEDDED, metavar="MODEL", help="a folder or a Hub id (the embedded model)")
+    add("--revision", help="branch, tag or commit of a Hub model")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    add("--quantize", choices=("int8",), help="for a language model with weights of 8 bits")
+    parser.set_defaults(device="cpu", compile=True, max_tiles=None, upscale=True)
+
+
+def compile(args: argparse.Namespace) -> int:
+    """Compile a model's decode step for this machine, once; single pictures are then captioned faster."""
+    from nanovlm.compiling import compile_model
+
+    return compile_model(args)
+
+
 VERBS = {  # what it does, its flags, and an example
     "caption": (caption, caption_flags, "nanovlm caption photos --out photos/metadata.jsonl"),
     "chat": (chat, chat_flags, "nanovlm chat photo.jpg"),
     "serve": (serve, serve_flags, "nanovlm serve --port 8000"),
     "train": (train, train_flags, "nanovlm train --data photos --out out/mine"),
+    "compile": (compile, compile_flags, "nanovlm compile out/mine --quantize int8"),
     "export": (export, export_flags, "nanovlm export out/mine --out out/smolvlm"),
 }

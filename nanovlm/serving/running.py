@@ -27,7 +27,7 @@ def serve_model(args: argparse.Namespace) -> int:
             f"--host {args.host} lets others in; choose a key for them by --api-key or, unseen by ps, NANOVLM_API_KEY"
         )
     with listen(args.host, args.port) as door:
-        captioner = read_captioner(args, PROMPT, 1, shown=True)
+        captioner = read_captioner(args, [PROMPT], 1, shown=True)
         embedded = args.model == EMBEDDED
         name = "nanovlm" if embedded else Path(args.model).name if os.path.isdir(args.model) else args.model
         desk = Desk(captioner, name, limits, args.allow_remote)
