@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.int8 import Int8Linear
 from models.language_model import Block, LanguageModel, rotary
 
 
@@ -20,8 +19,9 @@ def keep(x: Tensor) -> Tensor:
 
 def product(linear: nn.Linear, x: Tensor) -> Tensor:
     """What a Linear without bias makes of x (in_features,): (out_features,) float32."""
-    y = (linear.weight.float() * x.float()).sum(-1)
-    return y * linear.scale.float() if isinstance(linear, Int8Linear) else y
+    if linear.weight.is_floating_point():  # two rows at once keep more of memory at work
+        return torch.cat([(rows.float() * x.float()).sum(-1) for rows in linear.weight.chunk(2)])
+    return (linear.weight.float() * x.float()).sum(-1) * linear.scale.float()
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
