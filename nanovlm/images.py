@@ -12,6 +12,7 @@ import math
 import os
 import threading
 import warnings
+from random import Random
 
 import torch
 from PIL import ExifTags, Image
@@ -151,6 +152,12 @@ def grey_from_floats(picture: Image.Image) -> Image.Image:
         low, high = 0.0, 1.0 if high <= 1 else 255.0
     values = (values.nan_to_num(low, high, low) - low) / (high - low or 1.0)
     return F.to_pil_image((values * 255).round().to(torch.uint8))
+
+
+def cropped(picture: Image.Image, most: float, rng: Random) -> Image.Image:
+    """The picture without a margin: on each side, at random, up to most of its width or height."""
+    left, top, right, bottom = (int(rng.uniform(0, most) * side) for side in 2 * picture.size)
+    return picture.crop((left, top, picture.width - right, picture.height - bottom))
 
 
 _readers, _filters, _lock = 0, None, threading.Lock()
