@@ -148,7 +148,8 @@ def fine_tune(args: argparse.Namespace, cfg: TrainConfig, learned: list[Part], h
     mixture = Mixture(learned, cfg.seed)
     batches = Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.augment)
     model = read_model(folder, processor.cfg, tokenizer.image_token_id, device=device)
-    progress(outlook(mixture, held, cfg))
+    if os.environ.get("RANK", "0") == "0":
+        progress(outlook(mixture, held, cfg))
     looks = {}
     if held:
         unseen = Mixture(held, cfg.seed)

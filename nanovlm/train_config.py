@@ -92,5 +92,7 @@ class TrainConfig:
 SCENES = TrainConfig(
     steps=5700, lr=1e-3, warmup=300, decay=0.25, compile=True
 )  # how the embedded model began, see its card
-FINETUNING = TrainConfig(steps=800, batch_size=8, augment=0.1, lr=1e-3, warmup=20, save_every=100, log_every=10)
+FINETUNING = TrainConfig(
+    steps=850, batch_size=8, augment=0.1, lr=8e-4, warmup=20, decay=0.6, save_every=100, log_every=10
+)
 ADAPTERS = replace(FINETUNING, lr=3e-3)  # --lora-rank: adapters want a higher rate (Schulman et al. 2025)
