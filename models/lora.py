@@ -17,6 +17,7 @@ from models.vision_language_model import VisionLanguageModel
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before each of our names, in PEFT's files
 PARTS = ("vision_encoder", "MP", "decoder")
+WORDS = ("decoder.token_embedding", "decoder.head")
 
 
 class LoRALinear(nn.Linear):
@@ -51,8 +52,20 @@ def adapters(model: VisionLanguageModel) -> dict[str, LoRALinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
-def adapt(model: VisionLanguageModel, rank: int, alpha: float, parts: Collection[str] = PARTS) -> None:
-    """Freeze model and give every Linear in these parts of it an adapter that learns; but for the head, the last."""
+def learning_whole(model: VisionLanguageModel) -> dict[str, nn.Parameter]:
+    """What learns beside the adapters, by name; one parameter that is embedding and head has both names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: p for name, p in named if p.requires_grad and ".lora_" not in name}
+
+
+def adapt(
+    model: VisionLanguageModel, rank: int, alpha: float, parts: Collection[str] = PARTS, words: bool = False
+) -> None:
+    """Freeze model and give every Linear in these parts of it an adapter that learns; but for the head, the last.
+
+    words lets embedding and head learn in full, if the decoder is one of the parts: the rows of tokens that training
+    never met are nearly alike there, and nothing that goes on between the two can tell them apart.
+    """
     if rank < 1:
         raise ValueError(f"rank={rank} is less than 1")
     if wrong := set(parts) - set(PARTS):
@@ -63,6 +76,8 @@ def adapt(model: VisionLanguageModel, rank: int, alpha: float, parts: Collection
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name.split(".")[0] in parts and name != "decoder.head":
             _replace(model, name, rank, alpha)
+    for name in WORDS if words and "decoder" in parts else ():
+        model.get_submodule(name).requires_grad_(True)
 
 
 def merge(model: VisionLanguageModel) -> VisionLanguageModel:
@@ -78,8 +93,8 @@ def merge(model: VisionLanguageModel) -> VisionLanguageModel:
 
 
 def write_adapters(folder: Path, model: VisionLanguageModel, base: str | None = None) -> None:
-    """Write the adapters alone, two files, so that PEFT loads them onto this model; base says whose they are."""
-    found = adapters(model)
+    """Write all that learnt and no more, two files, so that PEFT loads it onto this model; base says whose it is."""
+    found, whole = adapters(model), learning_whole(model)
     one = next(iter(found.values()))
     told = {
         "peft_type": "LORA",
@@ -91,6 +106,7 @@ def write_adapters(folder: Path, model: VisionLanguageModel, base: str | None = 
         "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": sorted(found),
+        "modules_to_save": sorted({name.rpartition(".")[0] for name in whole}) or None,
         "task_type": None,
     }
     (Path(folder) / ADAPTER_CONFIG).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
@@ -99,6 +115,8 @@ def write_adapters(folder: Path, model: VisionLanguageModel, base: str | None = 
         for name, module in found.items()
         for half in ("lora_A", "lora_B")
     }
+    for name, p in whole.items():
+        state[f"{PREFIX}{name}"] = p.detach().cpu().clone()  # PEFT wants both of a tied pair, safetensors no twins
     save_file(state, Path(folder) / ADAPTER_WEIGHTS, {"format": "pt"})
 
 
@@ -110,7 +128,7 @@ def read_adapters(folder: Path, model: VisionLanguageModel) -> None:
     folder = Path(folder)
     told = read_object(folder / ADAPTER_CONFIG)
     odd = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False}
-    odd |= {"rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None}
+    odd |= {"rank_pattern": {}, "alpha_pattern": {}}
     for key, plain in odd.items():
         if told.get(key, plain) not in (plain, None):
             raise CheckpointError(f"{folder / ADAPTER_CONFIG}: {key}={told[key]} is not supported, only {plain}")
@@ -119,9 +137,11 @@ def read_adapters(folder: Path, model: VisionLanguageModel) -> None:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder / ADAPTER_WEIGHTS} cannot be read: {error}") from None
     state = {key.removeprefix(PREFIX): tensor for key, tensor in state.items()}
-    names = {key.rpartition(".lora_")[0] for key in state}
+    halves = {key for key in state if ".lora_" in key}
+    names = {key.rpartition(".lora_")[0] for key in halves}
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if wrong := sorted(names - linear):
+    plain = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if wrong := sorted((names - linear) | (state.keys() - halves - plain)):
         raise CheckpointError(f"{folder / ADAPTER_WEIGHTS} adapts {wrong[0]}, which this model has not")
     rank, alpha = told.get("r"), told.get("lora_alpha")
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
@@ -130,6 +150,8 @@ def read_adapters(folder: Path, model: VisionLanguageModel) -> None:
         model.requires_grad_(False)
         for name in sorted(names):
             _replace(model, name, rank, alpha)
+        for name in state.keys() - halves:
+            model.get_parameter(name).requires_grad_(True)
     for name, module in adapters(model).items():
         if (module.rank, module.alpha) != (rank, alpha):
             raise CheckpointError(
@@ -137,9 +159,23 @@ def read_adapters(folder: Path, model: VisionLanguageModel) -> None:
                 f"but this model has {module.rank} and {module.alpha}; use the same"
             )
         for half in ("lora_A", "lora_B"):
-            weight, key = getattr(module, half).weight, f"{name}.{half}.weight"
-            if key not in state or state[key].shape != weight.shape:
-                found = tuple(state[key].shape) if key in state else "missing"
-                raise CheckpointError(f"{folder / ADAPTER_WEIGHTS}: {key} is {found}, not {tuple(weight.shape)}")
-            with torch.no_grad():
-                weight.copy_(state[key])
+            _load(getattr(module, half).weight, f"{name}.{half}.weight", state, folder)
+    whole = learning_whole(model)
+    if extra := sorted(state.keys() - halves - whole.keys()):
+        raise CheckpointError(f"{folder / ADAPTER_WEIGHTS} holds {extra[0]}, which this model does not learn")
+    for name, p in whole.items():
+        _load(p, name, state, folder)
+    if apart := [name for name, p in whole.items() if not torch.equal(p, state[name].to(p))]:
+        raise CheckpointError(
+            f"{folder / ADAPTER_WEIGHTS} holds another {apart[0]} than its twin, but with lm_tie_weights=true "
+            "embedding and head are one; train them so (PEFT: ensure_weight_tying=True)"
+        )
+
+
+def _load(p: nn.Parameter, key: str, state: dict[str, Tensor], folder: Path) -> None:
+    """Fill a parameter of the model from an adapter's file."""
+    if key not in state or state[key].shape != p.shape:
+        found = tuple(state[key].shape) if key in state else "missing"
+        raise CheckpointError(f"{folder / ADAPTER_WEIGHTS}: {key} is {found}, not {tuple(p.shape)}")
+    with torch.no_grad():
+        p.copy_(state[key])

@@ -1,7 +1,7 @@
 """Training examples: a picture with questions and answers, as the ids, targets and images a step learns from."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,14 +42,19 @@ class Row:
     images: list[Tensor]
 
 
-def encode(example: Example, processor: Processor) -> Row:
+View = Callable[[Image.Image], Image.Image]
+
+
+def encode(example: Example, processor: Processor, view: View | None = None) -> Row:
     """Read the pictures once, as the trunk (mask 1), and hang each question on it as a branch (mask 2, 3, ...).
 
     A branch reads exactly the ids that generation would read and say for that question alone; see
-    `models.language_model.visible`. A chain is one branch, whose later answers read the turns before them.
+    `models.language_model.visible`. A chain is one branch, whose later answers read the turns before them. view, if
+    given, is how each picture is looked at.
     """
     tokenizer = processor.tokenizer
-    tiles = [processor.images(_opened(picture, example.name)) for picture in example.pictures]
+    pictures = [_opened(picture, example.name) for picture in example.pictures]
+    tiles = [processor.images(view(picture) if view else picture) for picture in pictures]
     grids = [grid for _, grid in tiles]
     ids, targets, mask, history = [], [], [], []
     for question, (prompt, answer) in enumerate(example.answers):
@@ -81,7 +86,7 @@ def _opened(picture, name: str) -> Image.Image:
         raise ExampleError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
 
 
-def encode_checked(example: Example, processor: Processor) -> Row:
+def encode_checked(example: Example, processor: Processor, view: View | None = None) -> Row:
     """`encode`, but whatever would silently teach something else than its writer meant is an ExampleError."""
     name, cfg = example.name, processor.cfg
     for prompt, answer in example.answers:
@@ -90,7 +95,7 @@ def encode_checked(example: Example, processor: Processor) -> Row:
         for token in ("<image>", *(cfg.vlm_extra_tokens or {}).values()):
             if token in prompt + answer:
                 raise ExampleError(f"{name} has {token} in its text, where it would be mere letters; take it out")
-    row = encode(example, processor)
+    row = encode(example, processor, view)
     if (length := len(row.ids)) > (limit := cfg.lm_max_position_embeddings):
         of_pictures = sum(map(len, row.images)) * cfg.mp_image_token_length
         raise ExampleError(

@@ -74,6 +74,14 @@ def settings(args: argparse.Namespace) -> TrainConfig:
                 raise UsageError(
                     f"--{name.replace('_', '-')} belongs to --data; --recipe scenes draws its own pictures"
                 )
+    for name, meant, way in (
+        ("lora_alpha", cfg.lora_rank, "without --lora-rank"),
+        ("lora_words", cfg.lora_rank, "without --lora-rank"),
+        ("augment", not args.recipe, "with --recipe, which shows nothing again"),
+        ("decay", cfg.schedule == "trapezoid", "with --schedule cosine"),
+    ):
+        if name in given and not meant:
+            raise UsageError(f"--{name.replace('_', '-')} means nothing {way}; leave it away")
     if not (args.out or args.check_data or cfg.plan):
         raise UsageError("--out is required: the folder where the model goes")
     n = args.validation or 0
@@ -138,9 +146,10 @@ def fine_tune(args: argparse.Namespace, cfg: TrainConfig, learned: list[Part], h
     if args.lr is None:  # the wider a model, the lower its rate, in proportion (Yang et al. 2022)
         cfg = replace(cfg, lr=cfg.lr * WIDTH / processor.cfg.lm_hidden_dim)
     mixture = Mixture(learned, cfg.seed)
-    batches = Batches(mixture, processor, cfg.batch_size, skip, cfg.pack)
+    batches = Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.augment)
     model = read_model(folder, processor.cfg, tokenizer.image_token_id, device=device)
-    progress(outlook(mixture, held, cfg))
+    if os.environ.get("RANK", "0") == "0":
+        progress(outlook(mixture, held, cfg))
     looks = {}
     if held:
         unseen = Mixture(held, cfg.seed)
@@ -154,14 +163,15 @@ def fine_tune(args: argparse.Namespace, cfg: TrainConfig, learned: list[Part], h
 
 
 def identity(learned: list[Part]) -> str:
-    """What tells these examples from others: of each source its path, share, number of examples and their digest."""
+    """What tells these examples from others: of each source its path, share, number of examples and a digest of them,
+    see `Source.trace`."""
     said = []
     for part in learned:
         share = "" if part.weight is None else f"@{part.weight:g}"
-        keys = blake2b(digest_size=4)
+        traces = blake2b(digest_size=4)
         for number in part.numbers if not part.source.endless else ():
-            keys.update(part.source.key(number).encode("utf-8", "surrogatepass") + b"\0")
-        said.append(f"{part.source.path}{share}" + f" ({len(part)}, {keys.hexdigest()})" * (not part.source.endless))
+            traces.update(part.source.trace(number).encode("utf-8", "surrogatepass") + b"\0")
+        said.append(f"{part.source.path}{share}" + f" ({len(part)}, {traces.hexdigest()})" * (not part.source.endless))
     return "; ".join(said)
 
 

@@ -12,6 +12,7 @@ import math
 import os
 import threading
 import warnings
+from random import Random
 
 import torch
 import torch.nn.functional as F
@@ -159,6 +160,12 @@ def as_tensor(picture: Image.Image) -> torch.Tensor:
     width, height = picture.size
     dtype = torch.float32 if picture.mode == "F" else torch.uint8
     return torch.frombuffer(bytearray(picture.tobytes()), dtype=dtype).view(height, width, -1).permute(2, 0, 1)
+
+
+def cropped(picture: Image.Image, most: float, rng: Random) -> Image.Image:
+    """The picture without a margin: on each side, at random, up to most of its width or height."""
+    left, top, right, bottom = (int(rng.uniform(0, most) * side) for side in 2 * picture.size)
+    return picture.crop((left, top, picture.width - right, picture.height - bottom))
 
 
 _readers, _filters, _lock = 0, None, threading.Lock()

@@ -15,13 +15,15 @@ from nanovlm.train_config import TrainConfig
 def freeze(model: VisionLanguageModel, cfg: TrainConfig) -> None:
     """Let the parts learn whose rate is not 0; the others get no gradients, and a frozen encoder keeps no graph.
 
-    With lora_rank it is not the weights of those parts that learn, but adapters beside them.
+    With lora_rank it is not the weights of those parts that learn, but adapters beside them, and with lora_words
+    the embedding and the head.
     """
     for part, rate in cfg.rates.items():
         getattr(model, part).requires_grad_(rate > 0)
     if cfg.lora_rank:
         torch.manual_seed(cfg.seed)
-        adapt(model, cfg.lora_rank, cfg.lora_alpha, [part for part, rate in cfg.rates.items() if rate])
+        parts = [part for part, rate in cfg.rates.items() if rate]
+        adapt(model, cfg.lora_rank, cfg.lora_alpha, parts, cfg.lora_words)
 
 
 def adamw(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:

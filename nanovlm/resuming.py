@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from models.checkpoint import CheckpointError, new_folder, read_config, read_model, read_object, write_files
 from models.lora import adapters, merge, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel
+from nanovlm.distributed import like
 from nanovlm.train_config import TrainConfig
 
 OPTIMIZER, STATE = "optimizer.safetensors", "training.json"
@@ -73,24 +75,19 @@ def save(
     folder: Path,
     model: VisionLanguageModel,
     tokenizer: str,
-    optimizer: torch.optim.Optimizer,
+    moments: dict[str, Tensor],
     scaler: torch.amp.GradScaler,
     cfg: TrainConfig,
     step: int,
     data: str | None = None,
 ) -> None:
     """Write folder/checkpoints/step-N, all of it or nothing, and remove the older ones; data says what it read."""
-    moments = {
-        f"{name}/{key}": value.cpu()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
     new = folder / "checkpoints" / f"step-{step}"
     old = [path for path in checkpoints(folder) if path != new]
     state = {"step": step, "config": asdict(cfg) | {"data": data}, "scaler": scaler.state_dict()}
     with writing(folder), new_folder(new) as files:
         write_model(files, model, tokenizer)
-        save_file(moments, files / OPTIMIZER)
+        save_file({name: tensor.cpu() for name, tensor in moments.items()}, files / OPTIMIZER)
         (files / STATE).write_text(json.dumps(state, indent=2) + "\n")
     for path in old:
         shutil.rmtree(path, ignore_errors=True)
@@ -102,15 +99,17 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def resume(
-    folder: Path,
-    model: VisionLanguageModel,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-) -> tuple[int, dict]:
-    """Load the newest of folder/checkpoints: the steps done and the config they were done with; 0 and {} without one.
+def moments_of(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """What optimizer keeps of each parameter, by the parameter's name and its own."""
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            yield f"{name}/{key}", value
 
-    Weights, moments and the scaler's state are put where they were; anything that does not fit is a CheckpointError.
+
+def resume(folder: Path, model: VisionLanguageModel) -> tuple[int, dict]:
+    """Load the weights of the newest of folder/checkpoints: the steps done and the config they were done with.
+
+    0 and {} without one; what does not fit is a CheckpointError.
     """
     if not (saved := checkpoints(folder)):
         return 0, {}
@@ -123,11 +122,7 @@ def resume(
                 "train it in another folder"
             )
     restore_weights(newest, model)
-    restore_moments(newest, model, optimizer)
-    state = read_object(newest / STATE)
-    if scaler.is_enabled() and state.get("scaler"):
-        scaler.load_state_dict(state["scaler"])
-    return int(newest.name.removeprefix("step-")), state.get("config", {})
+    return int(newest.name.removeprefix("step-")), read_object(newest / STATE).get("config", {})
 
 
 def restore_weights(newest: Path, model: VisionLanguageModel) -> None:
@@ -145,8 +140,16 @@ def restore_weights(newest: Path, model: VisionLanguageModel) -> None:
             )
 
 
-def restore_moments(newest: Path, model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> None:
-    """Load the optimizer's moments, which must be those of the parameters that learn and of no other."""
+def resume_optimizer(
+    folder: Path, model: VisionLanguageModel, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+) -> None:
+    """Put the moments of the newest checkpoint, if any, and the scaler's state, where they were.
+
+    The moments must be those of the parameters that learn, and of no other.
+    """
+    if not (saved := checkpoints(folder)):
+        return
+    newest = saved[-1]
     try:
         moments = load_file(newest / OPTIMIZER)
     except (OSError, SafetensorError) as error:
@@ -160,4 +163,7 @@ def restore_moments(newest: Path, model: VisionLanguageModel, optimizer: torch.o
         )
     for key, value in moments.items():
         name, _, short = key.rpartition("/")
-        optimizer.state[learning[name]][short] = value.to(learning[name].device)
+        optimizer.state[learning[name]][short] = like(value, learning[name])
+    state = read_object(newest / STATE).get("scaler")
+    if scaler.is_enabled() and state:
+        scaler.load_state_dict(state)

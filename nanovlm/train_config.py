@@ -16,6 +16,7 @@ class TrainConfig:
     steps: int = setting(1000, "steps in all", least=1)
     batch_size: int = setting(64, "examples per batch", least=1)
     pack: int = setting(0, "join examples into rows of so many tokens, which see nothing of each other; 0 pads them")
+    augment: float = setting(0.0, "crop pictures that are shown again, at random, by up to this part on each side")
     accumulate: int = setting(1, "batches per step, whose gradients are summed: the memory of one", least=1)
     lr: float = setting(1e-3, "the highest learning rate; with --data, if not given, times 192 / lm_hidden_dim")
     vision_rate: float = setting(1.0, "the vision encoder's learning rate as a multiple of lr; 0 freezes it")
@@ -23,6 +24,9 @@ class TrainConfig:
     language_rate: float = setting(1.0, "the language model's likewise")
     lora_rank: int = setting(0, "learn low-rank adapters beside the weights of the parts not frozen; 0 learns weights")
     lora_alpha: float = setting(16.0, "LoRA: adapters are multiplied by this over their rank")
+    lora_words: bool = setting(
+        True, "LoRA: embedding and head learn, too, in full; without, only words that the model knows can be learned"
+    )
     schedule: str = setting("trapezoid", "how the rate falls: trapezoid or cosine", choices=("trapezoid", "cosine"))
     warmup: int = setting(100, "steps over which the rate rises")
     decay: float = setting(0.4, "trapezoid: the part of all steps, at the end, over which the rate falls to 0")
@@ -43,6 +47,9 @@ class TrainConfig:
     tensorboard: bool = setting(False, "write curves for TensorBoard, too (extra: tensorboard)")
     workers: int = setting(1, "processes that prepare batches; 0 prepares them between steps")
     plan: bool = setting(False, "only tell what training takes: parameters, tokens per step, memory at most")
+    fsdp: bool = setting(
+        False, "under torchrun: each process keeps a part of the weights and moments only, for what does not fit"
+    )
     compile: bool = setting(False, "compile the blocks: a minute at the start, a quarter less time per step")
 
     def __post_init__(self):
@@ -55,6 +62,7 @@ class TrainConfig:
         for name, fits, limit in (
             ("decay", self.decay <= 1, "at most 1"),
             ("beta2", self.beta2 < 1, "less than 1"),
+            ("augment", self.augment < 0.5, "less than 0.5, at which nothing might be left"),
             ("seed", self.seed < 2**63, "less than 2^63"),
         ):
             if not fits:
@@ -84,5 +92,7 @@ class TrainConfig:
 SCENES = TrainConfig(
     steps=5700, lr=1e-3, warmup=300, decay=0.25, compile=True
 )  # how the embedded model began, see its card
-FINETUNING = TrainConfig(steps=600, batch_size=8, lr=1e-3, warmup=20, save_every=100, log_every=10)
+FINETUNING = TrainConfig(
+    steps=850, batch_size=8, augment=0.1, lr=8e-4, warmup=20, decay=0.6, save_every=100, log_every=10
+)
 ADAPTERS = replace(FINETUNING, lr=3e-3)  # --lora-rank: adapters want a higher rate (Schulman et al. 2025)

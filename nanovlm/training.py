@@ -24,7 +24,17 @@ from nanovlm.journal import Journal
 from nanovlm.optimisation import accelerated, adamw, freeze
 from nanovlm.planning import plan
 from nanovlm.report import write_report
-from nanovlm.resuming import Stopped, TrainingError, asked_to_stop, resume, save, write_model, writing
+from nanovlm.resuming import (
+    Stopped,
+    TrainingError,
+    asked_to_stop,
+    moments_of,
+    resume,
+    resume_optimizer,
+    save,
+    write_model,
+    writing,
+)
 from nanovlm.train_config import TrainConfig
 
 Batch = dict[str, Tensor | None]
@@ -48,7 +58,8 @@ def train(
 ) -> VisionLanguageModel:
     """Train model on batch(0), batch(1), ..., cfg.accumulate a step, and write it to folder, weights as stored_as.
 
-    Under torchrun a step learns from cfg.accumulate batches on each process, and the first process writes.
+    Under torchrun a step learns from cfg.accumulate batches on each process, and the first process writes. With
+    cfg.fsdp each keeps a part of the model, of which only the first returns the whole.
 
     batch is a pure function of its number, so a run that was killed goes on from folder/checkpoints as if nothing
     had happened; after SIGINT or SIGTERM it saves and raises `Stopped`. Every checkpoint is a model that generate.py
@@ -65,17 +76,25 @@ def train(
     world = World(model.device)
     log = log if world.rank == 0 else (lambda line: None)
     dtype = choose_training_dtype(cfg.dtype, model.device)
-    freeze(model, cfg)
-    optimizer = adamw(model, cfg)
     scaler = torch.amp.GradScaler(model.device.type, enabled=dtype == torch.float16)
-    first, before = resume(folder, model, optimizer, scaler)
+    if cfg.fsdp and world.size == 1:
+        raise ValueError("fsdp=True divides a model among processes, and this is one; torchrun starts several")
+    if cfg.fsdp and scaler.is_enabled():
+        raise ValueError(f"fsdp=True does not work with {dtype}; choose dtype=float32, or leave fsdp out")
+    freeze(model, cfg)
+    first, before = resume(folder, model)
     if world.sum(first) != [first * world.size]:
         raise TrainingError(f"{folder} holds other checkpoints for other processes; it must be one that all share")
     world.share_weights(model)
+    if cfg.fsdp:
+        world.shard(model)
+    optimizer = adamw(model, cfg)
+    resume_optimizer(folder, model, optimizer, scaler)
     if first:
-        now = asdict(cfg) | {"data": data}
-        changed = [f"{k}={v} instead of {before[k]}" for k, v in now.items() if before.get(k, v) != v]
+        changed = [f"{k}={v} instead of {before[k]}" for k, v in asdict(cfg).items() if before.get(k, v) != v]
         log(f"resumed {folder} at step {first}" + ", with " * bool(changed) + ", ".join(changed))
+        if before.get("data", data) != data:
+            log(f"the data has changed: it is {data} instead of {before['data']}; it is learned from here on")
     start, stop = first * cfg.accumulate * world.size, cfg.steps * cfg.accumulate * world.size
     batches = iter(
         DataLoader(
@@ -102,11 +121,12 @@ def train(
                 group["lr"] = cfg.lr_at(step) * group["rate"]
             inputs = [moved(batch, model.device) for batch in islice(batches, cfg.accumulate)]
             loss = backward(model, inputs, dtype, scaler, world)
-            world.sum_gradients(model)
+            world.sum_gradients(model, sum(len(one["images"]) for one in inputs if one["images"] is not None))
             read = sum(int((one["attention_mask"] != 0).sum()) for one in inputs)
             loss, read, leaving = world.sum(loss, read, len(asked))
             scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            norm = (norm.full_tensor() if world.sharded else norm).item()
             # float16 overflows now and then: the scaler skips that step and scales less, down to where it must help
             overflow = scaler.is_enabled() and scaler.get_scale() > 1
             if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
@@ -123,13 +143,15 @@ def train(
             if done % cfg.validate_every == 0 or done == cfg.steps:
                 journal.found(done, *look(model, validation, show, dtype, cfg, world))
                 model.train()
-            if world.rank == 0 and (done % cfg.save_every == 0 or done == cfg.steps or leaving):
-                save(folder, model, tokenizer, optimizer, scaler, cfg, done, data)
+            if done % cfg.save_every == 0 or done == cfg.steps or leaving:
+                whole, moments = world.whole(model, cfg), world.gathered(moments_of(model, optimizer))
+                if world.rank == 0:
+                    save(folder, whole, tokenizer, moments, scaler, cfg, done, data)
             if leaving and done < cfg.steps:
                 number = signal.Signals(asked[0] if asked else signal.SIGTERM)
                 log(f"{number.name}: stopped and saved {folder} at step {done}; run the same command again to go on")
                 raise Stopped(128 + number)
-    model.eval()
+        model = world.whole(model.eval(), cfg)
     if world.rank == 0:
         with writing(folder), new_folder(folder) as files:
             write_model(files, model, tokenizer, stored_as)
@@ -138,7 +160,7 @@ def train(
             write_report(folder, [picture for picture, _ in show(model)])
         except ImportError as error:
             log(f"no report.png: {error}; pip install 'nanovlm[eval]'")
-    return merge(model) if adapters(model) else model
+    return merge(model) if adapters(model) and not (world.sharded and world.rank) else model
 
 
 @torch.no_grad()
@@ -151,9 +173,9 @@ def look(
     world: World,
 ) -> tuple[float | None, list[str]]:
     """The mean loss over the answer tokens of the held-out batches, and the captions of held-out pictures."""
-    model.eval()
+    model = world.whole(model.eval(), cfg) if validation or show else model
     total = answered = 0
-    for i in range(world.rank, cfg.validation_batches if validation else 0, world.size):
+    for i in world.turns(cfg.validation_batches if validation else 0):
         batch = moved(validation(i), model.device)
         n = int((batch["targets"] != IGNORED).sum())
         with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):

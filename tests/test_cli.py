@@ -574,7 +574,7 @@ def test_the_version_is_the_packages(capsys):
 
 WRONG_TRAIN_FLAGS = [
     "--steps 0", "--steps 1.5", "--batch-size 0", "--lr -1", "--lr nan", "--lr x", "--warmup -1", "--decay 1.1",
-    "--weight-decay -1", "--beta2 1", "--beta2 -0.1", "--max-grad-norm -1", "--seed -1",
+    "--augment 0.5", "--weight-decay -1", "--beta2 1", "--beta2 -0.1", "--max-grad-norm -1", "--seed -1",
     "--seed 99999999999999999999", "--save-every 0", "--log-every 0", "--workers -1", "--device tpu", "--recipe x",
 ]  # fmt: skip
 

@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nanovlm.train_config import TrainConfig
+from nanovlm.training import train
+
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
 import json, os, sys, torch
@@ -59,6 +62,15 @@ def run(folder, processes=1, check=True, **settings):
     return ended
 
 
+def files(folder):
+    """What was written, but for what the steps were like: of a file of tensors, their names and shapes."""
+    found = {}
+    for path in folder.rglob("*.*"):
+        tensors = load_file(path) if path.suffix == ".safetensors" else {}
+        found[str(path.relative_to(folder))] = {name: (t.shape, t.dtype) for name, t in tensors.items()}
+    return found
+
+
 def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -69,11 +81,19 @@ def metrics(folder):
         pytest.param({}, id="all"),
         pytest.param({"accumulate": 2, "vision_rate": 0.0, "language_rate": 0.0}, id="projector alone"),
         pytest.param({"lora_rank": 2, "gradient_checkpointing": True}, id="adapters", marks=pytest.mark.slow),
+        pytest.param({"fsdp": True, "accumulate": 2}, id="sharded"),
+        pytest.param(
+            {"fsdp": True, "lora_rank": 2, "gradient_checkpointing": True},
+            id="adapters, sharded",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"fsdp": True, "vision_rate": 0.0}, id="frozen encoder, sharded", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_are_one_with_twice_the_batch(tmp_path, settings):
     ended = run(tmp_path / "two", 2, steps=4, **settings)
-    run(tmp_path / "one", 1, steps=4, together=2, validation_batches=4, **settings)
+    run(tmp_path / "one", 1, steps=4, together=2, validation_batches=4, **settings | {"fsdp": False})
+    assert files(tmp_path / "two") == files(tmp_path / "one")
     two, one = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
     for name in one:
         if name.endswith("qkv_proj.bias"):  # a bias of keys changes no softmax: its gradient is noise
@@ -96,3 +116,20 @@ def test_a_signal_to_one_stops_both_and_they_go_on_together(tmp_path):
     assert "at step 2" in run(tmp_path / "run", 2, steps=4).stderr
     ours, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "whole"))
     assert all(torch.equal(ours[name], whole[name]) for name in whole)
+
+
+def test_a_sharded_run_that_stopped_goes_on_sharded_or_not(tmp_path):
+    run(tmp_path / "whole", 2, steps=4)
+    for name, fsdp in (("sharded", True), ("not", False)):
+        ended = run(tmp_path / name, 2, check=False, steps=4, stop_at=3, fsdp=True)
+        assert ended.returncode != 0 and "SIGTERM: stopped and saved" in ended.stderr
+        assert "at step 2" in run(tmp_path / name, 2, steps=4, fsdp=fsdp).stderr
+        ours, whole = (load_file(tmp_path / folder / "model.safetensors") for folder in (name, "whole"))
+        for weight in whole:
+            if not weight.endswith("qkv_proj.bias"):
+                torch.testing.assert_close(ours[weight], whole[weight], atol=1e-5, rtol=1e-5)
+
+
+def test_one_process_is_not_divided(tiny_model, words_and_images, tmp_path):
+    with pytest.raises(ValueError, match="this is one; torchrun"):
+        train(tiny_model(), "{}", words_and_images, TrainConfig(fsdp=True, workers=0), tmp_path)

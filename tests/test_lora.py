@@ -9,20 +9,22 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from models.checkpoint import CheckpointError, read_config, read_model, write_checkpoint
-from models.lora import PARTS, LoRALinear, adapt, adapters, merge, read_adapters, write_adapters
+from models.lora import PARTS, WORDS, LoRALinear, adapt, adapters, learning_whole, merge, read_adapters, write_adapters
 from nanovlm.train_config import TrainConfig
 from nanovlm.training import train
 
 
 @pytest.fixture
 def adapted(tiny_model):
-    """Makes the tiny model with adapters that have learnt something, in these parts."""
+    """Makes the tiny model with adapters that have learnt something, in these parts, and with words that have."""
 
-    def make(parts=PARTS, rank=3, alpha=12.0):
-        model = tiny_model()
+    def make(parts=PARTS, rank=3, alpha=12.0, words=False, **changes):
+        model = tiny_model(**changes)
         torch.manual_seed(5)
-        adapt(model, rank, alpha, parts)
+        adapt(model, rank, alpha, parts, words)
         with torch.no_grad():
+            for p in learning_whole(model).values():
+                p.add_(torch.randn_like(p), alpha=0.1)
             for module in adapters(model).values():
                 module.lora_B.weight.normal_(std=0.1)
         return model
@@ -99,6 +101,68 @@ def test_we_read_what_peft_writes(tiny_model, words_and_images, tmp_path):
     read_adapters(tmp_path, ours := tiny_model())
     assert len(adapters(ours)) == 5 and not any(p.requires_grad for n, p in ours.named_parameters() if "lora" not in n)
     torch.testing.assert_close(ours(**batch)[0], theirs(**batch)[0], atol=1e-5, rtol=1e-5)
+
+
+TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
+
+
+@TIED
+@pytest.mark.parametrize("parts", [PARTS, ("decoder",), ("vision_encoder", "MP")], ids=str)
+def test_words_learn_in_full_where_the_decoder_learns(tiny_model, words_and_images, parts, tied):
+    adapt(model := tiny_model(lm_tie_weights=tied), 2, 4, parts, words=True)
+    model(**words_and_images(0))[1].backward()
+    known = {f"{name}.weight" for name in WORDS} if "decoder" in parts else set()
+    assert learning_whole(model).keys() == known
+    for name, p in model.named_parameters(remove_duplicate=False):
+        assert (p.grad is not None) == p.requires_grad == (".lora_" in name or name in known)
+
+
+@TIED
+@torch.no_grad()
+def test_peft_reads_words_that_learnt_and_merges_them(adapted, tiny_model, words_and_images, tmp_path, tied):
+    model, batch = adapted(words=True, lm_tie_weights=tied), words_and_images(0)
+    write_adapters(tmp_path, model)
+    theirs = PeftModel.from_pretrained(tiny_model(lm_tie_weights=tied), tmp_path)
+    torch.testing.assert_close(theirs(**batch)[0], model(**batch)[0], atol=1e-5, rtol=1e-5)
+    plain = merge(model)
+    torch.testing.assert_close(theirs.merge_and_unload()(**batch)[0], plain(**batch)[0], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(plain(**batch)[0], merge(adapted(lm_tie_weights=tied))(**batch)[0], atol=1e-2)
+    assert (plain.decoder.head.weight is plain.decoder.token_embedding.weight) == tied
+
+
+@TIED
+@torch.no_grad()
+def test_words_that_peft_taught_are_read_and_written_as_it_does(tiny_model, words_and_images, tmp_path, tied):
+    cfg = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], modules_to_save=list(WORDS), init_lora_weights=False)
+    theirs, batch = get_peft_model(tiny_model(lm_tie_weights=tied), cfg).eval(), words_and_images(0)
+    words = [theirs.get_submodule(f"base_model.model.{name}.modules_to_save.default") for name in WORDS]
+    for i, module in enumerate(words):
+        module.weight.add_(torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(i * (not tied))))
+    theirs.save_pretrained(tmp_path)
+    read_adapters(tmp_path, ours := tiny_model(lm_tie_weights=tied))
+    torch.testing.assert_close(ours(**batch)[0], theirs(**batch)[0], atol=1e-5, rtol=1e-5)
+    (tmp_path / "ours").mkdir()
+    write_adapters(tmp_path / "ours", ours)
+    again, before = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "ours", tmp_path))
+    assert again.keys() == before.keys() and all(torch.equal(again[name], before[name]) for name in before)
+    if tied:  # PEFT lets them learn apart, unless told not to
+        words[1].weight.add_(1)
+        theirs.save_pretrained(tmp_path)
+        with pytest.raises(CheckpointError, match=r"holds another .* than its twin.*lm_tie_weights=true"):
+            read_adapters(tmp_path, tiny_model())
+
+
+def test_words_come_back_to_a_model_whose_words_learn_and_to_no_other(adapted, tiny_model, words_and_images, tmp_path):
+    write_adapters(tmp_path, model := adapted(words=True))
+    adapt(again := tiny_model(), 3, 12.0, words=True)
+    read_adapters(tmp_path, again)
+    batch = words_and_images(0)
+    assert torch.equal(again(**batch)[0], model(**batch)[0])
+    with pytest.raises(CheckpointError, match=r"holds decoder\.head\.weight, which this model does not learn"):
+        read_adapters(tmp_path, adapted())
+    write_adapters(tmp_path, adapted())
+    with pytest.raises(CheckpointError, match=r"decoder\.token_embedding\.weight is missing"):
+        read_adapters(tmp_path, again)
 
 
 @torch.no_grad()
@@ -183,7 +247,8 @@ def test_training_leaves_a_plain_model_and_the_adapters_that_make_it(tiny_model,
     torch.testing.assert_close(again(**batch)[0], read(**batch)[0], atol=1e-5, rtol=1e-5)
     assert not torch.allclose(read(**batch)[0], tiny_model()(**batch)[0], atol=1e-2)
     moments = load_file(tmp_path / "checkpoints/step-3/optimizer.safetensors")
-    assert all(".lora_" in key for key in moments)
+    kinds = {key.rpartition("/")[0] for key in moments if ".lora_" not in key}
+    assert kinds == {"decoder.token_embedding.weight"}, "tied to the head"
 
 
 def test_adapters_go_on_only_from_the_model_that_they_began_with(tiny_model, words_and_images, tmp_path):
@@ -191,6 +256,7 @@ def test_adapters_go_on_only_from_the_model_that_they_began_with(tiny_model, wor
     for model, cfg, told in (
         (tiny_model(seed=1), CFG, "begin with the same model as before"),
         (tiny_model(), replace(CFG, lora_rank=4), "r=2 and lora_alpha=16.0, but this model has 4"),
+        (tiny_model(), replace(CFG, lora_words=False), "which this model does not learn"),
         (tiny_model(), replace(CFG, lora_rank=0), "moments of"),
     ):
         with pytest.raises(CheckpointError, match=told):

@@ -1,6 +1,7 @@
 """Which example stands where is a pure function, shares are kept, and what is held out stays so."""
 
 import pickle
+import random
 from collections import Counter
 from functools import partial
 
@@ -9,6 +10,7 @@ import torch
 from PIL import Image
 
 from nanovlm.data import Example, ExampleError
+from nanovlm.images import cropped
 from nanovlm.sources import Batches, Mixture, Part, Source, SourceError, Stream, split
 
 
@@ -165,6 +167,34 @@ def test_batches_are_a_pure_function_and_can_be_sent(tiled):
     for one, other in zip(batches(2).values(), sent(2).values()):
         assert torch.equal(one, other)
     assert not torch.equal(batches(2)["input_ids"], batches(3)["input_ids"])
+
+
+def test_what_is_shown_again_is_shown_a_little_differently(tiled):
+    """And what never comes again, or is shown for the first time, as it is."""
+    picture = Image.frombytes("RGB", (40, 30), random.Random(0).randbytes(3600))
+    show = lambda record, name: Example([picture], [("?", str(record))], name)  # noqa: E731
+    small, endless = Source("small", range(6), show), Source("endless", range(10**6), show, endless=True)
+    mixture = Mixture([Part(small, range(6)), Part(endless, range(10**6), 0.4)], 0)
+    plain, augmented = (Batches(mixture, tiled[1], 1, augment=most) for most in (0.0, 0.2))
+    seen = set()
+    for place in range(40):
+        as_it_is, shown = plain(place), augmented(place)
+        again = mixture.pick(*mixture.locate(place))[0].path == "small" and mixture.epoch(place) > 0
+        assert torch.equal(as_it_is["images"], shown["images"]) != again
+        assert torch.equal(shown["images"], augmented(place)["images"]), "a pure function of the place"
+        seen.add(shown["images"].numpy().tobytes())
+    assert len(seen) > 10
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 3), (40, 30), (1000, 7)])
+def test_a_crop_takes_no_more_than_its_part_of_each_side(size):
+    picture, rng, sizes = Image.new("RGB", size), random.Random(0), set()
+    for _ in range(200):
+        sizes.add(cropped(picture, 0.1, rng).size)
+        assert min(cropped(picture, 0.49, rng).size) > 0
+    for side, cut in zip(size, zip(*sizes)):
+        assert max(cut) <= side and min(cut) >= side - 2 * int(0.1 * side)
+        assert len(set(cut)) > 2 or side < 20
 
 
 @pytest.mark.parametrize("kind", ["source", "stream"])

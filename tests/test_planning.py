@@ -23,6 +23,7 @@ WAYS = {
     "accumulation": {"accumulate": 3},
     "frozen encoder": {"vision_rate": 0.0},
     "adapters": {"lora_rank": 2},
+    "adapters alone": {"lora_rank": 2, "lora_words": False},
     "checkpointing": {"gradient_checkpointing": True},
 }
 
@@ -59,6 +60,7 @@ def test_what_saves_memory_is_planned_to(planned):
     plain = planned()
     assert planned(gradient_checkpointing=True).step < plain.step
     assert planned(vision_rate=0.0).step < plain.step and planned(vision_rate=0.0).moments < plain.moments
+    assert planned(lora_rank=2, lora_words=False).moments < planned(lora_rank=2).moments
     assert planned(lora_rank=2).peak - planned(lora_rank=2).process < plain.peak - plain.process
 
 

@@ -26,6 +26,7 @@ CFG = TrainConfig(steps=6, lr=3e-3, warmup=2, save_every=3, log_every=2, workers
 WAYS = {
     "accumulation": {"accumulate": 2, "schedule": "cosine"},
     "adapters": {"lora_rank": 2, "accumulate": 2, "vision_rate": 0.0},
+    "adapters alone": {"lora_rank": 2, "lora_words": False},
     "frozen parts": {"vision_rate": 0.0, "language_rate": 0.0},
     "rates": {"vision_rate": 0.1, "projector_rate": 2.0, "gradient_checkpointing": True},
     "float16": {"dtype": "float16", "steps": 12},

@@ -199,6 +199,11 @@ def test_llavas_conversations_find_their_pictures(folder):
         (llava("What?", "x", image="https://x.org/a.png"), "https://x.org/a.png; download it"),
         (llava("What?", "x", image="data:image/png;base64,%"), "no base64"),
         (llava("What?", "x", images=[None]), "an empty place"),
+        ({"conversations": [5]}, "laid out in no way that is known here"),
+        ({"conversations": 5}, "laid out in no way that is known here"),
+        ({"texts": ["What?"]}, "laid out in no way that is known here"),
+        ({"messages": [{"role": "user", "content": ["What?"]}]}, "laid out in no way that is known here"),
+        ({"image": "a.png", "caption": {"en": "x"}}, "a dict stands where words should be"),
     ],
 )
 def test_a_conversation_that_makes_no_sense_is_named(record, words):
@@ -449,6 +454,28 @@ def test_tars_that_lack_something():
 
 
 # -------------------------------------------------------------------------------------------------------- anything
+
+
+@pytest.mark.parametrize("kind", ["json", "tar", "parquet"])
+def test_the_trace_of_an_example_changes_with_its_words_and_its_picture_and_not_when_written_again(kind, cache):
+    import pyarrow
+    from pyarrow import parquet
+
+    def trace(picture, text):
+        if kind == "json":
+            write("a.png", picture)
+            write("data.json", [{"image": "a.png", "caption": text}])
+        elif kind == "tar":
+            write_tar("data.tar", {"a.png": picture, "a.txt": text.encode()})
+        else:
+            parquet.write_table(
+                pyarrow.table({"image": [{"bytes": picture, "path": None}], "caption": [text]}), "data.parquet"
+            )
+        return open_source(f"data.{kind}", ASK).trace(0)
+
+    first = trace(png(1), "one")
+    assert trace(png(1), "one") == first
+    assert len({first, trace(png(1), "three"), trace(png(1) + b"\0", "one")}) == 3
 
 
 def test_the_drawn_scenes_are_a_source():

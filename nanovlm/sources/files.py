@@ -74,7 +74,7 @@ def imagefolder(path: str, tables: Sequence[Path], reading: Reading) -> Source:
         for number, row in enumerate(rows):
             if number == 0:
                 columns(row, str(table), reading)
-            if not row.get("file_name"):
+            if not (row.get("file_name") and isinstance(row["file_name"], str)):
                 raise SourceError(f"{table}, row {number + 1} has no file_name; write it, or take the row out")
             keys.append(os.path.normpath(os.path.join(inside, row["file_name"])))
             records.append({**row, "image": keys[-1], "images": None})
@@ -168,12 +168,14 @@ def from_json(path: Path, reading: Reading) -> Source:
 def coco(path: Path, found: dict[str, Any], reading: Reading) -> Source:
     """COCO's captions: every picture with all that was said about it, each a branch of its own."""
     try:
-        files = {image["id"]: image["file_name"] for image in found["images"]}
+        files = {image["id"]: str(image["file_name"]) for image in found["images"]}
         said = {id: [] for id in files}
         for annotation in found["annotations"]:
             said[annotation["image_id"]].append(words(annotation["caption"]))
-    except (KeyError, TypeError) as error:
+    except KeyError as error:
         raise SourceError(f"{path} looks like COCO's captions, but lacks {error}") from None
+    except TypeError as error:
+        raise SourceError(f"{path} looks like COCO's captions, but is laid out in another way: {error}") from None
     silent = [files[id] for id, captions in said.items() if not captions]
     if not files:
         raise SourceError(f"no pictures found: {path} lists none")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from random import Random
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanovlm.complaints import complain
 from nanovlm.data import Example, ExampleError, Row, collate, encode_checked
+from nanovlm.images import cropped
 from nanovlm.packing import pack
 from nanovlm.processor import Processor
 from nanovlm.sources.source import Source, SourceError, Stream
@@ -142,6 +143,12 @@ class Mixture:
             i -= len(part)
         raise AssertionError
 
+    def epoch(self, place: int, later: int = 0) -> int:
+        """How often the example at a place, or later, was shown before."""
+        group, turn = self.locate(place)
+        stream = isinstance(self.groups[group][0].source, Stream)
+        return 0 if stream else (turn + later) // sum(map(len, self.groups[group]))
+
     def example(self, place: int, later: int = 0) -> Example:
         """The example at a place, or the one so many turns of its group later."""
         group, turn = self.locate(place)
@@ -180,6 +187,7 @@ class Batches:
     batch_size: int
     skip: bool = False  # show the group's next example in the place of a bad one
     pack: int = 0  # join examples into rows of so many tokens; 0 keeps a row for each
+    augment: float = 0.0  # what is shown again is cropped at random, by up to this part of it on each side
 
     def __call__(self, step: int) -> dict:
         rows = [self.row(step * self.batch_size + b) for b in range(self.batch_size)]
@@ -187,9 +195,12 @@ class Batches:
         return collate(pack(rows, min(self.pack, limit)) if self.pack else rows, limit=limit)
 
     def row(self, place: int) -> Row:
+        rng = Random(f"{self.mixture.seed} {place}")
         for later in range(TRIES):
+            again = self.augment and self.mixture.epoch(place, later)
+            view = partial(cropped, most=self.augment, rng=rng) if again else None
             try:
-                return encode_checked(self.mixture.example(place, later), self.processor)
+                return encode_checked(self.mixture.example(place, later), self.processor, view)
             except ExampleError as error:
                 if not self.skip:
                     raise

@@ -18,6 +18,13 @@ ANSWERS, QUESTIONS = ("text", "caption", "answer", "captions"), ("question", "pr
 
 def record_example(record: Mapping[str, Any], name: str, root: str | None, reading: Reading) -> Example:
     """The example that a record holds; its pictures' relative paths start at the folder root."""
+    try:
+        return _example(record, name, root, reading)
+    except (AttributeError, KeyError, TypeError) as error:  # JSON may hold anything anywhere
+        raise ExampleError(f"{name} is laid out in no way that is known here: {error}") from None
+
+
+def _example(record: Mapping[str, Any], name: str, root: str | None, reading: Reading) -> Example:
     pictures = record_pictures(record)
     if turns := record.get("texts"):
         kept = [turn for turn, passes in zip(turns, passing(record, reading)) if passes]
@@ -57,6 +64,8 @@ def record_key(record: Mapping[str, Any]) -> str | None:
 
 def words(text: Any) -> str:
     """Text without the white space around it, which belongs to files and not to answers."""
+    if isinstance(text, (Mapping, list, tuple)):
+        raise TypeError(f"a {type(text).__name__} stands where words should be")
     return "" if text is None else str(text).strip()
 
 

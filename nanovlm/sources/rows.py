@@ -48,13 +48,14 @@ def rows(path: str, reading: Reading, files: Sequence[str] = ()) -> Source | Str
         )
     if not len(found):
         raise SourceError(f"no pictures found: {path} has no rows")
+    nbytes = found.data.nbytes
     if not reading.min_ratings or "texts" not in names:
-        return Source(path, found, example, obeys=obeys)
+        return Source(path, found, example, obeys=obeys, nbytes=nbytes)
     asked = found.select_columns(["texts", *(f"{rating}_ratings" for rating in reading.min_ratings)])
     left = [i for i, row in enumerate(asked) if wanted(row, reading)]
     if not left:
         raise SourceError(f"{path} has no row rated so high; lower --min-rating")
-    return Source(path, found.select(left), example, numbers=left, obeys=obeys)
+    return Source(path, found.select(left), example, numbers=left, obeys=obeys, nbytes=nbytes)
 
 
 def _streamed(path: str, found: Any) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from nanovlm import PROMPT
-from nanovlm.data import Example
+from nanovlm.data import Example, ExampleError
 
 EXTENSIONS = {
     ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif",
@@ -42,7 +42,8 @@ class Source:
 
     keys, if given, are what the examples are about, a picture's path say: whatever has the same key is held out
     together. obeys names the fields of Reading that mean something here; numbers are those of the records in their
-    file, where some were left out. An endless source has more examples than anybody would count or hold out.
+    file, where some were left out. An endless source has more examples than anybody would count or hold out. Where
+    making an example reads its pictures, nbytes is the size of all records.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class Source:
         obeys: Collection[str] = (),
         numbers: Sequence[int] | None = None,
         endless: bool = False,
+        nbytes: int | None = None,
     ):
         self.path, self.records, self.example = path, records, example
         self.keys, self.named_by_key, self.obeys = keys, named_by_key, obeys
         self.numbers = range(len(records)) if numbers is None else numbers
-        self.endless = endless
+        self.endless, self.nbytes = endless, nbytes
 
     def __len__(self) -> int:
         return len(self.records)
@@ -74,6 +76,19 @@ class Source:
     def key(self, i: int) -> str:
         """What decides whether an example is held out."""
         return self.keys[i] if self.keys else str(self.numbers[i])
+
+    def trace(self, i: int) -> str:
+        """What tells an example from what it was before a change, where cheap: its words and its pictures' sizes.
+
+        Not when a file was written: to copy a folder changes no example.
+        """
+        if self.nbytes is not None:
+            return f"{self.key(i)} of {self.nbytes}"
+        try:
+            example = self[i]
+        except ExampleError as error:
+            return f"{self.key(i)}: {error}"
+        return repr((self.key(i), example.answers, example.chain, [_size(picture) for picture in example.pictures]))
 
 
 class Stream:
@@ -143,3 +158,13 @@ class Stream:
                 yield window.pop()
         rng.shuffle(window)
         yield from window
+
+
+def _size(picture: Any) -> int | None:
+    """Bytes of a picture's file; None if there is none, which is an error only when it is opened."""
+    if isinstance(picture, bytes):
+        return len(picture)
+    try:
+        return getattr(picture, "size", None) or os.path.getsize(picture)  # a tar's member knows it
+    except (OSError, TypeError, ValueError):
+        return None
