@@ -66,8 +66,9 @@ def read_captioner(args: argparse.Namespace, prompts: Sequence[str], max_new_tok
     try:
         if args.compile:
             complain("note: compiling the decode step takes a minute or two, the first time for a model's shape")
-        model = (args.model, args.device, args.dtype, args.revision, args.max_tiles, args.upscale)
-        captioner = Captioner.from_pretrained(*model, args.quantize, args.compile)
+        budget = {"max_tiles": args.max_tiles, "upscale": args.upscale}
+        speed = {"quantize": args.quantize, "compile": args.compile}
+        captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, args.revision, **budget, **speed)
         for prompt in prompts:
             captioner.check_prompt(prompt, max_new_tokens)
     except (CheckpointError, ValueError) as error:

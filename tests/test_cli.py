@@ -183,7 +183,7 @@ def test_several_prompts_where_one_is_meant_are_one_line(generate, flags, words)
 def test_a_budget_of_tiles_arrives(generate, monkeypatch):
     given = []
 
-    def from_pretrained(*args, max_tiles, upscale):
+    def from_pretrained(*args, max_tiles, upscale, **others):
         given.append((max_tiles, upscale))
         raise ValueError("enough")
 
