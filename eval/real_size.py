@@ -196,8 +196,7 @@ def table(results: list[RealSize]) -> str:
         times = [f"{seconds:.1f} s" for seconds in (r.load_s, r.first_token_s)]
         lines.append(row(r.name, f"{r.parameters:,}", memory[0], times[0], *memory[1:3], times[1], memory[3]))
     shown = [f"{r.name} reads {r.images} images, {r.prompt_tokens:,} tokens" for r in results]
-    imports = f"of the peaks {max(r.imports_mb for r in results):,.0f} MB were there before loading: torch"
-    return "\n".join([*lines, "; ".join(shown), imports])
+    return "\n".join([*lines, "; ".join(shown)])
 
 
 def main(argv: list[str] | None = None) -> int:
