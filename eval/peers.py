@@ -30,7 +30,7 @@ from eval.shapes import SHAPES
 from models.int8 import use_int8
 from models.language_model import LanguageModel
 from models.onednn import onednn_pays_off, use_onednn
-from models.packages import package_path, use_package
+from models.packages import package_path, use_joined, use_package
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.cli import Parser
 from nanovlm.training import progress
@@ -112,7 +112,7 @@ def peers(shape: str, chosen: Sequence[str], rows: int, folder: Path) -> dict[st
     size = {"float32": 4 * entries, "bfloat16": 2 * entries, "int8": entries}
 
     def ours(dtype: str, packaged: bool) -> Ours:
-        model = exact if dtype == "float32" and not packaged else copy.deepcopy(exact)
+        model = copy.deepcopy(exact)
         if dtype != "float32":
             model.bfloat16()
         if dtype == "int8":
@@ -121,6 +121,8 @@ def peers(shape: str, chosen: Sequence[str], rows: int, folder: Path) -> dict[st
             if not (path := package_path(model.decoder)).exists():
                 progress(f"compiling {path}")
             use_package(model, build=True)
+        else:
+            use_joined(model)
         return Ours(model)
 
     def llamacpp(dtype: str) -> Peer:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from models import decode_step, language_model
 from models.decode_step import DecodeStep
+from models.joined_step import JoinedStep
 from models.language_model import LanguageModel
 from models.vision_language_model import Prefix, VisionLanguageModel
 
@@ -92,6 +93,12 @@ def use_step(model: VisionLanguageModel, run: Run) -> None:
         return run(ids, torch.tensor([prefix.length], device=ids.device), keys, values), Prefix(kv_cache)
 
     model.decode = decode
+
+
+def use_joined(model: VisionLanguageModel) -> None:
+    """Let model decode by `models.joined_step`, on a CPU; on other devices nothing changes. In place."""
+    if model.device.type == "cpu":
+        use_step(model, JoinedStep(model.decoder))
 
 
 def use_package(model: VisionLanguageModel, build: bool = False) -> bool:

@@ -14,7 +14,7 @@ from models.decoding import GREEDY, Sampling
 from models.fused import use_fused
 from models.int8 import use_int8
 from models.onednn import onednn_pays_off, use_onednn
-from models.packages import use_package
+from models.packages import use_joined, use_package
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.device import choose_device, choose_dtype
@@ -86,8 +86,8 @@ class Captioner:
         if onednn_pays_off():
             use_onednn(model)
         use_fused(model)
-        if compile is not False:
-            use_package(model, build=bool(compile))
+        if compile is False or not use_package(model, build=bool(compile)):
+            use_joined(model)
         return cls(model, Processor(cfg, tokenizer, max_tiles, upscale))
 
     @classmethod

@@ -5,7 +5,9 @@ import torch
 
 from models import packages
 from models.decode_step import DecodeStep
-from models.int8 import use_int8
+from models.int8 import Int8Linear, use_int8
+from models.joined_step import JoinedStep, join
+from models.onednn import OneDNNLinear, use_onednn
 from models.packages import build_package, load_package, package_path, use_package, use_step
 from models.vision_language_model import VisionLanguageModel
 
@@ -16,13 +18,17 @@ IDS, IMAGES = (
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-def stepping(model):
-    use_step(model, DecodeStep(model.decoder))
-    return model
+@pytest.fixture(params=[DecodeStep, JoinedStep])
+def stepping(request):
+    def use(model):
+        use_step(model, request.param(model.decoder))
+        return model
+
+    return use
 
 
 @pytest.mark.parametrize("changes", [{}, {"lm_tie_weights": False}, {"lm_attn_scaling": 0.5}, {"lm_n_kv_heads": 6}])
-def test_the_step_is_the_blocks(tiny_model, changes):
+def test_the_step_is_the_blocks(tiny_model, stepping, changes):
     model, usual = stepping(tiny_model(**changes)), tiny_model(**changes)
     with torch.inference_mode():
         (logits, prefix), (wanted, past) = (m.prefill(IDS, IMAGES) for m in (model, usual))
@@ -38,7 +44,7 @@ def test_the_step_is_the_blocks(tiny_model, changes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_eight_bits_mean_the_same_to_both(tiny_model, dtype):
+def test_eight_bits_mean_the_same_to_both(tiny_model, stepping, dtype):
     model, usual = (tiny_model().to(dtype) for _ in range(2))
     use_int8(model.decoder), use_int8(usual.decoder)
     stepping(model)
@@ -48,10 +54,25 @@ def test_eight_bits_mean_the_same_to_both(tiny_model, dtype):
             ids = wanted.argmax(-1)
             (logits, prefix), (wanted, past) = model.decode(ids, prefix), usual.decode(ids, past)
             tolerance = CLOSE if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.15}
-            torch.testing.assert_close(logits, wanted.float(), **tolerance)
+            torch.testing.assert_close(logits.float(), wanted.float(), **tolerance)
 
 
-def test_one_prefix_is_continued_twice_and_by_both_ways_in_turn(tiny_model):
+def test_what_is_joined_is_held_once(tiny_model, monkeypatch):
+    monkeypatch.setattr("models.onednn.LARGE", 0)
+    for change, kind in ((lambda m: m, torch.nn.Linear), (use_onednn, OneDNNLinear), (use_int8, Int8Linear)):
+        model, usual = change(tiny_model().decoder), change(tiny_model().decoder)
+        step = JoinedStep(model)
+        for block, (qkv, gate_up) in zip(model.blocks, step.joined):
+            assert type(qkv) is type(gate_up) is kind
+            for part, whole in ((block.attn.v_proj, qkv), (block.mlp.up_proj, gate_up)):
+                assert part.weight.untyped_storage().data_ptr() == whole.weight.untyped_storage().data_ptr()
+        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), usual.state_dict().values()))
+    a, b = torch.nn.Linear(8, 3, bias=False), torch.nn.Linear(8, 5, bias=False)
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(join(a, b)(x), torch.cat([a(x), b(x)], dim=-1))
+
+
+def test_one_prefix_is_continued_twice_and_by_both_ways_in_turn(tiny_model, stepping):
     model = stepping(tiny_model())
     with torch.inference_mode():
         _, prefix = model.prefill(IDS, IMAGES)
@@ -81,7 +102,7 @@ def test_batches_padding_and_gradients_go_the_usual_way(tiny_model):
     logits.sum().backward()
 
 
-def test_no_step_beyond_the_models_positions(tiny_model):
+def test_no_step_beyond_the_models_positions(tiny_model, stepping):
     model = stepping(tiny_model())
     with torch.inference_mode():
         _, prefix = model.prefill(torch.randint(4, 40, (1, 63)))

@@ -1,0 +1,57 @@
+"""The decode step of one sequence on a CPU without a compiler: few operations, each of which has much to read.
+
+A token passes through some forty small operations a block, and starting one takes as long as what it does. Here
+products that read the same vector are one, and the rest is as little as can be; the arithmetic is that of the blocks.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.language_model import LanguageModel, rotary
+
+
+def join(*linears: nn.Linear) -> nn.Linear:
+    """Linears without biases, of one class, as one; their weights become views of the whole, which is no copy then."""
+    whole = nn.Linear(linears[0].in_features, sum(one.out_features for one in linears), bias=False, device="meta")
+    whole.__class__ = type(linears[0])
+    for name in dict(linears[0].named_parameters()):  # the weight, and an Int8Linear's scale
+        tensor = torch.cat([getattr(one, name).detach() for one in linears])
+        setattr(whole, name, nn.Parameter(tensor, requires_grad=False))
+        for one, part in zip(linears, tensor.split([one.out_features for one in linears])):
+            getattr(one, name).data = part
+    return whole
+
+
+class JoinedStep:
+    """`models.decode_step.DecodeStep` for a CPU, with a decoder's weights, some of which it lays side by side."""
+
+    def __init__(self, decoder: LanguageModel):
+        self.decoder, self.joined = decoder, []
+        for block in decoder.blocks:
+            attn, mlp = block.attn, block.mlp
+            self.joined.append((join(attn.q_proj, attn.k_proj, attn.v_proj), join(mlp.gate_proj, mlp.up_proj)))
+
+    def __call__(self, ids: Tensor, position: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        """ids (1,) at position (1,): logits (1, vocabulary); keys and values (1, n_kv_heads, capacity, D) per block."""
+        decoder, cfg, place = self.decoder, self.decoder.cfg, int(position)
+        n_q, n_kv, D = cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_head_dim
+        cos, sin = rotary(position, cfg)
+        sin = torch.cat([-sin[:, : D // 2], sin[:, D // 2 :]], dim=-1)
+        x = decoder.token_embedding(ids)
+        for block, (qkv, gate_up), key, value in zip(decoder.blocks, self.joined, keys, values):
+            heads = qkv(norm(block.norm1, x)).view(-1, D)
+            turned = heads[: n_q + n_kv].float()
+            turned = torch.addcmul(turned * cos, turned.roll(D // 2, -1), sin).to(x.dtype)
+            key[0, :, place], value[0, :, place] = turned[n_q:], heads[n_q + n_kv :]
+            q = turned[:n_q].view(1, n_kv, -1, D)
+            y = F.scaled_dot_product_attention(q, key[:, :, : place + 1], value[:, :, : place + 1])
+            x = x + block.attn.out_proj(y.view(1, -1))
+            gate, up = gate_up(norm(block.norm2, x)).chunk(2, dim=-1)
+            x = x + block.mlp.down_proj(F.silu(gate) * up)
+        return decoder.head(norm(decoder.norm, x))
+
+
+def norm(module: nn.Module, x: Tensor) -> Tensor:
+    """RMSNorm as one operation, whose sums are float32, too."""
+    return F.rms_norm(x, x.shape[-1:], module.weight, module.eps)
