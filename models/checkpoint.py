@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from models.config import VLMConfig
 from models.language_model import inverse_frequencies
@@ -98,7 +99,7 @@ def read_model(
         told = f"lm_n_blocks={cfg.lm_n_blocks} and vit_n_blocks={cfg.vit_n_blocks}"
         raise CheckpointError(f"{Path(folder) / CONFIG}: {told} are more than {MOST_BLOCKS} in all")
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), Undrawn():
             model = VisionLanguageModel(cfg, image_token_id)
     except RuntimeError:  # more bytes than 64 bits can count
         sees, says = ("vit_hidden_dim", "vit_inter_dim", "vit_patch_size"), ("lm_hidden_dim", "lm_inter_dim")
@@ -110,7 +111,8 @@ def read_model(
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             names = set(file.keys()) - {INV_FREQ}
-            source = {name: name for name in wanted}
+            alike = sorted(wanted, key=lambda name: name.split(".")[::-1])  # mapped together, let go of together
+            source = {name: name for name in alike}
             if cfg.lm_tie_weights and EMBEDDING in names:  # either name of a tied pair will do, both if they agree
                 if HEAD in names and not torch.equal(file.get_tensor(EMBEDDING), file.get_tensor(HEAD)):
                     raise CheckpointError(f"{path}: lm_tie_weights=true, but {EMBEDDING} and {HEAD} differ")
@@ -140,6 +142,15 @@ def read_model(
     model.load_state_dict(state, assign=True)
     model.decoder.tie_weights()
     return model.eval()
+
+
+class Undrawn(TorchFunctionMode):
+    """`with Undrawn():` modules are made without drawing weights, for which torch imports its compiler on meta."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def tensors(path: Path, source: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
