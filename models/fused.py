@@ -11,7 +11,7 @@ from models.onednn import OneDNNLinear
 from models.vision_transformer import MLP, VisionTransformer
 
 FEWEST = 16  # patches; fewer have nothing to gain
-TOGETHER = 4096  # patches that go through the encoder at once; more are no faster and take memory
+TOGETHER = 1024  # patches that go through the encoder at once; the tensors of more leave the processor's cache
 PLAIN = (nn.Linear, OneDNNLinear)  # whose weights are what they multiply by
 
 

@@ -96,9 +96,13 @@ def use_step(model: VisionLanguageModel, run: Run) -> None:
 
 
 def use_joined(model: VisionLanguageModel) -> None:
-    """Let model decode by `models.joined_step`, on a CPU; on other devices nothing changes. In place."""
-    if model.device.type == "cpu":
-        use_step(model, JoinedStep(model.decoder))
+    """Let model decode by `models.joined_step`, on a CPU and below float32. In place.
+
+    Files are mostly float32: read as such, weights stay mapped, and what is joined would take memory of its own.
+    """
+    decoder = model.decoder
+    if model.device.type == "cpu" and decoder.blocks[0].attn.q_proj.weight.dtype != torch.float32:
+        use_step(model, JoinedStep(decoder))
 
 
 def use_package(model: VisionLanguageModel, build: bool = False) -> bool:

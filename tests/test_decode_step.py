@@ -8,7 +8,7 @@ from models.decode_step import DecodeStep
 from models.int8 import Int8Linear, use_int8
 from models.joined_step import JoinedStep, join
 from models.onednn import OneDNNLinear, use_onednn
-from models.packages import build_package, load_package, package_path, use_package, use_step
+from models.packages import build_package, load_package, package_path, use_joined, use_package, use_step
 from models.vision_language_model import VisionLanguageModel
 
 IDS, IMAGES = (
@@ -70,6 +70,15 @@ def test_what_is_joined_is_held_once(tiny_model, monkeypatch):
     a, b = torch.nn.Linear(8, 3, bias=False), torch.nn.Linear(8, 5, bias=False)
     x = torch.randn(2, 8)
     torch.testing.assert_close(join(a, b)(x), torch.cat([a(x), b(x)], dim=-1))
+
+
+def test_weights_that_may_be_mapped_are_not_joined(tiny_model):
+    for model, joined in ((tiny_model(), False), (tiny_model().bfloat16(), True)):
+        use_joined(model)
+        assert ("decode" in vars(model)) == joined
+        attn = model.decoder.blocks[0].attn
+        whole = attn.q_proj.weight.untyped_storage().data_ptr() == attn.k_proj.weight.untyped_storage().data_ptr()
+        assert whole == joined
 
 
 def test_one_prefix_is_continued_twice_and_by_both_ways_in_turn(tiny_model, stepping):
