@@ -27,6 +27,7 @@ import torch
 from eval.environment import environment
 from eval.machine import bytes_per_s
 from eval.shapes import SHAPES
+from models.decoding import GREEDY
 from models.int8 import use_int8
 from models.language_model import LanguageModel
 from models.onednn import onednn_pays_off, use_onednn
@@ -56,7 +57,7 @@ class Ours:
             logits, self.prefix = self.model.prefill(new)
         else:
             logits, self.prefix = self.model.decode(new[:, 0], self.prefix.first(start_pos))
-        return logits.argmax(-1).tolist()
+        return GREEDY(logits).tolist()
 
 
 class Transformers:
