@@ -398,7 +398,8 @@ def test_a_folder_in_the_making_is_not_to_be_seen_under_its_name(tmp_path):
     assert os.listdir(tmp_path) == ["model"] and os.listdir(tmp_path / "model") == ["config.json"]
 
 
-def test_a_folder_is_its_own_model_and_no_name_is_no_model(folder):
+def test_a_folder_is_its_own_model_and_no_name_is_no_model(folder, monkeypatch):
+    monkeypatch.chdir(folder)
     assert resolve(folder) == resolve(str(folder)) == folder
     with pytest.raises(CheckpointError, match="config.json: a file, not a folder"):
         resolve(folder / "config.json")
