@@ -22,7 +22,7 @@ def attend(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p).reshape(B, H, 1, D)
     if q.requires_grad and q.device.type == "cpu" and k.size(2) <= LONGEST_EXPLICIT:
         return _explicit(q, k, v, mask, causal, dropout_p)
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and B * k.size(2) >= ROWS and not _recorded():
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and k.size(2) >= ROWS and not _recorded():
         return _by_rows(q, k, v, mask, causal, dropout_p)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, enable_gqa=k.size(1) != H
