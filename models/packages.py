@@ -1,7 +1,7 @@
 """The decode step compiled ahead of time: a package per shape, precision and machine, without weights, kept in a cache.
 
-Making one takes a minute or two and a C++ compiler; loading it takes about two seconds, which torch's import of its own compiler needs. A model that uses it decodes
-single sequences by it, and does everything else as before.
+Making one takes a minute or two and a C++ compiler; loading it takes about two seconds, most of which torch needs to
+import its own compiler. A model that uses it decodes single sequences by it, and does everything else as before.
 """
 
 import hashlib
