@@ -28,10 +28,8 @@ from eval.environment import environment
 from eval.machine import bytes_per_s
 from eval.shapes import SHAPES
 from models.decoding import GREEDY
-from models.int8 import use_int8
+from models.fast import make_fast
 from models.language_model import LanguageModel
-from models.onednn import onednn_pays_off, use_onednn
-from models.packages import package_path, use_joined, use_package
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.cli import Parser
 from nanovlm.training import progress
@@ -108,23 +106,15 @@ class Result:
 def peers(shape: str, chosen: Sequence[str], rows: int, folder: Path) -> dict[str, tuple[Callable[[], Peer], int]]:
     """Name -> how it is made, and the bytes of weights that a step reads."""
     torch.manual_seed(0)
-    exact = use_onednn(VisionLanguageModel(SHAPES[shape][0], -1).eval(), onednn_pays_off())
+    exact = VisionLanguageModel(SHAPES[shape][0], -1).eval()
     entries = sum(p.numel() for p in exact.decoder.parameters())  # the embedding is the head, which is read whole
     size = {"float32": 4 * entries, "bfloat16": 2 * entries, "int8": entries}
 
     def ours(dtype: str, packaged: bool) -> Ours:
-        model = copy.deepcopy(exact)
-        if dtype != "float32":
-            model.bfloat16()
-        if dtype == "int8":
-            use_int8(model.decoder)
         if packaged:
-            if not (path := package_path(model.decoder)).exists():
-                progress(f"compiling {path}")
-            use_package(model, build=True)
-        else:
-            use_joined(model)
-        return Ours(model)
+            progress(f"{dtype}: compiling, if its package is not there")
+        model = copy.deepcopy(exact).to(torch.float32 if dtype == "float32" else torch.bfloat16)
+        return Ours(make_fast(model, dtype == "int8", compile=packaged))
 
     def llamacpp(dtype: str) -> Peer:
         from eval.llamacpp import LlamaCpp, write_gguf

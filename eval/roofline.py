@@ -24,9 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from eval.environment import environment
 from eval.machine import bytes_per_s, flops_per_s
 from eval.shapes import SHAPES
-from models.fused import use_fused
-from models.onednn import onednn_pays_off, use_onednn
-from models.packages import use_package
+from models.fast import make_fast
 from models.vision_language_model import Prefix, VisionLanguageModel
 from nanovlm.cli import Parser
 from nanovlm.device import DTYPES, choose_dtype
@@ -62,8 +60,7 @@ def measure(shape: str, dtype: torch.dtype, rounds: int) -> list[Stage]:
     cfg = SHAPES[shape][0]
     with torch.device("meta"):
         plain = VisionLanguageModel(cfg, -1).to(dtype).eval()
-    model = use_fused(use_onednn(VisionLanguageModel(cfg, -1).to(dtype).eval(), onednn_pays_off()))
-    use_package(model)
+    model = make_fast(VisionLanguageModel(cfg, -1).to(dtype).eval())
     images = torch.rand(1, 3, cfg.vit_img_size, cfg.vit_img_size).to(dtype)
     found = []
     with torch.inference_mode():

@@ -30,6 +30,7 @@ from eval.shapes import SHAPES
 from eval.sort_task import SortTask, sort_task, summary
 from eval.study import Study, study
 from models.encoder_decoder import EncoderDecoder
+from models.joined_step import use_step
 from models.onednn import onednn_pays_off, use_onednn
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT, SAMPLE
@@ -70,6 +71,7 @@ def table(study: Study) -> str:
 def embedded(device: torch.device, dtype: str) -> tuple[VisionLanguageModel, Tensor, Tensor]:
     """The model that ships, and what it reads of the sample picture: ids (1, T), images (1, 3, S, S)."""
     captioner = Captioner.from_pretrained(EMBEDDED, device.type, dtype)
+    use_step(captioner.model, None)  # the caches are what is studied, so decoding is the blocks' own
     inputs = captioner.processor([[open_picture(SAMPLE)]], [PROMPT])
     return captioner.model, inputs["input_ids"], inputs["images"]
 

@@ -17,6 +17,7 @@ import torch
 
 from eval.real_size import make_tokenizer
 from eval.shapes import SHAPES
+from models.fast import make_fast
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner
@@ -46,7 +47,7 @@ def of_shape(name: str, device: str, dtype: str) -> Captioner:
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(make_tokenizer(cfg)), cfg)
     torch.manual_seed(0)
     model = VisionLanguageModel(cfg, tokenizer.image_token_id).eval()
-    return Captioner(model.to(place, choose_dtype(dtype, place)), Processor(cfg, tokenizer))
+    return Captioner(make_fast(model.to(place, choose_dtype(dtype, place))), Processor(cfg, tokenizer))
 
 
 def measure(captioner: Captioner, n: int, seed: str) -> dict:

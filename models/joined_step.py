@@ -2,13 +2,19 @@
 
 A token passes through some forty small operations a block, and starting one takes as long as what it does. Here
 products that read the same vector are one, and the rest is as little as can be; the arithmetic is that of the blocks.
+`use_step` is how a model comes to decode by this step, or by another of the same signature.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.language_model import LanguageModel, rotary
+from models.vision_language_model import Prefix, VisionLanguageModel
+
+Step = Callable[[Tensor, Tensor, list[Tensor], list[Tensor]], Tensor]  # as `models.decode_step.DecodeStep.forward`
 
 
 def join(*linears: nn.Linear) -> nn.Linear:
@@ -55,3 +61,32 @@ class JoinedStep:
 def norm(module: nn.Module, x: Tensor) -> Tensor:
     """RMSNorm as one operation, whose sums are float32, too."""
     return F.rms_norm(x, x.shape[-1:], module.weight, module.eps)
+
+
+def use_step(model: VisionLanguageModel, step: Step | None) -> None:
+    """Let model decode single sequences by step, or with None as it did. In place.
+
+    Caches stay KVCaches, so that both ways can take turns.
+    """
+
+    def decode(ids: Tensor, prefix: Prefix) -> tuple[Tensor, Prefix]:
+        full = prefix.length >= model.cfg.lm_max_position_embeddings  # which the usual way refuses
+        if len(ids) > 1 or prefix.attention_mask is not None or full or torch.is_grad_enabled():
+            return VisionLanguageModel.decode(model, ids, prefix)
+        kv_cache = [kv.reserve(1) for kv in prefix.kv_cache]
+        keys, values = zip(*(kv.buffer for kv in kv_cache))
+        return step(ids, torch.tensor([prefix.length], device=ids.device), keys, values), Prefix(kv_cache)
+
+    model.__dict__.pop("decode", None)
+    if step is not None:
+        model.decode = decode
+
+
+def use_joined(model: VisionLanguageModel) -> None:
+    """Let model decode by a JoinedStep, on a CPU and below float32. In place.
+
+    Files are mostly float32: read as such, weights stay mapped, and what is joined would take memory of its own.
+    """
+    decoder = model.decoder
+    if model.device.type == "cpu" and decoder.blocks[0].attn.q_proj.weight.dtype != torch.float32:
+        use_step(model, JoinedStep(decoder))

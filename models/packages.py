@@ -8,7 +8,6 @@ import hashlib
 import os
 import platform
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,11 +15,9 @@ from torch import Tensor
 
 from models import decode_step, language_model
 from models.decode_step import DecodeStep
-from models.joined_step import JoinedStep
+from models.joined_step import Step, use_step
 from models.language_model import LanguageModel
-from models.vision_language_model import Prefix, VisionLanguageModel
-
-Run = Callable[[Tensor, Tensor, list[Tensor], list[Tensor]], Tensor]  # DecodeStep's forward
+from models.vision_language_model import VisionLanguageModel
 
 
 def package_path(decoder: LanguageModel) -> Path:
@@ -67,7 +64,7 @@ def build_package(decoder: LanguageModel, path: Path) -> None:
         new.unlink(missing_ok=True)
 
 
-def load_package(decoder: LanguageModel, path: Path) -> Run:
+def load_package(decoder: LanguageModel, path: Path) -> Step:
     """The step in path as a function, reading decoder's weights where they are. Raises RuntimeError if it is none."""
     # what torch._inductor.aoti_load_package comes to, without its import of the compiler, which takes two seconds
     package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
@@ -80,30 +77,6 @@ def load_package(decoder: LanguageModel, path: Path) -> Run:
 
     run.weights = weights  # which the package only points at
     return run
-
-
-def use_step(model: VisionLanguageModel, run: Run) -> None:
-    """Let model decode single sequences by run. In place; caches stay KVCaches, so that both ways can take turns."""
-
-    def decode(ids: Tensor, prefix: Prefix) -> tuple[Tensor, Prefix]:
-        full = prefix.length >= model.cfg.lm_max_position_embeddings  # which the usual way refuses
-        if len(ids) > 1 or prefix.attention_mask is not None or full or torch.is_grad_enabled():
-            return VisionLanguageModel.decode(model, ids, prefix)
-        kv_cache = [kv.reserve(1) for kv in prefix.kv_cache]
-        keys, values = zip(*(kv.buffer for kv in kv_cache))
-        return run(ids, torch.tensor([prefix.length], device=ids.device), keys, values), Prefix(kv_cache)
-
-    model.decode = decode
-
-
-def use_joined(model: VisionLanguageModel) -> None:
-    """Let model decode by `models.joined_step`, on a CPU and below float32. In place.
-
-    Files are mostly float32: read as such, weights stay mapped, and what is joined would take memory of its own.
-    """
-    decoder = model.decoder
-    if model.device.type == "cpu" and decoder.blocks[0].attn.q_proj.weight.dtype != torch.float32:
-        use_step(model, JoinedStep(decoder))
 
 
 def use_package(model: VisionLanguageModel, build: bool = False) -> bool:

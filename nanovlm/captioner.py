@@ -11,10 +11,7 @@ from torch import Tensor
 from models.backbones import find_backbones, read_backbones
 from models.checkpoint import read_config, read_model, resolve
 from models.decoding import GREEDY, Sampling
-from models.fused import use_fused
-from models.int8 import use_int8
-from models.onednn import onednn_pays_off, use_onednn
-from models.packages import use_joined, use_package
+from models.fast import make_fast
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.device import choose_device, choose_dtype
@@ -81,14 +78,7 @@ class Captioner:
         cfg = read_config(folder)
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
         model = read_model(folder, cfg, tokenizer.image_token_id, precision, place)
-        if quantize:
-            use_int8(model.decoder)
-        if onednn_pays_off():
-            use_onednn(model)
-        use_fused(model)
-        if compile is False or not use_package(model, build=bool(compile)):
-            use_joined(model)
-        return cls(model, Processor(cfg, tokenizer, max_tiles, upscale))
+        return cls(make_fast(model, quantize == "int8", compile), Processor(cfg, tokenizer, max_tiles, upscale))
 
     @classmethod
     def from_backbones(

@@ -6,9 +6,9 @@ import torch
 from models import packages
 from models.decode_step import DecodeStep
 from models.int8 import Int8Linear, use_int8
-from models.joined_step import JoinedStep, join
+from models.joined_step import JoinedStep, join, use_joined, use_step
 from models.onednn import OneDNNLinear, use_onednn
-from models.packages import build_package, load_package, package_path, use_joined, use_package, use_step
+from models.packages import build_package, load_package, package_path, use_package
 from models.vision_language_model import VisionLanguageModel
 
 IDS, IMAGES = (
@@ -109,6 +109,13 @@ def test_batches_padding_and_gradients_go_the_usual_way(tiny_model):
     _, prefix = model.prefill(IDS, IMAGES)
     logits, _ = model.decode(torch.tensor([8]), prefix)
     logits.sum().backward()
+
+
+def test_a_model_goes_back_to_its_own_way(tiny_model):
+    model, usual = tiny_model(), tiny_model()
+    use_step(model, lambda *inputs: pytest.fail("it was taken back"))
+    use_step(model, None)
+    assert torch.equal(*(m.generate(IDS, IMAGES, max_new_tokens=5) for m in (model, usual)))
 
 
 def test_no_step_beyond_the_models_positions(tiny_model, stepping):
