@@ -22,14 +22,14 @@ def attend(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p).reshape(B, H, 1, D)
     if q.requires_grad and q.device.type == "cpu" and k.size(2) <= LONGEST_EXPLICIT:
         return _explicit(q, k, v, mask, causal, dropout_p)
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and k.size(2) >= ROWS and not _recorded():
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and k.size(2) >= ROWS and not recorded():
         return _by_rows(q, k, v, mask, causal, dropout_p)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, enable_gqa=k.size(1) != H
     )
 
 
-def _recorded() -> bool:
+def recorded() -> bool:
     """Whether a gradient or a graph will be made of what is computed."""
     return torch.is_grad_enabled() or torch.compiler.is_compiling()
 

@@ -1,4 +1,4 @@
-"""A vision encoder for CPUs: GELU inside the product before it, in bfloat16, and a few images at a time.
+"""A vision encoder for CPUs: GELU inside the product before it, in bfloat16, and a few patches at a time.
 
 The inner tensor of an MLP is the widest of the encoder. oneDNN applies GELU to a number while it is at hand; torch
 writes the tensor, reads it again and writes it again. `python -m eval.pictures` measures what all of it saves.
@@ -7,6 +7,7 @@ writes the tensor, reads it again and writes it again. `python -m eval.pictures`
 import torch
 from torch import Tensor, nn
 
+from models.attention import recorded
 from models.onednn import OneDNNLinear
 from models.vision_transformer import MLP, VisionTransformer
 
@@ -17,7 +18,7 @@ PLAIN = (nn.Linear, OneDNNLinear)  # whose weights are what they multiply by
 
 def usual(x: Tensor) -> bool:
     """Whether x takes the encoder's own way: on other devices, and where a gradient or a graph is wanted."""
-    return x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return x.device.type != "cpu" or recorded()
 
 
 class FusedMLP(MLP):

@@ -1,4 +1,4 @@
-"""float32 matrix products by oneDNN where torch would give them to MKL, which is slow on other makers' processors.
+"""Matrix products by oneDNN: float32, where torch would ask MKL, which is slow on other makers' processors, and biases.
 
 On AMD's, MKL takes nearly twice as long for large weights: compare `python -m eval.speedup --shape 222M --onednn` with
 `--no-onednn`. bfloat16 goes to oneDNN by itself, but torch makes a bias one more pass over the result.
