@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before a group exists: its functions' defaults would keep the group, and gloo's threads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
