@@ -32,11 +32,12 @@ CAPTION_PROMPTS = (
     "What is in this picture?",
     "What do you see?",
 )
-N_QUESTIONS = 5  # asked of each training picture beside its caption
+N_QUESTIONS, N_IN_TALK = 5, 8  # asked of a training picture beside its caption: apart, or in one conversation
 SIDES = (96, 256)  # of training pictures, in pixels
 BASE_VOCAB = 512
 FORGETS = {0: 0.0, 4500: 0.2, 5700: 0.5}  # from which step on, how often a word already said can not be read
 UNNAMED = {0: 0.0, 6300: 0.4}  # from which step on, the share of scenes in colours without a name
+TALKS = {0: 0.0, 7800: 0.5}  # from which step on, the share of conversations
 STORED_AS = torch.float16  # rounds these weights 8 times finer than bfloat16, in the same 2 bytes
 
 
@@ -123,6 +124,11 @@ def scene_example(
     return Example(pictures, [(_as_typed(prompt, rng), caption(scene)), *asked])
 
 
+def conversation(example: Example, rng: Random) -> Example:
+    """The example's questions and caption in any order, each answered after all that was said before."""
+    return replace(example, answers=rng.sample(example.answers, len(example.answers)), chain=True)
+
+
 def drawn_example(rng: Random, name: str = "example") -> Example:
     """A fresh scene as training shows it."""
     size, scene = _size(rng), random_scene(rng)
@@ -161,14 +167,18 @@ def batches(processor: Processor, cfg: TrainConfig) -> Callable[[int], dict]:
 
 def _batch(processor: Processor, cfg: TrainConfig, step: int) -> dict:
     rng = Random(f"{cfg.seed} {step}")
-    forgotten, nameless = at(step, FORGETS), at(step, UNNAMED)
+    forgotten, nameless, talks = (at(step, schedule) for schedule in (FORGETS, UNNAMED, TALKS))
     rows = []
     for _ in range(cfg.batch_size):
         size, scene = _size(rng), random_scene(rng)
         colourless = nameless > 0 and rng.random() < nameless
         scene = unnamed(scene, rng) if colourless else scene
-        row = encode(scene_example(scene, rng, N_QUESTIONS, size, colourless), processor)
-        row = forget(row, rng, forgotten) if forgotten else row
+        talk = talks > 0 and rng.random() < talks
+        example = scene_example(scene, rng, N_IN_TALK if talk else N_QUESTIONS, size, colourless)
+        example = conversation(example, rng) if talk else example
+        row = encode(example, processor)
+        share = forgotten / 2 if talk else forgotten  # for what is hidden is so in later turns, too
+        row = forget(row, rng, share) if forgotten else row
         rows.append(without(row, colour_ids(processor.tokenizer)) if colourless else row)
     limit = processor.cfg.lm_max_position_embeddings
     return collate(pack(rows, min(cfg.pack, limit)) if cfg.pack else rows, limit=limit)
