@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LONGEST_EXPLICIT = 512  # tokens; beyond, the scores of every pair would cost more memory than they save time
-ROWS = 256  # queries of all heads whose scores fit the cache, where attention goes by rows
+FEWEST = 128  # keys, for which attention by rows pays off
+ROWS = 256  # queries of all heads, whose scores fit the cache
 
 
 def attend(
@@ -22,7 +23,7 @@ def attend(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p).reshape(B, H, 1, D)
     if q.requires_grad and q.device.type == "cpu" and k.size(2) <= LONGEST_EXPLICIT:
         return _explicit(q, k, v, mask, causal, dropout_p)
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and k.size(2) >= ROWS and not recorded():
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and k.size(2) >= FEWEST and not recorded():
         return _by_rows(q, k, v, mask, causal, dropout_p)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, enable_gqa=k.size(1) != H

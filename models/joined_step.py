@@ -6,6 +6,7 @@ products that read the same vector are one, and the rest is as little as can be;
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,38 +30,46 @@ def join(*linears: nn.Linear) -> nn.Linear:
     return whole
 
 
+def product(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """linear without what calling a module costs."""
+    return partial(F.linear, weight=linear.weight) if linear.weight.is_floating_point() else linear.forward
+
+
 class JoinedStep:
     """`models.decode_step.DecodeStep` for a CPU, with a decoder's weights, some of which it lays side by side."""
 
     def __init__(self, decoder: LanguageModel):
-        self.decoder, self.joined = decoder, []
+        self.decoder, self.blocks = decoder, []
         for block in decoder.blocks:
             attn, mlp = block.attn, block.mlp
-            self.joined.append((join(attn.q_proj, attn.k_proj, attn.v_proj), join(mlp.gate_proj, mlp.up_proj)))
+            linears = (join(attn.q_proj, attn.k_proj, attn.v_proj), attn.out_proj)
+            linears += (join(mlp.gate_proj, mlp.up_proj), mlp.down_proj)
+            self.blocks.append((block.norm1.weight, block.norm2.weight, *map(product, linears)))
 
     def __call__(self, ids: Tensor, position: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         """ids (1,) at position (1,): logits (1, vocabulary); keys and values (1, n_kv_heads, capacity, D) per block."""
         decoder, cfg, place = self.decoder, self.decoder.cfg, int(position)
-        n_q, n_kv, D = cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_head_dim
+        n_q, n_kv, D, eps = cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_head_dim, cfg.lm_rms_eps
         cos, sin = rotary(position, cfg)
         sin = torch.cat([-sin[:, : D // 2], sin[:, D // 2 :]], dim=-1)
         x = decoder.token_embedding(ids)
-        for block, (qkv, gate_up), key, value in zip(decoder.blocks, self.joined, keys, values):
-            heads = qkv(norm(block.norm1, x)).view(-1, D)
+        for (norm1, norm2, qkv_proj, out_proj, gate_up_proj, down_proj), key, value in zip(self.blocks, keys, values):
+            heads = qkv_proj(norm(x, norm1, eps)).view(-1, D)
             turned = heads[: n_q + n_kv].float()
             turned = torch.addcmul(turned * cos, turned.roll(D // 2, -1), sin).to(x.dtype)
             key[0, :, place], value[0, :, place] = turned[n_q:], heads[n_q + n_kv :]
             q = turned[:n_q].view(1, n_kv, -1, D)
             y = F.scaled_dot_product_attention(q, key[:, :, : place + 1], value[:, :, : place + 1])
-            x = x + block.attn.out_proj(y.view(1, -1))
-            gate, up = gate_up(norm(block.norm2, x)).chunk(2, dim=-1)
-            x = x + block.mlp.down_proj(F.silu(gate) * up)
-        return decoder.head(norm(decoder.norm, x))
+            x = out_proj(y.view(1, -1)).add_(x)
+            gate, up = gate_up_proj(norm(x, norm2, eps)).chunk(2, dim=-1)
+            x = down_proj(F.silu(gate).mul_(up)).add_(x)
+        return decoder.head(norm(x, decoder.norm.weight, eps))
 
 
-def norm(module: nn.Module, x: Tensor) -> Tensor:
-    """RMSNorm as one operation, whose sums are float32, too."""
-    return F.rms_norm(x, x.shape[-1:], module.weight, module.eps)
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x (1, C), whose sum is float32, in operations that torch has as one."""
+    wide = x[0].float()
+    return x * (float(wide @ wide) / len(wide) + eps) ** -0.5 * weight
 
 
 def use_step(model: VisionLanguageModel, step: Step | None) -> None:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -21,9 +21,11 @@ from nanovlm.images import PictureError, printable
 from nanovlm.processor import Row
 from nanovlm.progress import Progress
 
-BATCH_SIZE, BATCH_OF_SINGLES = 16, 64  # pictures; where each of them is one image only
+BATCH_SIZE, BATCH_OF_SINGLES = 16, 128  # pictures; where each of them is one image only
 CLUMP = 1 / 4  # of a batch: where less of it is free, the next pictures wait, for together they are read faster
-WORKERS = min(8, os.cpu_count() or 1)
+CORES = os.cpu_count() or 1
+MOST_WORKERS = 8
+SMALL = 2**24  # bytes of weights, below which products are too short to be worth dividing among cores
 ROOM = 2**30  # bytes of pixels that may wait for the model
 FAULTS = (ValueError, MemoryError, OSError, RuntimeError)  # of one picture; torch's lack of memory is the last
 
@@ -38,6 +40,8 @@ class Run:
         tiles = ((cfg.max_img_size or cfg.vit_img_size) // cfg.vit_img_size) ** 2  # the first eras know no largest size
         self.images = tiles + (tiles > 1)  # of the largest picture
         self.batch_size = BATCH_SIZE if tiles > 1 else BATCH_OF_SINGLES
+        weights = captioner.model.parameters()
+        self.small = captioner.model.device.type == "cpu" and sum(w.nbytes for w in weights) < SMALL
 
     def __call__(
         self,
@@ -49,7 +53,7 @@ class Run:
         """Tell write of every picture and its caption, or fail of the picture and the reason, as they are found."""
         started, failed = time.perf_counter(), 0
         progress = Progress(len(pictures))
-        with closing(self.answers(pictures, batch_size)) as answers:
+        with self.cores(), closing(self.answers(pictures, batch_size)) as answers:
             try:
                 for picture, text in answers:
                     try:
@@ -68,6 +72,16 @@ class Run:
             finally:
                 progress.clear()
 
+    @contextmanager
+    def cores(self) -> Iterator[None]:
+        """Give a small model one core, and the pictures the others."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1 if self.small else before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
     def window(self, rows: int) -> int:
         """How many pictures may wait for the model: for some batches, but no more than there is room for."""
         return max(2, min(4 * rows, ROOM // (self.images * 3 * self.captioner.model.cfg.vit_img_size**2 * 4)))
@@ -77,7 +91,8 @@ class Run:
 
         What is too much for the memory begins anew in half as many rows.
         """
-        pool, pictures = ThreadPoolExecutor(WORKERS), iter(pictures)
+        workers = min(MOST_WORKERS, max(1, CORES - self.small))
+        pool, pictures = ThreadPoolExecutor(workers), iter(pictures)
         prepared: deque[tuple[str, Future]] = deque()
         batch, said = self.batch(rows), {}  # each picture's ids
         try:

@@ -62,10 +62,10 @@ def test_what_is_joined_is_held_once(tiny_model, monkeypatch):
     for change, kind in ((lambda m: m, torch.nn.Linear), (use_onednn, OneDNNLinear), (use_int8, Int8Linear)):
         model, usual = change(tiny_model().decoder), change(tiny_model().decoder)
         step = JoinedStep(model)
-        for block, (qkv, gate_up) in zip(model.blocks, step.joined):
-            assert type(qkv) is type(gate_up) is kind
-            for part, whole in ((block.attn.v_proj, qkv), (block.mlp.up_proj, gate_up)):
-                assert part.weight.untyped_storage().data_ptr() == whole.weight.untyped_storage().data_ptr()
+        for block, (_, _, qkv_proj, _, gate_up_proj, _) in zip(model.blocks, step.blocks):
+            for part, product in ((block.attn.v_proj, qkv_proj), (block.mlp.up_proj, gate_up_proj)):
+                whole = product.keywords["weight"] if kind is not Int8Linear else product.__self__.weight
+                assert part.weight.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), usual.state_dict().values()))
     a, b = torch.nn.Linear(8, 3, bias=False), torch.nn.Linear(8, 5, bias=False)
     x = torch.randn(2, 8)

@@ -30,7 +30,8 @@ def distance(got, wanted):
 def test_attention_by_rows_is_attention(monkeypatch, causal, masked, queries, keys, groups):
     if causal and (masked or queries != keys):
         pytest.skip("causal is for sequences without a past or a mask")
-    monkeypatch.setattr(attention, "ROWS", 8)
+    for name in ("ROWS", "FEWEST"):
+        monkeypatch.setattr(attention, name, 8)
     by_rows, called = attention._by_rows, []
     monkeypatch.setattr(attention, "_by_rows", lambda *inputs: called.append(1) or by_rows(*inputs))
     q = torch.randn(3, 4, queries, 16)
@@ -62,7 +63,8 @@ def test_a_fused_model_is_as_close_to_float32_as_a_plain_one(models, monkeypatch
     ids, images = prompt()
     wanted = exact.prefill(ids, images)[0]
     usual = distance(plain.prefill(ids, images)[0], wanted)
-    monkeypatch.setattr(attention, "ROWS", 8)
+    for name in ("ROWS", "FEWEST"):
+        monkeypatch.setattr(attention, name, 8)
     usual_way, called = MLP.forward, []
     monkeypatch.setattr(MLP, "forward", lambda *inputs: called.append(1) or usual_way(*inputs))
     assert distance(fast.prefill(ids, images)[0], wanted) < max(2 * usual, 0.02)
