@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from pyarrow import parquet
 from test_cli import SHORT, Terminal, generate, noise, refused, said, standing, stdin_of  # noqa: F401 fixtures
 
@@ -450,6 +452,24 @@ def test_pictures_are_prepared_while_the_model_runs(folder, model_folder, monkey
     monkeypatch.setattr(run, "window", lambda rows: 3)
     run([str(folder / name) for name in NAMES], 1, lambda *_: None, pytest.fail)
     assert all(waited) and run.done == len(prepared) == 5, "the next two, while the first is read"
+
+
+@pytest.mark.parametrize("small, during", [(True, 1), (False, 3)])
+def test_a_small_model_leaves_the_other_cores_to_the_pictures(folder, model_folder, monkeypatch, small, during):
+    captioner, step, seen = Captioner.from_pretrained(model_folder, "cpu", "float32"), runs.ContinuousBatch.step, set()
+    monkeypatch.setattr(runs, "SMALL", 2**40 if small else 0)
+    monkeypatch.setattr(runs.ContinuousBatch, "step", lambda batch: seen.add(torch.get_num_threads()) or step(batch))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for options in ({"max_new_tokens": 2}, {}):  # of which the second fails
+            run = runs.Run(captioner, "?", options)
+            with nullcontext() if options else pytest.raises(KeyError):
+                run([str(folder / name) for name in NAMES], 2, lambda *_: None, pytest.fail)
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {during} and run.done == 0
 
 
 def test_a_short_caption_does_not_wait_for_a_long_one(folder, model_folder, monkeypatch):
