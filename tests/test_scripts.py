@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ def test_every_script_says_what_it_measures(name, capsys, monkeypatch):
     if name == "serving":
         pytest.importorskip("openai")
     monkeypatch.setattr("sys.argv", ["script", "--help"])
+    monkeypatch.delitem(sys.modules, f"eval.{name}", raising=False)  # else runpy warns that it is there twice
     with pytest.raises(SystemExit) as end:
         runpy.run_module(f"eval.{name}", run_name="__main__")
     out = capsys.readouterr().out
