@@ -7,9 +7,7 @@ Three figures: captions that match word for word, the same on scenes that show a
 together, and answers to questions. Pictures are PNG files of 96 to 512 pixels a side, read like anybody's.
 """
 
-import argparse
 import io
-import json
 import math
 import sys
 import time
@@ -18,10 +16,10 @@ from random import Random
 
 from eval import throughput
 from eval.environment import environment
+from eval.script import positive, script, tell
 from eval.shapes import SHAPES
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
-from nanovlm.cli import Parser
 from nanovlm.scenes import Scene, caption, draw, questions, random_scene
 
 SIDES = (96, 512)
@@ -62,9 +60,10 @@ def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str, ba
     return result | {"missed": missed}
 
 
-def line(name: str, right: int, of: int) -> str:
+def line(name: str, counts: dict) -> str:
     """A share with its 95% Wilson interval, which stays honest near 100%."""
-    p, z = right / of, 1.96
+    right, of, z = counts["right"], counts["of"], 1.96
+    p = right / of
     centre = (p + z * z / (2 * of)) / (1 + z * z / of)
     reach = z * math.sqrt(p * (1 - p) / of + z * z / (4 * of * of)) / (1 + z * z / of)
     interval = f"{100 * (centre - reach):.1f} to {100 * (centre + reach):.1f}"
@@ -72,22 +71,18 @@ def line(name: str, right: int, of: int) -> str:
 
 
 def main() -> int:
-    parser = Parser(prog="eval.captions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script("captions", __doc__)
     parser.add_argument("--model", default=EMBEDDED, help="a folder or Hub id (the embedded model)")
-    parser.add_argument("--scenes", type=int, default=1000, help="fresh scenes, and as many with withheld pairs (1000)")
-    parser.add_argument("--questions", type=int, default=3, help="asked of each scene (3)")
+    parser.add_argument("--scenes", type=positive, default=1000, help="fresh, and as many of withheld pairs (1000)")
+    parser.add_argument("--questions", type=positive, default=3, help="asked of each scene (3)")
     parser.add_argument("--seed", default="1", help="which scenes (1)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--throughput", action="store_true", help="pictures a minute, of a folder of mixed ones")
     parser.add_argument("--shape", choices=SHAPES, help="with --throughput: a published size, random weights")
-    parser.add_argument("--pictures", type=int, default=500, metavar="N", help="in that folder (500)")
+    parser.add_argument("--pictures", type=positive, default=500, metavar="N", help="in that folder (500)")
     parser.add_argument("--misses", type=int, default=0, metavar="N", help="show N misses")
-    parser.add_argument("--json", action="store_true", help="everything, as one object")
     args = parser.parse_args()
-    for name in ("scenes", "questions", "pictures"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)} must be 1 or more")
     if args.shape and not args.throughput:
         parser.error(f"--shape {args.shape} has random weights, which are never right; add --throughput")
     try:
@@ -98,24 +93,17 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    where = environment(captioner.model.device, captioner.model.dtype)
     if args.throughput:
         result = throughput.measure(captioner, args.pictures, args.seed)
-        where = environment(captioner.model.device, captioner.model.dtype)
-        print(json.dumps(result | {"environment": where}) if args.json else f"{throughput.report(result)}\n{where}")
-        return 0
+        return tell(result, throughput.report(result), where, args.json)
     result = measure(captioner, args.scenes, args.questions, args.seed)
-    if args.json:
-        print(json.dumps(result, indent=2))
-        return 0
-    print(f"exact matches, greedy, {captioner.model.dtype}, {captioner.model.device}")
-    print(line("captions", result["captions"]["right"], result["captions"]["of"]))
-    print(line("captions, withheld pairs", result["withheld"]["right"], result["withheld"]["of"]))
-    print(line("answers to questions", result["questions"]["right"], result["questions"]["of"]))
-    for kind, counts in result["kinds"].items():
-        print("  " + line(kind, counts["right"], counts["of"]))
+    names = {"captions": "captions", "withheld": "captions, withheld pairs", "questions": "answers to questions"}
+    lines = ["exact matches, greedy", *(line(name, result[split]) for split, name in names.items())]
+    lines += ["  " + line(kind, counts) for kind, counts in result["kinds"].items()]
     for split, prompt, truth, said in result["missed"][: args.misses]:
-        print(f"missed in {split}: {prompt!r}\n  truth {truth}\n  said  {said}")
-    return 0
+        lines.append(f"missed in {split}: {prompt!r}\n  truth {truth}\n  said  {said}")
+    return tell(result, "\n".join(lines), where, args.json)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ that match word for word, greedy, on fresh pictures of both worlds. It fails if 
 90% of the postcards (85% with adapters; none before), and 80% of the scenes where they were mixed in.
 """
 
-import argparse
-import json
 import sys
 import tempfile
 import time
@@ -21,9 +19,10 @@ from random import Random
 from eval.captions import png
 from eval.environment import environment
 from eval.postcards import draw, random_postcard, write_folder
+from eval.script import one_of, positive, script, tell
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner, Picture
-from nanovlm.cli import Parser, door
+from nanovlm.cli import door
 from nanovlm.device import choose_device, choose_training_dtype
 from nanovlm.scenes import caption, random_scene
 from nanovlm.training import progress
@@ -94,18 +93,14 @@ def table(before: list[float], results: Sequence[Learned]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="eval.finetune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", metavar="WAY", help=f"any of {', '.join(map(repr, FLAGS))} (all)")
-    parser.add_argument("--pictures", type=int, default=200, metavar="N", help="to learn from (200)")
-    parser.add_argument("--fresh", type=int, default=400, metavar="N", help="to be asked about, of each world (400)")
+    parser = script("finetune", __doc__)
+    ways = f"any of {', '.join(map(repr, FLAGS))} (all)"
+    parser.add_argument("ways", nargs="*", type=one_of(FLAGS), metavar="WAY", help=ways)
+    parser.add_argument("--pictures", type=positive, default=200, metavar="N", help="to learn from (200)")
+    parser.add_argument("--fresh", type=positive, default=400, metavar="N", help="to ask about, of each world (400)")
     parser.add_argument("--seed", default="1", help="which pictures (1)")
     parser.add_argument("--flags", default="", metavar="'--steps N ...'", help="more flags for train.py (none)")
-    parser.add_argument("--json", action="store_true", help="everything, as one object")
     args = parser.parse_args(argv)
-    if unknown := [way for way in args.ways if way not in FLAGS]:
-        parser.error(f"{unknown[0]!r} is none of {', '.join(map(repr, FLAGS))}")
-    if min(args.pictures, args.fresh) < 1:
-        parser.error(f"--pictures {args.pictures} and --fresh {args.fresh} must be 1 or more")
 
     asked, rng = worlds(args.fresh, args.seed), Random(f"learned {args.seed}")
     with tempfile.TemporaryDirectory() as temporary:
@@ -122,14 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults = [fault for result in results for fault in result.faults]
     if before[0]:
         faults.append(f"before: {before[0]:.1%} of postcards are right, so they are no new world")
-    if args.json:
-        told = {"before": dict(zip(("postcards", "scenes"), before)), "learned": [asdict(r) for r in results]}
-        print(json.dumps(told | {"faults": faults, "environment": where}, indent=2))
-    else:
-        print(f"{table(before, results)}\n{where}")
-    for fault in faults:
-        print(fault, file=sys.stderr)
-    return 1 if faults else 0
+    found = {"before": dict(zip(("postcards", "scenes"), before)), "learned": [asdict(r) for r in results]}
+    return tell(found, table(before, results), where, args.json, faults)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ the limit for one sequence. llama.cpp takes part if the extra peers is installed
 Packages are made once, a minute or two each, if they are not in the cache.
 """
 
-import argparse
 import copy
 import importlib.util
-import json
 import statistics
 import sys
 import tempfile
@@ -26,12 +24,12 @@ import torch
 
 from eval.environment import environment
 from eval.machine import bytes_per_s
+from eval.script import positive, script, tell
 from eval.shapes import SHAPES
 from models.decoding import GREEDY
 from models.fast import make_fast
 from models.language_model import LanguageModel
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.cli import Parser
 from nanovlm.training import progress
 
 CONTEXT = 70  # tokens
@@ -173,17 +171,14 @@ def table(results: list[Result], rows: int, limit: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="eval.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script("peers", __doc__)
     add = parser.add_argument
     add("peers", nargs="*", metavar="PEER", help="only these, by their names in the table (all)")
     add("--shape", default="230M", choices=("230M", "460M"), help="whose language model (230M: SmolLM2-135M's)")
-    add("--rows", type=int, default=1, metavar="N", help="sequences at once (1)")
-    add("--tokens", type=int, default=32, metavar="N", help="each decodes in a round (32)")
-    add("--rounds", type=int, default=5, metavar="N", help="(5)")
-    add("--json", action="store_true", help="everything, as one object")
+    add("--rows", type=positive, default=1, metavar="N", help="sequences at once (1)")
+    add("--tokens", type=positive, default=32, metavar="N", help="each decodes in a round (32)")
+    add("--rounds", type=positive, default=5, metavar="N", help="(5)")
     args = parser.parse_args(argv)
-    if min(args.rows, args.tokens, args.rounds) < 1:
-        parser.error("--rows, --tokens and --rounds must be 1 or more")
     limit = bytes_per_s()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -191,12 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             parser.error(str(error))
         results = turns(makers, args.rows, args.tokens, args.rounds)
-    if args.json:
-        print(json.dumps([asdict(result) for result in results]))
-    else:
-        print(table(results, args.rows, limit))
-        print(f"memory is read at {limit / 1e9:.1f} GB/s; {environment()}")
-    return 0
+    where = f"memory is read at {limit / 1e9:.1f} GB/s; {environment()}"
+    return tell({"peers": [asdict(result) for result in results]}, table(results, args.rows, limit), where, args.json)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ one `Captioner.ask`, and generate.py is started cold beside a process that only 
 take turns, so that a busy machine slows both; figures are medians.
 """
 
-import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -29,13 +27,13 @@ from torch import nn
 
 from eval.environment import environment
 from eval.real_size import write_model
+from eval.script import one_of, positive, script, tell
 from eval.shapes import SHAPES
 from models.config import VLMConfig
 from models.fused import use_fused
 from models.onednn import use_onednn
 from nanovlm import SAMPLE
 from nanovlm.captioner import Captioner, Picture, Stats
-from nanovlm.cli import Parser
 from nanovlm.scenes import draw, random_scene
 from nanovlm.training import progress
 
@@ -155,18 +153,12 @@ def table(found: list[Comparison]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="eval.pictures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(SHAPES)} ({', '.join(NAMES)})")
-    parser.add_argument("--sides", nargs="+", type=int, default=SIDES, metavar="N", help="pixels of the pictures")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each side (3)")
-    parser.add_argument("--json", action="store_true", help="everything, as one object")
+    parser = script("pictures", __doc__)
+    known = f"any of {', '.join(SHAPES)} ({', '.join(NAMES)})"
+    parser.add_argument("names", nargs="*", type=one_of(SHAPES), metavar="NAME", help=known)
+    parser.add_argument("--sides", nargs="+", type=positive, default=SIDES, metavar="N", help="pixels of the pictures")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="turns of each side (3)")
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.names if name not in SHAPES]:
-        parser.error(f"{unknown[0]} is none of {', '.join(SHAPES)}")
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds} is less than 1")
-    if any(side < 1 for side in args.sides):
-        parser.error(f"--sides {min(args.sides)} is less than 1")
 
     found = []
     for name in args.names or NAMES:
@@ -177,12 +169,8 @@ def main(argv: list[str] | None = None) -> int:
     found += questions("embedded model, sample.png", embedded, SAMPLE, 32, 3 * args.rounds)
     found += turns(" and ".join(COLD), *(partial(cold, program) for program in COLD.values()), 3 * args.rounds)
     where = f"{environment(dtype=embedded.model.dtype)}; medians of {args.rounds} rounds"
-    if args.json:
-        told = [asdict(one) | {"times": one.times} for one in found]
-        print(json.dumps({"comparisons": told, "environment": where}, indent=2))
-    else:
-        print(f"{table(found)}\n{where}")
-    return 0
+    told = [asdict(one) | {"times": one.times} for one in found]
+    return tell({"comparisons": told}, table(found), where, args.json)
 
 
 if __name__ == "__main__":

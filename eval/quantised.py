@@ -7,8 +7,6 @@ is the share of the captions that float32 has right and the other has, too; "log
 difference at the first word, as a share of their spread. It fails if int8 keeps less than 99%.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from random import Random
@@ -17,9 +15,9 @@ import torch
 
 from eval.captions import png
 from eval.environment import environment
+from eval.script import positive, script, tell
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
-from nanovlm.cli import Parser
 from nanovlm.scenes import caption, random_scene
 
 WAYS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None)}
@@ -50,25 +48,17 @@ def measure(n: int, seed: str, model: str = EMBEDDED) -> dict[str, dict[str, flo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="eval.quantised", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scenes", type=int, default=1000, metavar="N", help="fresh scenes (1000)")
+    parser = script("quantised", __doc__)
+    parser.add_argument("--scenes", type=positive, default=1000, metavar="N", help="fresh scenes (1000)")
     parser.add_argument("--seed", default="1", help="which (1)")
-    parser.add_argument("--json", action="store_true", help="everything, as one object")
     args = parser.parse_args(argv)
-    if args.scenes < 1:
-        parser.error(f"--scenes {args.scenes} must be 1 or more")
     found = measure(args.scenes, args.seed)
-    if args.json:
-        print(json.dumps(found | {"environment": environment()}))
-    else:
-        print(f"{'':16}{'right':>8}{'kept':>8}{'logits':>9}")
-        for way, shares in found.items():
-            print(f"{way:16}{shares['right']:>8.1%}{shares['kept']:>8.1%}{shares['logits']:>9.2%}")
-        print(environment())
-    faults = [way for way in found if way.endswith("int8") and found[way]["kept"] < LEAST]
-    for way in faults:
-        print(f"{way} keeps less than {LEAST:.0%} of float32's right captions", file=sys.stderr)
-    return 1 if faults else 0
+    lines = [f"{'':16}{'right':>8}{'kept':>8}{'logits':>9}"]
+    for way, shares in found.items():
+        lines.append(f"{way:16}{shares['right']:>8.1%}{shares['kept']:>8.1%}{shares['logits']:>9.2%}")
+    lost = [way for way in found if way.endswith("int8") and found[way]["kept"] < LEAST]
+    faults = [f"{way} keeps less than {LEAST:.0%} of float32's right captions" for way in lost]
+    return tell(found, "\n".join(lines), environment(), args.json, faults)
 
 
 if __name__ == "__main__":

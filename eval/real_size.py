@@ -9,9 +9,7 @@ memory than the weights need: nothing where they stay mapped as they are, one co
 converted. Just written, the files are read from the system's memory; a cold disk adds its own time to load.
 """
 
-import argparse
 import io
-import json
 import sys
 import tempfile
 import threading
@@ -31,13 +29,13 @@ import torch
 from tokenizers import decoders, pre_tokenizers
 
 from eval.environment import environment
+from eval.script import one_of, positive, script, tell
 from eval.shapes import SHAPES
 from models.checkpoint import WEIGHTS, write_checkpoint
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, Stats
-from nanovlm.cli import Parser
 from nanovlm.device import DTYPES, choose_dtype
 from nanovlm.scenes import draw, random_scene
 from nanovlm.training import progress
@@ -200,16 +198,12 @@ def table(results: list[RealSize]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="eval.real_size", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(SHAPES)} (all)")
+    parser = script("real_size", __doc__)
+    names = f"any of {', '.join(SHAPES)} (all)"
+    parser.add_argument("names", nargs="*", type=one_of(SHAPES), metavar="NAME", help=names)
     parser.add_argument("--dtype", default="float32", choices=("auto", *DTYPES), help="to compute in (float32)")
-    parser.add_argument("--max-new-tokens", type=int, default=4, metavar="N", help="longest answer (4)")
-    parser.add_argument("--json", action="store_true", help="everything, as one object")
+    parser.add_argument("--max-new-tokens", type=positive, default=4, metavar="N", help="longest answer (4)")
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.names if name not in SHAPES]:
-        parser.error(f"{unknown[0]} is none of {', '.join(SHAPES)}")
-    if args.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens {args.max_new_tokens} is less than 1")
     if not STATUS.exists():
         parser.error(f"memory is read from {STATUS}, which only Linux has")
 
@@ -222,13 +216,7 @@ def main(argv: list[str] | None = None) -> int:
             faults.append(f"{name} could not be measured: {error}")
         else:
             faults += results[-1].faults
-    if args.json:
-        print(json.dumps({"models": [asdict(r) for r in results], "environment": where}, indent=2))
-    elif results:
-        print(f"{table(results)}\n{where}")
-    for fault in faults:
-        print(fault, file=sys.stderr)
-    return 1 if faults else 0
+    return tell({"models": [asdict(r) for r in results]}, table(results), where, args.json, faults)
 
 
 if __name__ == "__main__":

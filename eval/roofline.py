@@ -9,8 +9,6 @@ eval.peers and `nanovlm compile` put it. torch's FlopCounterMode counts the oper
 medians.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -23,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eval.environment import environment
 from eval.machine import bytes_per_s, flops_per_s
+from eval.script import positive, script, tell
 from eval.shapes import SHAPES
 from models.fast import make_fast
 from models.vision_language_model import Prefix, VisionLanguageModel
-from nanovlm.cli import Parser
 from nanovlm.device import DTYPES, choose_dtype
 
 WORDS = 16  # of the prompt, after the image
@@ -92,22 +90,16 @@ def table(found: list[Stage], dtype: torch.dtype) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="eval.roofline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script("roofline", __doc__)
     parser.add_argument("--shape", default="230M", choices=tuple(SHAPES), help="(230M)")
     parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="(auto: bfloat16 where native)")
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="(9)")
-    parser.add_argument("--json", action="store_true", help="everything, as one object")
+    parser.add_argument("--rounds", type=positive, default=9, metavar="N", help="(9)")
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds} must be 1 or more")
     dtype = choose_dtype(args.dtype, torch.device("cpu"))
     found = measure(args.shape, dtype, args.rounds)
-    if args.json:
-        limits = {"bytes_per_s": bytes_per_s(), "flops_per_s": flops_per_s(dtype)}
-        print(json.dumps(limits | {"stages": [asdict(stage) for stage in found]}))
-    else:
-        print(f"{table(found, dtype)}\n{environment(dtype=dtype)}")
-    return 0
+    limits = {"bytes_per_s": bytes_per_s(), "flops_per_s": flops_per_s(dtype)}
+    told = limits | {"stages": [asdict(stage) for stage in found]}
+    return tell(told, table(found, dtype), environment(dtype=dtype), args.json)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ One client asks about drawn scenes one after another; then many ask at once, aga
 Every answer is held against the one that the single client got. A request that is lost ends in exit code 1.
 """
 
-import argparse
 import asyncio
 import base64
 import io
-import json
 import re
 import subprocess
 import sys
@@ -23,8 +21,8 @@ from statistics import quantiles
 import openai
 
 from eval.environment import environment
+from eval.script import positive, script, tell
 from nanovlm import PROMPT
-from nanovlm.cli import Parser
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.scenes import draw, random_scene
 
@@ -103,18 +101,16 @@ def report(result: dict) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="eval.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script("serving", __doc__)
     parser.add_argument("--model", help="a folder or Hub id (the embedded model)")
     parser.add_argument("--clients", type=int, default=32, metavar="N", help="who ask at once (32)")
-    parser.add_argument("--rounds", type=int, default=8, metavar="N", help="times that each asks (8)")
+    parser.add_argument("--rounds", type=positive, default=8, metavar="N", help="times that each asks (8)")
     parser.add_argument("--seed", default="1", help="which scenes (1)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--json", action="store_true", help="everything, as one object")
     args = parser.parse_args(argv)
-    for name, least in (("clients", 2), ("rounds", 1)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name} {getattr(args, name)} must be {least} or more")
+    if args.clients < 2:
+        parser.error(f"--clients {args.clients} must be 2 or more")
     start = "import sys; from nanovlm.cli import main; sys.exit(main(sys.argv[1:]))"
     flags = ["--port", "0", "--device", args.device, "--dtype", args.dtype, "--rows", str(args.clients)]
     flags += ["--model", args.model] if args.model else []
@@ -133,8 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             server.terminate()
     device = choose_device(args.device)
     where = environment(device, choose_dtype(args.dtype, device))
-    print(json.dumps(result | {"environment": where}) if args.json else f"{report(result)}\n{where}")
-    return 0 if result["many"]["answered"] == result["asked"] else 1
+    lost = result["asked"] - result["many"]["answered"]
+    return tell(result, report(result), where, args.json, [f"{lost} requests are lost"] * bool(lost))
 
 
 if __name__ == "__main__":

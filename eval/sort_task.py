@@ -7,9 +7,7 @@ input, is never trained on; training ends when all of them are sorted. Then `GPT
 answer every one of the 729, greedily and sampled, and must say the same. At twelve tokens a cache saves little time.
 """
 
-import argparse
 import hashlib
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -20,8 +18,8 @@ import torch
 from torch import Tensor
 
 from eval.environment import environment
+from eval.script import positive, script, tell
 from models.mingpt import GPT, GPT_kv, GPTConfig
-from nanovlm.cli import Parser
 from nanovlm.training import progress
 
 BATCH, LR, CHECK_EVERY = 64, 5e-4, 100  # the first two are minGPT's
@@ -43,8 +41,11 @@ class SortTask:
     seconds: float
 
     @property
-    def passed(self) -> bool:
-        return self.accuracy == 1 and self.n_identical == self.n_identical_sampled == self.n_inputs
+    def faults(self) -> list[str]:
+        if self.accuracy < 1:
+            return [f"not sorted after {self.steps} steps: raise --steps or try another --seed"]
+        alike = self.n_identical == self.n_identical_sampled == self.n_inputs
+        return [] if alike else ["generate and generate_kv differ: the cache changes what the model says"]
 
 
 def splits(length: int, n_digits: int) -> tuple[Tensor, Tensor]:
@@ -129,23 +130,13 @@ def summary(result: SortTask) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="eval.sort_task", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5000, metavar="N", help="give up after so many (5000)")
+    parser = script("sort_task", __doc__)
+    parser.add_argument("--steps", type=positive, default=5000, metavar="N", help="give up after so many (5000)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights and batches (0)")
-    parser.add_argument("--json", action="store_true", help="everything, as one object")
     args = parser.parse_args(argv)
-    if args.steps < 1:
-        parser.error(f"--steps={args.steps} must be 1 or more")
     result = sort_task(args.steps, seed=args.seed)
-    if args.json:
-        print(json.dumps(asdict(result) | {"environment": environment()}, indent=2))
-    else:
-        print(f"{summary(result)}\n{environment()}; {result.seconds:.0f} s in all")
-    if result.accuracy < 1:
-        print(f"not sorted after {result.steps} steps: raise --steps or try another --seed", file=sys.stderr)
-    elif not result.passed:
-        print("generate and generate_kv differ: the cache changes what the model says", file=sys.stderr)
-    return 0 if result.passed else 1
+    where = f"{environment()}; {result.seconds:.0f} s in all"
+    return tell(asdict(result), summary(result), where, args.json, result.faults)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ theory counts (eval/flops.py). Last, minGPT's twins learn to sort and must agree
 
 import argparse
 import importlib.util
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from eval.designs import UNCACHED, encoder_decoder, language_model
 from eval.environment import environment
+from eval.script import positive, script, tell
 from eval.shapes import SHAPES
 from eval.sort_task import SortTask, sort_task, summary
 from eval.study import Study, study
@@ -35,7 +35,6 @@ from models.onednn import onednn_pays_off, use_onednn
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT, SAMPLE
 from nanovlm.captioner import Captioner
-from nanovlm.cli import Parser
 from nanovlm.device import DTYPES, choose_device
 from nanovlm.images import open_picture
 from nanovlm.training import progress
@@ -85,19 +84,18 @@ def random_shape(name: str, device: torch.device, dtype: str) -> tuple[VisionLan
     return model.to(device, DTYPES[dtype]).eval(), ids, torch.rand(1, 3, cfg.vit_img_size, cfg.vit_img_size)
 
 
-def flags() -> Parser:
-    parser = Parser(prog="eval.speedup", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def flags() -> argparse.ArgumentParser:
+    parser = script("speedup", __doc__)
     add = parser.add_argument
     add("--shape", choices=tuple(SHAPES), help="a published shape with random weights (the embedded model)")
     add("--lengths", nargs="+", type=int, default=LENGTHS, metavar="N", help=f"({' '.join(map(str, LENGTHS))})")
-    add("--rounds", type=int, default=5, metavar="N", help="of all designs in turn, of which medians are taken (5)")
+    add("--rounds", type=positive, default=5, metavar="N", help="of all designs in turn, for their medians (5)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="(auto)")
     add("--dtype", default="float32", choices=tuple(DTYPES), help="lower ones may choose other ids (float32)")
     add("--onednn", action=argparse.BooleanOptionalAction, default=onednn_pays_off(), help="float32 by oneDNN (on AMD)")
     add("--export", action=argparse.BooleanOptionalAction, default=True, help="the exported graphs too (yes)")
     add("--sort-task", action=argparse.BooleanOptionalAction, default=True, help="the sorting task too (yes)")
     add("--plot", type=Path, metavar="FILE.png", help="draw it; needs the extra eval")
-    add("--json", action="store_true", help="everything, as one object")
     return parser
 
 
@@ -106,8 +104,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if len(args.lengths) < 2 or min(args.lengths) < 2 or sorted(set(args.lengths)) != list(args.lengths):
         parser.error(f"--lengths {' '.join(map(str, args.lengths))}: give two or more, rising, from 2 on")
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds} must be 1 or more")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error('--plot needs matplotlib: pip install "nanovlm[eval]"')
     if args.plot and not args.plot.parent.is_dir():
@@ -139,24 +135,19 @@ def main(argv: list[str] | None = None) -> int:
         from eval.plot import draw
 
         draw(studies, where, args.plot)
-    if args.json:
-        report = {"studies": [asdict(one) for one in studies], "sort_task": sorting and asdict(sorting)}
-        print(json.dumps(report | {"published_speedup": PUBLISHED_SPEEDUP, "environment": where}, indent=2))
-    else:
-        print("\n\n".join(map(table, studies)))
-        print(f"\n{PUBLISHED}: {PUBLISHED_SPEEDUP:.2f}x")
-        print(summary(sorting) + "\n" if sorting else "", end="")
-        print(f"{where}; medians of {args.rounds} rounds")
-    return verdict(studies, sorting, model.dtype)
+    found = {"studies": [asdict(one) for one in studies], "sort_task": sorting and asdict(sorting)}
+    text = "\n\n".join([*map(table, studies), f"{PUBLISHED}: {PUBLISHED_SPEEDUP:.2f}x"])
+    text += f"\n{summary(sorting)}" if sorting else ""
+    where += f"; medians of {args.rounds} rounds"
+    found["published_speedup"] = PUBLISHED_SPEEDUP
+    return tell(found, text, where, args.json, faults(studies, sorting, model.dtype))
 
 
-def verdict(studies: Sequence[Study], sorting: SortTask | None, dtype: torch.dtype) -> int:
-    """The exit code: 1 if a cache changed what is said. Below float32 rounding may, and the table tells where."""
+def faults(studies: Sequence[Study], sorting: SortTask | None, dtype: torch.dtype) -> list[str]:
+    """Where a cache changed what is said. Below float32 rounding may, and the table tells where."""
     differ = [(s.model, c.design, c.same_ids) for s in studies for c in s.curves if c.same_ids < max(s.lengths)]
-    for model, design, n in differ:
-        print(f"{model}: {design} differs from {UNCACHED} after {n} tokens", file=sys.stderr)
-    failed = bool(differ) and dtype == torch.float32
-    return int(failed or (sorting is not None and not sorting.passed))
+    told = [f"{model}: {design} differs from {UNCACHED} after {n} tokens" for model, design, n in differ]
+    return told * (dtype == torch.float32) + (sorting.faults if sorting else [])
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ are medians over rounds, in tokens of examples a second, so that padding counts 
 float32's speed, and below 1.5 times that of padded rows.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +21,10 @@ import torch
 from torch import nn
 
 from eval.environment import environment, synchronize
+from eval.script import positive, script, tell
 from eval.shapes import SHAPES
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.cli import Parser
 from nanovlm.data import IGNORED, Row, collate
 from nanovlm.device import DTYPES, choose_device
 from nanovlm.distributed import World
@@ -105,14 +103,11 @@ def measure(model: VisionLanguageModel, ways: Sequence[Way], rounds: int) -> dic
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="eval.train_speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script("train_speed", __doc__)
     parser.add_argument("--shape", default="222M", choices=tuple(SHAPES), help="(222M)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of which medians are taken (3)")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="of which medians are taken (3)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="(auto)")
-    parser.add_argument("--json", action="store_true", help="everything, as one object")
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds} must be 1 or more")
     try:
         device = choose_device(args.device)
     except ValueError as error:
@@ -121,25 +116,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg, _ = SHAPES[args.shape]
     torch.manual_seed(0)
     model = VisionLanguageModel(cfg, IMAGE_TOKEN).to(device).train()
-    results, faults = [], []
+    results, lines, faults = [], [], []
     for ways in (precisions(cfg, 128), mixed(cfg, 8, 448)):
         slow, fast = (way.name for way in ways)
         speed = measure(model, ways, args.rounds)
         gain = speed[fast] / speed[slow]
         results.append({"tokens_per_s": speed, "gain": gain, "bar": BARS[fast]})
+        told = "; ".join(f"{name} {tokens_per_s:,.0f} tokens/s" for name, tokens_per_s in speed.items())
+        lines.append(f"{args.shape}: {told}; {gain:.2f} times as fast")
         if gain < BARS[fast]:
             faults.append(f"{fast} is {gain:.2f} times as fast as {slow}, less than {BARS[fast]:g} times")
-    if args.json:
-        told = {"shape": args.shape, "results": results, "faults": faults, "environment": environment(device)}
-        print(json.dumps(told, indent=2))
-    else:
-        for result in results:
-            told = "; ".join(f"{name} {speed:,.0f} tokens/s" for name, speed in result["tokens_per_s"].items())
-            print(f"{args.shape}: {told}; {result['gain']:.2f} times as fast")
-        print(f"{environment(device)}; medians of {args.rounds} rounds")
-    for fault in faults:
-        print(fault, file=sys.stderr)
-    return 1 if faults else 0
+    where = f"{environment(device)}; medians of {args.rounds} rounds"
+    return tell({"shape": args.shape, "results": results}, "\n".join(lines), where, args.json, faults)
 
 
 if __name__ == "__main__":

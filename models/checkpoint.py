@@ -39,9 +39,11 @@ def resolve(
 ) -> Path:
     """The local folder of a model: itself, or a Hub id's files, downloaded unless they are in the Hub's cache."""
     folder = Path(name_or_folder)
-    if folder.is_dir():
-        return folder
     name = str(name_or_folder)
+    if folder.is_dir():
+        if revision:
+            raise CheckpointError(f"{name} is a folder, which has no revision {revision!r}; leave the revision away")
+        return folder
     if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         kind = "a file, not a folder" if folder.exists() else "neither a folder nor a Hub id like owner/name"
         raise CheckpointError(f"{name}: {kind}; pass a folder with {CONFIG} and {WEIGHTS}")

@@ -73,9 +73,12 @@ def adapt(
     if adapters(model):
         raise ValueError("the model has adapters already; merge them first")
     model.requires_grad_(False)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and name.split(".")[0] in parts and name != "decoder.head":
-            _replace(model, name, rank, alpha)
+    named = [(name, module) for name, module in model.named_modules() if name.split(".")[0] in parts]
+    linear = {name: module for name, module in named if isinstance(module, nn.Linear) and name != "decoder.head"}
+    if linear and rank > (most := max(min(module.weight.shape) for module in linear.values())):
+        raise ValueError(f"rank={rank} is more than {most}, the highest that a weight of this model has; lower it")
+    for name in linear:
+        _replace(model, name, rank, alpha)
     for name in WORDS if words and "decoder" in parts else ():
         model.get_submodule(name).requires_grad_(True)
 

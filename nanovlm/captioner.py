@@ -16,7 +16,7 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.images import open_picture
-from nanovlm.processor import Processor, Row
+from nanovlm.processor import Inputs, Processor
 from nanovlm.tokenizer import Tokenizer
 
 Picture = str | os.PathLike | bytes | Image.Image
@@ -172,7 +172,7 @@ class Captioner:
             batch = self._batch(asked[start : start + batch_size])
             yield from self._texts(self._columns(batch, max_new_tokens, sampling))
 
-    def prepare(self, picture: Picture | Sequence[Picture] | None, prompt: str = PROMPT) -> Row:
+    def prepare(self, picture: Picture | Sequence[Picture] | None, prompt: str = PROMPT) -> Inputs:
         """What the model is to read; threads may prepare it while the model runs."""
         return self.processor.row([open_picture(one) for one in _as_list(picture)], prompt)
 

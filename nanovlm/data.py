@@ -93,8 +93,9 @@ def encode_checked(example: Example, processor: Processor, view: View | None = N
         if not answer.strip():
             raise ExampleError(f"{name} has an empty answer to {prompt!r}")
         for token in ("<image>", *(cfg.vlm_extra_tokens or {}).values()):
-            if token in prompt + answer:
-                raise ExampleError(f"{name} has {token} in its text, where it would be mere letters; take it out")
+            for text, kind in ((prompt, "question"), (answer, "answer")):
+                if token in text:
+                    raise ExampleError(f"{name} has {token} in its {kind}, where it would be mere letters; take it out")
     row = encode(example, processor, view)
     if (length := len(row.ids)) > (limit := cfg.lm_max_position_embeddings):
         of_pictures = sum(map(len, row.images)) * cfg.mp_image_token_length

@@ -14,6 +14,8 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm.optimisation import freeze
 from nanovlm.train_config import TrainConfig
 
+SMALL = 2**20  # bytes: smaller gradients are summed in one go, as each message takes a time of its own
+
 
 class World:
     """The processes that train one model together; alone, it does nothing.
@@ -75,12 +77,16 @@ class World:
                 p.grad = None  # FSDP2 says 0, by which AdamW would move
             return
         learning = [p for p in model.parameters() if p.requires_grad]
-        waiting = []
-        for p, owners in zip(learning, self.sum(*[p.grad is not None for p in learning])):
-            if owners:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                waiting.append(dist.all_reduce(p.grad, async_op=True))
-        for work in waiting:
+        owners = self.sum(*[p.grad is not None for p in learning])
+        found = [p for p, n in zip(learning, owners) if n]
+        for p in found:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        messages = [p.grad for p in found if p.nbytes >= SMALL]
+        if small := [p for p in found if p.nbytes < SMALL]:
+            messages.append(flat := torch.cat([p.grad.flatten() for p in small]))
+            for p, part in zip(small, flat.split([p.numel() for p in small])):
+                p.grad = part.view_as(p)  # so that it is summed where flat is
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in messages]:
             work.wait()
 
     def turns(self, n: int) -> range:

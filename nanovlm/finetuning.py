@@ -7,11 +7,12 @@ import re
 from dataclasses import fields, replace
 from functools import partial
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 
 from PIL import Image
 
-from models.checkpoint import CheckpointError, read_config, read_model, resolve, stored_dtype
+from models.checkpoint import WEIGHTS, CheckpointError, read_config, read_model, resolve, stored_dtype
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
@@ -21,6 +22,7 @@ from nanovlm.data import ExampleError
 from nanovlm.device import choose_device
 from nanovlm.images import PictureError, open_picture
 from nanovlm.processor import Processor
+from nanovlm.resuming import checkpoints
 from nanovlm.scenes import recipe
 from nanovlm.sources import Batches, Mixture, Part, Reading, Source, SourceError, Stream, open_source, split
 from nanovlm.tokenizer import Tokenizer
@@ -53,13 +55,17 @@ def train_model(args: argparse.Namespace) -> int:
         return fine_tune(args, cfg, learned, held)
     except ExampleError as error:
         complain(
-            f"training stopped: {last_line(error)}; mend or remove it, or go on without it by --on-bad-example skip "
-            "(--check-data lists all that are like it)"
+            f"training stopped: {last_line(error)}; --on-bad-example skip goes on without it, --check-data lists all "
+            "that are like it"
         )
     except (TrainingError, OSError) as error:
         complain(f"training stopped: {last_line(error)}")
     except (CheckpointError, SourceError, ValueError) as error:
         raise UsageError(last_line(error)) from None
+    except (MemoryError, RuntimeError) as error:
+        if not (way := more_room(error)):
+            raise
+        complain(f"training stopped: {way}")
     return 1
 
 
@@ -77,17 +83,37 @@ def settings(args: argparse.Namespace) -> TrainConfig:
     for name, meant, way in (
         ("lora_alpha", cfg.lora_rank, "without --lora-rank"),
         ("lora_words", cfg.lora_rank, "without --lora-rank"),
+        ("lora_rank", not args.recipe, "with --recipe, which begins from nothing"),
         ("augment", not args.recipe, "with --recipe, which shows nothing again"),
         ("decay", cfg.schedule == "trapezoid", "with --schedule cosine"),
+        ("validate_every", args.validation, "without --validation"),
+        ("validation_batches", args.validation, "without --validation"),
+        ("fsdp", not cfg.fsdp or "WORLD_SIZE" in os.environ or cfg.plan, "for one process, without torchrun"),
     ):
         if name in given and not meant:
             raise UsageError(f"--{name.replace('_', '-')} means nothing {way}; leave it away")
+    if args.check_data and cfg.plan:
+        raise UsageError("--check-data and --plan answer two questions; ask one after the other")
     if not (args.out or args.check_data or cfg.plan):
         raise UsageError("--out is required: the folder where the model goes")
+    if args.out:
+        check_free(Path(args.out), args.data or ())
+    if cfg.tensorboard and find_spec("tensorboard") is None:
+        raise UsageError("--tensorboard needs tensorboard: pip install 'nanovlm[tensorboard]'")
     n = args.validation or 0
     if not (0 <= n < 1 or (n >= 1 and n.is_integer())):
         raise UsageError(f"--validation {n:g} is neither a share below 1 nor a number of examples")
     return cfg
+
+
+def check_free(folder: Path, data: list[str]) -> None:
+    """Refuse a folder that no model can go to without a loss."""
+    if folder.is_file():
+        raise UsageError(f"--out {folder} is a file; name a folder, where the model goes")
+    if (folder / WEIGHTS).exists() and not checkpoints(folder):
+        raise UsageError(f"--out {folder} holds a model but no checkpoints to go on from; name another folder")
+    if folder.resolve() in [Path(path_and_share(text)[0]).resolve() for text in data]:
+        raise UsageError(f"--out {folder} holds the data; name a folder of its own, where the model goes")
 
 
 def path_and_share(text: str) -> tuple[str, float | None]:
@@ -211,6 +237,15 @@ def captions(asked: list, processor: Processor, model: VisionLanguageModel) -> l
         except ValueError as error:  # a long question may leave no room; training goes on
             said.append((pictures[0], f"({error})"))
     return said
+
+
+def more_room(error: Exception) -> str:
+    """What helps if memory ran out, here or, which ends a process from outside, where batches are prepared; else ""."""
+    if "DataLoader worker" in str(error):
+        return f"{last_line(error)} Perhaps it lacked memory; --workers 0 does without it"
+    if isinstance(error, MemoryError) or re.search("out of memory|memory: you tried to allocate", str(error)):
+        return "not enough memory; lower --batch-size and raise --accumulate, or add --gradient-checkpointing (--plan)"
+    return ""
 
 
 def last_line(error: Exception) -> str:

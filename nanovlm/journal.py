@@ -101,8 +101,7 @@ def entries(path: Path) -> list[dict]:
 
 
 def cut(path: Path, first: int) -> None:
-    """Take out what was written after `first` steps, which are done again now; atomically."""
-    if path.exists():
-        new = path.with_suffix(".new")
-        new.write_text("".join(json.dumps(entry) + "\n" for entry in entries(path) if entry["step"] <= first), "utf-8")
-        os.replace(new, path)
+    """Take out what was written after `first` steps, which are done again now; atomically. Without a file, make one."""
+    new = path.with_suffix(".new")
+    new.write_text("".join(json.dumps(entry) + "\n" for entry in entries(path) if entry["step"] <= first), "utf-8")
+    os.replace(new, path)

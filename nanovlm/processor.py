@@ -20,7 +20,7 @@ from models.config import VLMConfig
 from nanovlm.images import pixels, resized_size
 from nanovlm.tokenizer import Tokenizer
 
-Row = tuple[list[int], list[Tensor]]  # ids, and each picture's images (n, 3, S, S)
+Inputs = tuple[list[int], list[Tensor]]  # one prompt's ids, and each of its pictures' images (n, 3, S, S)
 
 
 class Processor:
@@ -104,12 +104,12 @@ class Processor:
             raise ValueError(f"{len(pictures)} rows of pictures, but {len(prompts)} prompts")
         return self.batch([self.row(shown, text) for shown, text in zip(pictures, prompts)])
 
-    def row(self, pictures: Sequence[Image.Image], text: str) -> Row:
+    def row(self, pictures: Sequence[Image.Image], text: str) -> Inputs:
         """What one row of a batch reads."""
         tiles = [self.images(picture) for picture in pictures]
         return self.prompt([grid for _, grid in tiles], text), [images for images, _ in tiles]
 
-    def batch(self, rows: Sequence[Row]) -> dict[str, Tensor | None]:
+    def batch(self, rows: Sequence[Inputs]) -> dict[str, Tensor | None]:
         """Rows that `row` made, as one batch."""
         longest = max(len(ids) for ids, _ in rows)
         pad = self.tokenizer.eos_token_id  # any id would do: the mask hides it

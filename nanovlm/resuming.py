@@ -58,10 +58,20 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        last = checkpoints(folder)[-1:] or ["the start"]
+        last, way = checkpoints(folder)[-1:] or ["the start"], "make room" if "No space" in str(error) else "mend that"
         raise TrainingError(
-            f"{folder} cannot be written: {error}; make room and run again to go on from {last[0]}"
+            f"{folder} cannot be written: {error}; {way} and run again to go on from {last[0]}"
         ) from error
+
+
+@contextmanager
+def reading(newest: Path) -> Iterator[None]:
+    """Name the way out where a checkpoint is damaged."""
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointError) as error:
+        told = error if isinstance(error, CheckpointError) else f"{OPTIMIZER} cannot be read: {error}"
+        raise CheckpointError(f"{newest} is damaged: {told}; move it away to begin again") from None
 
 
 def write_model(folder: Path, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None) -> None:
@@ -114,20 +124,25 @@ def resume(folder: Path, model: VisionLanguageModel) -> tuple[int, dict]:
     if not (saved := checkpoints(folder)):
         return 0, {}
     newest = saved[-1]
-    theirs, ours = read_config(newest).to_dict(), model.cfg.to_dict()
+    with reading(newest):
+        theirs, before = read_config(newest).to_dict(), read_object(newest / STATE).get("config", {})
+    ours = model.cfg.to_dict()
     for name in ours:
         if theirs.get(name) != ours[name]:
             raise CheckpointError(
                 f"{newest} holds a model with {name}={theirs.get(name)}, but this one has {name}={ours[name]}; "
                 "train it in another folder"
             )
+    if bool(rank := before.get("lora_rank")) != bool(adapters(model)):
+        raise CheckpointError(f"{newest} was trained with lora_rank={rank}; go on so, or train in another folder")
     restore_weights(newest, model)
-    return int(newest.name.removeprefix("step-")), read_object(newest / STATE).get("config", {})
+    return int(newest.name.removeprefix("step-")), before
 
 
 def restore_weights(newest: Path, model: VisionLanguageModel) -> None:
     """Load all weights, or, of a model with adapters, these, if it is the model that they were trained on."""
-    stored = read_model(newest, model.cfg, model.image_token_id, device=model.device).state_dict()
+    with reading(newest):
+        stored = read_model(newest, model.cfg, model.image_token_id, device=model.device).state_dict()
     if not adapters(model):
         model.load_state_dict(stored)
         return
@@ -150,10 +165,8 @@ def resume_optimizer(
     if not (saved := checkpoints(folder)):
         return
     newest = saved[-1]
-    try:
+    with reading(newest):
         moments = load_file(newest / OPTIMIZER)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{newest / OPTIMIZER} cannot be read: {error}") from None
     learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     kept = {key.rpartition("/")[0] for key in moments}
     if wrong := sorted(learning.keys() ^ kept):

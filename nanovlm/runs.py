@@ -18,7 +18,7 @@ import torch
 from models.continuous import ContinuousBatch, Unread
 from nanovlm.captioner import Captioner
 from nanovlm.images import PictureError, printable
-from nanovlm.processor import Row
+from nanovlm.processor import Inputs
 from nanovlm.progress import Progress
 
 BATCH_SIZE, BATCH_OF_SINGLES = 16, 128  # pictures; where each of them is one image only
@@ -143,13 +143,13 @@ class Run:
                 ended.append((token.key, self.captioner.tokenizer.decode(said[token.key])))
         return ended
 
-    def prepare(self, picture: str) -> Row | Exception:
+    def prepare(self, picture: str) -> Inputs | Exception:
         try:
             if os.path.exists(picture) and not os.path.isfile(picture):
                 raise PictureError("not a file")  # to open a pipe may take forever
-            row = self.captioner.prepare(picture, self.prompt)
-            self.captioner.model.check_room(len(row[0]), self.options["max_new_tokens"])
-            return row
+            ids, images = self.captioner.prepare(picture, self.prompt)
+            self.captioner.model.check_room(len(ids), self.options["max_new_tokens"])
+            return ids, images
         except FAULTS as error:
             return error
 

@@ -60,6 +60,9 @@ class TrainConfig:
             if not choices and not least <= value < float("inf"):
                 raise ValueError(f"{f.name}={value} must be a finite number of at least {least}")
         for name, fits, limit in (
+            ("lr", self.lr > 0, "above 0"),
+            ("lora_alpha", self.lora_alpha > 0, "above 0"),
+            ("max_grad_norm", self.max_grad_norm > 0, "above 0"),
             ("decay", self.decay <= 1, "at most 1"),
             ("beta2", self.beta2 < 1, "less than 1"),
             ("augment", self.augment < 0.5, "less than 0.5, at which nothing might be left"),

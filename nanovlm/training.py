@@ -72,7 +72,8 @@ def train(
         log(str(plan(model, batch, cfg)))
         return model
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)  # where that is impossible, better now than at the first save
+    with writing(folder):  # where that is impossible, better now than at the first save
+        folder.mkdir(parents=True, exist_ok=True)
     world = World(model.device)
     log = log if world.rank == 0 else (lambda line: None)
     dtype = choose_training_dtype(cfg.dtype, model.device)
@@ -160,6 +161,8 @@ def train(
             write_report(folder, [picture for picture, _ in show(model)])
         except ImportError as error:
             log(f"no report.png: {error}; pip install 'nanovlm[eval]'")
+        except OSError as error:  # the model is there
+            log(f"no report.png: {error}")
     return merge(model) if adapters(model) and not (world.sharded and world.rank) else model
 
 

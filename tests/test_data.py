@@ -180,8 +180,8 @@ def test_a_chain_of_one_turn_is_a_question(processor):
     ("prompt", "answer", "words"),
     [
         ("What?", " \n", "empty answer to 'What?'"),
-        ("What is <image>?", "x", "<image> in its text"),
-        ("What?", "<|image|> is red", "<|image|> in its text"),
+        ("What is <image>?", "x", "<image> in its question"),
+        ("What?", "<|image|> is red", "<|image|> in its answer"),
         ("What?", "x " * 1100, "lm_max_position_embeddings=1024"),
     ],
 )

@@ -18,6 +18,7 @@ PROGRAM = """
 import json, os, sys, torch
 sys.path.insert(0, "tests")
 from conftest import TINY, randomise
+import nanovlm.distributed
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.data import Row, collate
@@ -25,6 +26,7 @@ from nanovlm.train_config import TrainConfig
 from nanovlm.training import train
 
 folder, settings = sys.argv[1], json.loads(sys.argv[2])
+nanovlm.distributed.SMALL = settings.pop("small", nanovlm.distributed.SMALL)
 together, stop_at = settings.pop("together", 1), settings.pop("stop_at", None)
 
 def row(i):
@@ -78,7 +80,7 @@ def metrics(folder):
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="all"),
+        pytest.param({"small": 2000}, id="all"),  # bytes, more or less than which half of the weights have
         pytest.param({"accumulate": 2, "vision_rate": 0.0, "language_rate": 0.0}, id="projector alone"),
         pytest.param({"lora_rank": 2, "gradient_checkpointing": True}, id="adapters", marks=pytest.mark.slow),
         pytest.param({"fsdp": True, "accumulate": 2}, id="sharded"),

@@ -4,6 +4,8 @@ import json
 import os
 import random
 import re
+import shutil
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -273,12 +275,88 @@ def test_a_broken_picture_stops_with_its_name_and_the_way_out(train, workers):
         ("--data mine --out out --lora-alpha 8", ["--lora-alpha means nothing without --lora-rank"]),
         ("--data mine --out out --no-lora-words", ["--lora-words means nothing without --lora-rank"]),
         ("--data mine --out out --decay 0.5 --schedule cosine", ["--decay means nothing with --schedule cosine"]),
+        ("--data mine --out out --validate-every 5", ["--validate-every means nothing without --validation"]),
+        ("--data mine --out out --fsdp", ["--fsdp means nothing for one process, without torchrun"]),
+        ("--recipe scenes --out out --lora-rank 4", ["--lora-rank means nothing with --recipe"]),
+        ("--data mine --out out --check-data --plan", ["--check-data and --plan"]),
+        ("--data mine --out mine/0.png", ["--out mine/0.png is a file"]),
+        ("--data scenes@0.5 mine/../mine@0.5 --out mine", ["--out mine holds the data"]),
+        ("--data mine --out out --model mine --revision v1", ["mine is a folder", "no revision 'v1'"]),
     ],
 )
 def test_wrong_use_is_one_line_before_any_work(train, flags, words):
     scenes(4)
     refused(train(*flags.split()), *words, program="train.py")
     assert not Path("out").exists()
+
+
+def test_a_model_that_no_run_can_go_on_from_is_not_overwritten(train):
+    scenes(2)
+    shutil.copytree(EMBEDDED, "begun")
+    refused(
+        train("--data", "mine", *QUICK, "--model", "begun", "--out", "begun"), "begun holds a model", program="train.py"
+    )
+    assert Path("begun/model.safetensors").read_bytes() == Path(EMBEDDED, "model.safetensors").read_bytes()
+
+
+def test_without_tensorboard_its_flag_names_its_extra(train, monkeypatch):
+    scenes(2)
+    monkeypatch.setattr("nanovlm.finetuning.find_spec", lambda name: None)
+    refused(train("--data", "mine", *QUICK, "--tensorboard"), "nanovlm[tensorboard]", program="train.py")
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_first_step(train):
+    scenes(2)
+    code, out, err = train("--data", "mine", *QUICK, "--out", "mine/0.png/out")
+    told = r"training stopped: mine/0\.png/out cannot be written: .*; mend that and run again to go on from the start"
+    assert (code, out) == (1, "") and re.fullmatch(told, err.splitlines()[-1])
+    Path("out/metrics.jsonl").mkdir(parents=True)  # a folder where a file should go
+    code, _, err = train("--data", "mine", *QUICK)
+    assert code == 1 and "out cannot be written" in err and not Path("out/checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nSee documentation"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:1] can't allocate memory: you tried to allocate 9 bytes."),
+        MemoryError(),
+    ],
+    ids=["cuda", "cpu", "python"],
+)
+def test_too_little_memory_is_a_line_with_the_way_out(train, monkeypatch, error):
+    scenes(2)
+
+    def raises(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("nanovlm.training.backward", raises)
+    code, out, err = train("--data", "mine", *QUICK)
+    assert (code, out) == (1, "") and len(err.splitlines()) == 2
+    assert err.splitlines()[1].startswith("training stopped: not enough memory; lower --batch-size")
+
+
+def test_another_error_of_torch_is_a_bug_and_shows_where(train, monkeypatch):
+    scenes(2)
+    monkeypatch.setattr("nanovlm.training.backward", lambda *args: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        train("--data", "mine", *QUICK)
+
+
+def test_a_killed_process_of_batches_is_a_line_with_the_way_out(train, monkeypatch):
+    scenes(2)
+    here = os.getpid()
+    made = Batches.__call__
+
+    def killed(batches, step):
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made(batches, step)
+
+    monkeypatch.setattr(Batches, "__call__", killed)
+    code, out, err = train("--data", "mine", *QUICK, "--workers", "1")
+    assert (code, out) == (1, "") and len(err.splitlines()) == 2
+    assert "training stopped: DataLoader worker" in err and "--workers 0" in err
 
 
 def test_help_tells_both_defaults(train):

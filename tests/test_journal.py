@@ -109,8 +109,9 @@ def test_a_line_that_was_cut_off_is_forgotten(tmp_path):
     assert [entry["step"] for entry in entries(path)] == [1, 2, 3]
     cut(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-    cut(tmp_path / "none", 2)
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    cut(tmp_path / "new", 2)
+    assert (tmp_path / "new").read_text() == "", "so that a folder that cannot be written is found at once"
+    assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "new"}
 
 
 def test_an_overflow_is_null_since_json_knows_no_infinity(learn, tmp_path):

@@ -222,6 +222,7 @@ def test_a_model_is_adapted_once_and_with_a_rank(tiny_model, adapted):
     for wrong, told in (
         (lambda: adapt(adapted(), 2, 4), "merge them first"),
         (lambda: adapt(tiny_model(), 0, 4), "rank=0"),
+        (lambda: adapt(tiny_model(), 25, 4), "rank=25 is more than 24"),
         (lambda: adapt(tiny_model(), 2, 4, ["head"]), "head: no part"),
     ):
         with pytest.raises(ValueError, match=told):
@@ -257,7 +258,7 @@ def test_adapters_go_on_only_from_the_model_that_they_began_with(tiny_model, wor
         (tiny_model(seed=1), CFG, "begin with the same model as before"),
         (tiny_model(), replace(CFG, lora_rank=4), "r=2 and lora_alpha=16.0, but this model has 4"),
         (tiny_model(), replace(CFG, lora_words=False), "which this model does not learn"),
-        (tiny_model(), replace(CFG, lora_rank=0), "moments of"),
+        (tiny_model(), replace(CFG, lora_rank=0), "was trained with lora_rank=2; go on so"),
     ):
         with pytest.raises(CheckpointError, match=told):
             train(model, "{}", words_and_images, cfg, tmp_path, log=lambda line: None)

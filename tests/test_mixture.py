@@ -214,6 +214,8 @@ def test_a_bad_example_stops_or_lets_the_next_take_its_place(kind, tiled, capsys
     )
     skipped = capsys.readouterr().err.splitlines()
     assert len(skipped) >= 4 and all(line.startswith("skipped: a[") for line in skipped)
+    batches(0)
+    assert capsys.readouterr().err == "", "each is told once, not at every epoch"
     bad = Batches(Mixture([Part(Source("a", ["bad"] * 9, numbered), range(9))], 0), tiled[1], 1, skip=True)
     with pytest.raises(SourceError, match="100 examples in a row cannot be used"):
         bad(0)

@@ -29,7 +29,7 @@ def test_float32_says_the_same_everywhere(capsys):
     if importlib.util.find_spec("llama_cpp"):
         names.append("llama.cpp F32")
     assert peers.main([*names, "--tokens", "12", "--rounds", "1", "--json"]) == 0
-    found = {result["name"]: result for result in json.loads(capsys.readouterr().out)}
+    found = {result["name"]: result for result in json.loads(capsys.readouterr().out)["peers"]}
     assert set(found) == set(names) and all(len(result["ms"]) == 12 for result in found.values())
     reference = found.pop("transformers float32")["ids"]
     assert len({row[0] for row in reference}) > 1

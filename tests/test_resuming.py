@@ -216,6 +216,18 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(learn, tmp_path, monkeypatc
     assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "training.json", "config.json"])
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_a_damaged_checkpoint_is_a_sentence_with_the_way_out(learn, tmp_path, name, how):
+    learn(tmp_path, replace(CFG, steps=3))
+    file = tmp_path / "checkpoints/step-3" / name
+    file.unlink() if how == "gone" else file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(CheckpointError, match=rf"step-3 is damaged: .*{name}.*; move it away to begin again$"):
+        learn(tmp_path)
+    file.parent.rename(tmp_path / "away")
+    assert learn(tmp_path)[0].startswith("step 2/6"), "from the start"
+
+
 def test_other_frozen_parts_are_no_continuation(learn, tmp_path):
     learn(tmp_path, replace(CFG, vision_rate=0.0, steps=3))
     before = tensors(tmp_path)

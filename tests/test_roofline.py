@@ -40,4 +40,4 @@ def test_bytes_and_operations_are_the_models(capsys, monkeypatch, tmp_path, dtyp
 def test_wrong_rounds_are_refused(capsys):
     with pytest.raises(SystemExit) as left:
         roofline.main(["--rounds", "0"])
-    assert left.value.code == 2 and "--rounds 0" in capsys.readouterr().err
+    assert left.value.code == 2 and "--rounds: 0" in capsys.readouterr().err

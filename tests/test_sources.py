@@ -4,6 +4,7 @@ import base64
 import csv
 import io
 import json
+import logging
 import pickle
 import random
 import sys
@@ -70,6 +71,7 @@ def refused(path, *words, reading=ASK):
             source[i]
     line = str(error.value)
     assert "\n" not in line and all(word in line for word in words), line
+    return error.value
 
 
 # ------------------------------------------------------------------------------------------ pictures in folders
@@ -86,6 +88,17 @@ def test_a_folder_of_pictures_with_texts_beside_them():
         ("mine/cats/deep er/ü.v2.png", [3], [("What?", "Number 3.")], False),
     ]
     assert told("mine", Reading())[0][2] == [(PROMPT, "Number 1.")]
+
+
+def test_a_models_folder_among_the_pictures_is_none_of_them():
+    """train.py --data . --out out leaves a report.png there."""
+    for name in ("a", "photos/b", "out/report"):
+        write(f"mine/{name}.png", png(1))
+    for name in ("a", "photos/b"):
+        write(f"mine/{name}.txt", "one")
+    refused("mine", "captions missing: 1 of 3", "out/report.png")
+    write("mine/out/model.safetensors", "")
+    assert [name for name, *_ in told("mine")] == ["mine/a.png", "mine/photos/b.png"]
 
 
 def test_captions_that_are_missing_are_counted_and_named():
@@ -204,12 +217,15 @@ def test_llavas_conversations_find_their_pictures(folder):
         ({"texts": ["What?"]}, "laid out in no way that is known here"),
         ({"messages": [{"role": "user", "content": ["What?"]}]}, "laid out in no way that is known here"),
         ({"image": "a.png", "caption": {"en": "x"}}, "a dict stands where words should be"),
+        ({"image": "a.png", "words": "x"}, "has no column text, caption, answer, captions, only image, words"),
+        ({"image": "a.png", "conversations": []}, "has no answer to learn"),
+        ({"images": ["a.png"], "texts": []}, "has no answer to learn"),
     ],
 )
 def test_a_conversation_that_makes_no_sense_is_named(record, words):
     write("a.png", png(1))
     write("chat.json", [llava("What?", "x", image="a.png"), record])
-    refused("chat.json", "chat.json[1]", words)
+    assert isinstance(refused("chat.json", "chat.json[1]", words), ExampleError), "so that it can be skipped"
 
 
 def message(role, *parts):
@@ -449,6 +465,17 @@ def test_tars_that_lack_something():
     refused("b.tar", "no pictures found")
     write_tar("c.tar", {"0.png": png(1), "0.txt": b"two"}, "w:gz")
     refused("c.tar", "c.tar is no tar that can be read at any place")
+    files = {f"{i}.{kind}": png(i) if kind == "png" else b"?" for i in range(9) for kind in ("png", "txt")}
+    write_tar("whole.tar", files)
+    whole = Path("whole.tar").read_bytes()
+    with tarfile.open("whole.tar") as tar:
+        ends = [info.offset_data + -(-info.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE for info in tar]
+    for end in (ends[3], ends[3] + 300, ends[3] + 512 - 1):  # between two files, and within the second's header
+        Path("cut.tar").write_bytes(whole[:end])
+        refused("cut.tar", "cut.tar is cut after 4 files; download it again", "--on-bad-example skip")
+        assert [example[0] for example in told("cut.tar", replace(ASK, skip=True))] == ["cut.tar/0", "cut.tar/1"]
+    Path("cut.tar").write_bytes(whole[: ends[4] - 512])
+    refused("cut.tar", "cut.tar is no tar that can be read", "download it again")
     write_tar("d.tar", {"0.png": png(1), "0.json": b"{"})
     refused("d.tar", "d.tar/0: its text cannot be read")
 
@@ -484,6 +511,16 @@ def test_the_drawn_scenes_are_a_source():
     assert one.answers == again.answers and one.pictures[0].tobytes() == again.pictures[0].tobytes()
     assert (one.name, len(one.answers)) == ("scenes[7]", 6)
     assert one.pictures[0].tobytes() != other.pictures[0].tobytes()
+
+
+def test_a_parquet_that_is_cut_is_told_once(cache):
+    told, listener = [], logging.Handler()
+    listener.emit = told.append
+    logging.getLogger("datasets").addHandler(listener)
+    write("half.parquet", b"PAR1 and no end")
+    refused("half.parquet", "half.parquet: the datasets library cannot read it", "download it again")
+    logging.getLogger("datasets").removeHandler(listener)
+    assert told == []
 
 
 def test_places_without_data():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -125,8 +124,9 @@ def test_a_rate_may_neither_rise_nor_fall():
     "wrong",
     [
         {"steps": 0}, {"batch_size": 0}, {"save_every": 0}, {"log_every": 0}, {"workers": -1}, {"warmup": -1},
-        {"lr": -1e-3}, {"lr": math.nan}, {"lr": math.inf}, {"decay": 1.01}, {"decay": -0.1}, {"beta2": 1.0},
-        {"weight_decay": -1}, {"max_grad_norm": math.nan}, {"seed": -1}, {"seed": 2**70},
+        {"lr": -1e-3}, {"lr": 0.0}, {"lr": math.nan}, {"lr": math.inf}, {"decay": 1.01}, {"decay": -0.1},
+        {"weight_decay": -1}, {"max_grad_norm": math.nan}, {"max_grad_norm": 0.0}, {"lora_alpha": 0.0},
+        {"beta2": 1.0}, {"seed": -1}, {"seed": 2**70},
     ],
     ids=str,
 )  # fmt: skip
@@ -276,22 +276,6 @@ def test_a_folder_of_another_model_is_refused_and_left_alone(learn, processor, t
     assert files(tmp_path / "run") == before
 
 
-def test_a_damaged_checkpoint_is_one_line(learn, tmp_path):
-    learn(tmp_path / "run", replace(CFG, steps=3))
-    newest = tmp_path / "run/checkpoints/step-3"
-    (newest / "optimizer.safetensors").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match="optimizer.safetensors"):
-        learn(tmp_path / "run")
-    (newest / "optimizer.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="optimizer.safetensors"):
-        learn(tmp_path / "run")
-    (newest / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match="model.safetensors"):
-        learn(tmp_path / "run")
-    shutil.rmtree(newest)
-    learn(tmp_path / "run", replace(CFG, steps=1))
-
-
 def test_folders_with_other_names_are_no_checkpoints(learn, whole, tmp_path):
     (tmp_path / "run/checkpoints/step-by-step").mkdir(parents=True)
     learn(tmp_path / "run")
@@ -300,5 +284,5 @@ def test_folders_with_other_names_are_no_checkpoints(learn, whole, tmp_path):
 
 def test_a_place_that_cannot_be_written_is_found_before_the_first_step(learn, batch, tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError):
+    with pytest.raises(TrainingError, match="file cannot be written: .*File exists.*; mend that and run again"):
         learn(tmp_path / "file", batch=killed_at(0, batch))

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from models.checkpoint import WEIGHTS
 from nanovlm.data import Example, ExampleError
 from nanovlm.sources.records import (
     CHATS,
@@ -25,11 +26,13 @@ from nanovlm.sources.source import COLUMNS, EXTENSIONS, EXTRA, Reading, Source, 
 def pictures_in(folder: str | Path, unread: Callable[[OSError], None] | None = None) -> list[str]:
     """Paths of all pictures in a folder and the folders in it, relative to it, in one order everywhere.
 
-    unread is told of the folders that may not be read; without it they count as empty.
+    Not those of a model's folder, such as its report.png. unread is told of the folders that may not be read; without
+    it they count as empty.
     """
     found = []
     for here, folders, names in os.walk(folder, onerror=unread):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        models = {name for name in folders if os.path.exists(os.path.join(here, name, WEIGHTS))}
+        folders[:] = sorted(name for name in folders if not (name.startswith(".") or name in models))
         inside = os.path.relpath(here, folder)
         for name in names:
             if os.path.splitext(name)[1].lower() in EXTENSIONS and not name.startswith("."):
@@ -94,14 +97,15 @@ def read_table(path: Path) -> list[dict[str, Any]]:
         try:
             return parquet.read_table(path).to_pylist()
         except (ArrowException, OSError) as error:
-            raise SourceError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise SourceError(f"{path} cannot be read: {reason}; write or download it again") from None
     if path.suffix != ".csv":
         return read_records(path)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             return list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SourceError(f"{path} cannot be read: {error}") from None
+        raise SourceError(f"{path} cannot be read: {error}; write it again, in UTF-8") from None
 
 
 def read_json(path: Path) -> Any:
@@ -118,7 +122,7 @@ def read_json(path: Path) -> Any:
         return found
     except (OSError, ValueError, RecursionError) as error:
         where = f", line {line}," if line else ""
-        raise SourceError(f"{path}{where} cannot be read: {error}") from None
+        raise SourceError(f"{path}{where} cannot be read: {error}; mend it, or write or download it again") from None
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -173,7 +177,7 @@ def coco(path: Path, found: dict[str, Any], reading: Reading) -> Source:
         for annotation in found["annotations"]:
             said[annotation["image_id"]].append(words(annotation["caption"]))
     except KeyError as error:
-        raise SourceError(f"{path} looks like COCO's captions, but lacks {error}") from None
+        raise SourceError(f"{path} looks like COCO's captions, but lacks {error}, a key or an image's id") from None
     except TypeError as error:
         raise SourceError(f"{path} looks like COCO's captions, but is laid out in another way: {error}") from None
     silent = [files[id] for id, captions in said.items() if not captions]

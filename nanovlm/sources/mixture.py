@@ -1,7 +1,7 @@
 """Which example stands where: a pure function of the seed and the place, so that a training goes on anywhere."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from hashlib import blake2b
 from random import Random
@@ -188,6 +188,7 @@ class Batches:
     skip: bool = False  # show the group's next example in the place of a bad one
     pack: int = 0  # join examples into rows of so many tokens; 0 keeps a row for each
     augment: float = 0.0  # what is shown again is cropped at random, by up to this part of it on each side
+    skipped: set[str] = field(default_factory=set)  # what was said of bad examples, each of which comes again
 
     def __call__(self, step: int) -> dict:
         rows = [self.row(step * self.batch_size + b) for b in range(self.batch_size)]
@@ -204,5 +205,7 @@ class Batches:
             except ExampleError as error:
                 if not self.skip:
                     raise
-                complain(f"skipped: {error}")
+                if str(error) not in self.skipped:
+                    self.skipped.add(str(error))
+                    complain(f"skipped: {error}")
         raise SourceError(f"{TRIES} examples in a row cannot be used; see what is wrong by --check-data")

@@ -20,17 +20,19 @@ def record_example(record: Mapping[str, Any], name: str, root: str | None, readi
     """The example that a record holds; its pictures' relative paths start at the folder root."""
     try:
         return _example(record, name, root, reading)
+    except SourceError as error:  # of columns that others may have
+        raise ExampleError(str(error)) from None
     except (AttributeError, KeyError, TypeError) as error:  # JSON may hold anything anywhere
         raise ExampleError(f"{name} is laid out in no way that is known here: {error}") from None
 
 
 def _example(record: Mapping[str, Any], name: str, root: str | None, reading: Reading) -> Example:
-    pictures = record_pictures(record)
-    if turns := record.get("texts"):
+    pictures, chats = record_pictures(record), [record[c] for c in CHATS if record.get(c) is not None]
+    if (turns := record.get("texts")) is not None:
         kept = [turn for turn, passes in zip(turns, passing(record, reading)) if passes]
         answers, chain = [(words(turn.get("user")), words(turn.get("assistant"))) for turn in kept], True
-    elif chat := next((record[column] for column in CHATS if record.get(column)), None):
-        answers, named, marks = conversation(chat, name)
+    elif chats:
+        answers, named, marks = conversation(chats[0], name)
         pictures, chain = named or pictures, True
         if marks and marks != len(pictures):
             raise ExampleError(f"{name} marks the places of {marks} pictures, but has {len(pictures)}")

@@ -21,6 +21,7 @@ def rows(path: str, reading: Reading, files: Sequence[str] = ()) -> Source | Str
         raise SourceError(f"{path} is read through the datasets library: {EXTRA}") from None
     hub = not (files or Path(path).exists())
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is told below, once
     try:
         if files:
             kind = "arrow" if files[0].endswith(".arrow") else "parquet"
@@ -31,8 +32,9 @@ def rows(path: str, reading: Reading, files: Sequence[str] = ()) -> Source | Str
         else:
             found = datasets.load_from_disk(path)
     except Exception as error:  # of many kinds, from DNS to disk
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SourceError(f"{path}: the datasets library cannot read it: {reason}") from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        way = "if you are offline, name a local folder" if hub else "write or download it again"
+        raise SourceError(f"{path}: the datasets library cannot read it: {reason}; {way}") from None
     if isinstance(found, dict):
         if "train" not in found and len(found) > 1:
             raise SourceError(f"{path} has no split 'train', only {', '.join(found)}; save the one you mean by itself")

@@ -40,8 +40,17 @@ def tars(path: str, shards: Sequence[str], reading: Reading) -> Source:
                         key = os.path.normpath(os.path.join(os.path.relpath(shard, path), folder, stem))
                         member = Member(shard, f"{shard}/{info.name}", info.offset_data, info.size)
                         samples.setdefault(key, {})[suffix.lower()] = member
+                tar.fileobj.seek(tar.offset)  # tarfile ends as gladly where a download broke off between two files
+                if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE) and not reading.skip:
+                    raise SourceError(
+                        f"{shard} is cut after {len(tar.getmembers()):,} files; download it again, or learn from those "
+                        "by --on-bad-example skip"
+                    )
         except (tarfile.TarError, OSError) as error:
-            raise SourceError(f"{shard} is no tar that can be read at any place, perhaps packed: {error}") from None
+            raise SourceError(
+                f"{shard} is no tar that can be read at any place, it may be packed or cut: {error}; unpack it, or "
+                "download it again"
+            ) from None
     pictured = {key: sample for key, sample in samples.items() if any(map(_is_picture, sample))}
     if not pictured:
         raise SourceError(f"no pictures found in {path}, only {len(samples)} samples of other files")
