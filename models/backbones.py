@@ -103,7 +103,7 @@ def from_backbones(
     dtype: torch.dtype = torch.float32,
     **options,
 ) -> VisionLanguageModel:
-    """A new model of a pretrained SigLIP and a pretrained Llama: `find_backbones`, then `read_backbones`."""
+    """`find_backbones` with the options, then `read_backbones`."""
     return read_backbones(find_backbones(vision, language, **options), image_token_id, dtype)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from os import PathLike
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,13 @@ class VisionLanguageModel(nn.Module):
         if self.device.type != "meta":  # where there is nothing to initialise, and torch would import its compiler to
             self.apply(initialise)
             nn.init.normal_(self.decoder.head.weight, std=0.02)  # like the embedding, which it may be
+
+    @classmethod
+    def from_backbones(cls, vision: str | PathLike, language: str | PathLike, **options) -> "VisionLanguageModel":
+        """A new model of a pretrained SigLIP and a pretrained Llama: see `models.backbones.from_backbones`."""
+        from models.backbones import from_backbones  # which imports this module
+
+        return from_backbones(vision, language, **options)
 
     @property
     def device(self) -> torch.device:
