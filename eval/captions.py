@@ -1,6 +1,7 @@
 """How often the embedded model is right, on freshly drawn scenes that its training never saw.
 
     python -m eval.captions --scenes 1000
+    python -m eval.captions --turns 6 --scenes 200    # questions one after another, beside the same alone
     python -m eval.captions --throughput    # how fast instead, see eval/throughput.py
 
 Three figures: captions that match word for word, the same on scenes that show a colour and shape never trained
@@ -22,9 +23,11 @@ from eval.shapes import SHAPES
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.cli import Parser
+from nanovlm.conversation import Conversation
 from nanovlm.scenes import Scene, caption, draw, questions, random_scene
 
 SIDES = (96, 512)
+MOST_TURNS = 20  # every scene answers as many questions, and more
 
 
 def png(scene: Scene, rng: Random) -> bytes:
@@ -62,6 +65,24 @@ def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str, ba
     return result | {"missed": missed}
 
 
+def measure_turns(captioner: Captioner, n_scenes: int, n_turns: int, seed: str) -> dict[str, list[int]]:
+    """How many of the first answers about n_scenes scenes are right, of the second ones, and so on: of questions asked
+    alone, one after another, and so after a caption. What was said before stands in a conversation, right or wrong."""
+    rng = Random(f"turns {seed}")
+    right = {way: [0] * n_turns for way in ("alone", "one after another", "after a caption")}
+    for _ in range(n_scenes):
+        scene = random_scene(rng)
+        picture = png(scene, rng)
+        asked, truths = zip(*questions(scene, rng)[:n_turns])
+        bare, captioned = Conversation(captioner, [picture]), Conversation(captioner, [picture])
+        "".join(captioned.ask(PROMPT))
+        said = [captioner.ask(picture, asked)]
+        said += [["".join(talk.ask(question)) for question in asked] for talk in (bare, captioned)]
+        for counts, answers in zip(right.values(), said):
+            counts[:] = [n + (answer == truth) for n, answer, truth in zip(counts, answers, truths)]
+    return right
+
+
 def line(name: str, right: int, of: int) -> str:
     """A share with its 95% Wilson interval, which stays honest near 100%."""
     p, z = right / of, 1.96
@@ -76,6 +97,9 @@ def main() -> int:
     parser.add_argument("--model", default=EMBEDDED, help="a folder or Hub id (the embedded model)")
     parser.add_argument("--scenes", type=int, default=1000, help="fresh scenes, and as many with withheld pairs (1000)")
     parser.add_argument("--questions", type=int, default=3, help="asked of each scene (3)")
+    parser.add_argument(
+        "--turns", type=int, metavar="N", help="ask N questions of each scene in one conversation instead"
+    )
     parser.add_argument("--seed", default="1", help="which scenes (1)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
@@ -88,6 +112,8 @@ def main() -> int:
     for name in ("scenes", "questions", "pictures"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)} must be 1 or more")
+    if args.turns is not None and not 1 <= args.turns <= MOST_TURNS:
+        parser.error(f"--turns {args.turns} must be 1 to {MOST_TURNS}, which every scene has questions for")
     if args.shape and not args.throughput:
         parser.error(f"--shape {args.shape} has random weights, which are never right; add --throughput")
     try:
@@ -103,11 +129,22 @@ def main() -> int:
         where = environment(captioner.model.device, captioner.model.dtype)
         print(json.dumps(result | {"environment": where}) if args.json else f"{throughput.report(result)}\n{where}")
         return 0
+    measured = f"exact matches, greedy, {captioner.model.dtype}, {captioner.model.device}"
+    if args.turns:
+        right = measure_turns(captioner, args.scenes, args.turns, args.seed)
+        if args.json:
+            print(json.dumps({"of": args.scenes, "right": right}))
+            return 0
+        print(f"{measured}, {args.scenes} scenes")
+        print(f"{'question':18}" + "".join(f"{turn:8}" for turn in range(1, args.turns + 1)))
+        for way, counts in right.items():
+            print(f"{way:18}" + "".join(f"{100 * n / args.scenes:7.1f}%" for n in counts))
+        return 0
     result = measure(captioner, args.scenes, args.questions, args.seed)
     if args.json:
         print(json.dumps(result, indent=2))
         return 0
-    print(f"exact matches, greedy, {captioner.model.dtype}, {captioner.model.device}")
+    print(measured)
     print(line("captions", result["captions"]["right"], result["captions"]["of"]))
     print(line("captions, withheld pairs", result["withheld"]["right"], result["withheld"]["of"]))
     print(line("answers to questions", result["questions"]["right"], result["questions"]["of"]))
