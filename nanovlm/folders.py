@@ -77,7 +77,7 @@ def caption_found(
             said += f"{peak_memory(captioner.model.device) / 2**20:,.0f} MiB"
     results.end()
     if failures.count:
-        said += f"{'; ' * bool(said)}{failures.count:,} failed, see {failures.path}"
+        said += f"{'; ' * bool(said)}{failures.count:,} failed" + f", see {failures.path}" * failures.written
     complain(said)
     return 1 if failures.count else 0
 

@@ -150,11 +150,13 @@ class Failures:
     """The pictures of this run that have no caption, and why: failures.jsonl in the run's home, if there are any."""
 
     def __init__(self, home: Path):
-        self.path, self.count = home / FAILURES, 0
-        self.path.unlink(missing_ok=True)
+        self.path, self.count, self.written = home / FAILURES, 0, False
+        with contextlib.suppress(OSError):  # a folder that may not be written has other things to say
+            self.path.unlink(missing_ok=True)
 
     def add(self, picture: str, reason: str) -> None:
         self.count += 1
         complain(f"{printable(picture)}: {reason}")
         with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as file:  # it was said, at least
             file.write(json_line({"file_name": relative(picture, self.path.parent), "reason": reason}))
+            self.written = True

@@ -101,6 +101,8 @@ class Table:
 
     def __init__(self, path: Path, existing: str, settings: Mapping[str, Any]):
         self.path, self.home, self.existing = path, path.parent, existing
+        if path.exists() and not path.is_file():
+            raise UsageError(f"--out {path} is there and no file; name another")
         if not os.access(path if path.exists() else self.home, os.W_OK) or not os.access(self.home, os.W_OK):
             raise UsageError(f"--out {path} may not be written; name a file elsewhere")
         self.record = Record(path.with_name(f"{path.name}.run"), settings)

@@ -379,6 +379,14 @@ def test_a_folder_that_may_not_be_written_is_told_before_any_work(generate, fold
     assert code == 1 and "ünï-🙂.png: its folder may not be written" in err and len(sidecars(folder)) == 4
 
 
+def test_failures_that_cannot_be_written_are_told_all_the_same(generate, folder, texts):  # noqa: F811
+    (folder / "failures.jsonl").mkdir()
+    (folder / "words.png").write_text("hello")
+    code, _, err = generate(folder)
+    assert code == 1 and "words.png: not a picture" in err and err.endswith("; 1 failed\n")
+    assert sidecars(folder) == beside(texts)
+
+
 def test_what_is_too_much_for_the_memory_begins_anew_in_half_as_many_rows(generate, folder, texts, monkeypatch):  # noqa: F811
     step, sizes = runs.ContinuousBatch.step, []
 
@@ -586,6 +594,9 @@ def test_a_table_that_may_not_be_written_is_told_before_any_work(generate, folde
         Path("all.jsonl").touch()
         monkeypatch.setattr(results.os, "access", lambda path, mode: str(path) != closed and access(path, mode))  # noqa: B023
         refused(generate(folder, "--out", "all.jsonl"), "--out all.jsonl may not be written")
+    for make in (os.mkdir, os.mkfifo):
+        make(f"{make.__name__}.jsonl")
+        refused(generate(folder, "--out", f"{make.__name__}.jsonl"), f"{make.__name__}.jsonl is there and no file")
     refused(generate(folder, "--out", "good.png/all.jsonl"), "--out good.png/all.jsonl: its folder cannot be made")
 
 
