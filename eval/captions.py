@@ -1,6 +1,7 @@
 """How often the embedded model is right, on freshly drawn scenes that its training never saw.
 
     python -m eval.captions --scenes 1000
+    python -m eval.captions --turns 6 --scenes 200    # questions one after another, beside the same alone
     python -m eval.captions --throughput    # how fast instead, see eval/throughput.py
 
 Three figures: captions that match word for word, the same on scenes that show a colour and shape never trained
@@ -20,9 +21,11 @@ from eval.script import positive, script, tell
 from eval.shapes import SHAPES
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
+from nanovlm.conversation import Conversation
 from nanovlm.scenes import Scene, caption, draw, questions, random_scene
 
 SIDES = (96, 512)
+MOST_TURNS = 20  # every scene answers as many questions, and more
 
 
 def png(scene: Scene, rng: Random) -> bytes:
@@ -60,6 +63,24 @@ def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str, ba
     return result | {"missed": missed}
 
 
+def measure_turns(captioner: Captioner, n_scenes: int, n_turns: int, seed: str) -> dict[str, list[int]]:
+    """How many of the first answers about n_scenes scenes are right, of the second ones, and so on: of questions asked
+    alone, one after another, and so after a caption. What was said before stands in a conversation, right or wrong."""
+    rng = Random(f"turns {seed}")
+    right = {way: [0] * n_turns for way in ("alone", "one after another", "after a caption")}
+    for _ in range(n_scenes):
+        scene = random_scene(rng)
+        picture = png(scene, rng)
+        asked, truths = zip(*questions(scene, rng)[:n_turns])
+        bare, captioned = Conversation(captioner, [picture]), Conversation(captioner, [picture])
+        "".join(captioned.ask(PROMPT))
+        said = [captioner.ask(picture, asked)]
+        said += [["".join(talk.ask(question)) for question in asked] for talk in (bare, captioned)]
+        for counts, answers in zip(right.values(), said):
+            counts[:] = [n + (answer == truth) for n, answer, truth in zip(counts, answers, truths)]
+    return right
+
+
 def line(name: str, counts: dict) -> str:
     """A share with its 95% Wilson interval, which stays honest near 100%."""
     right, of, z = counts["right"], counts["of"], 1.96
@@ -75,6 +96,7 @@ def main() -> int:
     parser.add_argument("--model", default=EMBEDDED, help="a folder or Hub id (the embedded model)")
     parser.add_argument("--scenes", type=positive, default=1000, help="fresh, and as many of withheld pairs (1000)")
     parser.add_argument("--questions", type=positive, default=3, help="asked of each scene (3)")
+    parser.add_argument("--turns", type=positive, metavar="N", help="ask N questions of each scene in a conversation")
     parser.add_argument("--seed", default="1", help="which scenes (1)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
@@ -83,6 +105,8 @@ def main() -> int:
     parser.add_argument("--pictures", type=positive, default=500, metavar="N", help="in that folder (500)")
     parser.add_argument("--misses", type=int, default=0, metavar="N", help="show N misses")
     args = parser.parse_args()
+    if args.turns and args.turns > MOST_TURNS:
+        parser.error(f"--turns {args.turns} is more than {MOST_TURNS}, for which every scene has questions")
     if args.shape and not args.throughput:
         parser.error(f"--shape {args.shape} has random weights, which are never right; add --throughput")
     try:
@@ -97,6 +121,12 @@ def main() -> int:
     if args.throughput:
         result = throughput.measure(captioner, args.pictures, args.seed)
         return tell(result, throughput.report(result), where, args.json)
+    if args.turns:
+        right = measure_turns(captioner, args.scenes, args.turns, args.seed)
+        lines = [f"{f'of {args.scenes} answers':18}" + "".join(f"{turn:8}" for turn in range(1, args.turns + 1))]
+        for way, counts in right.items():
+            lines.append(f"{way:18}" + "".join(f"{100 * n / args.scenes:7.1f}%" for n in counts))
+        return tell({"of": args.scenes, "right": right}, "\n".join(lines), where, args.json)
     result = measure(captioner, args.scenes, args.questions, args.seed)
     names = {"captions": "captions", "withheld": "captions, withheld pairs", "questions": "answers to questions"}
     lines = ["exact matches, greedy", *(line(name, result[split]) for split, name in names.items())]

@@ -17,7 +17,7 @@ from nanovlm.captioning import read_captioner, read_sampling
 from nanovlm.complaints import UsageError, bold, complain
 from nanovlm.conversation import Conversation
 from nanovlm.images import PictureError, open_picture
-from nanovlm.results import relative
+from nanovlm.records import relative
 
 COMMANDS = """\
 /image PATH ...  talk about other pictures: a new chat, for the model sees pictures before it hears words
@@ -122,7 +122,7 @@ class Chat:
         else:
             text = "".join(f"{picture}\n" for picture in self.names)
             text += "".join(f"\n> {question}\n{answer}\n" for question, answer in history)
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))  # a picture's name may be no text
         self.saved.add(os.path.abspath(path))
 
 

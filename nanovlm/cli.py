@@ -177,7 +177,13 @@ def serve_flags(parser: Parser) -> None:
     )
     add("--allow-remote", action="store_true", help="fetch pictures from http(s) URLs, of public addresses only")
     add("--rows", type=int, default=32, metavar="N", help="answers said at once (32)")
-    add("--queue", type=int, default=64, metavar="N", help="requests that may wait; more are told to come again (64)")
+    add(
+        "--queue",
+        type=int,
+        default=64,
+        metavar="N",
+        help="requests that may wait, --max-body each; more are told to come again (64)",
+    )
     add("--max-body", type=int, default=20 * 2**20, metavar="BYTES", help="longest request (20 MiB)")
     add("--max-pixels", type=int, default=40_000_000, metavar="N", help="largest picture (40,000,000)")
     add(

@@ -1,6 +1,7 @@
 """The verb `caption` for many pictures: folders, patterns and lists, whose captions go into files."""
 
 import argparse
+import codecs
 import glob
 import os
 import sys
@@ -26,13 +27,15 @@ SETTINGS = (  # of two runs that are one and the same, interrupted
 
 def names_many(args: argparse.Namespace) -> bool:
     """Whether captions go to files: the names are a list, folders or patterns, or args say where to."""
-    return bool(args.list or args.out) or any(os.path.isdir(name) or is_pattern(name) for name in args.pictures)
+    return (args.list, args.out) != (None, None) or any(
+        os.path.isdir(name) or is_pattern(name) for name in args.pictures
+    )
 
 
 def caption_files(args: argparse.Namespace) -> int:
     """Caption what args name into files; 1 if a picture could not be, after the others have been."""
     sampling = check_files(args)
-    pictures, lost = find_pictures([*args.pictures, *(read_list(args.list) if args.list else [])])
+    pictures, lost = find_pictures([*args.pictures, *(read_list(args.list) if args.list is not None else [])])
     with ExitStack() as held:
         for place, lock in locks(args).items():
             held.enter_context(alone(lock, place))
@@ -74,7 +77,7 @@ def caption_found(
             said += f"{peak_memory(captioner.model.device) / 2**20:,.0f} MiB"
     results.end()
     if failures.count:
-        said += f"{'; ' * bool(said)}{failures.count:,} failed, see {failures.path}"
+        said += f"{'; ' * bool(said)}{failures.count:,} failed" + f", see {failures.path}" * failures.written
     complain(said)
     return 1 if failures.count else 0
 
@@ -91,7 +94,7 @@ def check_files(args: argparse.Namespace) -> Sampling:
         raise UsageError(f"{len(args.prompts)} prompts are for captions on standard output; a file holds one of each")
     if args.batch_size is not None and args.batch_size < 1:
         raise UsageError(f"--batch-size {args.batch_size} is less than 1")
-    if not (args.pictures or args.list):
+    if not args.pictures and args.list is None:
         raise UsageError(f"--out {args.out}, but no pictures; name files or folders, or give their names by --list")
     for flag in ("prefix", "suffix"):
         try:
@@ -116,7 +119,10 @@ def locks(args: argparse.Namespace) -> dict[str, Path]:
     """What this run writes to, and the file by which no other does so at once."""
     if not beside(args):
         out = Path(args.out)
-        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out {args.out}: its folder cannot be made: {error.strerror}") from None
         return {args.out: out.with_name(f".{out.name}.lock")}
     folders = {os.path.realpath(name): name for name in args.pictures if os.path.isdir(name)} or {".": "."}
     return {name: Path(name, ".captions.lock") for name in folders.values()}
@@ -144,8 +150,11 @@ def read_list(file: str) -> list[str]:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
         raise UsageError(f"--list {file}: {error.strerror}") from None
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes
+        data = data.decode("utf-16", "replace").encode()
+    data = data.removeprefix(codecs.BOM_UTF8)
     names = data.split(b"\0") if b"\0" in data else data.splitlines()
-    return [os.fsdecode(name) for name in names if name]
+    return [os.fsdecode(name) for name in names if name.strip()]
 
 
 def find_pictures(names: Iterable[str]) -> tuple[list[str], list[tuple[str, str]]]:

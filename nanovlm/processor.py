@@ -56,6 +56,13 @@ class Processor:
             max_side -= tile
         return None
 
+    @property
+    def most_images(self) -> int:
+        """How many images one picture becomes at most."""
+        tiles = ((self.cfg.max_img_size or self.cfg.vit_img_size) // self.cfg.vit_img_size) ** 2
+        tiles = min(tiles, self.max_tiles or tiles)
+        return tiles + (self.cfg.era == 5 and tiles > 1)
+
     def markup(self, grids: Sequence[tuple[int, int]]) -> str:
         """The text that stands for pictures in a chat: their tiles' names, each followed by its image tokens."""
         token, era = self.cfg.vlm_extra_tokens, self.cfg.era

@@ -79,7 +79,7 @@ class Lines:
     def parse(self, line: bytes, number: int) -> dict[str, Any]:
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{self.path}, line {number}, cannot be read: {error}; mend it or move it away") from None
         if not isinstance(row, dict):
             raise UsageError(f"{self.path}, line {number}, holds no object; mend it or move it away")
@@ -114,6 +114,8 @@ class Record(Lines):
         self.settings = {"settings": dict(settings)}
         self.before = self.found[:1]  # the settings of the run that began the file
         self.found = self.found[1:]
+        if any("settings" not in row for row in self.before) or any("file_name" not in row for row in self.found):
+            raise UsageError(f"{path} is not what a run noted about itself; move it away")
 
     @property
     def of_another_run(self) -> bool:
@@ -148,11 +150,13 @@ class Failures:
     """The pictures of this run that have no caption, and why: failures.jsonl in the run's home, if there are any."""
 
     def __init__(self, home: Path):
-        self.path, self.count = home / FAILURES, 0
-        self.path.unlink(missing_ok=True)
+        self.path, self.count, self.written = home / FAILURES, 0, False
+        with contextlib.suppress(OSError):  # a folder that may not be written has other things to say
+            self.path.unlink(missing_ok=True)
 
     def add(self, picture: str, reason: str) -> None:
         self.count += 1
         complain(f"{printable(picture)}: {reason}")
         with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as file:  # it was said, at least
             file.write(json_line({"file_name": relative(picture, self.path.parent), "reason": reason}))
+            self.written = True

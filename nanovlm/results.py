@@ -10,6 +10,7 @@ import csv
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from nanovlm.complaints import UsageError
@@ -46,6 +47,8 @@ class Sidecars:
     def refuse(self, picture: str) -> str | None:
         """Why this picture's caption cannot be written, if so."""
         target = self.target(picture)
+        if target == Path(picture):
+            return "its caption would take its place; rename it, or write a table by --out"
         first = self.taken.setdefault(os.path.abspath(target), picture)
         if first != picture:
             return f"{target.name} is the caption of {Path(first).name}; rename one of them, or write a table by --out"
@@ -62,7 +65,10 @@ class Sidecars:
         if self.existing != "skip":
             old = ""
             if self.existing in ADDS and target.is_file():
-                old = target.read_text(encoding="utf-8-sig").strip()
+                try:
+                    old = target.read_text(encoding="utf-8-sig").strip()
+                except UnicodeDecodeError:
+                    raise ValueError(f"{target.name} is no UTF-8 text; mend it or move it away") from None
             text = combine(self.existing, old, text)
             self.record.add({"file_name": relative(picture, self.home), "text": text})
         write_text(target, text)
@@ -95,6 +101,10 @@ class Table:
 
     def __init__(self, path: Path, existing: str, settings: Mapping[str, Any]):
         self.path, self.home, self.existing = path, path.parent, existing
+        if path.exists() and not path.is_file():
+            raise UsageError(f"--out {path} is there and no file; name another")
+        if not os.access(path if path.exists() else self.home, os.W_OK) or not os.access(self.home, os.W_OK):
+            raise UsageError(f"--out {path} may not be written; name a file elsewhere")
         self.record = Record(path.with_name(f"{path.name}.run"), settings)
         self.read()
         direct = self.lines is not None and existing == "skip" and all(row.get("text") for row in self.rows.values())
@@ -116,6 +126,11 @@ class Table:
         except SourceError as error:
             raise UsageError(f"{error}; mend it or move it away") from None
         self.rows = {self.named(row): row for row in reversed(self.all)}
+        for number, row in enumerate(self.all, start=1):
+            if None in row:  # csv.DictReader's name for what stands behind the last column
+                raise UsageError(f"{self.path}, row {number}, has more cells than columns; mend it or move it away")
+            if not isinstance(row.get("text"), (str, NoneType)):
+                raise UsageError(f"{self.path}, row {number}, has a text that is no text; name another file by --out")
 
     def named(self, row: Mapping[str, Any]) -> str:
         if not isinstance(row.get("file_name"), str):

@@ -166,24 +166,29 @@ class Tokenizer:
 
 
 class Spelling:
-    """A text whose ids arrive one by one."""
+    """A text whose ids arrive one by one; each is decoded behind those of the last piece, never behind all.
+
+    So a decoder that looks at what stands before a token (Llama's drops the space before a text's first word) does, and
+    one that joins bytes to characters begins with a whole one.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, self.ids, self.said = tokenizer, [], ""
+        self.tokenizer, self.ids = tokenizer, []
+        self.told, self.n_told = 0, 0  # of these ids, and characters of their text
 
     def add(self, id: int) -> str:
         """The characters that are whole now, and were not before."""
         self.ids.append(id)
         text = self.tokenizer.decode(self.ids)
-        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._new(text)
+        if len(text) <= self.n_told or text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        new, self.ids = text[self.n_told :], self.ids[self.told :]
+        self.told, self.n_told = len(self.ids), len(self.tokenizer.decode(self.ids))
+        return new
 
     def rest(self) -> str:
         """What is left when no more ids come."""
-        return self._new(self.tokenizer.decode(self.ids))
-
-    def _new(self, text: str) -> str:
-        new, self.said = text[len(self.said) :], max(self.said, text, key=len)
-        return new
+        return self.tokenizer.decode(self.ids)[self.n_told :]
 
 
 def _raise_exception(message: str):

@@ -150,9 +150,20 @@ def test_a_chat_is_saved_as_text_and_as_what_can_be_learned_from(chat):
     assert [question for question, _ in example.answers] == ["What?", "And <b>?"] and len(example.pictures) == 2
 
 
+@pytest.mark.parametrize("name", ["two words.png", "ünï-🙂.png", "two\nlines.png", os.fsdecode(b"\xff.png")])
+def test_pictures_of_all_names_are_talked_about_and_saved(chat, name):
+    Path("good.png").rename(name)
+    code, out, err = chat("What?\n/save chat.txt\n/save chat.json\n", name)
+    assert (code, err) == (0, "") and Path("chat.txt").read_bytes().startswith(os.fsencode(name))
+    assert json.loads(Path("chat.json").read_text())[0]["images"] == [name]
+    if "\n" not in name:  # which ends a line
+        assert chat(f"/image {name}\nWhat?\n") == (0, out, "")
+
+
 @pytest.mark.parametrize(
     ("heard", "words"),
     [
+        ("/image .", "a folder, not a picture"),
         ("/paint", "/paint is no command; /help"),
         ("/image", "/image wants a picture"),
         ("/image missing.png", "missing.png: No such file"),

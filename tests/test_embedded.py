@@ -9,9 +9,10 @@ import pytest
 import torch
 from PIL import Image, ImageChops
 
-from eval.captions import main, measure
+from eval.captions import main, measure, measure_turns
 from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.captioner import Captioner
+from nanovlm.conversation import Conversation
 from nanovlm.data import encode
 from nanovlm.scenes import caption, draw, random_scene, recipe
 from nanovlm.scenes.recipe import CAPTION_PROMPTS, forget, make_config, make_tokenizer, scene_example
@@ -120,3 +121,24 @@ def test_the_script_reports_shares_and_misses(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["captions", "--scenes", "8", "--misses", "1"])
     assert main() == 0
     assert "answers to questions" in capsys.readouterr().out
+
+
+def test_questions_are_counted_by_their_turn(captioner, capsys, monkeypatch):
+    """Alone, in a conversation, and in one that began with a caption. A conversation's first question is alone, too."""
+    before, ask = [], Conversation.ask
+    monkeypatch.setattr(Conversation, "ask", lambda chat, text: before.append(len(chat.history)) or ask(chat, text))
+    right = measure_turns(captioner, 10, 3, "test")
+    assert all(len(counts) == 3 and 0 <= min(counts) <= max(counts) <= 10 for counts in right.values())
+    assert min(right["alone"]) >= 8 and right["one after another"][0] == right["alone"][0]
+    assert before == 10 * [0, 0, 1, 2, 1, 2, 3]
+    monkeypatch.setattr("sys.argv", ["captions", "--turns", "2", "--scenes", "2", "--json"])
+    assert main() == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["of"] == 2 and [len(counts) for counts in result["right"].values()] == [2, 2, 2]
+    monkeypatch.setattr("sys.argv", ["captions", "--turns", "2", "--scenes", "2"])
+    assert main() == 0
+    assert "after a caption" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["captions", "--turns", "21"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--turns 21 must be 1 to 20" in capsys.readouterr().err

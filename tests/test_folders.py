@@ -12,6 +12,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
@@ -380,6 +381,14 @@ def test_a_folder_that_may_not_be_written_is_told_before_any_work(generate, fold
     assert code == 1 and "ünï-🙂.png: its folder may not be written" in err and len(sidecars(folder)) == 4
 
 
+def test_failures_that_cannot_be_written_are_told_all_the_same(generate, folder, texts):  # noqa: F811
+    (folder / "failures.jsonl").mkdir()
+    (folder / "words.png").write_text("hello")
+    code, _, err = generate(folder)
+    assert code == 1 and "words.png: not a picture" in err and err.endswith("; 1 failed\n")
+    assert sidecars(folder) == beside(texts)
+
+
 def test_what_is_too_much_for_the_memory_begins_anew_in_half_as_many_rows(generate, folder, texts, monkeypatch):  # noqa: F811
     step, sizes = runs.ContinuousBatch.step, []
 
@@ -535,7 +544,80 @@ def test_the_throughput_of_a_published_size_is_of_a_model_of_that_shape(monkeypa
     assert result["pictures"] == 2 and 0 < result["busy"] <= 1
 
 
+@pytest.mark.parametrize("existing", ["skip", "overwrite", "append"])
+def test_a_picture_is_not_taken_for_its_own_caption(generate, folder, existing):  # noqa: F811
+    (folder / "a.txt").write_bytes(whole := (folder / "a.png").read_bytes())
+    code, _, err = generate(folder / "a.txt", "--out", "txt", "--existing", existing)
+    assert code == 1 and "a.txt: its caption would take its place" in err and (folder / "a.txt").read_bytes() == whole
+
+
+def test_an_old_caption_that_is_no_text_is_not_added_to(generate, folder, texts):  # noqa: F811
+    (folder / "a.txt").write_bytes("été".encode("latin-1"))
+    code, _, err = generate(folder, "--existing", "append")
+    assert code == 1 and "a.png: a.txt is no UTF-8 text" in err and "4 captioned" in err
+    assert (folder / "a.txt").read_bytes() == "été".encode("latin-1")
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n", "\0"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_lists_of_all_systems_are_read(generate, folder, texts, monkeypatch, ends, encoding):  # noqa: F811
+    names = [f"pictures/{name}" for name in NAMES]
+    text = ends.join(["", *names[:2], "  ", "", *names[2:], ""])
+    if ends == "\0" and encoding == "utf-16":
+        return  # nobody writes that
+    stdin_of(text.encode(encoding), monkeypatch)
+    code, _, err = generate("--list", "-")
+    assert code == 0 and "5 captioned" in err and sidecars(folder) == beside(texts)
+
+
 # ------------------------------------------------------------------------------------------------------------ wrong use
+
+
+DAMAGED = {
+    "cells.csv": ('file_name,text\na.png,"yes",no\n', "row 1, has more cells than columns"),
+    "quotes.csv": (f'file_name,text\na.png,"{"x" * 200_000}\n', "field larger than field limit"),
+    "columns.csv": ("file,caption\na.png,yes\n", "rows without a file_name"),
+    "latin.csv": ("file_name,text\na.png,été\n".encode("latin-1"), "cannot be read"),
+    "numbers.jsonl": ('{"file_name": "a.png", "text": 3}\n', "row 1, has a text that is no text"),
+    "names.jsonl": ('{"file_name": ["a.png"]}\n', "rows without a file_name"),
+    "deep.jsonl": ("[" * 100_000 + "\n", "line 1, cannot be read"),
+    "torn.jsonl": ('{"file_name": "a.png", "te\n{"file_name": "b.png"}\n', "line 1, cannot be read"),
+    "words.parquet": ("PAR1 and no more", "cannot be read"),
+    "numbers.parquet": ([{"file_name": "a.png", "text": 3}], "row 1, has a text that is no text"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.parametrize("existing", ["skip", "append"])
+def test_a_table_that_cannot_be_continued_is_told_before_any_work(generate, folder, name, existing):  # noqa: F811
+    content, words = DAMAGED[name]
+    if isinstance(content, list):
+        parquet.write_table(pyarrow.Table.from_pylist(content), name)
+    else:
+        Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    before = Path(name).read_bytes()
+    refused(generate(folder, "--out", name, "--existing", existing), name, words)
+    assert Path(name).read_bytes() == before and not litter(Path("."))
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}\n', '{"settings": {}}\n{"b": 2}\n', "words\n"])
+def test_a_file_of_that_name_that_no_run_wrote_is_kept(generate, folder, content):  # noqa: F811
+    for place, argv in ((folder / "captions.run", []), (Path("all.csv.run"), ["--out", "all.csv"])):
+        place.write_text(content)
+        refused(generate(folder, *argv), place.name)
+        assert place.read_text() == content
+
+
+def test_a_table_that_may_not_be_written_is_told_before_any_work(generate, folder, monkeypatch):  # noqa: F811
+    access = os.access
+    for closed in (".", "all.jsonl"):
+        Path("all.jsonl").touch()
+        monkeypatch.setattr(results.os, "access", lambda path, mode: str(path) != closed and access(path, mode))  # noqa: B023
+        refused(generate(folder, "--out", "all.jsonl"), "--out all.jsonl may not be written")
+    for make in (os.mkdir, os.mkfifo):
+        make(f"{make.__name__}.jsonl")
+        refused(generate(folder, "--out", f"{make.__name__}.jsonl"), f"{make.__name__}.jsonl is there and no file")
+    refused(generate(folder, "--out", "good.png/all.jsonl"), "--out good.png/all.jsonl: its folder cannot be made")
 
 
 @pytest.mark.parametrize(
@@ -551,6 +633,8 @@ def test_the_throughput_of_a_published_size_is_of_a_model_of_that_shape(monkeypa
         (["pictures", "--prompt", "What?", "--length", "short"], "--length"),
         (["--out", "all.csv"], "no pictures"),
         (["--list", "nowhere"], "No such file"),
+        (["--list", ""], "Is a directory"),
+        (["pictures", "--out", ""], "ends in none of"),
         (["good.png", "--existing", "skip"], "--existing is for files"),
         (["good.png", "--prefix", "x"], "--prefix is for files"),
         (["good.png", "--batch-size", "2"], "--batch-size is for files"),

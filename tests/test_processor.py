@@ -179,3 +179,11 @@ def test_questions_share_all_that_stands_before_them(tiled):
     head = batch["input_ids"][0, :shared]
     assert (batch["input_ids"][:, :shared] == head).all() and head.eq(IMAGE).sum() == 8 * 4
     assert len(set(batch["input_ids"][:, shared].tolist())) > 1, "the next ids differ, or are padding"
+
+
+@pytest.mark.parametrize("max_tiles", [None, 1, 4, 7])
+def test_no_picture_becomes_more_images_than_foretold(processor, max_tiles):
+    processor = Processor(processor.cfg, processor.tokenizer, max_tiles)
+    sizes = [(16, 16), (64, 64), (640, 640), (200, 90), (90, 200), (33, 64)]
+    most = max(len(processor.images(Image.new("RGB", size))[0]) for size in sizes)
+    assert most <= processor.most_images and (max_tiles == 7 or most == processor.most_images)

@@ -7,11 +7,15 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -31,7 +35,7 @@ from nanovlm import SAMPLE, Captioner, cli
 from nanovlm.conversation import Conversation
 from nanovlm.images import PictureError
 from nanovlm.scenes import draw, random_scene
-from nanovlm.serving import pictures
+from nanovlm.serving import desk, pictures, running
 from nanovlm.serving.answering import Speech
 from nanovlm.serving.app import make_app
 from nanovlm.serving.desk import Desk, Limits
@@ -365,6 +369,47 @@ def fail(error):
     raise error
 
 
+def test_what_waits_waits_as_small_as_it_came(embedded, gate, monkeypatch):
+    """As pixels wait two pictures at most, or one request that shows more."""
+    prepare, prepared = desk.prepare, []
+    monkeypatch.setattr(desk, "prepare", lambda chat, *rest: prepared.append(len(chat.urls)) or prepare(chat, *rest))
+    monkeypatch.setattr(desk, "PIXELS", 2 * 3 * 96 * 96 * 4)
+    scenes = [draw(random_scene(Random(seed)), 96, 96) for seed in range(4)]
+    shown = [scenes[:1], scenes[1:2], scenes[1:4], scenes[2:4], scenes[3:]]
+    with Running(embedded, Limits(rows=2)) as running, ThreadPoolExecutor(len(shown)) as crowd:
+        asked = []
+        for some in shown:  # one after another
+            body = {"model": "nanovlm", "messages": asking("?", *map(data_url, some)), "max_tokens": 3}
+            asked.append(crowd.submit(running.post, body))
+            time.sleep(0.1)
+        until(lambda: running.desk.waiting == 5)
+        assert prepared == [1, 1] and httpx.get(f"{running.url}/health").json()["waiting"] == 5
+        gate.set()
+        said = [one.result().json()["choices"][0]["message"]["content"] for one in asked]
+        assert said == [embedded.caption(some, "?", max_new_tokens=3) for some in shown]
+        assert prepared == list(map(len, shown)), "in order of arrival"
+        until(lambda: running.desk.waiting == running.desk.taken == 0)
+        assert not running.desk.places.locked()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_pixels_are_let_go_once_they_are_read(embedded, slow, monkeypatch, stream):
+    prepare, kept = desk.prepare, []
+
+    def watched(*args):
+        ids, images = prepare(*args)
+        kept.append(weakref.ref(images))
+        return ids, images
+
+    monkeypatch.setattr(desk, "prepare", watched)
+    with Running(embedded) as running, ThreadPoolExecutor(1) as crowd:
+        body = {"model": "nanovlm", "messages": asking(QUESTIONS[0], SHOWN), "stream": stream}
+        answer = crowd.submit(running.post, body)
+        until(lambda: kept and kept[0]() is None)
+        assert running.desk.taken == 1 and not answer.done()
+        assert answer.result().status_code == 200
+
+
 # ------------------------------------------------------------------------------------------------ what can not be asked
 
 PART = {"type": "text", "text": "?"}
@@ -545,35 +590,61 @@ def test_the_page_may_load_from_its_own_server_only(served):
 # --------------------------------------------------------------------------------------------------- pictures from afar
 
 
-SENT = []  # pieces of the picture, as far as its reader stayed
+SENT, ASKED = [], []  # pieces of the picture, as far as its reader stayed; paths that were asked for
+
+
+class Site(http.server.BaseHTTPRequestHandler):
+    """One picture and some traps."""
+
+    def do_GET(self):
+        ASKED.append(self.path)
+        SENT.clear()
+        picture = SAMPLE.read_bytes()
+        if self.path in ("/moved", "/inside"):
+            self.send_response(302)
+            self.send_header("Location", "/sample.png" if self.path == "/moved" else "http://127.0.0.1:1/sample.png")
+        else:
+            self.send_response(200 if self.path in ("/sample.png?x=1", "/slow", "/slow-head", "/endless") else 404)
+        if self.path == "/slow-head":
+            self.drip(b"X-Filler: x\r\n" * 60)
+        self.end_headers()
+        if self.path == "/slow":
+            self.drip(picture)
+        elif self.path == "/endless":
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(picture)
+        else:
+            self.wfile.write(picture)
+
+    def drip(self, data):
+        self.flush_headers()
+        with contextlib.suppress(OSError):
+            for start in range(0, len(data), len(data) // 30):
+                self.wfile.write(data[start : start + len(data) // 30])
+                SENT.append(start)
+                time.sleep(0.2)
+
+    def log_message(self, *args):
+        pass
+
+
+@contextlib.contextmanager
+def site(context=None):
+    """A web server, with a context an encrypted one; its port."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
+        if context:
+            server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        ASKED.clear()
+        yield server.server_port
+        server.shutdown()
 
 
 @pytest.fixture
 def web():
-    """A web server of one picture and some traps."""
-
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            SENT.clear()
-            picture = SAMPLE.read_bytes()
-            if self.path == "/moved":
-                self.send_response(302)
-                self.send_header("Location", "/sample.png")
-            else:
-                self.send_response(200 if self.path in ("/sample.png?x=1", "/slow") else 404)
-            self.end_headers()
-            for start in range(0, len(picture), 500):
-                self.wfile.write(picture[start : start + 500])
-                SENT.append(start)
-                time.sleep(0.2 if self.path == "/slow" else 0)
-
-        def log_message(self, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with site() as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize(
@@ -624,10 +695,97 @@ def test_remote_pictures_have_limits(web, monkeypatch):
     monkeypatch.setattr(pictures, "SECONDS", 0.5)
     with pytest.raises(PictureError, match=r"more than 0\.5 s"):
         pictures.picture_bytes(f"{web}/slow", allow_remote=True, max_bytes=10**6)
-    assert 0 < len(SENT) < len(SAMPLE.read_bytes()) / 500
+    assert 0 < len(SENT) < 30
     for url in ("http://", "http://user@127.0.0.1/", "http://127.0.0.1:99999/", "http://[::1/", "http://a\udcff/"):
         with pytest.raises(PictureError):
             pictures.picture_bytes(url, allow_remote=True, max_bytes=1000)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A self-signed one for name.example."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the program openssl")
+    folder = tmp_path_factory.mktemp("certificate")
+    names = ["-subj", "/CN=name.example", "-addext", "subjectAltName=DNS:name.example"]
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc", "-keyout", folder / "key.pem"]
+    command = ["openssl", "req", "-x509", "-days", "2", *names, *key, "-out", folder / "certificate.pem"]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "certificate.pem"
+
+
+@pytest.fixture
+def encrypted(certificate, monkeypatch):
+    """A function that fetches a path by https from a local server, whose address passes for public."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, certificate.with_name("key.pem"))
+    monkeypatch.setattr(pictures, "is_public", lambda address: True)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with site(context) as port:
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+        monkeypatch.setattr(pictures.socket, "getaddrinfo", lambda *what, **how: found)
+
+        def fetch(path, host="name.example", max_bytes=10**6):
+            return pictures.picture_bytes(f"https://{host}:{port}{path}", allow_remote=True, max_bytes=max_bytes)
+
+        yield fetch
+
+
+def test_a_picture_is_fetched_over_tls(encrypted):
+    assert encrypted("/sample.png?x=1") == SAMPLE.read_bytes()
+
+
+def test_a_server_that_cannot_show_who_it_is_is_not_asked(encrypted, monkeypatch):
+    with pytest.raises(
+        PictureError, match=r"^'https://other\.example:.*' cannot be trusted: Hostname mismatch, [^\n]*$"
+    ):
+        encrypted("/sample.png?x=1", host="other.example")
+    monkeypatch.delenv("SSL_CERT_FILE")
+    with pytest.raises(PictureError, match="^'https://name.example:.*' cannot be trusted: self-signed certificate$"):
+        encrypted("/sample.png?x=1")
+    assert ASKED == []
+
+
+def test_traps_are_no_traps_over_tls_either(encrypted, monkeypatch):
+    for path, words in (("/inside", "has moved"), ("/moved", "has moved"), ("/none", "says 404")):
+        with pytest.raises(PictureError, match=words):
+            encrypted(path)
+    assert ASKED == ["/inside", "/moved", "/none"], "and nothing else"
+    with pytest.raises(PictureError, match="more than 1,000 bytes"):
+        encrypted("/endless", max_bytes=1000)
+    monkeypatch.setattr(pictures, "SECONDS", 0.5)
+    for path in ("/slow", "/slow-head", "/endless"):
+        started = time.monotonic()
+        with pytest.raises(
+            PictureError, match=r"^'https://name\.example:.*' cannot be fetched: it took more than 0\.5 s$"
+        ):
+            encrypted(path, max_bytes=10**12)
+        assert time.monotonic() - started < 5, "of 6, or of forever"
+    monkeypatch.setattr(pictures, "is_public", lambda address: address != "127.0.0.1")
+    ASKED.clear()
+    with pytest.raises(PictureError, match="'name.example' is at a private address"):
+        encrypted("/sample.png?x=1")
+    assert ASKED == []
+
+
+def test_a_handshake_that_never_ends_is_given_up(monkeypatch):
+    monkeypatch.setattr(pictures, "is_public", lambda address: True)
+    monkeypatch.setattr(pictures, "SECONDS", 0.5)
+
+    def drip(server):
+        line, _ = server.accept()
+        with line, contextlib.suppress(OSError):
+            line.sendall(b"\x16\x03\x03\x40\x00")  # a record of 16 KB follows
+            for _ in range(30):
+                line.sendall(b"\x02")
+                time.sleep(0.2)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=drip, args=[server], daemon=True).start()
+        started, url = time.monotonic(), f"https://127.0.0.1:{server.getsockname()[1]}/a.png"
+        with pytest.raises(PictureError, match=r"it took more than 0\.5 s"):
+            pictures.picture_bytes(url, allow_remote=True, max_bytes=1000)
+        assert time.monotonic() - started < 5
 
 
 # --------------------------------------------------------------------------------------------------------- stop strings
@@ -666,6 +824,8 @@ def serve(*argv):
         (["--host", "::"], "lets others in"),
         (["--rows", "0"], "--rows 0 is less than 1"),
         (["--timeout", "0"], "--timeout 0.0 is less than 1"),
+        (["--timeout", "nan"], "--timeout nan is less than 1"),
+        (["--host", "nowhere.invalid", "--api-key", "x"], "--host nowhere.invalid --port 0: "),
         (["--port", "70000"], "--port 70000"),
         (["--model", "no/such/folder"], "no/such/folder"),
         (["--nonsense"], "--nonsense"),
@@ -682,6 +842,23 @@ def test_a_port_in_use_is_one_line(served, capsys):
     assert serve("--port", served.url.rpartition(":")[2]) == 2
     err = capsys.readouterr().err
     assert "in use; --port 0 takes any" in err and len(err.splitlines()) == 1
+
+
+def test_a_folder_gives_the_model_its_name_wherever_one_stands(model_folder, monkeypatch):
+    names = []
+
+    class Told:
+        def __init__(self, config, desk):
+            names.append(desk.name)
+
+        def run(self, sockets):
+            pass
+
+    monkeypatch.setattr(running, "Server", Told)
+    monkeypatch.chdir(model_folder)
+    for model in (".", f"../{model_folder.name}/", model_folder):
+        assert serve("--port", "0", "--model", str(model)) == 0
+    assert names == [model_folder.name] * 3
 
 
 def test_without_the_extra_the_verb_names_it(capsys, monkeypatch):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from models.checkpoint import CheckpointError
@@ -180,10 +181,54 @@ def test_what_streams_is_whole_characters_that_join_to_the_text(tokenizer, text)
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
 
 
+parts = st.tuples(st.sampled_from(EMOJI), st.slices(12))  # of their ids, most of which are bytes
+
+
 @few
-@given(st.lists(st.integers(0, 577), max_size=60))
-def test_what_streams_joins_to_the_text_of_any_ids(tokenizer, ids):
+@given(st.lists(st.integers(0, 577) | written | parts | st.sampled_from(SPECIAL), max_size=30))
+@example([("🙂", slice(0, 2)), "x", ("🙂", slice(0, 3)), END, ("🙂", slice(3, 4)), ("漢字", slice(1, 5))])
+@example(["\ufffd", END, "a", ("\ufffd", slice(0, 2)), "\ufffd\ufffd"])
+def test_what_streams_joins_to_the_text_of_any_ids(tokenizer, said):
+    """Whatever was said: tokens at random, bytes that are no text, special tokens within a character."""
+    ids = []
+    for piece in said:
+        match piece:
+            case int():
+                ids.append(piece)
+            case text, part:
+                ids += tokenizer.encode(text)[part]
+            case str():
+                ids += [tokenizer.special_id(piece)] if piece in SPECIAL else tokenizer.encode(piece)
     assert "".join(tokenizer.stream(ids)) == tokenizer.decode(ids)
+
+
+LLAMA = ("▁", "▁ring", "ring", "s", "▁é", "▁▁", "\n", "<s>")
+
+
+@few
+@given(st.lists(st.sampled_from([*LLAMA, "🙂", "€"]), max_size=30))
+def test_a_llamas_words_stream_as_they_are(tokenizer, said):
+    """Its decoder drops the space before the first word, and its tokens for bytes are called <0xE2>."""
+    vocabulary = [*(f"<0x{byte:02X}>" for byte in range(256)), *LLAMA]
+    backend = type(tokenizer.backend)(models.BPE({token: id for id, token in enumerate(vocabulary)}, []))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    cfg = replace(tokenizer.cfg, vlm_extra_tokens={"image_token": "<image>"}, lm_vocab_size=300)
+    backend.add_special_tokens(["<s>", "<image>", cfg.end_token])
+    llama, ids = Tokenizer(backend, cfg), []
+    for piece in said:
+        ids += [vocabulary.index(piece)] if piece in LLAMA else piece.encode()
+    streamed = list(llama.stream(ids))
+    assert "".join(streamed) == llama.decode(ids) and not any("\ufffd" in piece for piece in streamed)
+
+
+def test_a_long_answer_is_decoded_once_not_once_for_each_token(tokenizer, monkeypatch):
+    decoded, decode = [], Tokenizer.decode
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or decode(self, ids))
+    ids = tokenizer.encode("A large red star and a 🙂. " * 100)
+    assert "".join(tokenizer.stream(ids)) == "A large red star and a 🙂. " * 100
+    assert sum(decoded) < 8 * len(ids) and max(decoded) <= 10
 
 
 def test_an_emoji_comes_when_its_last_byte_has(tokenizer):

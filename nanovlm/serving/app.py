@@ -49,7 +49,7 @@ def make_app(desk: Desk, hosts: Collection[str] | None = None, api_key: str | No
     @app.get("/health")
     async def health() -> JSONResponse:
         status = "stopped" if not desk.engine.alive else "draining" if desk.draining else "ok"
-        body = {"status": status, "model": desk.name, "running": desk.engine.running, "waiting": desk.engine.waiting}
+        body = {"status": status, "model": desk.name, "running": desk.engine.running, "waiting": desk.waiting}
         return JSONResponse(body, 200 if status == "ok" else 503)
 
     @app.get("/metrics")

@@ -6,7 +6,7 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +21,7 @@ from nanovlm.serving.pictures import picture_bytes
 from nanovlm.serving.protocol import ChatRequest, Completion, Problem, usage
 
 MAX_NEW_TOKENS = 256  # where a request names no number
+PIXELS = 2**28  # bytes of pixels that may wait for the model; other requests wait as small as they came
 LEFT = 499  # nginx's number for a client that is gone; nobody reads it
 
 
@@ -39,12 +40,20 @@ class Desk:
     def __init__(self, captioner: Captioner, name: str, limits: Limits, allow_remote: bool = False):
         self.captioner, self.name, self.limits = captioner, name, limits
         self.engine = Engine(captioner.model, captioner.tokenizer.eos_token_id, limits.rows)
-        self.metrics = Metrics(self.engine)
+        self.metrics = Metrics(lambda: self.engine.running, lambda: self.waiting)
         self.fetch = partial(picture_bytes, allow_remote=allow_remote, max_bytes=limits.body)
         self.threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "nanovlm-pictures")  # each may hold a picture
         self.seats = limits.rows + limits.queue
         self.taken = 0  # of the seats, one for each answer
+        a_picture = captioner.processor.most_images * 3 * captioner.model.cfg.vit_img_size**2 * 4
+        self.shelf = max(1, PIXELS // a_picture)  # how many pictures may wait as pixels
+        self.places, self.turn = asyncio.Semaphore(self.shelf), asyncio.Lock()
         self.draining = False
+
+    @property
+    def waiting(self) -> int:
+        """Answers that are not yet begun."""
+        return max(0, self.taken - self.engine.running)
 
     async def answer(self, request: Request) -> Response:
         """The response to one request, or a Problem."""
@@ -53,8 +62,8 @@ class Desk:
             async with AsyncExitStack() as visit:
                 async with asyncio.timeout_at(arrived + self.limits.seconds):
                     self._admit(visit)
-                    body = await read_body(request, self.limits.body)
-                    response = await unless_gone(request, self._respond(body, visit, arrived))
+                    work = self._respond(await read_body(request, self.limits.body), visit, arrived)
+                    response = await unless_gone(request, work)
                 if isinstance(response, Events):
                     response.visit = visit.pop_all()  # it lasts as long as they do
         except Exception as error:
@@ -92,18 +101,31 @@ class Desk:
     def _rise(self, n: int) -> None:
         self.taken -= n
 
+    async def _shelve(self, n: int, visit: AsyncExitStack) -> ExitStack:
+        """Wait for places for n pictures' pixels, in order of arrival; closed, it gives them back."""
+        places = visit.enter_context(ExitStack())
+        async with self.turn:  # else two could wait for the places that each has taken already
+            for _ in range(min(n, self.shelf)):
+                await self.places.acquire()
+                places.callback(self.places.release)
+        return places
+
     async def _respond(self, body: bytes, visit: AsyncExitStack, arrived: float) -> Response:
         asked = await self._in_thread(ChatRequest.read, body)
+        del body  # of several megabytes, perhaps, like the pictures in it
         if asked.model != self.name:
             raise Problem(404, f"no model {asked.model!r} here, only {self.name!r}", "model_not_found", "model")
         if asked.n > self.seats:
             raise Problem(400, f"n={asked.n} answers are more than this server has places, {self.seats}", param="n")
         self._sit(asked.n - 1, visit)
         samplings, chat = asked.samplings(), understand(asked.messages)
+        places = await self._shelve(len(chat.urls), visit)
         ids, images = await self._in_thread(prepare, chat, self.captioner.processor, self.fetch, self.limits.pixels)
         answers = self.engine.ask(ids, images, self._longest(asked, len(ids)), samplings)
         visit.callback(answers.close)
-        talk = Talk(answers, [Speech(self.captioner.tokenizer, asked.stop) for _ in samplings])
+        asked.messages.clear()
+        del chat, images  # the engine keeps these until it has read them
+        talk = Talk(answers, [Speech(self.captioner.tokenizer, asked.stop) for _ in samplings], places.close)
         visit.callback(self._count, len(ids), talk)
         pieces, texts, now = talk.pieces(), [""] * asked.n, asyncio.get_running_loop().time
         first = await anext(pieces)
@@ -162,10 +184,10 @@ class Desk:
 
 
 class Talk:
-    """All answers to one request, as text."""
+    """All answers to one request, as text; when each has begun, its prompt has been read."""
 
-    def __init__(self, answers: Answers, speeches: list[Speech]):
-        self.answers, self.speeches = answers, speeches
+    def __init__(self, answers: Answers, speeches: list[Speech], read: Callable[[], None]):
+        self.answers, self.speeches, self.read = answers, speeches, read
 
     @property
     def tokens(self) -> int:
@@ -185,6 +207,8 @@ class Talk:
                     new[index] = new.get(index, "") + speech.hear(said)
                     if speech.finished:
                         self.answers.cancel(index)
+            if all(speech.tokens for speech in self.speeches):
+                self.read()
             yield new
 
 

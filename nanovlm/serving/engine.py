@@ -72,6 +72,7 @@ class Engine:
                     key, asked = order
                     keys.add(key) if asked else keys.discard(key)
                     told += self._obey(key, asked)
+                    del order, asked  # else the last prompt's pixels would stay here while its answer is said
                 return
             except queue.Empty:
                 told += self._step(keys)

@@ -1,14 +1,14 @@
 """What Prometheus reads at /metrics; each server counts by itself."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from collections.abc import Callable
 
-from nanovlm.serving.engine import Engine
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 class Metrics:
-    def __init__(self, engine: Engine):
+    def __init__(self, running: Callable[[], int], waiting: Callable[[], int]):
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         where = {"registry": self.registry}
@@ -21,8 +21,8 @@ class Metrics:
         self.answer = Histogram(
             "nanovlm_answer_seconds", "From a request's arrival to its last token.", buckets=SECONDS, **where
         )
-        Gauge("nanovlm_answers_running", "Answers being said.", **where).set_function(lambda: engine.running)
-        Gauge("nanovlm_answers_waiting", "Prompts waiting to be read.", **where).set_function(lambda: engine.waiting)
+        Gauge("nanovlm_answers_running", "Answers being said.", **where).set_function(running)
+        Gauge("nanovlm_answers_waiting", "Answers not yet begun.", **where).set_function(waiting)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

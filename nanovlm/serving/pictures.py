@@ -45,7 +45,7 @@ def from_data(url: str) -> bytes:
 
 def from_afar(url: str, max_bytes: int) -> bytes:
     """Fetch a file from a public address; the connection goes to the address that was checked, not to its name."""
-    name = url[:60]
+    name, deadline = url[:60], time.monotonic() + SECONDS
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -55,11 +55,14 @@ def from_afar(url: str, max_bytes: int) -> bytes:
         raise PictureError(f"{name!r} must name a host, and no user")
     try:
         address = public_address(parts.hostname, port)
-        return _get(parts, address, port, max_bytes)
+        return _get(parts, address, port, max_bytes, deadline)
     except PictureError:
         raise
+    except ssl.SSLCertVerificationError as error:
+        raise PictureError(f"{name!r} cannot be trusted: {error.verify_message.rstrip('.')}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise PictureError(f"{name!r} cannot be fetched: {error or type(error).__name__}") from None
+        late = f"it took more than {SECONDS} s" if time.monotonic() > deadline else ""
+        raise PictureError(f"{name!r} cannot be fetched: {late or str(error) or type(error).__name__}") from None
 
 
 def public_address(host: str, port: int) -> str:
@@ -83,11 +86,10 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast
 
 
-def _get(parts: SplitResult, address: str, port: int, max_bytes: int) -> bytes:
+def _get(parts: SplitResult, address: str, port: int, max_bytes: int, deadline: float) -> bytes:
     """The body of a GET, of at most max_bytes; nothing but 200 will do, a redirect least of all."""
-    deadline = time.monotonic() + SECONDS
     lines = [socket.create_connection((address, port), SECONDS)]  # and the same one, once it is encrypted
-    timer = threading.Timer(SECONDS, _hang_up, [lines])  # the socket's own limit is for each of its words
+    timer = threading.Timer(deadline - time.monotonic(), _hang_up, [lines])  # SECONDS is for each of a socket's words
     timer.start()
     connection = http.client.HTTPConnection(parts.hostname, port)
     try:
@@ -98,14 +100,17 @@ def _get(parts: SplitResult, address: str, port: int, max_bytes: int) -> bytes:
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request("GET", path, headers={"User-Agent": "nanovlm", "Accept": "image/*"})
         with connection.getresponse() as response:
-            return _read(response, max_bytes, deadline)
+            data = _read(response, max_bytes)
     finally:
         timer.cancel()
         for line in lines:
             line.close()
+    if time.monotonic() > deadline:
+        raise TimeoutError("hung up before its end")
+    return data
 
 
-def _read(response: http.client.HTTPResponse, max_bytes: int, deadline: float) -> bytes:
+def _read(response: http.client.HTTPResponse, max_bytes: int) -> bytes:
     if response.status // 100 == 3:
         raise PictureError("a remote picture that has moved; name the place where it is")
     if response.status != 200:
@@ -115,8 +120,6 @@ def _read(response: http.client.HTTPResponse, max_bytes: int, deadline: float) -
         data += piece
         if len(data) > max_bytes:
             raise PictureError(f"a remote picture of more than {max_bytes:,} bytes; scale it down first")
-    if time.monotonic() > deadline:
-        raise TimeoutError(f"it took more than {SECONDS} s")
     return bytes(data)
 
 

@@ -29,7 +29,8 @@ def serve_model(args: argparse.Namespace) -> int:
     with listen(args.host, args.port) as door:
         captioner = read_captioner(args, [PROMPT], 1, shown=True)
         embedded = args.model == EMBEDDED
-        name = "nanovlm" if embedded else Path(args.model).name if os.path.isdir(args.model) else args.model
+        folder = Path(args.model).resolve().name if os.path.isdir(args.model) else ""  # a name even where that is .
+        name = "nanovlm" if embedded else folder or args.model
         desk = Desk(captioner, name, limits, args.allow_remote)
         hosts = {name.lower() for name in (*LOOPBACK, args.host, *args.allow_host)}
         hosts = hosts if local or args.allow_host else None  # else the key alone decides
@@ -62,7 +63,7 @@ class Server(uvicorn.Server):
 
 def read_limits(args: argparse.Namespace) -> Limits:
     for name, least in (("rows", 1), ("queue", 0), ("max_body", 1), ("max_pixels", 1), ("timeout", 1)):
-        if getattr(args, name) < least:
+        if not getattr(args, name) >= least:  # nor is nan
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {least}")
     return Limits(args.rows, args.queue, args.max_body, args.max_pixels, args.timeout)
 
@@ -79,5 +80,5 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        reason = os.strerror(error.errno) if getattr(error, "errno", None) else error
+        reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         raise UsageError(f"--host {host} --port {port}: {reason}; --port 0 takes any that is free") from None
