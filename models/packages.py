@@ -91,7 +91,7 @@ def use_package(model: VisionLanguageModel, build: bool = False) -> bool:
             use_step(model, torch.compile(DecodeStep(decoder), mode="reduce-overhead"))
         return build
     path = package_path(decoder)
-    if path.exists():
+    if os.access(path, os.R_OK):
         try:
             use_step(model, load_package(decoder, path))
             return True

@@ -36,10 +36,8 @@ class Run:
     def __init__(self, captioner: Captioner, prompt: str, options: dict[str, Any]):
         self.captioner, self.prompt, self.options = captioner, prompt, options
         self.done, self.busy, self.seconds = 0, 0.0, 0.0  # captions; seconds in the model, and in all
-        cfg = captioner.model.cfg
-        tiles = ((cfg.max_img_size or cfg.vit_img_size) // cfg.vit_img_size) ** 2  # the first eras know no largest size
-        self.images = tiles + (tiles > 1)  # of the largest picture
-        self.batch_size = BATCH_SIZE if tiles > 1 else BATCH_OF_SINGLES
+        self.images = captioner.processor.most_images
+        self.batch_size = BATCH_SIZE if self.images > 1 else BATCH_OF_SINGLES
         weights = captioner.model.parameters()
         self.small = captioner.model.device.type == "cpu" and sum(w.nbytes for w in weights) < SMALL
 
