@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -17,6 +18,7 @@ from nanovlm.data import encode
 from nanovlm.scenes import caption, draw, random_scene, recipe
 from nanovlm.scenes.recipe import CAPTION_PROMPTS, forget, make_config, make_tokenizer, scene_example
 from nanovlm.scenes.scene import unnamed
+from nanovlm.train_config import SCENES
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,25 @@ def test_scenes_in_unnamed_colours_teach_no_colour(captioner):
         changed = [i for i, (a, b) in enumerate(zip(row.targets, bare.targets)) if a != b]
         assert changed == [i for i, a in enumerate(row.targets) if a in names]
         assert captioner.tokenizer.encode(f" {scene.things[0].shape}")[0] in bare.targets
+
+
+def test_a_conversation_is_the_same_words_in_another_order_each_after_the_others(captioner):
+    example = scene_example(random_scene(rng := Random("talk")), rng, 8, (96, 96))
+    talks = [recipe.conversation(example, rng) for _ in range(4)]
+    assert all(sorted(talk.answers) == sorted(example.answers) for talk in talks)
+    assert len({tuple(talk.answers) for talk in talks}) == 4
+    assert (
+        len(set(encode(talks[0], captioner.processor).mask)) == 2 < len(set(encode(example, captioner.processor).mask))
+    )
+
+
+def test_conversations_begin_when_the_recipe_says_so_and_change_no_batch_before(captioner, monkeypatch):
+    batch, first = recipe.batches(captioner.processor, replace(SCENES, batch_size=8)), max(recipe.TALKS)
+    branches = [[len(row.unique()) for row in batch(step)["attention_mask"]] for step in (first - 1, first)]
+    assert min(branches[0]) > 3 >= min(branches[1]) and max(branches[1]) > 3, "0, 1 and 2 are a conversation"
+    before = batch(first - 1)
+    monkeypatch.setattr(recipe, "TALKS", {0: 0.0})
+    assert torch.equal(before["input_ids"], batch(first - 1)["input_ids"])
 
 
 def test_the_sample_is_a_drawn_scene_and_is_told_right(captioner):
@@ -130,6 +151,7 @@ def test_questions_are_counted_by_their_turn(captioner, capsys, monkeypatch):
     right = measure_turns(captioner, 10, 3, "test")
     assert all(len(counts) == 3 and 0 <= min(counts) <= max(counts) <= 10 for counts in right.values())
     assert min(right["alone"]) >= 8 and right["one after another"][0] == right["alone"][0]
+    assert min(right["one after another"]) >= 7 and min(right["after a caption"]) >= 7
     assert before == 10 * [0, 0, 1, 2, 1, 2, 3]
     monkeypatch.setattr("sys.argv", ["captions", "--turns", "2", "--scenes", "2", "--json"])
     assert main() == 0
