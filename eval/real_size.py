@@ -185,14 +185,13 @@ def real_size(name: str, picture: bytes, dtype: str = "float32", max_new_tokens:
 
 
 def table(results: list[RealSize]) -> str:
-    row = "{:5}  {:>11}  {:>8}  {:>6}  {:>12}  {:>13}  {:>11}  {:>15}".format
-    lines = [
-        row("model", "parameters", "file", "load", "peak loading", "of it private", "first token", "peak captioning")
-    ]
+    row = "{:5}  {:>11}  {:>8}  {:>6}  {:>8}  {:>12}  {:>13}  {:>11}  {:>15}".format
+    heads = ("parameters", "file", "load", "imports", "peak loading", "of it private", "first token", "peak captioning")
+    lines = [row("model", *heads)]
     for r in results:
-        memory = [f"{mb:,.0f} MB" for mb in (r.file_mb, r.peak_mb, r.private_mb, r.caption_peak_mb)]
+        memory = [f"{mb:,.0f} MB" for mb in (r.file_mb, r.imports_mb, r.peak_mb, r.private_mb, r.caption_peak_mb)]
         times = [f"{seconds:.1f} s" for seconds in (r.load_s, r.first_token_s)]
-        lines.append(row(r.name, f"{r.parameters:,}", memory[0], times[0], *memory[1:3], times[1], memory[3]))
+        lines.append(row(r.name, f"{r.parameters:,}", memory[0], times[0], *memory[1:4], times[1], memory[4]))
     shown = [f"{r.name} reads {r.images} images, {r.prompt_tokens:,} tokens" for r in results]
     return "\n".join([*lines, "; ".join(shown)])
 

@@ -118,9 +118,9 @@ def test_fresh_scenes_are_told_right(captioner):
 
 
 def test_it_names_scenes_it_never_saw_at_four_to_three():
-    scenes = [random_scene(Random(f"test {i}"), withheld=i % 2 == 1) for i in range(24)]
+    scenes = [random_scene(Random(f"test {i}"), withheld=i % 2 == 1) for i in range(100)]
     said = Captioner.from_pretrained().captions([draw(scene, 160, 120) for scene in scenes])
-    assert sum(text == caption(scene) for text, scene in zip(said, scenes)) >= 20
+    assert sum(text == caption(scene) for text, scene in zip(said, scenes)) >= 80
 
 
 @pytest.mark.slow
