@@ -243,9 +243,10 @@ def train_flags(parser: Parser) -> None:
 
 def train(args: argparse.Namespace) -> int:
     """Train a model; what was saved is never lost: the same command goes on where the last one stopped."""
+    from nanovlm.distributed import ending
     from nanovlm.finetuning import train_model
 
-    return train_model(args)
+    return ending(lambda: train_model(args))
 
 
 def export_flags(parser: Parser) -> None:

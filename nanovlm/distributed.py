@@ -1,7 +1,8 @@
 """One run on several processes, as torchrun starts them: each takes every n-th batch, and gradients are summed."""
 
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -119,6 +120,22 @@ class World:
     def close(self) -> None:
         if self.size > 1:
             dist.destroy_process_group()
+
+
+def ending(run: Callable[[], int]) -> int:
+    """run's exit code; one of several processes ends with it at once, also where run exits by itself.
+
+    FSDP2 keeps gloo's threads beyond the end of the group, and they can abort an interpreter that goes down.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return run()
+    try:
+        code = run()
+    except SystemExit as error:
+        code = error.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def like(tensor: Tensor, other: Tensor) -> Tensor:

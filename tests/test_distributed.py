@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nanovlm.distributed import ending
 from nanovlm.train_config import TrainConfig
 from nanovlm.training import train
 
@@ -46,7 +47,8 @@ def batch(i):
 torch.manual_seed(0 if settings.get("lora_rank") else int(os.environ.get("RANK", 0)))  # others' weights do not count
 model = randomise(VisionLanguageModel(VLMConfig(**TINY), 3))
 cfg = TrainConfig(**{"warmup": 0, "decay": 0, "lr": 1e-3, "workers": 0, "log_every": 1, "dtype": "float32"} | settings)
-train(model, "{}", batch, cfg, folder, validation=lambda i: batch(48 // together + i))
+learned = lambda: train(model, "{}", batch, cfg, folder, validation=lambda i: batch(48 // together + i))
+nanovlm.distributed.ending(lambda: int(learned() is None))
 """
 
 
@@ -135,3 +137,15 @@ def test_a_sharded_run_that_stopped_goes_on_sharded_or_not(tmp_path):
 def test_one_process_is_not_divided(tiny_model, words_and_images, tmp_path):
     with pytest.raises(ValueError, match="this is one; torchrun"):
         train(tiny_model(), "{}", words_and_images, TrainConfig(fsdp=True, workers=0), tmp_path)
+
+
+def test_one_of_several_processes_ends_at_once_with_the_code_it_would_have_had(monkeypatch):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    assert ending(lambda: 3) == 3 and not codes, "alone, it goes on"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ending(lambda: 0)
+    ending(lambda: sys.exit(143))
+    with pytest.raises(ValueError):
+        ending(lambda: int("none"))
+    assert codes == [0, 143]
