@@ -39,6 +39,8 @@ def serve_model(args: argparse.Namespace) -> int:
         complain(f"http://{host}:{port} answers as {name!r}: a page, and /v1 for OpenAI's clients; ctrl-c stops")
         config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, http="h11", ws="none")
         Server(config, desk).run(sockets=[door])
+        if desk.engine.alive:  # told twice: a thread within torch aborts an interpreter that goes down
+            desk.engine.close()
     return 0
 
 
