@@ -68,7 +68,7 @@ def measure(captioner: Captioner, n: int, seed: str) -> dict:
             run = Run(captioner, PROMPT, {"max_new_tokens": 128})
             run(pictures, run.batch_size, Sidecars(Path(name), "overwrite", {}).write, lambda *why: failed.append(why))
             folder.append(n / run.seconds)
-            busy.append(run.busy / run.seconds)
+            busy.append(run.busy)
         if failed:
             raise RuntimeError(f"of {n} pictures some failed, the first: {failed[0]}")
         same = sum(Path(p).with_suffix(".txt").read_text("utf-8").strip() == text.strip() for p, text in said.items())

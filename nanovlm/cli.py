@@ -103,7 +103,7 @@ def caption_flags(parser: Parser) -> None:
         "--batch-size",
         type=int,
         metavar="N",
-        help="pictures of a folder read at once (16, or 64 where each is one image)",
+        help="pictures of a folder that run at once, a small model's on each core (16, or 128 where each is one image)",
     )
     add("--max-new-tokens", type=int, metavar="N", help="longest answer (128; --length: short 48, long 384)")
     add("--samples", type=int, default=1, metavar="N", help="answers per picture, which is read once (1)")

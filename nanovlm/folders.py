@@ -73,7 +73,7 @@ def caption_found(
             raise
         said = "; ".join(filter(None, [run.summary(), said]))
         if args.stats:
-            said += f"; model busy {run.busy / run.seconds:.0%} of the time, peak memory "
+            said += f"; model busy {run.busy:.0%} of the time, peak memory "
             said += f"{peak_memory(captioner.model.device) / 2**20:,.0f} MiB"
     results.end()
     if failures.count:

@@ -1,16 +1,16 @@
 """Captions of many pictures in one go.
 
 Threads read and resize pictures while the model speaks of others; a caption that has ended makes room for the next.
+A small model speaks in lanes, a thread for each core, each with a batch of its own.
 """
 
 import errno
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from itertools import islice
+from queue import SimpleQueue
+from threading import Event, Semaphore, Thread
 from typing import Any
 
 import torch
@@ -20,12 +20,14 @@ from nanovlm.captioner import Captioner
 from nanovlm.images import PictureError, printable
 from nanovlm.processor import Inputs
 from nanovlm.progress import Progress
+from nanovlm.reading import Reading
 
 BATCH_SIZE, BATCH_OF_SINGLES = 16, 128  # pictures; where each of them is one image only
 CLUMP = 1 / 4  # of a batch: where less of it is free, the next pictures wait, for together they are read faster
 CORES = os.cpu_count() or 1
 MOST_WORKERS = 8
 SMALL = 2**24  # bytes of weights, below which products are too short to be worth dividing among cores
+MOST_LANES = 4  # of a small model: Python, of which there runs but one at a time, is a fifth of a lane's time
 ROOM = 2**30  # bytes of pixels that may wait for the model
 FAULTS = (ValueError, MemoryError, OSError, RuntimeError)  # of one picture; torch's lack of memory is the last
 
@@ -35,11 +37,17 @@ class Run:
 
     def __init__(self, captioner: Captioner, prompt: str, options: dict[str, Any]):
         self.captioner, self.prompt, self.options = captioner, prompt, options
-        self.done, self.busy, self.seconds = 0, 0.0, 0.0  # captions; seconds in the model, and in all
+        self.done, self.seconds, self.steps = 0, 0.0, []  # captions; seconds, in all and of each step of the model
         self.images = captioner.processor.most_images
         self.batch_size = BATCH_SIZE if self.images > 1 else BATCH_OF_SINGLES
         weights = captioner.model.parameters()
-        self.small = captioner.model.device.type == "cpu" and sum(w.nbytes for w in weights) < SMALL
+        small = captioner.model.device.type == "cpu" and sum(w.nbytes for w in weights) < SMALL
+        self.lanes = min(CORES, MOST_LANES) if small else 1
+
+    @property
+    def busy(self) -> float:
+        """The share of time that the model ran, of all lanes."""
+        return sum(self.steps) / (self.seconds * self.lanes)
 
     def __call__(
         self,
@@ -72,9 +80,9 @@ class Run:
 
     @contextmanager
     def cores(self) -> Iterator[None]:
-        """Give a small model one core, and the pictures the others."""
+        """Give each lane one core, or all of them to the only one."""
         before = torch.get_num_threads()
-        torch.set_num_threads(1 if self.small else before)
+        torch.set_num_threads(1 if self.lanes > 1 else before)
         try:
             yield
         finally:
@@ -82,51 +90,45 @@ class Run:
 
     def window(self, rows: int) -> int:
         """How many pictures may wait for the model: for some batches, but no more than there is room for."""
-        return max(2, min(4 * rows, ROOM // (self.images * 3 * self.captioner.model.cfg.vit_img_size**2 * 4)))
+        room = ROOM // (self.images * 3 * self.captioner.model.cfg.vit_img_size**2 * 4)
+        return max(2, min(4 * rows, room))
 
     def answers(self, pictures: Iterable[str], rows: int) -> Iterator[tuple[str, str | Exception]]:
-        """Each picture with its answer, or why there is none, as they are found; so many rows run at once.
+        """Each picture with its answer, or why there is none, as they are found; so many rows run at once in a lane."""
+        with Reading(pictures, self.prepare, self.window(rows), min(MOST_WORKERS, CORES)) as reading:
+            lanes = [self.lane(reading, rows) for _ in range(self.lanes)]
+            yield from together(lanes, rows) if len(lanes) > 1 else lanes[0]
 
-        What is too much for the memory begins anew in half as many rows.
-        """
-        workers = min(MOST_WORKERS, max(1, CORES - self.small))
-        pool, pictures = ThreadPoolExecutor(workers), iter(pictures)
-        prepared: deque[tuple[str, Future]] = deque()
+    def lane(self, reading: Reading, rows: int) -> Iterator[tuple[str, str | Exception]]:
+        """The same of those that this lane takes. What is too much for the memory begins anew in half as many rows."""
         batch, said = self.batch(rows), {}  # each picture's ids
-        try:
-            while True:
-                for picture in islice(pictures, max(0, self.window(rows) - len(prepared))):
-                    prepared.append((picture, pool.submit(self.prepare, picture)))
-                if not (prepared or said):
-                    return
-                joining = rows - len(said) >= CLUMP * rows
-                while joining and prepared and len(said) < rows and (not said or prepared[0][1].done()):
-                    picture, future = prepared.popleft()
-                    if isinstance(row := future.result(), Exception):
-                        yield picture, row
-                    else:
-                        ids, (images,) = row
-                        batch.add(picture, torch.tensor(ids), images, **self.options)
-                        said[picture] = []
-                if not said:
-                    continue
-                started = time.perf_counter()
-                try:
-                    ended = self.step(batch, said)
-                except Unread as error:
-                    ended = [(error.key, error)]
-                except FAULTS as error:
-                    ended = [(picture, error) for picture in said if rows == 1]
-                    if rows > 1:
-                        prepared.extendleft((picture, pool.submit(self.prepare, picture)) for picture in said)
-                    rows, said = max(1, rows // 2), {}
-                    batch = self.batch(rows)
-                self.busy += time.perf_counter() - started
-                for picture, text in ended:
-                    said.pop(picture, None)
-                    yield picture, text
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while True:
+            joining = rows - len(said) >= CLUMP * rows
+            while joining and len(said) < rows and (taken := reading.take(wait=not said)):
+                picture, future = taken
+                if isinstance(row := future.result(), Exception):
+                    yield picture, row
+                else:
+                    ids, (images,) = row
+                    batch.add(picture, torch.tensor(ids), images, **self.options)
+                    said[picture] = []
+            if not said:
+                return
+            started = time.perf_counter()
+            try:
+                ended = self.step(batch, said)
+            except Unread as error:
+                ended = [(error.key, error)]
+            except FAULTS as error:
+                ended = [(picture, error) for picture in said if rows == 1]
+                if rows > 1:
+                    reading.again(said)
+                rows, said = max(1, rows // 2), {}
+                batch = self.batch(rows)
+            self.steps.append(time.perf_counter() - started)
+            for picture, text in ended:
+                said.pop(picture, None)
+                yield picture, text
 
     def batch(self, rows: int) -> ContinuousBatch:
         return ContinuousBatch(self.captioner.model, rows=rows, eos_token_id=self.captioner.tokenizer.eos_token_id)
@@ -153,6 +155,45 @@ class Run:
 
     def summary(self) -> str:
         return f"{self.done:,} captioned in {self.seconds:.0f} s ({60 * self.done / self.seconds:,.0f} a minute)"
+
+
+def together(lanes: Sequence[Iterator[tuple]], ahead: int) -> Iterator[tuple]:
+    """What all of them yield, each in a thread of its own, as it is found; what one raises ends the others.
+
+    No more than so many answers wait for who writes them: a run that is stopped loses little.
+    """
+    found, running, stopped = SimpleQueue(), len(lanes), Event()
+    room = Semaphore(ahead)
+
+    def follow(lane: Iterator[tuple]) -> None:
+        end = None
+        try:
+            for answer in lane:
+                room.acquire()
+                if stopped.is_set():
+                    break
+                found.put(answer)
+        except BaseException as error:
+            end = error
+        found.put(end)
+
+    threads = [Thread(target=follow, args=(lane,)) for lane in lanes]
+    for thread in threads:
+        thread.start()
+    try:
+        while running:
+            if isinstance(answer := found.get(), tuple):
+                yield answer
+                room.release()
+            else:
+                running -= 1
+                if answer is not None:
+                    raise answer
+    finally:
+        stopped.set()
+        room.release(len(lanes))
+        for thread in threads:
+            thread.join()
 
 
 def reason_of(error: Exception, picture: str) -> str:
