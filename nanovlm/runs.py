@@ -18,16 +18,16 @@ import torch
 from models.continuous import ContinuousBatch, Unread
 from nanovlm.captioner import Captioner
 from nanovlm.images import PictureError, printable
+from nanovlm.prefetch import Prefetch
 from nanovlm.processor import Inputs
 from nanovlm.progress import Progress
-from nanovlm.reading import Reading
 
 BATCH_SIZE, BATCH_OF_SINGLES = 16, 128  # pictures; where each of them is one image only
 CLUMP = 1 / 4  # of a batch: where less of it is free, the next pictures wait, for together they are read faster
 CORES = os.cpu_count() or 1
 MOST_WORKERS = 8
 SMALL = 2**24  # bytes of weights, below which products are too short to be worth dividing among cores
-MOST_LANES = 4  # of a small model: Python, of which there runs but one at a time, is a fifth of a lane's time
+MOST_LANES = 4  # of a small model: products run beside each other, Python does not
 ROOM = 2**30  # bytes of pixels that may wait for the model
 FAULTS = (ValueError, MemoryError, OSError, RuntimeError)  # of one picture; torch's lack of memory is the last
 
@@ -95,16 +95,16 @@ class Run:
 
     def answers(self, pictures: Iterable[str], rows: int) -> Iterator[tuple[str, str | Exception]]:
         """Each picture with its answer, or why there is none, as they are found; so many rows run at once in a lane."""
-        with Reading(pictures, self.prepare, self.window(rows), min(MOST_WORKERS, CORES)) as reading:
-            lanes = [self.lane(reading, rows) for _ in range(self.lanes)]
+        with Prefetch(pictures, self.prepare, self.window(rows), min(MOST_WORKERS, CORES)) as ahead:
+            lanes = [self.lane(ahead, rows) for _ in range(self.lanes)]
             yield from together(lanes, rows) if len(lanes) > 1 else lanes[0]
 
-    def lane(self, reading: Reading, rows: int) -> Iterator[tuple[str, str | Exception]]:
+    def lane(self, ahead: Prefetch, rows: int) -> Iterator[tuple[str, str | Exception]]:
         """The same of those that this lane takes. What is too much for the memory begins anew in half as many rows."""
         batch, said = self.batch(rows), {}  # each picture's ids
         while True:
             joining = rows - len(said) >= CLUMP * rows
-            while joining and len(said) < rows and (taken := reading.take(wait=not said)):
+            while joining and len(said) < rows and (taken := ahead.take(wait=not said)):
                 picture, future = taken
                 if isinstance(row := future.result(), Exception):
                     yield picture, row
@@ -122,7 +122,7 @@ class Run:
             except FAULTS as error:
                 ended = [(picture, error) for picture in said if rows == 1]
                 if rows > 1:
-                    reading.again(said)
+                    ahead.again(said)
                 rows, said = max(1, rows // 2), {}
                 batch = self.batch(rows)
             self.steps.append(time.perf_counter() - started)

@@ -1,26 +1,20 @@
 """`nanovlm caption FOLDER`: every picture gets its caption once, whatever becomes of the others or of the process."""
 
 import csv
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow
 import pytest
-import torch
 from pyarrow import parquet
-from test_cli import SHORT, Terminal, generate, noise, refused, said, standing, stdin_of  # noqa: F401 fixtures
+from test_cli import SHORT, generate, noise, refused, said, standing, stdin_of  # noqa: F401 fixtures
 
-from eval import throughput
-from nanovlm import SAMPLE, Captioner, progress, records, results, runs
-from nanovlm.progress import Progress
+from nanovlm import SAMPLE, Captioner, records, results, runs
 from nanovlm.sources import Reading, open_source
 
 NAMES = ["a.png", "b two.jpg", "deep/ünï-🙂.png", "deep/er/c.webp", "d.gif"]
@@ -391,16 +385,18 @@ def test_failures_that_cannot_be_written_are_told_all_the_same(generate, folder,
 
 
 def test_what_is_too_much_for_the_memory_begins_anew_in_half_as_many_rows(generate, folder, texts, monkeypatch):  # noqa: F811
-    step, sizes = runs.ContinuousBatch.step, set()
+    step, sizes = runs.ContinuousBatch.step, []
 
     def small(batch):
-        sizes.add(batch.n_rows)
+        if not sizes or sizes[-1] != batch.n_rows:
+            sizes.append(batch.n_rows)
         if batch.running > 2:
             raise MemoryError
         return step(batch)
 
+    monkeypatch.setattr(runs, "MOST_LANES", 1)  # else each has too few pictures
     monkeypatch.setattr(runs.ContinuousBatch, "step", small)
-    assert generate(folder, "--batch-size", "5")[0] == 0 and sidecars(folder) == beside(texts) and sizes == {5, 2}
+    assert generate(folder, "--batch-size", "5")[0] == 0 and sidecars(folder) == beside(texts) and sizes == [5, 2]
     monkeypatch.setattr(runs.ContinuousBatch, "step", lambda batch: (_ for _ in ()).throw(MemoryError))
     code, _, err = generate(folder, "--existing", "overwrite")
     assert code == 1 and err.count("not enough memory") == 5 and sidecars(folder) == beside(texts)
@@ -440,108 +436,6 @@ def test_a_full_disk_ends_the_run(generate, folder, monkeypatch):  # noqa: F811
         monkeypatch.setattr(sys, "stdout", nowhere)
         code, _, err = generate(folder)
     assert code == 1 and len(err.splitlines()) == 1 and "No space left" in err
-
-
-# -------------------------------------------------------------------------------------------------------- while it runs
-
-
-def test_pictures_are_prepared_while_the_model_runs(folder, model_folder, monkeypatch):
-    captioner = Captioner.from_pretrained(model_folder, "cpu", "float32")
-    prepared, prepare, step, ahead, waited = [], captioner.prepare, runs.ContinuousBatch.step, threading.Event(), []
-
-    def note(picture, prompt):
-        prepared.append(picture)
-        if len(prepared) == 3:
-            ahead.set()
-        return prepare(picture, prompt)
-
-    monkeypatch.setattr(captioner, "prepare", note)
-    monkeypatch.setattr(runs.ContinuousBatch, "step", lambda batch: waited.append(ahead.wait(60)) or step(batch))
-    run = runs.Run(captioner, "?", {"max_new_tokens": 2})
-    monkeypatch.setattr(run, "window", lambda rows: 3)
-    run([str(folder / name) for name in NAMES], 1, lambda *_: None, pytest.fail)
-    assert all(waited) and run.done == len(prepared) == 5, "the next two, while the first is read"
-
-
-@pytest.mark.parametrize("small, during", [(True, 1), (False, 3)])
-def test_a_small_model_leaves_the_other_cores_to_the_pictures(folder, model_folder, monkeypatch, small, during):
-    captioner, step, seen = Captioner.from_pretrained(model_folder, "cpu", "float32"), runs.ContinuousBatch.step, set()
-    monkeypatch.setattr(runs, "SMALL", 2**40 if small else 0)
-    monkeypatch.setattr(runs.ContinuousBatch, "step", lambda batch: seen.add(torch.get_num_threads()) or step(batch))
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        for options in ({"max_new_tokens": 2}, {}):  # of which the second fails
-            run = runs.Run(captioner, "?", options)
-            with nullcontext() if options else pytest.raises(KeyError):
-                run([str(folder / name) for name in NAMES], 2, lambda *_: None, pytest.fail)
-            assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-    assert seen == {during} and run.done == 0
-
-
-def test_a_short_caption_does_not_wait_for_a_long_one(folder, model_folder, monkeypatch):
-    captioner, order = Captioner.from_pretrained(model_folder, "cpu", "float32"), []
-    step, steps = runs.ContinuousBatch.step, []
-
-    def early(batch):
-        """Every answer but the first picture's is short."""
-        for answer in batch._line.values():
-            answer.left = 30 if answer.key.endswith("a.png") else 2
-        steps.append(batch.running)
-        return step(batch)
-
-    captioner.tokenizer.eos_token_id = None
-    monkeypatch.setattr(runs.ContinuousBatch, "step", early)
-    run = runs.Run(captioner, "?", {"max_new_tokens": 30})
-    run([str(folder / name) for name in NAMES], 2, lambda picture, _: order.append(picture), pytest.fail)
-    assert [Path(picture).name for picture in order][-1] == "a.png" and len(order) == 5 and len(steps) <= 31
-
-
-def test_a_bar_is_for_terminals_and_lines_now_and_then_for_the_rest(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    monkeypatch.delenv("TERM", raising=False)
-    bar = Progress(200)
-    for done in range(0, 201, 50):
-        clock[0] += 30
-        bar.show(done, "3 failed")
-    bar.clear()
-    assert "\r[#####---------------] 50/200  50 a minute  3:00 left  3 failed" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\r\033[K") and "\n" not in terminal.getvalue()
-    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
-    lines = Progress(200)
-    for done in range(201):
-        clock[0] += 1
-        lines.show(done)
-    assert "\r" not in file.getvalue() and len(file.getvalue().splitlines()) == 7
-    assert file.getvalue().startswith("29/200  58 a minute  2:57 left\n")
-
-
-def test_the_throughput_that_eval_reports_is_of_the_same_captions(model_folder):
-    captioner = Captioner.from_pretrained(model_folder, "cpu", "float32")
-    result = throughput.measure(captioner, 5, "1")
-    assert result["pictures"] == result["same"] == 5 and 0 < result["busy"] <= 1
-    assert result["folder_per_minute"] > 0 < result["one_by_one_per_minute"] and "of 5" in throughput.report(result)
-
-
-def test_the_throughput_of_a_published_size_is_of_a_model_of_that_shape(monkeypatch, tmp_path, capsys):
-    from test_real_size import small
-
-    from eval import captions
-    from eval.shapes import SHAPES
-
-    with pytest.raises(SystemExit):
-        monkeypatch.setattr(sys, "argv", ["captions", "--shape", "230M"])
-        captions.main()
-    assert "add --throughput" in capsys.readouterr().err
-    monkeypatch.setattr(throughput, "SHAPES", {"230M": (small(SHAPES["230M"][0], 1000), 0)})
-    monkeypatch.setattr(sys, "argv", ["captions", "--throughput", "--shape", "230M", "--pictures", "2", "--json"])
-    assert captions.main() == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["pictures"] == 2 and 0 < result["busy"] <= 1
 
 
 @pytest.mark.parametrize("existing", ["skip", "overwrite", "append"])

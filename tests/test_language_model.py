@@ -228,6 +228,8 @@ def test_each_way_of_attending_is_the_textbooks(monkeypatch, H, groups, T, S, ki
     expected = textbook(q, k, v, mask)
 
     torch.testing.assert_close(attend(q, k, v, *said), expected, atol=1e-5, rtol=1e-5)  # SDPA, or heads as time
+    with torch.inference_mode():
+        torch.testing.assert_close(attend(q, k, v, *said), expected, atol=1e-5, rtol=1e-5)  # one token: written out
 
     leaves, gradients = [x.requires_grad_() for x in (q, k, v)], []
     for longest in (attention.LONGEST_EXPLICIT, 0):  # written out, then SDPA

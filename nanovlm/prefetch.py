@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any
 
 
-class Reading:
+class Prefetch:
     """Pictures in turn, read by threads ahead of whoever takes them; several threads may take.
 
     No more than window of them are read or wait at a time. read is to return its errors, not to raise them.
@@ -19,7 +19,7 @@ class Reading:
         self.pool, self.lock = ThreadPoolExecutor(workers), Lock()
         self.ahead: deque[tuple[str, Future]] = deque()
 
-    def __enter__(self) -> "Reading":
+    def __enter__(self) -> "Prefetch":
         return self
 
     def __exit__(self, *error) -> None:
