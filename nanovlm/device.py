@@ -41,7 +41,10 @@ def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def native_bfloat16(device: torch.device) -> bool:
-    """Whether the device itself computes in bfloat16, which is then several times faster than float32."""
+    """Whether the device itself computes in bfloat16, which then takes half the bytes and mostly a fraction of the time.
+
+    An Intel CPU without AMX multiplies more slowly in it than in float32, but decodes faster, as it waits for memory.
+    """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
