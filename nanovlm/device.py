@@ -41,7 +41,7 @@ def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def native_bfloat16(device: torch.device) -> bool:
-    """Whether the device itself computes in bfloat16, which then takes half the bytes and mostly a fraction of the time.
+    """Whether the device itself computes in bfloat16, half the bytes and mostly a fraction of the time.
 
     An Intel CPU without AMX multiplies more slowly in it than in float32, but decodes faster, as it waits for memory.
     """

@@ -157,13 +157,13 @@ class Run:
         return f"{self.done:,} captioned in {self.seconds:.0f} s ({60 * self.done / self.seconds:,.0f} a minute)"
 
 
-def together(lanes: Sequence[Iterator[tuple]], ahead: int) -> Iterator[tuple]:
+def together(lanes: Sequence[Iterator[tuple]], waiting: int) -> Iterator[tuple]:
     """What all of them yield, each in a thread of its own, as it is found; what one raises ends the others.
 
-    No more than so many answers wait for who writes them: a run that is stopped loses little.
+    No more than waiting answers wait for who writes them: a run that is stopped loses little.
     """
     found, running, stopped = SimpleQueue(), len(lanes), Event()
-    room = Semaphore(ahead)
+    room = Semaphore(waiting)
 
     def follow(lane: Iterator[tuple]) -> None:
         end = None
