@@ -92,7 +92,7 @@ def table(found: list[Stage], dtype: torch.dtype) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = script("roofline", __doc__)
     parser.add_argument("--shape", default="230M", choices=tuple(SHAPES), help="(230M)")
-    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="(auto: bfloat16 where native)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="(auto: bfloat16 where faster)")
     parser.add_argument("--rounds", type=positive, default=9, metavar="N", help="(9)")
     args = parser.parse_args(argv)
     dtype = choose_dtype(args.dtype, torch.device("cpu"))

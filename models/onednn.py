@@ -37,8 +37,12 @@ def use_onednn(model: nn.Module, on: bool = True) -> nn.Module:
 
 
 @cache
+def made_by(maker: str) -> bool:
+    """Whether this machine's processor says that it is of that maker, "AuthenticAMD" or "GenuineIntel"."""
+    return maker in (CPUINFO.read_text() if CPUINFO.exists() else platform.processor())
+
+
 def onednn_pays_off() -> bool:
     """Whether this processor is one on which torch's own choice, MKL, is slow, and oneDNN is there."""
-    maker = CPUINFO.read_text() if CPUINFO.exists() else platform.processor()
     there = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return there and "AuthenticAMD" in maker and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return there and made_by("AuthenticAMD") and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -35,7 +35,7 @@ class TrainConfig:
     max_grad_norm: float = setting(1.0, "longer gradients are clipped to this length")
     dtype: str = setting(
         "auto",
-        "to compute in, while weights stay float32: bfloat16, float16 or float32; auto takes the first that is native",
+        "to compute in, while weights stay float32: bfloat16, float16 or float32; auto takes the first that is fast",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     gradient_checkpointing: bool = setting(False, "compute each block twice rather than keep what is inside it")

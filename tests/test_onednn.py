@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.onednn import OneDNNLinear, onednn_pays_off, use_onednn
+from models.onednn import OneDNNLinear, made_by, onednn_pays_off, use_onednn
 from models.static_cache import export_language_model
 
 
@@ -66,7 +66,8 @@ def test_it_pays_off_on_amds_processors_only(monkeypatch, tmp_path):
     for maker, wanted in (("AuthenticAMD", True), ("GenuineIntel", False)):
         (tmp_path / "cpuinfo").write_text(f"vendor_id : {maker}\n")
         monkeypatch.setattr("models.onednn.CPUINFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr("models.onednn.made_by", made_by.__wrapped__)
         monkeypatch.setattr("torch.backends.mkl.is_available", lambda: True)
-        assert onednn_pays_off.__wrapped__() == (wanted and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
+        assert onednn_pays_off() == (wanted and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: False)
-    assert not onednn_pays_off.__wrapped__()
+    assert not onednn_pays_off()

@@ -216,9 +216,27 @@ def test_an_overflow_in_float16_skips_a_step_and_halves_the_scale(learn, tmp_pat
 
 def test_a_gpu_without_bfloat16_learns_in_float16(monkeypatch):
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    monkeypatch.setattr(device, "native_bfloat16", lambda where: False)
+    monkeypatch.setattr(device, "fast_bfloat16", lambda where: False)
     assert device.choose_training_dtype("auto", cuda) == torch.float16
     assert device.choose_training_dtype("auto", cpu) == torch.float32
-    monkeypatch.setattr(device, "native_bfloat16", lambda where: True)
+    monkeypatch.setattr(device, "fast_bfloat16", lambda where: True)
     assert device.choose_training_dtype("auto", cuda) == torch.bfloat16
     assert device.choose_training_dtype("float32", cuda) == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("maker", "bfloat16", "amx", "auto"),
+    [
+        ("GenuineIntel", True, True, torch.bfloat16),
+        ("GenuineIntel", True, False, torch.float32),
+        ("GenuineIntel", False, False, torch.float32),
+        ("AuthenticAMD", True, False, torch.bfloat16),
+        ("AuthenticAMD", False, False, torch.float32),
+    ],
+)
+def test_a_cpu_computes_in_bfloat16_where_that_is_faster(monkeypatch, maker, bfloat16, amx, auto):
+    monkeypatch.setattr(device, "made_by", lambda name: name == maker)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    for choose in (device.choose_dtype, device.choose_training_dtype):
+        assert choose("auto", torch.device("cpu")) == auto and choose("bfloat16", torch.device("cpu")) == torch.bfloat16
