@@ -57,7 +57,9 @@ def test_merging_leaves_a_plain_model_that_says_the_same(adapted, tiny_model, wo
     model, batch = adapted(), words_and_images(0)
     plain = merge(model)
     assert not adapters(plain) and plain.state_dict().keys() == tiny_model().state_dict().keys()
-    torch.testing.assert_close(plain(**batch)[0], model(**batch)[0], atol=1e-4, rtol=1e-4)  # of sums in another order
+    exact = adapted().double()  # float32 rounds too much to tell a merge that is nearly right
+    double = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+    torch.testing.assert_close(merge(exact)(**double)[0], exact(**double)[0], atol=1e-9, rtol=1e-9)
     assert not torch.allclose(plain(**batch)[0], tiny_model()(**batch)[0], atol=1e-2)
     assert plain.decoder.head.weight is plain.decoder.token_embedding.weight
     assert plain.decoder.head.weight.data_ptr() == model.decoder.head.weight.data_ptr()  # shared, not copied
