@@ -1,4 +1,4 @@
-"""Scaled dot-product attention (Vaswani et al. 2017), grouped queries included, in the fastest of five ways."""
+"""Scaled dot-product attention (Vaswani et al. 2017), grouped queries included, in the fastest of four ways."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from torch import Tensor
 LONGEST_EXPLICIT = 512  # tokens; beyond, the scores of every pair would cost more memory than they save time
 FEWEST = 32  # keys, for which attention by rows pays off
 ROWS = 256  # queries of all heads, whose scores fit the cache
-SHORT = 256  # keys, of which torch's softmax is slower in bfloat16 than by way of float32
+SHORT = 256  # keys, of which a softmax, or one token's attention, is slower in bfloat16 than by way of float32
 
 
 def attend(
@@ -19,14 +19,16 @@ def attend(
     at itself and what stands before. k and v are never repeated for the heads that share them.
     """
     B, H, T, D = q.shape
+    half = q.dtype == torch.bfloat16 and q.device.type == "cpu" and not recorded()
     if T == 1:  # the heads of a group stand where time was, so each key is read once, not once per head
         q = q.view(B, k.size(1), -1, D)
-        if B > 1 and q.device.type == "cpu" and k.size(2) <= LONGEST_EXPLICIT and not recorded():
-            return _of_one(q, k, v, mask).reshape(B, H, 1, D)
+        if B > 1 and half and k.size(2) < SHORT:  # on AMD's CPUs SDPA takes twice as long
+            wide = _explicit(q.float(), k.float(), v.float(), mask, False, dropout_p)
+            return wide.type_as(q).reshape(B, H, 1, D)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p).reshape(B, H, 1, D)
     if q.requires_grad and q.device.type == "cpu" and k.size(2) <= LONGEST_EXPLICIT:
         return _explicit(q, k, v, mask, causal, dropout_p)
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and k.size(2) >= FEWEST and not recorded():
+    if half and k.size(2) >= FEWEST:
         return _by_rows(q, k, v, mask, causal, dropout_p)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, enable_gqa=k.size(1) != H
@@ -36,14 +38,6 @@ def attend(
 def recorded() -> bool:
     """Whether a gradient or a graph will be made of what is computed."""
     return torch.is_grad_enabled() or torch.compiler.is_compiling()
-
-
-def _of_one(q, k, v, mask):
-    """The definition in float32: of one token a row, SDPA takes up to twice as long on CPUs."""
-    scores = (q.float() * q.size(-1) ** -0.5) @ k.float().transpose(2, 3)
-    if mask is not None:
-        scores.masked_fill_(~mask, float("-inf"))
-    return (scores.softmax(-1) @ v.float()).type_as(q)
 
 
 def _by_rows(q, k, v, mask, causal, dropout_p):
