@@ -37,17 +37,17 @@ class Run:
 
     def __init__(self, captioner: Captioner, prompt: str, options: dict[str, Any]):
         self.captioner, self.prompt, self.options = captioner, prompt, options
-        self.done, self.seconds, self.steps = 0, 0.0, []  # captions; seconds, in all and of each step of the model
+        self.done, self.seconds = 0, 0.0  # captions, and what they took
         self.images = captioner.processor.most_images
         self.batch_size = BATCH_SIZE if self.images > 1 else BATCH_OF_SINGLES
         weights = captioner.model.parameters()
         small = captioner.model.device.type == "cpu" and sum(w.nbytes for w in weights) < SMALL
-        self.lanes = min(CORES, MOST_LANES) if small else 1
+        self.spent = [0.0] * (min(CORES, MOST_LANES) if small else 1)  # seconds in the model, of each lane
 
     @property
     def busy(self) -> float:
         """The share of time that the model ran, of all lanes."""
-        return sum(self.steps) / (self.seconds * self.lanes)
+        return sum(self.spent) / (self.seconds * len(self.spent))
 
     def __call__(
         self,
@@ -82,7 +82,7 @@ class Run:
     def cores(self) -> Iterator[None]:
         """Give each lane one core, or all of them to the only one."""
         before = torch.get_num_threads()
-        torch.set_num_threads(1 if self.lanes > 1 else before)
+        torch.set_num_threads(1 if len(self.spent) > 1 else before)
         try:
             yield
         finally:
@@ -90,16 +90,15 @@ class Run:
 
     def window(self, rows: int) -> int:
         """How many pictures may wait for the model: for some batches, but no more than there is room for."""
-        room = ROOM // (self.images * 3 * self.captioner.model.cfg.vit_img_size**2 * 4)
-        return max(2, min(4 * rows, room))
+        return max(2, min(4 * rows, ROOM // (self.images * 3 * self.captioner.model.cfg.vit_img_size**2 * 4)))
 
     def answers(self, pictures: Iterable[str], rows: int) -> Iterator[tuple[str, str | Exception]]:
         """Each picture with its answer, or why there is none, as they are found; so many rows run at once in a lane."""
         with Prefetch(pictures, self.prepare, self.window(rows), min(MOST_WORKERS, CORES)) as ahead:
-            lanes = [self.lane(ahead, rows) for _ in range(self.lanes)]
+            lanes = [self.lane(i, ahead, rows) for i in range(len(self.spent))]
             yield from together(lanes, rows) if len(lanes) > 1 else lanes[0]
 
-    def lane(self, ahead: Prefetch, rows: int) -> Iterator[tuple[str, str | Exception]]:
+    def lane(self, i: int, ahead: Prefetch, rows: int) -> Iterator[tuple[str, str | Exception]]:
         """The same of those that this lane takes. What is too much for the memory begins anew in half as many rows."""
         batch, said = self.batch(rows), {}  # each picture's ids
         while True:
@@ -125,7 +124,7 @@ class Run:
                     ahead.again(said)
                 rows, said = max(1, rows // 2), {}
                 batch = self.batch(rows)
-            self.steps.append(time.perf_counter() - started)
+            self.spent[i] += time.perf_counter() - started
             for picture, text in ended:
                 said.pop(picture, None)
                 yield picture, text

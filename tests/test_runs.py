@@ -54,6 +54,7 @@ def test_pictures_are_prepared_while_the_model_runs(captioner, pictures, one_lan
 @pytest.mark.parametrize("small, during", [(True, 1), (False, 3)])
 def test_of_a_small_model_each_lane_has_one_core(captioner, pictures, monkeypatch, small, during):
     step, seen = runs.ContinuousBatch.step, set()
+    monkeypatch.setattr(runs, "CORES", 2)
     monkeypatch.setattr(runs, "SMALL", 2**40 if small else 0)
     monkeypatch.setattr(runs.ContinuousBatch, "step", lambda batch: seen.add(torch.get_num_threads()) or step(batch))
     before = torch.get_num_threads()
@@ -105,7 +106,7 @@ def test_lanes_share_the_pictures_and_say_what_one_says(captioner, pictures, mon
         if lanes == 2:
             monkeypatch.setattr(runs.ContinuousBatch, "step", both)
         run(pictures, 2, found.__setitem__, pytest.fail)
-        assert run.lanes == lanes and run.done == 5 and 0 < run.busy <= 1
+        assert len(run.spent) == lanes and all(run.spent) and run.done == 5 and 0 < run.busy <= 1
         said.append(found)
     assert said[0] == said[1] and len(said[0]) == 5 and len(threads) == 2
     assert threading.get_ident() not in threads and not alive(threads)
@@ -167,7 +168,7 @@ def test_pictures_are_read_ahead_but_not_too_far():
         assert ahead.take(wait=True) is None and read.count(0) == 2 and len(read) == 10
 
 
-# ----------------------------------------------------------------------------------------------------- what is shown
+# -------------------------------------------------------------------------------------------------------- what is shown
 
 
 def test_a_bar_is_for_terminals_and_lines_now_and_then_for_the_rest(monkeypatch):
