@@ -3,7 +3,7 @@
     python -m eval.benchmark
 
 Without: GPT reads all T tokens. With: GPT_kv reads the last one, behind a cache of T - 1. Both see the same ids, share
-their weights (random, of GPT-2's vocabulary), compute in float32, on AMD's CPUs by oneDNN (models/onednn.py), and
+their weights (random, of GPT-2's vocabulary), compute in float32, on AMD's CPUs by oneDNN (models/inference/cpu_kernels.py), and
 choose the likeliest next token; that they choose the same is checked before anything is timed. Sizes are counted as
 minGPT does, without lm_head.
 
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from eval.environment import environment, synchronize
+from models.inference.cpu_kernels import onednn_pays_off, use_onednn
 from models.mingpt import GPT, SIZES, GPT_kv, GPTConfig
-from models.onednn import onednn_pays_off, use_onednn
 from nanovlm.cli import Parser
 from nanovlm.device import choose_device
 from nanovlm.training import progress

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from eval import flops
 from models.decoding import GREEDY, autoregress
-from models.encoder_decoder import EncoderDecoder, TextPrefix
-from models.hook_cache import install_kv_cache_hooks
-from models.static_cache import (
+from models.kv_study.encoder_decoder import EncoderDecoder, TextPrefix
+from models.kv_study.hook_cache import install_kv_cache_hooks
+from models.kv_study.static_cache import (
     LanguageModelStep,
     Programs,
     TextDecoderStep,

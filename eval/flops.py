@@ -23,7 +23,7 @@ def language_model(cfg: VLMConfig) -> Reading:
 
 
 def text_decoder(cfg: VLMConfig, n_patches: int) -> Reading:
-    """Of models/encoder_decoder.py; who reads from the start on also makes the picture's keys and values."""
+    """Of models/kv_study/encoder_decoder.py; who reads from the start on also makes the picture's keys and values."""
     C = cfg.lm_hidden_dim
     weights = 4 * C * C + 2 * C * C + 8 * C * C  # self-attention, cross-attention's query and out, MLP
 

@@ -27,7 +27,7 @@ from eval.machine import bytes_per_s
 from eval.script import positive, script, tell
 from eval.shapes import SHAPES
 from models.decoding import GREEDY
-from models.fast import make_fast
+from models.inference.inference_model import make_fast
 from models.language_model import LanguageModel
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.training import progress

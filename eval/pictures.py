@@ -30,8 +30,8 @@ from eval.real_size import write_model
 from eval.script import one_of, positive, script, tell
 from eval.shapes import SHAPES
 from models.config import VLMConfig
-from models.fused import use_fused
-from models.onednn import use_onednn
+from models.inference.cpu_kernels import use_onednn
+from models.inference.fused_vision import use_fused
 from nanovlm import SAMPLE
 from nanovlm.captioner import Captioner, Picture, Stats
 from nanovlm.scenes import draw, random_scene

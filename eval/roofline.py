@@ -23,7 +23,7 @@ from eval.environment import environment
 from eval.machine import bytes_per_s, flops_per_s
 from eval.script import positive, script, tell
 from eval.shapes import SHAPES
-from models.fast import make_fast
+from models.inference.inference_model import make_fast
 from models.vision_language_model import Prefix, VisionLanguageModel
 from nanovlm.device import DTYPES, choose_dtype
 

@@ -29,9 +29,9 @@ from eval.script import positive, script, tell
 from eval.shapes import SHAPES
 from eval.sort_task import SortTask, sort_task, summary
 from eval.study import Study, study
-from models.encoder_decoder import EncoderDecoder
-from models.joined_step import use_step
-from models.onednn import onednn_pays_off, use_onednn
+from models.inference.cpu_kernels import onednn_pays_off, use_onednn
+from models.inference.fused_decode_step import use_step
+from models.kv_study.encoder_decoder import EncoderDecoder
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT, SAMPLE
 from nanovlm.captioner import Captioner

@@ -18,7 +18,7 @@ import torch
 
 from eval.real_size import make_tokenizer
 from eval.shapes import SHAPES
-from models.fast import make_fast
+from models.inference.inference_model import make_fast
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner

@@ -144,7 +144,7 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, folder_or_name: str) -> "GPT":
         """GPT-2's weights in the Hub's format, from a folder or the Hub ("gpt2-xl"); float32, in eval mode."""
-        from models.gpt2 import read_gpt2
+        from models.convert.gpt2 import read_gpt2
 
         settings, state = read_gpt2(folder_or_name)
         config = GPTConfig(**settings).complete()

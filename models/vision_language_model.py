@@ -62,8 +62,8 @@ class VisionLanguageModel(nn.Module):
 
     @classmethod
     def from_backbones(cls, vision: str | PathLike, language: str | PathLike, **options) -> "VisionLanguageModel":
-        """A new model of a pretrained SigLIP and a pretrained Llama: see `models.backbones.from_backbones`."""
-        from models.backbones import from_backbones  # which imports this module
+        """A new model of a pretrained SigLIP and a pretrained Llama: see `models.convert.backbones.from_backbones`."""
+        from models.convert.backbones import from_backbones  # which imports this module
 
         return from_backbones(vision, language, **options)
 

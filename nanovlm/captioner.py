@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from PIL import Image
 from torch import Tensor
 
-from models.backbones import find_backbones, read_backbones
 from models.checkpoint import read_config, read_model, resolve
+from models.convert.backbones import find_backbones, read_backbones
 from models.decoding import GREEDY, Sampling
-from models.fast import make_fast
+from models.inference.inference_model import make_fast
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.device import choose_device, choose_dtype
@@ -66,7 +66,7 @@ class Captioner:
 
         device is auto, cpu, cuda or mps; dtype auto, float32, bfloat16 or float16; max_tiles and upscale say what a
         picture may cost, see `Processor`; quantize int8 makes the language model's weights 8 bits long. compile=True
-        compiles the decode step, which takes a minute or two once (see `models.packages`), None uses what was compiled,
+        compiles the decode step, which takes a minute or two once (see `models.inference.aot_compile`), None uses what was compiled,
         and False does not. A CheckpointError says what is wrong with the model, a ValueError what is wrong with the
         rest, a RuntimeError why nothing can be compiled.
         """
@@ -87,7 +87,7 @@ class Captioner:
         """A new model of a pretrained SigLIP and a pretrained Llama, with the latter's tokenizer: to be trained.
 
         Each is a folder or a Hub id. Options are vision_revision, language_revision and fields of VLMConfig, see
-        `models.backbones.find_backbones`. `write_checkpoint(folder, captioner.model, captioner.tokenizer.to_json())`
+        `models.convert.backbones.find_backbones`. `write_checkpoint(folder, captioner.model, captioner.tokenizer.to_json())`
         makes it a model's folder.
         """
         precision = choose_dtype(dtype, choose_device("cpu"))

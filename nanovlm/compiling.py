@@ -2,7 +2,7 @@
 
 import argparse
 
-from models.packages import package_path
+from models.inference.aot_compile import package_path
 from nanovlm.captioning import read_captioner
 
 

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from models.onednn import made_by
+from models.inference.cpu_kernels import made_by
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from models.checkpoint import CONFIG, TOKENIZER, WEIGHTS, new_folder
 from models.config import VLMConfig
-from models.export import smolvlm_config, smolvlm_tensors
+from models.convert.smolvlm import smolvlm_config, smolvlm_tensors
 from nanovlm.captioner import Captioner
 from nanovlm.complaints import UsageError, complain
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from models.continuous import ContinuousBatch, Unread
+from models.inference.continuous_batching import ContinuousBatch, Unread
 from nanovlm.captioner import Captioner
 from nanovlm.images import PictureError, printable
 from nanovlm.prefetch import Prefetch

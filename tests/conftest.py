@@ -57,7 +57,7 @@ def words_and_images():
 @pytest.fixture(scope="session")
 def encoder_decoder(tiny_config):
     """An encoder-decoder of the same measures, 16 patches a picture and 64 positions, with random weights."""
-    from models.encoder_decoder import EncoderDecoder
+    from models.kv_study.encoder_decoder import EncoderDecoder
 
     with torch.random.fork_rng():
         torch.manual_seed(1)

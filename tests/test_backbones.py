@@ -11,10 +11,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import models.backbones as backbones
-from models.backbones import find_backbones, grow, resize_positions, translate
+import models.convert.backbones as backbones
 from models.checkpoint import CheckpointError, read_config, read_model, read_object, write_checkpoint
 from models.config import extra_tokens
+from models.convert.backbones import find_backbones, grow, resize_positions, translate
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.tokenizer import Tokenizer

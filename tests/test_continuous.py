@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_generation import only_row, prompt
 
-from models import continuous
-from models.continuous import ContinuousBatch, Unread
 from models.decoding import GREEDY, Sampling
+from models.inference import continuous_batching
+from models.inference.continuous_batching import ContinuousBatch, Unread
 
 few_examples = settings(max_examples=25, deadline=None)
 SAMPLINGS = [
@@ -63,8 +63,8 @@ def test_each_answer_is_what_is_said_alone(tiny_model, arrivals, rows, eos, canc
     model, heard, expected = tiny_model(), {}, {}
     batch = ContinuousBatch(model, rows=rows, eos_token_id=eos)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continuous, "READ", read)
-        patch.setattr(continuous, "GROW", 4)
+        patch.setattr(continuous_batching, "READ", read)
+        patch.setattr(continuous_batching, "GROW", 4)
         for step in range(15):
             for key, (when, text, n, sampling) in enumerate(arrivals):
                 if when == step:

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from models import packages
-from models.decode_step import DecodeStep
-from models.int8 import Int8Linear, use_int8
-from models.joined_step import JoinedStep, join, use_joined, use_step
-from models.onednn import OneDNNLinear, use_onednn
-from models.packages import build_package, load_package, package_path, use_package
+from models.inference import aot_compile
+from models.inference.aot_compile import build_package, load_package, package_path, use_package
+from models.inference.cpu_kernels import OneDNNLinear, use_onednn
+from models.inference.decode_step import DecodeStep
+from models.inference.fused_decode_step import JoinedStep, join, use_joined, use_step
+from models.inference.quantization import Int8Linear, use_int8
 from models.vision_language_model import VisionLanguageModel
 
 IDS, IMAGES = (
@@ -58,7 +58,7 @@ def test_eight_bits_mean_the_same_to_both(tiny_model, stepping, dtype):
 
 
 def test_what_is_joined_is_held_once(tiny_model, monkeypatch):
-    monkeypatch.setattr("models.onednn.LARGE", 0)
+    monkeypatch.setattr("models.inference.cpu_kernels.LARGE", 0)
     for change, kind in ((lambda m: m, torch.nn.Linear), (use_onednn, OneDNNLinear), (use_int8, Int8Linear)):
         model, usual = change(tiny_model().decoder), change(tiny_model().decoder)
         step = JoinedStep(model)
@@ -138,7 +138,7 @@ def test_a_package_is_made_once_and_reads_the_weights_where_they_are(tiny_model,
         ids = torch.randint(4, 40, (1, start))
         assert torch.equal(*(m.generate(ids, max_new_tokens=50) for m in (model, usual)))
 
-    monkeypatch.setattr(packages, "build_package", lambda *_: pytest.fail("it is there"))
+    monkeypatch.setattr(aot_compile, "build_package", lambda *_: pytest.fail("it is there"))
     assert use_package(other, build=True) and package_path(other.decoder) == path  # weights do not matter
     assert torch.equal(*(m.generate(IDS, IMAGES, max_new_tokens=20) for m in (other, tiny_model(seed=1))))
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_a_package_is_made_once_and_reads_the_weights_where_they_are(tiny_model,
     with pytest.warns(UserWarning, match="is no package .* delete it"):
         assert not use_package(fresh)
     assert torch.equal(*(m.generate(IDS, IMAGES, max_new_tokens=20) for m in (fresh, usual)))
-    monkeypatch.setattr(packages, "build_package", lambda decoder, path: path.write_bytes(b""))
+    monkeypatch.setattr(aot_compile, "build_package", lambda decoder, path: path.write_bytes(b""))
     with pytest.raises(RuntimeError):
         use_package(fresh, build=True)
 

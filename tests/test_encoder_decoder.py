@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.decoding import Sampling
-from models.encoder_decoder import EncoderDecoder, TextDecoder, TextPrefix
-from models.hook_cache import HookCache, install_kv_cache_hooks
+from models.kv_study.encoder_decoder import EncoderDecoder, TextDecoder, TextPrefix
+from models.kv_study.hook_cache import HookCache, install_kv_cache_hooks
 
 PROJECTIONS = ("key", "value")
 

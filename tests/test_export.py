@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers.models.smolvlm import processing_smolvlm
 
 from models.checkpoint import write_checkpoint
-from models.export import patches_keep_their_places, smolvlm_config, smolvlm_tensors
+from models.convert.smolvlm import patches_keep_their_places, smolvlm_config, smolvlm_tensors
 from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner, cli
 from nanovlm.exporting import chat_template, write_export
 

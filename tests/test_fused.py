@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from models import attention, fused
-from models.fused import FusedMLP, FusedVisionTransformer, use_fused
-from models.onednn import use_onednn
+from models import attention
+from models.inference import fused_vision
+from models.inference.cpu_kernels import use_onednn
+from models.inference.fused_vision import FusedMLP, FusedVisionTransformer, use_fused
 from models.vision_transformer import MLP, VisionTransformer
 
 there = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch was built without oneDNN")
@@ -50,8 +51,8 @@ def test_attention_by_rows_is_attention(monkeypatch, causal, masked, queries, ke
 @pytest.fixture
 def models(tiny_model, monkeypatch):
     """The same weights three times: float32, bfloat16, and bfloat16 with all that makes it faster."""
-    monkeypatch.setattr(fused, "TOGETHER", 64)
-    monkeypatch.setattr("models.onednn.LARGE", 0)
+    monkeypatch.setattr(fused_vision, "TOGETHER", 64)
+    monkeypatch.setattr("models.inference.cpu_kernels.LARGE", 0)
     exact, plain, fast = (tiny_model(**LARGER) for _ in range(3))
     return exact, plain.bfloat16(), use_fused(use_onednn(fast.bfloat16()))
 
@@ -112,7 +113,7 @@ def test_many_images_are_looked_at_a_few_at_a_time(tiny_model, monkeypatch):
     images = torch.rand(5, 3, 32, 32)
     whole = model.vision_encoder(images)
     embed = model.vision_encoder.patch_embedding
-    monkeypatch.setattr(fused, "TOGETHER", 128)
+    monkeypatch.setattr(fused_vision, "TOGETHER", 128)
     embed.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
     few = use_fused(model).vision_encoder(images)
     assert sizes == [2, 2, 1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.int8 import FEW, Int8Linear, use_int8
+from models.inference.quantization import FEW, Int8Linear, use_int8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

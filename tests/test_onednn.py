@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from models.onednn import OneDNNLinear, made_by, onednn_pays_off, use_onednn
-from models.static_cache import export_language_model
+from models.inference.cpu_kernels import OneDNNLinear, made_by, onednn_pays_off, use_onednn
+from models.kv_study.static_cache import export_language_model
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch):
-    monkeypatch.setattr("models.onednn.LARGE", 0)
+    monkeypatch.setattr("models.inference.cpu_kernels.LARGE", 0)
 
 
 there = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch was built without oneDNN")
@@ -31,7 +31,7 @@ def test_products_are_those_of_the_usual_way(shape, bias):
 
 
 def test_small_weights_stay_as_they_are(monkeypatch):
-    monkeypatch.setattr("models.onednn.LARGE", 24 * 40)
+    monkeypatch.setattr("models.inference.cpu_kernels.LARGE", 24 * 40)
     model = use_onednn(nn.Sequential(nn.Linear(24, 40), nn.Linear(24, 39)))
     assert [type(linear) for linear in model] == [OneDNNLinear, nn.Linear]
 
@@ -65,8 +65,8 @@ def test_gradients_other_precisions_and_graphs_go_the_usual_way(tiny_model):
 def test_it_pays_off_on_amds_processors_only(monkeypatch, tmp_path):
     for maker, wanted in (("AuthenticAMD", True), ("GenuineIntel", False)):
         (tmp_path / "cpuinfo").write_text(f"vendor_id : {maker}\n")
-        monkeypatch.setattr("models.onednn.CPUINFO", tmp_path / "cpuinfo")
-        monkeypatch.setattr("models.onednn.made_by", made_by.__wrapped__)
+        monkeypatch.setattr("models.inference.cpu_kernels.CPUINFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr("models.inference.cpu_kernels.made_by", made_by.__wrapped__)
         monkeypatch.setattr("torch.backends.mkl.is_available", lambda: True)
         assert onednn_pays_off() == (wanted and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: False)

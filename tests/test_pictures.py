@@ -11,7 +11,7 @@ from torch import nn
 
 import eval.pictures as door
 from eval.pictures import COLD, QUESTIONS, SHAPES, main, timed, turns
-from models.fused import FusedVisionTransformer
+from models.inference.fused_vision import FusedVisionTransformer
 
 
 @pytest.fixture

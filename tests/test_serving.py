@@ -29,8 +29,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-from models.continuous import ContinuousBatch, Said
 from models.decoding import Sampling
+from models.inference.continuous_batching import ContinuousBatch, Said
 from nanovlm import SAMPLE, Captioner, cli
 from nanovlm.conversation import Conversation
 from nanovlm.images import PictureError
@@ -876,7 +876,7 @@ def test_the_package_does_not_need_the_server():
 
 SLOWLY = """
 import sys, time
-from models.continuous import ContinuousBatch
+from models.inference.continuous_batching import ContinuousBatch
 step = ContinuousBatch.step
 ContinuousBatch.step = lambda batch: time.sleep(0.1) or step(batch)
 from nanovlm.cli import main

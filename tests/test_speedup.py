@@ -12,7 +12,7 @@ from eval.designs import UNCACHED
 from eval.shapes import SHAPES
 from eval.speedup import faults, main, table
 from eval.study import Curve, Study, exponent, study, timeline
-from models.encoder_decoder import EncoderDecoder, TextPrefix
+from models.kv_study.encoder_decoder import EncoderDecoder, TextPrefix
 from models.vision_language_model import VisionLanguageModel
 
 QUICK = ["--lengths", "3", "6", "--rounds", "1", "--device", "cpu", "--no-export", "--no-sort-task"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.decoding import Sampling
-from models.static_cache import (
+from models.kv_study.static_cache import (
     export_language_model,
     export_text_decoder,
     language_model_cache,

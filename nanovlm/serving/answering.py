@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.continuous import Said
+from models.inference.continuous_batching import Said
 from nanovlm import PROMPT
 from nanovlm.images import open_picture
 from nanovlm.processor import Processor

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from models.continuous import ContinuousBatch, Said, Unread
 from models.decoding import Sampling
+from models.inference.continuous_batching import ContinuousBatch, Said, Unread
 from models.vision_language_model import VisionLanguageModel
 
 

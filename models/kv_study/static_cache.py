@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
 from models.decoding import GREEDY, Sampling, autoregress
-from models.encoder_decoder import KeysValues, TextDecoder
+from models.kv_study.encoder_decoder import KeysValues, TextDecoder
 from models.language_model import LanguageModel, rotary
 
 Programs = dict[str, ExportedProgram]

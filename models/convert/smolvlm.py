@@ -7,8 +7,8 @@ network is the same one; the one thing that differs is the scale of pixels, and 
 import torch
 from torch import Tensor
 
-from models.backbones import translate
 from models.config import VLMConfig
+from models.convert.backbones import translate
 from models.vision_language_model import VisionLanguageModel
 
 # Our name -> theirs. The rows of our qkv_proj become their q, k and v.

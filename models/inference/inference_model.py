@@ -1,10 +1,10 @@
 """All that makes a model fast on the device and in the precision that it is in; README has the table."""
 
-from models.fused import use_fused
-from models.int8 import use_int8
-from models.joined_step import use_joined
-from models.onednn import onednn_pays_off, use_onednn
-from models.packages import use_package
+from models.inference.aot_compile import use_package
+from models.inference.cpu_kernels import onednn_pays_off, use_onednn
+from models.inference.fused_decode_step import use_joined
+from models.inference.fused_vision import use_fused
+from models.inference.quantization import use_int8
 from models.vision_language_model import VisionLanguageModel
 
 
@@ -12,7 +12,7 @@ def make_fast(model: VisionLanguageModel, int8: bool = False, compile: bool | No
     """Make a model that is to generate as fast as it can be. In place, once.
 
     int8 makes the language model's weights 8 bits long. compile=True compiles the decode step, None uses what was
-    compiled, False does not: see `models.packages`. Raises RuntimeError if nothing can be compiled.
+    compiled, False does not: see `models.inference.aot_compile`. Raises RuntimeError if nothing can be compiled.
     """
     if int8:
         use_int8(model.decoder)

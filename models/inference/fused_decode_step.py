@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from models.language_model import LanguageModel, rotary
 from models.vision_language_model import Prefix, VisionLanguageModel
 
-Step = Callable[[Tensor, Tensor, list[Tensor], list[Tensor]], Tensor]  # as `models.decode_step.DecodeStep.forward`
+Step = Callable[[Tensor, Tensor, list[Tensor], list[Tensor]], Tensor]  # as `models.inference.decode_step.DecodeStep.forward`
 
 
 def join(*linears: nn.Linear) -> nn.Linear:
@@ -36,7 +36,7 @@ def product(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 
 class JoinedStep:
-    """`models.decode_step.DecodeStep` for a CPU, with a decoder's weights, some of which it lays side by side."""
+    """`models.inference.decode_step.DecodeStep` for a CPU, with a decoder's weights, some of which it lays side by side."""
 
     def __init__(self, decoder: LanguageModel):
         self.decoder, self.blocks = decoder, []

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models import decode_step, language_model
-from models.decode_step import DecodeStep
-from models.joined_step import Step, use_step
+from models import language_model
+from models.inference import decode_step
+from models.inference.decode_step import DecodeStep
+from models.inference.fused_decode_step import Step, use_step
 from models.language_model import LanguageModel
 from models.vision_language_model import VisionLanguageModel
 

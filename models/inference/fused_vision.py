@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from models.attention import recorded
-from models.onednn import OneDNNLinear
+from models.inference.cpu_kernels import OneDNNLinear
 from models.vision_transformer import MLP, VisionTransformer
 
 FEWEST = 16  # patches; fewer have nothing to gain

@@ -1,6 +1,6 @@
 """Whisper's cache: hung on a decoder from outside, by hooks on the projections that make keys and values.
 
-The decoder (models/encoder_decoder.py) and its attention know nothing of it. The idea is that of openai/whisper's
+The decoder (models/kv_study/encoder_decoder.py) and its attention know nothing of it. The idea is that of openai/whisper's
 `install_kv_cache_hooks` (model.py); here the cache is a value, and a projection that was kept is not computed again.
 """
 
@@ -12,7 +12,7 @@ from threading import get_ident
 import torch
 from torch import Tensor, nn
 
-from models.encoder_decoder import TextDecoder
+from models.kv_study.encoder_decoder import TextDecoder
 
 _installed: set[tuple[int, int]] = set()  # (thread, decoder): two caches on one decoder would both grow
 

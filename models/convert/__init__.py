@@ -1,0 +1,1 @@
+"""Converters between this project's checkpoints and foreign formats, one file each."""

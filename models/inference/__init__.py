@@ -1,0 +1,1 @@
+"""The fast inference path: CPU kernels, quantization, the decode step and continuous batching."""
