@@ -2,7 +2,7 @@
 
 import sys
 
-from nanovlm.cli import door
+from nanovlm.cli.main import door
 
 if __name__ == "__main__":
     sys.exit(door("caption"))

@@ -24,12 +24,12 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from eval.environment import environment, synchronize
+from eval.lib.environment import environment, synchronize
 from models.inference.cpu_kernels import onednn_pays_off, use_onednn
 from models.mingpt import GPT, SIZES, GPT_kv, GPTConfig
-from nanovlm.cli import Parser
+from nanovlm.cli.main import Parser
 from nanovlm.device import choose_device
-from nanovlm.training import progress
+from nanovlm.training.loop import progress
 
 VOCABULARY, BLOCK_SIZE = 50257, 2048
 CONTEXTS = (64, 128, 256, 512, 1024, 1536)

@@ -16,13 +16,13 @@ from collections import Counter
 from random import Random
 
 from eval import throughput
-from eval.environment import environment
-from eval.script import positive, script, tell
-from eval.shapes import SHAPES
+from eval.lib.environment import environment
+from eval.lib.script import positive, script, tell
+from eval.lib.shapes import SHAPES
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
-from nanovlm.conversation import Conversation
-from nanovlm.scenes import Scene, caption, draw, questions, random_scene
+from nanovlm.chat_session import Conversation
+from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
 
 SIDES = (96, 512)
 MOST_TURNS = 20  # every scene answers as many questions, and more

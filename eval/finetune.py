@@ -17,15 +17,15 @@ from pathlib import Path
 from random import Random
 
 from eval.captions import png
-from eval.environment import environment
-from eval.postcards import draw, random_postcard, write_folder
-from eval.script import one_of, positive, script, tell
+from eval.lib.environment import environment
+from eval.lib.postcards import draw, random_postcard, write_folder
+from eval.lib.script import one_of, positive, script, tell
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner, Picture
-from nanovlm.cli import door
+from nanovlm.cli.main import door
 from nanovlm.device import choose_device, choose_training_dtype
-from nanovlm.scenes import caption, random_scene
-from nanovlm.training import progress
+from nanovlm.synthetic import caption, random_scene
+from nanovlm.training.loop import progress
 
 MINUTES = 3
 MIXED = ["scenes@0.22", "--pack", "256", "--steps", "1050"]  # packed, as scenes are longer; the time goes into steps

@@ -22,15 +22,15 @@ from typing import Protocol
 
 import torch
 
-from eval.environment import environment
-from eval.machine import bytes_per_s
-from eval.script import positive, script, tell
-from eval.shapes import SHAPES
+from eval.lib.environment import environment
+from eval.lib.hardware import bytes_per_s
+from eval.lib.script import positive, script, tell
+from eval.lib.shapes import SHAPES
 from models.decoding import GREEDY
 from models.inference.inference_model import make_fast
 from models.language_model import LanguageModel
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.training import progress
+from nanovlm.training.loop import progress
 
 CONTEXT = 70  # tokens
 REFERENCE = "transformers float32"
@@ -115,7 +115,7 @@ def peers(shape: str, chosen: Sequence[str], rows: int, folder: Path) -> dict[st
         return Ours(make_fast(model, dtype == "int8", compile=packaged))
 
     def llamacpp(dtype: str) -> Peer:
-        from eval.llamacpp import LlamaCpp, write_gguf
+        from eval.lib.llamacpp import LlamaCpp, write_gguf
 
         path = folder / f"{GGUF[dtype]}.gguf"
         write_gguf(exact.decoder, path, GGUF[dtype])

@@ -25,17 +25,17 @@ from statistics import median
 from PIL import Image
 from torch import nn
 
-from eval.environment import environment
+from eval.lib.environment import environment
+from eval.lib.script import one_of, positive, script, tell
+from eval.lib.shapes import SHAPES
 from eval.real_size import write_model
-from eval.script import one_of, positive, script, tell
-from eval.shapes import SHAPES
 from models.config import VLMConfig
 from models.inference.cpu_kernels import use_onednn
 from models.inference.fused_vision import use_fused
 from nanovlm import SAMPLE
 from nanovlm.captioner import Captioner, Picture, Stats
-from nanovlm.scenes import draw, random_scene
-from nanovlm.training import progress
+from nanovlm.synthetic import draw, random_scene
+from nanovlm.training.loop import progress
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("230M", "460M")

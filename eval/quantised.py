@@ -14,11 +14,11 @@ from random import Random
 import torch
 
 from eval.captions import png
-from eval.environment import environment
-from eval.script import positive, script, tell
+from eval.lib.environment import environment
+from eval.lib.script import positive, script, tell
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
-from nanovlm.scenes import caption, random_scene
+from nanovlm.synthetic import caption, random_scene
 
 WAYS = {"float32": ("float32", None), "bfloat16": ("bfloat16", None)}
 WAYS |= {f"{name}, int8": (name, "int8") for name in WAYS}

@@ -28,17 +28,17 @@ import tokenizers
 import torch
 from tokenizers import decoders, pre_tokenizers
 
-from eval.environment import environment
-from eval.script import one_of, positive, script, tell
-from eval.shapes import SHAPES
+from eval.lib.environment import environment
+from eval.lib.script import one_of, positive, script, tell
+from eval.lib.shapes import SHAPES
 from models.checkpoint import WEIGHTS, write_checkpoint
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, Stats
 from nanovlm.device import DTYPES, choose_dtype
-from nanovlm.scenes import draw, random_scene
-from nanovlm.training import progress
+from nanovlm.synthetic import draw, random_scene
+from nanovlm.training.loop import progress
 
 STATUS = Path("/proc/self/status")
 PHOTOGRAPH = (4032, 3024)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from eval.environment import environment
-from eval.machine import bytes_per_s, flops_per_s
-from eval.script import positive, script, tell
-from eval.shapes import SHAPES
+from eval.lib.environment import environment
+from eval.lib.hardware import bytes_per_s, flops_per_s
+from eval.lib.script import positive, script, tell
+from eval.lib.shapes import SHAPES
 from models.inference.inference_model import make_fast
 from models.vision_language_model import Prefix, VisionLanguageModel
 from nanovlm.device import DTYPES, choose_dtype

@@ -20,11 +20,11 @@ from statistics import quantiles
 
 import openai
 
-from eval.environment import environment
-from eval.script import positive, script, tell
+from eval.lib.environment import environment
+from eval.lib.script import positive, script, tell
 from nanovlm import PROMPT
 from nanovlm.device import choose_device, choose_dtype
-from nanovlm.scenes import draw, random_scene
+from nanovlm.synthetic import draw, random_scene
 
 SIDES = (96, 512)
 
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.clients < 2:
         parser.error(f"--clients {args.clients} must be 2 or more")
-    start = "import sys; from nanovlm.cli import main; sys.exit(main(sys.argv[1:]))"
+    start = "import sys; from nanovlm.cli.main import main; sys.exit(main(sys.argv[1:]))"
     flags = ["--port", "0", "--device", args.device, "--dtype", args.dtype, "--rows", str(args.clients)]
     flags += ["--model", args.model] if args.model else []
     with subprocess.Popen([sys.executable, "-c", start, "serve", *flags], stderr=subprocess.PIPE, text=True) as server:

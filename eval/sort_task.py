@@ -17,10 +17,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from eval.environment import environment
-from eval.script import positive, script, tell
+from eval.lib.environment import environment
+from eval.lib.script import positive, script, tell
 from models.mingpt import GPT, GPT_kv, GPTConfig
-from nanovlm.training import progress
+from nanovlm.training.loop import progress
 
 BATCH, LR, CHECK_EVERY = 64, 5e-4, 100  # the first two are minGPT's
 TEMPERATURE = 3.0  # so hot that a model sure of itself still has something to draw

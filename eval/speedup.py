@@ -10,7 +10,7 @@ timed from the pixels to its last token, in one run for all lengths; its end tok
 
 "grows as" says how the time after the first token grows between the last two lengths: n^2 where everything is read
 again for every token, n^1 where each is read once. Beside it stands the same of the floating-point operations that
-theory counts (eval/flops.py). Last, minGPT's twins learn to sort and must agree on every input (eval/sort_task.py).
+theory counts (eval/lib/flops.py). Last, minGPT's twins learn to sort and must agree on every input (eval/sort_task.py).
 """
 
 import argparse
@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.designs import UNCACHED, encoder_decoder, language_model
-from eval.environment import environment
-from eval.script import positive, script, tell
-from eval.shapes import SHAPES
+from eval.lib.cache_timing import Study, study
+from eval.lib.cache_variants import UNCACHED, encoder_decoder, language_model
+from eval.lib.environment import environment
+from eval.lib.script import positive, script, tell
+from eval.lib.shapes import SHAPES
 from eval.sort_task import SortTask, sort_task, summary
-from eval.study import Study, study
 from models.inference.cpu_kernels import onednn_pays_off, use_onednn
 from models.inference.fused_decode_step import use_step
 from models.kv_study.encoder_decoder import EncoderDecoder
@@ -36,8 +36,8 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT, SAMPLE
 from nanovlm.captioner import Captioner
 from nanovlm.device import DTYPES, choose_device
-from nanovlm.images import open_picture
-from nanovlm.training import progress
+from nanovlm.image_processing import open_picture
+from nanovlm.training.loop import progress
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
 PUBLISHED = "published for nanoVLM's per-block cache (Hugging Face's blog, June 2025: \"38% speedup\")"
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
 
     where = environment(device, model.dtype)
     if args.plot:
-        from eval.plot import draw
+        from eval.lib.plot import draw
 
         draw(studies, where, args.plot)
     found = {"studies": [asdict(one) for one in studies], "sort_task": sorting and asdict(sorting)}

@@ -16,17 +16,17 @@ from statistics import median
 import tokenizers
 import torch
 
+from eval.lib.shapes import SHAPES
 from eval.real_size import make_tokenizer
-from eval.shapes import SHAPES
 from models.inference.inference_model import make_fast
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import PROMPT
+from nanovlm.bulk.captioning import Run
+from nanovlm.bulk.outputs import Sidecars
 from nanovlm.captioner import Captioner
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.processor import Processor
-from nanovlm.results import Sidecars
-from nanovlm.runs import Run
-from nanovlm.scenes import draw, random_scene
+from nanovlm.synthetic import draw, random_scene
 from nanovlm.tokenizer import Tokenizer
 
 SIDES = (96, 1024)

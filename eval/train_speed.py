@@ -6,7 +6,7 @@ First, four rows of 128 tokens, an image among them, in bfloat16 and in float32:
 for which ours stands in, the same operations on the same tensors. Second, eight examples whose words are 8 to 448
 tokens, evenly on a logarithmic scale, as one-word answers and chats mix: a padded row for each, and packed rows.
 
-A step is what `nanovlm.training.train` does for one: forward, backward, clipping and AdamW. Ways take turns; figures
+A step is what `nanovlm.training.loop.train` does for one: forward, backward, clipping and AdamW. Ways take turns; figures
 are medians over rounds, in tokens of examples a second, so that padding counts for nothing. It fails below 2 times
 float32's speed, and below 1.5 times that of padded rows.
 """
@@ -20,18 +20,18 @@ from statistics import median
 import torch
 from torch import nn
 
-from eval.environment import environment, synchronize
-from eval.script import positive, script, tell
-from eval.shapes import SHAPES
+from eval.lib.environment import environment, synchronize
+from eval.lib.script import positive, script, tell
+from eval.lib.shapes import SHAPES
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.data import IGNORED, Row, collate
+from nanovlm.data.examples import IGNORED, Row, collate
+from nanovlm.data.packing import pack
 from nanovlm.device import DTYPES, choose_device
-from nanovlm.distributed import World
-from nanovlm.optimisation import adamw
-from nanovlm.packing import pack
-from nanovlm.train_config import FINETUNING
-from nanovlm.training import Batch, backward, moved, progress
+from nanovlm.training.config import FINETUNING
+from nanovlm.training.distributed import World
+from nanovlm.training.loop import Batch, backward, moved, progress
+from nanovlm.training.optimizer import adamw
 
 IMAGE_TOKEN = -1  # no word's id, so that every id can be drawn
 BARS = {"bfloat16": 2.0, "packed": 1.5}

@@ -15,7 +15,7 @@ from models.inference.inference_model import make_fast
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.device import choose_device, choose_dtype
-from nanovlm.images import open_picture
+from nanovlm.image_processing import open_picture
 from nanovlm.processor import Inputs, Processor
 from nanovlm.tokenizer import Tokenizer
 

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from models.config import VLMConfig
-from nanovlm.images import pixels, resized_size
+from nanovlm.image_processing import pixels, resized_size
 from nanovlm.tokenizer import Tokenizer
 
 Inputs = tuple[list[int], list[Tensor]]  # one prompt's ids, and each of its pictures' images (n, 3, S, S)

@@ -39,7 +39,7 @@ def tiny_model(tiny_config):
 @pytest.fixture(scope="session")
 def words_and_images():
     """Makes a batch for such a model: rows of so many words, an image before each unless images=False."""
-    from nanovlm.data import Row, collate
+    from nanovlm.data.examples import Row, collate
 
     def make(seed: int, lengths=(5, 9), images: bool = True) -> dict:
         draw = torch.Generator().manual_seed(seed)
@@ -83,7 +83,7 @@ def randomise(model: torch.nn.Module) -> torch.nn.Module:
 @pytest.fixture(scope="session")
 def speaker():
     """A model of the embedded one's shape and its processor; with random weights it babbles, and ends now and then."""
-    from nanovlm.scenes.recipe import make_model
+    from nanovlm.synthetic.recipe import make_model
 
     with torch.random.fork_rng():
         model, processor = make_model(0)

@@ -12,10 +12,11 @@ import torch
 from test_cli import ROOT, SHORT, noise, read_or_end, refused, standing, stdin_of  # noqa: F401 fixtures
 
 from models.decoding import Sampling
-from nanovlm import Captioner, cli
-from nanovlm.complaints import bold
-from nanovlm.conversation import Conversation
-from nanovlm.sources import Reading, open_source
+from nanovlm import Captioner
+from nanovlm.chat_session import Conversation
+from nanovlm.cli import main as cli
+from nanovlm.console import bold
+from nanovlm.data import Reading, open_source
 
 QUESTIONS = ["What is this?", "How many are there? <|image|>", "?", "And where is the ring, if there is any?", "?"]
 
@@ -203,7 +204,7 @@ def test_a_chat_that_cannot_begin_is_one_line(chat, model_folder, tmp_path):
 def test_a_terminal_has_a_prompt_a_memory_and_a_way_out(model_folder, tmp_path):
     pty = pytest.importorskip("pty")
     master, slave = pty.openpty()
-    program = "import sys; from nanovlm.cli import main; sys.exit(main())"
+    program = "import sys; from nanovlm.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "chat", "good.png", "--model", str(model_folder), *SHORT]
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
@@ -251,5 +252,5 @@ def test_a_shell_can_complete(tmp_path):
     line, answer = "nanovlm caption --exi", tmp_path / "answer"
     environment = os.environ | {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}
     environment |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "_ARGCOMPLETE_IFS": "\n", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", "from nanovlm.cli import main; main()"], env=environment, timeout=60)
+    subprocess.run([sys.executable, "-c", "from nanovlm.cli.main import main; main()"], env=environment, timeout=60)
     assert answer.read_text().strip() == "--existing"

@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 
 import nanovlm
 from models.decoding import Sampling
-from nanovlm import PROMPT, SAMPLE, Captioner, captioning, cli
+from nanovlm import PROMPT, SAMPLE, Captioner
+from nanovlm.cli import caption as captioning
+from nanovlm.cli import main as cli
 
 ROOT = Path(nanovlm.__file__).parent.parent
 SHORT = ["--max-new-tokens", "6", "--dtype", "float32", "--device", "cpu"]
@@ -544,7 +546,7 @@ def test_a_user_who_leaves_is_no_traceback(generate, monkeypatch):
     assert generate("good.png") == (130, "", "")
 
 
-@pytest.mark.parametrize("argv", [["generate.py"], ["train.py"], ["-m", "nanovlm.cli"]])
+@pytest.mark.parametrize("argv", [["generate.py"], ["train.py"], ["-m", "nanovlm"]])
 def test_help_comes_without_heavy_imports(argv):
     """Half a second is for Python itself; torch alone takes longer."""
     program = "import sys; from nanovlm import cli; cli.main(['--help'])" if argv[0] == "-m" else None
@@ -616,7 +618,7 @@ def test_a_training_that_cannot_start_or_go_on_is_one_line(train):
 def test_a_caption_starts_no_compiler():
     """torch imports its own, and torchvision does, too: each takes longer than all that is done for a caption."""
     heavy = {"torchvision", "torch._dynamo", "torch._inductor"}
-    code = f"import sys; from nanovlm.cli import door; door('caption', []); print({heavy} & sys.modules.keys())"
+    code = f"import sys; from nanovlm.cli.main import door; door('caption', []); print({heavy} & sys.modules.keys())"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "set()"
 

@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 
 from models.config import CHATML
-from nanovlm.data import IGNORED, Example, ExampleError, collate, encode, encode_checked
+from nanovlm.data.examples import IGNORED, Example, ExampleError, collate, encode, encode_checked
 from nanovlm.processor import Processor
-from nanovlm.scenes import random_scene
-from nanovlm.scenes.recipe import batches, scene_example
+from nanovlm.synthetic import random_scene
+from nanovlm.synthetic.recipe import batches, scene_example
 from nanovlm.tokenizer import Tokenizer
-from nanovlm.train_config import TrainConfig
+from nanovlm.training.config import TrainConfig
 
 
 def noise(width, height, seed=0):

@@ -10,24 +10,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanovlm.distributed import ending
-from nanovlm.train_config import TrainConfig
-from nanovlm.training import train
+from nanovlm.training.config import TrainConfig
+from nanovlm.training.distributed import ending
+from nanovlm.training.loop import train
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
 import json, os, sys, torch
 sys.path.insert(0, "tests")
 from conftest import TINY, randomise
-import nanovlm.distributed
+import nanovlm.training.distributed
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.data import Row, collate
-from nanovlm.train_config import TrainConfig
-from nanovlm.training import train
+from nanovlm.data.examples import Row, collate
+from nanovlm.training.config import TrainConfig
+from nanovlm.training.loop import train
 
 folder, settings = sys.argv[1], json.loads(sys.argv[2])
-nanovlm.distributed.SMALL = settings.pop("small", nanovlm.distributed.SMALL)
+nanovlm.training.distributed.SMALL = settings.pop("small", nanovlm.training.distributed.SMALL)
 together, stop_at = settings.pop("together", 1), settings.pop("stop_at", None)
 
 def row(i):
@@ -48,7 +48,7 @@ torch.manual_seed(0 if settings.get("lora_rank") else int(os.environ.get("RANK",
 model = randomise(VisionLanguageModel(VLMConfig(**TINY), 3))
 cfg = TrainConfig(**{"warmup": 0, "decay": 0, "lr": 1e-3, "workers": 0, "log_every": 1, "dtype": "float32"} | settings)
 learned = lambda: train(model, "{}", batch, cfg, folder, validation=lambda i: batch(48 // together + i))
-nanovlm.distributed.ending(lambda: int(learned() is None))
+nanovlm.training.distributed.ending(lambda: int(learned() is None))
 """
 
 

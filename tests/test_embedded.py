@@ -13,12 +13,12 @@ from PIL import Image, ImageChops
 from eval.captions import main, measure, measure_turns
 from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.captioner import Captioner
-from nanovlm.conversation import Conversation
-from nanovlm.data import encode
-from nanovlm.scenes import caption, draw, random_scene, recipe
-from nanovlm.scenes.recipe import CAPTION_PROMPTS, forget, make_config, make_tokenizer, scene_example
-from nanovlm.scenes.scene import unnamed
-from nanovlm.train_config import SCENES
+from nanovlm.chat_session import Conversation
+from nanovlm.data.examples import encode
+from nanovlm.synthetic import caption, draw, random_scene, recipe
+from nanovlm.synthetic.recipe import CAPTION_PROMPTS, forget, make_config, make_tokenizer, scene_example
+from nanovlm.synthetic.scene import unnamed
+from nanovlm.training.config import SCENES
 
 
 @pytest.fixture(scope="module")

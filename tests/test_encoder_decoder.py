@@ -263,9 +263,9 @@ def test_it_learns_to_tell_pictures_apart(tiny_config):
     """A captioner, not only a shape: after some steps on four drawn scenes it says each one's words."""
     from random import Random
 
-    from nanovlm.images import pixels
-    from nanovlm.scenes import caption, draw, random_scene
-    from nanovlm.scenes.recipe import make_tokenizer
+    from nanovlm.image_processing import pixels
+    from nanovlm.synthetic import caption, draw, random_scene
+    from nanovlm.synthetic.recipe import make_tokenizer
 
     tokenizer, rng = make_tokenizer(), Random("captioner")
     scenes = [random_scene(rng) for _ in range(4)]

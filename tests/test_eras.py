@@ -21,7 +21,7 @@ from models.checkpoint import CheckpointError, read_config, write_checkpoint
 from models.config import CHATML, VLMConfig
 from models.decoding import Sampling
 from nanovlm import Captioner
-from nanovlm.data import IGNORED, Example, collate, encode
+from nanovlm.data.examples import IGNORED, Example, collate, encode
 
 ERAS = (1, 2, 3, 4, 5)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>", "<filename>"]

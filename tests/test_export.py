@@ -11,8 +11,9 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from models.checkpoint import write_checkpoint
 from models.convert.smolvlm import patches_keep_their_places, smolvlm_config, smolvlm_tensors
-from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner, cli
-from nanovlm.exporting import chat_template, write_export
+from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
+from nanovlm.cli import main as cli
+from nanovlm.cli.export import chat_template, write_export
 
 PARTS = [{"type": "image"}, {"type": "text", "text": PROMPT}]
 

@@ -8,10 +8,10 @@ from PIL import Image
 
 from eval import finetune
 from eval.finetune import FLAGS, LEAST, Learned, main
-from eval.postcards import ABOVE, GROUNDS, THINGS, TIMES, draw, random_postcard, write_folder
+from eval.lib.postcards import ABOVE, GROUNDS, THINGS, TIMES, draw, random_postcard, write_folder
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
-from nanovlm.scenes import BACKGROUNDS, COLOURS, SHAPES
+from nanovlm.synthetic import BACKGROUNDS, COLOURS, SHAPES
 
 QUICK = "--steps 2 --batch-size 4 --workers 0 --device cpu --log-every 2"
 

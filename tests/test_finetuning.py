@@ -17,11 +17,12 @@ from test_cli import refused
 
 from models.checkpoint import stored_dtype, write_checkpoint
 from models.vision_language_model import VisionLanguageModel
-from nanovlm import EMBEDDED, Captioner, cli
-from nanovlm.data import Example, encode
-from nanovlm.scenes import caption, draw, random_scene
-from nanovlm.sources import Batches
-from nanovlm.train_config import ADAPTERS, FINETUNING, SCENES
+from nanovlm import EMBEDDED, Captioner
+from nanovlm.cli import main as cli
+from nanovlm.data import Batches
+from nanovlm.data.examples import Example, encode
+from nanovlm.synthetic import caption, draw, random_scene
+from nanovlm.training.config import ADAPTERS, FINETUNING, SCENES
 
 QUICK = ["--steps", "3", "--batch-size", "4", "--workers", "0", "--device", "cpu", "--out", "out"]
 LABEL = "A photograph of my cat."
@@ -162,7 +163,7 @@ def test_the_usual_rate_is_one_for_the_way_of_learning_and_the_width_of_the_mode
     wide = VisionLanguageModel(cfg, begun.tokenizer.image_token_id)
     write_checkpoint("wide", wide, begun.tokenizer.to_json())
     rates = []
-    monkeypatch.setattr("nanovlm.finetuning.train", lambda *args, **looks: rates.append(args[3].lr))
+    monkeypatch.setattr("nanovlm.training.finetuning.train", lambda *args, **looks: rates.append(args[3].lr))
     lora, given = ["--lora-rank", "4"], ["--lr", "0.5"]
     for flags in ([], lora, ["--model", "wide"], [*lora, "--model", "wide"], [*given, "--model", "wide"]):
         assert train("--data", "mine", *QUICK, *flags)[0] == 0
@@ -301,7 +302,7 @@ def test_a_model_that_no_run_can_go_on_from_is_not_overwritten(train):
 
 def test_without_tensorboard_its_flag_names_its_extra(train, monkeypatch):
     scenes(2)
-    monkeypatch.setattr("nanovlm.finetuning.find_spec", lambda name: None)
+    monkeypatch.setattr("nanovlm.training.finetuning.find_spec", lambda name: None)
     refused(train("--data", "mine", *QUICK, "--tensorboard"), "nanovlm[tensorboard]", program="train.py")
 
 
@@ -330,7 +331,7 @@ def test_too_little_memory_is_a_line_with_the_way_out(train, monkeypatch, error)
     def raises(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr("nanovlm.training.backward", raises)
+    monkeypatch.setattr("nanovlm.training.loop.backward", raises)
     code, out, err = train("--data", "mine", *QUICK)
     assert (code, out) == (1, "") and len(err.splitlines()) == 2
     assert err.splitlines()[1].startswith("training stopped: not enough memory; lower --batch-size")
@@ -338,7 +339,7 @@ def test_too_little_memory_is_a_line_with_the_way_out(train, monkeypatch, error)
 
 def test_another_error_of_torch_is_a_bug_and_shows_where(train, monkeypatch):
     scenes(2)
-    monkeypatch.setattr("nanovlm.training.backward", lambda *args: torch.zeros(2) @ torch.zeros(3))
+    monkeypatch.setattr("nanovlm.training.loop.backward", lambda *args: torch.zeros(2) @ torch.zeros(3))
     with pytest.raises(RuntimeError, match="inconsistent tensor size"):
         train("--data", "mine", *QUICK)
 

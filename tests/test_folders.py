@@ -14,8 +14,11 @@ import pytest
 from pyarrow import parquet
 from test_cli import SHORT, generate, noise, refused, said, standing, stdin_of  # noqa: F401 fixtures
 
-from nanovlm import SAMPLE, Captioner, records, results, runs
-from nanovlm.sources import Reading, open_source
+from nanovlm import SAMPLE, Captioner
+from nanovlm.bulk import captioning as runs
+from nanovlm.bulk import outputs as results
+from nanovlm.bulk import resume_log as records
+from nanovlm.data import Reading, open_source
 
 NAMES = ["a.png", "b two.jpg", "deep/ünï-🙂.png", "deep/er/c.webp", "d.gif"]
 TABLES = ["captions.jsonl", "captions.csv", "captions.parquet"]
@@ -128,7 +131,7 @@ def test_the_same_words_are_not_added_twice(generate, folder, texts, where, exis
 def test_two_runs_at_once_are_refused(generate, folder, texts, where, monkeypatch):  # noqa: F811
     """Another process holds what it writes to; that of a killed one holds nobody up."""
     lock = folder / (".captions.lock" if where == "txt" else f".{where}.lock")
-    holds = f"import sys, pathlib; sys.path.insert(0, {ROOT!r})\nfrom nanovlm.records import alone\n"
+    holds = f"import sys, pathlib; sys.path.insert(0, {ROOT!r})\nfrom nanovlm.bulk.resume_log import alone\n"
     holds += f"with alone(pathlib.Path({str(lock)!r}), 'x'): print('held', flush=True), sys.stdin.read()"
     other = subprocess.Popen([sys.executable, "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdout.readline() == b"held\n" and lock.exists()
@@ -297,7 +300,7 @@ def test_other_settings_are_another_run(generate, folder, texts, monkeypatch):  
 def test_kill_9_leaves_whole_files_and_the_next_run_goes_on(folder, model_folder, said):  # noqa: F811
     for i in range(60):
         noise(40, 40, seed=i).save(folder / f"n{i:02}.png")
-    command = [sys.executable, "-c", "import sys; from nanovlm.cli import main; sys.exit(main())", "caption"]
+    command = [sys.executable, "-c", "import sys; from nanovlm.cli.main import main; sys.exit(main())", "caption"]
     command += [str(folder), "--model", str(model_folder), *SHORT, "--batch-size", "2"]
     quiet = {
         "stdout": subprocess.DEVNULL,

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 from test_cli import generate, noise, standing  # noqa: F401 fixtures
 
-from nanovlm.images import PictureError, open_picture
+from nanovlm.image_processing import PictureError, open_picture
 
 ROOT = Path(__file__).parent.parent
 KINDS = {  # ending -> what Pillow is asked to write

@@ -18,8 +18,8 @@ import torch
 from PIL import Image, ImageCms, ImageDraw, PngImagePlugin
 from torchvision.transforms import functional as transforms_v1
 
-from nanovlm import images
-from nanovlm.images import PictureError, open_picture, pixels, resized_size
+from nanovlm import image_processing as images
+from nanovlm.image_processing import PictureError, open_picture, pixels, resized_size
 
 ORIENTATION = 0x0112
 

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from nanovlm.journal import cut, entries
-from nanovlm.report import write_report
-from nanovlm.train_config import TrainConfig
-from nanovlm.training import TrainingError, train
+from nanovlm.training.config import TrainConfig
+from nanovlm.training.loop import TrainingError, train
+from nanovlm.training.metrics import cut, entries
+from nanovlm.training.report import write_report
 
 CFG = TrainConfig(
     steps=6, lr=3e-3, warmup=2, save_every=3, log_every=2, validate_every=2, validation_batches=3,

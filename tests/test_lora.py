@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from models.checkpoint import CheckpointError, read_config, read_model, write_checkpoint
 from models.lora import PARTS, WORDS, LoRALinear, adapt, adapters, learning_whole, merge, read_adapters, write_adapters
-from nanovlm.train_config import TrainConfig
-from nanovlm.training import train
+from nanovlm.training.config import TrainConfig
+from nanovlm.training.loop import train
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from nanovlm.data import Example, ExampleError
-from nanovlm.images import cropped
-from nanovlm.sources import Batches, Mixture, Part, Source, SourceError, Stream, split
+from nanovlm.data import Batches, Mixture, Part, Source, SourceError, Stream, split
+from nanovlm.data.examples import Example, ExampleError
+from nanovlm.image_processing import cropped
 
 
 def numbered(record, name):

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from transformers import get_cosine_schedule_with_warmup
 
 from nanovlm import device
-from nanovlm.distributed import World
-from nanovlm.optimisation import accelerated, adamw, freeze
-from nanovlm.train_config import TrainConfig
-from nanovlm.training import TrainingError, backward, train
+from nanovlm.training.config import TrainConfig
+from nanovlm.training.distributed import World
+from nanovlm.training.loop import TrainingError, backward, train
+from nanovlm.training.optimizer import accelerated, adamw, freeze
 
 CFG = TrainConfig(steps=2, lr=1e-3, warmup=0, decay=0, weight_decay=0, dtype="float32", workers=0, log_every=9)
 PARTS = {"vision_rate": "vision_encoder.", "projector_rate": "MP.", "language_rate": "decoder."}

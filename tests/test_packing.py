@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from models.language_model import SAMPLE, visible
-from nanovlm.data import Example, Row, collate, encode
-from nanovlm.packing import join, pack
-from nanovlm.scenes.recipe import batches
-from nanovlm.train_config import TrainConfig
+from nanovlm.data.examples import Example, Row, collate, encode
+from nanovlm.data.packing import join, pack
+from nanovlm.synthetic.recipe import batches
+from nanovlm.training.config import TrainConfig
 
 
 def noise(width, height, seed):

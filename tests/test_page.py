@@ -10,7 +10,7 @@ from PIL import Image
 from test_serving import QUESTIONS, Running, embedded, served, slow, until  # noqa: F401 fixtures
 
 from nanovlm import SAMPLE
-from nanovlm.conversation import Conversation
+from nanovlm.chat_session import Conversation
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install 'nanovlm[test-web]'")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from eval import peers
-from eval.machine import bytes_per_s, flops_per_s
-from eval.shapes import SHAPES
+from eval.lib.hardware import bytes_per_s, flops_per_s
+from eval.lib.shapes import SHAPES
 
 SMALL = {
     "lm_hidden_dim": 64, "lm_inter_dim": 96, "lm_n_blocks": 2, "lm_n_heads": 4, "lm_n_kv_heads": 2,

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovlm.optimisation import accelerated, freeze
-from nanovlm.planning import KEPT_BY_MALLOC, _Living, plan
-from nanovlm.train_config import TrainConfig
-from nanovlm.training import train
+from nanovlm.training.config import TrainConfig
+from nanovlm.training.loop import train
+from nanovlm.training.memory import KEPT_BY_MALLOC, _Living, plan
+from nanovlm.training.optimizer import accelerated, freeze
 
 ROOT = Path(__file__).parent.parent
 CFG = TrainConfig(steps=9, workers=0, dtype="float32")
@@ -86,11 +86,11 @@ sys.path.insert(0, "tests")
 from conftest import TINY
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.data import Row, collate
+from nanovlm.data.examples import Row, collate
 from nanovlm.device import peak_memory
-from nanovlm.planning import plan
-from nanovlm.train_config import TrainConfig
-from nanovlm.training import train
+from nanovlm.training.memory import plan
+from nanovlm.training.config import TrainConfig
+from nanovlm.training.loop import train
 
 settings = json.loads(sys.argv[2])
 rows = settings.pop("rows")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanovlm import Captioner
-from nanovlm.scenes import draw, random_scene
+from nanovlm.synthetic import draw, random_scene
 
 ray = pytest.importorskip("ray", reason="pip install 'nanovlm[ray]'")
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovlm.cli import VERBS, Parser
+from nanovlm.cli.main import VERBS, Parser
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -70,7 +70,7 @@ def test_the_second_command_is_what_ci_runs():
     assert command.replace("pip install", "pip install --quiet") in (ROOT / ".ci/run").read_text()
 
 
-@pytest.mark.parametrize("name", ["models", "nanovlm", "nanovlm.scenes", "nanovlm.serving", "nanovlm.sources"])
+@pytest.mark.parametrize("name", ["models", "nanovlm", "nanovlm.synthetic", "nanovlm.serving", "nanovlm.data"])
 def test_the_wheel_holds_every_package(name):
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     assert name in packages and len(packages) == 5

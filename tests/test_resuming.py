@@ -17,10 +17,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from models.checkpoint import CheckpointError
-from nanovlm import resuming
-from nanovlm.resuming import Stopped
-from nanovlm.train_config import TrainConfig
-from nanovlm.training import TrainingError, train
+from nanovlm.training import checkpointing as resuming
+from nanovlm.training.checkpointing import Stopped
+from nanovlm.training.config import TrainConfig
+from nanovlm.training.loop import TrainingError, train
 
 ROOT = Path(__file__).parent.parent
 CFG = TrainConfig(steps=6, lr=3e-3, warmup=2, save_every=3, log_every=2, workers=0, dtype="float32")
@@ -152,9 +152,9 @@ sys.path.insert(0, "tests")
 from conftest import TINY
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.data import Row, collate
-from nanovlm.train_config import TrainConfig
-from nanovlm.training import train
+from nanovlm.data.examples import Row, collate
+from nanovlm.training.config import TrainConfig
+from nanovlm.training.loop import train
 
 def batch(i):
     draw = torch.Generator().manual_seed(i)
@@ -205,8 +205,8 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(learn, tmp_path, monkeypatc
             raise error
         write(folder, *args)
 
-    monkeypatch.setattr("nanovlm.resuming.write_model", full)
-    monkeypatch.setattr("nanovlm.training.write_model", full)
+    monkeypatch.setattr("nanovlm.training.checkpointing.write_model", full)
+    monkeypatch.setattr("nanovlm.training.loop.write_model", full)
     with pytest.raises(TrainingError, match="No space left.*make room and run again to go on from") as caught:
         learn(tmp_path / "run")
     assert str(caught.value).endswith("step-6" if last else "step-3") and "\n" not in str(caught.value)

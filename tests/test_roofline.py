@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from eval import roofline
-from eval.machine import bytes_per_s, flops_per_s
-from eval.shapes import SHAPES
+from eval.lib.hardware import bytes_per_s, flops_per_s
+from eval.lib.shapes import SHAPES
 
 SMALL = {
     "vit_img_size": 64, "vit_hidden_dim": 32, "vit_inter_dim": 48, "vit_n_heads": 2, "vit_n_blocks": 2,

@@ -13,8 +13,9 @@ from test_cli import Terminal, standing  # noqa: F401 fixture
 from test_folders import NAMES, folder  # noqa: F401 fixture
 
 from eval import throughput
-from nanovlm import Captioner, progress, runs
-from nanovlm.prefetch import Prefetch
+from nanovlm import Captioner, progress
+from nanovlm.bulk import captioning as runs
+from nanovlm.bulk.prefetch import Prefetch
 from nanovlm.progress import Progress
 
 
@@ -202,7 +203,7 @@ def test_the_throughput_of_a_published_size_is_of_a_model_of_that_shape(monkeypa
     from test_real_size import small
 
     from eval import captions
-    from eval.shapes import SHAPES
+    from eval.lib.shapes import SHAPES
 
     with pytest.raises(SystemExit):
         monkeypatch.setattr(sys, "argv", ["captions", "--shape", "230M"])

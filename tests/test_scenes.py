@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from nanovlm.scenes import (
+from nanovlm.synthetic import (
     BACKGROUNDS,
     COLOURS,
     SHAPES,
@@ -20,7 +20,7 @@ from nanovlm.scenes import (
     questions,
     random_scene,
 )
-from nanovlm.scenes.drawing import TONES
+from nanovlm.synthetic.drawing import TONES
 
 
 @pytest.fixture(scope="module")

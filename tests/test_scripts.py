@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.script import one_of, positive, script, tell
+from eval.lib.script import one_of, positive, script, tell
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "eval").glob("*.py") if "sys.exit(main())" in path.read_text("utf-8"))

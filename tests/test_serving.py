@@ -31,14 +31,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from models.decoding import Sampling
 from models.inference.continuous_batching import ContinuousBatch, Said
-from nanovlm import SAMPLE, Captioner, cli
-from nanovlm.conversation import Conversation
-from nanovlm.images import PictureError
-from nanovlm.scenes import draw, random_scene
-from nanovlm.serving import desk, pictures, running
-from nanovlm.serving.answering import Speech
+from nanovlm import SAMPLE, Captioner
+from nanovlm.chat_session import Conversation
+from nanovlm.cli import main as cli
+from nanovlm.image_processing import PictureError
+from nanovlm.serving import image_urls as pictures
+from nanovlm.serving import server as running
+from nanovlm.serving import service as desk
 from nanovlm.serving.app import make_app
-from nanovlm.serving.desk import Desk, Limits
+from nanovlm.serving.chat_format import Speech
+from nanovlm.serving.service import Desk, Limits
+from nanovlm.synthetic import draw, random_scene
 
 ROOT = Path(__file__).parent.parent
 
@@ -869,7 +872,7 @@ def test_without_the_extra_the_verb_names_it(capsys, monkeypatch):
 
 
 def test_the_package_does_not_need_the_server():
-    code = "import sys, nanovlm.cli, nanovlm.captioner; print({'fastapi', 'uvicorn', 'pydantic'} & set(sys.modules))"
+    code = "import sys, nanovlm.cli.main, nanovlm.captioner; print({'fastapi', 'uvicorn', 'pydantic'} & set(sys.modules))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert run.stdout == "set()\n"
 
@@ -879,7 +882,7 @@ import sys, time
 from models.inference.continuous_batching import ContinuousBatch
 step = ContinuousBatch.step
 ContinuousBatch.step = lambda batch: time.sleep(0.1) or step(batch)
-from nanovlm.cli import main
+from nanovlm.cli.main import main
 sys.exit(main(["serve", "--port", "0", "--device", "cpu"]))
 """
 

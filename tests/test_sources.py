@@ -17,9 +17,9 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from nanovlm import PROMPT
-from nanovlm.data import ExampleError
-from nanovlm.images import open_picture
-from nanovlm.sources import Mixture, Part, Reading, SourceError, Stream, open_source
+from nanovlm.data import Mixture, Part, Reading, SourceError, Stream, open_source
+from nanovlm.data.examples import ExampleError
+from nanovlm.image_processing import open_picture
 
 ASK = Reading(prompt="What?")
 

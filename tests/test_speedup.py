@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from eval import designs, flops
-from eval.designs import UNCACHED
-from eval.shapes import SHAPES
+from eval.lib import cache_variants as designs
+from eval.lib import flops
+from eval.lib.cache_timing import Curve, Study, exponent, study, timeline
+from eval.lib.cache_variants import UNCACHED
+from eval.lib.shapes import SHAPES
 from eval.speedup import faults, main, table
-from eval.study import Curve, Study, exponent, study, timeline
 from models.kv_study.encoder_decoder import EncoderDecoder, TextPrefix
 from models.vision_language_model import VisionLanguageModel
 

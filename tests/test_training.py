@@ -13,11 +13,11 @@ from models.checkpoint import CheckpointError
 from models.config import extra_tokens
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
-from nanovlm.data import Example, collate, encode
+from nanovlm.data.examples import Example, collate, encode
 from nanovlm.processor import Processor
-from nanovlm.scenes.recipe import batches as scenes_of
-from nanovlm.train_config import TrainConfig
-from nanovlm.training import TrainingError, train
+from nanovlm.synthetic.recipe import batches as scenes_of
+from nanovlm.training.config import TrainConfig
+from nanovlm.training.loop import TrainingError, train
 
 COLOURS = ("red", "green", "blue", "black")
 CFG = TrainConfig(steps=6, batch_size=2, lr=3e-3, warmup=2, save_every=3, log_every=2, workers=0)
@@ -242,7 +242,7 @@ def test_a_loss_that_is_no_number_stops_before_it_spoils_anything(learn, batch, 
 
 
 def test_a_save_that_is_killed_leaves_the_last_one(learn, whole, tmp_path, monkeypatch):
-    from nanovlm import resuming
+    from nanovlm.training import checkpointing as resuming
 
     writes = []
 

@@ -10,12 +10,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from nanovlm import SAMPLE
-from nanovlm.serving.desk import Desk
-from nanovlm.serving.guard import Guard
 from nanovlm.serving.protocol import Problem
+from nanovlm.serving.security import Guard
+from nanovlm.serving.service import Desk
 
 HERE = Path(__file__).parent
-PAGE = {"/": HERE / "page.html", "/page.css": HERE / "page.css", "/page.js": HERE / "page.js", "/sample.png": SAMPLE}
+PAGE = {"/": HERE / "static" / "page.html", "/page.css": HERE / "static" / "page.css", "/page.js": HERE / "static" / "page.js", "/sample.png": SAMPLE}
 
 
 def make_app(desk: Desk, hosts: Collection[str] | None = None, api_key: str | None = None, note: str = "") -> FastAPI:

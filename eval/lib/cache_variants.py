@@ -1,0 +1,136 @@
+"""Every way this repository has of not reading twice, as a stream of the same ids; and without any.
+
+A design goes from the pixels to the last token. What needs no picture, an exported graph, is made before.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from eval.lib import flops
+from models.decoding import GREEDY, autoregress
+from models.kv_study.encoder_decoder import EncoderDecoder, TextPrefix
+from models.kv_study.hook_cache import install_kv_cache_hooks
+from models.kv_study.static_cache import (
+    LanguageModelStep,
+    Programs,
+    TextDecoderStep,
+    export_language_model,
+    export_text_decoder,
+    language_model_cache,
+    stream,
+    text_decoder_cache,
+)
+from models.vision_language_model import VisionLanguageModel
+
+UNCACHED = "no cache"
+
+
+@dataclass(frozen=True)
+class Design:
+    """A name, and stream(n): the n ids (1,) that follow the prompt, greedily, as they are chosen."""
+
+    name: str
+    stream: Callable[[int], Iterator[Tensor]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with a picture and a prompt: its parts, what theory says that reading costs, and its designs."""
+
+    name: str
+    model: nn.Module
+    prompt_tokens: int
+    vision: Callable[[], object]  # from pixels to what the words' model looks at
+    prefill: Callable[[], object]  # from there to the first token, with a cache
+    read: flops.Reading
+    designs: list[Design]
+
+
+def language_model(model: VisionLanguageModel, ids: Tensor, images: Tensor, most: int, export: bool = True) -> Subject:
+    """The product's model on a prompt, ids (1, T) that hold the images' places, and up to `most` new tokens."""
+    decoder, capacity = model.decoder, ids.size(1) + most
+    mask = ids.new_ones(1, capacity)
+    with torch.inference_mode():
+        x = model.embed(ids, images)
+
+    def static(prefill, decode, n: int) -> Iterator[Tensor]:
+        cache = language_model_cache(decoder, 1, capacity)
+        yield from stream(
+            lambda x, start: prefill(x, mask, start, cache),
+            lambda ids, start: decode(ids, mask, start, cache),
+            model.embed(ids, images),
+            max_new_tokens=n,
+        )
+
+    step = LanguageModelStep(decoder)
+    designs = [
+        Design(UNCACHED, lambda n: model.stream(ids, images, max_new_tokens=n, use_kv_cache=False)),
+        Design("per-block cache", lambda n: model.stream(ids, images, max_new_tokens=n)),
+        Design("static cache", partial(static, step, step)),
+    ]
+    if export:
+        programs = export_language_model(decoder, capacity)
+        designs.append(Design("static, exported", partial(static, *_modules(programs, "prefill", "decode"))))
+    return Subject(
+        "language model on image and words",
+        model,
+        ids.size(1),
+        lambda: model.MP(model.vision_encoder(images)),
+        lambda: decoder.head(decoder(x)[0][:, -1]),
+        flops.language_model(model.cfg),
+        designs,
+    )
+
+
+def encoder_decoder(model: EncoderDecoder, ids: Tensor, images: Tensor, most: int, export: bool = True) -> Subject:
+    """The encoder-decoder on a prompt, ids (1, T), about one image, and up to `most` new tokens."""
+    decoder, capacity = model.decoder, ids.size(1) + most
+    with torch.inference_mode():
+        xa = model.encode(images)
+
+    def hooks(n: int) -> Iterator[Tensor]:
+        xa = model.encode(images)
+        with install_kv_cache_hooks(decoder) as cache:
+            yield from autoregress(
+                decoder(ids, xa)[:, -1],
+                lambda new: decoder(new[:, None], xa, start_pos=cache.length)[:, -1],
+                sampling=GREEDY,
+                max_new_tokens=n,
+            )
+
+    def static(make_cross, prefill, decode, n: int) -> Iterator[Tensor]:
+        cache, cross = text_decoder_cache(decoder, 1, capacity), make_cross(model.encode(images))
+        yield from stream(
+            lambda ids, start: prefill(ids, start, cross, cache),
+            lambda ids, start: decode(ids, start, cross, cache),
+            ids,
+            max_new_tokens=n,
+        )
+
+    step = TextDecoderStep(decoder)
+    designs = [
+        Design(UNCACHED, lambda n: model.stream(ids, images, max_new_tokens=n, use_kv_cache=False)),
+        Design("hooks", hooks),
+        Design("cross-attention once", lambda n: model.stream(ids, images, max_new_tokens=n)),
+        Design("static cache", partial(static, decoder.cross, step, step)),
+    ]
+    if export:
+        programs = export_text_decoder(decoder, xa.size(1), capacity)
+        designs.append(Design("static, exported", partial(static, *_modules(programs, "cross", "prefill", "decode"))))
+    return Subject(
+        "encoder-decoder of the same measures",
+        model,
+        ids.size(1),
+        lambda: model.encode(images),
+        lambda: decoder.logits(decoder.read(ids, TextPrefix(decoder.cross(xa)))[0][:, -1]),
+        flops.text_decoder(model.cfg, xa.size(1)),
+        designs,
+    )
+
+
+def _modules(programs: Programs, *names: str) -> list[nn.Module]:
+    return [programs[name].module() for name in names]

@@ -1,0 +1,1 @@
+"""Captions of many images: reading ahead, batching, output files and resuming."""
