@@ -5,16 +5,9 @@ import torch
 
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
+from support import TINY, randomise
 
-torch.set_num_threads(min(2, torch.get_num_threads()))
-
-TINY = {
-    "vit_hidden_dim": 16, "vit_inter_dim": 24, "vit_n_heads": 2, "vit_n_blocks": 2,
-    "vit_patch_size": 4, "vit_img_size": 16, "max_img_size": 32,
-    "lm_hidden_dim": 24, "lm_inter_dim": 32, "lm_n_heads": 6, "lm_n_kv_heads": 2, "lm_n_blocks": 2,
-    "lm_vocab_size": 40, "lm_re_base": 100, "lm_max_position_embeddings": 64,
-    "mp_pixel_shuffle_factor": 2, "mp_image_token_length": 4,
-}  # fmt: skip
+torch.set_num_threads(1)  # two threads slow each other tenfold under load
 
 
 @pytest.fixture(scope="session")
@@ -66,17 +59,6 @@ def encoder_decoder(tiny_config):
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # else they drown the picture, and one word is said of everything
                 parameter.zero_()
-    return model
-
-
-@torch.no_grad()
-def randomise(model: torch.nn.Module) -> torch.nn.Module:
-    """Weights as a trained model's: large enough that each place listens to others, and no norm or bias idle."""
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter += 0.3 * torch.randn_like(parameter)
-        else:
-            parameter.copy_(torch.randn_like(parameter) * 1.5 * parameter[0].numel() ** -0.5)
     return model
 
 

@@ -1,0 +1,47 @@
+"""What the scripts of eval/ share, and that every one of them opens."""
+
+import json
+import runpy
+import sys
+
+import pytest
+
+from eval.lib.script import one_of, positive, script, tell
+from support import ROOT
+
+SCRIPTS = sorted(path.stem for path in (ROOT / "eval").glob("*.py") if "sys.exit(main())" in path.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_says_what_it_measures(name, capsys, monkeypatch):
+    if name == "serving":
+        pytest.importorskip("openai")
+    monkeypatch.setattr("sys.argv", ["script", "--help"])
+    monkeypatch.delitem(sys.modules, f"eval.{name}", raising=False)  # else runpy warns that it is there twice
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(f"eval.{name}", run_name="__main__")
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and out.startswith(f"usage: eval.{name} ") and f"python -m eval.{name}" in out
+
+
+def test_what_is_found_is_told_as_text_or_as_one_object_with_its_faults(capsys):
+    assert tell({"share": 0.5}, "half of it", "a machine", as_json=False) == 0
+    assert capsys.readouterr() == ("half of it\na machine\n", "")
+    assert tell({"share": 0.5}, "half of it", "a machine", as_json=True, faults=["too few"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"share": 0.5, "faults": ["too few"], "environment": "a machine"} and err == "too few\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [(["--n", "0"], "--n: 0 must be 1 or more"), (["--n", "x"], "'x'"), (["b", "c"], "'c' is none of 'a', 'b'")],
+)
+def test_wrong_numbers_and_names_are_one_line(argv, words, capsys):
+    parser = script("name", "what it is")
+    parser.add_argument("--n", type=positive)
+    parser.add_argument("names", nargs="*", type=one_of(["a", "b"]))
+    assert parser.parse_args([]).names == [] and parser.parse_args(["b", "--n", "3"]).n == 3
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(argv)
+    err = capsys.readouterr().err
+    assert err.startswith("eval.name: ") and words in err and err.count("\n") == 1

@@ -1,0 +1,190 @@
+"""Continuous batching: whoever joins or leaves meanwhile, each answer is what the model says to its prompt alone."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.decoding import GREEDY, Sampling
+from models.inference import continuous_batching
+from models.inference.continuous_batching import ContinuousBatch, Unread
+from support.generation import only_row, prompt
+
+few_examples = settings(max_examples=25, deadline=None)
+SAMPLINGS = [
+    GREEDY,
+    Sampling(repetition_penalty=1.5),
+    Sampling(temperature=1.0, seed=5),
+    Sampling(temperature=2.0, top_p=0.9, repetition_penalty=1.3, seed=6),
+]
+
+
+def alone(model, ids, images=None, **asked):
+    """What the model says to one prompt, up to and with the end token."""
+    said = model.generate(ids[None], images, **asked)[0].tolist()
+    eos = asked.get("eos_token_id")
+    return said[: said.index(eos) + 1] if eos in said else said
+
+
+def answers(batch, heard=None):
+    """Step until nobody waits or runs: each key's ids. Hears what has been said before, too."""
+    heard = {} if heard is None else heard
+    while batch.waiting or batch.running:
+        listen(batch, heard)
+    return heard
+
+
+def listen(batch, heard):
+    for said in batch.step():
+        ids, ended = heard.setdefault(said.key, ([], []))
+        assert not ended, "nothing is said after the end"
+        ids.append(said.token_id)
+        ended += [said.finished] * bool(said.finished)
+
+
+@st.composite
+def arrivals(draw):
+    """Prompts, each with the step before which it comes."""
+    one = st.tuples(
+        st.integers(0, 12), st.text("ttti", min_size=1, max_size=10), st.integers(1, 14), st.sampled_from(SAMPLINGS)
+    )
+    return sorted(draw(st.lists(one, min_size=1, max_size=9)), key=lambda entry: entry[0])
+
+
+@few_examples
+@given(
+    arrivals=arrivals(),
+    rows=st.integers(1, 4),
+    eos=st.none() | st.integers(4, 39),
+    cancelled=st.dictionaries(st.integers(0, 8), st.integers(0, 14), max_size=2),
+    read=st.sampled_from([1, 24, 2048]),
+)
+def test_each_answer_is_what_is_said_alone(tiny_model, arrivals, rows, eos, cancelled, read):
+    model, heard, expected = tiny_model(), {}, {}
+    batch = ContinuousBatch(model, rows=rows, eos_token_id=eos)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continuous_batching, "READ", read)
+        patch.setattr(continuous_batching, "GROW", 4)
+        for step in range(15):
+            for key, (when, text, n, sampling) in enumerate(arrivals):
+                if when == step:
+                    row = only_row(prompt(text, seed=key), 0)
+                    row["input_ids"] = row["input_ids"][0]
+                    asked = {"max_new_tokens": n, "sampling": sampling}
+                    batch.add(key, **row, **asked)
+                    expected[key] = alone(model, row["input_ids"], row["images"], **asked, eos_token_id=eos), n
+            for key, when in cancelled.items():
+                if when == step:
+                    batch.cancel(key)
+            assert batch.running <= rows
+            listen(batch, heard)
+        answers(batch, heard)
+    for key, (ids, n) in expected.items():
+        said, ended = heard.get(key, ([], []))
+        if key in cancelled and not ended:
+            assert said == ids[: len(said)]
+        else:
+            assert said == ids and ended == ["stop" if ids[-1] == eos else "length"]
+            assert len(ids) <= n
+    assert set(heard) <= set(expected) and batch.running == batch.waiting == 0
+
+
+def test_a_row_that_ends_is_taken_by_who_waits(tiny_model):
+    batch = ContinuousBatch(tiny_model(), rows=2)
+    for key, n in enumerate((9, 1, 1, 1, 1)):
+        batch.add(key, torch.arange(4, 9), max_new_tokens=n)
+    assert (batch.waiting, batch.running) == (5, 0)
+    heard = answers(batch)
+    assert [len(heard[key][0]) for key in range(5)] == [9, 1, 1, 1, 1]
+    batch.add("long", torch.arange(4, 9), max_new_tokens=30)
+    batch.step()
+    for key in range(4):
+        batch.add(key, torch.arange(5, 9), max_new_tokens=1)
+        assert [said.key for said in batch.step()] == [key, "long"], "no step of the long answer is missed"
+
+
+def test_a_cancelled_answer_gives_its_row_back(tiny_model):
+    batch = ContinuousBatch(tiny_model(), rows=2)
+    for key in "abcd":
+        batch.add(key, torch.arange(4, 9), max_new_tokens=20)
+    batch.step()
+    batch.cancel("a"), batch.cancel("c"), batch.cancel("nobody")
+    assert (batch.waiting, batch.running) == (1, 1)
+    assert {said.key for said in batch.step()} == {"b", "d"}
+    batch.add("a", torch.arange(4, 9), max_new_tokens=2)
+    assert len(answers(batch)["a"][0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "n", "words"),
+    [
+        (("a", torch.arange(4, 9)), 9, "'a' has a prompt already"),
+        (("b", torch.full((60,), 4)), 6, "exceed lm_max_position_embeddings=64"),
+        (("b", torch.arange(4, 9)), 0, "max_new_tokens=0 is less than 1"),
+        (("b", torch.arange(4, 9)[None]), 9, r"not \(1, 5\)"),
+        (("b", torch.arange(0)), 9, r"not \(0,\)"),
+        (("b", torch.arange(4, 9), torch.rand(1, 3, 16, 16)), 9, "holds 0 image tokens, but the images give 4"),
+        (("b", torch.full((4,), 3)), 9, "holds 4 image tokens, but the images give 0"),
+    ],
+)
+def test_what_can_never_be_read_is_refused_before_it_waits(tiny_model, arguments, n, words):
+    batch = ContinuousBatch(tiny_model(), rows=2)
+    batch.add("a", torch.arange(4, 9), max_new_tokens=9)
+    with pytest.raises(ValueError, match=words):
+        batch.add(*arguments, max_new_tokens=n)
+    assert (batch.waiting, batch.running) == (1, 0)
+
+
+def test_a_batch_has_rows(tiny_model):
+    with pytest.raises(ValueError, match="rows=0 is less than 1"):
+        ContinuousBatch(tiny_model(), rows=0)
+
+
+def test_a_prompt_that_memory_does_not_hold_stops_nobody(tiny_model, monkeypatch):
+    model, embed = tiny_model(), type(tiny_model()).embed
+
+    def small(self, ids, images=None):
+        if ids.numel() > 8:
+            raise MemoryError
+        return embed(self, ids, images)
+
+    monkeypatch.setattr(type(model), "embed", small)
+    batch, heard = ContinuousBatch(model, rows=4), {}
+    for key, n in {"a": 8, "b": 8, "large": 9, "c": 7}.items():
+        batch.add(key, torch.arange(4, 4 + n), max_new_tokens=5)
+    with pytest.raises(Unread) as error:
+        for _ in range(9):
+            listen(batch, heard)
+    assert error.value.key == "large" and batch.running == 2 and batch.waiting == 1
+    assert {key: len(ids) for key, (ids, _) in answers(batch, heard).items()} == dict.fromkeys("abc", 5)
+
+
+def test_a_prompt_that_is_no_prompt_stops_nobody(tiny_model):
+    """Ids that the model does not know, images of another size: said of the one prompt that has them."""
+    model, ids = tiny_model(), torch.arange(4, 9)
+    batch, heard, unread = ContinuousBatch(model, rows=4), {}, []
+    batch.add("a", ids, max_new_tokens=5)
+    batch.add("unknown", ids + 40, max_new_tokens=5)
+    batch.add("image", torch.full((4,), 3), torch.rand(1, 3, 20, 20), max_new_tokens=5)
+    batch.add("b", ids, max_new_tokens=5)
+    while batch.waiting or batch.running:
+        try:
+            listen(batch, heard)
+        except Unread as error:
+            unread.append(error.key)
+    assert sorted(unread) == ["image", "unknown"]
+    assert heard["a"][0] == heard["b"][0] == alone(model, ids, max_new_tokens=5)
+
+
+def test_what_an_answer_leaves_behind_reaches_no_other(tiny_model):
+    """Not even infinity, which a mask would turn into NaN."""
+    model, ids = tiny_model(), torch.arange(4, 9)
+    batch = ContinuousBatch(model, rows=2)
+    batch.add("long", torch.arange(4, 20), max_new_tokens=20)
+    batch.add("a", torch.arange(4, 20), max_new_tokens=2)
+    batch.step()
+    with torch.inference_mode():
+        batch._cache[:, :, 1] = float("inf")
+    batch.cancel("a")
+    batch.add("b", ids, max_new_tokens=5)
+    assert answers(batch)["b"][0] == alone(model, ids, max_new_tokens=5)

@@ -1,0 +1,379 @@
+"""A folder is a model: what was written is read back bit for bit, also by stock nanoVLM; what is broken says so."""
+
+import json
+import math
+import os
+import struct
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file
+
+import models.checkpoint as checkpoint
+from models.checkpoint import CheckpointError, new_folder, read_config, read_model, resolve, write_checkpoint
+from support.checkpoints import EMBEDDING, HEAD, INV_FREQ, stock_model, stock_shapes
+
+TOKENIZER = '{"model": "ünïcode"}'
+
+
+def bits(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+
+
+def read(folder, dtype=torch.float32):
+    return read_model(folder, read_config(folder), 3, dtype)
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_model):
+    """A model's folder, freshly written."""
+    write_checkpoint(tmp_path / "model", tiny_model(), TOKENIZER)
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def rewrite(folder):
+    """Changes the tensors of the folder's file."""
+
+    def change(drop=(), **add):
+        path = folder / "model.safetensors"
+        state = {name: tensor.clone() for name, tensor in load_file(path).items() if name not in drop}
+        save_file(state | add, path, {"format": "pt"})
+        return state
+
+    return change
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_written_is_read_bit_for_bit(tmp_path, tiny_model, tied, dtype):
+    model = tiny_model(lm_tie_weights=tied).to(dtype)
+    write_checkpoint(tmp_path / "a" / "b", model, TOKENIZER)
+    again = read(tmp_path / "a" / "b", dtype)
+    assert same(bits(again), bits(model)) and again.cfg == model.cfg and not again.training
+    assert (again.decoder.head.weight is again.decoder.token_embedding.weight) == tied
+    assert torch.equal(again.decoder.head.weight, again.decoder.token_embedding.weight) == tied
+    assert all(parameter.requires_grad for parameter in again.parameters())
+    assert (tmp_path / "a" / "b" / "tokenizer.json").read_text(encoding="utf-8") == TOKENIZER
+
+
+def test_a_file_of_half_precision_is_read_as_float32(tmp_path, tiny_model):
+    model = tiny_model()
+    write_checkpoint(tmp_path / "half", model, TOKENIZER, torch.float16)
+    assert load_file(tmp_path / "half" / "model.safetensors")["MP.proj.weight"].dtype == torch.float16
+    assert model.dtype == torch.float32
+    assert same(bits(read(tmp_path / "half")), bits(model.half().float()))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stock_nanovlm_loads_what_is_written(tmp_path, tiny_model, tied, dtype):
+    model = tiny_model(lm_tie_weights=tied, lm_re_base=100000, lm_hidden_dim=48).to(dtype)
+    write_checkpoint(tmp_path / "model", model, TOKENIZER)
+    path = tmp_path / "model" / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        names, metadata, inv_freq = set(file.keys()), file.metadata(), file.get_tensor(INV_FREQ)
+    assert names == (stock_shapes(model.cfg).keys() | {INV_FREQ}) - ({EMBEDDING} if tied else set())
+    assert metadata == {"format": "pt"} | ({EMBEDDING: HEAD} if tied else {})
+    assert inv_freq.dtype == torch.float32
+    assert all(math.isclose(f, 100000 ** (-2 * i / 8), rel_tol=1e-6) for i, f in enumerate(inv_freq.tolist()))
+
+    stock = stock_model(model.cfg)
+    assert load_model(stock, path, strict=True) == (set(), [])
+    loaded = {name: tensor.to(dtype) for name, tensor in stock.state_dict().items() if name != INV_FREQ}
+    assert same(loaded, bits(model))
+
+
+def test_either_name_of_a_tied_pair_will_do_and_both_if_they_agree(folder, rewrite):
+    expected = bits(read(folder))
+    head = rewrite()[HEAD]
+    rewrite(**{EMBEDDING: head})
+    assert same(bits(read(folder)), expected)
+    rewrite(drop=[HEAD])
+    assert same(bits(read(folder)), expected)
+    rewrite(**{HEAD: head + 1})
+    with pytest.raises(CheckpointError, match=f"lm_tie_weights=true, but {EMBEDDING} and {HEAD} differ"):
+        read(folder)
+    rewrite(drop=[HEAD, EMBEDDING])
+    with pytest.raises(CheckpointError, match=f"lacks 1 tensors .* {HEAD}"):
+        read(folder)
+
+
+def test_of_an_untied_pair_both_are_needed(tmp_path, tiny_model):
+    write_checkpoint(tmp_path / "model", tiny_model(lm_tie_weights=False), TOKENIZER)
+    path = tmp_path / "model" / "model.safetensors"
+    for name in (HEAD, EMBEDDING):
+        state = load_file(path)
+        save_file({key: tensor for key, tensor in state.items() if key != name}, path)
+        with pytest.raises(CheckpointError, match=f"lacks 1 tensors .* {name}"):
+            read(tmp_path / "model")
+        save_file(state, path)
+
+
+def test_a_file_need_not_hold_inv_freq(folder, rewrite):
+    expected = bits(read(folder))
+    rewrite(drop=[INV_FREQ])
+    assert same(bits(read(folder)), expected)
+
+
+def test_tensors_that_do_not_fit_are_named_with_both_shapes(folder, rewrite):
+    name = "decoder.blocks.1.attn.k_proj.weight"
+    rewrite(**{name: torch.zeros(9, 24)})
+    with pytest.raises(CheckpointError, match=rf"{name} is \(9, 24\), but config.json asks for \(8, 24\)"):
+        read(folder)
+    rewrite(drop=[name, "MP.proj.weight"])
+    with pytest.raises(CheckpointError, match="lacks 2 tensors .* first MP.proj.weight"):
+        read(folder)
+    rewrite(**{"MP.proj.weight": torch.zeros(24, 64), name: torch.zeros(8, 24), "MP.proj.bias": torch.zeros(24)})
+    with pytest.raises(CheckpointError, match="has 1 tensors .* first 'MP.proj.bias'"):
+        read(folder)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["MP.proj.weight", HEAD, "vision_encoder.blocks.1.ln2.bias"])
+def test_weights_that_are_no_finite_numbers_are_named(folder, rewrite, name, bad):
+    tensor = rewrite()[name]
+    tensor.view(-1)[tensor.numel() // 2] = bad
+    rewrite(**{name: tensor})
+    with pytest.raises(CheckpointError, match=rf"model.safetensors: {name} has values from .* to .* finite") as error:
+        read(folder)
+    assert str(bad) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_weights_too_large_for_a_precision_are_refused_in_that_precision_only(folder, rewrite):
+    rewrite(**{"MP.proj.weight": torch.full((24, 64), 70000.0)})
+    read(folder), read(folder, torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"MP.proj.weight has values from 70000.0 .* torch.float16 up to 65504.0"):
+        read(folder, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_weights_that_are_no_floating_point_numbers_are_refused(folder, rewrite, dtype):
+    rewrite(**{"MP.proj.weight": torch.ones(24, 64).to(dtype)})
+    with pytest.raises(CheckpointError, match=f"MP.proj.weight is stored as {dtype}, not as"):
+        read(folder)
+
+
+def test_a_model_replaced_while_it_is_read_is_told_and_not_mixed(folder, tiny_model, monkeypatch):
+    check, calls = checkpoint.wrong_numbers, []
+
+    def wrong_numbers(*inputs):
+        if not calls:
+            write_checkpoint(folder, tiny_model(seed=1), TOKENIZER)
+        calls.append(1)
+        return check(*inputs)
+
+    monkeypatch.setattr(checkpoint, "wrong_numbers", wrong_numbers)
+    with pytest.raises(CheckpointError, match="was replaced while it was read; try again"):
+        read(folder)
+    assert len(calls) == checkpoint.AT_ONCE
+    assert same(bits(read(folder)), bits(tiny_model(seed=1)))
+
+
+def test_weights_stay_memory_mapped_through_the_check(folder):
+    model = read(folder)
+    with open("/proc/self/maps" if os.path.exists("/proc/self/maps") else os.devnull) as maps:
+        spans = [line.split()[0].split("-") for line in maps if str(folder) in line]
+    if not spans:
+        pytest.skip("this system does not tell what is mapped")
+    for name, tensor in model.state_dict().items():
+        assert any(int(start, 16) <= tensor.data_ptr() < int(end, 16) for start, end in spans), name
+
+
+@pytest.mark.parametrize("hidden", [10**9, 2**31 - 2])
+@pytest.mark.parametrize("side", ["lm", "vit"])
+def test_an_absurd_config_is_refused_before_anything_is_allocated(folder, tiny_config, side, hidden):
+    changed = {"lm_hidden_dim": hidden, "lm_n_heads": 2, "lm_n_kv_heads": 1}
+    if side == "vit":
+        changed = {"vit_hidden_dim": hidden, "vit_inter_dim": hidden}
+    (folder / "config.json").write_text(json.dumps(tiny_config().to_dict() | changed))
+    with pytest.raises(CheckpointError, match=str(hidden)):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lm_n_blocks": 10**9}, ["lm_n_blocks=1000000000", "vit_n_blocks=2", "more than 1000"]),
+        ({"vit_n_blocks": 999}, ["vit_n_blocks=999", "lm_n_blocks=2", "more than 1000"]),
+        ({"lm_vocab_size": 10**9}, [HEAD, "(40, 24)", "(1000000000, 24)"]),
+        ({"lm_inter_dim": 2**31 - 1}, ["gate_proj", "(32, 24)", "(2147483647, 24)"]),
+        (
+            {"vit_img_size": 2**30, "max_img_size": 2**30, "mp_pixel_shuffle_factor": 2**26},
+            ["position_embedding", "(1, 16, 16)", f"(1, {2**56}, 16)"],
+        ),
+        (
+            {"vit_patch_size": 2**29, "vit_img_size": 2**30, "max_img_size": 2**30},
+            ["no computer holds", "vit_patch_size=536870912"],
+        ),
+    ],
+)
+def test_every_absurd_size_is_named_with_its_number(folder, changes, told):
+    raw = json.loads((folder / "config.json").read_text()) | changes
+    if "vit_img_size" in changes:  # what it says follows from the sizes
+        del raw["mp_image_token_length"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError) as error:
+        read(folder)
+    assert all(part in str(error.value) for part in told) and "\n" not in str(error.value), error.value
+
+
+PROJ = "MP.proj.weight"
+TAMPERED = {
+    "unknown dtype": {"dtype": "F33"},
+    "other dtype": {"dtype": "F16"},
+    "wider": {"shape": [24, 65]},
+    "negative": {"shape": [-24, -64]},
+    "beyond 64 bits": {"shape": [2**40, 2**40]},
+    "beyond the file": {"data_offsets": [0, 10**12]},
+    "before the file": {"data_offsets": [-8, 24 * 64 * 4 - 8]},
+    "over another": {"data_offsets": [8, 24 * 64 * 4 + 8]},
+    "backwards": {"data_offsets": [24 * 64 * 4, 0]},
+    "no object": None,
+}
+
+
+@pytest.mark.parametrize("how", TAMPERED)
+def test_a_tampered_header_is_told_in_one_line(folder, how):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    (n,) = struct.unpack("<Q", whole[:8])
+    header = json.loads(whole[8 : 8 + n])
+    assert header[PROJ] == {"dtype": "F32", "shape": [24, 64], "data_offsets": [0, 24 * 64 * 4]}
+    header[PROJ] = header[PROJ] | TAMPERED[how] if TAMPERED[how] else "x"
+    changed = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(changed)) + changed + whole[8 + n :])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read, .*$") as error:
+        read(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("length", [0, 20, 10**9, 2**63, 2**64 - 1])
+def test_a_header_of_another_length_is_told_in_one_line(folder, length):
+    path = folder / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read, .*$") as error:
+        read(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_bytes_behind_the_last_tensor_are_refused(folder):
+    with open(folder / "model.safetensors", "ab") as file:
+        file.write(b"more")
+    with pytest.raises(CheckpointError, match="model.safetensors cannot be read"):
+        read(folder)
+
+
+def test_a_name_of_two_lines_is_told_in_one(folder, rewrite):
+    rewrite(**{"MP.proj\nbias": torch.zeros(24)})
+    with pytest.raises(CheckpointError, match=r"first 'MP.proj\\nbias'$") as error:
+        read(folder)
+    assert "\n" not in str(error.value)
+
+
+def with_config(change):
+    def damage(folder):
+        raw = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(change(raw)))
+
+    return damage
+
+
+def truncated(n):
+    return lambda folder: os.truncate(folder / "model.safetensors", n)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text(""), "config.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_text('{"lm_n_heads": 6,}'), "config.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{}"), "config.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json cannot be read"),
+        (with_config(lambda raw: [raw]), "holds list, not an object"),
+        (with_config(lambda raw: None), "holds NoneType, not an object"),
+        (with_config(lambda raw: raw | {"lm_n_heads": "6"}), "lm_n_heads='6' is no int"),
+        (with_config(lambda raw: raw | {"lm_n_heads": None}), "lm_n_heads=None is no int"),
+        (with_config(lambda raw: raw | {"lm_re_base": 10**400}), "config.json: "),
+        (with_config(lambda raw: raw | {"vlm_extra_tokens": 5}), "vlm_extra_tokens=5"),
+        (with_config(lambda raw: raw | {"lm_n_heads": 5}), "lm_hidden_dim=24 is not a multiple of lm_n_heads=5"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
+        (truncated(0), "model.safetensors cannot be read"),
+        (truncated(7), "model.safetensors cannot be read"),
+        (truncated(1000), "model.safetensors cannot be read"),
+        (truncated(20_000), "model.safetensors cannot be read"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x80" * 100), "cannot be read"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}"), "lacks"),
+    ],
+)
+def test_a_broken_folder_is_told_in_one_line(folder, damage, told):
+    damage(folder)
+    with pytest.raises(CheckpointError) as error:
+        read(folder)
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("accident", [OSError("no space left"), KeyboardInterrupt()])
+def test_an_accident_while_writing_leaves_no_trace(folder, tiny_model, monkeypatch, accident):
+    def fails(state, path, metadata):
+        path.write_bytes(b"half of it")
+        raise accident
+
+    before = contents(folder.parent)
+    monkeypatch.setattr(checkpoint, "save_file", fails)
+    for target in (folder, folder.parent / "new"):
+        with pytest.raises(type(accident)):
+            write_checkpoint(target, tiny_model(seed=1), "{}")
+    assert contents(folder.parent) == before and os.listdir(folder.parent) == ["model"]
+
+
+def test_a_folder_written_again_holds_the_new_model_and_keeps_other_files(folder, tiny_model):
+    (folder / "README.md").write_text("mine")
+    write_checkpoint(folder, tiny_model(seed=1), "{}")
+    assert same(bits(read(folder)), bits(tiny_model(seed=1)))
+    assert (folder / "README.md").read_text() == "mine" and os.listdir(folder.parent) == ["model"]
+
+
+def test_a_folder_in_the_making_is_not_to_be_seen_under_its_name(tmp_path):
+    with new_folder(tmp_path / "model") as new:
+        (new / "config.json").write_text("{}")
+        assert not (tmp_path / "model").exists() and new.parent == tmp_path
+    assert os.listdir(tmp_path) == ["model"] and os.listdir(tmp_path / "model") == ["config.json"]
+
+
+def test_a_folder_is_its_own_model_and_no_name_is_no_model(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert resolve(folder) == resolve(str(folder)) == folder
+    with pytest.raises(CheckpointError, match="config.json: a file, not a folder"):
+        resolve(folder / "config.json")
+    for name in ("nowhere", "a/b/c", "/no/such", "../x"):
+        with pytest.raises(CheckpointError, match="neither a folder nor a Hub id"):
+            resolve(name)
+
+
+def test_a_hub_id_is_asked_of_the_hub_at_its_revision_and_for_what_is_read(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: asked.append((name, how)) or folder)
+    assert read_model(resolve("owner/name", "v1"), read_config(folder), 3).cfg == read_config(folder)
+    patterns = ["config.json", "*.safetensors", "tokenizer.json"]
+    assert asked == [("owner/name", {"revision": "v1", "allow_patterns": patterns})]
+
+
+def test_offline_a_missing_hub_model_is_one_line_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError) as error:
+        resolve("nobody-here/no-such-model")
+    assert "nobody-here/no-such-model" in str(error.value) and "\n" not in str(error.value)
+    assert "offline" in str(error.value) and "pass a local folder" in str(error.value)

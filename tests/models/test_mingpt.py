@@ -1,0 +1,471 @@
+"""minGPT's twins: GPT is GPT-2 as transformers has it, GPT_kv says what GPT says, and a cache is a value."""
+
+import copy
+import json
+import math
+import random
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from models import mingpt
+from models.mingpt import GPT, KV, SIZES, Block_kv, CausalSelfAttention_kv, GPT_kv, GPTConfig, NewGELU, choose, extend
+from support import randomise
+
+few_examples = settings(deadline=None, derandomize=True, max_examples=40)
+VOCABULARY = 30
+
+
+def twins(seed=0, **changes):
+    shape = {"n_layer": 2, "n_head": 3, "n_embd": 12, "vocab_size": VOCABULARY, "block_size": 16}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        gpt = randomise(GPT(GPTConfig(**shape | changes))).eval()
+    gpt_kv = GPT_kv(gpt.config).eval()
+    gpt_kv.load_state_dict(gpt.state_dict())
+    return gpt, gpt_kv
+
+
+def ids(*shape, seed=0):
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+# ---- the cache changes nothing --------------------------------------------------------------------------------------
+
+
+shapes = st.fixed_dictionaries({
+    "n_layer": st.integers(1, 3), "n_head": st.integers(1, 3), "block_size": st.integers(1, 12),
+    "seed": st.integers(0, 9),
+})  # fmt: skip
+ways = st.fixed_dictionaries({
+    "temperature": st.sampled_from([0.5, 1.0, 2.0]), "do_sample": st.booleans(),
+    "top_k": st.none() | st.integers(1, VOCABULARY + 5),
+})  # fmt: skip
+
+
+@few_examples
+@given(shape=shapes, head_dim=st.integers(1, 4), B=st.integers(1, 3), T=st.integers(1, 15), way=ways)
+def test_generate_kv_says_what_generate_says_within_and_beyond_block_size(shape, head_dim, B, T, way):
+    gpt, gpt_kv = twins(n_embd=shape["n_head"] * head_dim, **shape)
+    said = []
+    for generate in (gpt.generate, gpt_kv.generate, gpt_kv.generate_kv):
+        torch.manual_seed(7)
+        said.append(generate(ids(B, T), 10, **way))
+    assert said[0].shape == (B, T + 10) and torch.equal(said[0][:, :T], ids(B, T))
+    assert torch.equal(said[0], said[1]) and torch.equal(said[0], said[2])
+
+
+@few_examples
+@given(shape=shapes, B=st.integers(1, 3), data=st.data(), grad=st.booleans())
+def test_read_in_pieces_the_logits_are_those_of_one_reading(shape, B, data, grad):
+    gpt, gpt_kv = twins(**shape)
+    T = shape["block_size"]
+    ends = sorted(data.draw(st.sets(st.integers(1, T), max_size=T))) + [T]
+    with torch.set_grad_enabled(grad):
+        pieces, cache, past = [], None, 0
+        for end in ends:
+            if end > past:
+                logits, loss, cache = gpt_kv(ids(B, T)[:, :end], kv_cache=cache)
+                assert logits.shape == (B, end - past, VOCABULARY) and loss is None
+                pieces.append(logits)
+                past = end
+        close(torch.cat(pieces, dim=1), gpt(ids(B, T))[0])
+
+
+def test_loss_and_gradients_are_those_of_the_twin():
+    gpt, gpt_kv = twins()
+    idx, targets = ids(2, 9), ids(2, 9, seed=1)
+    targets[0, :4] = -1
+    loss, loss_kv = gpt(idx, targets)[1], gpt_kv(idx, targets)[1]
+    close(loss_kv, loss)
+    log_p = gpt(idx)[0].log_softmax(-1).gather(2, targets.clamp(min=0)[..., None])[..., 0]
+    close(loss, -log_p[targets >= 0].mean())
+    loss.backward(), loss_kv.backward()
+    for p, p_kv in zip(gpt.parameters(), gpt_kv.parameters()):
+        close(p_kv.grad, p.grad)
+
+
+def test_behind_a_cache_the_loss_is_that_of_the_tokens_read_and_gradients_flow_through():
+    gpt, gpt_kv = twins()
+    idx, targets = ids(2, 9), ids(2, 9, seed=1)
+    cache = gpt_kv(idx[:, :6])[2]
+    loss_kv = gpt_kv(idx, targets, cache)[1]
+    late = targets.clone()
+    late[:, :6] = -1
+    loss = gpt(idx, late)[1]
+    close(loss_kv, loss)
+    loss.backward(), loss_kv.backward()
+    for p, p_kv in zip(gpt.parameters(), gpt_kv.parameters()):
+        close(p_kv.grad, p.grad)
+
+
+@torch.no_grad()
+def test_compute_first_fills_the_cache_from_scratch():
+    _, gpt_kv = twins()
+    stale = gpt_kv(ids(2, 5, seed=1))[2]
+    logits, _, cache = gpt_kv(ids(2, 9), kv_cache=stale, compute_first=True)
+    fresh, _, fresh_cache = gpt_kv(ids(2, 9))
+    assert logits.shape == (2, 9, VOCABULARY) and torch.equal(logits, fresh)
+    assert all(torch.equal(a, b) for x, y in zip(cache, fresh_cache) for a, b in zip(x, y))
+
+
+@pytest.mark.parametrize("n", [1, 2, 9])
+def test_generate_kv_reads_each_token_once_and_the_last_chosen_not_at_all(n):
+    _, gpt_kv = twins()
+    read, projected = [], []
+    gpt_kv.transformer.wte.register_forward_hook(lambda m, args, out: read.append(out.size(1)))
+    gpt_kv.lm_head.register_forward_hook(lambda m, args, out: projected.append(out.numel() // VOCABULARY))
+    gpt_kv.generate_kv(ids(1, 5), n)
+    assert read == [5] + [1] * (n - 1) and projected == [1] * n
+
+
+@torch.no_grad()
+def test_in_bfloat16_both_say_nearly_the_same():
+    gpt, gpt_kv = (model.bfloat16() for model in twins())
+    idx = ids(2, 9)
+    last, _, cache = gpt_kv(idx, kv_cache=gpt_kv(idx[:, :8])[2])
+    torch.testing.assert_close(last[:, 0], gpt(idx)[0][:, -1], atol=0.2, rtol=0.05)
+    assert {t.dtype for block in cache for t in block} == {torch.bfloat16}
+
+
+def test_no_new_token_is_the_prompt():
+    for model in twins():
+        assert torch.equal(model.generate(ids(2, 3), 0), ids(2, 3))
+    assert torch.equal(model.generate_kv(ids(2, 3), 0), ids(2, 3))
+
+
+# ---- a cache is [k, v], and a value ---------------------------------------------------------------------------------
+
+
+def test_the_contracts_of_attention_and_block():
+    """k and v are the projections of x as they are, before any head is split off."""
+    _, gpt_kv = twins()
+    block, x = gpt_kv.transformer.h[0], torch.randn(2, 5, 12)
+    attn = block.attn
+    assert isinstance(block, Block_kv) and isinstance(attn, CausalSelfAttention_kv)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            y, cache = attn(x[:, :3])
+            assert isinstance(cache, list) and [t.shape for t in cache] == [(2, 3, 12)] * 2
+            for t in (3, 4):
+                step, cache = attn(x[:, t : t + 1], kv_cache=cache)
+                y = torch.cat([y, step], dim=1)
+            assert isinstance(cache, list) and [t.shape for t in cache] == [(2, 5, 12)] * 2
+            k, v = cache
+            close(k, F.linear(x, attn.c_attn.weight[12:24], attn.c_attn.bias[12:24]))
+            close(v, F.linear(x, attn.c_attn.weight[24:], attn.c_attn.bias[24:]))
+            close(attn(x)[0], y)
+            out, cache = block(x[:, :4])
+            out_last, cache = block(x[:, 4:], kv_cache=cache)
+            assert [t.shape for t in cache] == [(2, 5, 12)] * 2
+            close(block(x)[0], torch.cat([out, out_last], dim=1))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_one_prefill_continued_twice_gives_two_continuations(mode):
+    gpt, gpt_kv = twins()
+    start, left, right = ids(2, 4), ids(2, 8, seed=1), ids(2, 8, seed=2)
+    left[:, :4] = right[:, :4] = start
+    with mode():
+        read_at_once = gpt_kv(start)[2]
+        grown = gpt_kv(start, kv_cache=gpt_kv(start[:, :3])[2])[2]  # has room behind it, which only one may take
+        for cache in (read_at_once, grown):
+            before, caches = copy.deepcopy(cache), {"left": cache, "right": cache}
+            for t in range(5, 9):  # in turns, so that either could write over the other
+                for name, idx in (("left", left), ("right", right)):
+                    logits, _, caches[name] = gpt_kv(idx[:, :t], kv_cache=caches[name])
+                    close(logits[:, -1], gpt(idx[:, :t])[0][:, -1])
+            assert all(torch.equal(a, b) for x, y in zip(cache, before) for a, b in zip(x, y))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_cache_of_a_family_tree_says_what_was_put_there(mode, seed):
+    """Forks, forks of forks, and chains that grew after they were forked, against plain concatenation."""
+    draw = random.Random(seed)
+    with mode():
+        k, v = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+        family = [([k, v], k, v)]
+        for _ in range(60):
+            parent, k, v = draw.choice([family[-1], draw.choice(family)])
+            new = torch.randn(2, 2, draw.choice([1, 1, 1, 2, 9]), 4)
+            family.append((extend(parent, *new), torch.cat([k, new[0]], 1), torch.cat([v, new[1]], 1)))
+        assert all(torch.equal(cache[0], k) and torch.equal(cache[1], v) for cache, k, v in family)
+
+
+@torch.no_grad()
+def test_a_step_copies_its_token_and_not_the_history():
+    caches = [extend([torch.randn(1, 5, 4), torch.randn(1, 5, 4)], *torch.randn(2, 1, 1, 4))]
+    for _ in range(1000):
+        caches.append(extend(caches[-1], *torch.randn(2, 1, 1, 4)))
+    moved = [b[0].size(1) for a, b in pairwise(caches) if a[0].data_ptr() != b[0].data_ptr()]
+    assert len(moved) <= 8 and sum(moved) <= 2 * caches[-1][0].size(1)
+
+
+@torch.no_grad()
+def test_a_cache_that_was_changed_is_read_as_it_is_now():
+    """As beam search does it, who keeps rows of a batch, in a list of their own or in the cache itself."""
+    gpt, gpt_kv = twins()
+    idx, kept = ids(3, 8), torch.tensor([2, 0])
+    for change in ("own list", "in place", "none"):
+        cache = gpt_kv(idx[:, :6], kv_cache=gpt_kv(idx[:, :5])[2])[2]
+        assert all(isinstance(block, KV) for block in cache)
+        if change == "own list":
+            cache = [[k[kept], v[kept]] for k, v in cache]
+        elif change == "in place":
+            for block in cache:
+                block[0], block[1] = block[0][kept], block[1][kept]
+        rows = torch.arange(3) if change == "none" else kept
+        for grown in (cache, copy.deepcopy(cache)):
+            for t in (7, 8):
+                logits, _, grown = gpt_kv(idx[rows, :t], kv_cache=grown)
+                close(logits[:, -1], gpt(idx[rows, :t])[0][:, -1])
+
+
+def test_a_cache_made_in_one_mode_goes_on_in_another():
+    gpt, gpt_kv = twins()
+    idx, cache = ids(2, 12), None
+    modes = [torch.inference_mode, torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad]
+    for t, mode in enumerate(modes * 2, start=2):
+        with mode():
+            logits, _, cache = gpt_kv(idx[:, :t], kv_cache=cache)
+            close(logits[:, -1], gpt(idx[:, :t])[0][:, -1])
+
+
+# ---- minGPT's names, sizes and beginnings ---------------------------------------------------------------------------
+
+
+def test_names_are_mingpts_and_both_state_dicts_are_one():
+    gpt, gpt_kv = (cls(GPTConfig("gpt-nano", vocab_size=5, block_size=7)) for cls in (GPT, GPT_kv))
+    block = ["ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"]
+    wanted = {f"transformer.h.{i}.{name}.{kind}" for i in range(3) for name in block for kind in ("weight", "bias")}
+    wanted |= {f"transformer.h.{i}.attn.bias" for i in range(3)}
+    wanted |= {f"transformer.{name}" for name in ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")}
+    assert set(gpt.state_dict()) == wanted | {"lm_head.weight"} == set(gpt_kv.state_dict())
+    gpt_kv.load_state_dict(gpt.state_dict())
+    for p in gpt.parameters():
+        p.data.zero_()
+    gpt.load_state_dict(gpt_kv.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(gpt.state_dict().values(), gpt_kv.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"),  # as minGPT prints them, without lm_head
+    [("gpt2", 124.44), ("gpt2-medium", 354.82), ("gpt2-large", 774.03), ("gpt2-xl", 1557.61), ("openai-gpt", 124.44)],
+)
+def test_sizes_are_the_published_ones(size, millions):
+    with torch.device("meta"):
+        gpt = GPT(GPTConfig(size, vocab_size=50257, block_size=1024))
+    assert round(sum(p.numel() for p in gpt.transformer.parameters()) / 1e6, 2) == millions
+
+
+def test_small_sizes_are_mingpts():
+    assert {size: SIZES[size] for size in SIZES if not size.startswith(("gpt2", "openai"))} == {
+        "gopher-44m": (8, 16, 512), "gpt-mini": (6, 6, 192), "gpt-micro": (4, 4, 128), "gpt-nano": (3, 3, 48),
+    }  # fmt: skip
+
+
+def test_weights_begin_as_mingpts():
+    torch.manual_seed(0)
+    config = GPT.get_default_config()  # minGPT's way of saying it
+    config.model_type, config.vocab_size, config.block_size = "gpt-micro", 500, 64
+    for name, p in GPT_kv(config).named_parameters():
+        if name.endswith("bias"):
+            assert not p.any(), name
+        elif "ln_" in name:
+            assert (p == 1).all(), name
+        else:
+            std = 0.02 / math.sqrt(2 * 4) if name.endswith("c_proj.weight") else 0.02
+            assert p.std().item() == pytest.approx(std, rel=0.05) and abs(p.mean().item()) < std / 20, name
+
+
+def test_the_file_is_read_alone():
+    """At its top it imports nothing but torch and what comes with Python."""
+    imports = re.findall(r"^(?:from|import) (\w+)", Path(mingpt.__file__).read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(imports) <= set(sys.stdlib_module_names) | {"torch"} and "torch" in imports
+
+
+def test_new_gelu_is_the_tanh_approximation():
+    x = torch.linspace(-6, 6, 1001)
+    close(NewGELU()(x), F.gelu(x, approximate="tanh"))
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 3, 99])
+def test_draws_follow_the_filtered_distribution(top_k):
+    torch.manual_seed(0)
+    logits = torch.tensor([2.0, -1.0, 0.5, 1.0, -3.0])
+    drawn = choose(logits.expand(20000, -1), 0.7, True, top_k).flatten().bincount(minlength=5) / 20000
+    wanted = (logits / 0.7).exp()
+    wanted[logits.argsort(descending=True)[top_k or 5 :]] = 0
+    torch.testing.assert_close(drawn, wanted / wanted.sum(), atol=0.015, rtol=0)
+    assert choose(logits[None], 0.7, False, top_k).tolist() == [[0]]
+
+
+# ---- GPT-2's weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """transformers' GPT-2 with random weights, and the folder that it wrote."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=2, n_head=3)
+        model = randomise(GPT2LMHeadModel(config)).eval()
+    model.save_pretrained(folder := tmp_path_factory.mktemp("gpt2"))
+    return model, folder
+
+
+def rewritten(folder, new, change=lambda tensors: tensors, **settings):
+    """A copy of a GPT-2's folder with other tensors or settings."""
+    new.mkdir(exist_ok=True)
+    config = json.loads((folder / "config.json").read_text()) | settings
+    (new / "config.json").write_text(json.dumps(config))
+    save_file(change(load_file(folder / "model.safetensors")), new / "model.safetensors")
+    return str(new)
+
+
+def bare(tensors):
+    """Names as in the Hub's gpt2, whose files also hold the masks."""
+    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 16, 16).tril() for i in range(2)}
+    masks |= {f"h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(2)}
+    return {name.removeprefix("transformer."): t for name, t in tensors.items() if name != "lm_head.weight"} | masks
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cls", [GPT, GPT_kv])
+@pytest.mark.parametrize("change", [lambda tensors: tensors, bare], ids=["as transformers saves it", "as on the Hub"])
+def test_gpt2_says_what_it_says_in_transformers(gpt2, tmp_path, cls, change):
+    theirs, folder = gpt2
+    ours = cls.from_pretrained(rewritten(folder, tmp_path, change))
+    assert not ours.training and type(ours) is cls
+    close(ours(ids(3, 16))[0], theirs(ids(3, 16)).logits)
+    no_padding = torch.ones(3, 5, dtype=torch.long)
+    said = theirs.generate(ids(3, 5), attention_mask=no_padding, max_new_tokens=11, do_sample=False, eos_token_id=None)
+    assert torch.equal(ours.generate(ids(3, 5), 11), said)
+    if cls is GPT_kv:
+        assert torch.equal(ours.generate_kv(ids(3, 5), 11), said)
+
+
+@torch.no_grad()
+def test_a_head_of_its_own_is_loaded_and_a_tied_one_is_a_copy(gpt2, tmp_path):
+    head = torch.randn(VOCABULARY, 12)
+    untied = GPT.from_pretrained(rewritten(gpt2[1], tmp_path, lambda tensors: tensors | {"lm_head.weight": head}))
+    assert torch.equal(untied.lm_head.weight, head)
+    tied = GPT.from_pretrained(gpt2[1])
+    assert torch.equal(tied.lm_head.weight, tied.transformer.wte.weight)
+    assert tied.lm_head.weight.data_ptr() != tied.transformer.wte.weight.data_ptr()
+
+
+@torch.no_grad()
+def test_half_precision_files_load_as_float32(gpt2, tmp_path):
+    folder = rewritten(gpt2[1], tmp_path, lambda tensors: {name: t.bfloat16() for name, t in tensors.items()})
+    ours = GPT.from_pretrained(folder)
+    assert {p.dtype for p in ours.parameters()} == {torch.float32}
+    assert torch.equal(ours.transformer.wte.weight, gpt2[0].transformer.wte.weight.bfloat16().float())
+
+
+def test_loaded_weights_can_be_trained(gpt2):
+    model = GPT_kv.from_pretrained(gpt2[1])
+    model(ids(2, 8), ids(2, 8, seed=1))[1].backward()
+    assert all(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "wpe" not in name)
+
+
+@pytest.mark.parametrize(("name", "asked"), [("gpt2-xl", "openai-community/gpt2-xl"), ("me/mine", "me/mine")])
+def test_a_name_is_asked_of_the_hub(gpt2, monkeypatch, name, asked):
+    calls = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **kw: calls.append((repo, kw)) or gpt2[1])
+    assert GPT_kv.from_pretrained(name).config.n_layer == 2
+    ((repo, options),) = calls
+    assert repo == asked and options["allow_patterns"] == ["config.json", "model*.safetensors"]
+
+
+def without(name):
+    return lambda tensors: {key: t for key, t in tensors.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "setting", "says"),
+    [
+        (without("transformer.h.1.ln_2.bias"), {}, "transformer.h.1.ln_2.bias"),
+        (lambda t: t | {"score.weight": torch.ones(2)}, {}, "score.weight"),
+        (lambda t: t | {"transformer.wpe.weight": torch.ones(8, 12)}, {}, "wpe.weight.*8, 12.*16, 12"),
+        (lambda t: t, {"model_type": "llama"}, "model_type=llama, but .* gpt2"),
+        (lambda t: t, {"activation_function": "relu"}, "activation_function=relu, but .*gelu"),
+        (lambda t: t, {"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon=0.001, but .* 1e-05"),
+        (lambda t: t, {"n_inner": 20}, "n_inner=20, but .* 48"),
+        (lambda t: t, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        (lambda t: t, {"n_head": 5}, "n_embd=12 is no multiple of n_head=5"),
+    ],
+)
+def test_another_model_is_refused_in_one_line(gpt2, tmp_path, change, setting, says):
+    with pytest.raises(ValueError, match=says) as refusal:
+        GPT.from_pretrained(rewritten(gpt2[1], tmp_path, change, **setting))
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 600
+
+
+def test_what_is_no_model_is_refused_in_one_line(gpt2, tmp_path):
+    (torn := tmp_path / "torn").mkdir()
+    (torn / "config.json").write_text((gpt2[1] / "config.json").read_text())
+    (empty := tmp_path / "empty").mkdir()
+    for folder, says in ((tmp_path / "nowhere", "neither a folder nor"), (empty, "config.json"), (torn, "safetensors")):
+        with pytest.raises(ValueError, match=says) as refusal:
+            GPT.from_pretrained(folder)
+        assert "\n" not in str(refusal.value)
+    (torn / "model.safetensors").write_bytes((gpt2[1] / "model.safetensors").read_bytes()[:-9])
+    with pytest.raises(ValueError, match="cannot be read as a GPT-2"):
+        GPT.from_pretrained(torn)
+    for text, says in (("{", "config.json cannot be read"), ("[]", "config.json holds list, not an object")):
+        (torn / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=says):
+            GPT.from_pretrained(torn)
+
+
+# ---- what cannot be asked -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"model_type": "gpt-huge"}, "model_type=gpt-huge is none of openai-gpt, gpt2"),
+        ({"model_type": "gpt-nano", "n_layer": 4}, "n_layer=4, but gpt-nano has 3"),
+        ({"n_layer": 2, "n_head": 2}, "n_embd=None; give a number"),
+        ({"model_type": "gpt-nano", "block_size": 0}, "block_size=0; give a number"),
+        ({"n_layer": 2, "n_head": 5, "n_embd": 12}, "n_embd=12 is no multiple of n_head=5"),
+    ],
+)
+def test_a_config_that_is_no_model_says_why(settings, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        GPT(GPTConfig(**{"vocab_size": 5, "block_size": 4} | settings))
+
+
+@torch.no_grad()
+def test_what_cannot_be_read_or_drawn_says_why():
+    gpt, gpt_kv = twins()
+    cache = gpt_kv(ids(2, 5))[2]
+    for ask, says in (
+        (lambda: gpt(ids(2, 17)), "idx holds 17 tokens, but block_size=16"),
+        (lambda: gpt_kv(ids(2, 17), kv_cache=cache), "idx holds 17 tokens, but block_size=16"),
+        (lambda: gpt.generate(ids(2, 0), 1), "idx holds 0 tokens"),
+        (lambda: gpt_kv.generate_kv(ids(2, 0), 1), "idx holds 0 tokens"),
+        (lambda: gpt_kv(ids(2, 5), kv_cache=cache), "idx is (2, 5), but the cache holds (2, 5) tokens"),
+        (lambda: gpt_kv(ids(1, 6), kv_cache=cache), "idx is (1, 6), but the cache holds (2, 5) tokens"),
+        (lambda: gpt_kv(ids(2, 6), kv_cache=cache[:1]), "kv_cache has 1 blocks, but the model 2"),
+        (lambda: gpt.generate(ids(1, 3), 1, temperature=0), "temperature=0 must be above 0"),
+        (lambda: gpt_kv.generate_kv(ids(1, 3), 1, top_k=0), "top_k=0 must be 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(says)):
+            ask()

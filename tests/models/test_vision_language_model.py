@@ -1,0 +1,309 @@
+"""From a prompt to an answer: however it is read, cached, batched or sampled, a model says what it says."""
+
+import gc
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.cache import KVCache
+from models.decoding import Sampling
+from models.vision_language_model import VisionLanguageModel
+from support.generation import IMAGE, PER_IMAGE, only_row, prompt
+
+few_examples = settings(deadline=None, derandomize=True, max_examples=40)
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@st.composite
+def shapes(draw):
+    n_kv_heads, group, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([2, 4, 8]))
+    return {
+        "lm_n_kv_heads": n_kv_heads,
+        "lm_n_heads": n_kv_heads * group,
+        "lm_hidden_dim": n_kv_heads * group * head_dim,
+        "lm_n_blocks": draw(st.integers(1, 3)),
+        "lm_tie_weights": draw(st.booleans()),
+        "seed": draw(st.integers(0, 9)),
+    }
+
+
+rows = st.text("ttti", min_size=1, max_size=10)
+prompts = st.lists(rows, min_size=1, max_size=3).map(lambda batch: prompt(*batch))
+samplings = st.sampled_from(
+    [Sampling(), Sampling(repetition_penalty=1.5), Sampling(temperature=1.0, top_p=0.9, seed=5)]
+)
+
+
+@few_examples
+@given(
+    shape=shapes(), inputs=prompts, sampling=samplings, n_samples=st.integers(1, 3), eos=st.none() | st.integers(4, 9)
+)
+def test_with_a_cache_it_says_what_it_says_without(tiny_model, shape, inputs, sampling, n_samples, eos):
+    model = tiny_model(**shape)
+    asked = {"max_new_tokens": 10, "sampling": sampling, "n_samples": n_samples, "eos_token_id": eos}
+    cached = model.generate(**inputs, **asked)
+    assert torch.equal(cached, model.generate(**inputs, **asked, use_kv_cache=False))
+    assert len(cached) == len(inputs["input_ids"]) * n_samples
+
+
+@few_examples
+@given(shape=shapes(), inputs=prompts, penalty=st.sampled_from([1.0, 1.5]))
+def test_a_padded_row_says_what_it_says_alone(tiny_model, shape, inputs, penalty):
+    model, asked = tiny_model(**shape), {"max_new_tokens": 8, "sampling": Sampling(repetition_penalty=penalty)}
+    together, logits = model.generate(**inputs, **asked), model.prefill(**inputs)[0]
+    for row in range(len(together)):
+        alone = only_row(inputs, row)
+        assert torch.equal(together[row], model.generate(**alone, **asked)[0])
+        close(logits[row], model.prefill(**alone)[0][0])
+
+
+@few_examples
+@given(shape=shapes(), inputs=prompts, cuts=st.sets(st.integers(1, 40)))
+def test_a_prompt_read_in_portions_is_read_as_a_whole(tiny_model, shape, inputs, cuts):
+    model, ids, mask = tiny_model(**shape), inputs["input_ids"], inputs["attention_mask"]
+    places = ids == IMAGE
+    nth = (places.cumsum(-1) - 1) % PER_IMAGE  # within an image, which no cut may part
+    bounds = [
+        0,
+        *(cut for cut in sorted(cuts) if cut < ids.size(1) and not (places & (nth > 0))[:, cut].any()),
+        ids.size(1),
+    ]
+    starts = (places & (nth == 0)).nonzero()[:, 1]  # of each image, in reading order
+
+    whole, expected = model.prefill(**inputs)
+    prefix = None
+    for start, stop in pairwise(bounds):
+        here = (start <= starts) & (starts < stop)
+        images = inputs["images"][here] if here.any() else None
+        logits, prefix = model.prefill(ids[:, start:stop], images, mask[:, start:stop], prefix)
+    for _ in range(4):
+        close(logits, whole)
+        ids = whole.argmax(-1)
+        assert torch.equal(ids, logits.argmax(-1))
+        (whole, expected), (logits, prefix) = model.decode(ids, expected), model.decode(ids, prefix)
+    assert prefix.length == expected.length
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+@pytest.mark.parametrize("n_samples", [1, 2])
+def test_what_rows_share_is_read_once_and_they_say_the_same(tiny_model, monkeypatch, penalty, n_samples):
+    model, head = tiny_model(), [IMAGE] * PER_IMAGE + [5, 9]
+    questions, image = [[6], [7, 8, 11], [8, 6]], torch.rand(1, 3, 16, 16)
+    asked = {"max_new_tokens": 8, "sampling": Sampling(repetition_penalty=penalty), "n_samples": n_samples}
+    alone = [model.generate(torch.tensor([head + words]), image, **asked) for words in questions]
+    ids = torch.tensor([head + [0] * (3 - len(words)) + words for words in questions])
+    mask = torch.tensor([[1] * len(head) + [0] * (3 - len(words)) + [1] * len(words) for words in questions])
+    inputs = {"input_ids": ids, "attention_mask": mask, "images": image, "shared": len(head)}
+    assert torch.equal(model.generate(**inputs, **asked, use_kv_cache=False), torch.cat(alone))
+    prefill, read = model.prefill, []
+    monkeypatch.setattr(model, "prefill", lambda x, *rest: read.append(tuple(x.shape)) or prefill(x, *rest))
+    assert torch.equal(model.generate(**inputs, **asked), torch.cat(alone))
+    assert read == [(1, len(head)), (3, 3)]
+
+
+@torch.inference_mode()
+def continuation(model, logits, prefix, first, n=6):
+    """Greedy logits of n steps after the id `first` was put into every row's mouth."""
+    ids, said = torch.full((logits.size(0),), first), []
+    for _ in range(n):
+        logits, prefix = model.decode(ids, prefix)
+        said.append(logits)
+        ids = logits.argmax(-1)
+    return torch.stack(said)
+
+
+@pytest.mark.parametrize("grown", [0, 3])
+def test_a_forked_prefill_leaves_its_parent_intact(tiny_model, grown):
+    model, inputs = tiny_model(), prompt("titt", "tt")
+    with torch.inference_mode():
+        logits, prefix = model.prefill(**inputs)
+        for _ in range(grown):
+            logits, prefix = model.decode(logits.argmax(-1), prefix)
+    remembered = [(kv.key.clone(), kv.value.clone()) for kv in prefix.kv_cache]
+    fork, other = (model.decode(torch.full((2,), first), prefix) for first in (7, 8))
+    first = continuation(model, logits, prefix, 7)
+    second = continuation(model, logits, prefix, 8)
+    assert not torch.allclose(first, second, atol=1e-2)
+    assert torch.equal(first, continuation(model, logits, prefix, 7))
+    assert torch.equal(continuation(model, *fork, 9), continuation(model, *fork, 9))
+    close(first[0], fork[0])
+    close(second[0], other[0])
+    assert all(torch.equal(kv.key, k) and torch.equal(kv.value, v) for kv, (k, v) in zip(prefix.kv_cache, remembered))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_model_of_any_precision_runs_every_path(tiny_model, dtype, tied):
+    model, inputs = tiny_model(lm_tie_weights=tied).to(dtype), prompt("tittt", "ttit")
+    logits, loss = model(**inputs, targets=inputs["input_ids"])
+    assert logits.dtype == dtype and loss.isfinite()
+    loss.backward()
+    assert all(weight.grad.isfinite().all() and weight.grad.any() for weight in model.parameters())
+
+    with torch.inference_mode():
+        last, prefix = model.prefill(**inputs)
+        after, prefix = model.decode(last.argmax(-1), prefix)
+        model.prefill(inputs["input_ids"][:, :1], prefix=prefix)
+    assert last.dtype == after.dtype == prefix.kv_cache[0].key.dtype == dtype
+    for sampling in (
+        Sampling(),
+        Sampling(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=1),
+    ):
+        for cached in (True, False):
+            ids = model.generate(**inputs, max_new_tokens=3, sampling=sampling, n_samples=2, use_kv_cache=cached)
+            assert ids.shape == (4, 3)
+    close_enough = {torch.bfloat16: 0.3, torch.float16: 0.03}.get(dtype, 1e-5)
+    reference, _ = tiny_model(lm_tie_weights=tied)(**inputs)
+    torch.testing.assert_close(logits.float(), reference, atol=close_enough, rtol=0)
+
+
+def test_the_same_seed_samples_the_same_and_another_does_not(tiny_model):
+    model, inputs = tiny_model(), prompt("tit", "t")
+
+    def said(**changes):
+        return model.generate(
+            **inputs, max_new_tokens=12, n_samples=3, sampling=Sampling(**{"temperature": 1.5} | changes)
+        )
+
+    torch.manual_seed(0)
+    first = said(seed=1)
+    state = torch.get_rng_state()
+    assert torch.equal(first, said(seed=1)) and not torch.equal(first, said(seed=2))
+    assert torch.equal(state, torch.get_rng_state())  # a seed of its own takes nothing from torch's
+    assert len({tuple(row.tolist()) for row in first[:3]}) == 3  # one prompt's samples differ
+    unseeded = said()
+    assert not torch.equal(unseeded, said())
+    torch.set_rng_state(state)
+    assert torch.equal(unseeded, said())
+
+
+def test_greedy_samples_of_a_prompt_are_neighbours_and_alike(tiny_model):
+    model, inputs = tiny_model(), prompt("tit", "t")
+    once = model.generate(**inputs, max_new_tokens=5)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=5, n_samples=3), once.repeat_interleave(3, dim=0))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The shape, (rows, tokens), of everything that a decoder is given to read from now on."""
+    shapes = []
+    forward = VisionLanguageModel._read
+    monkeypatch.setattr(
+        VisionLanguageModel,
+        "_read",
+        lambda self, x, *args: shapes.append(tuple(x.shape[:2])) or forward(self, x, *args),
+    )
+    return shapes
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 7])
+def test_no_step_is_computed_whose_result_is_thrown_away(tiny_model, reads, n):
+    model, inputs = tiny_model(), prompt("titt", "tt")
+    assert model.generate(**inputs, max_new_tokens=n, n_samples=2).shape == (4, n)
+    assert reads == [(2, 7)] * (n > 0) + [(4, 1)] * (n - 1)
+
+    reads.clear()
+    model.generate(**inputs, max_new_tokens=n, use_kv_cache=False)
+    assert reads == [(2, 7 + i) for i in range(n)]
+
+
+def test_a_token_is_out_before_the_next_is_computed(tiny_model, reads):
+    for steps, ids in enumerate(tiny_model().stream(**prompt("tit"), max_new_tokens=5), 1):
+        assert ids.shape == (1,) and len(reads) == steps
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_it_stops_when_every_row_has_ended_and_an_ended_row_repeats_its_end(tiny_model, reads, cached):
+    model, inputs = tiny_model(), prompt("titt", "tt", "ttt")
+    asked = {"max_new_tokens": 30, "sampling": Sampling(temperature=2.0, seed=3), "use_kv_cache": cached}
+    free = model.generate(**inputs, **asked)
+    eos = next(i for i in range(40) if (free == i).any(-1).all())  # a token that every row says some day
+    ends = (free == eos).int().argmax(-1)
+    assert 0 < ends.max() < 29 and ends.unique().numel() > 1
+
+    reads.clear()
+    said = model.generate(**inputs, **asked, eos_token_id=eos)
+    assert said.size(1) == len(reads) == ends.max() + 1
+    for row, end in enumerate(ends):
+        assert torch.equal(said[row, : end + 1], free[row, : end + 1])
+        assert (said[row, end:] == eos).all()
+
+
+def test_padding_counts_as_nothing_said(tiny_model):
+    """What stands under the padding is the very word that a penalty for it would keep from being said."""
+    model, inputs = tiny_model(), prompt("ttttt", "tt")
+    asked = {"max_new_tokens": 5, "sampling": Sampling(repetition_penalty=1e6)}
+    alone = model.generate(**only_row(inputs, 1), **asked)[0]
+    inputs["input_ids"][1, :3] = alone[0]
+    assert torch.equal(model.generate(**inputs, **asked)[1], alone)
+
+
+def test_an_image_token_of_an_answer_is_an_ordinary_token(tiny_model):
+    model, inputs = tiny_model(), prompt("tit")
+    with torch.inference_mode():
+        logits, _ = model.decode(torch.tensor([IMAGE]), model.prefill(**inputs)[1])
+        word = model.decoder.token_embedding(torch.tensor([[IMAGE]]))
+        hidden, _ = model.decoder(torch.cat([model.embed(inputs["input_ids"], inputs["images"]), word], dim=1))
+        close(logits, model.decoder.head(hidden[:, -1]))
+
+
+@pytest.mark.parametrize(("n_images", "given"), [(1, 4), (3, 12), (0, 0)])
+def test_images_without_places_and_places_without_images_are_refused(tiny_model, n_images, given):
+    inputs = prompt("tiit") | {"images": torch.rand(n_images, 3, 16, 16) if n_images else None}
+    with pytest.raises(ValueError, match=f"8 image tokens, .* {given} embeddings"):
+        tiny_model().generate(**inputs, max_new_tokens=5)
+
+
+def test_images_take_their_places_in_reading_order(tiny_model):
+    model, inputs = tiny_model(), prompt("ti", "iti")
+    x = model.embed(inputs["input_ids"], inputs["images"])
+    one, two, three = (model.MP(model.vision_encoder(image[None]))[0] for image in inputs["images"])
+    close(x[0, -4:], one)
+    close(x[1, :4], two)
+    close(x[1, 5:], three)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_last_position_can_be_used_and_none_beyond(tiny_model, cached):
+    model, inputs = tiny_model(lm_max_position_embeddings=16), prompt("tit")
+    ids = model.generate(**inputs, max_new_tokens=11, use_kv_cache=cached)  # 6 + 10 are read, the 11th is not
+    with torch.inference_mode():
+        x = torch.cat(
+            [model.embed(inputs["input_ids"], inputs["images"]), model.decoder.token_embedding(ids[:, :-1])], 1
+        )
+        assert torch.equal(model.decoder.head(model.decoder(x)[0])[:, 5:].argmax(-1), ids)
+    with pytest.raises(ValueError, match="6 tokens and max_new_tokens=12 .* lm_max_position_embeddings=16"):
+        model.generate(**inputs, max_new_tokens=12, use_kv_cache=cached)
+    with pytest.raises(ValueError, match="max_new_tokens=-1"):
+        model.generate(**inputs, max_new_tokens=-1)
+
+
+def test_forward_keeps_no_cache(tiny_model):
+    """Counted where the last block is done and the logits are not yet made."""
+
+    def alive(*_):
+        counts.append(sum(type(thing) is KVCache for thing in gc.get_objects()))
+
+    model, inputs, counts = tiny_model(), prompt("tit"), []
+    model.decoder.head.register_forward_pre_hook(alive)
+    alive()
+    model(**inputs, targets=inputs["input_ids"])
+    model.prefill(**inputs)
+    assert counts[1] == counts[0] and counts[2] == counts[0] + len(model.decoder.blocks)
+
+
+def test_the_loss_is_the_mean_surprise_at_the_places_asked(tiny_model):
+    model, inputs = tiny_model(), prompt("titt", "tt")
+    targets = torch.full_like(inputs["input_ids"], -100)
+    targets[0, 5], targets[1, -1] = 11, 12
+    logits, loss = model(**inputs, targets=targets)
+    close(loss, -(F.log_softmax(logits[0, 5], -1)[11] + F.log_softmax(logits[1, -1], -1)[12]) / 2)
+    close(logits[:, -1], model.prefill(**inputs)[0])
+    assert model(**inputs)[1] is None

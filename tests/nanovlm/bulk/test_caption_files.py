@@ -1,0 +1,537 @@
+"""`nanovlm caption FOLDER`: every picture gets its caption once, whatever becomes of the others or of the process."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from nanovlm import SAMPLE, Captioner
+from nanovlm.bulk import captioning as runs
+from nanovlm.bulk import outputs as results
+from nanovlm.bulk import resume_log as records
+from nanovlm.data import Reading, open_source
+from support import ROOT, noise
+from support.cli import NAMES, SHORT, refused, stdin_of
+
+pytestmark = pytest.mark.usefixtures("standing")
+
+TABLES = ["captions.jsonl", "captions.csv", "captions.parquet"]
+
+
+
+class Killed(BaseException):
+    """What kill -9 does, as far as a process that sees nothing of it can tell."""
+
+
+@pytest.fixture
+def texts(folder, said):
+    return {name: said(str(folder / name))[0].strip() for name in NAMES}
+
+
+def sidecars(folder):
+    return {str(p.relative_to(folder)): p.read_text("utf-8") for p in folder.rglob("*.txt")}
+
+
+def beside(texts):
+    return {str(Path(name).with_suffix(".txt")): f"{text}\n" for name, text in texts.items()}
+
+
+def read(path):
+    """A table's texts by name, each name once, through other eyes than ours."""
+    if path.suffix == ".parquet":
+        rows = parquet.read_table(path).to_pylist()
+    elif path.suffix == ".csv":
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    else:
+        rows = [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+    assert len({row["file_name"] for row in rows}) == len(rows)
+    return {row["file_name"]: row["text"] for row in rows}
+
+
+def litter(folder):
+    """What a run may not leave behind."""
+    return [p.name for p in folder.rglob("*") if p.name.endswith((".new", ".lock"))]
+
+
+# ------------------------------------------------------------------------------------------------- what comes out
+
+
+def test_a_folder_gets_a_text_beside_each_picture(generate, folder, texts):
+    code, out, err = generate(folder)
+    assert (code, out) == (0, "") and err.splitlines()[-1].startswith("5 captioned in ")
+    assert sidecars(folder) == beside(texts) and not litter(folder)
+    learned = open_source(str(folder), Reading())
+    assert {learned.keys[i]: learned[i].answers[0][1] for i in range(len(learned))} == texts
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_names_each_picture_and_its_caption(generate, folder, texts, table):
+    code, out, _ = generate(folder, "--out", folder / table, "--batch-size", "2")
+    assert (code, out) == (0, "") and read(folder / table) == texts
+    assert not sidecars(folder) and not litter(folder)
+    generate(folder, "--out", table)  # elsewhere, the names are from there
+    assert read(Path(table)) == {f"pictures/{name}": text for name, text in texts.items()}
+
+
+@pytest.mark.parametrize("existing", ["append", "prepend"])
+@pytest.mark.parametrize("where", ["txt", *TABLES])
+def test_the_same_words_are_not_added_twice(generate, folder, texts, where, existing):
+    out = where if where == "txt" else folder / where
+    record = folder / ("captions.run" if where == "txt" else f"{where}.run")
+
+    def now():
+        if where == "txt":
+            return {name: (folder / name).with_suffix(".txt").read_text().strip() for name in NAMES}
+        return {name: text for name, text in read(out).items() if name in NAMES}
+
+    add = ["--existing", existing, "--out", out]
+    assert generate(folder, *add)[0] == 0 and now() == texts
+    noise(33, 44, 3).save(folder / "new.png")
+    code, _, err = generate(folder, *add)
+    assert code == 0 and "1 captioned" in err and now() == texts
+    assert err.splitlines()[-1].endswith(f"5 have got theirs from this command; to do them again, remove {record}")
+    (folder / "new.png").unlink()
+    assert generate(folder, *add, "--suffix", "!")[0] == 0, "another command"
+    twice = {name: EXPECTED[existing].format(old=text, new=f"{text}!") for name, text in texts.items()}
+    assert now() == twice
+    record.unlink()
+    assert generate(folder, *add, "--suffix", "!")[0] == 0
+    assert now() == {name: EXPECTED[existing].format(old=twice[name], new=f"{texts[name]}!") for name in NAMES}
+    if where == "txt":
+        (folder / "a.txt").unlink()
+        assert generate(folder, *add, "--suffix", "!")[0] == 0 and now()["a.png"] == f"{texts['a.png']}!", "not there"
+    else:
+        rows = [row | {"text": "mine"} for row in results.read_table(out)]
+        results.write_table(out, out.suffix, rows)
+        assert generate(folder, *add, "--suffix", "!")[0] == 0 and set(now().values()) == {"mine"}
+    assert generate(folder, "--existing", "overwrite", "--out", out)[0] == 0
+    assert now() == texts and not record.exists() and not litter(folder)
+
+
+@pytest.mark.parametrize("where", ["txt", "all.csv"])
+def test_two_runs_at_once_are_refused(generate, folder, texts, where, monkeypatch):
+    """Another process holds what it writes to; that of a killed one holds nobody up."""
+    lock = folder / (".captions.lock" if where == "txt" else f".{where}.lock")
+    holds = f"import sys, pathlib; sys.path.insert(0, {str(ROOT)!r})\nfrom nanovlm.bulk.resume_log import alone\n"
+    holds += f"with alone(pathlib.Path({str(lock)!r}), 'x'): print('held', flush=True), sys.stdin.read()"
+    other = subprocess.Popen([sys.executable, "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"held\n" and lock.exists()
+    place = folder if where == "txt" else folder / where
+    refused(generate(folder, "--out", where if where == "txt" else place), f"{place}: another run writes", "wait for")
+    assert not sidecars(folder)
+    other.kill(), other.communicate()
+    assert lock.exists() and generate(folder, "--out", where if where == "txt" else place)[0] == 0
+    assert (sidecars(folder) == beside(texts)) if where == "txt" else (read(place) == texts)
+    assert not litter(folder)
+
+
+def test_metadata_is_at_once_a_training_set(generate, folder, texts):
+    assert generate(folder, "--out", folder / "metadata.jsonl")[0] == 0
+    learned = open_source(str(folder), Reading())
+    assert {learned.keys[i]: learned[i].answers[0][1] for i in range(len(learned))} == texts
+
+
+def test_prefix_suffix_and_length_are_said(generate, folder, said):
+    assert generate(folder, "--prefix", "foo, ", "--suffix", " (ai)", "--length", "short")[0] == 0
+    asked = {name: said(str(folder / name), "Describe this picture in a few words.")[0].strip() for name in NAMES}
+    assert sidecars(folder) == beside({name: f"foo, {text} (ai)" for name, text in asked.items()})
+
+
+def test_lists_patterns_and_names_are_folders_too(generate, folder, texts, monkeypatch):
+    odd = "pictures/two\nlines.png"
+    Path(odd).write_bytes((folder / "a.png").read_bytes())
+    stdin_of(b"pictures/a.png\0" + odd.encode() + b"\0pictures/deep\0", monkeypatch)
+    assert generate("--list", "-", "pictures/*.jpg", "pictures/../pictures/a.png", "--out", "all.jsonl")[0] == 0
+    found = read(Path("all.jsonl"))
+    assert set(found) == {f"pictures/{name}" for name in NAMES if name != "d.gif"} | {odd}
+    assert found[odd] == found["pictures/a.png"] == texts["a.png"]
+    Path("names").write_text("pictures/d.gif\n\npictures/a.png\n")
+    assert generate("--list", "names", "--out", "listed.csv")[0] == 0
+    assert set(read(Path("listed.csv"))) == {"pictures/d.gif", "pictures/a.png"}
+    assert generate("good.png", "--out", "txt")[0] == 0 and Path("good.txt").is_file()
+
+
+def test_models_of_an_early_era_caption_folders_too(generate, folder, model_folder, tmp_path):
+    (old := tmp_path / "old").mkdir()
+    for path in model_folder.iterdir():
+        (old / path.name).write_bytes(path.read_bytes())
+    raw = json.loads((old / "config.json").read_text())
+    for name in ("lm_chat_template", "max_img_size"):
+        del raw[name]
+    (old / "config.json").write_text(json.dumps(raw))
+    assert generate(folder, model=old)[0] == 0 and len(sidecars(folder)) == 5
+
+
+# ------------------------------------------------------------------------------------- captions that are there already
+
+
+EXPECTED = {"skip": "{old}", "overwrite": "{new}", "append": "{old} {new}", "prepend": "{new} {old}"}
+
+
+@pytest.mark.parametrize("existing", EXPECTED)
+@pytest.mark.parametrize("where", ["txt", *TABLES])
+def test_captions_that_are_there_become_what_was_asked(generate, folder, texts, where, existing):
+    old = {"a.png": "old words", "d.gif": "older"}
+    if where == "txt":
+        for name, text in old.items():
+            (folder / name).with_suffix(".txt").write_text(text)
+    else:
+        rows = [{"file_name": name, "text": text, "label": "7"} for name, text in old.items()]
+        results.write_table(folder / where, Path(where).suffix, rows + [{"file_name": "x.png", "text": "x"}])
+    code, _, err = generate(folder, "--existing", existing, "--out", where if where == "txt" else folder / where)
+    assert code == 0 and ("2 had captions already" in err) == (existing == "skip")
+    expected = texts | {name: EXPECTED[existing].format(old=text, new=texts[name]) for name, text in old.items()}
+    if where == "txt":
+        found = {name: (folder / name).with_suffix(".txt").read_text().strip() for name in NAMES}
+        assert found == expected
+    else:
+        assert read(folder / where) == expected | {"x.png": "x"}, "rows of other pictures stay"
+        assert "label" in {**results.read_table(folder / where)[0]}, "and so do other columns"
+    assert not litter(folder)
+
+
+def test_a_second_run_does_not_even_read_the_model(generate, folder, monkeypatch):
+    generate(folder), generate(folder, "--out", "all.csv")
+    monkeypatch.setattr(Captioner, "from_pretrained", lambda *args: pytest.fail("read"))
+    for where in ([], ["--out", "all.csv"]):
+        assert generate(folder, *where) == (0, "", "5 had captions already\n")
+
+
+# ------------------------------------------------------------------------------------------------------- interruptions
+
+
+@pytest.mark.parametrize("existing", EXPECTED)
+@pytest.mark.parametrize("where", ["txt", *TABLES])
+def test_a_killed_run_goes_on_and_captions_nothing_twice(generate, folder, texts, monkeypatch, where, existing):
+    """Killed at its third write or replacement, run after run, until one comes to its end."""
+    out = where if where == "txt" else folder / where
+    if where == "txt":
+        (folder / "a.txt").write_text("old\n")
+    else:
+        results.write_table(out, out.suffix, [{"file_name": "a.png", "text": "old"}])
+    monkeypatch.setattr(runs, "MOST_LANES", 1)  # of several, each may lose what it was about to say
+    captioned, calls, kills = [], [0], 0
+
+    def dies(function, torn):
+        def die(*args):
+            calls[0] += 1
+            if calls[0] == 3:
+                torn(*args)
+                raise Killed
+            return function(*args)
+
+        return die
+
+    def half(rows, row):
+        with open(rows.path, "ab") as file:
+            file.write(json.dumps(row).encode()[:-3])
+
+    add = runs.ContinuousBatch.add
+    monkeypatch.setattr(runs.ContinuousBatch, "add", lambda *args, **more: captioned.append(1) or add(*args, **more))
+    monkeypatch.setattr(records.os, "replace", dies(os.replace, lambda *args: None))
+    monkeypatch.setattr(records.Lines, "add", dies(records.Lines.add, half))
+    for _ in range(20):
+        calls[0] = 0
+        try:
+            code, _, _ = generate(folder, "--existing", existing, "--out", out, "--batch-size", "1")
+        except Killed:
+            kills += 1
+            assert all(text.endswith("\n") for text in sidecars(folder).values())
+        else:
+            break
+    assert code == 0 and not litter(folder) and 0 < kills < 12
+    assert len(captioned) <= 5 + kills, "but for the one that it was about to write"
+    expected = texts | {"a.png": EXPECTED[existing].format(old="old", new=texts["a.png"])}
+    found = {Path(k).stem: v.strip() for k, v in sidecars(folder).items()} if where == "txt" else read(out)
+    assert found == ({Path(name).stem: text for name, text in expected.items()} if where == "txt" else expected)
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_torn_last_line_is_mended(generate, folder, texts, cut):
+    table = folder / "captions.jsonl"
+    generate(folder, "--out", table)
+    os.truncate(table, table.stat().st_size - cut)
+    assert generate(folder, "--out", table)[0] == 0 and read(table) == texts
+
+
+def test_a_file_that_is_not_ours_stays_as_it_is(generate, folder):
+    table = folder / "captions.jsonl"
+    for content, words in (("hello\nworld", "line 1"), ('{"a": 1}\n', "file_name"), ("[1]\n", "no object")):
+        table.write_text(content)
+        refused(generate(folder, "--out", table), str(table), words)
+        assert table.read_text() == content
+
+
+def test_other_settings_are_another_run(generate, folder, texts, monkeypatch):
+    """What an interrupted run found is kept, and the next one, asked otherwise, begins anew."""
+    table, add = folder / "captions.csv", records.Lines.add
+    monkeypatch.setattr(
+        records.Lines,
+        "add",
+        lambda rows, row: (_ for _ in ()).throw(KeyboardInterrupt) if rows.found else add(rows, row),
+    )
+    code, _, err = generate(folder, "--out", table, "--prefix", "1 ")
+    assert code == 130 and "stopped after 1 of 5 pictures; the same command goes on" in err and not table.exists()
+    monkeypatch.setattr(records.Lines, "add", add)
+    code, _, err = generate(folder, "--out", table, "--prefix", "2 ")
+    assert code == 0 and "1 had captions already" in err
+    assert sorted(text[:2] for text in read(table).values()) == ["1 ", "2 ", "2 ", "2 ", "2 "]
+
+
+def test_kill_9_leaves_whole_files_and_the_next_run_goes_on(folder, model_folder, said):
+    for i in range(60):
+        noise(40, 40, seed=i).save(folder / f"n{i:02}.png")
+    command = [sys.executable, "-c", "import sys; from nanovlm.cli.main import main; sys.exit(main())", "caption"]
+    command += [str(folder), "--model", str(model_folder), *SHORT, "--batch-size", "2"]
+    quiet = {
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.PIPE,
+        "env": os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    }
+    run = subprocess.Popen(command, **quiet)
+    until = time.monotonic() + 120
+    while len(list(folder.glob("*.txt"))) < 8 and time.monotonic() < until and run.poll() is None:
+        time.sleep(0.002)
+    run.send_signal(signal.SIGKILL)
+    _, told = run.communicate()
+    first = {p: (p.stat().st_mtime_ns, p.read_text()) for p in folder.rglob("*.txt")}
+    assert run.returncode == -signal.SIGKILL and 8 <= len(first) < 65, told.decode()
+    for path, (_, text) in first.items():
+        (picture,) = (p for p in folder.rglob(f"{path.stem}.*") if p.suffix != ".txt")
+        assert text == said(str(picture))[0].strip() + "\n"
+    run = subprocess.run(command, timeout=300, **quiet)
+    assert run.returncode == 0 and f"{len(first)} had captions already" in run.stderr.decode()
+    assert len(list(folder.rglob("*.txt"))) == 65
+    assert all((p.stat().st_mtime_ns, p.read_text()) == was for p, was in first.items()), "nothing is captioned twice"
+
+
+# --------------------------------------------------------------------------------------------------------- bad pictures
+
+
+@pytest.mark.parametrize("where", ["txt", *TABLES])
+def test_bad_pictures_are_listed_and_stop_nobody(generate, folder, texts, where):
+    whole = (folder / "a.png").read_bytes()
+    (folder / "torn.png").write_bytes(whole[: len(whole) // 2])
+    (folder / "words.jpg").write_text("hello")
+    (folder / "empty.webp").touch()
+    noise(3, 1000).save(folder / "thread.bmp")
+    (folder / "nowhere.png").symlink_to("missing")
+    os.mkfifo(folder / "pipe.png")
+    Path("none").mkdir()
+    out = where if where == "txt" else folder / where
+    code, _, err = generate(folder, "none", "gone.png", "x*.png", "--out", out)
+    assert code == 1 and "5 captioned" in err and f"9 failed, see {folder / 'failures.jsonl'}" in err
+    failed = [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
+    reasons = {Path(row["file_name"]).name: row["reason"] for row in failed}
+    words = {
+        "torn.png": "cannot be decoded", "words.jpg": "not a picture", "empty.webp": "an empty file",
+        "thread.bmp": "crop it", "nowhere.png": "No such file", "pipe.png": "not a file",
+        "none": "without pictures", "gone.png": "No such file", "x*.png": "a pattern that fits no picture",
+    }  # fmt: skip
+    assert reasons.keys() == words.keys() and all(words[name] in reason for name, reason in reasons.items())
+    assert (sidecars(folder) == beside(texts)) if where == "txt" else (read(out) == texts)
+    for name in words:
+        (folder / name).unlink(missing_ok=True)
+    assert generate(folder, "--out", out)[0] == 0 and not (folder / "failures.jsonl").exists()
+
+
+def test_names_that_collide_are_not_written_over(generate, folder, texts):
+    noise(30, 30, 9).save(folder / "a.jpg")
+    for _ in range(2):
+        code, _, err = generate(folder)
+        assert code == 1 and "a.png: a.txt is the caption of a.jpg" in err
+    texts["a.jpg"] = sidecars(folder)["a.txt"].strip()
+    assert texts["a.jpg"] != texts.pop("a.png") and sidecars(folder) == beside(texts)
+    assert generate(folder, "--out", "all.jsonl")[0] == 0
+
+
+def test_a_name_that_is_no_text_has_a_place_in_jsonl(generate, folder, texts):
+    (folder / os.fsdecode(b"\xff.png")).write_bytes((folder / "a.png").read_bytes())
+    assert generate(folder, "--out", folder / "all.jsonl")[0] == 0
+    assert read(folder / "all.jsonl") == texts | {"\udcff.png": texts["a.png"]}
+    code, _, err = generate(folder, "--out", folder / "all.csv")
+    assert code == 1 and "no Unicode text" in err and read(folder / "all.csv") == texts
+    assert generate(folder)[0] == 0 and (folder / os.fsdecode(b"\xff.txt")).is_file()
+
+
+def test_a_folder_that_may_not_be_written_is_told_before_any_work(generate, folder, monkeypatch):
+    monkeypatch.setattr(results.os, "access", lambda path, mode: Path(path).name != "deep")
+    code, _, err = generate(folder)
+    assert code == 1 and "ünï-🙂.png: its folder may not be written" in err and len(sidecars(folder)) == 4
+
+
+def test_failures_that_cannot_be_written_are_told_all_the_same(generate, folder, texts):
+    (folder / "failures.jsonl").mkdir()
+    (folder / "words.png").write_text("hello")
+    code, _, err = generate(folder)
+    assert code == 1 and "words.png: not a picture" in err and err.endswith("; 1 failed\n")
+    assert sidecars(folder) == beside(texts)
+
+
+def test_what_is_too_much_for_the_memory_begins_anew_in_half_as_many_rows(generate, folder, texts, monkeypatch):
+    step, sizes = runs.ContinuousBatch.step, []
+
+    def small(batch):
+        if not sizes or sizes[-1] != batch.n_rows:
+            sizes.append(batch.n_rows)
+        if batch.running > 2:
+            raise MemoryError
+        return step(batch)
+
+    monkeypatch.setattr(runs, "MOST_LANES", 1)  # else each has too few pictures
+    monkeypatch.setattr(runs.ContinuousBatch, "step", small)
+    assert generate(folder, "--batch-size", "5")[0] == 0 and sidecars(folder) == beside(texts) and sizes == [5, 2]
+    monkeypatch.setattr(runs.ContinuousBatch, "step", lambda batch: (_ for _ in ()).throw(MemoryError))
+    code, _, err = generate(folder, "--existing", "overwrite")
+    assert code == 1 and err.count("not enough memory") == 5 and sidecars(folder) == beside(texts)
+
+
+def test_a_picture_too_large_for_the_memory_stops_nobody(generate, folder, texts, monkeypatch):
+    embed, whole = runs.Captioner.prepare, []
+
+    def prepare(captioner, picture, prompt):
+        ids, (images,) = embed(captioner, picture, prompt)
+        if picture.endswith("d.gif"):
+            images.fill_(2.0)
+        return ids, [images]
+
+    def read(encoder, images):
+        whole.append(len(images))
+        if (images == 2).all(-1).all(-1).all(-1).any():
+            raise RuntimeError("can't allocate memory")
+        return forward(encoder, images)
+
+    from models.vision_transformer import VisionTransformer
+
+    forward = VisionTransformer.forward
+    monkeypatch.setattr(runs.Captioner, "prepare", prepare)
+    monkeypatch.setattr(VisionTransformer, "forward", read)
+    code, _, err = generate(folder)
+    assert code == 1 and "d.gif: can't allocate memory" in err and "4 captioned" in err
+    assert sidecars(folder) == beside({name: text for name, text in texts.items() if name != "d.gif"})
+
+
+def test_a_full_disk_ends_the_run(generate, folder, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results, "write_text", full)
+    with open(os.devnull, "w") as nowhere:
+        monkeypatch.setattr(sys, "stdout", nowhere)
+        code, _, err = generate(folder)
+    assert code == 1 and len(err.splitlines()) == 1 and "No space left" in err
+
+
+@pytest.mark.parametrize("existing", ["skip", "overwrite", "append"])
+def test_a_picture_is_not_taken_for_its_own_caption(generate, folder, existing):
+    (folder / "a.txt").write_bytes(whole := (folder / "a.png").read_bytes())
+    code, _, err = generate(folder / "a.txt", "--out", "txt", "--existing", existing)
+    assert code == 1 and "a.txt: its caption would take its place" in err and (folder / "a.txt").read_bytes() == whole
+
+
+def test_an_old_caption_that_is_no_text_is_not_added_to(generate, folder, texts):
+    (folder / "a.txt").write_bytes("été".encode("latin-1"))
+    code, _, err = generate(folder, "--existing", "append")
+    assert code == 1 and "a.png: a.txt is no UTF-8 text" in err and "4 captioned" in err
+    assert (folder / "a.txt").read_bytes() == "été".encode("latin-1")
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n", "\0"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_lists_of_all_systems_are_read(generate, folder, texts, monkeypatch, ends, encoding):
+    names = [f"pictures/{name}" for name in NAMES]
+    text = ends.join(["", *names[:2], "  ", "", *names[2:], ""])
+    if ends == "\0" and encoding == "utf-16":
+        return  # nobody writes that
+    stdin_of(text.encode(encoding), monkeypatch)
+    code, _, err = generate("--list", "-")
+    assert code == 0 and "5 captioned" in err and sidecars(folder) == beside(texts)
+
+
+# ------------------------------------------------------------------------------------------------------------ wrong use
+
+
+DAMAGED = {
+    "cells.csv": ('file_name,text\na.png,"yes",no\n', "row 1, has more cells than columns"),
+    "quotes.csv": (f'file_name,text\na.png,"{"x" * 200_000}\n', "field larger than field limit"),
+    "columns.csv": ("file,caption\na.png,yes\n", "rows without a file_name"),
+    "latin.csv": ("file_name,text\na.png,été\n".encode("latin-1"), "cannot be read"),
+    "numbers.jsonl": ('{"file_name": "a.png", "text": 3}\n', "row 1, has a text that is no text"),
+    "names.jsonl": ('{"file_name": ["a.png"]}\n', "rows without a file_name"),
+    "deep.jsonl": ("[" * 100_000 + "\n", "line 1, cannot be read"),
+    "torn.jsonl": ('{"file_name": "a.png", "te\n{"file_name": "b.png"}\n', "line 1, cannot be read"),
+    "words.parquet": ("PAR1 and no more", "cannot be read"),
+    "numbers.parquet": ([{"file_name": "a.png", "text": 3}], "row 1, has a text that is no text"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.parametrize("existing", ["skip", "append"])
+def test_a_table_that_cannot_be_continued_is_told_before_any_work(generate, folder, name, existing):
+    content, words = DAMAGED[name]
+    if isinstance(content, list):
+        parquet.write_table(pyarrow.Table.from_pylist(content), name)
+    else:
+        Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    before = Path(name).read_bytes()
+    refused(generate(folder, "--out", name, "--existing", existing), name, words)
+    assert Path(name).read_bytes() == before and not litter(Path("."))
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}\n', '{"settings": {}}\n{"b": 2}\n', "words\n"])
+def test_a_file_of_that_name_that_no_run_wrote_is_kept(generate, folder, content):
+    for place, argv in ((folder / "captions.run", []), (Path("all.csv.run"), ["--out", "all.csv"])):
+        place.write_text(content)
+        refused(generate(folder, *argv), place.name)
+        assert place.read_text() == content
+
+
+def test_a_table_that_may_not_be_written_is_told_before_any_work(generate, folder, monkeypatch):
+    access = os.access
+    for closed in (".", "all.jsonl"):
+        Path("all.jsonl").touch()
+        monkeypatch.setattr(results.os, "access", lambda path, mode: str(path) != closed and access(path, mode))  # noqa: B023
+        refused(generate(folder, "--out", "all.jsonl"), "--out all.jsonl may not be written")
+    for make in (os.mkdir, os.mkfifo):
+        make(f"{make.__name__}.jsonl")
+        refused(generate(folder, "--out", f"{make.__name__}.jsonl"), f"{make.__name__}.jsonl is there and no file")
+    refused(generate(folder, "--out", "good.png/all.jsonl"), "--out good.png/all.jsonl: its folder cannot be made")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["pictures", "--json"], "--out captions.jsonl"),
+        (["pictures", "--samples", "2", "--temperature", "1"], "--samples 2"),
+        (["pictures", "-"], "a picture without a name"),
+        (["pictures", "--batch-size", "0"], "--batch-size 0 is less than 1"),
+        (["pictures", "--out", "all.xml"], ".jsonl, .csv, .parquet"),
+        (["pictures", "--prefix", "\udcff"], "no Unicode text"),
+        (["pictures", "--existing", "burn"], "--existing"),
+        (["pictures", "--prompt", "What?", "--length", "short"], "--length"),
+        (["--out", "all.csv"], "no pictures"),
+        (["--list", "nowhere"], "No such file"),
+        (["--list", ""], "Is a directory"),
+        (["pictures", "--out", ""], "ends in none of"),
+        (["good.png", "--existing", "skip"], "--existing is for files"),
+        (["good.png", "--prefix", "x"], "--prefix is for files"),
+        (["good.png", "--batch-size", "2"], "--batch-size is for files"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_use_is_one_line(generate, folder, argv, words):
+    refused(generate(*argv), words)
+    assert not sidecars(folder)
+
+
+def test_the_sample_is_no_folder(generate):
+    assert generate(SAMPLE)[0] == 0 and not SAMPLE.with_suffix(".txt").exists()

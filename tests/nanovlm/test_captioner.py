@@ -1,0 +1,287 @@
+"""The facade says the same however it is asked: whole, in pieces, in a batch, again; and an import says nothing."""
+
+import io
+import random
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+import nanovlm
+from models.checkpoint import CheckpointError
+from models.decoding import Sampling
+from nanovlm import Captioner
+from nanovlm.captioner import Stats
+from nanovlm.device import choose_device, choose_dtype
+from nanovlm.image_processing import PictureError
+from nanovlm.processor import Processor
+from support import ROOT
+
+WARM = Sampling(temperature=1.5, seed=3)
+
+
+def noise(width, height, seed=0):
+    return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
+
+
+@pytest.fixture(scope="module")
+def captioner(model_folder):
+    return Captioner.from_pretrained(model_folder, "cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    return [noise(100, 60, seed=1), noise(96, 96, seed=2), Image.new("RGB", (20, 70), "red"), noise(300, 200, seed=3)]
+
+
+def test_three_lines_caption_a_picture(model_folder, pictures, tmp_path):
+    pictures[0].save(tmp_path / "picture.png")
+    captioner = Captioner.from_pretrained(model_folder)
+    said = captioner.caption(tmp_path / "picture.png", max_new_tokens=8)
+    assert isinstance(said, str) and said == captioner.caption(pictures[0], "Describe this picture.", max_new_tokens=8)
+
+
+def test_a_path_bytes_a_file_and_a_picture_are_captioned_alike(captioner, pictures, tmp_path):
+    pictures[0].save(tmp_path / "picture.png")
+    data = (tmp_path / "picture.png").read_bytes()
+    sources = [tmp_path / "picture.png", str(tmp_path / "picture.png"), data, io.BytesIO(data), pictures[0]]
+    assert len({captioner.caption(source, max_new_tokens=6) for source in sources}) == 1
+
+
+def test_the_pieces_of_a_stream_are_the_caption(captioner, pictures):
+    for sampling in (Sampling(), WARM, Sampling(repetition_penalty=1.5)):
+        for picture in pictures:
+            options = {"max_new_tokens": 24, "sampling": sampling}
+            pieces = list(captioner.stream(picture, **options))
+            assert len(pieces) > 1 and "".join(pieces) == captioner.caption(picture, **options)
+            assert captioner.samples(picture, **options) == ["".join(pieces)]
+
+
+def test_a_stream_comes_as_it_is_found(captioner, pictures, monkeypatch):
+    steps = []
+    decode = captioner.model.decode
+    monkeypatch.setattr(captioner.model, "decode", lambda *inputs: steps.append(1) or decode(*inputs))
+    stream = captioner.stream(pictures[0], max_new_tokens=24)
+    assert steps == []
+    next(stream)
+    assert len(steps) < 12
+    stream.close()
+    assert len(steps) < 12
+
+
+def test_a_batch_says_what_each_says_alone(captioner, pictures):
+    shown = [*pictures, None, pictures[:2], (pictures[3],)]
+    prompts = ["Describe this picture.", "What?", "How many are there? " * 4, "?", "Hi!", "Which?", "<|im_end|>"]
+    alone = [captioner.caption(picture, prompt, max_new_tokens=16) for picture, prompt in zip(shown, prompts)]
+    for batch_size in (1, 3, 16):
+        options = {"batch_size": batch_size, "max_new_tokens": 16}
+        assert list(captioner.captions(shown, prompts, **options)) == alone
+    one_prompt = [captioner.caption(picture, "?", max_new_tokens=16) for picture in pictures]
+    assert list(captioner.captions(pictures, "?", max_new_tokens=16)) == one_prompt
+    assert len(set(alone)) == len(alone), "captions that are all alike prove nothing"
+    assert list(captioner.captions([])) == []
+
+
+QUESTIONS = ["Describe this picture.", "What?", "How many are there? " * 4, "?", "What?", "<|im_end|>", "Hi!", "Which?"]
+
+
+def test_questions_asked_together_are_answered_as_alone(captioner, tiled, pictures):
+    for one in (captioner, Captioner(*tiled)):
+        for shown in (pictures[0], pictures[:2], None):
+            alone = [one.caption(shown, question, max_new_tokens=12) for question in QUESTIONS]
+            assert one.ask(shown, QUESTIONS, max_new_tokens=12) == alone
+            assert one.ask(shown, QUESTIONS[:1], max_new_tokens=12) == alone[:1]
+            assert len(set(alone)) > 5, "answers that are all alike prove nothing"
+    assert captioner.ask(pictures[0], []) == []
+    wary = Sampling(repetition_penalty=1.5)
+    alone = [captioner.caption(pictures[0], question, max_new_tokens=12, sampling=wary) for question in QUESTIONS]
+    assert captioner.ask(pictures[0], QUESTIONS, max_new_tokens=12, sampling=wary) == alone
+
+
+def test_questions_asked_together_read_the_picture_once(captioner, pictures, monkeypatch):
+    model, seen, read = captioner.model, [], []
+    monkeypatch.setattr(
+        model.vision_encoder, "forward", lambda x, f=model.vision_encoder.forward: seen.append(len(x)) or f(x)
+    )
+    forward = model.decoder.forward
+    monkeypatch.setattr(model.decoder, "forward", lambda x, *rest: read.append(tuple(x.shape[:2])) or forward(x, *rest))
+    captioner.ask(pictures[0], QUESTIONS, max_new_tokens=2, stats=(stats := Stats()))
+    assert seen == [1]
+    (one, shared), (rows, own), step = read
+    prompts = [len(captioner.processor.prompt([(1, 1)], question)) for question in QUESTIONS]
+    assert (one, rows, step) == (1, len(QUESTIONS), (len(QUESTIONS), 1)) and shared + own == max(prompts)
+    assert stats.prompt_tokens == shared + sum(n - shared for n in prompts) and shared > 36
+    assert stats.answers == len(QUESTIONS) and len(QUESTIONS) <= stats.new_tokens <= 2 * len(QUESTIONS)
+
+
+def test_one_prompt_is_no_list_of_prompts(captioner, pictures):
+    with pytest.raises(ValueError, match="ask takes several prompts, a list, not 'What\\?'; for one there is caption"):
+        captioner.ask(pictures[0], "What?")
+
+
+def test_a_picture_can_cost_less(model_folder, tiled, pictures):
+    spare = Captioner.from_pretrained(model_folder, "cpu", "float32", max_tiles=1, upscale=False)
+    assert (spare.processor.max_tiles, spare.processor.upscale) == (1, False)
+    model, processor = tiled
+    few = Captioner(model, Processor(processor.cfg, processor.tokenizer, max_tiles=4))
+    costs = []
+    for captioner in (Captioner(model, processor), few):
+        captioner.caption(pictures[0], max_new_tokens=1)
+        list(captioner.stream(pictures[0], max_new_tokens=1, stats=(stats := Stats())))
+        costs.append(stats.prompt_tokens)
+    assert costs[0] - costs[1] == (13 - 5) * (4 + 1), "13 images of 4 tokens and a name become 5"
+
+
+def test_every_picture_needs_its_prompt(captioner, pictures):
+    with pytest.raises(ValueError):
+        list(captioner.captions(pictures, ["one", "two"]))
+
+
+def test_several_pictures_are_one_question(captioner, pictures):
+    first, second = pictures[0], pictures[3]
+    options = {"prompt": "Which?", "max_new_tokens": 12}
+    both = captioner.caption([first, second], **options)
+    assert both == captioner.caption((first, second), **options)
+    assert len({both, captioner.caption([second, first], **options), captioner.caption(first, **options)}) == 3
+    assert captioner.caption([first], **options) == captioner.caption(first, **options)
+    assert captioner.caption([], **options) == captioner.caption(None, **options)
+
+
+def test_the_same_seed_says_the_same(captioner, pictures):
+    def samples(seed):
+        sampling = Sampling(temperature=1.5, seed=seed)
+        return captioner.samples(pictures[0], n=4, max_new_tokens=12, sampling=sampling)
+
+    torch.manual_seed(0)
+    first = samples(5)
+    torch.manual_seed(1)
+    assert samples(5) == first != samples(6)
+    assert len(set(first)) == 4
+    assert len(set(captioner.samples(pictures[0], n=3, max_new_tokens=12))) == 1, "greedy samples are alike"
+
+
+def test_stats_count_what_happened(captioner, pictures, monkeypatch):
+    prefills, steps = [], []
+    prefill, decode = captioner.model.prefill, captioner.model.decode
+    monkeypatch.setattr(captioner.model, "prefill", lambda *inputs: prefills.append(inputs[0]) or prefill(*inputs))
+    monkeypatch.setattr(captioner.model, "decode", lambda *inputs: steps.append(1) or decode(*inputs))
+    eos, ended_apart = captioner.tokenizer.eos_token_id, 0
+    for seed in range(6):
+        prefills.clear(), steps.clear()
+        stats, sampling = Stats(), Sampling(temperature=2.0, seed=seed)
+        captioner.samples(pictures[0], n=3, max_new_tokens=40, sampling=sampling, stats=stats)
+        inputs = captioner.processor([[pictures[0]]], [nanovlm.PROMPT])
+        assert [ids.shape for ids in prefills] == [inputs["input_ids"].shape], "the prompt is read once"
+        assert stats.prompt_tokens == inputs["input_ids"].numel()
+        ids = captioner.model.generate(**inputs, max_new_tokens=40, sampling=sampling, eos_token_id=eos, n_samples=3)
+        lengths = [row.index(eos) + 1 if eos in row else len(row) for row in ids.tolist()]
+        assert stats.new_tokens == sum(lengths) and stats.answers == 3
+        assert 0 < stats.first_token_s <= stats.total_s
+        later = stats.total_s - stats.first_token_s
+        assert stats.tokens_per_s == pytest.approx((sum(lengths) - 3) / later if later else 0)
+        ended_apart += len(set(lengths)) > 1
+    assert ended_apart, "no sample ended before the others"
+
+
+def test_one_token_has_no_speed(captioner, pictures):
+    stats = Stats()
+    captioner.caption(pictures[0], max_new_tokens=1)
+    list(captioner.stream(pictures[0], max_new_tokens=1, stats=stats))
+    assert stats.new_tokens == 1 and stats.tokens_per_s == 0 and stats.total_s == stats.first_token_s > 0
+
+
+def test_an_answer_that_ends_at_once_is_empty(captioner, pictures, monkeypatch):
+    first = captioner.model.generate(**captioner.processor([[pictures[0]]], [nanovlm.PROMPT]), max_new_tokens=1)
+    monkeypatch.setattr(captioner.tokenizer, "eos_token_id", first.item())
+    assert captioner.caption(pictures[0]) == "" == captioner.samples(pictures[0])[0]
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused_with_its_numbers(captioner, pictures):
+    for refuse in (
+        lambda: captioner.check_prompt("word " * 1100, 1),
+        lambda: captioner.caption(pictures[0], "word " * 1100),
+        lambda: captioner.caption(pictures[0], max_new_tokens=1024),
+    ):
+        with pytest.raises(ValueError, match="lm_max_position_embeddings=1024"):
+            refuse()
+    captioner.check_prompt("word", 900)
+
+
+def test_a_picture_that_cannot_be_read_is_a_picture_error(captioner, tmp_path):
+    with pytest.raises(PictureError, match=r"no\.png: No such file"):
+        captioner.caption(tmp_path / "no.png")
+    with pytest.raises(TypeError, match="not int"):
+        captioner.caption(3)
+
+
+def test_a_device_or_precision_that_is_not_there_is_an_error_that_says_what_is(monkeypatch, model_folder):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    cpu = torch.device("cpu")
+    assert choose_device("auto") == choose_device("cpu") == cpu
+    for name in ("cuda", "mps", "tpu"):
+        with pytest.raises(ValueError, match=f"device={name} is not available here, only cpu"):
+            Captioner.from_pretrained(model_folder, device=name)
+    with pytest.raises(ValueError, match="dtype=int8 is none of auto, float32, bfloat16, float16"):
+        Captioner.from_pretrained(model_folder, device="cpu", dtype="int8")
+    assert choose_dtype("float16", cpu) == torch.float16 and choose_dtype("auto", cpu).is_floating_point
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device("auto") == torch.device("mps")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device("auto") == torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_model_in_half_precision_speaks_too(model_folder, pictures, dtype):
+    captioner = Captioner.from_pretrained(model_folder, "cpu", dtype)
+    assert captioner.model.dtype == getattr(torch, dtype)
+    both = list(captioner.captions(pictures[:2], max_new_tokens=4))
+    assert len(both) == 2 and all(isinstance(text, str) for text in both)
+
+
+def test_a_folder_without_one_of_its_files_names_it(model_folder, tmp_path):
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        folder = tmp_path / name
+        shutil.copytree(model_folder, folder)
+        (folder / name).unlink()
+        with pytest.raises(CheckpointError, match=name) as caught:
+            Captioner.from_pretrained(folder)
+        assert len(str(caught.value).splitlines()) == 1 and str(folder) in str(caught.value)
+
+
+# -------------------------------------------------------------------------------------------------- imports
+
+
+QUIET = """
+import random, socket, sys
+def refuse(*args, **kwargs): raise AssertionError("the network")
+socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
+random.seed(1)
+before = random.getstate()
+import nanovlm
+assert nanovlm.Captioner is not None if "torch" in sys.argv else "torch" not in sys.modules
+if "torch" in sys.argv:
+    import torch
+    seed, state, threads = torch.initial_seed(), torch.random.get_rng_state(), torch.get_num_threads()
+    import models.attention, models.cache, models.checkpoint, models.config, models.decoding, models.language_model
+    import models.modality_projector, models.vision_language_model, models.vision_transformer
+    import nanovlm.cli.caption, nanovlm.cli.main, nanovlm.data.examples, nanovlm.processor, nanovlm.training.loop, nanovlm.synthetic.recipe
+    assert torch.initial_seed() == seed == 0x3A7C9 and torch.equal(torch.random.get_rng_state(), state)
+    assert torch.get_num_threads() == threads and torch.get_default_dtype() == torch.float32
+assert random.getstate() == before
+"""
+
+
+@pytest.mark.parametrize("what", ["alone", "torch"])
+def test_an_import_says_nothing_seeds_nothing_and_calls_nobody(what):
+    code = QUIET if what == "alone" else "import torch; torch.manual_seed(0x3A7C9)\n" + QUIET
+    run = subprocess.run([sys.executable, "-W", "error", "-c", code, what], cwd=ROOT, capture_output=True, timeout=120)
+    assert (run.returncode, run.stdout, run.stderr) == (0, b"", b"")
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="nobody"):
+        nanovlm.nobody  # noqa: B018

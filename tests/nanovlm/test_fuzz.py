@@ -1,0 +1,147 @@
+"""Ten thousand damaged pictures: each is a picture or a PictureError, through the library and through a folder.
+
+    python tests/test_fuzz.py 0 10000    # those by their numbers; the last line names the last one begun
+
+They come out of the same numbers every time, and are opened by another process: a decoder that crashes takes only that
+with it, and one that hangs is ended.
+"""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import pytest
+from PIL import Image
+
+from nanovlm.image_processing import PictureError, open_picture
+from support import ROOT, noise
+
+pytestmark = pytest.mark.usefixtures("standing")
+
+KINDS = {  # ending -> what Pillow is asked to write
+    "png": [("RGB", {}), ("RGBA", {}), ("P", {}), ("I;16", {}), ("1", {}), ("LA", {"optimize": True})],
+    "jpg": [("RGB", {}), ("L", {}), ("CMYK", {}), ("RGB", {"progressive": True}), ("RGB", {"exif": 6})],
+    "webp": [("RGB", {}), ("RGBA", {"lossless": True}), ("RGB", {"animated": True}), ("RGB", {"exif": 6})],
+    "gif": [("P", {}), ("L", {"interlace": 1}), ("RGB", {"animated": True}), ("P", {"transparency": 3})],
+    "tiff": [("RGB", {"compression": c}) for c in (None, "tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits")]
+    + [("1", {"compression": "group4"}), ("I;16", {}), ("F", {}), ("CMYK", {})],
+    "bmp": [("RGB", {}), ("P", {}), ("1", {}), ("RGBA", {})],
+}
+FORMATS = {"jpg": "jpeg"}
+TELLING = [0, 1, 0x7F, 0x80, 0xFF]  # bytes on which lengths and counts turn
+
+
+@cache
+def whole(kind: str, which: int) -> bytes:
+    """A valid file."""
+    mode, options = KINDS[kind][which]
+    picture, options, file = noise(23 + 7 * which, 31, which), dict(options), io.BytesIO()
+    if mode == "I;16":
+        picture = picture.convert("I").point(lambda v: v * 257).convert("I;16")
+    elif mode == "LA":
+        picture = picture.convert("L").convert("LA")
+    else:
+        picture = picture.convert(mode)
+    if options.pop("animated", False):
+        options |= {"save_all": True, "append_images": [noise(*picture.size, seed) for seed in (8, 9)]}
+    if "exif" in options:
+        exif = Image.Exif()
+        exif[0x0112] = options["exif"]
+        options["exif"] = exif
+    picture.save(file, FORMATS.get(kind, kind), **options)
+    return file.getvalue()
+
+
+def damaged(number: int) -> tuple[str, bytes]:
+    """The ending and the bytes of a file that was valid once; every twentieth still is."""
+    rng = Random(f"fuzz {number}")
+    kind = list(KINDS)[number % len(KINDS)]
+    data = bytearray(whole(kind, rng.randrange(len(KINDS[kind]))))
+    for _ in range(rng.choice((1, 1, 2, 4, 16)) if number % 20 else 0):
+        # half of the damage is where the headers are
+        at = rng.randrange(min(len(data), 80) if rng.random() < 0.5 else len(data))
+        length = rng.choice((1, 2, 4, 8, 64))
+        match rng.randrange(7):
+            case 0:
+                data[at] ^= 1 << rng.randrange(8)
+            case 1:
+                data[at : at + length] = bytes([rng.choice(TELLING)]) * len(data[at : at + length])
+            case 2:
+                data[at : at + length] = rng.randbytes(len(data[at : at + length]))
+            case 3:
+                del data[at : at + length]
+            case 4:
+                data[at:at] = data[at : at + length] * rng.choice((1, 3))
+            case 5:
+                del data[max(at, 8) :]
+            case 6:
+                other = whole(kind, rng.randrange(len(KINDS[kind])))
+                data[at:] = other[min(at, len(other) - 1) :]
+        data = data or bytearray(b"\0")
+    return kind, bytes(data)
+
+
+def survive(start: int, stop: int) -> None:
+    """Open them, saying of each that it was begun, and what became of it."""
+    for number in range(start, stop):
+        print(number, end=" ", flush=True)
+        try:
+            picture = open_picture(damaged(number)[1])
+        except PictureError as error:
+            assert len(str(error).splitlines()) == 1
+            print("refused", flush=True)
+        else:
+            assert picture.mode == "RGB" and picture.getpixel((0, 0))
+            print("opened", flush=True)
+
+
+def outcomes(start: int, stop: int, timeout: float) -> list[str]:
+    run = [sys.executable, __file__, str(start), str(stop)]
+    try:
+        done = subprocess.run(
+            run, capture_output=True, text=True, timeout=timeout, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"hangs, or takes too long, at {(error.stdout or b'').splitlines()[-1]}")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, f"ended by {done.returncode} at {lines[-1]}: {done.stderr[-500:]}"
+    return [line.split()[1] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 400), *(pytest.param(n, n + 2000, marks=pytest.mark.slow) for n in range(0, 10_000, 2000))]
+)
+def test_a_damaged_file_is_a_picture_or_an_error(start, stop):
+    found = outcomes(start, stop, timeout=60 + (stop - start) / 10)
+    assert len(found) == stop - start
+    assert set(found) == {"opened", "refused"} and found.count("refused") > len(found) / 5
+    assert all(found[n] == "opened" for n in range(stop - start) if (start + n) % 20 == 0), "the whole ones"
+
+
+@pytest.mark.parametrize("n", [30, pytest.param(600, marks=pytest.mark.slow)])
+def test_a_folder_of_damaged_files_is_captioned_but_for_those_refused(generate, standing, n):
+    refused = set()
+    Path("fuzz").mkdir()
+    for number in range(n):
+        kind, data = damaged(number)
+        Path("fuzz", name := f"{number}.{kind}").write_bytes(data)
+        try:
+            open_picture(data)
+        except PictureError:
+            refused.add(name)
+    code, _, err = generate("fuzz")
+    failed = [json.loads(line)["file_name"] for line in Path("fuzz/failures.jsonl").read_text().splitlines()]
+    assert code == 1 and set(failed) == refused and len(failed) == len(refused) > 0
+    assert {path.stem for path in Path("fuzz").glob("*.txt")} == {str(i) for i in range(n)} - {
+        name.split(".")[0] for name in refused
+    }
+    assert err.splitlines()[-1].startswith(f"{n - len(refused)} captioned")
+
+
+if __name__ == "__main__":
+    survive(int(sys.argv[1]), int(sys.argv[2]))

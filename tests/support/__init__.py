@@ -1,0 +1,32 @@
+"""What the tests share: small models and images, and running programs as a user does."""
+
+import random
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+
+TINY = {
+    "vit_hidden_dim": 16, "vit_inter_dim": 24, "vit_n_heads": 2, "vit_n_blocks": 2,
+    "vit_patch_size": 4, "vit_img_size": 16, "max_img_size": 32,
+    "lm_hidden_dim": 24, "lm_inter_dim": 32, "lm_n_heads": 6, "lm_n_kv_heads": 2, "lm_n_blocks": 2,
+    "lm_vocab_size": 40, "lm_re_base": 100, "lm_max_position_embeddings": 64,
+    "mp_pixel_shuffle_factor": 2, "mp_image_token_length": 4,
+}  # fmt: skip
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module) -> torch.nn.Module:
+    """Weights as a trained model's: large enough that each place listens to others, and no norm or bias idle."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter += 0.3 * torch.randn_like(parameter)
+        else:
+            parameter.copy_(torch.randn_like(parameter) * 1.5 * parameter[0].numel() ** -0.5)
+    return model
+
+
+def noise(width=60, height=40, seed=0):
+    return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))

@@ -1,0 +1,30 @@
+"""Prompts of words and images for the tiny model."""
+
+import torch
+
+IMAGE, PER_IMAGE = 3, 4  # the id of an image token, and how many an image takes
+
+def prompt(*rows, seed=0):
+    """Rows of "t" (a word) and "i" (an image), padded on the left: input_ids, images, attention_mask."""
+    generator = torch.Generator().manual_seed(seed)
+    texts = [[] for _ in rows]
+    for text, row in zip(texts, rows):
+        for kind in row:
+            text += [IMAGE] * PER_IMAGE if kind == "i" else torch.randint(4, 40, (1,), generator=generator).tolist()
+    T = max(map(len, texts))
+    return {
+        "input_ids": torch.tensor([[0] * (T - len(text)) + text for text in texts]),
+        "images": torch.rand(n, 3, 16, 16, generator=generator) if (n := "".join(rows).count("i")) else None,
+        "attention_mask": torch.tensor([[0] * (T - len(text)) + [1] * len(text) for text in texts]),
+    }
+
+
+def only_row(inputs, row):
+    """One row of a batch by itself, without its padding."""
+    n_images = (inputs["input_ids"] == IMAGE).sum(-1) // PER_IMAGE
+    real = inputs["attention_mask"][row] == 1
+    images = inputs["images"]
+    return {
+        "input_ids": inputs["input_ids"][row, real][None],
+        "images": None if images is None else images.split(n_images.tolist())[row] if n_images[row] else None,
+    }
