@@ -16,12 +16,12 @@ from collections import Counter
 from random import Random
 
 from eval import throughput
+from eval.lib.command import make_parser, positive, report
 from eval.lib.environment import environment
-from eval.lib.script import positive, script, tell
 from eval.lib.shapes import SHAPES
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
-from nanovlm.chat_session import Conversation
+from nanovlm.chat_session import ChatSession
 from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
 
 SIDES = (96, 512)
@@ -72,7 +72,7 @@ def measure_turns(captioner: Captioner, n_scenes: int, n_turns: int, seed: str) 
         scene = random_scene(rng)
         picture = png(scene, rng)
         asked, truths = zip(*questions(scene, rng)[:n_turns])
-        bare, captioned = Conversation(captioner, [picture]), Conversation(captioner, [picture])
+        bare, captioned = ChatSession(captioner, [picture]), ChatSession(captioner, [picture])
         "".join(captioned.ask(PROMPT))
         said = [captioner.ask(picture, asked)]
         said += [["".join(talk.ask(question)) for question in asked] for talk in (bare, captioned)]
@@ -92,7 +92,7 @@ def line(name: str, counts: dict) -> str:
 
 
 def main() -> int:
-    parser = script("captions", __doc__)
+    parser = make_parser("captions", __doc__)
     parser.add_argument("--model", default=EMBEDDED, help="a folder or Hub id (the embedded model)")
     parser.add_argument("--scenes", type=positive, default=1000, help="fresh, and as many of withheld pairs (1000)")
     parser.add_argument("--questions", type=positive, default=3, help="asked of each scene (3)")
@@ -120,20 +120,20 @@ def main() -> int:
     where = environment(captioner.model.device, captioner.model.dtype)
     if args.throughput:
         result = throughput.measure(captioner, args.pictures, args.seed)
-        return tell(result, throughput.report(result), where, args.json)
+        return report(result, throughput.table(result), where, args.json)
     if args.turns:
         right = measure_turns(captioner, args.scenes, args.turns, args.seed)
         lines = [f"{f'of {args.scenes} answers':18}" + "".join(f"{turn:8}" for turn in range(1, args.turns + 1))]
         for way, counts in right.items():
             lines.append(f"{way:18}" + "".join(f"{100 * n / args.scenes:7.1f}%" for n in counts))
-        return tell({"of": args.scenes, "right": right}, "\n".join(lines), where, args.json)
+        return report({"of": args.scenes, "right": right}, "\n".join(lines), where, args.json)
     result = measure(captioner, args.scenes, args.questions, args.seed)
     names = {"captions": "captions", "withheld": "captions, withheld pairs", "questions": "answers to questions"}
     lines = ["exact matches, greedy", *(line(name, result[split]) for split, name in names.items())]
     lines += ["  " + line(kind, counts) for kind, counts in result["kinds"].items()]
     for split, prompt, truth, said in result["missed"][: args.misses]:
         lines.append(f"missed in {split}: {prompt!r}\n  truth {truth}\n  said  {said}")
-    return tell(result, "\n".join(lines), where, args.json)
+    return report(result, "\n".join(lines), where, args.json)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from pathlib import Path
 from random import Random
 
 from eval.captions import png
+from eval.lib.command import make_parser, one_of, positive, report
 from eval.lib.environment import environment
 from eval.lib.postcards import draw, random_postcard, write_folder
-from eval.lib.script import one_of, positive, script, tell
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner, Picture
 from nanovlm.cli.main import door
@@ -93,7 +93,7 @@ def table(before: list[float], results: Sequence[Learned]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = script("finetune", __doc__)
+    parser = make_parser("finetune", __doc__)
     ways = f"any of {', '.join(map(repr, FLAGS))} (all)"
     parser.add_argument("ways", nargs="*", type=one_of(FLAGS), metavar="WAY", help=ways)
     parser.add_argument("--pictures", type=positive, default=200, metavar="N", help="to learn from (200)")
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if before[0]:
         faults.append(f"before: {before[0]:.1%} of postcards are right, so they are no new world")
     found = {"before": dict(zip(("postcards", "scenes"), before)), "learned": [asdict(r) for r in results]}
-    return tell(found, table(before, results), where, args.json, faults)
+    return report(found, table(before, results), where, args.json, faults)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from typing import Protocol
 
 import torch
 
+from eval.lib.command import make_parser, positive, report
 from eval.lib.environment import environment
 from eval.lib.hardware import bytes_per_s
-from eval.lib.script import positive, script, tell
 from eval.lib.shapes import SHAPES
 from models.decoding import GREEDY
 from models.inference.inference_model import make_fast
@@ -171,7 +171,7 @@ def table(results: list[Result], rows: int, limit: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = script("peers", __doc__)
+    parser = make_parser("peers", __doc__)
     add = parser.add_argument
     add("peers", nargs="*", metavar="PEER", help="only these, by their names in the table (all)")
     add("--shape", default="230M", choices=("230M", "460M"), help="whose language model (230M: SmolLM2-135M's)")
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(str(error))
         results = turns(makers, args.rows, args.tokens, args.rounds)
     where = f"memory is read at {limit / 1e9:.1f} GB/s; {environment()}"
-    return tell({"peers": [asdict(result) for result in results]}, table(results, args.rows, limit), where, args.json)
+    return report({"peers": [asdict(result) for result in results]}, table(results, args.rows, limit), where, args.json)
 
 
 if __name__ == "__main__":

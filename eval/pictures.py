@@ -25,8 +25,8 @@ from statistics import median
 from PIL import Image
 from torch import nn
 
+from eval.lib.command import make_parser, one_of, positive, report
 from eval.lib.environment import environment
-from eval.lib.script import one_of, positive, script, tell
 from eval.lib.shapes import SHAPES
 from eval.real_size import write_model
 from models.config import VLMConfig
@@ -153,7 +153,7 @@ def table(found: list[Comparison]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = script("pictures", __doc__)
+    parser = make_parser("pictures", __doc__)
     known = f"any of {', '.join(SHAPES)} ({', '.join(NAMES)})"
     parser.add_argument("names", nargs="*", type=one_of(SHAPES), metavar="NAME", help=known)
     parser.add_argument("--sides", nargs="+", type=positive, default=SIDES, metavar="N", help="pixels of the pictures")
@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     found += turns(" and ".join(COLD), *(partial(cold, program) for program in COLD.values()), 3 * args.rounds)
     where = f"{environment(dtype=embedded.model.dtype)}; medians of {args.rounds} rounds"
     told = [asdict(one) | {"times": one.times} for one in found]
-    return tell({"comparisons": told}, table(found), where, args.json)
+    return report({"comparisons": told}, table(found), where, args.json)
 
 
 if __name__ == "__main__":

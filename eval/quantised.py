@@ -14,8 +14,8 @@ from random import Random
 import torch
 
 from eval.captions import png
+from eval.lib.command import make_parser, positive, report
 from eval.lib.environment import environment
-from eval.lib.script import positive, script, tell
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.synthetic import caption, random_scene
@@ -48,7 +48,7 @@ def measure(n: int, seed: str, model: str = EMBEDDED) -> dict[str, dict[str, flo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = script("quantised", __doc__)
+    parser = make_parser("quantised", __doc__)
     parser.add_argument("--scenes", type=positive, default=1000, metavar="N", help="fresh scenes (1000)")
     parser.add_argument("--seed", default="1", help="which (1)")
     args = parser.parse_args(argv)
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines.append(f"{way:16}{shares['right']:>8.1%}{shares['kept']:>8.1%}{shares['logits']:>9.2%}")
     lost = [way for way in found if way.endswith("int8") and found[way]["kept"] < LEAST]
     faults = [f"{way} keeps less than {LEAST:.0%} of float32's right captions" for way in lost]
-    return tell(found, "\n".join(lines), environment(), args.json, faults)
+    return report(found, "\n".join(lines), environment(), args.json, faults)
 
 
 if __name__ == "__main__":

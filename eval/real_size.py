@@ -28,10 +28,10 @@ import tokenizers
 import torch
 from tokenizers import decoders, pre_tokenizers
 
+from eval.lib.command import make_parser, one_of, positive, report
 from eval.lib.environment import environment
-from eval.lib.script import one_of, positive, script, tell
 from eval.lib.shapes import SHAPES
-from models.checkpoint import WEIGHTS, write_checkpoint
+from models.checkpoint import WEIGHTS, save_checkpoint
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import PROMPT
@@ -51,7 +51,7 @@ class RealSize:
     """What one model took. Memory is of the process that loaded it; MB are 10^6 bytes."""
 
     name: str
-    era: int
+    format_version: int
     dtype: str
     parameters: int
     published: int
@@ -107,7 +107,7 @@ def write_model(folder: Path, cfg: VLMConfig) -> None:
     """A checkpoint with random weights, float32."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        write_checkpoint(folder, VisionLanguageModel(cfg, image_token_id=-1), make_tokenizer(cfg))
+        save_checkpoint(folder, VisionLanguageModel(cfg, image_token_id=-1), make_tokenizer(cfg))
 
 
 def photograph() -> bytes:
@@ -155,7 +155,7 @@ def measure(folder: Path, picture: bytes, dtype: str, max_new_tokens: int) -> di
     parameters = sum(parameter.numel() for parameter in model.parameters())
     places = stats.prompt_tokens - len(captioner.processor.prompt([], PROMPT))
     return {
-        "era": model.cfg.era,
+        "format_version": model.cfg.format_version,
         "dtype": str(model.dtype),
         "parameters": parameters,
         "load_s": round(load_s, 2),
@@ -197,7 +197,7 @@ def table(results: list[RealSize]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = script("real_size", __doc__)
+    parser = make_parser("real_size", __doc__)
     names = f"any of {', '.join(SHAPES)} (all)"
     parser.add_argument("names", nargs="*", type=one_of(SHAPES), metavar="NAME", help=names)
     parser.add_argument("--dtype", default="float32", choices=("auto", *DTYPES), help="to compute in (float32)")
@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
             faults.append(f"{name} could not be measured: {error}")
         else:
             faults += results[-1].faults
-    return tell({"models": [asdict(r) for r in results]}, table(results), where, args.json, faults)
+    return report({"models": [asdict(r) for r in results]}, table(results), where, args.json, faults)
 
 
 if __name__ == "__main__":

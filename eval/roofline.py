@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from eval.lib.command import make_parser, positive, report
 from eval.lib.environment import environment
 from eval.lib.hardware import bytes_per_s, flops_per_s
-from eval.lib.script import positive, script, tell
 from eval.lib.shapes import SHAPES
 from models.inference.inference_model import make_fast
-from models.vision_language_model import Prefix, VisionLanguageModel
+from models.vision_language_model import PrefillState, VisionLanguageModel
 from nanovlm.device import DTYPES, choose_dtype
 
 WORDS = 16  # of the prompt, after the image
@@ -45,7 +45,7 @@ def stages(model: VisionLanguageModel, images: Tensor) -> dict[str, tuple[nn.Mod
     decoder, cfg = model.decoder, model.cfg
     x = torch.zeros(1, cfg.mp_image_token_length + WORDS, cfg.lm_hidden_dim, dtype=images.dtype, device=images.device)
     ids = torch.ones(1, dtype=torch.long, device=images.device)
-    prefix = Prefix(decoder(x)[1])
+    prefix = PrefillState(decoder(x)[1])
     sees = nn.ModuleList([model.vision_encoder, model.MP])
     return {
         "see one tile": (sees, lambda: model.MP(model.vision_encoder(images))),
@@ -90,7 +90,7 @@ def table(found: list[Stage], dtype: torch.dtype) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = script("roofline", __doc__)
+    parser = make_parser("roofline", __doc__)
     parser.add_argument("--shape", default="230M", choices=tuple(SHAPES), help="(230M)")
     parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="(auto: bfloat16 where faster)")
     parser.add_argument("--rounds", type=positive, default=9, metavar="N", help="(9)")
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = measure(args.shape, dtype, args.rounds)
     limits = {"bytes_per_s": bytes_per_s(), "flops_per_s": flops_per_s(dtype)}
     told = limits | {"stages": [asdict(stage) for stage in found]}
-    return tell(told, table(found, dtype), environment(dtype=dtype), args.json)
+    return report(told, table(found, dtype), environment(dtype=dtype), args.json)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from statistics import quantiles
 
 import openai
 
+from eval.lib.command import make_parser, positive, report
 from eval.lib.environment import environment
-from eval.lib.script import positive, script, tell
 from nanovlm import PROMPT
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.synthetic import draw, random_scene
@@ -87,7 +87,7 @@ def figures(heard: list[tuple[str, float]], seconds: float) -> dict:
     }
 
 
-def report(result: dict) -> str:
+def table(result: dict) -> str:
     lines = [f"{'':12} {'answered':>9} {'first word':>11} {'p95':>9} {'requests':>11}"]
     for name, told in (("one client", result["one"]), (f"{result['clients']} clients", result["many"])):
         first = told["first_word_s"]
@@ -101,7 +101,7 @@ def report(result: dict) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = script("serving", __doc__)
+    parser = make_parser("serving", __doc__)
     parser.add_argument("--model", help="a folder or Hub id (the embedded model)")
     parser.add_argument("--clients", type=int, default=32, metavar="N", help="who ask at once (32)")
     parser.add_argument("--rounds", type=positive, default=8, metavar="N", help="times that each asks (8)")
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = choose_device(args.device)
     where = environment(device, choose_dtype(args.dtype, device))
     lost = result["asked"] - result["many"]["answered"]
-    return tell(result, report(result), where, args.json, [f"{lost} requests are lost"] * bool(lost))
+    return report(result, table(result), where, args.json, [f"{lost} requests are lost"] * bool(lost))
 
 
 if __name__ == "__main__":

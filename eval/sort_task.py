@@ -17,8 +17,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from eval.lib.command import make_parser, positive, report
 from eval.lib.environment import environment
-from eval.lib.script import positive, script, tell
 from models.mingpt import GPT, GPT_kv, GPTConfig
 from nanovlm.training.loop import progress
 
@@ -130,13 +130,13 @@ def summary(result: SortTask) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = script("sort_task", __doc__)
+    parser = make_parser("sort_task", __doc__)
     parser.add_argument("--steps", type=positive, default=5000, metavar="N", help="give up after so many (5000)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights and batches (0)")
     args = parser.parse_args(argv)
     result = sort_task(args.steps, seed=args.seed)
     where = f"{environment()}; {result.seconds:.0f} s in all"
-    return tell(asdict(result), summary(result), where, args.json, result.faults)
+    return report(asdict(result), summary(result), where, args.json, result.faults)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from eval.lib.cache_timing import Study, study
 from eval.lib.cache_variants import UNCACHED, encoder_decoder, language_model
+from eval.lib.command import make_parser, positive, report
 from eval.lib.environment import environment
-from eval.lib.script import positive, script, tell
 from eval.lib.shapes import SHAPES
 from eval.sort_task import SortTask, sort_task, summary
 from models.inference.cpu_kernels import onednn_pays_off, use_onednn
@@ -36,7 +36,7 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT, SAMPLE
 from nanovlm.captioner import Captioner
 from nanovlm.device import DTYPES, choose_device
-from nanovlm.image_processing import open_picture
+from nanovlm.image_processing import load_image
 from nanovlm.training.loop import progress
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
@@ -71,7 +71,7 @@ def embedded(device: torch.device, dtype: str) -> tuple[VisionLanguageModel, Ten
     """The model that ships, and what it reads of the sample picture: ids (1, T), images (1, 3, S, S)."""
     captioner = Captioner.from_pretrained(EMBEDDED, device.type, dtype)
     use_step(captioner.model, None)  # the caches are what is studied, so decoding is the blocks' own
-    inputs = captioner.processor([[open_picture(SAMPLE)]], [PROMPT])
+    inputs = captioner.processor([[load_image(SAMPLE)]], [PROMPT])
     return captioner.model, inputs["input_ids"], inputs["images"]
 
 
@@ -85,7 +85,7 @@ def random_shape(name: str, device: torch.device, dtype: str) -> tuple[VisionLan
 
 
 def flags() -> argparse.ArgumentParser:
-    parser = script("speedup", __doc__)
+    parser = make_parser("speedup", __doc__)
     add = parser.add_argument
     add("--shape", choices=tuple(SHAPES), help="a published shape with random weights (the embedded model)")
     add("--lengths", nargs="+", type=int, default=LENGTHS, metavar="N", help=f"({' '.join(map(str, LENGTHS))})")
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.manual_seed(0)
         make = random_shape if args.shape else embedded
         model, ids, images = make(*[args.shape] * bool(args.shape), device, args.dtype)
-        model.check_room(ids.size(1), max(args.lengths))
+        model.validate_length(ids.size(1), max(args.lengths))
     except ValueError as error:
         parser.error(str(error))
     ids, images = ids.to(device), images.to(device, model.dtype)
@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     text += f"\n{summary(sorting)}" if sorting else ""
     where += f"; medians of {args.rounds} rounds"
     found["published_speedup"] = PUBLISHED_SPEEDUP
-    return tell(found, text, where, args.json, faults(studies, sorting, model.dtype))
+    return report(found, text, where, args.json, faults(studies, sorting, model.dtype))
 
 
 def faults(studies: Sequence[Study], sorting: SortTask | None, dtype: torch.dtype) -> list[str]:

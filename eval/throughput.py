@@ -21,7 +21,7 @@ from eval.real_size import make_tokenizer
 from models.inference.inference_model import make_fast
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import PROMPT
-from nanovlm.bulk.captioning import Run
+from nanovlm.bulk.captioning import BulkCaptioner
 from nanovlm.bulk.outputs import Sidecars
 from nanovlm.captioner import Captioner
 from nanovlm.device import choose_device, choose_dtype
@@ -65,7 +65,7 @@ def measure(captioner: Captioner, n: int, seed: str) -> dict:
             share, started = pictures[first::ROUNDS], time.perf_counter()
             said |= {picture: captioner.caption(picture) for picture in share}
             alone.append(len(share) / (time.perf_counter() - started))
-            run = Run(captioner, PROMPT, {"max_new_tokens": 128})
+            run = BulkCaptioner(captioner, PROMPT, {"max_new_tokens": 128})
             run(pictures, run.batch_size, Sidecars(Path(name), "overwrite", {}).write, lambda *why: failed.append(why))
             folder.append(n / run.seconds)
             busy.append(run.busy)
@@ -82,7 +82,7 @@ def measure(captioner: Captioner, n: int, seed: str) -> dict:
     }
 
 
-def report(result: dict) -> str:
+def table(result: dict) -> str:
     return (
         f"one after another  {result['one_by_one_per_minute']:7,} pictures a minute\n"
         f"a folder of {result['pictures']:<5,}  {result['folder_per_minute']:7,} pictures a minute, "

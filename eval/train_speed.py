@@ -20,17 +20,17 @@ from statistics import median
 import torch
 from torch import nn
 
+from eval.lib.command import make_parser, positive, report
 from eval.lib.environment import environment, synchronize
-from eval.lib.script import positive, script, tell
 from eval.lib.shapes import SHAPES
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.data.examples import IGNORED, Row, collate
+from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, collate
 from nanovlm.data.packing import pack
 from nanovlm.device import DTYPES, choose_device
 from nanovlm.training.config import FINETUNING
-from nanovlm.training.distributed import World
-from nanovlm.training.loop import Batch, backward, moved, progress
+from nanovlm.training.distributed import DistributedContext
+from nanovlm.training.loop import Batch, backward, progress, to_device
 from nanovlm.training.optimizer import adamw
 
 IMAGE_TOKEN = -1  # no word's id, so that every id can be drawn
@@ -47,13 +47,13 @@ class Way:
     tokens: int  # of the examples, without padding
 
 
-def row(cfg: VLMConfig, words: int) -> Row:
+def row(cfg: VLMConfig, words: int) -> EncodedExample:
     """An image of noise and so many random words, of which the last half are the answer."""
     ids = torch.randint(cfg.lm_vocab_size, (words,)).tolist()
     asked = cfg.mp_image_token_length + words // 2
     read = [IMAGE_TOKEN] * cfg.mp_image_token_length + ids
-    targets = [IGNORED] * (asked - 1) + read[asked:] + [0]
-    return Row(read, targets, [1] * len(read), [torch.rand(1, 3, cfg.vit_img_size, cfg.vit_img_size)])
+    targets = [IGNORE_INDEX] * (asked - 1) + read[asked:] + [0]
+    return EncodedExample(read, targets, [1] * len(read), [torch.rand(1, 3, cfg.vit_img_size, cfg.vit_img_size)])
 
 
 def precisions(cfg: VLMConfig, length: int, rows: int = 4) -> list[Way]:
@@ -75,12 +75,12 @@ def mixed(cfg: VLMConfig, shortest: int, longest: int, n: int = 8) -> list[Way]:
 def stepper(model: VisionLanguageModel) -> Callable[[Way], float]:
     """way -> the seconds of a step."""
     optimizer = adamw(model, FINETUNING)
-    world, scaler = World(model.device), torch.amp.GradScaler(model.device.type, enabled=False)
+    world, scaler = DistributedContext(model.device), torch.amp.GradScaler(model.device.type, enabled=False)
 
     def step(way: Way) -> float:
         synchronize(model.device)
         started = time.perf_counter()
-        backward(model, [moved(way.batch, model.device)], way.dtype, scaler, world)
+        backward(model, [to_device(way.batch, model.device)], way.dtype, scaler, world)
         nn.utils.clip_grad_norm_(model.parameters(), FINETUNING.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -103,7 +103,7 @@ def measure(model: VisionLanguageModel, ways: Sequence[Way], rounds: int) -> dic
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = script("train_speed", __doc__)
+    parser = make_parser("train_speed", __doc__)
     parser.add_argument("--shape", default="222M", choices=tuple(SHAPES), help="(222M)")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="of which medians are taken (3)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="(auto)")
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if gain < BARS[fast]:
             faults.append(f"{fast} is {gain:.2f} times as fast as {slow}, less than {BARS[fast]:g} times")
     where = f"{environment(device)}; medians of {args.rounds} rounds"
-    return tell({"shape": args.shape, "results": results}, "\n".join(lines), where, args.json, faults)
+    return report({"shape": args.shape, "results": results}, "\n".join(lines), where, args.json, faults)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ ROWS = 256  # queries of all heads, whose scores fit the cache
 SHORT = 256  # keys, of which a softmax, or one token's attention, is slower in bfloat16 than by way of float32
 
 
-def attend(
+def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, dropout_p: float = 0.0
 ) -> Tensor:
     """q (B, H, T, D) looks up k and v (B, H_kv, S, D), H / H_kv heads sharing each: (B, H, T, D).
@@ -19,7 +19,7 @@ def attend(
     at itself and what stands before. k and v are never repeated for the heads that share them.
     """
     B, H, T, D = q.shape
-    half = q.dtype == torch.bfloat16 and q.device.type == "cpu" and not recorded()
+    half = q.dtype == torch.bfloat16 and q.device.type == "cpu" and not needs_grad_or_graph()
     if T == 1:  # the heads of a group stand where time was, so each key is read once, not once per head
         q = q.view(B, k.size(1), -1, D)
         if B > 1 and half and k.size(2) < SHORT:  # on AMD's CPUs SDPA takes twice as long
@@ -35,7 +35,7 @@ def attend(
     )
 
 
-def recorded() -> bool:
+def needs_grad_or_graph() -> bool:
     """Whether a gradient or a graph will be made of what is computed."""
     return torch.is_grad_enabled() or torch.compiler.is_compiling()
 
@@ -64,6 +64,6 @@ def _explicit(q, k, v, mask, causal, dropout_p):
     if mask is not None:
         bias = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, float("-inf"))
         scores = (scores.view(B, groups, -1, T, S) + bias[:, None]).view(B * groups, -1, S)
-    wide = torch.float32 if S < SHORT and not recorded() else None  # the same numbers
+    wide = torch.float32 if S < SHORT and not needs_grad_or_graph() else None  # the same numbers
     weights = F.dropout(scores.softmax(-1, dtype=wide).type_as(v), dropout_p)
     return (weights @ v.reshape(B * groups, S, D)).view(B, H, T, D)

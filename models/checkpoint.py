@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from models.config import VLMConfig
+from models.errors import CheckpointError
 from models.language_model import inverse_frequencies
 from models.vision_language_model import VisionLanguageModel
 
@@ -28,11 +29,7 @@ MOST_BLOCKS = 1000  # the deepest models have a few hundred; a million would tak
 HEAD, EMBEDDING, INV_FREQ = "decoder.head.weight", "decoder.token_embedding.weight", "decoder.rotary_embd.inv_freq"
 
 
-class CheckpointError(ValueError):
-    """A model that cannot be used, told in one line."""
-
-
-def resolve(
+def snapshot_path(
     name_or_folder: str | os.PathLike,
     revision: str | None = None,
     files: Sequence[str] = (CONFIG, "*.safetensors", TOKENIZER),
@@ -60,7 +57,7 @@ def resolve(
         ) from error
 
 
-def read_config(folder: Path) -> VLMConfig:
+def load_config(folder: Path) -> VLMConfig:
     """The config of the model in folder; anything wrong with it is a CheckpointError."""
     path = Path(folder) / CONFIG
     raw = read_object(path)
@@ -85,7 +82,7 @@ def read_object(path: Path) -> dict:
     return raw
 
 
-def read_model(
+def load_model(
     folder: Path,
     cfg: VLMConfig,
     image_token_id: int,
@@ -101,7 +98,7 @@ def read_model(
         told = f"lm_n_blocks={cfg.lm_n_blocks} and vit_n_blocks={cfg.vit_n_blocks}"
         raise CheckpointError(f"{Path(folder) / CONFIG}: {told} are more than {MOST_BLOCKS} in all")
     try:
-        with torch.device("meta"), Undrawn():
+        with torch.device("meta"), skip_init():
             model = VisionLanguageModel(cfg, image_token_id)
     except RuntimeError:  # more bytes than 64 bits can count
         sees, says = ("vit_hidden_dim", "vit_inter_dim", "vit_patch_size"), ("lm_hidden_dim", "lm_inter_dim")
@@ -146,7 +143,7 @@ def read_model(
     return model.eval()
 
 
-class Undrawn(TorchFunctionMode):
+class skip_init(TorchFunctionMode):
     """`with Undrawn():` modules are made without drawing weights, for which torch imports its compiler on meta."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -170,7 +167,7 @@ def tensors(path: Path, source: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
                     yield name, file.get_tensor(source[name])
 
 
-def stored_dtype(folder: Path) -> torch.dtype:
+def checkpoint_dtype(folder: Path) -> torch.dtype:
     """What the weights in folder are stored in; of several dtypes, the smallest that holds them all."""
     with safe_open(Path(folder) / WEIGHTS, framework="pt", device="cpu") as file:
         found = {file.get_tensor(name).dtype for name in set(file.keys()) - {INV_FREQ}}
@@ -191,15 +188,15 @@ def wrong_numbers(tensor: Tensor, dtype: torch.dtype) -> str:
     return f"has values from {low} to {high}, but weights must be finite, in {dtype} up to {limit}"
 
 
-def write_checkpoint(
+def save_checkpoint(
     folder: str | os.PathLike, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None
 ) -> None:
-    """Write model and tokenizer (tokenizer.json's text) as a folder, atomically: see `new_folder`, `write_files`."""
-    with new_folder(folder) as new:
-        write_files(new, model, tokenizer, dtype)
+    """Write model and tokenizer (tokenizer.json's text) as a folder, atomically: see `atomic_dir`, `write_checkpoint_files`."""
+    with atomic_dir(folder) as new:
+        write_checkpoint_files(new, model, tokenizer, dtype)
 
 
-def write_files(folder: Path, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None) -> None:
+def write_checkpoint_files(folder: Path, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None) -> None:
     """Write the files of a model so that stock nanoVLM, which is strict, loads them too.
 
     dtype is what the weights are stored in; None keeps the model's own. transformers' AutoTokenizer, with which stock
@@ -220,7 +217,7 @@ def write_files(folder: Path, model: VisionLanguageModel, tokenizer: str, dtype:
 
 
 @contextmanager
-def new_folder(path: str | os.PathLike) -> Iterator[Path]:
+def atomic_dir(path: str | os.PathLike) -> Iterator[Path]:
     """`with new_folder(path) as new:` fill the folder `new`; it becomes `path` at the end, or vanishes after an error.
 
     If `path` exists already, its files of the same names are replaced one by one, each atomically, and others stay.

@@ -11,7 +11,7 @@ CHATML = (
 )
 
 # What files of some era say and nothing here needs to know: kept like unknown keys, but no news.
-IDLE = {
+IGNORED_KEYS = {
     "lm_eos_token_id", "IMAGE_TOKEN_LENGTH", "TOTAL_SEQUENCE_LENGTH", "lm_rope_factor", "lm_beta_fast", "lm_beta_slow",
 }  # fmt: skip
 
@@ -30,7 +30,7 @@ def extra_tokens(grid: int) -> dict[str, str]:
 class VLMConfig:
     """The shape of a model and how pictures and words are laid out for it; defaults are nanoVLM-460M-8k's.
 
-    None stands for a key that the model's era did not have; see `era`.
+    None stands for a key that the model's era did not have; see `format_version`.
     """
 
     vit_hidden_dim: int = 768
@@ -145,10 +145,10 @@ class VLMConfig:
     @property
     def end_token(self) -> str:
         """What ends an answer. The files' own lm_eos_token_id is wrong from the second era on, and read by nobody."""
-        return "<|endoftext|>" if self.era == 1 else "<|im_end|>"
+        return "<|endoftext|>" if self.format_version == 1 else "<|im_end|>"
 
     @property
-    def era(self) -> int:
+    def format_version(self) -> int:
         """Which of nanoVLM's five layouts of pictures and words this is, told by the keys that its file has.
 
         1: May 2025, 2: from 4 June, 3: from 11 June, 4: from 12 July, 5: from 9 September 2025 to now.
@@ -176,7 +176,7 @@ class VLMConfig:
             if key in raw and raw[key] is None:
                 raise ValueError(f"{key}=None says nothing; give it a value, or leave it out as older files do")
         unknown = {key: value for key, value in raw.items() if key not in known}
-        if news := unknown.keys() - IDLE:
+        if news := unknown.keys() - IGNORED_KEYS:
             names = ", ".join(key for key in unknown if key in news)
             warnings.warn(f"config.json has keys without meaning here, kept as they are: {names}", stacklevel=2)
         values = {key: None for key, f in known.items() if get_args(f.type)}
@@ -186,6 +186,6 @@ class VLMConfig:
         """The object to write as config.json: keys that the model's era did not have are left out."""
         raw = asdict(self)
         unknown = raw.pop("unknown")
-        if self.era == 1:
+        if self.format_version == 1:
             del raw["mp_image_token_length"]
         return {key: value for key, value in raw.items() if value is not None} | unknown

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """Chooses a token per row. The default is greedy; the filters apply in the order of the fields."""
 
     repetition_penalty: float = 1.0  # > 1 makes tokens that were read or said less likely (Keskar et al. 2019)
@@ -49,16 +49,16 @@ class Sampling:
         chosen = torch.multinomial(probs.masked_fill(dropped, 0.0), 1, generator=generator)
         return ids.gather(-1, chosen).squeeze(-1)
 
-    def penalise(self, logits: Tensor, seen: Tensor) -> Tensor:
+    def apply_repetition_penalty(self, logits: Tensor, seen: Tensor) -> Tensor:
         """Make the tokens marked in seen (B, vocabulary) bool less likely."""
         penalised = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
         return torch.where(seen, penalised, logits)
 
 
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 
 
-def tokens_in(ids: Tensor, vocabulary: int, counted: Tensor | None = None) -> Tensor:
+def token_presence_mask(ids: Tensor, vocabulary: int, counted: Tensor | None = None) -> Tensor:
     """Which tokens stand in ids (B, T), at the places where counted (B, T) bool is True: (B, vocabulary) bool."""
     if counted is not None:
         ids = ids.masked_fill(~counted, vocabulary)
@@ -74,11 +74,11 @@ def check_counts(max_new_tokens: int, n_samples: int) -> None:
         raise ValueError(f"n_samples={n_samples} is less than 1")
 
 
-def autoregress(
+def generate_tokens(
     logits: Tensor,
     step: Callable[[Tensor], Tensor],
     *,
-    sampling: Sampling,
+    sampling: SamplingParams,
     max_new_tokens: int,
     eos_token_id: int | None = None,
     seen: Tensor | None = None,
@@ -95,7 +95,7 @@ def autoregress(
         seen = torch.zeros_like(logits, dtype=torch.bool)
     ended = torch.zeros(logits.size(0), dtype=torch.bool, device=logits.device)
     for remaining in reversed(range(max_new_tokens)):
-        ids = sampling(logits if seen is None else sampling.penalise(logits, seen), generator)
+        ids = sampling(logits if seen is None else sampling.apply_repetition_penalty(logits, seen), generator)
         if seen is not None:
             seen = seen.scatter(1, ids[:, None], True)
         if eos_token_id is not None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import attend
+from models.attention import attention
 from models.cache import KVCache
 from models.config import VLMConfig
 
@@ -29,7 +29,7 @@ def inverse_frequencies(head_dim: int, base: float, device: torch.device | None 
     return 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
 
 
-def rotary(positions: Tensor, cfg: VLMConfig) -> tuple[Tensor, Tensor]:
+def rope_cos_sin(positions: Tensor, cfg: VLMConfig) -> tuple[Tensor, Tensor]:
     """cos and sin, (..., head_dim) float32, of the angles at integer positions (...).
 
     Made anew for each call: a table in the model would lose precision with `model.bfloat16()`.
@@ -39,26 +39,26 @@ def rotary(positions: Tensor, cfg: VLMConfig) -> tuple[Tensor, Tensor]:
     return angles.cos() * cfg.lm_attn_scaling, angles.sin() * cfg.lm_attn_scaling
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn channel i of x (B, H, T, D) with channel i + D/2 by its angle; cos and sin (T, D) or (B, 1, T, D)."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).type_as(x)
 
 
-SAMPLE = 2**20  # from one sample of a packed row to the next, in attention_mask
+PACK_STRIDE = 2**20  # from one sample of a packed row to the next, in attention_mask
 
 
-def visible(attention_mask: Tensor, n_new: int) -> Tensor:
+def build_attention_mask(attention_mask: Tensor, n_new: int) -> Tensor:
     """Which tokens each of the last n_new may see: (B, 1, n_new, T) bool from a mask (B, T) over all of them.
 
     0 is padding, 1 a token. Higher numbers are branches: a token of branch n sees the ones and its own branch,
     so a picture (1) can be followed by many questions (2, 3, ...) that neither see nor shift each other. A row may
-    hold several such samples: the second's numbers are larger by SAMPLE, the third's by twice that.
+    hold several such samples: the second's numbers are larger by PACK_STRIDE, the third's by twice that.
     """
     of_query, of_key = attention_mask[:, None, -n_new:, None], attention_mask[:, None, None, :]
     position = torch.arange(attention_mask.size(1), device=attention_mask.device)
     query, key = position[-n_new:, None], position[None, :]
-    trunk = of_query // SAMPLE * SAMPLE + 1
+    trunk = of_query // PACK_STRIDE * PACK_STRIDE + 1
     seen = (key <= query) & (of_key != 0) & ((of_key == of_query) | (of_key == trunk))
     return seen | (key == query)  # padding sees itself, which keeps its softmax finite
 
@@ -84,11 +84,11 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
 
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         kv = KVCache(k, v) if block_kv_cache is None else block_kv_cache.append(k, v)
 
         causal = mask is None and T > 1  # right only without a past, which is why chunks bring a mask
-        y = attend(q, kv.key, kv.value, mask, causal, self.dropout.p if self.training else 0.0)
+        y = attention(q, kv.key, kv.value, mask, causal, self.dropout.p if self.training else 0.0)
         return self.dropout(self.out_proj(y.transpose(1, 2).reshape(B, T, C))), kv
 
 
@@ -148,7 +148,7 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, list[KVCache]]:
         """Read x, ids (B, T) or embeddings (B, T, C), from start_pos on; also return each block's longer cache.
 
-        attention_mask, (B, T_past + T) integers, is explained at `visible`; with it, a token's position is the
+        attention_mask, (B, T_past + T) integers, is explained at `build_attention_mask`; with it, a token's position is the
         number of tokens that it sees before itself, so padding shifts nothing. start_pos must be the length of
         the cache. use_cache=False returns no caches and keeps none alive.
         """
@@ -165,11 +165,11 @@ class LanguageModel(nn.Module):
 
         mask, positions = None, torch.arange(past, past + T, device=x.device)
         if attention_mask is not None:
-            mask = visible(attention_mask, T)
+            mask = build_attention_mask(attention_mask, T)
             positions = mask.sum(-1) - 1
         elif past and T > 1:
             mask = torch.ones(1, 1, T, past + T, dtype=torch.bool, device=x.device).tril(past)
-        cos, sin = rotary(positions, self.cfg)
+        cos, sin = rope_cos_sin(positions, self.cfg)
 
         caches = []
         for i, block in enumerate(self.blocks):

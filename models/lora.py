@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from models.checkpoint import CheckpointError, read_object
+from models.checkpoint import read_object
+from models.errors import CheckpointError
 from models.vision_language_model import VisionLanguageModel
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

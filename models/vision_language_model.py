@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from models.cache import KVCache
 from models.config import VLMConfig
-from models.decoding import GREEDY, Sampling, autoregress, check_counts, tokens_in
+from models.decoding import GREEDY, SamplingParams, check_counts, generate_tokens, token_presence_mask
 from models.language_model import LanguageModel
 from models.modality_projector import ModalityProjector
 from models.vision_transformer import PatchEmbedding, VisionTransformer
 
 
 @dataclass(frozen=True)
-class Prefix:
+class PrefillState:
     """A sequence read so far: what attention remembers of it, and which of its places are padding."""
 
     kv_cache: list[KVCache]  # one per block
@@ -27,17 +27,17 @@ class Prefix:
     def length(self) -> int:
         return self.kv_cache[0].length
 
-    def first(self, n: int) -> "Prefix":
+    def first(self, n: int) -> "PrefillState":
         """The sequence up to its n-th token."""
         if n == self.length:
             return self
         mask = None if self.attention_mask is None else self.attention_mask[:, :n]
-        return Prefix([kv.first(n) for kv in self.kv_cache], mask)
+        return PrefillState([kv.first(n) for kv in self.kv_cache], mask)
 
-    def rows(self, index: Tensor) -> "Prefix":
+    def rows(self, index: Tensor) -> "PrefillState":
         """The chosen rows, index (B_new,), in that order and as often as named; a copy."""
         mask = None if self.attention_mask is None else self.attention_mask[index]
-        return Prefix([kv.rows(index) for kv in self.kv_cache], mask)
+        return PrefillState([kv.rows(index) for kv in self.kv_cache], mask)
 
 
 class VisionLanguageModel(nn.Module):
@@ -57,7 +57,7 @@ class VisionLanguageModel(nn.Module):
         self.MP = ModalityProjector(cfg)
         self.decoder = LanguageModel(cfg)
         if self.device.type != "meta":  # where there is nothing to initialise, and torch would import its compiler to
-            self.apply(initialise)
+            self.apply(init_weights)
             nn.init.normal_(self.decoder.head.weight, std=0.02)  # like the embedding, which it may be
 
     @classmethod
@@ -77,7 +77,7 @@ class VisionLanguageModel(nn.Module):
 
     def embed(self, input_ids: Tensor, images: Tensor | None = None) -> Tensor:
         """Embeddings (B, T, C) of ids (B, T); images (N, 3, S, S) take the image tokens' places in reading order."""
-        self.check_images(input_ids, images)
+        self.validate_images(input_ids, images)
         places = input_ids == self.image_token_id
         x = self.decoder.token_embedding(input_ids.masked_fill(places, 0))  # 0 is any id: images replace it
         if images is None or not len(images):
@@ -107,8 +107,8 @@ class VisionLanguageModel(nn.Module):
         input_ids: Tensor,
         images: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        prefix: Prefix | None = None,
-    ) -> tuple[Tensor, Prefix]:
+        prefix: PrefillState | None = None,
+    ) -> tuple[Tensor, PrefillState]:
         """Read a prompt, ids (B, T), or continue a prefix with it: last logits (B, vocabulary) and the new prefix.
 
         attention_mask (B, T) is 0 at padding, which stands on the left. The prefix given can be used again.
@@ -117,11 +117,11 @@ class VisionLanguageModel(nn.Module):
             attention_mask = None
         return self._read(self.embed(input_ids, images), attention_mask, prefix)
 
-    def decode(self, ids: Tensor, prefix: Prefix) -> tuple[Tensor, Prefix]:
+    def decode(self, ids: Tensor, prefix: PrefillState) -> tuple[Tensor, PrefillState]:
         """Read one more token per row, ids (B,): next logits (B, vocabulary) and the longer prefix."""
         return self._read(self.decoder.token_embedding(ids[:, None]), None, prefix)
 
-    def _read(self, x: Tensor, mask: Tensor | None, prefix: Prefix | None) -> tuple[Tensor, Prefix]:
+    def _read(self, x: Tensor, mask: Tensor | None, prefix: PrefillState | None) -> tuple[Tensor, PrefillState]:
         """Continue prefix with embeddings x (B, T, C); mask (B, T) is of x alone."""
         kv_cache, past, start_pos = (
             (prefix.kv_cache, prefix.attention_mask, prefix.length) if prefix else (None, None, 0)
@@ -130,7 +130,7 @@ class VisionLanguageModel(nn.Module):
             halves = ((past, start_pos), (mask, x.size(1)))
             mask = torch.cat([x.new_ones(len(x), n, dtype=torch.long) if m is None else m for m, n in halves], dim=1)
         hidden, kv_cache = self.decoder(x, mask, kv_cache, start_pos)
-        return self.decoder.head(hidden[:, -1]), Prefix(kv_cache, mask)
+        return self.decoder.head(hidden[:, -1]), PrefillState(kv_cache, mask)
 
     @torch.inference_mode()
     def stream(
@@ -140,7 +140,7 @@ class VisionLanguageModel(nn.Module):
         attention_mask: Tensor | None = None,
         *,
         max_new_tokens: int = 64,
-        sampling: Sampling = GREEDY,
+        sampling: SamplingParams = GREEDY,
         eos_token_id: int | None = None,
         n_samples: int = 1,
         shared: int = 0,
@@ -153,7 +153,7 @@ class VisionLanguageModel(nn.Module):
         that the cache is held against.
         """
         check_counts(max_new_tokens, n_samples)
-        self.check_room(input_ids.size(1), max_new_tokens)
+        self.validate_length(input_ids.size(1), max_new_tokens)
         if max_new_tokens == 0:
             return
         rows = torch.arange(input_ids.size(0), device=input_ids.device).repeat_interleave(n_samples)
@@ -189,8 +189,8 @@ class VisionLanguageModel(nn.Module):
             counted = input_ids != self.image_token_id  # an image's places say no token
             if attention_mask is not None:
                 counted &= attention_mask != 0
-            seen = tokens_in(input_ids, logits.size(-1), counted)[rows]
-        yield from autoregress(
+            seen = token_presence_mask(input_ids, logits.size(-1), counted)[rows]
+        yield from generate_tokens(
             logits, step, sampling=sampling, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, seen=seen
         )
 
@@ -201,14 +201,14 @@ class VisionLanguageModel(nn.Module):
             return input_ids.new_empty(len(input_ids) * kwargs.get("n_samples", 1), 0)
         return torch.stack(columns, dim=1)
 
-    def check_images(self, input_ids: Tensor, images: Tensor | None) -> None:
+    def validate_images(self, input_ids: Tensor, images: Tensor | None) -> None:
         """Raise ValueError unless images (N, 3, S, S) fill the places that ids (..., T) have for them."""
         wanted = int((input_ids == self.image_token_id).sum())
         given = 0 if images is None else len(images) * self.cfg.mp_image_token_length
         if wanted != given:
             raise ValueError(f"the prompt holds {wanted} image tokens, but the images give {given} embeddings")
 
-    def check_room(self, prompt: int, max_new_tokens: int) -> None:
+    def validate_length(self, prompt: int, max_new_tokens: int) -> None:
         """Raise ValueError if a prompt of so many tokens and its answer exceed the model's positions."""
         limit = self.cfg.lm_max_position_embeddings
         if prompt + max_new_tokens - 1 > limit:  # the last token chosen is never read
@@ -219,7 +219,7 @@ class VisionLanguageModel(nn.Module):
 
 
 @torch.no_grad()
-def initialise(module: nn.Module) -> None:
+def init_weights(module: nn.Module) -> None:
     """Embeddings N(0, 0.02), matrices N(0, 1/fan_in) (LeCun et al. 1998), biases 0.
 
     nanoVLM's 0.02 for every matrix suits widths near 2,500; at a width of 192 it lets so little of the picture

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import attend
+from models.attention import attention
 from models.config import VLMConfig
 
 
@@ -30,7 +30,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.qkv_proj(x).view(B, T, 3, self.n_heads, C // self.n_heads).permute(2, 0, 3, 1, 4)
-        y = attend(q, k, v, dropout_p=self.dropout.p if self.training else 0.0)
+        y = attention(q, k, v, dropout_p=self.dropout.p if self.training else 0.0)
         return self.dropout(self.out_proj(y.transpose(1, 2).reshape(B, T, C)))
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from PIL import Image
 from torch import Tensor
 
-from models.checkpoint import read_config, read_model, resolve
+from models.checkpoint import load_config, load_model, snapshot_path
 from models.convert.backbones import find_backbones, read_backbones
-from models.decoding import GREEDY, Sampling
+from models.decoding import GREEDY, SamplingParams
 from models.inference.inference_model import make_fast
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.device import choose_device, choose_dtype
-from nanovlm.image_processing import open_picture
+from nanovlm.image_processing import load_image
 from nanovlm.processor import Inputs, Processor
 from nanovlm.tokenizer import Tokenizer
 
@@ -74,10 +74,10 @@ class Captioner:
             raise ValueError(f"quantize={quantize} is not int8")
         place = choose_device(device)
         precision = choose_dtype(dtype, place)
-        folder = resolve(name_or_folder, revision)
-        cfg = read_config(folder)
+        folder = snapshot_path(name_or_folder, revision)
+        cfg = load_config(folder)
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
-        model = read_model(folder, cfg, tokenizer.image_token_id, precision, place)
+        model = load_model(folder, cfg, tokenizer.image_token_id, precision, place)
         return cls(make_fast(model, quantize == "int8", compile), Processor(cfg, tokenizer, max_tiles, upscale))
 
     @classmethod
@@ -87,7 +87,7 @@ class Captioner:
         """A new model of a pretrained SigLIP and a pretrained Llama, with the latter's tokenizer: to be trained.
 
         Each is a folder or a Hub id. Options are vision_revision, language_revision and fields of VLMConfig, see
-        `models.convert.backbones.find_backbones`. `write_checkpoint(folder, captioner.model, captioner.tokenizer.to_json())`
+        `models.convert.backbones.find_backbones`. `save_checkpoint(folder, captioner.model, captioner.tokenizer.to_json())`
         makes it a model's folder.
         """
         precision = choose_dtype(dtype, choose_device("cpu"))
@@ -97,7 +97,7 @@ class Captioner:
 
     def check_prompt(self, prompt: str, max_new_tokens: int) -> None:
         """Raise ValueError if no answer can follow this prompt, however small the picture."""
-        self.model.check_room(len(self.processor.prompt([], prompt)), max_new_tokens)
+        self.model.validate_length(len(self.processor.prompt([], prompt)), max_new_tokens)
 
     def caption(
         self,
@@ -105,7 +105,7 @@ class Captioner:
         prompt: str = PROMPT,
         *,
         max_new_tokens: int = 128,
-        sampling: Sampling = GREEDY,
+        sampling: SamplingParams = GREEDY,
     ) -> str:
         """The answer to a prompt about one picture, several, or none (None)."""
         return "".join(self.stream(picture, prompt, max_new_tokens=max_new_tokens, sampling=sampling))
@@ -116,7 +116,7 @@ class Captioner:
         prompt: str = PROMPT,
         *,
         max_new_tokens: int = 128,
-        sampling: Sampling = GREEDY,
+        sampling: SamplingParams = GREEDY,
         stats: Stats | None = None,
     ) -> Iterator[str]:
         """The same answer in pieces of whole characters, as they are found. stats, if given, is filled on the way."""
@@ -130,7 +130,7 @@ class Captioner:
         n: int = 1,
         *,
         max_new_tokens: int = 128,
-        sampling: Sampling = GREEDY,
+        sampling: SamplingParams = GREEDY,
         stats: Stats | None = None,
     ) -> list[str]:
         """n answers to one prompt, which is read once; alike unless sampling has a temperature."""
@@ -142,7 +142,7 @@ class Captioner:
         prompts: Sequence[str],
         *,
         max_new_tokens: int = 128,
-        sampling: Sampling = GREEDY,
+        sampling: SamplingParams = GREEDY,
         stats: Stats | None = None,
     ) -> list[str]:
         """An answer to each prompt about the same picture, which is looked at and read once for all of them."""
@@ -152,7 +152,7 @@ class Captioner:
             return []
 
         def prepare():
-            return self.processor.questions([open_picture(one) for one in _as_list(picture)], list(prompts))
+            return self.processor.questions([load_image(one) for one in _as_list(picture)], list(prompts))
 
         return self._texts(self._columns(prepare, max_new_tokens, sampling, 1, stats))
 
@@ -163,7 +163,7 @@ class Captioner:
         *,
         batch_size: int = 16,
         max_new_tokens: int = 128,
-        sampling: Sampling = GREEDY,
+        sampling: SamplingParams = GREEDY,
     ) -> Iterator[str]:
         """An answer for each of the pictures, batch_size at a time; one prompt for all, or one for each."""
         prompts = [prompt] * len(pictures) if isinstance(prompt, str) else list(prompt)
@@ -174,13 +174,13 @@ class Captioner:
 
     def prepare(self, picture: Picture | Sequence[Picture] | None, prompt: str = PROMPT) -> Inputs:
         """What the model is to read; threads may prepare it while the model runs."""
-        return self.processor.row([open_picture(one) for one in _as_list(picture)], prompt)
+        return self.processor.row([load_image(one) for one in _as_list(picture)], prompt)
 
     def _batch(self, asked: Sequence[tuple[Picture | Sequence[Picture] | None, str]]) -> Callable[[], dict]:
         return lambda: self.processor.batch([self.prepare(picture, prompt) for picture, prompt in asked])
 
     def _columns(
-        self, prepare: Callable[[], dict], max_new_tokens: int, sampling: Sampling, n_samples: int = 1, stats=None
+        self, prepare: Callable[[], dict], max_new_tokens: int, sampling: SamplingParams, n_samples: int = 1, stats=None
     ) -> Iterator[list[int]]:
         """Yield the ids that `VisionLanguageModel.stream` chooses for what prepare() returns, which is timed, too."""
         started = time.perf_counter()

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from models.decoding import GREEDY, Sampling, autoregress, tokens_in
-from models.vision_language_model import Prefix
+from models.decoding import GREEDY, SamplingParams, generate_tokens, token_presence_mask
+from models.vision_language_model import PrefillState
 from nanovlm.captioner import Captioner, Picture
-from nanovlm.image_processing import open_picture
+from nanovlm.image_processing import load_image
 
 
-class Conversation:
+class ChatSession:
     """A chat about pictures, or none; history holds the questions and answers so far.
 
     A question is laid out with all that was said before, as for somebody who reads the chat anew, and what the cache
@@ -21,15 +21,15 @@ class Conversation:
 
     def __init__(self, captioner: Captioner, pictures: Sequence[Picture] = ()):
         self.captioner, self.model = captioner, captioner.model
-        tiles = [captioner.processor.images(open_picture(picture)) for picture in pictures]
+        tiles = [captioner.processor.images(load_image(picture)) for picture in pictures]
         self.grids = [grid for _, grid in tiles]
         self.images = torch.cat([images for images, _ in tiles]) if tiles else None
         self.history: list[tuple[str, str]] = []
         self.ids: list[int] = []  # of what the cache remembers; an interruption may leave one token more there
-        self.prefix: Prefix | None = None
+        self.prefix: PrefillState | None = None
         self.tokens_read = 0  # of the last question, with what had to be read beside it
 
-    def ask(self, question: str, *, max_new_tokens: int = 128, sampling: Sampling = GREEDY) -> Iterator[str]:
+    def ask(self, question: str, *, max_new_tokens: int = 128, sampling: SamplingParams = GREEDY) -> Iterator[str]:
         """The answer in pieces of whole characters. Who stops listening has heard all that history will tell."""
         ids = self.captioner.processor.prompt(self.grids, question, self.history)
         limit = self.model.cfg.lm_max_position_embeddings
@@ -67,12 +67,12 @@ class Conversation:
         return logits
 
     @torch.inference_mode()
-    def _choose(self, ids: list[int], logits: Tensor, max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
+    def _choose(self, ids: list[int], logits: Tensor, max_new_tokens: int, sampling: SamplingParams) -> Iterator[int]:
         """The answer's ids, each remembered once the next is asked for."""
         end, seen = self.captioner.tokenizer.eos_token_id, None
         if sampling.repetition_penalty != 1:
             read = torch.tensor([ids], device=logits.device)
-            seen = tokens_in(read, logits.size(-1), read != self.model.image_token_id)
+            seen = token_presence_mask(read, logits.size(-1), read != self.model.image_token_id)
 
         def step(chosen: Tensor) -> Tensor:
             logits, self.prefix = self.model.decode(chosen, self.prefix)
@@ -80,7 +80,7 @@ class Conversation:
             return logits
 
         options = {"sampling": sampling, "max_new_tokens": max_new_tokens, "eos_token_id": end, "seen": seen}
-        for chosen in autoregress(logits, step, **options):
+        for chosen in generate_tokens(logits, step, **options):
             if int(chosen) == end:
                 return
             yield int(chosen)

@@ -5,11 +5,7 @@ import sys
 from typing import TextIO
 
 
-class UsageError(Exception):
-    """Wrong use: its one line, and exit code 2."""
-
-
-def complain(message: str) -> None:
+def print_error(message: str) -> None:
     print(" ".join(message.split("\n")), file=sys.stderr, flush=True)
 
 

@@ -4,8 +4,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, CheckpointError, read_config
+from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, load_config
 from models.config import VLMConfig
+from nanovlm.errors import CheckpointError
 
 FILES = (CONFIG, WEIGHTS, TOKENIZER)  # and, if it is there, what stock nanoVLM reads beside the tokenizer:
 MAYBE = (TOKENIZER_CONFIG,)  # nothing else of the folder, no pickle, no checkpoints, no notes
@@ -28,7 +29,7 @@ def push_to_hub(
     model was made, results what was measured. A CheckpointError says what the folder lacks, before anything is sent;
     without a token, the one of `hf auth login` is used.
     """
-    cfg = read_config(Path(folder))
+    cfg = load_config(Path(folder))
     for name in FILES:
         if not (Path(folder) / name).is_file():
             raise CheckpointError(f"{folder} has no {name}; nothing was uploaded")

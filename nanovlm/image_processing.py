@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from PIL import ExifTags, Image
 from PIL.Image import Resampling, Transpose
 
+from nanovlm.errors import ImageError
+
 MAX_PIXELS = 178_956_970  # where Pillow, too, stops warning and refuses
 MAX_ASPECT = 200
 
@@ -33,11 +35,7 @@ with contextlib.suppress(AttributeError, OSError):  # where Pillow shows no libt
     ctypes.CDLL(Image.core.__file__).TIFFSetErrorHandler(None)
 
 
-class PictureError(ValueError):
-    """A picture that cannot be used; one line that names it and says why."""
-
-
-def open_picture(source, name: str | None = None, max_pixels: int | None = None) -> Image.Image:
+def load_image(source, name: str | None = None, max_pixels: int | None = None) -> Image.Image:
     """Read a picture as upright RGB, on white where it is transparent; of an animation, the first frame.
 
     source is a path, the bytes of a file, a binary file or a PIL image; name is what an error calls it. One of more
@@ -45,13 +43,13 @@ def open_picture(source, name: str | None = None, max_pixels: int | None = None)
     """
     name = printable(name_of(source) if name is None else name)
     try:
-        with muted():
+        with quiet_pillow():
             if isinstance(source, Image.Image):
-                return upright_rgb(source, max_pixels)
+                return load_rgb(source, max_pixels)
             with open_file(source) as file:
-                return upright_rgb(Image.open(file), max_pixels)
+                return load_rgb(Image.open(file), max_pixels)
     except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error, IndexError ...
-        raise PictureError(f"{name}: {reason(error)}") from error
+        raise ImageError(f"{name}: {reason(error)}") from error
 
 
 def name_of(source) -> str:
@@ -76,7 +74,7 @@ def open_file(source):
     with open(source, "rb") if by_path else io.BytesIO(source.read() if hasattr(source, "read") else source) as file:
         seekable = file if file.seekable() else io.BytesIO(file.read())
         if not seekable.read(1):
-            raise PictureError("an empty file")
+            raise ImageError("an empty file")
         yield seekable
 
 
@@ -84,7 +82,7 @@ def reason(error: Exception) -> str:
     """Say in one line why a picture cannot be used."""
     text = " ".join(str(error).split())
     match error:
-        case PictureError():
+        case ImageError():
             return text
         case Image.UnidentifiedImageError():
             return "not a picture that Pillow can read, or a damaged one"
@@ -97,16 +95,16 @@ def reason(error: Exception) -> str:
     return f"cannot be decoded: {text or type(error).__name__}"
 
 
-def upright_rgb(picture: Image.Image, max_pixels: int | None = None) -> Image.Image:
+def load_rgb(picture: Image.Image, max_pixels: int | None = None) -> Image.Image:
     """Decode a picture into a new RGB one, turned as its EXIF orientation says."""
     width, height = picture.size  # from the header: a bomb is refused before it goes off
     if width < 1 or height < 1:
-        raise PictureError(f"{width} x {height} is a picture without pixels")
+        raise ImageError(f"{width} x {height} is a picture without pixels")
     limit = MAX_PIXELS if max_pixels is None else min(max_pixels, MAX_PIXELS)
     if width * height > limit:
-        raise PictureError(f"{width} x {height} is more than {limit:,} pixels; scale it down first")
+        raise ImageError(f"{width} x {height} is more than {limit:,} pixels; scale it down first")
     if max(width, height) > MAX_ASPECT * min(width, height):
-        raise PictureError(f"{width} x {height}: one side is more than {MAX_ASPECT} times the other; crop it first")
+        raise ImageError(f"{width} x {height}: one side is more than {MAX_ASPECT} times the other; crop it first")
     picture.load()
     turn = None
     with contextlib.suppress(Exception):  # a picture with broken EXIF is still a picture
@@ -162,7 +160,7 @@ def as_tensor(picture: Image.Image) -> torch.Tensor:
     return torch.frombuffer(bytearray(picture.tobytes()), dtype=dtype).view(height, width, -1).permute(2, 0, 1)
 
 
-def cropped(picture: Image.Image, most: float, rng: Random) -> Image.Image:
+def random_crop(picture: Image.Image, most: float, rng: Random) -> Image.Image:
     """The picture without a margin: on each side, at random, up to most of its width or height."""
     left, top, right, bottom = (int(rng.uniform(0, most) * side) for side in 2 * picture.size)
     return picture.crop((left, top, picture.width - right, picture.height - bottom))
@@ -172,7 +170,7 @@ _readers, _filters, _lock = 0, None, threading.Lock()
 
 
 @contextlib.contextmanager
-def muted():
+def quiet_pillow():
     """Keep Pillow's warnings (odd EXIF, large pictures) off the screen while a picture is read.
 
     Warning filters belong to the whole process, so the first reader in sets ours and the last one out restores:
@@ -209,7 +207,7 @@ def resized_size(width: int, height: int, tile: int, max_side: int, to_max_side:
     return (new_long, new_short) if width >= height else (new_short, new_long)
 
 
-def pixels(
+def preprocess(
     picture: Image.Image, *, tile: int, max_side=None, to_max_side=False, global_view=False, mean=None, std=None
 ) -> tuple[torch.Tensor, tuple[int, int]]:
     """Resize an RGB picture and cut it into images (n, 3, tile, tile), row by row; also return (rows, columns).

@@ -1,6 +1,6 @@
 """Pictures and words together: from what a person gives to what the model reads.
 
-This is the one place where a checkpoint's era (`VLMConfig.era`) decides how they are laid out:
+This is the one place where a checkpoint's era (`VLMConfig.format_version`) decides how they are laid out:
 
 era 1   the places of the images, for which there is no token; then "Question: ... Answer:"
 era 2   the same places as <|image|> tokens; then the same
@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from models.config import VLMConfig
-from nanovlm.image_processing import pixels, resized_size
+from nanovlm.image_processing import preprocess, resized_size
 from nanovlm.tokenizer import Tokenizer
 
 Inputs = tuple[list[int], list[Tensor]]  # one prompt's ids, and each of its pictures' images (n, 3, S, S)
@@ -38,12 +38,12 @@ class Processor:
     def images(self, picture: Image.Image) -> tuple[Tensor, tuple[int, int]]:
         """Tiles of an RGB picture, (n, 3, S, S) in [0, 1], any global view first; and the grid (rows, columns)."""
         to_max_side = bool(self.cfg.resize_to_max_side_len) and self.upscale
-        return pixels(
+        return preprocess(
             picture,
             tile=self.cfg.vit_img_size,
             max_side=self._max_side(picture.size, to_max_side),
             to_max_side=to_max_side,
-            global_view=self.cfg.era == 5,
+            global_view=self.cfg.format_version == 5,
         )
 
     def _max_side(self, size: tuple[int, int], to_max_side: bool) -> int | None:
@@ -61,20 +61,20 @@ class Processor:
         """How many images one picture becomes at most."""
         tiles = ((self.cfg.max_img_size or self.cfg.vit_img_size) // self.cfg.vit_img_size) ** 2
         tiles = min(tiles, self.max_tiles or tiles)
-        return tiles + (self.cfg.era == 5 and tiles > 1)
+        return tiles + (self.cfg.format_version == 5 and tiles > 1)
 
     def markup(self, grids: Sequence[tuple[int, int]]) -> str:
         """The text that stands for pictures in a chat: their tiles' names, each followed by its image tokens."""
-        token, era = self.cfg.vlm_extra_tokens, self.cfg.era
+        token, format_version = self.cfg.vlm_extra_tokens, self.cfg.format_version
         places = token["image_token"] * self.cfg.mp_image_token_length
-        if era == 3:
+        if format_version == 3:
             return places * len(grids)
         texts = []
         for k, (rows, columns) in enumerate(grids):
             text = f"<image: {k}>" if len(grids) > 1 else ""
-            if era == 5:
+            if format_version == 5:
                 text += token["global_image_token"] + places
-            if era == 4 or rows * columns > 1:
+            if format_version == 4 or rows * columns > 1:
                 if f"r{rows}c{columns}" not in token:
                     raise ValueError(
                         f"a picture of {rows} x {columns} tiles, but vlm_extra_tokens names no r{rows}c{columns}"
@@ -91,7 +91,7 @@ class Processor:
         """
         if not isinstance(text, str):
             raise ValueError(f"a prompt is one question, a string, not a {type(text).__name__}; pass others as history")
-        if self.cfg.era < 3:
+        if self.cfg.format_version < 3:
             ids = [self.tokenizer.image_token_id] * (self.cfg.mp_image_token_length * len(grids))
             for asked, answer in history:
                 ids += self.tokenizer.encode(f"Question: {asked} Answer:") + self.tokenizer.encode(answer)

@@ -9,8 +9,9 @@ import tokenizers
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from models.checkpoint import TOKENIZER, CheckpointError, resolve
+from models.checkpoint import TOKENIZER, snapshot_path
 from models.config import VLMConfig
+from nanovlm.errors import CheckpointError
 
 NO_TOKEN = -1  # the places of images in the first era, whose vocabulary has no token for them
 
@@ -53,7 +54,7 @@ class Tokenizer:
 
         Those that it does not know get the ids after its last, in the config's order.
         """
-        folder = resolve(name_or_folder, revision, [TOKENIZER])
+        folder = snapshot_path(name_or_folder, revision, [TOKENIZER])
         return cls._read(folder / TOKENIZER, cfg, (cfg.vlm_extra_tokens or {}).values())
 
     @classmethod
@@ -157,7 +158,7 @@ class Tokenizer:
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Text as its ids arrive, whole characters only; the pieces join to `decode` of all ids."""
-        spelling = Spelling(self)
+        spelling = StreamingDecoder(self)
         for id in ids:
             if text := spelling.add(id):
                 yield text
@@ -165,7 +166,7 @@ class Tokenizer:
             yield text
 
 
-class Spelling:
+class StreamingDecoder:
     """A text whose ids arrive one by one; each is decoded behind those of the last piece, never behind all.
 
     So a decoder that looks at what stands before a token (Llama's drops the space before a text's first word) does, and

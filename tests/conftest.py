@@ -32,7 +32,7 @@ def tiny_model(tiny_config):
 @pytest.fixture(scope="session")
 def words_and_images():
     """Makes a batch for such a model: rows of so many words, an image before each unless images=False."""
-    from nanovlm.data.examples import Row, collate
+    from nanovlm.data.examples import EncodedExample, collate
 
     def make(seed: int, lengths=(5, 9), images: bool = True) -> dict:
         draw = torch.Generator().manual_seed(seed)
@@ -41,7 +41,7 @@ def words_and_images():
             ids = [3] * 4 * images + torch.randint(4, 40, (n,), generator=draw).tolist()
             asked = n // 2  # of the words, as many are answers
             targets = [-100] * (len(ids) - asked) + torch.randint(4, 40, (asked,), generator=draw).tolist()
-            rows.append(Row(ids, targets, [1] * len(ids), [torch.rand(1, 3, 16, 16, generator=draw)] * images))
+            rows.append(EncodedExample(ids, targets, [1] * len(ids), [torch.rand(1, 3, 16, 16, generator=draw)] * images))
         return collate(rows)
 
     return make
@@ -79,10 +79,10 @@ def speaker():
 @pytest.fixture(scope="session")
 def model_folder(speaker, tmp_path_factory):
     """The same on disk."""
-    from models.checkpoint import write_checkpoint
+    from models.checkpoint import save_checkpoint
 
     model, processor = speaker
-    write_checkpoint(folder := tmp_path_factory.mktemp("models") / "speaker", model, processor.tokenizer.to_json())
+    save_checkpoint(folder := tmp_path_factory.mktemp("models") / "speaker", model, processor.tokenizer.to_json())
     return folder
 
 

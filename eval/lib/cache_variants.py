@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from eval.lib import flops
-from models.decoding import GREEDY, autoregress
-from models.kv_study.encoder_decoder import EncoderDecoder, TextPrefix
+from models.decoding import GREEDY, generate_tokens
+from models.kv_study.encoder_decoder import EncoderDecoder, TextPrefillState
 from models.kv_study.hook_cache import install_kv_cache_hooks
 from models.kv_study.static_cache import (
     LanguageModelStep,
@@ -46,7 +46,7 @@ class Subject:
     prompt_tokens: int
     vision: Callable[[], object]  # from pixels to what the words' model looks at
     prefill: Callable[[], object]  # from there to the first token, with a cache
-    read: flops.Reading
+    read: flops.ReadOptions
     designs: list[Design]
 
 
@@ -95,7 +95,7 @@ def encoder_decoder(model: EncoderDecoder, ids: Tensor, images: Tensor, most: in
     def hooks(n: int) -> Iterator[Tensor]:
         xa = model.encode(images)
         with install_kv_cache_hooks(decoder) as cache:
-            yield from autoregress(
+            yield from generate_tokens(
                 decoder(ids, xa)[:, -1],
                 lambda new: decoder(new[:, None], xa, start_pos=cache.length)[:, -1],
                 sampling=GREEDY,
@@ -126,7 +126,7 @@ def encoder_decoder(model: EncoderDecoder, ids: Tensor, images: Tensor, most: in
         model,
         ids.size(1),
         lambda: model.encode(images),
-        lambda: decoder.logits(decoder.read(ids, TextPrefix(decoder.cross(xa)))[0][:, -1]),
+        lambda: decoder.logits(decoder.read(ids, TextPrefillState(decoder.cross(xa)))[0][:, -1]),
         flops.text_decoder(model.cfg, xa.size(1)),
         designs,
     )

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from models.config import VLMConfig
 
-Reading = Callable[[int, int], int]  # FLOPs to read tokens start ... stop - 1 behind start others and choose one more
+ReadOptions = Callable[[int, int], int]  # FLOPs to read tokens start ... stop - 1 behind start others and choose one more
 
 
-def language_model(cfg: VLMConfig) -> Reading:
+def language_model(cfg: VLMConfig) -> ReadOptions:
     """Of models/language_model.py: q and out, k and v, three matrices of the MLP, and the head for one token."""
     C, kv = cfg.lm_hidden_dim, cfg.lm_n_kv_heads * cfg.lm_head_dim
     weights = 2 * C * C + 2 * C * kv + 3 * C * cfg.lm_inter_dim
@@ -22,7 +22,7 @@ def language_model(cfg: VLMConfig) -> Reading:
     return read
 
 
-def text_decoder(cfg: VLMConfig, n_patches: int) -> Reading:
+def text_decoder(cfg: VLMConfig, n_patches: int) -> ReadOptions:
     """Of models/kv_study/encoder_decoder.py; who reads from the start on also makes the picture's keys and values."""
     C = cfg.lm_hidden_dim
     weights = 4 * C * C + 2 * C * C + 8 * C * C  # self-attention, cross-attention's query and out, MLP
@@ -41,7 +41,7 @@ def _seen(start: int, stop: int) -> int:
     return (stop * (stop + 1) - start * (start + 1)) // 2
 
 
-def generation(read: Reading, prompt: int, new_tokens: int, cached: bool) -> int:
+def generation(read: ReadOptions, prompt: int, new_tokens: int, cached: bool) -> int:
     """FLOPs from a prompt of so many tokens to the last of new_tokens; a token is read once, or for each after it."""
     first = read(0, prompt)
     return first + sum(read(prompt + i - 1 if cached else 0, prompt + i) for i in range(1, new_tokens))

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.checkpoint import CONFIG, MOST_BLOCKS, TOKENIZER, WEIGHTS, CheckpointError, read_object, resolve
+from models.checkpoint import CONFIG, MOST_BLOCKS, TOKENIZER, WEIGHTS, read_object, snapshot_path
 from models.config import VLMConfig, extra_tokens
+from models.errors import CheckpointError
 from models.modality_projector import ModalityProjector
-from models.vision_language_model import VisionLanguageModel, initialise
+from models.vision_language_model import VisionLanguageModel, init_weights
 
 INDEX = "model.safetensors.index.json"
 FILES = (CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER)
@@ -120,7 +121,7 @@ def find_backbones(
     picture has at most 3 x 3 tiles and nanoVLM's extra tokens. Another vit_img_size resizes the grid of positions. A
     CheckpointError says what does not fit.
     """
-    sees_in, says_in = resolve(vision, vision_revision, FILES), resolve(language, language_revision, FILES)
+    sees_in, says_in = snapshot_path(vision, vision_revision, FILES), snapshot_path(language, language_revision, FILES)
     sees, says = _siglip_settings(sees_in / CONFIG), _llama_settings(says_in / CONFIG)
     names = {"vit_model_type": str(vision), "lm_model_type": str(language), "lm_tokenizer": str(language)}
     fields = {"mp_pixel_shuffle_factor": 4, "vlm_extra_tokens": extra_tokens(8), **names, **sees, **says, **changes}
@@ -161,7 +162,7 @@ def read_backbones(
     sees, says = _read_siglip(found, model, dtype), _read_llama(found, model, dtype)
     state = {f"vision_encoder.{name}": tensor for name, tensor in sees.items()}
     state |= {f"decoder.{name}": tensor for name, tensor in says.items()}
-    state["MP.proj.weight"] = ModalityProjector(cfg).apply(initialise).proj.weight.detach().to(dtype)
+    state["MP.proj.weight"] = ModalityProjector(cfg).apply(init_weights).proj.weight.detach().to(dtype)
     model.load_state_dict(state, assign=True)
     model.decoder.tie_weights()
     return model.eval()

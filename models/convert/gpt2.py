@@ -6,7 +6,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from models.checkpoint import CONFIG, CheckpointError, read_object, resolve
+from models.checkpoint import CONFIG, read_object, snapshot_path
+from models.errors import CheckpointError
 
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D stores them (in, out)
@@ -20,7 +21,7 @@ def read_gpt2(folder_or_name: str | os.PathLike) -> tuple[dict, dict[str, Tensor
     """
     if str(folder_or_name) in PUBLISHED and not os.path.isdir(folder_or_name):
         folder_or_name = f"openai-community/{folder_or_name}"
-    folder = resolve(folder_or_name, files=(CONFIG, "model*.safetensors"))
+    folder = snapshot_path(folder_or_name, files=(CONFIG, "model*.safetensors"))
     raw = read_object(folder / CONFIG)
     try:
         tensors = {name: t for file in sorted(folder.glob("model*.safetensors")) for name, t in load_file(file).items()}

@@ -53,8 +53,8 @@ def smolvlm_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
 
 def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> dict:
     """The object for their config.json; a ValueError says why there can be none."""
-    if cfg.era != 5:
-        raise ValueError(f"a model of era {cfg.era}, before September 2025: SmolVLM's processor knows no such layout")
+    if cfg.format_version != 5:
+        raise ValueError(f"a model of era {cfg.format_version}, before September 2025: SmolVLM's processor knows no such layout")
     if cfg.lm_attn_scaling != 1:
         raise ValueError(f"lm_attn_scaling={cfg.lm_attn_scaling}: SmolVLM's attention has no such factor, only 1")
     if not patches_keep_their_places(cfg.vit_grid):

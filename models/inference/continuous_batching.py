@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.decoding import GREEDY, Sampling, tokens_in
-from models.language_model import rotary
+from models.decoding import GREEDY, SamplingParams, token_presence_mask
+from models.language_model import rope_cos_sin
 from models.vision_language_model import VisionLanguageModel
 
 READ = 2048  # tokens, of prompts that are read at once: running answers wait meanwhile
@@ -20,7 +20,7 @@ GROW = 64  # tokens, by which the cache grows
 
 
 @dataclass(frozen=True)
-class Said:
+class TokenOutput:
     """The next token of an answer, and whether it was the last: "stop", the end token itself, or "length"."""
 
     key: Hashable
@@ -28,7 +28,7 @@ class Said:
     finished: str | None = None
 
 
-class Unread(RuntimeError):
+class PrefillError(RuntimeError):
     """A prompt that could not be read, for lack of memory, say. It is gone; the others are as they were."""
 
     def __init__(self, key: Hashable, error: Exception):
@@ -44,7 +44,7 @@ class _Answer:
     input_ids: Tensor  # (T,), on the CPU
     images: Tensor | None
     left: int  # tokens that it may still say
-    sampling: Sampling
+    sampling: SamplingParams
     generator: torch.Generator | None = None
     seen: Tensor | None = None  # (1, vocabulary), for the repetition penalty
     length: int = 0  # of what its row of the cache holds
@@ -93,7 +93,7 @@ class ContinuousBatch:
         images: Tensor | None = None,
         *,
         max_new_tokens: int = 64,
-        sampling: Sampling = GREEDY,
+        sampling: SamplingParams = GREEDY,
     ) -> None:
         """Put a prompt, ids (T,) and images (N, 3, S, S), in line. ValueError if it can never be read."""
         if key in self._line or any(answer is not None and answer.key == key for answer in self._rows):
@@ -102,8 +102,8 @@ class ContinuousBatch:
             raise ValueError(f"max_new_tokens={max_new_tokens} is less than 1")
         if input_ids.dim() != 1 or not len(input_ids):
             raise ValueError(f"a prompt is a row of ids (T,), T at least 1, not {tuple(input_ids.shape)}")
-        self.model.check_room(len(input_ids), max_new_tokens)
-        self.model.check_images(input_ids, images)
+        self.model.validate_length(len(input_ids), max_new_tokens)
+        self.model.validate_images(input_ids, images)
         self._line[key] = _Answer(key, input_ids.cpu(), images, max_new_tokens, sampling)
 
     def cancel(self, key: Hashable) -> None:
@@ -112,7 +112,7 @@ class ContinuousBatch:
         self._rows = [None if answer is not None and answer.key == key else answer for answer in self._rows]
 
     @torch.inference_mode()
-    def step(self) -> list[Said]:
+    def step(self) -> list[TokenOutput]:
         """Read prompts for which there are rows, some at a time, then let every running answer say one more token.
 
         A prompt's first token comes of its reading, so it may say two. Unread, raised before anything is said, names
@@ -134,7 +134,7 @@ class ContinuousBatch:
                 shortest, longest = short, long
         return chosen
 
-    def _read(self, answers: list[_Answer]) -> list[Said]:
+    def _read(self, answers: list[_Answer]) -> list[TokenOutput]:
         """Read prompts into free rows; if several together fail, only the first, and the others stay in line."""
         if not answers:
             return []
@@ -143,7 +143,7 @@ class ContinuousBatch:
         except Exception as error:  # of torch's kernels, or Python's: one prompt is not to stop the others
             if len(answers) == 1:
                 del self._line[answers[0].key]
-                raise Unread(answers[0].key, error) from error
+                raise PrefillError(answers[0].key, error) from error
             logits = None
         if logits is None:
             return self._read(answers[:1])
@@ -184,7 +184,7 @@ class ContinuousBatch:
                 self._rows[hole] = last
                 self._cache[:, :, hole] = self._cache[:, :, len(self._rows)]
 
-    def _decode(self) -> list[Said]:
+    def _decode(self) -> list[TokenOutput]:
         """One more token of every answer; those that have ended leave."""
         if not (answers := self._rows):
             return []
@@ -194,7 +194,7 @@ class ContinuousBatch:
         self._reserve(n, span)
         places, rows = places.to(model.device), torch.arange(n, device=model.device)
         mask = (torch.arange(span, device=model.device) <= places[:, None])[:, None, None]
-        cos, sin = rotary(places[:, None, None], model.cfg)
+        cos, sin = rope_cos_sin(places[:, None, None], model.cfg)
         x = model.decoder.token_embedding(torch.tensor([[answer.last] for answer in answers], device=model.device))
         for block, (key, value) in zip(model.decoder.blocks, self._cache[:, :, :n, :, :span]):
             x, _ = block(x, cos, sin, mask, _RowsKV(key, value, rows, places))
@@ -217,8 +217,8 @@ class ContinuousBatch:
             new[:, :, : old.size(2), :, : old.size(4)] = old
         self._cache = new
 
-    def _choose(self, answers: Sequence[_Answer], logits: Tensor) -> list[Said]:
-        """Each answer's next token of its logits, (B, vocabulary), as `autoregress` would choose it."""
+    def _choose(self, answers: Sequence[_Answer], logits: Tensor) -> list[TokenOutput]:
+        """Each answer's next token of its logits, (B, vocabulary), as `generate_tokens` would choose it."""
         said = []
         for row, (answer, token_id) in enumerate(zip(tuple(answers), GREEDY(logits).tolist())):
             if answer.sampling != GREEDY:
@@ -227,7 +227,7 @@ class ContinuousBatch:
             finished = "stop" if token_id == self.eos_token_id else None if answer.left else "length"
             if finished:
                 self._rows[self._rows.index(answer)] = None
-            said.append(Said(answer.key, token_id, finished))
+            said.append(TokenOutput(answer.key, token_id, finished))
         return said
 
     def _sample(self, answer: _Answer, logits: Tensor) -> int:
@@ -238,8 +238,8 @@ class ContinuousBatch:
         if sampling.repetition_penalty != 1:
             if answer.seen is None:
                 ids = answer.input_ids[None].to(logits.device)
-                answer.seen = tokens_in(ids, logits.size(-1), ids != self.model.image_token_id)
-            logits = sampling.penalise(logits, answer.seen)
+                answer.seen = token_presence_mask(ids, logits.size(-1), ids != self.model.image_token_id)
+            logits = sampling.apply_repetition_penalty(logits, answer.seen)
         ids = sampling(logits, answer.generator)
         if answer.seen is not None:
             answer.seen[0, ids] = True

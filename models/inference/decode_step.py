@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.language_model import Block, LanguageModel, rotary
+from models.language_model import Block, LanguageModel, rope_cos_sin
 
 
 def keep(x: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def product(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`models.language_model.rotate`, of x (heads, D), so that the compiler keeps the result; cos and sin (D / 2,)."""
+    """`models.language_model.apply_rope`, of x (heads, D), so that the compiler keeps the result; cos and sin (D / 2,)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -67,7 +67,7 @@ class DecodeStep(nn.Module):
         place. What stands after it must be finite, because attention multiplies it by 0.
         """
         half = self.decoder.cfg.lm_head_dim // 2
-        cos, sin = torch.cat([angle[0, :half] for angle in rotary(position, self.decoder.cfg)]).split(half)
+        cos, sin = torch.cat([angle[0, :half] for angle in rope_cos_sin(position, self.decoder.cfg)]).split(half)
         x = self.decoder.token_embedding(ids)[0].float()
         for block, key, value in zip(self.decoder.blocks, keys, values):
             x = step_block(block, x, cos, sin, position, key, value)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.language_model import LanguageModel, rotary
-from models.vision_language_model import Prefix, VisionLanguageModel
+from models.language_model import LanguageModel, rope_cos_sin
+from models.vision_language_model import PrefillState, VisionLanguageModel
 
 Step = Callable[[Tensor, Tensor, list[Tensor], list[Tensor]], Tensor]  # as `models.inference.decode_step.DecodeStep.forward`
 
@@ -50,7 +50,7 @@ class JoinedStep:
         """ids (1,) at position (1,): logits (1, vocabulary); keys and values (1, n_kv_heads, capacity, D) per block."""
         decoder, cfg, place = self.decoder, self.decoder.cfg, int(position)
         n_q, n_kv, D, eps = cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_head_dim, cfg.lm_rms_eps
-        cos, sin = rotary(position, cfg)
+        cos, sin = rope_cos_sin(position, cfg)
         sin = torch.cat([-sin[:, : D // 2], sin[:, D // 2 :]], dim=-1)
         x = decoder.token_embedding(ids)
         for (norm1, norm2, qkv_proj, out_proj, gate_up_proj, down_proj), key, value in zip(self.blocks, keys, values):
@@ -78,13 +78,13 @@ def use_step(model: VisionLanguageModel, step: Step | None) -> None:
     Caches stay KVCaches, so that both ways can take turns.
     """
 
-    def decode(ids: Tensor, prefix: Prefix) -> tuple[Tensor, Prefix]:
+    def decode(ids: Tensor, prefix: PrefillState) -> tuple[Tensor, PrefillState]:
         full = prefix.length >= model.cfg.lm_max_position_embeddings  # which the usual way refuses
         if len(ids) > 1 or prefix.attention_mask is not None or full or torch.is_grad_enabled():
             return VisionLanguageModel.decode(model, ids, prefix)
         kv_cache = [kv.reserve(1) for kv in prefix.kv_cache]
         keys, values = zip(*(kv.buffer for kv in kv_cache))
-        return step(ids, torch.tensor([prefix.length], device=ids.device), keys, values), Prefix(kv_cache)
+        return step(ids, torch.tensor([prefix.length], device=ids.device), keys, values), PrefillState(kv_cache)
 
     model.__dict__.pop("decode", None)
     if step is not None:

@@ -7,7 +7,7 @@ writes the tensor, reads it again and writes it again. `python -m eval.pictures`
 import torch
 from torch import Tensor, nn
 
-from models.attention import recorded
+from models.attention import needs_grad_or_graph
 from models.inference.cpu_kernels import OneDNNLinear
 from models.vision_transformer import MLP, VisionTransformer
 
@@ -18,7 +18,7 @@ PLAIN = (nn.Linear, OneDNNLinear)  # whose weights are what they multiply by
 
 def usual(x: Tensor) -> bool:
     """Whether x takes the encoder's own way: on other devices, and where a gradient or a graph is wanted."""
-    return x.device.type != "cpu" or recorded()
+    return x.device.type != "cpu" or needs_grad_or_graph()
 
 
 class FusedMLP(MLP):

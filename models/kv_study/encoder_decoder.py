@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import attend
+from models.attention import attention
 from models.cache import KVCache
 from models.config import VLMConfig
-from models.decoding import GREEDY, Sampling, autoregress, check_counts, tokens_in
+from models.decoding import GREEDY, SamplingParams, check_counts, generate_tokens, token_presence_mask
 from models.vision_transformer import VisionTransformer
 
 KeysValues = tuple[Tensor, Tensor]  # each (B, n_head, S, D)
 
 
 @dataclass(frozen=True)
-class TextPrefix:
+class TextPrefillState:
     """What a decode has read: of the picture, made once, and of the words so far; one entry per block."""
 
     cross: list[KeysValues]  # of N pictures
@@ -32,12 +32,12 @@ class TextPrefix:
         """Words read so far."""
         return self.kv_cache[0].length if self.kv_cache else 0
 
-    def rows(self, index: Tensor) -> "TextPrefix":
+    def rows(self, index: Tensor) -> "TextPrefillState":
         """The chosen rows of words, index (B_new,), which must stay with their picture: beams, reordered or split.
 
         Pictures are not copied.
         """
-        return TextPrefix(self.cross, [kv.rows(index) for kv in self.kv_cache or []])
+        return TextPrefillState(self.cross, [kv.rows(index) for kv in self.kv_cache or []])
 
 
 class MultiHeadAttention(nn.Module):
@@ -65,7 +65,7 @@ class MultiHeadAttention(nn.Module):
         q = self.query(x).unflatten(-1, (self.n_head, -1))
         # rows that share a picture queue up as if they were time, so its keys are read once and never copied
         q = q.reshape(k.size(0), -1, *q.shape[2:]).transpose(1, 2)
-        return self.out(attend(q, k, v, mask).transpose(1, 2).reshape(x.shape))
+        return self.out(attention(q, k, v, mask).transpose(1, 2).reshape(x.shape))
 
 
 def causal(n_new: int, n_keys: int, device: torch.device) -> Tensor | None:
@@ -122,12 +122,12 @@ class TextDecoder(nn.Module):
         """Each block's keys and values of what is told, xa (N, S, n_state)."""
         return [block.cross_attn.keys_values(xa) for block in self.blocks]
 
-    def read(self, x: Tensor, prefix: TextPrefix) -> tuple[Tensor, TextPrefix]:
+    def read(self, x: Tensor, prefix: TextPrefillState) -> tuple[Tensor, TextPrefillState]:
         """Continue prefix with ids x (B, T): hidden states (B, T, C), which `logits` takes, and the longer prefix."""
         past, T = prefix.length, x.size(1)
         x = self.embed(x, self.places(past, T))
         x, kv_cache = self.through(x, prefix.cross, prefix.kv_cache, causal(T, past + T, x.device))
-        return x, TextPrefix(prefix.cross, kv_cache)
+        return x, TextPrefillState(prefix.cross, kv_cache)
 
     def through(self, x, cross, kv_cache, mask):
         """Embeddings x (B, T, C) through all blocks, with each one's cross keys and cache: x and the longer caches."""
@@ -171,15 +171,15 @@ class EncoderDecoder(nn.Module):
         logits = self.decoder(input_ids, self.encode(images))
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def prefill(self, input_ids: Tensor, images: Tensor) -> tuple[Tensor, TextPrefix]:
+    def prefill(self, input_ids: Tensor, images: Tensor) -> tuple[Tensor, TextPrefillState]:
         """Look at images (N, 3, S, S) and read a prompt, ids (N * n, T): last logits and the prefix."""
-        return self._read(input_ids, TextPrefix(self.decoder.cross(self.encode(images))))
+        return self._read(input_ids, TextPrefillState(self.decoder.cross(self.encode(images))))
 
-    def decode(self, ids: Tensor, prefix: TextPrefix) -> tuple[Tensor, TextPrefix]:
+    def decode(self, ids: Tensor, prefix: TextPrefillState) -> tuple[Tensor, TextPrefillState]:
         """Read one more token per row, ids (B,)."""
         return self._read(ids[:, None], prefix)
 
-    def _read(self, ids: Tensor, prefix: TextPrefix) -> tuple[Tensor, TextPrefix]:
+    def _read(self, ids: Tensor, prefix: TextPrefillState) -> tuple[Tensor, TextPrefillState]:
         x, prefix = self.decoder.read(ids, prefix)
         return self.decoder.logits(x[:, -1]), prefix
 
@@ -190,7 +190,7 @@ class EncoderDecoder(nn.Module):
         images: Tensor,
         *,
         max_new_tokens: int = 64,
-        sampling: Sampling = GREEDY,
+        sampling: SamplingParams = GREEDY,
         eos_token_id: int | None = None,
         n_samples: int = 1,
         use_kv_cache: bool = True,
@@ -219,8 +219,8 @@ class EncoderDecoder(nn.Module):
                 x = torch.cat([x, ids[:, None]], dim=1)
                 return self.decoder(x, xa)[:, -1]
 
-        seen = None if sampling.repetition_penalty == 1 else tokens_in(input_ids, logits.size(-1))[rows]
-        yield from autoregress(
+        seen = None if sampling.repetition_penalty == 1 else token_presence_mask(input_ids, logits.size(-1))[rows]
+        yield from generate_tokens(
             logits, step, sampling=sampling, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, seen=seen
         )
 

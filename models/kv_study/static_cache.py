@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
-from models.decoding import GREEDY, Sampling, autoregress
+from models.decoding import GREEDY, SamplingParams, generate_tokens
 from models.kv_study.encoder_decoder import KeysValues, TextDecoder
-from models.language_model import LanguageModel, rotary
+from models.language_model import LanguageModel, rope_cos_sin
 
 Programs = dict[str, ExportedProgram]
 
@@ -47,7 +47,7 @@ class LanguageModelStep(nn.Module):
         places = start_pos + torch.arange(x.size(1), device=x.device)
         key = torch.arange(attention_mask.size(1), device=x.device)
         mask = (attention_mask[:, None, None] != 0) & (key <= places[:, None]) | (key == places[:, None])
-        cos, sin = rotary(mask.sum(-1) - 1, self.decoder.cfg)
+        cos, sin = rope_cos_sin(mask.sum(-1) - 1, self.decoder.cfg)
         for block, (k, v) in zip(self.decoder.blocks, kv_cache):
             x, _ = block(x, cos, sin, mask, StaticKV(k, v, places))
         return self.decoder.head(self.decoder.norm(x[:, -1]))
@@ -135,7 +135,7 @@ def export_text_decoder(decoder: TextDecoder, n_patches: int, capacity: int, bat
 
 
 @torch.no_grad()
-def stream(prefill, decode, prompt: Tensor, *, sampling: Sampling = GREEDY, **options) -> Iterator[Tensor]:
+def stream(prefill, decode, prompt: Tensor, *, sampling: SamplingParams = GREEDY, **options) -> Iterator[Tensor]:
     """Yield ids (B,) as two calls choose them: prefill(prompt, start) and decode(ids (B, 1), start), start () int64.
 
     options are autoregress's; the caller binds the calls to their caches, with room for prompt and answer.
@@ -147,4 +147,4 @@ def stream(prefill, decode, prompt: Tensor, *, sampling: Sampling = GREEDY, **op
         logits, length = decode(ids[:, None], torch.tensor(length)), length + 1
         return logits
 
-    yield from autoregress(prefill(prompt, torch.tensor(0)), step, sampling=sampling, **options)
+    yield from generate_tokens(prefill(prompt, torch.tensor(0)), step, sampling=sampling, **options)

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from models.inference.continuous_batching import ContinuousBatch, Unread
+from models.inference.continuous_batching import ContinuousBatch, PrefillError
 from nanovlm.bulk.prefetch import Prefetch
 from nanovlm.captioner import Captioner
-from nanovlm.image_processing import PictureError, printable
+from nanovlm.errors import ImageError
+from nanovlm.image_processing import printable
 from nanovlm.processor import Inputs
 from nanovlm.progress import Progress
 
@@ -32,7 +33,7 @@ ROOM = 2**30  # bytes of pixels that may wait for the model
 FAULTS = (ValueError, MemoryError, OSError, RuntimeError)  # of one picture; torch's lack of memory is the last
 
 
-class Run:
+class BulkCaptioner:
     """Captions of many pictures, and what they took."""
 
     def __init__(self, captioner: Captioner, prompt: str, options: dict[str, Any]):
@@ -116,7 +117,7 @@ class Run:
             started = time.perf_counter()
             try:
                 ended = self.step(batch, said)
-            except Unread as error:
+            except PrefillError as error:
                 ended = [(error.key, error)]
             except FAULTS as error:
                 ended = [(picture, error) for picture in said if rows == 1]
@@ -145,9 +146,9 @@ class Run:
     def prepare(self, picture: str) -> Inputs | Exception:
         try:
             if os.path.exists(picture) and not os.path.isfile(picture):
-                raise PictureError("not a file")  # to open a pipe may take forever
+                raise ImageError("not a file")  # to open a pipe may take forever
             ids, images = self.captioner.prepare(picture, self.prompt)
-            self.captioner.model.check_room(len(ids), self.options["max_new_tokens"])
+            self.captioner.model.validate_length(len(ids), self.options["max_new_tokens"])
             return ids, images
         except FAULTS as error:
             return error

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from nanovlm.bulk.resume_log import Lines, Record, json_line, relative, replacing
-from nanovlm.console import UsageError
+from nanovlm.bulk.resume_log import JsonlLog, ResumeLog, atomic_write, json_line, relative
 from nanovlm.data.folders import read_table
-from nanovlm.data.source import EXTRA, SourceError
+from nanovlm.data.source import EXTRA
+from nanovlm.errors import DataError, UsageError
 
 TABLES = (".jsonl", ".csv", ".parquet")
 ADDS = ("append", "prepend")
@@ -34,7 +34,7 @@ class Sidecars:
 
     def __init__(self, home: Path, existing: str, settings: Mapping[str, Any]):
         self.home, self.existing, self.taken = home, existing, {}
-        self.record = Record(home / "captions.run", settings)
+        self.record = ResumeLog(home / "captions.run", settings)
         for name, text in list(self.record.texts.items())[-1:]:  # noted, but maybe not yet written
             write_text(self.target(os.path.join(home, name)), text)
         if self.record.of_another_run or existing == "skip":
@@ -78,7 +78,7 @@ class Sidecars:
 
 
 def write_text(path: Path, text: str) -> None:
-    with replacing(path) as new:
+    with atomic_write(path) as new:
         new.write_text(f"{text}\n", encoding="utf-8")
 
 
@@ -105,7 +105,7 @@ class Table:
             raise UsageError(f"--out {path} is there and no file; name another")
         if not os.access(path if path.exists() else self.home, os.W_OK) or not os.access(self.home, os.W_OK):
             raise UsageError(f"--out {path} may not be written; name a file elsewhere")
-        self.record = Record(path.with_name(f"{path.name}.run"), settings)
+        self.record = ResumeLog(path.with_name(f"{path.name}.run"), settings)
         self.read()
         direct = self.lines is not None and existing == "skip" and all(row.get("text") for row in self.rows.values())
         if self.record.of_another_run or direct:
@@ -120,10 +120,10 @@ class Table:
 
     def read(self) -> None:
         """Take in what the file holds."""
-        self.lines = Lines(self.path) if self.path.suffix == ".jsonl" else None
+        self.lines = JsonlLog(self.path) if self.path.suffix == ".jsonl" else None
         try:
             self.all = self.lines.found if self.lines else read_table(self.path) if self.path.exists() else []
-        except SourceError as error:
+        except DataError as error:
             raise UsageError(f"{error}; mend it or move it away") from None
         self.rows = {self.named(row): row for row in reversed(self.all)}
         for number, row in enumerate(self.all, start=1):
@@ -166,7 +166,7 @@ class Table:
                 self.all.append(self.rows[name])
             self.rows[name]["text"] = text
         if texts:
-            with replacing(self.path) as new:
+            with atomic_write(self.path) as new:
                 write_table(new, self.path.suffix, self.all)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovlm.console import UsageError, complain
+from nanovlm.console import print_error
+from nanovlm.errors import UsageError
 from nanovlm.image_processing import printable
 
 try:
@@ -24,7 +25,7 @@ def relative(picture: str, folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Where to write a new file, which then takes path's place: whole, or not at all."""
     new = path.with_name(f".nanovlm-{os.getpid()}.new")
     try:
@@ -35,7 +36,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def alone(path: Path, place: str) -> Iterator[None]:
+def file_lock(path: Path, place: str) -> Iterator[None]:
     """Hold the file path while this process writes to place; UsageError if another does.
 
     The system lets go of it however a process ends, so a file that a killed one left behind holds nobody up. Where
@@ -59,7 +60,7 @@ def alone(path: Path, place: str) -> Iterator[None]:
         yield
 
 
-class Lines:
+class JsonlLog:
     """The objects of a .jsonl file that grows; the last line, if a killed process left it torn, is cut off."""
 
     def __init__(self, path: Path):
@@ -106,7 +107,7 @@ def json_line(row: Mapping[str, Any]) -> bytes:
         return json.dumps(row).encode() + b"\n"
 
 
-class Record(Lines):
+class ResumeLog(JsonlLog):
     """What a run has done so far: a line of its settings, then rows with file_name and, until it has ended, text."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]):
@@ -138,7 +139,7 @@ class Record(Lines):
         self.found = [{"file_name": row["file_name"]} for row in self.found]
         if not self.found:
             return self.forget()
-        with replacing(self.path) as new:
+        with atomic_write(self.path) as new:
             new.write_bytes(b"".join(map(json_line, self.before + self.found)))
 
     def forget(self) -> None:
@@ -146,7 +147,7 @@ class Record(Lines):
         self.before, self.found = [], []
 
 
-class Failures:
+class FailureLog:
     """The pictures of this run that have no caption, and why: failures.jsonl in the run's home, if there are any."""
 
     def __init__(self, home: Path):
@@ -156,7 +157,7 @@ class Failures:
 
     def add(self, picture: str, reason: str) -> None:
         self.count += 1
-        complain(f"{printable(picture)}: {reason}")
+        print_error(f"{printable(picture)}: {reason}")
         with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as file:  # it was said, at least
             file.write(json_line({"file_name": relative(picture, self.path.parent), "reason": reason}))
             self.written = True

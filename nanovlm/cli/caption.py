@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import torch
 
-from models.checkpoint import CheckpointError
-from models.decoding import Sampling
+from models.decoding import SamplingParams
 from nanovlm import EMBEDDED, PROMPT, SAMPLE
 from nanovlm.captioner import Captioner, Stats
-from nanovlm.console import UsageError, complain
+from nanovlm.console import print_error
 from nanovlm.device import peak_memory
-from nanovlm.image_processing import PictureError, open_picture, printable
+from nanovlm.errors import CheckpointError, ImageError, UsageError
+from nanovlm.image_processing import load_image, printable
 
 EMBEDDED_KNOWS = (
     "the embedded model knows drawn scenes of coloured shapes only, what it says of other pictures is nonsense"
@@ -41,19 +41,19 @@ def caption_pictures(args: argparse.Namespace) -> int:
     failed = 0
     for name in args.pictures or [str(SAMPLE)]:
         try:
-            picture = open_picture(standard_input() if name == "-" else name)
+            picture = load_image(standard_input() if name == "-" else name)
             stats = Stats()
             texts = say(args, captioner, name, picture, sampling, stats)
-        except PictureError as error:
-            complain(str(error))
+        except ImageError as error:
+            print_error(str(error))
         except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
-            complain(f"{name}: {error or 'not enough memory'}")
+            print_error(f"{name}: {error or 'not enough memory'}")
         else:
             if args.json:
                 for prompt, text in zip(args.prompts, texts):
                     print(json.dumps(record(args, name, prompt, text, texts, stats)), flush=True)
             if args.stats:
-                complain(summary(stats, loaded, captioner.model.device))
+                print_error(summary(stats, loaded, captioner.model.device))
             continue
         failed += 1
     return 1 if failed else 0
@@ -65,7 +65,7 @@ def read_captioner(args: argparse.Namespace, prompts: Sequence[str], max_new_tok
         raise UsageError(f"--max-tiles {args.max_tiles} is less than 1; with 1 a picture is squeezed into one tile")
     try:
         if args.compile:
-            complain("note: compiling the decode step takes a minute or two, the first time for a model's shape")
+            print_error("note: compiling the decode step takes a minute or two, the first time for a model's shape")
         budget = {"max_tiles": args.max_tiles, "upscale": args.upscale}
         speed = {"quantize": args.quantize, "compile": args.compile}
         captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, args.revision, **budget, **speed)
@@ -78,11 +78,11 @@ def read_captioner(args: argparse.Namespace, prompts: Sequence[str], max_new_tok
             raise
         raise UsageError(f"--compile: {str(error).splitlines()[0]}") from None
     if args.model == EMBEDDED and shown:
-        complain(EMBEDDED_NOTE)
+        print_error(EMBEDDED_NOTE)
     return captioner
 
 
-def check(args: argparse.Namespace) -> Sampling:
+def check(args: argparse.Namespace) -> SamplingParams:
     """Refuse numbers and combinations that make no sense, before any work; make of --length a prompt."""
     args.prompts = args.prompts or [PROMPT]
     if args.length:
@@ -101,22 +101,22 @@ def check(args: argparse.Namespace) -> Sampling:
     return read_sampling(args)
 
 
-def read_sampling(args: argparse.Namespace) -> Sampling:
+def read_sampling(args: argparse.Namespace) -> SamplingParams:
     try:
-        return Sampling(**{name: getattr(args, name) for name in Sampling.__dataclass_fields__})
+        return SamplingParams(**{name: getattr(args, name) for name in SamplingParams.__dataclass_fields__})
     except ValueError as error:
         raise UsageError(error) from None
 
 
 def standard_input():
     if sys.stdin is None or sys.stdin.isatty():
-        raise PictureError(
+        raise ImageError(
             "<stdin>: - reads a picture from standard input, but that is a terminal; redirect a file to it"
         )
     return sys.stdin.buffer
 
 
-def say(args, captioner: Captioner, name: str, picture, sampling: Sampling, stats: Stats) -> list[str]:
+def say(args, captioner: Captioner, name: str, picture, sampling: SamplingParams, stats: Stats) -> list[str]:
     """Find the answers and, unless they go into JSON, print each as one line; on a terminal, as it is found."""
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "stats": stats}
     label = f"{printable(name)}: " if len(args.pictures) > 1 else ""

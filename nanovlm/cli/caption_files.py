@@ -9,15 +9,16 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from models.decoding import Sampling
-from nanovlm.bulk.captioning import Run
+from models.decoding import SamplingParams
+from nanovlm.bulk.captioning import BulkCaptioner
 from nanovlm.bulk.outputs import Sidecars, Table, check_table
-from nanovlm.bulk.resume_log import Failures, alone
+from nanovlm.bulk.resume_log import FailureLog, file_lock
 from nanovlm.cli.caption import check, read_captioner
-from nanovlm.console import UsageError, complain
+from nanovlm.console import print_error
 from nanovlm.data.folders import pictures_in
 from nanovlm.data.source import EXTENSIONS
 from nanovlm.device import peak_memory
+from nanovlm.errors import UsageError
 
 SETTINGS = (  # of two runs that are one and the same, interrupted
     *("existing", "prefix", "suffix", "prompt", "model", "revision", "max_new_tokens", "max_tiles", "upscale"),
@@ -38,16 +39,16 @@ def caption_files(args: argparse.Namespace) -> int:
     pictures, lost = find_pictures([*args.pictures, *(read_list(args.list) if args.list is not None else [])])
     with ExitStack() as held:
         for place, lock in locks(args).items():
-            held.enter_context(alone(lock, place))
+            held.enter_context(file_lock(lock, place))
         return caption_found(args, sampling, pictures, lost)
 
 
 def caption_found(
-    args: argparse.Namespace, sampling: Sampling, pictures: list[str], lost: list[tuple[str, str]]
+    args: argparse.Namespace, sampling: SamplingParams, pictures: list[str], lost: list[tuple[str, str]]
 ) -> int:
     """Caption those of the pictures that have no caption yet; lost are those already known to have none, and why."""
     results = open_results(args)
-    failures = Failures(results.home)
+    failures = FailureLog(results.home)
     lost = lost + [(picture, reason) for picture in pictures if (reason := results.refuse(picture))]
     for name, reason in lost:
         failures.add(name, reason)
@@ -60,7 +61,7 @@ def caption_found(
             said = f"{there:,} have got theirs from this command; to do them again, remove {results.record.path}"
     if todo:
         captioner = read_captioner(args, args.prompts, args.max_new_tokens, shown=True)
-        run = Run(captioner, args.prompt, {"max_new_tokens": args.max_new_tokens, "sampling": sampling})
+        run = BulkCaptioner(captioner, args.prompt, {"max_new_tokens": args.max_new_tokens, "sampling": sampling})
         try:
             run(
                 todo,
@@ -69,7 +70,7 @@ def caption_found(
                 failures.add,
             )
         except KeyboardInterrupt:
-            complain(f"stopped after {run.done:,} of {len(todo):,} pictures; the same command goes on")
+            print_error(f"stopped after {run.done:,} of {len(todo):,} pictures; the same command goes on")
             raise
         said = "; ".join(filter(None, [run.summary(), said]))
         if args.stats:
@@ -78,11 +79,11 @@ def caption_found(
     results.end()
     if failures.count:
         said += f"{'; ' * bool(said)}{failures.count:,} failed" + f", see {failures.path}" * failures.written
-    complain(said)
+    print_error(said)
     return 1 if failures.count else 0
 
 
-def check_files(args: argparse.Namespace) -> Sampling:
+def check_files(args: argparse.Namespace) -> SamplingParams:
     """Refuse what makes no sense for files, and fill in what was not said."""
     if args.json:
         raise UsageError("--json is for captions on standard output; write a table by --out captions.jsonl")

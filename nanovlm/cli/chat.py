@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-from models.decoding import Sampling
+from models.decoding import SamplingParams
 from nanovlm.bulk.resume_log import relative
 from nanovlm.captioner import Captioner
-from nanovlm.chat_session import Conversation
+from nanovlm.chat_session import ChatSession
 from nanovlm.cli.caption import read_captioner, read_sampling
-from nanovlm.console import UsageError, bold, complain
-from nanovlm.image_processing import PictureError, open_picture
+from nanovlm.console import bold, print_error
+from nanovlm.errors import ImageError, UsageError
+from nanovlm.image_processing import load_image
 
 COMMANDS = """\
 /image PATH ...  talk about other pictures: a new chat, for the model sees pictures before it hears words
@@ -34,9 +35,9 @@ def chat_about(args: argparse.Namespace) -> int:
         raise UsageError(f"--max-new-tokens {args.max_new_tokens} is less than 1")
     sampling = read_sampling(args)
     try:
-        pictures = [open_picture(name) for name in args.pictures]
-    except PictureError as error:
-        complain(str(error))
+        pictures = [load_image(name) for name in args.pictures]
+    except ImageError as error:
+        print_error(str(error))
         return 1
     captioner = read_captioner(args, [""], 1, shown=bool(args.pictures))
     turns = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
@@ -48,7 +49,7 @@ def chat_about(args: argparse.Namespace) -> int:
         raise UsageError(error) from None
     typed = sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()
     if typed:
-        complain("/help lists what can be said beside questions; ctrl-d leaves")
+        print_error("/help lists what can be said beside questions; ctrl-d leaves")
     with remembered() if typed else contextlib.nullcontext():
         for line in lines(typed):
             try:
@@ -63,14 +64,14 @@ def chat_about(args: argparse.Namespace) -> int:
 class Chat:
     """A conversation, and what is said in it that is no question."""
 
-    def __init__(self, captioner: Captioner, max_new_tokens: int, sampling: Sampling):
+    def __init__(self, captioner: Captioner, max_new_tokens: int, sampling: SamplingParams):
         self.captioner, self.options = captioner, {"max_new_tokens": max_new_tokens, "sampling": sampling}
         self.names: list[str] = []
         self.saved: set[str] = set()  # files of ours, that may be written over
         self.failed = 0
 
     def show(self, names: Sequence[str], pictures: Sequence) -> None:
-        self.conversation, self.names = Conversation(self.captioner, pictures), list(names)
+        self.conversation, self.names = ChatSession(self.captioner, pictures), list(names)
 
     def hear(self, line: str) -> None:
         """Do what one line asks for, or complain in one line."""
@@ -85,7 +86,7 @@ class Chat:
                 names = [rest] if os.path.exists(rest) else shlex.split(rest)
                 if not names:
                     raise ValueError("/image wants a picture: /image PATH")
-                self.show(names, [open_picture(name) for name in names])
+                self.show(names, [load_image(name) for name in names])
             elif word == "/reset":
                 self.conversation.reset()
             elif word == "/save":
@@ -98,7 +99,7 @@ class Chat:
             if isinstance(error, BrokenPipeError):
                 raise
             self.failed += 1
-            complain(str(error) or "not enough memory")
+            print_error(str(error) or "not enough memory")
 
     def answer(self, question: str) -> None:
         with contextlib.closing(self.conversation.ask(question, **self.options)) as pieces:

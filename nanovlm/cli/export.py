@@ -10,11 +10,12 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from models.checkpoint import CONFIG, TOKENIZER, WEIGHTS, new_folder
+from models.checkpoint import CONFIG, TOKENIZER, WEIGHTS, atomic_dir
 from models.config import VLMConfig
 from models.convert.smolvlm import smolvlm_config, smolvlm_tensors
 from nanovlm.captioner import Captioner
-from nanovlm.console import UsageError, complain
+from nanovlm.console import print_error
+from nanovlm.errors import UsageError
 
 # Makes strings of contents that are lists of parts, images first, as our chats have them; then the model's own follows.
 FLATTEN = """{%- set chat = namespace(messages=[]) -%}
@@ -44,7 +45,7 @@ def export_model(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(error) from None
     for line in notes(captioner.model.cfg):
-        complain(f"note: {line}")
+        print_error(f"note: {line}")
     return 0
 
 
@@ -56,7 +57,7 @@ def write_export(folder: str | Path, captioner: Captioner) -> None:
         "generation_config.json": {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id},
         **processor_files(model.cfg),
     }
-    with new_folder(folder) as new:
+    with atomic_dir(folder) as new:
         tensors = {name: tensor.contiguous() for name, tensor in smolvlm_tensors(model).items()}
         save_file(tensors, new / WEIGHTS, {"format": "pt"})
         (new / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")

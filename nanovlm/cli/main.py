@@ -7,14 +7,15 @@ import warnings
 from collections.abc import Sequence
 
 from nanovlm import EMBEDDED, PROMPT, __version__
-from nanovlm.console import UsageError, complain
+from nanovlm.console import print_error
+from nanovlm.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose complaint is one line."""
 
     def error(self, message: str):
-        complain(f"{self.prog}: {message} (see {self.prog} --help)")
+        print_error(f"{self.prog}: {message} (see {self.prog} --help)")
         self.exit(2)
 
 
@@ -57,16 +58,16 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a caption outside the terminal's alphabet is no failure
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *where: complain(f"note: {message}")
+            warnings.showwarning = lambda message, *where: print_error(f"note: {message}")
             return args.run(args)
     except UsageError as error:
-        complain(f"{args.prog}: {error}")
+        print_error(f"{args.prog}: {error}")
         return 2
     except KeyboardInterrupt:
         return 130
     except OSError as error:
         if not isinstance(error, BrokenPipeError):  # the reader of our output has left, as `head` does
-            complain(f"{args.prog}: {error}")
+            print_error(f"{args.prog}: {error}")
         if sys.stdout is not None:  # Python, leaving, would complain again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -243,10 +244,10 @@ def train_flags(parser: Parser) -> None:
 
 def train(args: argparse.Namespace) -> int:
     """Train a model; what was saved is never lost: the same command goes on where the last one stopped."""
-    from nanovlm.training.distributed import ending
+    from nanovlm.training.distributed import run_and_exit
     from nanovlm.training.finetuning import train_model
 
-    return ending(lambda: train_model(args))
+    return run_and_exit(lambda: train_model(args))
 
 
 def export_flags(parser: Parser) -> None:

@@ -5,7 +5,7 @@
 """
 
 from nanovlm.data.detect import open_source
-from nanovlm.data.mixture import Batches, Mixture, Part, split
-from nanovlm.data.source import Reading, Source, SourceError, Stream
+from nanovlm.data.mixture import Batches, Mixture, Subset, split
+from nanovlm.data.source import DataError, ReadOptions, Source, Stream
 
-__all__ = ["Batches", "Mixture", "Part", "Reading", "Source", "SourceError", "Stream", "open_source", "split"]
+__all__ = ["Batches", "DataError", "Mixture", "ReadOptions", "Source", "Stream", "Subset", "open_source", "split"]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from nanovlm.data.folders import captioned, from_json, imagefolder, pictures_in
 from nanovlm.data.hf_datasets import rows
-from nanovlm.data.source import EXTENSIONS, Reading, Source, SourceError, Stream
+from nanovlm.data.source import EXTENSIONS, ReadOptions, Source, Stream
 from nanovlm.data.webdataset import tars
+from nanovlm.errors import DataError
 
 KINDS = (
     "pictures with a .txt beside each, metadata.jsonl, .csv or .parquet with a file_name, a .json or .jsonl of "
@@ -15,7 +16,7 @@ KINDS = (
 )
 
 
-def open_source(path: str, reading: Reading) -> Source | Stream:
+def open_source(path: str, reading: ReadOptions) -> Source | Stream:
     """The examples at a path; a SourceError says what was found instead."""
     if path == "scenes" and not os.path.exists(path):
         from nanovlm.synthetic.recipe import scene_source
@@ -24,7 +25,7 @@ def open_source(path: str, reading: Reading) -> Source | Stream:
     if not os.path.exists(path):
         if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.,() -]+)?", path):
             return rows(path, reading)
-        raise SourceError(f"{path}: no such file or folder; data is {KINDS}")
+        raise DataError(f"{path}: no such file or folder; data is {KINDS}")
     place = Path(path)
     if place.is_dir():
         return _folder(path, place, reading)
@@ -38,11 +39,11 @@ def open_source(path: str, reading: Reading) -> Source | Stream:
     if suffix in (".parquet", ".arrow"):
         return rows(path, reading, [path])
     if suffix in EXTENSIONS:
-        raise SourceError(f"{path} is one picture; name the folder in which it lies, with its .txt beside it")
-    raise SourceError(f"{path} is not known by its name; data is {KINDS}")
+        raise DataError(f"{path} is one picture; name the folder in which it lies, with its .txt beside it")
+    raise DataError(f"{path} is not known by its name; data is {KINDS}")
 
 
-def _folder(path: str, place: Path, reading: Reading) -> Source | Stream:
+def _folder(path: str, place: Path, reading: ReadOptions) -> Source | Stream:
     if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
         return rows(path, reading)
     tables = sorted(table for kind in ("jsonl", "csv", "parquet") for table in place.rglob(f"metadata.{kind}"))
@@ -63,7 +64,7 @@ def _folder(path: str, place: Path, reading: Reading) -> Source | Stream:
     if len(found["json"]) == 1:
         return from_json(Path(found["json"][0]), reading)
     if found["json"]:
-        raise SourceError(f"{path} holds {len(found['json'])} .json files; name the one to read: {found['json'][0]}")
+        raise DataError(f"{path} holds {len(found['json'])} .json files; name the one to read: {found['json'][0]}")
     if pictures:
         return captioned(path, pictures, reading)  # which says that captions are missing
-    raise SourceError(f"no pictures found in {path}; data is {KINDS}")
+    raise DataError(f"no pictures found in {path}; data is {KINDS}")

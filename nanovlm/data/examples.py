@@ -8,14 +8,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from nanovlm.image_processing import PictureError, open_picture
+from nanovlm.errors import DataError, ImageError
+from nanovlm.image_processing import load_image
 from nanovlm.processor import Processor
 
-IGNORED = -100  # a target that asks for nothing
+IGNORE_INDEX = -100  # a target that asks for nothing
 MULTIPLE = 8  # batches are a multiple of this long, so that a compiled step meets few different shapes
 
 
-class ExampleError(ValueError):
+class ExampleError(DataError):
     """An example that nothing can be learned from; one line that names it and says why."""
 
 
@@ -33,7 +34,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Row:
+class EncodedExample:
     """An example encoded: ids, targets and mask of equal length, and the tiles of its pictures."""
 
     ids: list[int]
@@ -45,7 +46,7 @@ class Row:
 View = Callable[[Image.Image], Image.Image]
 
 
-def encode(example: Example, processor: Processor, view: View | None = None) -> Row:
+def encode(example: Example, processor: Processor, view: View | None = None) -> EncodedExample:
     """Read the pictures once, as the trunk (mask 1), and hang each question on it as a branch (mask 2, 3, ...).
 
     A branch reads exactly the ids that generation would read and say for that question alone; see
@@ -62,7 +63,7 @@ def encode(example: Example, processor: Processor, view: View | None = None) -> 
         said = tokenizer.encode(answer) + [tokenizer.eos_token_id]
         trunk = len(read) - read[::-1].index(tokenizer.image_token_id) if grids and not history else 0
         if not ids:
-            ids, targets, mask = read[:trunk], [IGNORED] * trunk, [1] * trunk
+            ids, targets, mask = read[:trunk], [IGNORE_INDEX] * trunk, [1] * trunk
         known = len(ids) if history else trunk
         if history and read[: known + 1] != ids + targets[-1:]:
             raise ExampleError(
@@ -70,23 +71,23 @@ def encode(example: Example, processor: Processor, view: View | None = None) -> 
                 "taught, as its template or tokenizer changes it; split the conversation into single questions"
             )
         ids += read[known:] + said[:-1]
-        targets += [IGNORED] * (len(read) - known - 1) + said
+        targets += [IGNORE_INDEX] * (len(read) - known - 1) + said
         mask += [2 if example.chain else question + 2] * (len(read) - known + len(said) - 1)
         if example.chain:
             history.append((prompt, answer))
-    if not any(target != IGNORED for target in targets):
+    if not any(target != IGNORE_INDEX for target in targets):
         raise ExampleError(f"{example.name} has no answer to learn")
-    return Row(ids, targets, mask, [tile for tile, _ in tiles])
+    return EncodedExample(ids, targets, mask, [tile for tile, _ in tiles])
 
 
 def _opened(picture, name: str) -> Image.Image:
     try:
-        return open_picture(picture, None if isinstance(picture, (str, os.PathLike)) else name)
-    except PictureError as error:
+        return load_image(picture, None if isinstance(picture, (str, os.PathLike)) else name)
+    except ImageError as error:
         raise ExampleError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
 
 
-def encode_checked(example: Example, processor: Processor, view: View | None = None) -> Row:
+def encode_checked(example: Example, processor: Processor, view: View | None = None) -> EncodedExample:
     """`encode`, but whatever would silently teach something else than its writer meant is an ExampleError."""
     name, cfg = example.name, processor.cfg
     for prompt, answer in example.answers:
@@ -106,7 +107,7 @@ def encode_checked(example: Example, processor: Processor, view: View | None = N
     return row
 
 
-def collate(rows: Sequence[Row], pad: int = 0, limit: int | None = None) -> dict[str, Tensor | None]:
+def collate(rows: Sequence[EncodedExample], pad: int = 0, limit: int | None = None) -> dict[str, Tensor | None]:
     """A batch for the model's forward: input_ids, targets and attention_mask (B, T), images (N, 3, S, S) or None.
 
     T is the longest row's length, rounded up to a MULTIPLE but not beyond limit, the positions that the model has.
@@ -122,7 +123,7 @@ def collate(rows: Sequence[Row], pad: int = 0, limit: int | None = None) -> dict
     images = [tile for row in rows for tile in row.images]
     return {
         "input_ids": padded("ids", pad),
-        "targets": padded("targets", IGNORED),
+        "targets": padded("targets", IGNORE_INDEX),
         "attention_mask": padded("mask", 0),
         "images": torch.cat(images) if images else None,
     }

@@ -20,7 +20,8 @@ from nanovlm.data.formats import (
     wanted,
     words,
 )
-from nanovlm.data.source import COLUMNS, EXTENSIONS, EXTRA, Reading, Source, SourceError
+from nanovlm.data.source import COLUMNS, EXTENSIONS, EXTRA, ReadOptions, Source
+from nanovlm.errors import DataError
 
 
 def pictures_in(folder: str | Path, unread: Callable[[OSError], None] | None = None) -> list[str]:
@@ -40,12 +41,12 @@ def pictures_in(folder: str | Path, unread: Callable[[OSError], None] | None = N
     return sorted(found)
 
 
-def captioned(path: str, pictures: Sequence[str], reading: Reading) -> Source:
+def captioned(path: str, pictures: Sequence[str], reading: ReadOptions) -> Source:
     """A folder of pictures, each with a .txt of the same name beside it."""
     silent = [picture for picture in pictures if not _caption(path, picture).is_file()]
     if len(silent) == len(pictures) or (silent and not reading.skip):
         way = ", or leave the pictures out by --on-bad-example skip" if len(silent) < len(pictures) else ""
-        raise SourceError(
+        raise DataError(
             f"captions missing: {len(silent)} of {len(pictures)} pictures in {path} have no .txt beside them: "
             f"{', '.join(silent[:3])}{' ...' * (len(silent) > 3)}; write them{way}"
         )
@@ -54,7 +55,7 @@ def captioned(path: str, pictures: Sequence[str], reading: Reading) -> Source:
     return Source(path, left, example, left, named_by_key=True, obeys=["prompt"])
 
 
-def captioned_example(picture: str, name: str, root: str, reading: Reading) -> Example:
+def captioned_example(picture: str, name: str, root: str, reading: ReadOptions) -> Example:
     try:
         text = _caption(root, picture).read_text(encoding="utf-8-sig")  # Windows' editors put a mark in front
     except (OSError, UnicodeDecodeError) as error:
@@ -66,23 +67,23 @@ def _caption(root: str, picture: str) -> Path:
     return Path(root, picture).with_suffix(".txt")
 
 
-def imagefolder(path: str, tables: Sequence[Path], reading: Reading) -> Source:
+def imagefolder(path: str, tables: Sequence[Path], reading: ReadOptions) -> Source:
     """Hugging Face's imagefolder: metadata files whose rows have a file_name, relative to the file, and a text."""
     records, keys = [], []
     for table in tables:
         rows = read_table(table)
         if rows and "file_name" not in rows[0]:
-            raise SourceError(f"{table} has no column 'file_name', only {', '.join(sorted(map(str, rows[0])))}")
+            raise DataError(f"{table} has no column 'file_name', only {', '.join(sorted(map(str, rows[0])))}")
         inside = os.path.relpath(table.parent, path)
         for number, row in enumerate(rows):
             if number == 0:
                 columns(row, str(table), reading)
             if not (row.get("file_name") and isinstance(row["file_name"], str)):
-                raise SourceError(f"{table}, row {number + 1} has no file_name; write it, or take the row out")
+                raise DataError(f"{table}, row {number + 1} has no file_name; write it, or take the row out")
             keys.append(os.path.normpath(os.path.join(inside, row["file_name"])))
             records.append({**row, "image": keys[-1], "images": None})
     if not records:
-        raise SourceError(f"no pictures found in {path}: {tables[0]} has no rows")
+        raise DataError(f"no pictures found in {path}: {tables[0]} has no rows")
     example = partial(record_example, root=path, reading=reading)
     return Source(path, records, example, keys, named_by_key=True, obeys=COLUMNS)
 
@@ -93,19 +94,19 @@ def read_table(path: Path) -> list[dict[str, Any]]:
         try:
             from pyarrow import ArrowException, parquet
         except ImportError:
-            raise SourceError(f"{path} needs pyarrow: {EXTRA}, or write metadata.jsonl or metadata.csv") from None
+            raise DataError(f"{path} needs pyarrow: {EXTRA}, or write metadata.jsonl or metadata.csv") from None
         try:
             return parquet.read_table(path).to_pylist()
         except (ArrowException, OSError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
-            raise SourceError(f"{path} cannot be read: {reason}; write or download it again") from None
+            raise DataError(f"{path} cannot be read: {reason}; write or download it again") from None
     if path.suffix != ".csv":
         return read_records(path)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             return list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SourceError(f"{path} cannot be read: {error}; write it again, in UTF-8") from None
+        raise DataError(f"{path} cannot be read: {error}; write it again, in UTF-8") from None
 
 
 def read_json(path: Path) -> Any:
@@ -122,21 +123,21 @@ def read_json(path: Path) -> Any:
         return found
     except (OSError, ValueError, RecursionError) as error:
         where = f", line {line}," if line else ""
-        raise SourceError(f"{path}{where} cannot be read: {error}; mend it, or write or download it again") from None
+        raise DataError(f"{path}{where} cannot be read: {error}; mend it, or write or download it again") from None
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The objects of a .json or .jsonl file."""
     found = read_json(path)
     if not isinstance(found, list):
-        raise SourceError(f"{path} holds {type(found).__name__}, not a list of examples")
+        raise DataError(f"{path} holds {type(found).__name__}, not a list of examples")
     for i, record in enumerate(found):
         if not isinstance(record, dict):
-            raise SourceError(f"{path}[{i}] is {type(record).__name__}, not an object")
+            raise DataError(f"{path}[{i}] is {type(record).__name__}, not an object")
     return found
 
 
-def from_json(path: Path, reading: Reading) -> Source:
+def from_json(path: Path, reading: ReadOptions) -> Source:
     """COCO's captions, LLaVA's conversations, chats of messages, or records with an image and columns of text."""
     found = read_json(path)
     if isinstance(found, dict) and {"images", "annotations"} <= found.keys():
@@ -147,10 +148,10 @@ def from_json(path: Path, reading: Reading) -> Source:
     numbers = [i for i, record in enumerate(records) if wanted(record, reading)]
     records = [records[i] for i in numbers]
     if not records:
-        raise SourceError(f"no pictures found: {path} has no record{' rated so high' * bool(reading.min_ratings)}")
+        raise DataError(f"no pictures found: {path} has no record{' rated so high' * bool(reading.min_ratings)}")
     known = {*CHATS, "texts"} & records[0].keys()
     if not known and not record_pictures(records[0]):
-        raise SourceError(
+        raise DataError(
             f"{path} is none of COCO's captions (images, annotations), conversations, messages, texts, or records "
             f"with an image and a text; its records have {', '.join(sorted(records[0]))}"
         )
@@ -159,7 +160,7 @@ def from_json(path: Path, reading: Reading) -> Source:
     for rating in reading.min_ratings if "texts" in known else ():
         if f"{rating}_ratings" not in records[0]:
             there = ", ".join(sorted(records[0]))
-            raise SourceError(f"{path} has no column '{rating}_ratings', only {there}")
+            raise DataError(f"{path} has no column '{rating}_ratings', only {there}")
     named = [record_key(record) for record in records]
     root = find_root(path, [picture for picture in named if picture], reading)
     keys = [picture or str(i) for i, picture in zip(numbers, named)]
@@ -169,7 +170,7 @@ def from_json(path: Path, reading: Reading) -> Source:
     )
 
 
-def coco(path: Path, found: dict[str, Any], reading: Reading) -> Source:
+def coco(path: Path, found: dict[str, Any], reading: ReadOptions) -> Source:
     """COCO's captions: every picture with all that was said about it, each a branch of its own."""
     try:
         files = {image["id"]: str(image["file_name"]) for image in found["images"]}
@@ -177,14 +178,14 @@ def coco(path: Path, found: dict[str, Any], reading: Reading) -> Source:
         for annotation in found["annotations"]:
             said[annotation["image_id"]].append(words(annotation["caption"]))
     except KeyError as error:
-        raise SourceError(f"{path} looks like COCO's captions, but lacks {error}, a key or an image's id") from None
+        raise DataError(f"{path} looks like COCO's captions, but lacks {error}, a key or an image's id") from None
     except TypeError as error:
-        raise SourceError(f"{path} looks like COCO's captions, but is laid out in another way: {error}") from None
+        raise DataError(f"{path} looks like COCO's captions, but is laid out in another way: {error}") from None
     silent = [files[id] for id, captions in said.items() if not captions]
     if not files:
-        raise SourceError(f"no pictures found: {path} lists none")
+        raise DataError(f"no pictures found: {path} lists none")
     if len(silent) == len(files) or (silent and not reading.skip):
-        raise SourceError(
+        raise DataError(
             f"captions missing: {len(silent)} of {len(files)} pictures in {path} have none: {', '.join(silent[:3])}"
             f"{' ...' * (len(silent) > 3)}; add them, or leave the pictures out by --on-bad-example skip"
         )
@@ -195,5 +196,5 @@ def coco(path: Path, found: dict[str, Any], reading: Reading) -> Source:
     return Source(root, records, example, keys, named_by_key=True, obeys=["prompt", "images"])
 
 
-def coco_example(record: tuple[str, list[str]], name: str, reading: Reading) -> Example:
+def coco_example(record: tuple[str, list[str]], name: str, reading: ReadOptions) -> Example:
     return Example([name], [(reading.prompt, caption) for caption in record[1]], name)

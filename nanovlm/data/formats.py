@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovlm.data.examples import Example, ExampleError
-from nanovlm.data.source import Reading, SourceError
+from nanovlm.data.source import ReadOptions
+from nanovlm.errors import DataError
 
 MARKER = "<image>"  # how LLaVA and its followers write the place of a picture
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant"}
@@ -16,17 +17,17 @@ CHATS = ("messages", "conversations", "conversation")
 ANSWERS, QUESTIONS = ("text", "caption", "answer", "captions"), ("question", "prompt")  # names of plain columns
 
 
-def record_example(record: Mapping[str, Any], name: str, root: str | None, reading: Reading) -> Example:
+def record_example(record: Mapping[str, Any], name: str, root: str | None, reading: ReadOptions) -> Example:
     """The example that a record holds; its pictures' relative paths start at the folder root."""
     try:
         return _example(record, name, root, reading)
-    except SourceError as error:  # of columns that others may have
+    except DataError as error:  # of columns that others may have
         raise ExampleError(str(error)) from None
     except (AttributeError, KeyError, TypeError) as error:  # JSON may hold anything anywhere
         raise ExampleError(f"{name} is laid out in no way that is known here: {error}") from None
 
 
-def _example(record: Mapping[str, Any], name: str, root: str | None, reading: Reading) -> Example:
+def _example(record: Mapping[str, Any], name: str, root: str | None, reading: ReadOptions) -> Example:
     pictures, chats = record_pictures(record), [record[c] for c in CHATS if record.get(c) is not None]
     if (turns := record.get("texts")) is not None:
         kept = [turn for turn, passes in zip(turns, passing(record, reading)) if passes]
@@ -71,7 +72,7 @@ def words(text: Any) -> str:
     return "" if text is None else str(text).strip()
 
 
-def passing(record: Mapping[str, Any], reading: Reading) -> list[bool]:
+def passing(record: Mapping[str, Any], reading: ReadOptions) -> list[bool]:
     """Which of a record's turns have ratings as high as asked; a turn that nobody rated passes."""
     given = [(record.get(f"{rating}_ratings") or [], least) for rating, least in reading.min_ratings.items()]
     return [
@@ -80,7 +81,7 @@ def passing(record: Mapping[str, Any], reading: Reading) -> list[bool]:
     ]
 
 
-def wanted(record: Mapping[str, Any], reading: Reading) -> bool:
+def wanted(record: Mapping[str, Any], reading: ReadOptions) -> bool:
     """Whether a record has a turn left."""
     return not reading.min_ratings or not record.get("texts") or any(passing(record, reading))
 
@@ -129,14 +130,14 @@ def content(message: Mapping[str, Any], name: str) -> tuple[str, list[Any], int]
     return "\n".join(text for text in texts if text), pictures, marks
 
 
-def columns(record: Collection[str], name: str, reading: Reading) -> tuple[str, str | None]:
+def columns(record: Collection[str], name: str, reading: ReadOptions) -> tuple[str, str | None]:
     """Which plain columns hold the answer and, if any does, the question."""
     asked = [column for column in (reading.text_column, reading.prompt_column) if column]
     check_columns(asked, record, name)
     answer = reading.text_column or next((column for column in ANSWERS if column in record), None)
     if answer is None:
         there = ", ".join(sorted(map(str, record)))
-        raise SourceError(f"{name} has no column {', '.join(ANSWERS)}, only {there}; name one by --text-column")
+        raise DataError(f"{name} has no column {', '.join(ANSWERS)}, only {there}; name one by --text-column")
     question = reading.prompt_column or next((c for c in QUESTIONS if c in record and c != answer), None)
     return answer, question
 
@@ -144,7 +145,7 @@ def columns(record: Collection[str], name: str, reading: Reading) -> tuple[str, 
 def check_columns(asked: Iterable[str], there: Collection[str], name: str) -> None:
     for column in asked:
         if column not in there:
-            raise SourceError(f"{name} has no column {column!r}, only {', '.join(sorted(there))}")
+            raise DataError(f"{name} has no column {column!r}, only {', '.join(sorted(there))}")
 
 
 def located(picture: Any, name: str, root: str | None) -> Any:
@@ -165,7 +166,7 @@ def located(picture: Any, name: str, root: str | None) -> Any:
     return picture
 
 
-def find_root(path: Path, pictures: Iterable[str], reading: Reading) -> str:
+def find_root(path: Path, pictures: Iterable[str], reading: ReadOptions) -> str:
     """The folder in which a JSON file's pictures lie: the one named, or one beside the file that has the first."""
     first = next((p for p in pictures if not p.startswith(("data:", "http://", "https://"))), None)
     if first is None or os.path.isabs(first):
@@ -175,7 +176,7 @@ def find_root(path: Path, pictures: Iterable[str], reading: Reading) -> str:
         if (folder / first).is_file():
             return str(folder)
     where = reading.images or f"{path.parent}, the folders in it or beside it"
-    raise SourceError(f"{path} names the picture {first}, which is not in {where}; name its folder by --images FOLDER")
+    raise DataError(f"{path} names the picture {first}, which is not in {where}; name its folder by --images FOLDER")
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from nanovlm.data.formats import CHATS, check_columns, columns, record_example, wanted
-from nanovlm.data.source import COLUMNS, EXTRA, Reading, Source, SourceError, Stream
+from nanovlm.data.source import COLUMNS, EXTRA, ReadOptions, Source, Stream
+from nanovlm.errors import DataError
 
 
-def rows(path: str, reading: Reading, files: Sequence[str] = ()) -> Source | Stream:
+def rows(path: str, reading: ReadOptions, files: Sequence[str] = ()) -> Source | Stream:
     """The rows of a folder that `save_to_disk` wrote, of parquet or arrow files, or of a Hub data set owner/name.
 
     owner/name:subset names one of its subsets. Its split "train" is read, or its only one.
@@ -18,7 +19,7 @@ def rows(path: str, reading: Reading, files: Sequence[str] = ()) -> Source | Str
     try:
         import datasets
     except ImportError:
-        raise SourceError(f"{path} is read through the datasets library: {EXTRA}") from None
+        raise DataError(f"{path} is read through the datasets library: {EXTRA}") from None
     hub = not (files or Path(path).exists())
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is told below, once
@@ -34,10 +35,10 @@ def rows(path: str, reading: Reading, files: Sequence[str] = ()) -> Source | Str
     except Exception as error:  # of many kinds, from DNS to disk
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         way = "if you are offline, name a local folder" if hub else "write or download it again"
-        raise SourceError(f"{path}: the datasets library cannot read it: {reason}; {way}") from None
+        raise DataError(f"{path}: the datasets library cannot read it: {reason}; {way}") from None
     if isinstance(found, dict):
         if "train" not in found and len(found) > 1:
-            raise SourceError(f"{path} has no split 'train', only {', '.join(found)}; save the one you mean by itself")
+            raise DataError(f"{path} has no split 'train', only {', '.join(found)}; save the one you mean by itself")
         found = found.get("train", next(iter(found.values())))
     names = found.column_names or list(next(iter(found), {}))
     _check(path, names, reading)
@@ -49,14 +50,14 @@ def rows(path: str, reading: Reading, files: Sequence[str] = ()) -> Source | Str
             path, partial(_streamed, path, found), example, partial(wanted, reading=reading), obeys=[*obeys, "stream"]
         )
     if not len(found):
-        raise SourceError(f"no pictures found: {path} has no rows")
+        raise DataError(f"no pictures found: {path} has no rows")
     nbytes = found.data.nbytes
     if not reading.min_ratings or "texts" not in names:
         return Source(path, found, example, obeys=obeys, nbytes=nbytes)
     asked = found.select_columns(["texts", *(f"{rating}_ratings" for rating in reading.min_ratings)])
     left = [i for i, row in enumerate(asked) if wanted(row, reading)]
     if not left:
-        raise SourceError(f"{path} has no row rated so high; lower --min-rating")
+        raise DataError(f"{path} has no row rated so high; lower --min-rating")
     return Source(path, found.select(left), example, numbers=left, obeys=obeys, nbytes=nbytes)
 
 
@@ -73,14 +74,14 @@ def _streamed(path: str, found: Any) -> Iterator[dict[str, Any]]:
         ) from None
 
 
-def _check(path: str, names: Iterable[str], reading: Reading) -> None:
+def _check(path: str, names: Iterable[str], reading: ReadOptions) -> None:
     """Refuse rows that no example could be made of, before any is read."""
     names = list(names)
     if "texts" in names:
         check_columns([f"{rating}_ratings" for rating in reading.min_ratings], names, path)
         return
     if not {"image", "images"} & set(names):
-        raise SourceError(f"no pictures found: {path} has no column image or images, only {', '.join(sorted(names))}")
+        raise DataError(f"no pictures found: {path} has no column image or images, only {', '.join(sorted(names))}")
     if not set(CHATS) & set(names):
         columns(names, path, reading)
 

@@ -9,11 +9,12 @@ from random import Random
 import torch
 from torch import Tensor
 
-from nanovlm.console import complain
-from nanovlm.data.examples import Example, ExampleError, Row, collate, encode_checked
+from nanovlm.console import print_error
+from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate, encode_checked
 from nanovlm.data.packing import pack
-from nanovlm.data.source import Source, SourceError, Stream
-from nanovlm.image_processing import cropped
+from nanovlm.data.source import Source, Stream
+from nanovlm.errors import DataError
+from nanovlm.image_processing import random_crop
 from nanovlm.processor import Processor
 
 BLOCK = 1000  # places over which shares are kept exactly
@@ -26,7 +27,7 @@ def digest(key: str) -> float:
 
 
 @dataclass(frozen=True)
-class Part:
+class Subset:
     """Some examples of a source by their numbers, or all that a stream has; and the share that was named for them."""
 
     source: Source | Stream
@@ -44,7 +45,7 @@ class Part:
             yield from ((self.source.name(number), self.source.records[number]) for number in self.numbers)
 
 
-def split(sources: Sequence[tuple[Source | Stream, float | None]], validation: float) -> tuple[list[Part], list[Part]]:
+def split(sources: Sequence[tuple[Source | Stream, float | None]], validation: float) -> tuple[list[Subset], list[Subset]]:
     """What is learned from and what is held out: a share (below 1) or a number of all examples.
 
     The hash of an example's key decides, so that an example stays on its side when others come or go, and examples
@@ -57,28 +58,28 @@ def split(sources: Sequence[tuple[Source | Stream, float | None]], validation: f
     below = validation
     if validation >= 1:
         if any(isinstance(source, Stream) for source, _ in sources):
-            raise SourceError(f"--validation {validation:g} would count examples, and a stream's are not; name a share")
+            raise DataError(f"--validation {validation:g} would count examples, and a stream's are not; name a share")
         ranked = sorted(value for values in hashes.values() for value in values)
         if validation >= len(ranked):
-            raise SourceError(f"--validation {validation:g} of {len(ranked)} examples leaves none to learn from")
+            raise DataError(f"--validation {validation:g} of {len(ranked)} examples leaves none to learn from")
         last = ranked[int(validation) - 1]
         below = min((value for value in ranked if value > last), default=1.0)
     learned, held = [], []
     for i, (source, weight) in enumerate(sources):
         if isinstance(source, Stream):
-            learned.append(Part(source.only(_Side(below, False)) if validation else source, (), weight))
+            learned.append(Subset(source.only(_Side(below, False)) if validation else source, (), weight))
             if validation:
-                held.append(Part(source.only(_Side(below, True)), (), weight))
+                held.append(Subset(source.only(_Side(below, True)), (), weight))
             continue
         values = hashes.get(i)
         inside = range(len(source)) if values is None else [n for n, value in enumerate(values) if value >= below]
         if not len(inside):
-            raise SourceError(f"--validation {validation:g} leaves no example of {source.path} to learn from")
-        learned.append(Part(source, inside, weight))
+            raise DataError(f"--validation {validation:g} leaves no example of {source.path} to learn from")
+        learned.append(Subset(source, inside, weight))
         if outside := [n for n, value in enumerate(values or ()) if value < below]:
-            held.append(Part(source, outside, weight))
+            held.append(Subset(source, outside, weight))
     if validation and not held:
-        raise SourceError(f"--validation {validation:g} holds nothing out of so few examples; raise it")
+        raise DataError(f"--validation {validation:g} holds nothing out of so few examples; raise it")
     return learned, held
 
 
@@ -98,17 +99,17 @@ class Mixture:
     weights' proportions count. Every group shows all it has before it shows anything again.
     """
 
-    def __init__(self, parts: Sequence[Part], seed: int):
+    def __init__(self, parts: Sequence[Subset], seed: int):
         self.seed = seed
         free = [part for part in parts if part.weight is None]
         weights = [part.weight for part in parts if part.weight is not None]
         self.groups = [[part] for part in parts if part.weight is not None]
         endless = [part.source.path for part in free if part.source.endless]
         if endless and len(parts) > 1:
-            raise SourceError(f"{endless[0]} has no size to tell its share by; give it one, as in {endless[0]}@0.3")
+            raise DataError(f"{endless[0]} has no size to tell its share by; give it one, as in {endless[0]}@0.3")
         if free:
             if sum(weights) >= 1:
-                raise SourceError(
+                raise DataError(
                     f"shares of {' + '.join(f'{w:g}' for w in weights)} leave nothing for {free[0].source.path}, which "
                     "has none; lower them, or give each a share"
                 )
@@ -118,7 +119,7 @@ class Mixture:
         self.counts = _apportion(self.shares)
         if 0 in self.counts:
             path = self.groups[self.counts.index(0)][0].source.path
-            raise SourceError(f"the share of {path} is less than one example in {BLOCK}; raise it, or leave it out")
+            raise DataError(f"the share of {path} is less than one example in {BLOCK}; raise it, or leave it out")
 
     def locate(self, place: int) -> tuple[int, int]:
         """Whose turn it is at a place: a group, and how many turns that group had before."""
@@ -195,11 +196,11 @@ class Batches:
         limit = self.processor.cfg.lm_max_position_embeddings
         return collate(pack(rows, min(self.pack, limit)) if self.pack else rows, limit=limit)
 
-    def row(self, place: int) -> Row:
+    def row(self, place: int) -> EncodedExample:
         rng = Random(f"{self.mixture.seed} {place}")
         for later in range(TRIES):
             again = self.augment and self.mixture.epoch(place, later)
-            view = partial(cropped, most=self.augment, rng=rng) if again else None
+            view = partial(random_crop, most=self.augment, rng=rng) if again else None
             try:
                 return encode_checked(self.mixture.example(place, later), self.processor, view)
             except ExampleError as error:
@@ -207,5 +208,5 @@ class Batches:
                     raise
                 if str(error) not in self.skipped:
                     self.skipped.add(str(error))
-                    complain(f"skipped: {error}")
-        raise SourceError(f"{TRIES} examples in a row cannot be used; see what is wrong by --check-data")
+                    print_error(f"skipped: {error}")
+        raise DataError(f"{TRIES} examples in a row cannot be used; see what is wrong by --check-data")

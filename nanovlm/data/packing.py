@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from models.language_model import SAMPLE
-from nanovlm.data.examples import Row
+from models.language_model import PACK_STRIDE
+from nanovlm.data.examples import EncodedExample
 
 
-def pack(rows: Sequence[Row], length: int) -> list[Row]:
+def pack(rows: Sequence[EncodedExample], length: int) -> list[EncodedExample]:
     """Join rows into fewer of at most length tokens; one that is longer alone stays alone.
 
     Best fit, the longest first (Johnson 1974): each goes where the least room is left over.
     """
-    packed: list[list[Row]] = []
+    packed: list[list[EncodedExample]] = []
     room: list[int] = []
     for row in sorted(rows, key=lambda row: -len(row.ids)):
         fitting = [i for i in range(len(packed)) if room[i] >= len(row.ids)]
@@ -26,13 +26,13 @@ def pack(rows: Sequence[Row], length: int) -> list[Row]:
     return [join(some) for some in packed]
 
 
-def join(rows: Sequence[Row]) -> Row:
+def join(rows: Sequence[EncodedExample]) -> EncodedExample:
     """Rows one after another as one, each of whose samples `models.language_model.visible` keeps to itself."""
     ids, targets, mask, images, samples = [], [], [], [], 0
     for row in rows:
         ids += row.ids
         targets += row.targets
-        mask += [value + samples * SAMPLE for value in row.mask]
+        mask += [value + samples * PACK_STRIDE for value in row.mask]
         images += row.images
-        samples = mask[-1] // SAMPLE + 1
-    return Row(ids, targets, mask, images)
+        samples = mask[-1] // PACK_STRIDE + 1
+    return EncodedExample(ids, targets, mask, images)

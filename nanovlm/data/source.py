@@ -9,6 +9,7 @@ from typing import Any
 
 from nanovlm import PROMPT
 from nanovlm.data.examples import Example, ExampleError
+from nanovlm.errors import DataError
 
 EXTENSIONS = {
     ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif",
@@ -20,12 +21,8 @@ EXTRA = "pip install 'nanovlm[data]'"
 COLUMNS = ("prompt", "text_column", "prompt_column")  # what a source of plain columns obeys
 
 
-class SourceError(ValueError):
-    """Data that cannot be read, told in one line."""
-
-
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How to read sources, where looking does not tell."""
 
     prompt: str = PROMPT  # asked where there are captions but no questions
@@ -144,7 +141,7 @@ class Stream:
         for epoch in count():
             items = self._shuffled(Random(f"{seed} {epoch}"))
             if (first := next(items, None)) is None:
-                raise SourceError(f"{self.path} has no example to learn from")
+                raise DataError(f"{self.path} has no example to learn from")
             yield first
             yield from items
 

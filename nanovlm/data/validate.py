@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice, pairwise
 
-from nanovlm.console import complain
-from nanovlm.data import Part
-from nanovlm.data.examples import IGNORED, ExampleError, Row, encode_checked
+from nanovlm.console import print_error
+from nanovlm.data import Subset
+from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, ExampleError, encode_checked
 from nanovlm.processor import Processor
 from nanovlm.tokenizer import Tokenizer
 
@@ -13,7 +13,7 @@ FROM_ENDLESS = 1000  # examples of a source that has no end, or none that anybod
 SHOWN = 3
 
 
-def check_data(learned: Sequence[Part], held: Sequence[Part], processor: Processor, skip: bool) -> int:
+def check_data(learned: Sequence[Subset], held: Sequence[Subset], processor: Processor, skip: bool) -> int:
     """Print what the examples are and which cannot be used; 1 if some cannot and are not to be skipped."""
     bad, shown = [], []
     for part in [*learned, *held]:
@@ -22,7 +22,7 @@ def check_data(learned: Sequence[Part], held: Sequence[Part], processor: Process
         for example, row in _read(part, processor, bad):
             examples += 1
             pictures += len(example.pictures)
-            answers += sum(target != IGNORED for target in row.targets)
+            answers += sum(target != IGNORE_INDEX for target in row.targets)
             longest = max(longest, len(row.ids))
             if len(kept) < SHOWN:
                 kept.append((example.name, row))
@@ -42,10 +42,10 @@ def check_data(learned: Sequence[Part], held: Sequence[Part], processor: Process
     return 1 if bad and not skip else 0
 
 
-def _read(part: Part, processor: Processor, bad: list[str]) -> Iterator:
+def _read(part: Subset, processor: Processor, bad: list[str]) -> Iterator:
     for n, (name, record) in enumerate(islice(part, FROM_ENDLESS if part.source.endless else None), 1):
         if n % 1000 == 0:
-            complain(f"{part.source.path}: {n:,} read")
+            print_error(f"{part.source.path}: {n:,} read")
         try:
             example = part.source.example(record, name)
             yield example, encode_checked(example, processor)
@@ -53,7 +53,7 @@ def _read(part: Part, processor: Processor, bad: list[str]) -> Iterator:
             bad.append(str(error))
 
 
-def pictured(row: Row) -> str:
+def pictured(row: EncodedExample) -> str:
     """A line for each picture: how many images it became."""
     return "".join(
         f"(picture {k}: {len(tiles)} image{'s' * (len(tiles) > 1)} of {tiles.size(-1)} x {tiles.size(-1)})\n"
@@ -61,13 +61,13 @@ def pictured(row: Row) -> str:
     )
 
 
-def spelled(row: Row, tokenizer: Tokenizer) -> str:
+def spelled(row: EncodedExample, tokenizer: Tokenizer) -> str:
     """What each branch reads after the trunk, special tokens and all; what it is to say stands in [[ ]]."""
     text = _written([(id, False) for id, seen in zip(row.ids, row.mask) if seen == 1], tokenizer)
     for branch in sorted(set(row.mask) - {1}):
         inside = [i for i, seen in enumerate(row.mask) if seen == branch]
         tokens = [(row.ids[inside[0]], False)]  # the first follows the trunk, which asks for nothing
-        tokens += [(row.ids[i], row.targets[before] != IGNORED) for before, i in pairwise(inside)]
+        tokens += [(row.ids[i], row.targets[before] != IGNORE_INDEX) for before, i in pairwise(inside)]
         tokens.append((row.targets[inside[-1]], True))
         text += "\n... " * (branch > 2) + _written(tokens, tokenizer)
     return text

@@ -9,7 +9,8 @@ from functools import partial
 
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.formats import record_example, words
-from nanovlm.data.source import COLUMNS, EXTENSIONS, Reading, Source, SourceError
+from nanovlm.data.source import COLUMNS, EXTENSIONS, ReadOptions, Source
+from nanovlm.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Member:
             return file.read(self.size)
 
 
-def tars(path: str, shards: Sequence[str], reading: Reading) -> Source:
+def tars(path: str, shards: Sequence[str], reading: ReadOptions) -> Source:
     """The examples of all shards, which are read through once for their index."""
     samples: dict[str, dict[str, Member]] = {}
     for shard in shards:
@@ -42,21 +43,21 @@ def tars(path: str, shards: Sequence[str], reading: Reading) -> Source:
                         samples.setdefault(key, {})[suffix.lower()] = member
                 tar.fileobj.seek(tar.offset)  # tarfile ends as gladly where a download broke off between two files
                 if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE) and not reading.skip:
-                    raise SourceError(
+                    raise DataError(
                         f"{shard} is cut after {len(tar.getmembers()):,} files; download it again, or learn from those "
                         "by --on-bad-example skip"
                     )
         except (tarfile.TarError, OSError) as error:
-            raise SourceError(
+            raise DataError(
                 f"{shard} is no tar that can be read at any place, it may be packed or cut: {error}; unpack it, or "
                 "download it again"
             ) from None
     pictured = {key: sample for key, sample in samples.items() if any(map(_is_picture, sample))}
     if not pictured:
-        raise SourceError(f"no pictures found in {path}, only {len(samples)} samples of other files")
+        raise DataError(f"no pictures found in {path}, only {len(samples)} samples of other files")
     silent = [key for key, sample in pictured.items() if not {"txt", "json"} & sample.keys()]
     if silent and not reading.skip:
-        raise SourceError(
+        raise DataError(
             f"{len(silent)} of {len(pictured)} samples in {path} have no .txt or .json: {', '.join(silent[:3])}"
             f"{' ...' * (len(silent) > 3)}; add them, or leave the samples out by --on-bad-example skip"
         )
@@ -65,7 +66,7 @@ def tars(path: str, shards: Sequence[str], reading: Reading) -> Source:
     return Source(path, list(spoken.values()), example, list(spoken), named_by_key=True, obeys=COLUMNS)
 
 
-def tar_example(sample: dict[str, Member], name: str, reading: Reading) -> Example:
+def tar_example(sample: dict[str, Member], name: str, reading: ReadOptions) -> Example:
     pictures = [sample[suffix] for suffix in sorted(sample) if _is_picture(suffix)]
     try:
         if "txt" in sample:

@@ -12,13 +12,13 @@ from starlette.exceptions import HTTPException
 from nanovlm import SAMPLE
 from nanovlm.serving.protocol import Problem
 from nanovlm.serving.security import Guard
-from nanovlm.serving.service import Desk
+from nanovlm.serving.service import ChatService
 
 HERE = Path(__file__).parent
 PAGE = {"/": HERE / "static" / "page.html", "/page.css": HERE / "static" / "page.css", "/page.js": HERE / "static" / "page.js", "/sample.png": SAMPLE}
 
 
-def make_app(desk: Desk, hosts: Collection[str] | None = None, api_key: str | None = None, note: str = "") -> FastAPI:
+def make_app(desk: ChatService, hosts: Collection[str] | None = None, api_key: str | None = None, note: str = "") -> FastAPI:
     """The server; hosts and api_key as in Guard, note is told about the model."""
 
     @asynccontextmanager

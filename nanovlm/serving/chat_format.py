@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.inference.continuous_batching import Said
+from models.inference.continuous_batching import TokenOutput
 from nanovlm import PROMPT
-from nanovlm.image_processing import open_picture
+from nanovlm.image_processing import load_image
 from nanovlm.processor import Processor
 from nanovlm.serving.protocol import Message, Problem
-from nanovlm.tokenizer import Spelling, Tokenizer
+from nanovlm.tokenizer import StreamingDecoder, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def prepare(
     cfg, images, grids, places = processor.cfg, [], [], 0
     for number, url in enumerate(asked.urls, 1):
         try:
-            tiles, grid = processor.images(open_picture(fetch(url), max_pixels=max_pixels))
+            tiles, grid = processor.images(load_image(fetch(url), max_pixels=max_pixels))
         except ValueError as error:
             message = str(error).removeprefix("picture: ")
             raise Problem(400, f"picture {number}: {message}", code="invalid_image", param="messages") from None
@@ -80,17 +80,17 @@ def prepare(
     return torch.tensor(ids), torch.cat(images) if images else None
 
 
-class Speech:
+class ResponseStream:
     """One answer as it is said: text in whole characters, up to the first of the stop strings."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
-        self.spelling, self.stops = Spelling(tokenizer), [stop for stop in stops if stop]
+        self.spelling, self.stops = StreamingDecoder(tokenizer), [stop for stop in stops if stop]
         self.end = tokenizer.eos_token_id
         self.held = ""  # might be the beginning of a stop string
         self.tokens = 0
         self.finished: str | None = None
 
-    def hear(self, said: Said) -> str:
+    def hear(self, said: TokenOutput) -> str:
         """The text that can be said now; `finished` tells whether it is the last."""
         self.tokens += 1
         self.held += self.spelling.add(said.token_id) if said.token_id != self.end else ""

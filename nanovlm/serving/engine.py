@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from models.decoding import Sampling
-from models.inference.continuous_batching import ContinuousBatch, Said, Unread
+from models.decoding import SamplingParams
+from models.inference.continuous_batching import ContinuousBatch, PrefillError, TokenOutput
 from models.vision_language_model import VisionLanguageModel
 
 
@@ -46,7 +46,7 @@ class Engine:
         return self._batch.running
 
     def ask(
-        self, input_ids: Tensor, images: Tensor | None, max_new_tokens: int, samplings: Iterable[Sampling]
+        self, input_ids: Tensor, images: Tensor | None, max_new_tokens: int, samplings: Iterable[SamplingParams]
     ) -> "Answers":
         """Answers to the prompt, ids (T,) and images (N, 3, S, S), one by each of the samplings."""
         answers = Answers(self)
@@ -66,7 +66,7 @@ class Engine:
         """Obey orders and take steps, until told to stop."""
         keys: set[int] = set()  # whose answers have not ended
         while True:
-            told: list[tuple[int, Said | Exception]] = []
+            told: list[tuple[int, TokenOutput | Exception]] = []
             try:
                 while order := self._orders.get(block=not keys and not told):
                     key, asked = order
@@ -90,16 +90,16 @@ class Engine:
             return [(key, error)]
         return []
 
-    def _step(self, keys: set[int]) -> list[tuple[int, Said | Exception]]:
+    def _step(self, keys: set[int]) -> list[tuple[int, TokenOutput | Exception]]:
         try:
             return [(said.key, said) for said in self._batch.step()]
-        except Unread as error:
+        except PrefillError as error:
             return [(error.key, error)]
         except Exception as error:  # out of memory, most likely: those who run fail, others are answered afterwards
             self._batch = self._new_batch()
             return [(key, error) for key in keys]
 
-    def _tell(self, told: list[tuple[int, Said | Exception]]) -> None:
+    def _tell(self, told: list[tuple[int, TokenOutput | Exception]]) -> None:
         for key, said in told:
             if key in self._listeners:  # else it has been cancelled meanwhile
                 index, heard = self._listeners[key]
@@ -114,7 +114,7 @@ class Answers:
     def __init__(self, engine: Engine):
         self.engine, self.keys, self.heard = engine, [], asyncio.Queue()
 
-    async def hear(self) -> list[tuple[int, Said]]:
+    async def hear(self) -> list[tuple[int, TokenOutput]]:
         """All that was said since the last call, at least one token: whose, by its index, and which."""
         heard = [await self.heard.get()]
         while not self.heard.empty():

@@ -11,7 +11,7 @@ import threading
 import time
 from urllib.parse import SplitResult, urlsplit
 
-from nanovlm.image_processing import PictureError
+from nanovlm.errors import ImageError
 
 SECONDS = 10  # a remote picture may take
 PIECE = 65_536
@@ -23,9 +23,9 @@ def picture_bytes(url: str, allow_remote: bool, max_bytes: int) -> bytes:
     if scheme == "data:":
         return from_data(url)
     if scheme not in ("http:", "https"):
-        raise PictureError(f"{url[:60]!r} is no picture's URL; send data:image/png;base64,...")
+        raise ImageError(f"{url[:60]!r} is no picture's URL; send data:image/png;base64,...")
     if not allow_remote:
-        raise PictureError(
+        raise ImageError(
             f"{url[:60]!r} is remote, and this server fetches nothing; send data:image/png;base64,... or start it with "
             "--allow-remote"
         )
@@ -36,11 +36,11 @@ def from_data(url: str) -> bytes:
     """data:image/png;base64,... as in RFC 2397; what kind of picture it is, its bytes say."""
     head, comma, data = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise PictureError("a data URL without base64; send data:image/png;base64,...")
+        raise ImageError("a data URL without base64; send data:image/png;base64,...")
     try:
         return base64.b64decode("".join(data.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise PictureError(f"a data URL whose base64 is broken: {error}") from None
+        raise ImageError(f"a data URL whose base64 is broken: {error}") from None
 
 
 def from_afar(url: str, max_bytes: int) -> bytes:
@@ -50,19 +50,19 @@ def from_afar(url: str, max_bytes: int) -> bytes:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
-        raise PictureError(f"{name!r} is no URL: {error}") from None
+        raise ImageError(f"{name!r} is no URL: {error}") from None
     if not parts.hostname or parts.username is not None:
-        raise PictureError(f"{name!r} must name a host, and no user")
+        raise ImageError(f"{name!r} must name a host, and no user")
     try:
         address = public_address(parts.hostname, port)
         return _get(parts, address, port, max_bytes, deadline)
-    except PictureError:
+    except ImageError:
         raise
     except ssl.SSLCertVerificationError as error:
-        raise PictureError(f"{name!r} cannot be trusted: {error.verify_message.rstrip('.')}") from None
+        raise ImageError(f"{name!r} cannot be trusted: {error.verify_message.rstrip('.')}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         late = f"it took more than {SECONDS} s" if time.monotonic() > deadline else ""
-        raise PictureError(f"{name!r} cannot be fetched: {late or str(error) or type(error).__name__}") from None
+        raise ImageError(f"{name!r} cannot be fetched: {late or str(error) or type(error).__name__}") from None
 
 
 def public_address(host: str, port: int) -> str:
@@ -70,11 +70,11 @@ def public_address(host: str, port: int) -> str:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        raise PictureError(f"no such host: {host!r}") from None
+        raise ImageError(f"no such host: {host!r}") from None
     addresses = [sockaddr[0] for *_, sockaddr in found]
     for address in addresses:
         if not is_public(address):
-            raise PictureError(f"{host!r} is at a private address; pictures are fetched from public ones only")
+            raise ImageError(f"{host!r} is at a private address; pictures are fetched from public ones only")
     return addresses[0]
 
 
@@ -112,14 +112,14 @@ def _get(parts: SplitResult, address: str, port: int, max_bytes: int, deadline: 
 
 def _read(response: http.client.HTTPResponse, max_bytes: int) -> bytes:
     if response.status // 100 == 3:
-        raise PictureError("a remote picture that has moved; name the place where it is")
+        raise ImageError("a remote picture that has moved; name the place where it is")
     if response.status != 200:
-        raise PictureError(f"a remote picture whose server says {response.status}")
+        raise ImageError(f"a remote picture whose server says {response.status}")
     data = bytearray()
     while piece := response.read1(PIECE):
         data += piece
         if len(data) > max_bytes:
-            raise PictureError(f"a remote picture of more than {max_bytes:,} bytes; scale it down first")
+            raise ImageError(f"a remote picture of more than {max_bytes:,} bytes; scale it down first")
     return bytes(data)
 
 

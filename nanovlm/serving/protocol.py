@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from models.decoding import Sampling
+from models.decoding import SamplingParams
 
 MAX_MESSAGES = 1000
 MAX_ANSWERS = 16  # n
@@ -127,14 +127,14 @@ class ChatRequest(Strict):
         except ValidationError as error:
             raise Problem(400, *_sentence(error)) from None
 
-    def samplings(self) -> list[Sampling]:
+    def samplings(self) -> list[SamplingParams]:
         """One for each of n answers; with a seed each has its own, and the first is what n=1 says."""
-        names = [name for name in Sampling.__dataclass_fields__ if name != "seed"]
+        names = [name for name in SamplingParams.__dataclass_fields__ if name != "seed"]
         options = {name: getattr(self, name) for name in names}
         try:
-            first = Sampling(**options, seed=self.seed)
+            first = SamplingParams(**options, seed=self.seed)
             seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(self.n)]
-            return [first, *(Sampling(**options, seed=seed) for seed in seeds[1:])]
+            return [first, *(SamplingParams(**options, seed=seed) for seed in seeds[1:])]
         except ValueError as error:
             raise Problem(400, str(error), param=str(error).partition("=")[0]) from None
 

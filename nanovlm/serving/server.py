@@ -10,9 +10,10 @@ import uvicorn
 
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.cli.caption import EMBEDDED_KNOWS, read_captioner
-from nanovlm.console import UsageError, complain
+from nanovlm.console import print_error
+from nanovlm.errors import UsageError
 from nanovlm.serving.app import make_app
-from nanovlm.serving.service import Desk, Limits
+from nanovlm.serving.service import ChatService, Limits
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -31,12 +32,12 @@ def serve_model(args: argparse.Namespace) -> int:
         embedded = args.model == EMBEDDED
         folder = Path(args.model).resolve().name if os.path.isdir(args.model) else ""  # a name even where that is .
         name = "nanovlm" if embedded else folder or args.model
-        desk = Desk(captioner, name, limits, args.allow_remote)
+        desk = ChatService(captioner, name, limits, args.allow_remote)
         hosts = {name.lower() for name in (*LOOPBACK, args.host, *args.allow_host)}
         hosts = hosts if local or args.allow_host else None  # else the key alone decides
         app = make_app(desk, hosts, key, EMBEDDED_KNOWS if embedded else "")
         port, host = door.getsockname()[1], f"[{args.host}]" if ":" in args.host else args.host
-        complain(f"http://{host}:{port} answers as {name!r}: a page, and /v1 for OpenAI's clients; ctrl-c stops")
+        print_error(f"http://{host}:{port} answers as {name!r}: a page, and /v1 for OpenAI's clients; ctrl-c stops")
         config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, http="h11", ws="none")
         Server(config, desk).run(sockets=[door])
         if desk.engine.alive:  # told twice: a thread within torch aborts an interpreter that goes down
@@ -47,7 +48,7 @@ def serve_model(args: argparse.Namespace) -> int:
 class Server(uvicorn.Server):
     """Told to stop, it finishes its answers and refuses others; told twice, it stops."""
 
-    def __init__(self, config: uvicorn.Config, desk: Desk):
+    def __init__(self, config: uvicorn.Config, desk: ChatService):
         super().__init__(config)
         self.desk = desk
 
@@ -55,7 +56,7 @@ class Server(uvicorn.Server):
         if self.desk.draining:
             self.should_exit = self.force_exit = True
         elif self.desk.taken:
-            complain(f"finishing {self.desk.taken} answers; ctrl-c again stops at once")
+            print_error(f"finishing {self.desk.taken} answers; ctrl-c again stops at once")
         self.desk.draining = True
 
     async def on_tick(self, counter: int) -> bool:

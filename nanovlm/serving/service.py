@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from nanovlm.captioner import Captioner
-from nanovlm.serving.chat_format import Speech, prepare, understand
+from nanovlm.serving.chat_format import ResponseStream, prepare, understand
 from nanovlm.serving.engine import Answers, Engine
 from nanovlm.serving.image_urls import picture_bytes
 from nanovlm.serving.metrics import Metrics
@@ -34,7 +34,7 @@ class Limits:
     seconds: float = 120.0  # from a request's arrival to its answer's end
 
 
-class Desk:
+class ChatService:
     """Answers chat completions about pictures, by one model."""
 
     def __init__(self, captioner: Captioner, name: str, limits: Limits, allow_remote: bool = False):
@@ -125,7 +125,7 @@ class Desk:
         visit.callback(answers.close)
         asked.messages.clear()
         del chat, images  # the engine keeps these until it has read them
-        talk = Talk(answers, [Speech(self.captioner.tokenizer, asked.stop) for _ in samplings], places.close)
+        talk = Talk(answers, [ResponseStream(self.captioner.tokenizer, asked.stop) for _ in samplings], places.close)
         visit.callback(self._count, len(ids), talk)
         pieces, texts, now = talk.pieces(), [""] * asked.n, asyncio.get_running_loop().time
         first = await anext(pieces)
@@ -149,7 +149,7 @@ class Desk:
         room = model.cfg.lm_max_position_embeddings - n_read + 1
         longest = asked.max_completion_tokens or asked.max_tokens or max(1, min(MAX_NEW_TOKENS, room))
         try:
-            model.check_room(n_read, longest)
+            model.validate_length(n_read, longest)
         except ValueError as error:
             raise Problem(400, str(error), "context_length_exceeded", "messages") from None
         return longest
@@ -186,7 +186,7 @@ class Desk:
 class Talk:
     """All answers to one request, as text; when each has begun, its prompt has been read."""
 
-    def __init__(self, answers: Answers, speeches: list[Speech], read: Callable[[], None]):
+    def __init__(self, answers: Answers, speeches: list[ResponseStream], read: Callable[[], None]):
         self.answers, self.speeches, self.read = answers, speeches, read
 
     @property

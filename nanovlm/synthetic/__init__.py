@@ -13,7 +13,7 @@ from nanovlm.synthetic.scene import (
     SIZES,
     WITHHELD,
     Scene,
-    Thing,
+    Shape,
     names_withheld,
     random_scene,
 )
@@ -25,7 +25,7 @@ __all__ = [
     "SIZES",
     "WITHHELD",
     "Scene",
-    "Thing",
+    "Shape",
     "caption",
     "draw",
     "names_withheld",

@@ -3,7 +3,7 @@
 from itertools import permutations
 from random import Random
 
-from nanovlm.synthetic.scene import CLEAR, COLOURS, SAME, SHAPES, SIZES, WITHHELD, Scene, Thing
+from nanovlm.synthetic.scene import CLEAR, COLOURS, SAME, SHAPES, SIZES, WITHHELD, Scene, Shape
 
 NUMBERS = ("none", "one", "two", "three", "four")
 SIDES = ("left of", "right of", "above", "below")
@@ -62,7 +62,7 @@ def _a(words: str) -> str:
 # Referring to one thing
 
 
-def _fits(phrase: str, thing: Thing) -> bool:
+def _fits(phrase: str, thing: Shape) -> bool:
     """Whether every word of "small red star" (or "red object") is true of this thing."""
     return all(word in (thing.size, thing.colour, thing.shape, "object") for word in phrase.split())
 

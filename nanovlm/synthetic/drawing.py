@@ -5,7 +5,7 @@ from random import Random
 
 from PIL import Image, ImageChops, ImageDraw
 
-from nanovlm.synthetic.scene import Scene, Thing
+from nanovlm.synthetic.scene import Scene, Shape
 
 # Bright and dim tone. Every mixture of the two stays far from every object's colour.
 TONES = (
@@ -63,7 +63,7 @@ _POINTS = {
 _HOLE = _around(64, 0.55)
 
 
-def _draw_thing(picture, thing: Thing, rng):
+def _draw_thing(picture, thing: Shape, rng):
     """Paint one thing, flat, outlined or softly shaded."""
     style = rng.choice(("flat", "flat", "outlined", "shaded"))
     lean = rng.choice(_LEANS)

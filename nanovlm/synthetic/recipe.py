@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from models.config import VLMConfig, extra_tokens
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import PROMPT
-from nanovlm.data.examples import IGNORED, Example, Row, collate, encode
+from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, collate, encode
 from nanovlm.data.packing import pack
 from nanovlm.data.source import Source
 from nanovlm.processor import Processor
@@ -192,7 +192,7 @@ def at(step: int, schedule: dict[int, float]) -> float:
 # Two ways to have a shape looked up in the picture rather than guessed from its colour
 
 
-def forget(row: Row, rng: Random, share: float, blank: int = 0) -> Row:
+def forget(row: EncodedExample, rng: Random, share: float, blank: int = 0) -> EncodedExample:
     """Word dropout (Bowman et al. 2016): make a share of the answers' words unreadable to those that follow them."""
     ids = list(row.ids)
     for t in range(1, len(ids)):
@@ -202,10 +202,10 @@ def forget(row: Row, rng: Random, share: float, blank: int = 0) -> Row:
     return replace(row, ids=ids)
 
 
-def without(row: Row, words: Collection[int], blank: int = 0) -> Row:
+def without(row: EncodedExample, words: Collection[int], blank: int = 0) -> EncodedExample:
     """The row with these ids neither read nor asked for."""
     ids = [blank if i in words else i for i in row.ids]
-    return replace(row, ids=ids, targets=[IGNORED if i in words else i for i in row.targets])
+    return replace(row, ids=ids, targets=[IGNORE_INDEX if i in words else i for i in row.targets])
 
 
 def colour_ids(tokenizer: Tokenizer) -> set[int]:

@@ -57,7 +57,7 @@ _GRIDS = ((2, 2), (2, 3), (3, 2), (3, 3), (4, 2), (4, 3))  # columns, rows
 
 
 @dataclass(frozen=True)
-class Thing:
+class Shape:
     """One object: its centre in widths and heights, its radius in shorter sides, its angle in degrees."""
 
     shape: str
@@ -78,7 +78,7 @@ class Thing:
 class Scene:
     """Things in the order a caption tells them (later ones are drawn on top), and the seed of the drawing's details."""
 
-    things: tuple[Thing, ...]
+    things: tuple[Shape, ...]
     background: str
     seed: int
 
@@ -96,7 +96,7 @@ def random_scene(rng: Random, *, withheld: bool = False) -> Scene:
     while True:
         things = _random_things(rng, n, withheld)
         places = _grid_places(rng, n) if on_grid else _free_places(rng, things, touching)
-        things = [Thing(*thing[:3], x, y, *thing[3:]) for thing, (x, y) in zip(things, places)]
+        things = [Shape(*thing[:3], x, y, *thing[3:]) for thing, (x, y) in zip(things, places)]
         if _readable(things, touching):
             return Scene(_in_reading_order(things), rng.choice(BACKGROUNDS), rng.getrandbits(32))
 

@@ -14,17 +14,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.checkpoint import CheckpointError, new_folder, read_config, read_model, read_object, write_files
+from models.checkpoint import atomic_dir, load_config, load_model, read_object, write_checkpoint_files
 from models.lora import adapters, merge, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel
+from nanovlm.errors import CheckpointError, TrainingError
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import like
 
 OPTIMIZER, STATE = "optimizer.safetensors", "training.json"
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on; what was saved before is intact."""
 
 
 class Stopped(SystemExit):
@@ -76,7 +73,7 @@ def reading(newest: Path) -> Iterator[None]:
 
 def write_model(folder: Path, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None) -> None:
     """Write the files of a model into folder; those of one with adapters are the merged model's, and the adapters'."""
-    write_files(folder, merge(model), tokenizer, dtype)
+    write_checkpoint_files(folder, merge(model), tokenizer, dtype)
     if adapters(model):
         write_adapters(folder, model)
 
@@ -95,7 +92,7 @@ def save(
     new = folder / "checkpoints" / f"step-{step}"
     old = [path for path in checkpoints(folder) if path != new]
     state = {"step": step, "config": asdict(cfg) | {"data": data}, "scaler": scaler.state_dict()}
-    with writing(folder), new_folder(new) as files:
+    with writing(folder), atomic_dir(new) as files:
         write_model(files, model, tokenizer)
         save_file({name: tensor.cpu() for name, tensor in moments.items()}, files / OPTIMIZER)
         (files / STATE).write_text(json.dumps(state, indent=2) + "\n")
@@ -125,7 +122,7 @@ def resume(folder: Path, model: VisionLanguageModel) -> tuple[int, dict]:
         return 0, {}
     newest = saved[-1]
     with reading(newest):
-        theirs, before = read_config(newest).to_dict(), read_object(newest / STATE).get("config", {})
+        theirs, before = load_config(newest).to_dict(), read_object(newest / STATE).get("config", {})
     ours = model.cfg.to_dict()
     for name in ours:
         if theirs.get(name) != ours[name]:
@@ -142,7 +139,7 @@ def resume(folder: Path, model: VisionLanguageModel) -> tuple[int, dict]:
 def restore_weights(newest: Path, model: VisionLanguageModel) -> None:
     """Load all weights, or, of a model with adapters, these, if it is the model that they were trained on."""
     with reading(newest):
-        stored = read_model(newest, model.cfg, model.image_token_id, device=model.device).state_dict()
+        stored = load_model(newest, model.cfg, model.image_token_id, device=model.device).state_dict()
     if not adapters(model):
         model.load_state_dict(stored)
         return

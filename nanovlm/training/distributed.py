@@ -18,7 +18,7 @@ from nanovlm.training.optimizer import freeze
 SMALL = 2**20  # bytes: smaller gradients are summed in one go, as each message takes a time of its own
 
 
-class World:
+class DistributedContext:
     """The processes that train one model together; alone, it does nothing.
 
     Gradients are summed once a step, after the last backward pass, rather than by hooks within it: so a process may
@@ -122,7 +122,7 @@ class World:
             dist.destroy_process_group()
 
 
-def ending(run: Callable[[], int]) -> int:
+def run_and_exit(run: Callable[[], int]) -> int:
     """run's exit code; one of several processes ends with it at once, also where run exits by itself.
 
     FSDP2 keeps gloo's threads beyond the end of the group, and they can abort an interpreter that goes down.

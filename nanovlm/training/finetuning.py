@@ -12,22 +12,23 @@ from pathlib import Path
 
 from PIL import Image
 
-from models.checkpoint import WEIGHTS, CheckpointError, read_config, read_model, resolve, stored_dtype
+from models.checkpoint import WEIGHTS, checkpoint_dtype, load_config, load_model, snapshot_path
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
-from nanovlm.console import UsageError, complain
-from nanovlm.data import Batches, Mixture, Part, Reading, Source, SourceError, Stream, open_source, split
+from nanovlm.console import print_error
+from nanovlm.data import Batches, Mixture, ReadOptions, Source, Stream, Subset, open_source, split
 from nanovlm.data.examples import ExampleError
 from nanovlm.data.validate import check_data
 from nanovlm.device import choose_device
-from nanovlm.image_processing import PictureError, open_picture
+from nanovlm.errors import CheckpointError, DataError, ImageError, TrainingError, UsageError
+from nanovlm.image_processing import load_image
 from nanovlm.processor import Processor
 from nanovlm.synthetic import recipe
 from nanovlm.tokenizer import Tokenizer
 from nanovlm.training.checkpointing import checkpoints
 from nanovlm.training.config import ADAPTERS, FINETUNING, SCENES, TrainConfig
-from nanovlm.training.loop import TrainingError, progress, train
+from nanovlm.training.loop import progress, train
 
 OF_DATA = (
     "model", "revision", "prompt", "images", "text_column", "prompt_column", "min_rating", "stream", "validation",
@@ -54,18 +55,18 @@ def train_model(args: argparse.Namespace) -> int:
             return check_data(learned, held, read_processor(args)[1], skip=args.on_bad_example == "skip")
         return fine_tune(args, cfg, learned, held)
     except ExampleError as error:
-        complain(
+        print_error(
             f"training stopped: {last_line(error)}; --on-bad-example skip goes on without it, --check-data lists all "
             "that are like it"
         )
     except (TrainingError, OSError) as error:
-        complain(f"training stopped: {last_line(error)}")
-    except (CheckpointError, SourceError, ValueError) as error:
+        print_error(f"training stopped: {last_line(error)}")
+    except (CheckpointError, DataError, ValueError) as error:
         raise UsageError(last_line(error)) from None
     except (MemoryError, RuntimeError) as error:
         if not (way := more_room(error)):
             raise
-        complain(f"training stopped: {way}")
+        print_error(f"training stopped: {way}")
     return 1
 
 
@@ -130,7 +131,7 @@ def path_and_share(text: str) -> tuple[str, float | None]:
     return path, weight
 
 
-def reading(args: argparse.Namespace) -> Reading:
+def reading(args: argparse.Namespace) -> ReadOptions:
     ratings = {}
     for text in args.min_rating or ():
         name, _, least = text.partition("=")
@@ -138,7 +139,7 @@ def reading(args: argparse.Namespace) -> Reading:
             ratings[name] = float(least)
         except ValueError:
             raise UsageError(f"--min-rating {text}: write a rating's name and a number, as formatting=3") from None
-    return Reading(
+    return ReadOptions(
         prompt=PROMPT if args.prompt is None else args.prompt,
         images=args.images,
         text_column=args.text_column,
@@ -151,7 +152,7 @@ def reading(args: argparse.Namespace) -> Reading:
 
 def check_obeyed(args: argparse.Namespace, sources: list[Source | Stream]) -> None:
     """Refuse a flag that means nothing for any source."""
-    for flag, name in {**{name: name for name in Reading.__dataclass_fields__}, "min_rating": "min_ratings"}.items():
+    for flag, name in {**{name: name for name in ReadOptions.__dataclass_fields__}, "min_rating": "min_ratings"}.items():
         if getattr(args, flag, None) is not None and not any(name in source.obeys for source in sources):
             paths = ", ".join(source.path for source in sources)
             raise UsageError(f"--{flag.replace('_', '-')} means nothing for {paths}; leave it away")
@@ -159,12 +160,12 @@ def check_obeyed(args: argparse.Namespace, sources: list[Source | Stream]) -> No
 
 def read_processor(args: argparse.Namespace) -> tuple[Path, Processor]:
     """The folder of the model to begin with, and its processor."""
-    folder = resolve(args.model or EMBEDDED, args.revision)
-    cfg = read_config(folder)
+    folder = snapshot_path(args.model or EMBEDDED, args.revision)
+    cfg = load_config(folder)
     return folder, Processor(cfg, Tokenizer.from_pretrained(folder, cfg))
 
 
-def fine_tune(args: argparse.Namespace, cfg: TrainConfig, learned: list[Part], held: list[Part]) -> int:
+def fine_tune(args: argparse.Namespace, cfg: TrainConfig, learned: list[Subset], held: list[Subset]) -> int:
     """Train args.model on the examples learned; those held out are looked at before, now and then, and after."""
     device = choose_device(args.device)
     folder, processor = read_processor(args)
@@ -173,7 +174,7 @@ def fine_tune(args: argparse.Namespace, cfg: TrainConfig, learned: list[Part], h
         cfg = replace(cfg, lr=cfg.lr * WIDTH / processor.cfg.lm_hidden_dim)
     mixture = Mixture(learned, cfg.seed)
     batches = Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.augment)
-    model = read_model(folder, processor.cfg, tokenizer.image_token_id, device=device)
+    model = load_model(folder, processor.cfg, tokenizer.image_token_id, device=device)
     if os.environ.get("RANK", "0") == "0":
         progress(outlook(mixture, held, cfg))
     looks = {}
@@ -184,11 +185,11 @@ def fine_tune(args: argparse.Namespace, cfg: TrainConfig, learned: list[Part], h
         cfg = replace(cfg, validation_batches=max(1, min(cfg.validation_batches, known // size)))
         looks["validation"] = Batches(unseen, processor, size, skip, cfg.pack)  # padded, they might need more memory
         looks["show"] = partial(captions, shown(unseen, min(SHOWN, known)), processor)
-    train(model, tokenizer.to_json(), batches, cfg, args.out, stored_dtype(folder), data=identity(learned), **looks)
+    train(model, tokenizer.to_json(), batches, cfg, args.out, checkpoint_dtype(folder), data=identity(learned), **looks)
     return 0
 
 
-def identity(learned: list[Part]) -> str:
+def identity(learned: list[Subset]) -> str:
     """What tells these examples from others: of each source its path, share, number of examples and a digest of them,
     see `Source.trace`."""
     said = []
@@ -201,7 +202,7 @@ def identity(learned: list[Part]) -> str:
     return "; ".join(said)
 
 
-def outlook(mixture: Mixture, held: list[Part], cfg: TrainConfig) -> str:
+def outlook(mixture: Mixture, held: list[Subset], cfg: TrainConfig) -> str:
     """What is going to be learned from, and how often, in one line."""
     said, examples = [], cfg.steps * cfg.accumulate * cfg.batch_size * int(os.environ.get("WORLD_SIZE", 1))
     for parts, share in zip(mixture.groups, mixture.shares):
@@ -220,8 +221,8 @@ def shown(unseen: Mixture, n: int) -> list[tuple[list[Image.Image], str]]:
     for place in range(n):
         try:
             example = unseen.example(place)
-            pictures = [open_picture(picture) for picture in example.pictures]
-        except (ExampleError, PictureError):
+            pictures = [load_image(picture) for picture in example.pictures]
+        except (ExampleError, ImageError):
             continue
         if pictures and example.answers:
             found.append((pictures, example.answers[0][0]))

@@ -14,14 +14,14 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from models.checkpoint import new_folder
+from models.checkpoint import atomic_dir
 from models.lora import adapters, merge
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.data.examples import IGNORED
+from nanovlm.data.examples import IGNORE_INDEX
 from nanovlm.device import choose_training_dtype
+from nanovlm.errors import TrainingError
 from nanovlm.training.checkpointing import (
     Stopped,
-    TrainingError,
     asked_to_stop,
     moments_of,
     resume,
@@ -31,7 +31,7 @@ from nanovlm.training.checkpointing import (
     writing,
 )
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.distributed import World
+from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.memory import plan
 from nanovlm.training.metrics import Journal
 from nanovlm.training.optimizer import accelerated, adamw, freeze
@@ -74,7 +74,7 @@ def train(
     folder = Path(folder)
     with writing(folder):  # where that is impossible, better now than at the first save
         folder.mkdir(parents=True, exist_ok=True)
-    world = World(model.device)
+    world = DistributedContext(model.device)
     log = log if world.rank == 0 else (lambda line: None)
     dtype = choose_training_dtype(cfg.dtype, model.device)
     scaler = torch.amp.GradScaler(model.device.type, enabled=dtype == torch.float16)
@@ -120,7 +120,7 @@ def train(
             torch.manual_seed(cfg.seed + step + (world.rank << 40))  # dropout, too, is a function of the step
             for group in optimizer.param_groups:
                 group["lr"] = cfg.lr_at(step) * group["rate"]
-            inputs = [moved(batch, model.device) for batch in islice(batches, cfg.accumulate)]
+            inputs = [to_device(batch, model.device) for batch in islice(batches, cfg.accumulate)]
             loss = backward(model, inputs, dtype, scaler, world)
             world.sum_gradients(model, sum(len(one["images"]) for one in inputs if one["images"] is not None))
             read = sum(int((one["attention_mask"] != 0).sum()) for one in inputs)
@@ -154,7 +154,7 @@ def train(
                 raise Stopped(128 + number)
         model = world.whole(model.eval(), cfg)
     if world.rank == 0:
-        with writing(folder), new_folder(folder) as files:
+        with writing(folder), atomic_dir(folder) as files:
             write_model(files, model, tokenizer, stored_as)
     if world.rank == 0 and show:
         try:
@@ -173,14 +173,14 @@ def look(
     show: Callable | None,
     dtype: torch.dtype,
     cfg: TrainConfig,
-    world: World,
+    world: DistributedContext,
 ) -> tuple[float | None, list[str]]:
     """The mean loss over the answer tokens of the held-out batches, and the captions of held-out pictures."""
     model = world.whole(model.eval(), cfg) if validation or show else model
     total = answered = 0
     for i in world.turns(cfg.validation_batches if validation else 0):
-        batch = moved(validation(i), model.device)
-        n = int((batch["targets"] != IGNORED).sum())
+        batch = to_device(validation(i), model.device)
+        n = int((batch["targets"] != IGNORE_INDEX).sum())
         with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
             total += n * model(**batch)[1].item()
         answered += n
@@ -217,7 +217,7 @@ def _ignore_signals(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def moved(batch: Batch, device: torch.device) -> Batch:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor if tensor is None else tensor.to(device) for name, tensor in batch.items()}
 
 
@@ -227,14 +227,14 @@ def backward(
     batches: list[Batch],
     dtype: torch.dtype,
     scaler: torch.amp.GradScaler,
-    world: World,
+    world: DistributedContext,
 ) -> float:
     """Sum up the gradients of the mean loss over all answer tokens of the batches here and on other processes.
 
     A batch's mean counts by its number of answer tokens, so that cutting one batch into several changes nothing.
     Returns the part of that loss that stands here.
     """
-    answered = [int((batch["targets"] != IGNORED).sum()) for batch in batches]
+    answered = [int((batch["targets"] != IGNORE_INDEX).sum()) for batch in batches]
     if not all(answered):
         raise TrainingError("a batch has no answer to learn; leave examples without one out of it")
     (everywhere,) = world.sum(sum(answered))

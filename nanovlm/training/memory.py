@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.data.examples import IGNORED
+from nanovlm.data.examples import IGNORE_INDEX
 from nanovlm.device import choose_training_dtype
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.optimizer import accelerated, freeze
@@ -109,7 +109,7 @@ def plan(model: VisionLanguageModel, batch: Callable[[int], dict], cfg: TrainCon
         parameters=sum(p.numel() for p in rehearsed.parameters()),
         learning=sum(p.numel() for p in learning),
         tokens=largest["input_ids"].numel() * cfg.accumulate,
-        answers=int((largest["targets"] != IGNORED).sum()) * cfg.accumulate,
+        answers=int((largest["targets"] != IGNORE_INDEX).sum()) * cfg.accumulate,
         weights=sum(p.nbytes for p in rehearsed.parameters()),
         moments=moments,
         step=int(living.peak * (1 + KEPT_BY_MALLOC * on_cpu)) + read * cfg.accumulate,

@@ -10,14 +10,14 @@ import tokenizers
 
 import eval.real_size as door
 from eval.real_size import SHAPES, RealSize, main, make_tokenizer, private_memory, write_model
-from models.checkpoint import read_config, read_model
+from models.checkpoint import load_config, load_model
 from models.config import VLMConfig
 from support.checkpoints import raw_config, small
 
 
 def size(cfg: VLMConfig, tmp_path) -> int:
     write_model(tmp_path / "counted", cfg)
-    model = read_model(tmp_path / "counted", read_config(tmp_path / "counted"), -1)
+    model = load_model(tmp_path / "counted", load_config(tmp_path / "counted"), -1)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -35,7 +35,7 @@ def test_config_and_tokenizer_are_those_of_the_models_time(name, tmp_path):
     write_model(tmp_path, cfg)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw.keys() == raw_config(1 if name == "222M" else 5).keys()
-    assert read_config(tmp_path).era == cfg.era == (1 if name == "222M" else 5)
+    assert load_config(tmp_path).format_version == cfg.format_version == (1 if name == "222M" else 5)
     words = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert words.get_vocab_size() == cfg.lm_vocab_size == max(words.get_vocab().values()) + 1
     assert words.token_to_id("<|im_end|>") == 2 and words.token_to_id("<|image|>") == (None if "222" in name else 1000)
@@ -52,7 +52,7 @@ def test_the_real_tokenizers_are_full():
 def test_a_model_is_loaded_and_speaks_in_a_process_of_its_own(models, capsys):
     assert main(["--json", "--max-new-tokens", "3"]) == 0
     today, may = json.loads(capsys.readouterr().out)["models"]
-    assert (today["name"], today["era"], may["name"], may["era"]) == ("230M", 5, "222M", 1)
+    assert (today["name"], today["format_version"], may["name"], may["format_version"]) == ("230M", 5, "222M", 1)
     assert (today["images"], may["images"]) == (10, 1), "3 x 3 tiles and the whole; one"
     for record in (today, may):
         assert record["parameters"] == record["published"] and record["new_tokens"] == 3
@@ -84,7 +84,7 @@ def test_what_is_wrong_is_a_sentence_and_exit_code_1(models, capsys, monkeypatch
     write, (cfg, published) = door.write_model, door.SHAPES["222M"]
 
     def fails(folder, cfg):
-        if cfg.era == 5:
+        if cfg.format_version == 5:
             raise OSError("No space left on device")
         write(folder, cfg)
 

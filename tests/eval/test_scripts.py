@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from eval.lib.script import one_of, positive, script, tell
+from eval.lib.command import make_parser, one_of, positive, report
 from support import ROOT
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "eval").glob("*.py") if "sys.exit(main())" in path.read_text("utf-8"))
@@ -25,9 +25,9 @@ def test_every_script_says_what_it_measures(name, capsys, monkeypatch):
 
 
 def test_what_is_found_is_told_as_text_or_as_one_object_with_its_faults(capsys):
-    assert tell({"share": 0.5}, "half of it", "a machine", as_json=False) == 0
+    assert report({"share": 0.5}, "half of it", "a machine", as_json=False) == 0
     assert capsys.readouterr() == ("half of it\na machine\n", "")
-    assert tell({"share": 0.5}, "half of it", "a machine", as_json=True, faults=["too few"]) == 1
+    assert report({"share": 0.5}, "half of it", "a machine", as_json=True, faults=["too few"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out) == {"share": 0.5, "faults": ["too few"], "environment": "a machine"} and err == "too few\n"
 
@@ -37,7 +37,7 @@ def test_what_is_found_is_told_as_text_or_as_one_object_with_its_faults(capsys):
     [(["--n", "0"], "--n: 0 must be 1 or more"), (["--n", "x"], "'x'"), (["b", "c"], "'c' is none of 'a', 'b'")],
 )
 def test_wrong_numbers_and_names_are_one_line(argv, words, capsys):
-    parser = script("name", "what it is")
+    parser = make_parser("name", "what it is")
     parser.add_argument("--n", type=positive)
     parser.add_argument("names", nargs="*", type=one_of(["a", "b"]))
     assert parser.parse_args([]).names == [] and parser.parse_args(["b", "--n", "3"]).n == 3

@@ -13,7 +13,7 @@ from eval.lib.cache_timing import Curve, Study, exponent, study, timeline
 from eval.lib.cache_variants import UNCACHED
 from eval.lib.shapes import SHAPES
 from eval.speedup import faults, main, table
-from models.kv_study.encoder_decoder import EncoderDecoder, TextPrefix
+from models.kv_study.encoder_decoder import EncoderDecoder, TextPrefillState
 from models.vision_language_model import VisionLanguageModel
 
 QUICK = ["--lengths", "3", "6", "--rounds", "1", "--device", "cpu", "--no-export", "--no-sort-task"]
@@ -86,9 +86,9 @@ def test_theory_counts_the_encoder_decoders_products(encoder_decoder, past):
     decoder, n, xa = encoder_decoder.decoder, 5, torch.randn(1, 16, encoder_decoder.cfg.lm_hidden_dim)
     ids = torch.randint(40, (1, past + n))
     with torch.no_grad():
-        prefix = None if not past else decoder.read(ids[:, :past], TextPrefix(decoder.cross(xa)))[1]
+        prefix = None if not past else decoder.read(ids[:, :past], TextPrefillState(decoder.cross(xa)))[1]
         with FlopCounterMode(display=False) as counter:
-            prefix = prefix or TextPrefix(decoder.cross(xa))
+            prefix = prefix or TextPrefillState(decoder.cross(xa))
             decoder.logits(decoder.read(ids[:, past:], prefix)[0][:, -1])
     linears = sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm"))
     seen = sum(i + 1 + 16 for i in range(past, past + n))

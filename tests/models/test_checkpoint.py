@@ -9,10 +9,12 @@ import huggingface_hub.constants
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model, save_file
+from safetensors.torch import load_file, save_file
+from safetensors.torch import load_model as load_strictly
 
 import models.checkpoint as checkpoint
-from models.checkpoint import CheckpointError, new_folder, read_config, read_model, resolve, write_checkpoint
+from models.checkpoint import atomic_dir, load_config, load_model, save_checkpoint, snapshot_path
+from models.errors import CheckpointError
 from support.checkpoints import EMBEDDING, HEAD, INV_FREQ, stock_model, stock_shapes
 
 TOKENIZER = '{"model": "ünïcode"}'
@@ -27,13 +29,13 @@ def same(a, b):
 
 
 def read(folder, dtype=torch.float32):
-    return read_model(folder, read_config(folder), 3, dtype)
+    return load_model(folder, load_config(folder), 3, dtype)
 
 
 @pytest.fixture
 def folder(tmp_path, tiny_model):
     """A model's folder, freshly written."""
-    write_checkpoint(tmp_path / "model", tiny_model(), TOKENIZER)
+    save_checkpoint(tmp_path / "model", tiny_model(), TOKENIZER)
     return tmp_path / "model"
 
 
@@ -54,7 +56,7 @@ def rewrite(folder):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_was_written_is_read_bit_for_bit(tmp_path, tiny_model, tied, dtype):
     model = tiny_model(lm_tie_weights=tied).to(dtype)
-    write_checkpoint(tmp_path / "a" / "b", model, TOKENIZER)
+    save_checkpoint(tmp_path / "a" / "b", model, TOKENIZER)
     again = read(tmp_path / "a" / "b", dtype)
     assert same(bits(again), bits(model)) and again.cfg == model.cfg and not again.training
     assert (again.decoder.head.weight is again.decoder.token_embedding.weight) == tied
@@ -65,7 +67,7 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path, tiny_model, tied, dtype)
 
 def test_a_file_of_half_precision_is_read_as_float32(tmp_path, tiny_model):
     model = tiny_model()
-    write_checkpoint(tmp_path / "half", model, TOKENIZER, torch.float16)
+    save_checkpoint(tmp_path / "half", model, TOKENIZER, torch.float16)
     assert load_file(tmp_path / "half" / "model.safetensors")["MP.proj.weight"].dtype == torch.float16
     assert model.dtype == torch.float32
     assert same(bits(read(tmp_path / "half")), bits(model.half().float()))
@@ -75,7 +77,7 @@ def test_a_file_of_half_precision_is_read_as_float32(tmp_path, tiny_model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_stock_nanovlm_loads_what_is_written(tmp_path, tiny_model, tied, dtype):
     model = tiny_model(lm_tie_weights=tied, lm_re_base=100000, lm_hidden_dim=48).to(dtype)
-    write_checkpoint(tmp_path / "model", model, TOKENIZER)
+    save_checkpoint(tmp_path / "model", model, TOKENIZER)
     path = tmp_path / "model" / "model.safetensors"
     with safe_open(path, "pt") as file:
         names, metadata, inv_freq = set(file.keys()), file.metadata(), file.get_tensor(INV_FREQ)
@@ -85,7 +87,7 @@ def test_stock_nanovlm_loads_what_is_written(tmp_path, tiny_model, tied, dtype):
     assert all(math.isclose(f, 100000 ** (-2 * i / 8), rel_tol=1e-6) for i, f in enumerate(inv_freq.tolist()))
 
     stock = stock_model(model.cfg)
-    assert load_model(stock, path, strict=True) == (set(), [])
+    assert load_strictly(stock, path, strict=True) == (set(), [])
     loaded = {name: tensor.to(dtype) for name, tensor in stock.state_dict().items() if name != INV_FREQ}
     assert same(loaded, bits(model))
 
@@ -106,7 +108,7 @@ def test_either_name_of_a_tied_pair_will_do_and_both_if_they_agree(folder, rewri
 
 
 def test_of_an_untied_pair_both_are_needed(tmp_path, tiny_model):
-    write_checkpoint(tmp_path / "model", tiny_model(lm_tie_weights=False), TOKENIZER)
+    save_checkpoint(tmp_path / "model", tiny_model(lm_tie_weights=False), TOKENIZER)
     path = tmp_path / "model" / "model.safetensors"
     for name in (HEAD, EMBEDDING):
         state = load_file(path)
@@ -165,7 +167,7 @@ def test_a_model_replaced_while_it_is_read_is_told_and_not_mixed(folder, tiny_mo
 
     def wrong_numbers(*inputs):
         if not calls:
-            write_checkpoint(folder, tiny_model(seed=1), TOKENIZER)
+            save_checkpoint(folder, tiny_model(seed=1), TOKENIZER)
         calls.append(1)
         return check(*inputs)
 
@@ -334,19 +336,19 @@ def test_an_accident_while_writing_leaves_no_trace(folder, tiny_model, monkeypat
     monkeypatch.setattr(checkpoint, "save_file", fails)
     for target in (folder, folder.parent / "new"):
         with pytest.raises(type(accident)):
-            write_checkpoint(target, tiny_model(seed=1), "{}")
+            save_checkpoint(target, tiny_model(seed=1), "{}")
     assert contents(folder.parent) == before and os.listdir(folder.parent) == ["model"]
 
 
 def test_a_folder_written_again_holds_the_new_model_and_keeps_other_files(folder, tiny_model):
     (folder / "README.md").write_text("mine")
-    write_checkpoint(folder, tiny_model(seed=1), "{}")
+    save_checkpoint(folder, tiny_model(seed=1), "{}")
     assert same(bits(read(folder)), bits(tiny_model(seed=1)))
     assert (folder / "README.md").read_text() == "mine" and os.listdir(folder.parent) == ["model"]
 
 
 def test_a_folder_in_the_making_is_not_to_be_seen_under_its_name(tmp_path):
-    with new_folder(tmp_path / "model") as new:
+    with atomic_dir(tmp_path / "model") as new:
         (new / "config.json").write_text("{}")
         assert not (tmp_path / "model").exists() and new.parent == tmp_path
     assert os.listdir(tmp_path) == ["model"] and os.listdir(tmp_path / "model") == ["config.json"]
@@ -354,18 +356,18 @@ def test_a_folder_in_the_making_is_not_to_be_seen_under_its_name(tmp_path):
 
 def test_a_folder_is_its_own_model_and_no_name_is_no_model(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    assert resolve(folder) == resolve(str(folder)) == folder
+    assert snapshot_path(folder) == snapshot_path(str(folder)) == folder
     with pytest.raises(CheckpointError, match="config.json: a file, not a folder"):
-        resolve(folder / "config.json")
+        snapshot_path(folder / "config.json")
     for name in ("nowhere", "a/b/c", "/no/such", "../x"):
         with pytest.raises(CheckpointError, match="neither a folder nor a Hub id"):
-            resolve(name)
+            snapshot_path(name)
 
 
 def test_a_hub_id_is_asked_of_the_hub_at_its_revision_and_for_what_is_read(folder, monkeypatch):
     asked = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: asked.append((name, how)) or folder)
-    assert read_model(resolve("owner/name", "v1"), read_config(folder), 3).cfg == read_config(folder)
+    assert load_model(snapshot_path("owner/name", "v1"), load_config(folder), 3).cfg == load_config(folder)
     patterns = ["config.json", "*.safetensors", "tokenizer.json"]
     assert asked == [("owner/name", {"revision": "v1", "allow_patterns": patterns})]
 
@@ -374,6 +376,6 @@ def test_offline_a_missing_hub_model_is_one_line_with_the_way_out(tmp_path, monk
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError) as error:
-        resolve("nobody-here/no-such-model")
+        snapshot_path("nobody-here/no-such-model")
     assert "nobody-here/no-such-model" in str(error.value) and "\n" not in str(error.value)
     assert "offline" in str(error.value) and "pass a local folder" in str(error.value)

@@ -40,7 +40,7 @@ def test_a_published_models_numbers_make_its_published_size(name, changes, publi
     with torch.device("meta"):
         model = VisionLanguageModel(VLMConfig(**changes), image_token_id=0)
     assert sum(parameter.numel() for parameter in model.parameters()) == published
-    assert (model.cfg.era, model.cfg.mp_image_token_length) == ((1, 49) if "222M" in name else (5, 64))
+    assert (model.cfg.format_version, model.cfg.mp_image_token_length) == ((1, 49) if "222M" in name else (5, 64))
 
 
 def test_a_config_survives_the_disk(tiny_config):

@@ -13,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from models.decoding import Sampling, autoregress
+from models.decoding import SamplingParams, generate_tokens
 
 DRAWS = 20_000
 
@@ -36,7 +36,7 @@ def test_what_is_kept_and_how_often_is_drawn_is_transformers(temperature, top_k,
     if top_k:
         theirs.insert(1, TopKLogitsWarper(top_k))
     probs = theirs(None, logits[None].clone())[0].softmax(-1)
-    drawn = frequencies(Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p), logits)
+    drawn = frequencies(SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p), logits)
     assert torch.equal(drawn > 0, probs > 0)  # the rarest of them is drawn once in 160
     assert ((drawn - probs).abs() <= 5 * (probs * (1 - probs) / DRAWS).sqrt()).all()
 
@@ -44,12 +44,12 @@ def test_what_is_kept_and_how_often_is_drawn_is_transformers(temperature, top_k,
 def test_top_p_keeps_no_more_than_make_up_p():
     logits = torch.tensor([0.25, 0.5, 0.125, 0.125]).log2() * torch.tensor(2.0).log()
     for top_p, kept in ((0.5, 1), (0.50001, 2), (0.75, 2), (0.76, 3), (1.0, 4)):
-        assert (frequencies(Sampling(temperature=1, top_p=top_p), logits) > 0).sum() == kept
+        assert (frequencies(SamplingParams(temperature=1, top_p=top_p), logits) > 0).sum() == kept
 
 
 def test_top_k_keeps_exactly_k_even_of_equals():
     """transformers would keep all that equal the last one kept, any number of them."""
-    kept = frequencies(Sampling(temperature=1, top_k=3), torch.tensor([0.0, 1, 1, 1, 1])) > 0
+    kept = frequencies(SamplingParams(temperature=1, top_k=3), torch.tensor([0.0, 1, 1, 1, 1])) > 0
     assert kept.sum() == 3 and not kept[0]
 
 
@@ -57,7 +57,7 @@ def test_without_filters_no_token_is_impossible(monkeypatch):
     """The sum of 49,152 probabilities passes 1 before the last of them; they are kept all the same."""
     multinomial, seen = torch.multinomial, []
     monkeypatch.setattr(torch, "multinomial", lambda probs, *a, **k: seen.append(probs) or multinomial(probs, *a, **k))
-    Sampling(temperature=1.0)(torch.randn(50, 49152, generator=torch.Generator().manual_seed(0)))
+    SamplingParams(temperature=1.0)(torch.randn(50, 49152, generator=torch.Generator().manual_seed(0)))
     assert (seen[0] > 0).all()
 
 
@@ -66,19 +66,19 @@ def test_the_repetition_penalty_is_transformers(penalty):
     logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([[1, 1, 5], [0, 11, 3], [7, 7, 7]])
     seen = torch.zeros(3, 12, dtype=torch.bool).scatter(1, ids, True)
-    ours = Sampling(repetition_penalty=penalty).penalise(logits, seen)
+    ours = SamplingParams(repetition_penalty=penalty).apply_repetition_penalty(logits, seen)
     torch.testing.assert_close(ours, RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone()))
 
 
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(),
-        Sampling(temperature=1e-6),
-        Sampling(temperature=1e-300),
-        Sampling(temperature=5.0, top_k=1),
-        Sampling(temperature=5.0, top_p=1e-9),
-        Sampling(temperature=5.0, min_p=1.0),
+        SamplingParams(),
+        SamplingParams(temperature=1e-6),
+        SamplingParams(temperature=1e-300),
+        SamplingParams(temperature=5.0, top_k=1),
+        SamplingParams(temperature=5.0, top_p=1e-9),
+        SamplingParams(temperature=5.0, min_p=1.0),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,11 +89,11 @@ def test_the_likeliest_always_stays_and_these_leave_nothing_else(sampling, dtype
 
 def test_what_was_read_or_said_is_not_said_again_under_a_huge_penalty():
     logits = torch.tensor([[5.0, 4, 3, 2, 1], [1.0, 2, 3, 4, 5]])
-    asked = {"sampling": Sampling(repetition_penalty=1e6), "max_new_tokens": 4}
-    said = torch.stack(list(autoregress(logits, lambda ids: logits, **asked)), dim=1)
+    asked = {"sampling": SamplingParams(repetition_penalty=1e6), "max_new_tokens": 4}
+    said = torch.stack(list(generate_tokens(logits, lambda ids: logits, **asked)), dim=1)
     assert said.tolist() == [[0, 1, 2, 3], [4, 3, 2, 1]]
     read = torch.tensor([[False, True, False, False, False], [False, False, False, False, True]])
-    said = torch.stack(list(autoregress(logits, lambda ids: logits, seen=read, **asked)), dim=1)
+    said = torch.stack(list(generate_tokens(logits, lambda ids: logits, seen=read, **asked)), dim=1)
     assert said.tolist() == [[0, 2, 3, 4], [3, 2, 1, 0]]
 
 
@@ -111,4 +111,4 @@ def test_what_was_read_or_said_is_not_said_again_under_a_huge_penalty():
 def test_a_number_out_of_range_is_refused_by_name(name, values):
     for value in values:
         with pytest.raises(ValueError, match=f"^{name}={value} must be "):
-            Sampling(**{name: value})
+            SamplingParams(**{name: value})

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models import attention
-from models.attention import attend
+import models.attention as attention_module
+from models.attention import attention
 from models.cache import KVCache
-from models.language_model import LanguageModel, RMSNorm, rotary
+from models.language_model import LanguageModel, RMSNorm, rope_cos_sin
 
 THEIRS = {
     "token_embedding": "model.embed_tokens",
@@ -171,7 +171,7 @@ def test_norms_compute_in_float32(dtype):
 
 def test_angles_keep_float32_precision_at_the_last_positions(tiny_config):
     cfg = tiny_config(lm_re_base=100000)
-    cos, sin = rotary(torch.arange(8000, 8192), cfg)
+    cos, sin = rope_cos_sin(torch.arange(8000, 8192), cfg)
     angle = torch.arange(8000, 8192).double()[:, None] * 100000.0 ** -torch.tensor([0, 0.5]).double().repeat(2)
     assert cos.dtype == sin.dtype == torch.float32
     assert (cos - angle.cos()).abs().max() < 1e-3 and (sin - angle.sin()).abs().max() < 1e-3
@@ -227,16 +227,16 @@ def test_each_way_of_attending_is_the_textbooks(monkeypatch, H, groups, T, S, ki
         mask = torch.ones(1, 1, T, S, dtype=torch.bool).tril(0 if kind == "causal" else S)
     expected = textbook(q, k, v, mask)
 
-    torch.testing.assert_close(attend(q, k, v, *said), expected, atol=1e-5, rtol=1e-5)  # SDPA, or heads as time
+    torch.testing.assert_close(attention(q, k, v, *said), expected, atol=1e-5, rtol=1e-5)  # SDPA, or heads as time
     with torch.inference_mode():
-        torch.testing.assert_close(attend(q, k, v, *said), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(attention(q, k, v, *said), expected, atol=1e-5, rtol=1e-5)
         half = [x.bfloat16() for x in (q, k, v)]  # one token: written out in float32
-        assert (attend(*half, *said).float() - textbook(*half, mask)).norm() < 0.01 * expected.norm()
+        assert (attention(*half, *said).float() - textbook(*half, mask)).norm() < 0.01 * expected.norm()
 
     leaves, gradients = [x.requires_grad_() for x in (q, k, v)], []
-    for longest in (attention.LONGEST_EXPLICIT, 0):  # written out, then SDPA
-        monkeypatch.setattr(attention, "LONGEST_EXPLICIT", longest)
-        y = attend(q, k, v, *said)
+    for longest in (attention_module.LONGEST_EXPLICIT, 0):  # written out, then SDPA
+        monkeypatch.setattr(attention_module, "LONGEST_EXPLICIT", longest)
+        y = attention(q, k, v, *said)
         torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
         gradients.append(torch.autograd.grad((y * y.detach().cos()).sum(), leaves))
     for written_out, sdpa in zip(*gradients):
@@ -249,5 +249,5 @@ def test_dropout_in_attention_keeps_the_mean():
     v = torch.ones_like(k)
     torch.manual_seed(0)
     for x in (q, q.clone().requires_grad_()):
-        y = attend(x, k, v, causal=True, dropout_p=0.3).detach()
+        y = attention(x, k, v, causal=True, dropout_p=0.3).detach()
         assert y.std() > 0.05 and abs(y.mean() - 1) < 0.05

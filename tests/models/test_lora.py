@@ -8,7 +8,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from models.checkpoint import CheckpointError, read_config, read_model, write_checkpoint
+from models.checkpoint import load_config, load_model, save_checkpoint
+from models.errors import CheckpointError
 from models.lora import PARTS, WORDS, LoRALinear, adapt, adapters, learning_whole, merge, read_adapters, write_adapters
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import train
@@ -63,8 +64,8 @@ def test_merging_leaves_a_plain_model_that_says_the_same(adapted, tiny_model, wo
     assert not torch.allclose(plain(**batch)[0], tiny_model()(**batch)[0], atol=1e-2)
     assert plain.decoder.head.weight is plain.decoder.token_embedding.weight
     assert plain.decoder.head.weight.data_ptr() == model.decoder.head.weight.data_ptr()  # shared, not copied
-    write_checkpoint(tmp_path, plain, "{}")
-    read = read_model(tmp_path, read_config(tmp_path), 3)
+    save_checkpoint(tmp_path, plain, "{}")
+    read = load_model(tmp_path, load_config(tmp_path), 3)
     assert torch.equal(read(**batch)[0], plain(**batch)[0])
 
 
@@ -243,7 +244,7 @@ CFG = TrainConfig(
 def test_training_leaves_a_plain_model_and_the_adapters_that_make_it(tiny_model, words_and_images, tmp_path):
     trained = train(tiny_model(), "{}", words_and_images, CFG, tmp_path, log=lambda line: None)
     batch = words_and_images(9)
-    read = read_model(tmp_path, read_config(tmp_path), 3)
+    read = load_model(tmp_path, load_config(tmp_path), 3)
     assert torch.equal(read(**batch)[0], trained(**batch)[0])
     read_adapters(tmp_path, again := tiny_model())
     assert {name.split(".")[0] for name in adapters(again)} == {"MP", "decoder"}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.cache import KVCache
-from models.decoding import Sampling
+from models.decoding import SamplingParams
 from models.vision_language_model import VisionLanguageModel
 from support.generation import IMAGE, PER_IMAGE, only_row, prompt
 
@@ -37,7 +37,7 @@ def shapes(draw):
 rows = st.text("ttti", min_size=1, max_size=10)
 prompts = st.lists(rows, min_size=1, max_size=3).map(lambda batch: prompt(*batch))
 samplings = st.sampled_from(
-    [Sampling(), Sampling(repetition_penalty=1.5), Sampling(temperature=1.0, top_p=0.9, seed=5)]
+    [SamplingParams(), SamplingParams(repetition_penalty=1.5), SamplingParams(temperature=1.0, top_p=0.9, seed=5)]
 )
 
 
@@ -56,7 +56,7 @@ def test_with_a_cache_it_says_what_it_says_without(tiny_model, shape, inputs, sa
 @few_examples
 @given(shape=shapes(), inputs=prompts, penalty=st.sampled_from([1.0, 1.5]))
 def test_a_padded_row_says_what_it_says_alone(tiny_model, shape, inputs, penalty):
-    model, asked = tiny_model(**shape), {"max_new_tokens": 8, "sampling": Sampling(repetition_penalty=penalty)}
+    model, asked = tiny_model(**shape), {"max_new_tokens": 8, "sampling": SamplingParams(repetition_penalty=penalty)}
     together, logits = model.generate(**inputs, **asked), model.prefill(**inputs)[0]
     for row in range(len(together)):
         alone = only_row(inputs, row)
@@ -96,7 +96,7 @@ def test_a_prompt_read_in_portions_is_read_as_a_whole(tiny_model, shape, inputs,
 def test_what_rows_share_is_read_once_and_they_say_the_same(tiny_model, monkeypatch, penalty, n_samples):
     model, head = tiny_model(), [IMAGE] * PER_IMAGE + [5, 9]
     questions, image = [[6], [7, 8, 11], [8, 6]], torch.rand(1, 3, 16, 16)
-    asked = {"max_new_tokens": 8, "sampling": Sampling(repetition_penalty=penalty), "n_samples": n_samples}
+    asked = {"max_new_tokens": 8, "sampling": SamplingParams(repetition_penalty=penalty), "n_samples": n_samples}
     alone = [model.generate(torch.tensor([head + words]), image, **asked) for words in questions]
     ids = torch.tensor([head + [0] * (3 - len(words)) + words for words in questions])
     mask = torch.tensor([[1] * len(head) + [0] * (3 - len(words)) + [1] * len(words) for words in questions])
@@ -153,8 +153,8 @@ def test_a_model_of_any_precision_runs_every_path(tiny_model, dtype, tied):
         model.prefill(inputs["input_ids"][:, :1], prefix=prefix)
     assert last.dtype == after.dtype == prefix.kv_cache[0].key.dtype == dtype
     for sampling in (
-        Sampling(),
-        Sampling(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=1),
+        SamplingParams(),
+        SamplingParams(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=1),
     ):
         for cached in (True, False):
             ids = model.generate(**inputs, max_new_tokens=3, sampling=sampling, n_samples=2, use_kv_cache=cached)
@@ -169,7 +169,7 @@ def test_the_same_seed_samples_the_same_and_another_does_not(tiny_model):
 
     def said(**changes):
         return model.generate(
-            **inputs, max_new_tokens=12, n_samples=3, sampling=Sampling(**{"temperature": 1.5} | changes)
+            **inputs, max_new_tokens=12, n_samples=3, sampling=SamplingParams(**{"temperature": 1.5} | changes)
         )
 
     torch.manual_seed(0)
@@ -222,7 +222,7 @@ def test_a_token_is_out_before_the_next_is_computed(tiny_model, reads):
 @pytest.mark.parametrize("cached", [True, False])
 def test_it_stops_when_every_row_has_ended_and_an_ended_row_repeats_its_end(tiny_model, reads, cached):
     model, inputs = tiny_model(), prompt("titt", "tt", "ttt")
-    asked = {"max_new_tokens": 30, "sampling": Sampling(temperature=2.0, seed=3), "use_kv_cache": cached}
+    asked = {"max_new_tokens": 30, "sampling": SamplingParams(temperature=2.0, seed=3), "use_kv_cache": cached}
     free = model.generate(**inputs, **asked)
     eos = next(i for i in range(40) if (free == i).any(-1).all())  # a token that every row says some day
     ends = (free == eos).int().argmax(-1)
@@ -239,7 +239,7 @@ def test_it_stops_when_every_row_has_ended_and_an_ended_row_repeats_its_end(tiny
 def test_padding_counts_as_nothing_said(tiny_model):
     """What stands under the padding is the very word that a penalty for it would keep from being said."""
     model, inputs = tiny_model(), prompt("ttttt", "tt")
-    asked = {"max_new_tokens": 5, "sampling": Sampling(repetition_penalty=1e6)}
+    asked = {"max_new_tokens": 5, "sampling": SamplingParams(repetition_penalty=1e6)}
     alone = model.generate(**only_row(inputs, 1), **asked)[0]
     inputs["input_ids"][1, :3] = alone[0]
     assert torch.equal(model.generate(**inputs, **asked)[1], alone)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from models.decoding import Sampling
+from models.decoding import SamplingParams
 from nanovlm import PROMPT, Captioner
 from nanovlm.cli import main as cli
 from support import noise
@@ -57,7 +57,7 @@ def said(model_folder):
     captioner = Captioner.from_pretrained(model_folder, "cpu", "float32")
 
     def said(picture, prompt=PROMPT, n=1, **sampling):
-        return captioner.samples(picture, prompt, n, max_new_tokens=6, sampling=Sampling(**sampling))
+        return captioner.samples(picture, prompt, n, max_new_tokens=6, sampling=SamplingParams(**sampling))
 
     return said
 

@@ -11,16 +11,15 @@ import torch
 from PIL import Image
 
 import nanovlm
-from models.checkpoint import CheckpointError
-from models.decoding import Sampling
+from models.decoding import SamplingParams
 from nanovlm import Captioner
 from nanovlm.captioner import Stats
 from nanovlm.device import choose_device, choose_dtype
-from nanovlm.image_processing import PictureError
+from nanovlm.errors import CheckpointError, ImageError
 from nanovlm.processor import Processor
 from support import ROOT
 
-WARM = Sampling(temperature=1.5, seed=3)
+WARM = SamplingParams(temperature=1.5, seed=3)
 
 
 def noise(width, height, seed=0):
@@ -52,7 +51,7 @@ def test_a_path_bytes_a_file_and_a_picture_are_captioned_alike(captioner, pictur
 
 
 def test_the_pieces_of_a_stream_are_the_caption(captioner, pictures):
-    for sampling in (Sampling(), WARM, Sampling(repetition_penalty=1.5)):
+    for sampling in (SamplingParams(), WARM, SamplingParams(repetition_penalty=1.5)):
         for picture in pictures:
             options = {"max_new_tokens": 24, "sampling": sampling}
             pieces = list(captioner.stream(picture, **options))
@@ -96,7 +95,7 @@ def test_questions_asked_together_are_answered_as_alone(captioner, tiled, pictur
             assert one.ask(shown, QUESTIONS[:1], max_new_tokens=12) == alone[:1]
             assert len(set(alone)) > 5, "answers that are all alike prove nothing"
     assert captioner.ask(pictures[0], []) == []
-    wary = Sampling(repetition_penalty=1.5)
+    wary = SamplingParams(repetition_penalty=1.5)
     alone = [captioner.caption(pictures[0], question, max_new_tokens=12, sampling=wary) for question in QUESTIONS]
     assert captioner.ask(pictures[0], QUESTIONS, max_new_tokens=12, sampling=wary) == alone
 
@@ -152,7 +151,7 @@ def test_several_pictures_are_one_question(captioner, pictures):
 
 def test_the_same_seed_says_the_same(captioner, pictures):
     def samples(seed):
-        sampling = Sampling(temperature=1.5, seed=seed)
+        sampling = SamplingParams(temperature=1.5, seed=seed)
         return captioner.samples(pictures[0], n=4, max_new_tokens=12, sampling=sampling)
 
     torch.manual_seed(0)
@@ -171,7 +170,7 @@ def test_stats_count_what_happened(captioner, pictures, monkeypatch):
     eos, ended_apart = captioner.tokenizer.eos_token_id, 0
     for seed in range(6):
         prefills.clear(), steps.clear()
-        stats, sampling = Stats(), Sampling(temperature=2.0, seed=seed)
+        stats, sampling = Stats(), SamplingParams(temperature=2.0, seed=seed)
         captioner.samples(pictures[0], n=3, max_new_tokens=40, sampling=sampling, stats=stats)
         inputs = captioner.processor([[pictures[0]]], [nanovlm.PROMPT])
         assert [ids.shape for ids in prefills] == [inputs["input_ids"].shape], "the prompt is read once"
@@ -211,7 +210,7 @@ def test_a_prompt_beyond_the_models_positions_is_refused_with_its_numbers(captio
 
 
 def test_a_picture_that_cannot_be_read_is_a_picture_error(captioner, tmp_path):
-    with pytest.raises(PictureError, match=r"no\.png: No such file"):
+    with pytest.raises(ImageError, match=r"no\.png: No such file"):
         captioner.caption(tmp_path / "no.png")
     with pytest.raises(TypeError, match="not int"):
         captioner.caption(3)

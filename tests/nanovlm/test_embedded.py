@@ -13,7 +13,7 @@ from PIL import Image, ImageChops
 from eval.captions import main, measure, measure_turns
 from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.captioner import Captioner
-from nanovlm.chat_session import Conversation
+from nanovlm.chat_session import ChatSession
 from nanovlm.data.examples import encode
 from nanovlm.synthetic import caption, draw, random_scene, recipe
 from nanovlm.synthetic.recipe import CAPTION_PROMPTS, forget, make_config, make_tokenizer, scene_example
@@ -146,8 +146,8 @@ def test_the_script_reports_shares_and_misses(capsys, monkeypatch):
 
 def test_questions_are_counted_by_their_turn(captioner, capsys, monkeypatch):
     """Alone, in a conversation, and in one that began with a caption. A conversation's first question is alone, too."""
-    before, ask = [], Conversation.ask
-    monkeypatch.setattr(Conversation, "ask", lambda chat, text: before.append(len(chat.history)) or ask(chat, text))
+    before, ask = [], ChatSession.ask
+    monkeypatch.setattr(ChatSession, "ask", lambda chat, text: before.append(len(chat.history)) or ask(chat, text))
     right = measure_turns(captioner, 10, 3, "test")
     assert all(len(counts) == 3 and 0 <= min(counts) <= max(counts) <= 10 for counts in right.values())
     assert min(right["alone"]) >= 8 and right["one after another"][0] == right["alone"][0]

@@ -18,7 +18,8 @@ from random import Random
 import pytest
 from PIL import Image
 
-from nanovlm.image_processing import PictureError, open_picture
+from nanovlm.errors import ImageError
+from nanovlm.image_processing import load_image
 from support import ROOT, noise
 
 pytestmark = pytest.mark.usefixtures("standing")
@@ -91,8 +92,8 @@ def survive(start: int, stop: int) -> None:
     for number in range(start, stop):
         print(number, end=" ", flush=True)
         try:
-            picture = open_picture(damaged(number)[1])
-        except PictureError as error:
+            picture = load_image(damaged(number)[1])
+        except ImageError as error:
             assert len(str(error).splitlines()) == 1
             print("refused", flush=True)
         else:
@@ -131,8 +132,8 @@ def test_a_folder_of_damaged_files_is_captioned_but_for_those_refused(generate, 
         kind, data = damaged(number)
         Path("fuzz", name := f"{number}.{kind}").write_bytes(data)
         try:
-            open_picture(data)
-        except PictureError:
+            load_image(data)
+        except ImageError:
             refused.add(name)
     code, _, err = generate("fuzz")
     failed = [json.loads(line)["file_name"] for line in Path("fuzz/failures.jsonl").read_text().splitlines()]

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import HfApi, ModelCard
 
-from models.checkpoint import CheckpointError, read_config
+from models.checkpoint import load_config
 from nanovlm import EMBEDDED
+from nanovlm.errors import CheckpointError
 from nanovlm.hub import model_card, push_to_hub
 
 
@@ -104,5 +105,5 @@ def test_the_card_is_one_that_the_hub_reads(tiny_config):
 
 
 def test_a_model_made_from_nothing_names_no_base(tiny_config):
-    card = ModelCard(model_card(read_config(EMBEDDED), "me/model"))
+    card = ModelCard(model_card(load_config(EMBEDDED), "me/model"))
     assert "base_model" not in card.data.to_dict() and "license" not in card.data.to_dict()

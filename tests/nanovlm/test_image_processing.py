@@ -19,7 +19,8 @@ from PIL import Image, ImageCms, ImageDraw, PngImagePlugin
 from torchvision.transforms import functional as transforms_v1
 
 from nanovlm import image_processing as images
-from nanovlm.image_processing import PictureError, open_picture, pixels, resized_size
+from nanovlm.errors import ImageError
+from nanovlm.image_processing import load_image, preprocess, resized_size
 
 ORIENTATION = 0x0112
 
@@ -52,8 +53,8 @@ def distance(one, other):
 
 def refusal(source, *words, name=None):
     """The one line with which a source is refused; it says all the words."""
-    with pytest.raises(PictureError) as caught:
-        open_picture(source, name)
+    with pytest.raises(ImageError) as caught:
+        load_image(source, name)
     line = str(caught.value)
     assert len(line.splitlines()) == 1
     for word in words:
@@ -63,7 +64,7 @@ def refusal(source, *words, name=None):
 
 def maybe_refused():
     """Accept a PictureError and no other error."""
-    return contextlib.suppress(PictureError)
+    return contextlib.suppress(ImageError)
 
 
 def png(width, height):
@@ -85,7 +86,7 @@ def test_a_path_bytes_a_file_and_a_picture_say_the_same(tmp_path):
     data = (tmp_path / "a.png").read_bytes()
     with open(tmp_path / "a.png", "rb") as file, Image.open(tmp_path / "a.png") as lazy:
         for source in (tmp_path / "a.png", str(tmp_path / "a.png"), data, io.BytesIO(data), file, lazy, drawn()):
-            picture = open_picture(source)
+            picture = load_image(source)
             assert picture.mode == "RGB" and picture.tobytes() == drawn().tobytes()
         assert not file.closed  # it belongs to who opened it
 
@@ -96,23 +97,23 @@ def test_a_pipe_is_a_source(by_path):
     with open(write, "wb") as sink:
         sink.write(encoded(drawn(), "PNG"))  # fits into the pipe's buffer
     with open(read, "rb") as pipe:
-        assert open_picture(f"/dev/fd/{read}" if by_path else pipe).tobytes() == drawn().tobytes()
+        assert load_image(f"/dev/fd/{read}" if by_path else pipe).tobytes() == drawn().tobytes()
 
 
 def test_the_callers_picture_stays_as_it_was():
     source = drawn().convert("RGBA")
     source.info["note"] = "mine"
-    result = open_picture(source)
+    result = load_image(source)
     result.paste("black", (0, 0, 48, 32))
     assert source.mode == "RGBA" and source.info == {"note": "mine"} and source.getpixel((0, 0)) == (220, 30, 40, 255)
     same_mode = drawn()
-    open_picture(same_mode).paste("black", (0, 0, 48, 32))
+    load_image(same_mode).paste("black", (0, 0, 48, 32))
     assert same_mode.tobytes() == drawn().tobytes()
 
 
 def test_what_is_no_source_is_a_type_error():
     with pytest.raises(TypeError, match="not int"):
-        open_picture(3)
+        load_image(3)
 
 
 # ----------------------------------------------------------------------------------------- formats and modes
@@ -131,7 +132,7 @@ def test_a_format_pillow_writes_is_read_back(tmp_path, format):
         picture.save(path, format, **(LOSSLESS | LOSSY)[format])
     except (KeyError, OSError):
         pytest.skip(f"this Pillow was built without {format}")
-    back = open_picture(path)
+    back = load_image(path)
     assert type(back) is Image.Image
     if format == "ICNS":  # Pillow writes an icon in all sizes and reads the largest
         assert back.size == (1024, 1024) and distance(back.resize((64, 64)), picture) < 4
@@ -151,7 +152,7 @@ def test_a_transparent_picture_lies_on_white(mode):
         picture = picture.convert("LA")
     source = picture.convert(mode)
     assert source.mode == mode
-    result = open_picture(source)
+    result = load_image(source)
     assert result.mode == "RGB"
     assert [result.getpixel((x, 1)) for x in (0, 2, 4)] == [(0, 0, 0), (255, 255, 255), (127, 127, 127)]
 
@@ -161,7 +162,7 @@ def test_a_file_with_alpha_lies_on_white(format):
     picture = Image.new("RGBA", (32, 32), (10, 200, 30, 255))
     picture.paste((0, 0, 0, 0), (0, 0, 16, 32))
     options = {"WEBP": {"lossless": True}, "ICO": {"sizes": [(32, 32)]}}.get(format, {})
-    result = open_picture(encoded(picture, format, **options))
+    result = load_image(encoded(picture, format, **options))
     assert result.getpixel((5, 5)) == (255, 255, 255) and result.getpixel((20, 5)) == (10, 200, 30)
 
 
@@ -171,10 +172,10 @@ def test_a_palette_with_transparent_entries_lies_on_white(tmp_path):
     for x in range(3):
         picture.putpixel((x, 0), x)
     picture.save(tmp_path / "bytes.png", transparency=b"\xff\x00\x80")  # alpha of each entry
-    assert list(open_picture(tmp_path / "bytes.png").tobytes()) == [255, 0, 0, 255, 255, 255, 127, 127, 255]
+    assert list(load_image(tmp_path / "bytes.png").tobytes()) == [255, 0, 0, 255, 255, 255, 127, 127, 255]
     for format in ("PNG", "GIF"):
         picture.save(tmp_path / "one", format, transparency=1)
-        assert list(open_picture(tmp_path / "one").tobytes()) == [255, 0, 0, 255, 255, 255, 0, 0, 255]
+        assert list(load_image(tmp_path / "one").tobytes()) == [255, 0, 0, 255, 255, 255, 0, 0, 255]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_a_transparent_colour_lies_on_white(tmp_path, mode, clear, opaque, seen)
     picture = Image.new(mode, (2, 1), clear)
     picture.putpixel((1, 0), opaque)
     picture.save(tmp_path / "a.png", transparency=clear)
-    result = open_picture(tmp_path / "a.png")
+    result = load_image(tmp_path / "a.png")
     assert result.getpixel((0, 0)) == (255, 255, 255)
     assert result.getpixel((1, 0)) == (seen if mode == "RGB" else (seen,) * 3)
 
@@ -193,14 +194,14 @@ def test_a_transparent_colour_lies_on_white(tmp_path, mode, clear, opaque, seen)
 def test_palette_grey_and_one_bit_keep_their_colours(tmp_path):
     quantized = drawn().quantize(16)
     quantized.save(tmp_path / "p.png")
-    assert distance(open_picture(tmp_path / "p.png"), quantized.convert("RGB")) == 0
+    assert distance(load_image(tmp_path / "p.png"), quantized.convert("RGB")) == 0
     grey = drawn().convert("L")
     grey.save(tmp_path / "l.bmp")
-    assert distance(open_picture(tmp_path / "l.bmp"), Image.merge("RGB", [grey] * 3)) == 0
+    assert distance(load_image(tmp_path / "l.bmp"), Image.merge("RGB", [grey] * 3)) == 0
     bit = Image.new("1", (2, 1))
     bit.putpixel((1, 0), 1)
     bit.save(tmp_path / "1.tif")
-    assert list(open_picture(tmp_path / "1.tif").tobytes()) == [0, 0, 0, 255, 255, 255]
+    assert list(load_image(tmp_path / "1.tif").tobytes()) == [0, 0, 0, 255, 255, 255]
 
 
 # what Pillow keeps from saving; PNG took mode I until Pillow 13
@@ -215,14 +216,14 @@ def test_deep_grey_is_scaled_not_clipped(mode, format):
     source = Image.frombytes(mode, (6, 1), struct.pack(code, *values))
     if (mode, format) in CANNOT_WRITE:
         source = source.convert("I").convert("I;16")
-    result = open_picture(encoded(source, format) if format else source)
+    result = load_image(encoded(source, format) if format else source)
     assert list(result.getchannel(0).tobytes()) == [0, 1, 1, 128, 254, 255]
     assert result.getchannel(1).tobytes() == result.getchannel(2).tobytes() == result.getchannel(0).tobytes()
 
 
 def test_integers_beyond_16_bits_are_held_at_the_ends():
     source = Image.frombytes("I", (3, 1), struct.pack("=3i", -5, 70_000, 2**31 - 1))
-    assert list(open_picture(source).getchannel(0).tobytes()) == [0, 255, 255]
+    assert list(load_image(source).getchannel(0).tobytes()) == [0, 255, 255]
 
 
 @pytest.mark.parametrize(
@@ -240,24 +241,24 @@ def test_integers_beyond_16_bits_are_held_at_the_ends():
 )
 def test_floats_spread_over_the_greys(tmp_path, values, grey):
     Image.frombytes("F", (3, 1), struct.pack("=3f", *values)).save(tmp_path / "f.tif")
-    assert list(open_picture(tmp_path / "f.tif").getchannel(2).tobytes()) == grey
+    assert list(load_image(tmp_path / "f.tif").getchannel(2).tobytes()) == grey
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV"])
 def test_other_colour_spaces_come_back_as_rgb(mode):
-    assert distance(open_picture(drawn().convert(mode)), drawn()) < 3
+    assert distance(load_image(drawn().convert(mode)), drawn()) < 3
 
 
 def test_a_cmyk_jpeg_is_not_a_negative(tmp_path):
     drawn().convert("CMYK").save(tmp_path / "a.jpg", quality=95)
-    assert distance(open_picture(tmp_path / "a.jpg"), drawn()) < 4
+    assert distance(load_image(tmp_path / "a.jpg"), drawn()) < 4
 
 
 def test_lab_comes_back_as_rgb():
     profiles = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
     lab = ImageCms.profileToProfile(drawn(), *profiles, outputMode="LAB")
-    assert distance(open_picture(lab), drawn()) < 4
-    assert distance(open_picture(encoded(lab, "TIFF")), drawn()) < 4
+    assert distance(load_image(lab), drawn()) < 4
+    assert distance(load_image(encoded(lab, "TIFF")), drawn()) < 4
 
 
 @pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF", "MPO", "AVIF"])
@@ -267,7 +268,7 @@ def test_of_an_animation_the_first_frame_counts(format):
     source = encoded(frames[0], format, save_all=True, append_images=frames[1:], **options)
     with Image.open(io.BytesIO(source)) as check:
         assert check.n_frames == 3
-    assert distance(open_picture(source), frames[0]) < 3
+    assert distance(load_image(source), frames[0]) < 3
 
 
 # --------------------------------------------------------------------------------------------- orientation
@@ -300,10 +301,10 @@ def test_a_picture_stands_upright(tmp_path, orientation, format):
     upright = drawn()
     options = {"JPEG": {"quality": 95}, "WEBP": {"lossless": True}, "AVIF": {"quality": 95}}.get(format, {})
     as_stored(upright, orientation).save(tmp_path / "a", format, exif=exif_of(orientation), **options)
-    assert distance(open_picture(tmp_path / "a"), upright) < 4
+    assert distance(load_image(tmp_path / "a"), upright) < 4
     with Image.open(tmp_path / "a") as lazy:
-        once = open_picture(lazy)
-    assert distance(open_picture(once), upright) < 4, "opened twice, turned twice"
+        once = load_image(lazy)
+    assert distance(load_image(once), upright) < 4, "opened twice, turned twice"
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\0", exif_of(99).tobytes()])
@@ -311,7 +312,7 @@ def test_broken_exif_does_not_spoil_a_picture(exif, capfd):
     source = encoded(drawn(), "JPEG", exif=exif, quality=95)
     with warnings.catch_warnings(record=True) as leaked:
         warnings.simplefilter("always")
-        assert distance(open_picture(source), drawn()) < 4
+        assert distance(load_image(source), drawn()) < 4
     assert leaked == [] and capfd.readouterr() == ("", "")
 
 
@@ -323,7 +324,7 @@ def test_exif_that_cannot_be_parsed_does_not_spoil_a_picture():
         with Image.open(io.BytesIO(source)) as check, pytest.raises((ValueError, SyntaxError)):
             check.load()
             check.getexif()
-        assert distance(open_picture(source), drawn()) == 0
+        assert distance(load_image(source), drawn()) == 0
 
 
 # ------------------------------------------------------------------------------------------------ refusals
@@ -379,7 +380,7 @@ def test_a_truncated_picture_is_refused_in_one_line(format, capfd):
         refusal(source[:cut], "picture: ")
     for cut in (len(source) * 3 // 4, len(source) - 20, len(source) - 1):  # the end may be dispensable
         with maybe_refused():
-            assert open_picture(source[:cut]).mode == "RGB"
+            assert load_image(source[:cut]).mode == "RGB"
     assert capfd.readouterr() == ("", "")
 
 
@@ -391,7 +392,7 @@ def test_a_corrupt_picture_is_a_picture_or_a_refusal(format, capfd):
         for _ in range(8):
             damaged[chance.randrange(chance.choice((60, 300, len(source))))] = chance.randrange(256)
         with maybe_refused():
-            assert open_picture(bytes(damaged)).mode == "RGB"
+            assert load_image(bytes(damaged)).mode == "RGB"
     assert capfd.readouterr() == ("", "")
 
 
@@ -400,7 +401,7 @@ def test_libtiff_does_not_speak_beside_us(compression, capfd):
     source = encoded(noise(64, 64), "TIFF", compression=compression)
     for start in (20, 200, 600):
         with maybe_refused():
-            open_picture(source[:start] + b"damaged!" * 20 + source[start + 160 :])
+            load_image(source[:start] + b"damaged!" * 20 + source[start + 160 :])
     assert capfd.readouterr() == ("", "")
 
 
@@ -438,8 +439,8 @@ def test_a_picture_needs_pixels_and_a_shape(tmp_path):
     Image.new("RGB", (1, 5000)).save(tmp_path / "thread.png")
     refusal(tmp_path / "thread.png", "thread.png: 1 x 5000", "200 times", "crop it")
     refusal(Image.new("L", (201, 1)), "201 x 1", "200 times")
-    assert open_picture(Image.new("L", (200, 1))).size == (200, 1)
-    assert open_picture(Image.new("L", (1, 1))).size == (1, 1)
+    assert load_image(Image.new("L", (200, 1))).size == (200, 1)
+    assert load_image(Image.new("L", (1, 1))).size == (1, 1)
 
 
 def test_reading_leaves_warnings_and_pillow_as_they_were():
@@ -450,7 +451,7 @@ def test_reading_leaves_warnings_and_pillow_as_they_were():
     def read():
         try:
             for _ in range(15):
-                open_picture(source)  # under -W error a leaked warning is raised
+                load_image(source)  # under -W error a leaked warning is raised
                 refusal(b"no picture", "not a picture")
         finally:
             ended.append(sys.exc_info()[0])
@@ -469,7 +470,7 @@ def test_no_file_stays_open(tmp_path, data):
     (tmp_path / "a").write_bytes(data)
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     with maybe_refused():
-        open_picture(tmp_path / "a")
+        load_image(tmp_path / "a")
     assert before == (len(os.listdir("/proc/self/fd")) if before else 0)
 
 
@@ -538,10 +539,10 @@ def values(picture):
 
 
 def test_without_a_largest_side_the_whole_picture_is_one_tile():
-    tiles, grid = pixels(noise(100, 60), tile=32)
+    tiles, grid = preprocess(noise(100, 60), tile=32)
     assert grid == (1, 1) and tiles.shape == (1, 3, 32, 32) and tiles.dtype == torch.float32
     assert torch.equal(tiles[0], values(noise(100, 60).resize((32, 32), Image.Resampling.BILINEAR)))
-    assert torch.equal(pixels(noise(32, 32), tile=32, global_view=True)[0][0], values(noise(32, 32)))
+    assert torch.equal(preprocess(noise(32, 32), tile=32, global_view=True)[0][0], values(noise(32, 32)))
 
 
 @pytest.mark.parametrize(
@@ -559,7 +560,7 @@ def test_without_a_largest_side_the_whole_picture_is_one_tile():
 @pytest.mark.parametrize("global_view", [True, False])
 def test_tiles_put_together_are_the_resized_picture(size, to_max_side, grid, global_view):
     picture = noise(*size)
-    tiles, got = pixels(picture, tile=32, max_side=128, to_max_side=to_max_side, global_view=global_view)
+    tiles, got = preprocess(picture, tile=32, max_side=128, to_max_side=to_max_side, global_view=global_view)
     rows, columns = grid
     resized = picture.resize((columns * 32, rows * 32), Image.Resampling.BICUBIC)
     front = 1 if global_view and grid != (1, 1) else 0
@@ -576,28 +577,28 @@ def test_tiles_put_together_are_the_resized_picture(size, to_max_side, grid, glo
 @pytest.mark.parametrize(("max_side", "size"), [(2**20, "1048576 x 524288"), (2**31 - 512, "2147483136 x 1073741824")])
 def test_a_small_picture_is_not_blown_up_beyond_the_limit(max_side, size):
     with pytest.raises(ValueError, match=f"^a picture of 40 x 20 would be resized to {size}, .*max_side={max_side}"):
-        pixels(noise(40, 20), tile=512, max_side=max_side, to_max_side=True)
-    tiles, grid = pixels(noise(40, 20), tile=512, max_side=max_side)
+        preprocess(noise(40, 20), tile=512, max_side=max_side, to_max_side=True)
+    tiles, grid = preprocess(noise(40, 20), tile=512, max_side=max_side)
     assert grid == (1, 1) and len(tiles) == 1
 
 
 def test_the_global_view_shows_the_whole_picture():
-    tiles, _ = pixels(drawn(256, 128), tile=64, max_side=256, global_view=True)
+    tiles, _ = preprocess(drawn(256, 128), tile=64, max_side=256, global_view=True)
     assert torch.allclose(tiles[0, :, 5, 5], torch.tensor([220, 30, 40]) / 255, atol=0.02)
     assert torch.allclose(tiles[0, :, 5, 58], torch.tensor([30, 60, 210]) / 255, atol=0.02)
 
 
 def test_pixels_are_normalised_only_when_asked():
     options = {"tile": 32, "max_side": 64, "global_view": True}
-    plain, _ = pixels(noise(60, 40), **options)
-    scaled, _ = pixels(noise(60, 40), **options, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
+    plain, _ = preprocess(noise(60, 40), **options)
+    scaled, _ = preprocess(noise(60, 40), **options, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
     shape = (1, 3, 1, 1)
     expected = (plain - torch.tensor([0.5, 0.4, 0.3]).view(shape)) / torch.tensor([0.5, 0.25, 0.2]).view(shape)
     assert torch.allclose(scaled, expected, atol=1e-6)
     with pytest.raises(ValueError, match="mean=None and std=0.5 must be given together"):
-        pixels(noise(), tile=32, std=0.5)
+        preprocess(noise(), tile=32, std=0.5)
 
 
 def test_pixels_are_made_from_rgb_only():
     with pytest.raises(ValueError, match="not from RGBA: pass the picture through open_picture"):
-        pixels(noise().convert("RGBA"), tile=32)
+        preprocess(noise().convert("RGBA"), tile=32)

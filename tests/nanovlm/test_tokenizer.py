@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from models.checkpoint import CheckpointError
+from nanovlm.errors import CheckpointError
 from nanovlm.tokenizer import Tokenizer
 
 START, END = "<|im_start|>", "<|im_end|>"

@@ -84,17 +84,17 @@ def with_tokens(raw, **tokens):
     return raw | sizes | {"lm_vocab_size": BASE_SIZE + len(tokens), "vlm_extra_tokens": tokens, "hf_repo_name": "nano"}
 
 
-def raw_config(era) -> dict:
+def raw_config(format_version) -> dict:
     """config.json as the code of that era wrote it."""
-    if era == 1:
+    if format_version == 1:
         return BASE | V01
-    if era == 2:
+    if format_version == 2:
         return with_tokens(BASE, image_token="<|image|>")
-    if era == 3:
+    if format_version == 3:
         return with_tokens(BASE, image_token="<|image|>") | {"lm_chat_template": CHATML}
     raw = {key: value for key, value in BASE.items() if key != "lm_eos_token_id"}
     raw |= {"lm_chat_template": CHATML, "max_img_size": 64}
-    if era == 4:
+    if format_version == 4:
         return with_tokens(raw, image_token="<|image|>", **tiles(4))
     raw = with_tokens(raw, image_token="<|image|>", global_image_token="<|global_image|>", **tiles(8))
     return raw | {"resize_to_max_side_len": False}
@@ -108,6 +108,6 @@ SMALL = {
 
 def small(cfg: VLMConfig, base: int) -> VLMConfig:
     """The same layout of pictures and words around a network that takes no time."""
-    if cfg.era == 1:
+    if cfg.format_version == 1:
         return replace(cfg, **SMALL, lm_vocab_size=base)
     return replace(cfg, **SMALL, lm_base_vocab_size=base, lm_vocab_size=base + cfg.extra_token_amount)

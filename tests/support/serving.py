@@ -12,14 +12,14 @@ from PIL import Image
 
 from nanovlm import SAMPLE
 from nanovlm.serving.app import make_app
-from nanovlm.serving.service import Desk, Limits
+from nanovlm.serving.service import ChatService, Limits
 
 
 class Running:
     """A server of its own on a free port, in a thread."""
 
     def __init__(self, captioner, limits=None, *, hosts=None, api_key=None, allow_remote=False):
-        self.desk = Desk(captioner, "nanovlm", limits or Limits(), allow_remote)
+        self.desk = ChatService(captioner, "nanovlm", limits or Limits(), allow_remote)
         app = make_app(self.desk, hosts, api_key)
         self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", ws="none", http="h11"))
         self.thread = threading.Thread(target=self.server.run)

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import models.convert.backbones as backbones
-from models.checkpoint import CheckpointError, read_config, read_model, read_object, write_checkpoint
+from models.checkpoint import load_config, load_model, read_object, save_checkpoint
 from models.config import extra_tokens
 from models.convert.backbones import find_backbones, grow, resize_positions, translate
+from models.errors import CheckpointError
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.tokenizer import Tokenizer
@@ -374,14 +375,14 @@ def test_with_its_tokenizer_it_is_a_models_folder(tmp_path, pair):
     assert [tokenizer.special_id(f"<row_1_col_{i}>") for i in (1, 2)] == [514, 515]
     assert len(tokenizer) == 514 + 64 <= captioner.model.cfg.lm_vocab_size
 
-    write_checkpoint(tmp_path / "model", captioner.model, tokenizer.to_json())
+    save_checkpoint(tmp_path / "model", captioner.model, tokenizer.to_json())
     shutil.rmtree(tmp_path / "llama")
     again = Captioner.from_pretrained(tmp_path / "model", "cpu", "float32")
     said = [speaker.caption(SAMPLE, max_new_tokens=8) for speaker in (captioner, again)]
     assert said[0] == said[1]
-    cfg = read_config(tmp_path / "model")
+    cfg = load_config(tmp_path / "model")
     assert cfg == captioner.model.cfg
-    assert read_model(tmp_path / "model", cfg, 512).state_dict().keys() == captioner.model.state_dict().keys()
+    assert load_model(tmp_path / "model", cfg, 512).state_dict().keys() == captioner.model.state_dict().keys()
 
 
 @pytest.fixture
@@ -451,5 +452,5 @@ def test_the_readme_begins_a_model_in_one_call(tmp_path, monkeypatch):
     llama(vocab_size=514).save_pretrained(language)
     shutil.copy(EMBEDDED / "tokenizer.json", language)
     exec(block, {})
-    cfg = read_config(tmp_path / "out" / "new")
+    cfg = load_config(tmp_path / "out" / "new")
     assert (cfg.vit_model_type, cfg.lm_tokenizer, cfg.mp_pixel_shuffle_factor) == (vision, language, 4)

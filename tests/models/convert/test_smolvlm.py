@@ -9,7 +9,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers.models.smolvlm import processing_smolvlm
 
-from models.checkpoint import write_checkpoint
+from models.checkpoint import save_checkpoint
 from models.convert.smolvlm import patches_keep_their_places, smolvlm_config, smolvlm_tensors
 from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.cli import main as cli
@@ -121,7 +121,7 @@ def test_contents_may_be_strings_or_parts_and_images_come_first(folder, embedded
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_verb_writes_a_folder_and_says_what_does_not_map(tmp_path, tiled, capsys, dtype):
     model, processor = tiled
-    write_checkpoint(tmp_path / "model", model, processor.tokenizer.to_json())
+    save_checkpoint(tmp_path / "model", model, processor.tokenizer.to_json())
     assert cli.main(["export", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--dtype", dtype]) == 0
     out, err = capsys.readouterr()
     assert out == "" and err.count("note: ") == err.count("\n") == 3
@@ -138,7 +138,7 @@ def test_the_verb_writes_a_folder_and_says_what_does_not_map(tmp_path, tiled, ca
 
 def test_what_smolvlm_can_not_compute_is_refused_in_one_line(tmp_path, tiled, capsys):
     model, processor = tiled
-    write_checkpoint(tmp_path / "model", model, processor.tokenizer.to_json())
+    save_checkpoint(tmp_path / "model", model, processor.tokenizer.to_json())
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lm_attn_scaling": 1.5}))
     assert cli.main(["export", str(tmp_path / "model"), "--out", str(tmp_path / "out")]) == 2

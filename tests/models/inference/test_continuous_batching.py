@@ -5,17 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.decoding import GREEDY, Sampling
+from models.decoding import GREEDY, SamplingParams
 from models.inference import continuous_batching
-from models.inference.continuous_batching import ContinuousBatch, Unread
+from models.inference.continuous_batching import ContinuousBatch, PrefillError
 from support.generation import only_row, prompt
 
 few_examples = settings(max_examples=25, deadline=None)
 SAMPLINGS = [
     GREEDY,
-    Sampling(repetition_penalty=1.5),
-    Sampling(temperature=1.0, seed=5),
-    Sampling(temperature=2.0, top_p=0.9, repetition_penalty=1.3, seed=6),
+    SamplingParams(repetition_penalty=1.5),
+    SamplingParams(temperature=1.0, seed=5),
+    SamplingParams(temperature=2.0, top_p=0.9, repetition_penalty=1.3, seed=6),
 ]
 
 
@@ -152,7 +152,7 @@ def test_a_prompt_that_memory_does_not_hold_stops_nobody(tiny_model, monkeypatch
     batch, heard = ContinuousBatch(model, rows=4), {}
     for key, n in {"a": 8, "b": 8, "large": 9, "c": 7}.items():
         batch.add(key, torch.arange(4, 4 + n), max_new_tokens=5)
-    with pytest.raises(Unread) as error:
+    with pytest.raises(PrefillError) as error:
         for _ in range(9):
             listen(batch, heard)
     assert error.value.key == "large" and batch.running == 2 and batch.waiting == 1
@@ -170,7 +170,7 @@ def test_a_prompt_that_is_no_prompt_stops_nobody(tiny_model):
     while batch.waiting or batch.running:
         try:
             listen(batch, heard)
-        except Unread as error:
+        except PrefillError as error:
             unread.append(error.key)
     assert sorted(unread) == ["image", "unknown"]
     assert heard["a"][0] == heard["b"][0] == alone(model, ids, max_new_tokens=5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models import attention
+import models.attention as attention_module
 from models.inference import fused_vision
 from models.inference.cpu_kernels import use_onednn
 from models.inference.fused_vision import FusedMLP, FusedVisionTransformer, use_fused
@@ -32,18 +32,18 @@ def test_attention_by_rows_is_attention(monkeypatch, causal, masked, queries, ke
     if causal and (masked or queries != keys):
         pytest.skip("causal is for sequences without a past or a mask")
     for name in ("ROWS", "FEWEST"):
-        monkeypatch.setattr(attention, name, 8)
-    by_rows, called = attention._by_rows, []
-    monkeypatch.setattr(attention, "_by_rows", lambda *inputs: called.append(1) or by_rows(*inputs))
+        monkeypatch.setattr(attention_module, name, 8)
+    by_rows, called = attention_module._by_rows, []
+    monkeypatch.setattr(attention_module, "_by_rows", lambda *inputs: called.append(1) or by_rows(*inputs))
     q = torch.randn(3, 4, queries, 16)
     k, v = torch.randn(2, 3, groups, keys, 16)
     mask = torch.rand(3, 1, queries, keys) < 0.6 if masked else None
     if masked:
         mask[..., 0] = True  # each sees something
-    wanted = attention.attend(q, k, v, mask, causal)
+    wanted = attention_module.attention(q, k, v, mask, causal)
     assert not called, "float32 goes its usual way"
     with torch.inference_mode():
-        got = attention.attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, causal)
+        got = attention_module.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, causal)
     assert called and got.dtype == torch.bfloat16 and got.shape == wanted.shape
     assert distance(got, wanted) < 0.01
 
@@ -65,7 +65,7 @@ def test_a_fused_model_is_as_close_to_float32_as_a_plain_one(models, monkeypatch
     wanted = exact.prefill(ids, images)[0]
     usual = distance(plain.prefill(ids, images)[0], wanted)
     for name in ("ROWS", "FEWEST"):
-        monkeypatch.setattr(attention, name, 8)
+        monkeypatch.setattr(attention_module, name, 8)
     usual_way, called = MLP.forward, []
     monkeypatch.setattr(MLP, "forward", lambda *inputs: called.append(1) or usual_way(*inputs))
     assert distance(fast.prefill(ids, images)[0], wanted) < max(2 * usual, 0.02)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.decoding import Sampling
-from models.kv_study.encoder_decoder import EncoderDecoder, TextDecoder, TextPrefix
+from models.decoding import SamplingParams
+from models.kv_study.encoder_decoder import EncoderDecoder, TextDecoder, TextPrefillState
 from models.kv_study.hook_cache import HookCache, install_kv_cache_hooks
 from support import randomise
 
@@ -90,7 +90,7 @@ def test_every_way_of_reading_is_one_pass(data):
     ids, xa = torch.randint(20, (pictures * beams, length)), torch.randn(pictures, 5, 8 * n_head)
     with torch.no_grad():
         whole = decoder(ids, xa.repeat_interleave(beams, 0))
-        prefix, pieces = TextPrefix(decoder.cross(xa)), []
+        prefix, pieces = TextPrefillState(decoder.cross(xa)), []
         for start, stop in zip([0, *cuts], [*cuts, length]):
             x, prefix = decoder.read(ids[:, start:stop], prefix)
             pieces.append(decoder.logits(x))
@@ -100,7 +100,7 @@ def test_every_way_of_reading_is_one_pass(data):
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(), Sampling(temperature=1.0, seed=1), Sampling(repetition_penalty=5.0)],
+    [SamplingParams(), SamplingParams(temperature=1.0, seed=1), SamplingParams(repetition_penalty=5.0)],
     ids=["greedy", "sampled", "penalised"],
 )
 def test_cached_and_uncached_captions_are_the_same(encoder_decoder, sampling):
@@ -118,7 +118,7 @@ def test_a_repetition_penalty_also_counts_the_prompt(encoder_decoder):
     ids[0, 0] = first.item()  # the last word, which decides, stays
     unmoved = encoder_decoder.generate(ids, images, max_new_tokens=1)
     ids[0, 0] = unmoved.item()
-    penalised = encoder_decoder.generate(ids, images, max_new_tokens=1, sampling=Sampling(repetition_penalty=1e9))
+    penalised = encoder_decoder.generate(ids, images, max_new_tokens=1, sampling=SamplingParams(repetition_penalty=1e9))
     assert penalised.item() not in ids[0].tolist()
 
 
@@ -182,7 +182,7 @@ def test_beams_reorder(encoder_decoder, way):
         with install_kv_cache_hooks(decoder, reordered):
             logits = decoder(new, xa, start_pos=6)
     else:
-        _, prefix = decoder.read(ids, TextPrefix(decoder.cross(xa)))
+        _, prefix = decoder.read(ids, TextPrefillState(decoder.cross(xa)))
         reordered = prefix.rows(order)
         assert reordered.cross is prefix.cross
         logits = decoder.logits(decoder.read(new, reordered)[0])
@@ -263,13 +263,13 @@ def test_it_learns_to_tell_pictures_apart(tiny_config):
     """A captioner, not only a shape: after some steps on four drawn scenes it says each one's words."""
     from random import Random
 
-    from nanovlm.image_processing import pixels
+    from nanovlm.image_processing import preprocess
     from nanovlm.synthetic import caption, draw, random_scene
     from nanovlm.synthetic.recipe import make_tokenizer
 
     tokenizer, rng = make_tokenizer(), Random("captioner")
     scenes = [random_scene(rng) for _ in range(4)]
-    images = torch.cat([pixels(draw(scene, 64, 64), tile=16, max_side=None)[0] for scene in scenes])
+    images = torch.cat([preprocess(draw(scene, 64, 64), tile=16, max_side=None)[0] for scene in scenes])
     said = [tokenizer.encode(caption(scene)).ids for scene in scenes]
     end, longest = 2, max(map(len, said))
     ids = torch.tensor([[1, *words] + [end] * (longest - len(words) + 1) for words in said])

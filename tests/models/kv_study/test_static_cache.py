@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from models.decoding import Sampling
+from models.decoding import SamplingParams
 from models.kv_study.static_cache import (
     export_language_model,
     export_text_decoder,
@@ -45,7 +45,7 @@ def language_model(tiny_model):
     return model, programs, reloaded(programs)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.0, seed=3)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("padding", [0, 3])
 def test_the_exported_language_model_says_the_same_ids(language_model, sampling, padding):
     model, _, module = language_model

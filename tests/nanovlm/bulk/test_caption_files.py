@@ -17,7 +17,7 @@ from nanovlm import SAMPLE, Captioner
 from nanovlm.bulk import captioning as runs
 from nanovlm.bulk import outputs as results
 from nanovlm.bulk import resume_log as records
-from nanovlm.data import Reading, open_source
+from nanovlm.data import ReadOptions, open_source
 from support import ROOT, noise
 from support.cli import NAMES, SHORT, refused, stdin_of
 
@@ -69,7 +69,7 @@ def test_a_folder_gets_a_text_beside_each_picture(generate, folder, texts):
     code, out, err = generate(folder)
     assert (code, out) == (0, "") and err.splitlines()[-1].startswith("5 captioned in ")
     assert sidecars(folder) == beside(texts) and not litter(folder)
-    learned = open_source(str(folder), Reading())
+    learned = open_source(str(folder), ReadOptions())
     assert {learned.keys[i]: learned[i].answers[0][1] for i in range(len(learned))} == texts
 
 
@@ -136,7 +136,7 @@ def test_two_runs_at_once_are_refused(generate, folder, texts, where, monkeypatc
 
 def test_metadata_is_at_once_a_training_set(generate, folder, texts):
     assert generate(folder, "--out", folder / "metadata.jsonl")[0] == 0
-    learned = open_source(str(folder), Reading())
+    learned = open_source(str(folder), ReadOptions())
     assert {learned.keys[i]: learned[i].answers[0][1] for i in range(len(learned))} == texts
 
 
@@ -238,7 +238,7 @@ def test_a_killed_run_goes_on_and_captions_nothing_twice(generate, folder, texts
     add = runs.ContinuousBatch.add
     monkeypatch.setattr(runs.ContinuousBatch, "add", lambda *args, **more: captioned.append(1) or add(*args, **more))
     monkeypatch.setattr(records.os, "replace", dies(os.replace, lambda *args: None))
-    monkeypatch.setattr(records.Lines, "add", dies(records.Lines.add, half))
+    monkeypatch.setattr(records.JsonlLog, "add", dies(records.JsonlLog.add, half))
     for _ in range(20):
         calls[0] = 0
         try:
@@ -273,15 +273,15 @@ def test_a_file_that_is_not_ours_stays_as_it_is(generate, folder):
 
 def test_other_settings_are_another_run(generate, folder, texts, monkeypatch):
     """What an interrupted run found is kept, and the next one, asked otherwise, begins anew."""
-    table, add = folder / "captions.csv", records.Lines.add
+    table, add = folder / "captions.csv", records.JsonlLog.add
     monkeypatch.setattr(
-        records.Lines,
+        records.JsonlLog,
         "add",
         lambda rows, row: (_ for _ in ()).throw(KeyboardInterrupt) if rows.found else add(rows, row),
     )
     code, _, err = generate(folder, "--out", table, "--prefix", "1 ")
     assert code == 130 and "stopped after 1 of 5 pictures; the same command goes on" in err and not table.exists()
-    monkeypatch.setattr(records.Lines, "add", add)
+    monkeypatch.setattr(records.JsonlLog, "add", add)
     code, _, err = generate(folder, "--out", table, "--prefix", "2 ")
     assert code == 0 and "1 had captions already" in err
     assert sorted(text[:2] for text in read(table).values()) == ["1 ", "2 ", "2 ", "2 ", "2 "]

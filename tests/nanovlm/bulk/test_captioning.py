@@ -48,7 +48,7 @@ def test_pictures_are_prepared_while_the_model_runs(captioner, pictures, one_lan
 
     monkeypatch.setattr(captioner, "prepare", note)
     monkeypatch.setattr(runs.ContinuousBatch, "step", lambda batch: waited.append(ahead.wait(60)) or step(batch))
-    run = runs.Run(captioner, "?", {"max_new_tokens": 2})
+    run = runs.BulkCaptioner(captioner, "?", {"max_new_tokens": 2})
     monkeypatch.setattr(run, "window", lambda rows: 3)
     run(pictures, 1, lambda *_: None, pytest.fail)
     assert all(waited) and run.done == len(prepared) == 5, "the next two, while the first is read"
@@ -64,7 +64,7 @@ def test_of_a_small_model_each_lane_has_one_core(captioner, pictures, monkeypatc
     torch.set_num_threads(3)
     try:
         for options in ({"max_new_tokens": 2}, {}):  # of which the second fails
-            run = runs.Run(captioner, "?", options)
+            run = runs.BulkCaptioner(captioner, "?", options)
             with nullcontext() if options else pytest.raises(KeyError):
                 run(pictures, 2, lambda *_: None, pytest.fail)
             assert torch.get_num_threads() == 3
@@ -85,7 +85,7 @@ def test_a_short_caption_does_not_wait_for_a_long_one(captioner, pictures, one_l
 
     captioner.tokenizer.eos_token_id = None
     monkeypatch.setattr(runs.ContinuousBatch, "step", early)
-    run = runs.Run(captioner, "?", {"max_new_tokens": 30})
+    run = runs.BulkCaptioner(captioner, "?", {"max_new_tokens": 30})
     run(pictures, 2, lambda picture, _: order.append(picture), pytest.fail)
     assert [Path(picture).name for picture in order][-1] == "a.png" and len(order) == 5 and len(steps) <= 31
 
@@ -105,7 +105,7 @@ def test_lanes_share_the_pictures_and_say_what_one_says(captioner, pictures, mon
 
     for lanes in (1, 2):
         monkeypatch.setattr(runs, "CORES", lanes)
-        run, found = runs.Run(captioner, "?", {"max_new_tokens": 8}), {}
+        run, found = runs.BulkCaptioner(captioner, "?", {"max_new_tokens": 8}), {}
         if lanes == 2:
             monkeypatch.setattr(runs.ContinuousBatch, "step", both)
         run(pictures, 2, found.__setitem__, pytest.fail)
@@ -198,7 +198,7 @@ def test_a_bar_is_for_terminals_and_lines_now_and_then_for_the_rest(monkeypatch)
 def test_the_throughput_that_eval_reports_is_of_the_same_captions(captioner):
     result = throughput.measure(captioner, 5, "1")
     assert result["pictures"] == result["same"] == 5 and 0 < result["busy"] <= 1
-    assert result["folder_per_minute"] > 0 < result["one_by_one_per_minute"] and "of 5" in throughput.report(result)
+    assert result["folder_per_minute"] > 0 < result["one_by_one_per_minute"] and "of 5" in throughput.table(result)
 
 
 def test_the_throughput_of_a_published_size_is_of_a_model_of_that_shape(monkeypatch, tmp_path, capsys):

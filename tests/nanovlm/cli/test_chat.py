@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.decoding import Sampling
+from models.decoding import SamplingParams
 from nanovlm import Captioner
-from nanovlm.chat_session import Conversation
+from nanovlm.chat_session import ChatSession
 from nanovlm.cli import main as cli
 from nanovlm.console import bold
-from nanovlm.data import Reading, open_source
+from nanovlm.data import ReadOptions, open_source
 from support import ROOT, noise
 from support.cli import SHORT, read_or_end, refused, stdin_of
 
@@ -60,9 +60,9 @@ def anew(conversation, question, history, **options):
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.5, seed=4, repetition_penalty=1.3)])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.5, seed=4, repetition_penalty=1.3)])
 def test_every_turn_is_answered_as_if_all_were_read_anew(captioner, n, sampling):
-    conversation = Conversation(captioner, [noise(50, 30, seed) for seed in range(n)])
+    conversation = ChatSession(captioner, [noise(50, 30, seed) for seed in range(n)])
     options = {"max_new_tokens": 7, "sampling": sampling}
     for turn, question in enumerate(QUESTIONS):
         before = list(conversation.history)
@@ -72,7 +72,7 @@ def test_every_turn_is_answered_as_if_all_were_read_anew(captioner, n, sampling)
 
 
 def test_a_picture_is_encoded_once_and_turns_read_only_what_is_new(captioner, monkeypatch):
-    conversation, looked = Conversation(captioner, [noise(50, 30)]), []
+    conversation, looked = ChatSession(captioner, [noise(50, 30)]), []
     encode = captioner.model.vision_encoder.forward
     monkeypatch.setattr(captioner.model.vision_encoder, "forward", lambda x: looked.append(len(x)) or encode(x))
     read, tokenizer = [], captioner.tokenizer
@@ -89,7 +89,7 @@ def test_a_picture_is_encoded_once_and_turns_read_only_what_is_new(captioner, mo
 
 
 def test_who_stops_listening_can_go_on_asking(captioner):
-    conversation = Conversation(captioner, [noise(50, 30)])
+    conversation = ChatSession(captioner, [noise(50, 30)])
     pieces = conversation.ask("What?", max_new_tokens=30)
     heard = next(pieces) + next(pieces)
     pieces.close()
@@ -99,7 +99,7 @@ def test_who_stops_listening_can_go_on_asking(captioner):
 
 
 def test_reset_forgets_what_was_said_and_not_what_was_seen(captioner, monkeypatch):
-    conversation = Conversation(captioner, [noise(50, 30)])
+    conversation = ChatSession(captioner, [noise(50, 30)])
     first = ["".join(conversation.ask(question, max_new_tokens=7)) for question in QUESTIONS[:3]]
     conversation.reset()
     monkeypatch.setattr(captioner.model.vision_encoder, "forward", lambda x: pytest.fail("looked again"))
@@ -107,7 +107,7 @@ def test_reset_forgets_what_was_said_and_not_what_was_seen(captioner, monkeypatc
 
 
 def test_a_chat_too_long_says_so_and_can_be_reset(captioner):
-    conversation = Conversation(captioner)
+    conversation = ChatSession(captioner)
     with pytest.raises(ValueError, match="lm_max_position_embeddings=1024; shorten it, or reset the chat"):
         next(conversation.ask("ξ" * 1100))
     assert conversation.history == []
@@ -119,7 +119,7 @@ def test_a_chat_too_long_says_so_and_can_be_reset(captioner):
 
 def test_each_line_is_answered_by_a_line(chat, model_folder):
     captioner = Captioner.from_pretrained(model_folder, "cpu", "float32")
-    conversation = Conversation(captioner, ["good.png"])
+    conversation = ChatSession(captioner, ["good.png"])
     asked = ["What is it?", "And now?", "Où? 🙂"]
     said = ["".join(conversation.ask(question, max_new_tokens=6)) for question in asked]
     assert chat("\n".join(asked) + "\n\n", "good.png") == (0, "".join(f"{text}\n" for text in said), "")
@@ -150,7 +150,7 @@ def test_a_chat_is_saved_as_text_and_as_what_can_be_learned_from(chat):
     (record,) = json.loads(Path("saved/chat.json").read_text())
     assert record["images"] == ["../good.png", "../fine.jpg"]
     assert [m["content"] for m in record["messages"]] == ["What?", answers[0], "And <b>?", answers[1]]
-    example = open_source("saved/chat.json", Reading())[0]
+    example = open_source("saved/chat.json", ReadOptions())[0]
     assert [question for question, _ in example.answers] == ["What?", "And <b>?"] and len(example.pictures) == 2
 
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from models.config import CHATML
-from nanovlm.data.examples import IGNORED, Example, ExampleError, collate, encode, encode_checked
+from nanovlm.data.examples import IGNORE_INDEX, Example, ExampleError, collate, encode, encode_checked
 from nanovlm.processor import Processor
 from nanovlm.synthetic import random_scene
 from nanovlm.synthetic.recipe import batches, scene_example
@@ -60,7 +60,7 @@ def test_every_branch_reads_what_generation_reads_and_says(example, processor):
         seen = [i for i, branch in enumerate(row.mask) if branch in (1, question + 2)]
         read, said = alone(example, question, processor)
         assert [row.ids[i] for i in seen] == (read + said)[:-1]
-        assert [row.targets[i] for i in seen] == [IGNORED] * (len(read) - 1) + said
+        assert [row.targets[i] for i in seen] == [IGNORE_INDEX] * (len(read) - 1) + said
 
 
 def test_pictures_are_read_once(processor):
@@ -101,7 +101,7 @@ def test_a_batch_is_padded_where_nothing_is_seen_or_asked(processor):
     for b, row in enumerate(rows):
         n = len(row.ids)
         assert batch["input_ids"][b].tolist() == row.ids + [7] * (T - n)
-        assert batch["targets"][b].tolist() == row.targets + [IGNORED] * (T - n)
+        assert batch["targets"][b].tolist() == row.targets + [IGNORE_INDEX] * (T - n)
         assert batch["attention_mask"][b].tolist() == row.mask + [0] * (T - n)
     assert torch.equal(batch["images"], torch.cat([tile for row in rows for tile in row.images]))
     assert collate([rows[3]])["images"] is None
@@ -115,7 +115,7 @@ def test_padding_changes_no_loss(tiled):
         padded = collate([row, encode(EXAMPLES[1], processor)])
         logits, _ = model(**padded)
         likely = logits[0].log_softmax(-1)
-        asked = [(i, id) for i, id in enumerate(row.targets) if id != IGNORED]
+        asked = [(i, id) for i, id in enumerate(row.targets) if id != IGNORE_INDEX]
     assert abs(loss.item() - sum(-likely[i, id].item() for i, id in asked) / len(asked)) < 1e-5
 
 
@@ -150,7 +150,7 @@ def test_a_chain_reads_what_generation_would_read_of_all_turns_before(pictures, 
     whole = [*row.ids, row.targets[-1]]
     assert set(row.mask) <= {1, 2} and row.mask == sorted(row.mask), "one branch, in which each sees all before it"
     grids = [processor.images(picture)[1] for picture in pictures]
-    expected = [IGNORED] * len(row.ids)
+    expected = [IGNORE_INDEX] * len(row.ids)
     for k, (prompt, answer) in enumerate(TURNS):
         messages = [
             {"role": role, "content": text} for turn in TURNS[:k] for role, text in zip(("user", "assistant"), turn)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from nanovlm.data import Batches, Mixture, Part, Source, SourceError, Stream, split
+from nanovlm.data import Batches, Mixture, Source, Stream, Subset, split
 from nanovlm.data.examples import Example, ExampleError
-from nanovlm.image_processing import cropped
+from nanovlm.errors import DataError
+from nanovlm.image_processing import random_crop
 
 
 def numbered(record, name):
@@ -36,7 +37,7 @@ def names(mixture, places):
 
 
 def test_every_epoch_shows_each_example_once_in_an_order_of_its_own():
-    parts = [Part(source("a", 7), range(7)), Part(source("b", 5), [0, 2, 4])]
+    parts = [Subset(source("a", 7), range(7)), Subset(source("b", 5), [0, 2, 4])]
     everything = {f"a[{i}]" for i in range(7)} | {"b[0]", "b[2]", "b[4]"}
     order = names(Mixture(parts, 0), range(40))
     epochs = [order[start : start + 10] for start in range(0, 40, 10)]
@@ -46,7 +47,7 @@ def test_every_epoch_shows_each_example_once_in_an_order_of_its_own():
 
 
 def test_the_order_is_a_pure_function_of_seed_and_place():
-    parts = [Part(source("a", 700), range(700), 0.5), Part(source("b", 50), range(50)), Part(stream("c", 9), (), 0.2)]
+    parts = [Subset(source("a", 700), range(700), 0.5), Subset(source("b", 50), range(50)), Subset(stream("c", 9), (), 0.2)]
     order = names(Mixture(parts, 3), range(2100))
     for place in (2099, 0, 999, 1000, 1001, 17):  # asked for in any order, by somebody new or not
         assert names(Mixture(parts, 3), [place]) == order[place : place + 1]
@@ -59,7 +60,7 @@ def test_the_order_is_a_pure_function_of_seed_and_place():
     [((None, 0.3, None), (0.4667, 0.3, 0.2333)), ((2, 1, 1), (0.5, 0.25, 0.25)), ((None,) * 3, (4 / 7, 1 / 7, 2 / 7))],
 )
 def test_shares_are_kept_all_along(weights, shares):
-    parts = [Part(source(name, n), range(n), w) for name, n, w in zip("abc", (400, 100, 200), weights)]
+    parts = [Subset(source(name, n), range(n), w) for name, n, w in zip("abc", (400, 100, 200), weights)]
     mixture = Mixture(parts, 0)
     seen = Counter()
     for place in range(7000):
@@ -77,18 +78,18 @@ def test_shares_are_kept_all_along(weights, shares):
     [((1.0, None), "leave nothing for b"), ((0.0001, 1), "the share of a is less than one example in 1000")],
 )
 def test_shares_that_cannot_be_kept_are_refused(weights, words):
-    with pytest.raises(SourceError, match=words):
-        Mixture([Part(source(name, 5), range(5), w) for name, w in zip("ab", weights)], 0)
+    with pytest.raises(DataError, match=words):
+        Mixture([Subset(source(name, 5), range(5), w) for name, w in zip("ab", weights)], 0)
 
 
 def test_a_stream_needs_a_share_unless_it_is_alone():
-    with pytest.raises(SourceError, match="a has no size .* as in a@0.3"):
-        Mixture([Part(stream("a", 5), ()), Part(source("b", 5), range(5), 0.5)], 0)
-    assert set(names(Mixture([Part(stream("a", 5), ())], 0), range(5))) == {f"a[{i}]" for i in range(5)}
+    with pytest.raises(DataError, match="a has no size .* as in a@0.3"):
+        Mixture([Subset(stream("a", 5), ()), Subset(source("b", 5), range(5), 0.5)], 0)
+    assert set(names(Mixture([Subset(stream("a", 5), ())], 0), range(5))) == {f"a[{i}]" for i in range(5)}
 
 
 def test_a_stream_is_a_pure_function_of_the_place_too():
-    mixture = Mixture([Part(stream("a", 600), ())], 5)
+    mixture = Mixture([Subset(stream("a", 600), ())], 5)
     order = names(mixture, range(1200))
     assert sorted(order[:600]) == sorted(order[600:]) == sorted(f"a[{i}]" for i in range(600))
     assert order[:600] != order[600:] and order[:600] != [f"a[{i}]" for i in range(600)]
@@ -98,8 +99,8 @@ def test_a_stream_is_a_pure_function_of_the_place_too():
 
 
 def test_a_stream_without_examples_is_no_endless_search():
-    with pytest.raises(SourceError, match="a has no example"):
-        Mixture([Part(stream("a", 0), ())], 5).example(0)
+    with pytest.raises(DataError, match="a has no example"):
+        Mixture([Subset(stream("a", 0), ())], 5).example(0)
 
 
 def keys(parts):
@@ -133,8 +134,8 @@ def test_what_is_drawn_without_end_is_not_held_out():
         learned, held = split(parts, validation)
         assert [part.source.path for part in held] == ["mine"] and len(learned[0]) == 5000
     assert len(held[0]) == 4
-    with pytest.raises(SourceError, match="drawn has no size"):
-        Mixture([Part(one, range(len(one))) for one, _ in parts], 0)
+    with pytest.raises(DataError, match="drawn has no size"):
+        Mixture([Subset(one, range(len(one))) for one, _ in parts], 0)
 
 
 def test_a_stream_is_split_as_it_comes():
@@ -155,12 +156,12 @@ def test_a_stream_is_split_as_it_comes():
     ],
 )
 def test_splits_that_leave_nothing_are_refused(sources, validation, words):
-    with pytest.raises(SourceError, match=words):
+    with pytest.raises(DataError, match=words):
         split([(one, None) for one in sources], validation)
 
 
 def test_batches_are_a_pure_function_and_can_be_sent(tiled):
-    mixture = Mixture([Part(source("a", 10), range(10)), Part(stream("b", 10), (), 0.5)], 0)
+    mixture = Mixture([Subset(source("a", 10), range(10)), Subset(stream("b", 10), (), 0.5)], 0)
     batches = Batches(mixture, tiled[1], 3)
     sent = pickle.loads(pickle.dumps(batches))
     batches(4)
@@ -174,7 +175,7 @@ def test_what_is_shown_again_is_shown_a_little_differently(tiled):
     picture = Image.frombytes("RGB", (40, 30), random.Random(0).randbytes(3600))
     show = lambda record, name: Example([picture], [("?", str(record))], name)  # noqa: E731
     small, endless = Source("small", range(6), show), Source("endless", range(10**6), show, endless=True)
-    mixture = Mixture([Part(small, range(6)), Part(endless, range(10**6), 0.4)], 0)
+    mixture = Mixture([Subset(small, range(6)), Subset(endless, range(10**6), 0.4)], 0)
     plain, augmented = (Batches(mixture, tiled[1], 1, augment=most) for most in (0.0, 0.2))
     seen = set()
     for place in range(40):
@@ -190,8 +191,8 @@ def test_what_is_shown_again_is_shown_a_little_differently(tiled):
 def test_a_crop_takes_no_more_than_its_part_of_each_side(size):
     picture, rng, sizes = Image.new("RGB", size), random.Random(0), set()
     for _ in range(200):
-        sizes.add(cropped(picture, 0.1, rng).size)
-        assert min(cropped(picture, 0.49, rng).size) > 0
+        sizes.add(random_crop(picture, 0.1, rng).size)
+        assert min(random_crop(picture, 0.49, rng).size) > 0
     for side, cut in zip(size, zip(*sizes)):
         assert max(cut) <= side and min(cut) >= side - 2 * int(0.1 * side)
         assert len(set(cut)) > 2 or side < 20
@@ -201,9 +202,9 @@ def test_a_crop_takes_no_more_than_its_part_of_each_side(size):
 def test_a_bad_example_stops_or_lets_the_next_take_its_place(kind, tiled, capsys):
     records = ["bad" if i % 3 == 0 else f"good {i}" for i in range(12)]
     if kind == "source":
-        part = Part(Source("a", records, numbered), range(12))
+        part = Subset(Source("a", records, numbered), range(12))
     else:
-        part = Part(Stream("a", partial(iter, records), numbered, always), ())
+        part = Subset(Stream("a", partial(iter, records), numbered, always), ())
     mixture = Mixture([part], 0)
     with pytest.raises(ExampleError, match=r"^a\[\d+\] has an empty answer"):
         Batches(mixture, tiled[1], 12)(0)
@@ -216,6 +217,6 @@ def test_a_bad_example_stops_or_lets_the_next_take_its_place(kind, tiled, capsys
     assert len(skipped) >= 4 and all(line.startswith("skipped: a[") for line in skipped)
     batches(0)
     assert capsys.readouterr().err == "", "each is told once, not at every epoch"
-    bad = Batches(Mixture([Part(Source("a", ["bad"] * 9, numbered), range(9))], 0), tiled[1], 1, skip=True)
-    with pytest.raises(SourceError, match="100 examples in a row cannot be used"):
+    bad = Batches(Mixture([Subset(Source("a", ["bad"] * 9, numbered), range(9))], 0), tiled[1], 1, skip=True)
+    with pytest.raises(DataError, match="100 examples in a row cannot be used"):
         bad(0)

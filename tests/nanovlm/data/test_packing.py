@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from models.language_model import SAMPLE, visible
-from nanovlm.data.examples import Example, Row, collate, encode
+from models.language_model import PACK_STRIDE, build_attention_mask
+from nanovlm.data.examples import EncodedExample, Example, collate, encode
 from nanovlm.data.packing import join, pack
 from nanovlm.synthetic.recipe import batches
 from nanovlm.training.config import TrainConfig
@@ -36,7 +36,7 @@ def rows(tiled):
 
 
 def plain(length):
-    return Row([7] * length, [-100] * (length - 1) + [8], [1] * length, [])
+    return EncodedExample([7] * length, [-100] * (length - 1) + [8], [1] * length, [])
 
 
 @pytest.mark.parametrize("length", [10**6, 150, 1])
@@ -70,7 +70,7 @@ def test_a_sample_says_bit_for_bit_the_same_whatever_its_neighbours_are(tiled, r
     for place in range(2):
         said = []
         for other in others:
-            other = Row((other.ids * 9)[:40], [1] * 40, [1] * 40, [])
+            other = EncodedExample((other.ids * 9)[:40], [1] * 40, [1] * 40, [])
             pair = [first, other][:: 1 - 2 * place]
             start = 40 * place
             said.append(model(**collate([join(pair)]))[0][0, start : start + n])
@@ -78,8 +78,8 @@ def test_a_sample_says_bit_for_bit_the_same_whatever_its_neighbours_are(tiled, r
 
 
 def test_who_sees_whom_in_a_packed_row():
-    mask = torch.tensor([[1, 2, 3, SAMPLE + 1, SAMPLE + 2, SAMPLE + 2, SAMPLE + 3, 2 * SAMPLE + 1, 0]])
-    seen = visible(mask, 9)[0, 0].int().tolist()
+    mask = torch.tensor([[1, 2, 3, PACK_STRIDE + 1, PACK_STRIDE + 2, PACK_STRIDE + 2, PACK_STRIDE + 3, 2 * PACK_STRIDE + 1, 0]])
+    seen = build_attention_mask(mask, 9)[0, 0].int().tolist()
     assert seen[:8] == [
         [1, 0, 0, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0, 0, 0],

@@ -17,11 +17,12 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from nanovlm import PROMPT
-from nanovlm.data import Mixture, Part, Reading, SourceError, Stream, open_source
+from nanovlm.data import Mixture, ReadOptions, Stream, Subset, open_source
 from nanovlm.data.examples import ExampleError
-from nanovlm.image_processing import open_picture
+from nanovlm.errors import DataError
+from nanovlm.image_processing import load_image
 
-ASK = Reading(prompt="What?")
+ASK = ReadOptions(prompt="What?")
 
 
 def noise(seed=0, width=20, height=16):
@@ -59,13 +60,13 @@ def told(path, reading=ASK):
 
 
 def seed_of(picture):
-    shown = open_picture(picture).tobytes()
+    shown = load_image(picture).tobytes()
     return next(seed for seed in range(20) if noise(seed).tobytes() == shown)
 
 
 def refused(path, *words, reading=ASK):
     """Opening, or reading its examples, ends in one line with these words."""
-    with pytest.raises((SourceError, ExampleError)) as error:
+    with pytest.raises((DataError, ExampleError)) as error:
         source = open_source(str(path), reading)
         for i in range(len(source)):
             source[i]
@@ -87,7 +88,7 @@ def test_a_folder_of_pictures_with_texts_beside_them():
         ("mine/cats/a.PNG", [2], [("What?", "Number 2.")], False),
         ("mine/cats/deep er/ü.v2.png", [3], [("What?", "Number 3.")], False),
     ]
-    assert told("mine", Reading())[0][2] == [(PROMPT, "Number 1.")]
+    assert told("mine", ReadOptions())[0][2] == [(PROMPT, "Number 1.")]
 
 
 def test_a_models_folder_among_the_pictures_is_none_of_them():
@@ -348,7 +349,7 @@ def test_rows_on_disk(form, cache):
             next(Path("saved").glob("*.arrow")).rename("rows/a.arrow")
     assert told(path) == [(f"rows[{i}]", *e) for i, e in enumerate(EXPECTED)]
     assert told(path, HIGH) == [(f"rows{at}", *rest) for at, *rest in RATED]
-    refused(path, "no column 'beauty_ratings', only", "formatting_ratings", reading=Reading(min_ratings={"beauty": 1}))
+    refused(path, "no column 'beauty_ratings', only", "formatting_ratings", reading=ReadOptions(min_ratings={"beauty": 1}))
     rows.select([1]).save_to_disk("low")
     refused("low", "no row rated so high", reading=HIGH)
     if form == "parquet":
@@ -371,7 +372,7 @@ def test_rows_of_plain_columns_and_chats(cache):
     Dataset.from_list([{"images": [picture], "messages": chat}]).save_to_disk("chat")
     assert told("plain") == [("plain[0]", [5], [("What?", "Five.")], False)]
     assert told("chat") == [("chat[0]", [5], [("Who?", "Me.")], False)]
-    refused("plain", "no column 'n', only caption, image", reading=Reading(text_column="n"))
+    refused("plain", "no column 'n', only caption, image", reading=ReadOptions(text_column="n"))
     Dataset.from_list([{"caption": "Five."}]).save_to_disk("blind")
     refused("blind", "no pictures found", "only caption")
 
@@ -406,9 +407,9 @@ def test_rows_from_the_hub_also_as_a_stream(hub):
 def test_a_stream_is_whole_in_every_process(hub):
     """The library would give each of two processes a part of it."""
     stream = open_source("lab/rows:small", replace(ASK, stream=True))
-    order = [Mixture([Part(stream, ())], 0).example(place).name for place in range(8)]
+    order = [Mixture([Subset(stream, ())], 0).example(place).name for place in range(8)]
     assert set(order[:3]) == {f"lab/rows:small[{i}]" for i in range(3)}
-    loader = DataLoader(Names(Mixture([Part(stream, ())], 0)), batch_size=None, num_workers=2)
+    loader = DataLoader(Names(Mixture([Subset(stream, ())], 0)), batch_size=None, num_workers=2)
     assert list(loader) == order
 
 

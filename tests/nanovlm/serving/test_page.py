@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from nanovlm import SAMPLE
-from nanovlm.chat_session import Conversation
+from nanovlm.chat_session import ChatSession
 from support.serving import QUESTIONS, Running, until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install 'nanovlm[test-web]'")
@@ -63,7 +63,7 @@ def ask(page, question=""):
 
 
 def test_a_picture_is_chosen_asked_about_and_asked_about_again(served, embedded, open_page):
-    page, conversation = open_page(served), Conversation(embedded, [SAMPLE])
+    page, conversation = open_page(served), ChatSession(embedded, [SAMPLE])
     page.get_by_label("Choose a picture").set_input_files(SAMPLE)
     sync_api.expect(page.get_by_alt_text("Your picture, sample.png")).to_be_visible()
     sync_api.expect(page.get_by_label("Your question")).to_be_focused()

@@ -27,16 +27,16 @@ from hypothesis import strategies as st
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-from models.decoding import Sampling
-from models.inference.continuous_batching import ContinuousBatch, Said
+from models.decoding import SamplingParams
+from models.inference.continuous_batching import ContinuousBatch, TokenOutput
 from nanovlm import SAMPLE, Captioner
-from nanovlm.chat_session import Conversation
+from nanovlm.chat_session import ChatSession
 from nanovlm.cli import main as cli
-from nanovlm.image_processing import PictureError
+from nanovlm.errors import ImageError
 from nanovlm.serving import image_urls as pictures
 from nanovlm.serving import server as running
 from nanovlm.serving import service as desk
-from nanovlm.serving.chat_format import Speech
+from nanovlm.serving.chat_format import ResponseStream
 from nanovlm.serving.service import Limits
 from nanovlm.synthetic import draw, random_scene
 from support import ROOT
@@ -83,7 +83,7 @@ def test_words_arrive_while_others_are_still_to_be_said(embedded, slow):
 
 
 def test_turns_are_laid_out_as_a_conversation(client, embedded):
-    conversation = Conversation(embedded, [SAMPLE])
+    conversation = ChatSession(embedded, [SAMPLE])
     messages = []
     for question in QUESTIONS:
         messages += asking(question, *([] if messages else [SHOWN]))
@@ -128,7 +128,7 @@ def test_sampling_is_asked_for_and_answers_are_drawn_apart(client, embedded):
     assert len(set(three)) == 3 and draw_answers(seed=5) == three[:1] and draw_answers(seed=7) == three[2:]
     options = {"top_p": 0.8, "seed": 3}
     more = {"top_k": 9, "min_p": 0.01, "repetition_penalty": 1.3}
-    expected = embedded.caption(SAMPLE, max_new_tokens=9, sampling=Sampling(temperature=6, **options, **more))
+    expected = embedded.caption(SAMPLE, max_new_tokens=9, sampling=SamplingParams(temperature=6, **options, **more))
     assert draw_answers(**options, extra_body=more) == [expected]
 
 
@@ -566,7 +566,7 @@ def web():
 )  # fmt: skip
 def test_private_addresses_are_never_asked(host, monkeypatch):
     monkeypatch.setattr(pictures.socket, "create_connection", lambda *where: pytest.fail(f"connected to {where}"))
-    with pytest.raises(PictureError, match="private address|no such host"):
+    with pytest.raises(ImageError, match="private address|no such host"):
         pictures.picture_bytes(f"http://{host}/a.png", allow_remote=True, max_bytes=1000)
 
 
@@ -574,7 +574,7 @@ def test_a_name_with_one_private_address_is_never_asked(monkeypatch):
     found = [(2, 1, 6, "", (address, 80)) for address in ("93.184.216.34", "127.0.0.1")]
     monkeypatch.setattr(pictures.socket, "getaddrinfo", lambda *what, **how: found)
     monkeypatch.setattr(pictures.socket, "create_connection", lambda *where: pytest.fail(f"connected to {where}"))
-    with pytest.raises(PictureError, match="'rebound.example' is at a private address"):
+    with pytest.raises(ImageError, match="'rebound.example' is at a private address"):
         pictures.picture_bytes("http://rebound.example/", allow_remote=True, max_bytes=1000)
 
 
@@ -601,14 +601,14 @@ def test_remote_pictures_are_fetched_where_allowed(embedded, web, monkeypatch):
 
 def test_remote_pictures_have_limits(web, monkeypatch):
     monkeypatch.setattr(pictures, "is_public", lambda address: True)
-    with pytest.raises(PictureError, match="more than 1,000 bytes"):
+    with pytest.raises(ImageError, match="more than 1,000 bytes"):
         pictures.picture_bytes(f"{web}/sample.png?x=1", allow_remote=True, max_bytes=1000)
     monkeypatch.setattr(pictures, "SECONDS", 0.5)
-    with pytest.raises(PictureError, match=r"more than 0\.5 s"):
+    with pytest.raises(ImageError, match=r"more than 0\.5 s"):
         pictures.picture_bytes(f"{web}/slow", allow_remote=True, max_bytes=10**6)
     assert 0 < len(SENT) < 30
     for url in ("http://", "http://user@127.0.0.1/", "http://127.0.0.1:99999/", "http://[::1/", "http://a\udcff/"):
-        with pytest.raises(PictureError):
+        with pytest.raises(ImageError):
             pictures.picture_bytes(url, allow_remote=True, max_bytes=1000)
 
 
@@ -648,33 +648,33 @@ def test_a_picture_is_fetched_over_tls(encrypted):
 
 def test_a_server_that_cannot_show_who_it_is_is_not_asked(encrypted, monkeypatch):
     with pytest.raises(
-        PictureError, match=r"^'https://other\.example:.*' cannot be trusted: Hostname mismatch, [^\n]*$"
+        ImageError, match=r"^'https://other\.example:.*' cannot be trusted: Hostname mismatch, [^\n]*$"
     ):
         encrypted("/sample.png?x=1", host="other.example")
     monkeypatch.delenv("SSL_CERT_FILE")
-    with pytest.raises(PictureError, match="^'https://name.example:.*' cannot be trusted: self-signed certificate$"):
+    with pytest.raises(ImageError, match="^'https://name.example:.*' cannot be trusted: self-signed certificate$"):
         encrypted("/sample.png?x=1")
     assert ASKED == []
 
 
 def test_traps_are_no_traps_over_tls_either(encrypted, monkeypatch):
     for path, words in (("/inside", "has moved"), ("/moved", "has moved"), ("/none", "says 404")):
-        with pytest.raises(PictureError, match=words):
+        with pytest.raises(ImageError, match=words):
             encrypted(path)
     assert ASKED == ["/inside", "/moved", "/none"], "and nothing else"
-    with pytest.raises(PictureError, match="more than 1,000 bytes"):
+    with pytest.raises(ImageError, match="more than 1,000 bytes"):
         encrypted("/endless", max_bytes=1000)
     monkeypatch.setattr(pictures, "SECONDS", 0.5)
     for path in ("/slow", "/slow-head", "/endless"):
         started = time.monotonic()
         with pytest.raises(
-            PictureError, match=r"^'https://name\.example:.*' cannot be fetched: it took more than 0\.5 s$"
+            ImageError, match=r"^'https://name\.example:.*' cannot be fetched: it took more than 0\.5 s$"
         ):
             encrypted(path, max_bytes=10**12)
         assert time.monotonic() - started < 5, "of 6, or of forever"
     monkeypatch.setattr(pictures, "is_public", lambda address: address != "127.0.0.1")
     ASKED.clear()
-    with pytest.raises(PictureError, match="'name.example' is at a private address"):
+    with pytest.raises(ImageError, match="'name.example' is at a private address"):
         encrypted("/sample.png?x=1")
     assert ASKED == []
 
@@ -694,7 +694,7 @@ def test_a_handshake_that_never_ends_is_given_up(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=drip, args=[server], daemon=True).start()
         started, url = time.monotonic(), f"https://127.0.0.1:{server.getsockname()[1]}/a.png"
-        with pytest.raises(PictureError, match=r"it took more than 0\.5 s"):
+        with pytest.raises(ImageError, match=r"it took more than 0\.5 s"):
             pictures.picture_bytes(url, allow_remote=True, max_bytes=1000)
         assert time.monotonic() - started < 5
 
@@ -707,9 +707,9 @@ def test_a_handshake_that_never_ends_is_given_up(monkeypatch):
 def test_an_answer_stops_at_the_first_stop_string(text, stops, embedded):
     tokenizer = embedded.tokenizer
     ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
-    speech, said = Speech(tokenizer, stops), ""
+    speech, said = ResponseStream(tokenizer, stops), ""
     for id in ids:
-        said += speech.hear(Said(0, id, "stop" if id == tokenizer.eos_token_id else None))
+        said += speech.hear(TokenOutput(0, id, "stop" if id == tokenizer.eos_token_id else None))
         if speech.finished:
             break
     ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
@@ -848,11 +848,11 @@ def test_told_twice_it_stops_at_once_and_idle_it_stops_at_once():
 
 def test_many_clients_are_measured(capfd):
     """eval.serving, opened with few."""
-    from eval.serving import main, report
+    from eval.serving import main, table
 
     flags = ["--clients", "3", "--rounds", "2", "--device", "cpu", "--dtype", "float32", "--json"]
     assert main(flags) == 0
     result = json.loads(capfd.readouterr().out)
     assert (result["one"]["answered"], result["many"]["answered"], result["asked"], result["same"]) == (3, 6, 6, 6)
     assert 0 < result["many"]["first_word_s"]["median"] <= result["many"]["first_word_s"]["p95"]
-    assert report(result).endswith("0 of 6 lost; 6 answered as the one client was")
+    assert table(result).endswith("0 of 6 lost; 6 answered as the one client was")

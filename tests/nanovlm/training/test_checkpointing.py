@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from models.checkpoint import CheckpointError
+from nanovlm.errors import CheckpointError, TrainingError
 from nanovlm.training import checkpointing as resuming
 from nanovlm.training.checkpointing import Stopped
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.loop import TrainingError, train
+from nanovlm.training.loop import train
 from support import ROOT
 
 CFG = TrainConfig(steps=6, lr=3e-3, warmup=2, save_every=3, log_every=2, workers=0, dtype="float32")
@@ -150,14 +150,14 @@ import sys, torch
 sys.path.insert(0, "tests")
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.data.examples import Row, collate
+from nanovlm.data.examples import EncodedExample, collate
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import train
 
 def batch(i):
     draw = torch.Generator().manual_seed(i)
     ids = [3] * 4 + torch.randint(4, 40, (9,), generator=draw).tolist()
-    return collate([Row(ids, [-100] * 6 + ids[7:] + [4], [1] * 13, [torch.rand(1, 3, 16, 16, generator=draw)])])
+    return collate([EncodedExample(ids, [-100] * 6 + ids[7:] + [4], [1] * 13, [torch.rand(1, 3, 16, 16, generator=draw)])])
 
 torch.manual_seed(0)
 model = VisionLanguageModel(VLMConfig(**TINY, lm_dropout=0.1), 3)

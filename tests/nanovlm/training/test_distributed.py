@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.distributed import ending
+from nanovlm.training.distributed import run_and_exit
 from nanovlm.training.loop import train
 from support import ROOT
 
@@ -20,7 +20,7 @@ sys.path.insert(0, "tests")
 import nanovlm.training.distributed
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.data.examples import Row, collate
+from nanovlm.data.examples import EncodedExample, collate
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import train
 
@@ -35,7 +35,7 @@ def row(i):
     asked = 1 + i % 4
     targets = [-100] * (len(ids) - asked) + torch.randint(4, 40, (asked,), generator=draw).tolist()
     images = [torch.rand(n_images, 3, 16, 16, generator=draw)] if n_images else []
-    return Row(ids, targets, [1] * len(ids), images)
+    return EncodedExample(ids, targets, [1] * len(ids), images)
 
 def batch(i):
     if i == stop_at:
@@ -140,10 +140,10 @@ def test_one_process_is_not_divided(tiny_model, words_and_images, tmp_path):
 def test_one_of_several_processes_ends_at_once_with_the_code_it_would_have_had(monkeypatch):
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    assert ending(lambda: 3) == 3 and not codes, "alone, it goes on"
+    assert run_and_exit(lambda: 3) == 3 and not codes, "alone, it goes on"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    ending(lambda: 0)
-    ending(lambda: sys.exit(143))
+    run_and_exit(lambda: 0)
+    run_and_exit(lambda: sys.exit(143))
     with pytest.raises(ValueError):
-        ending(lambda: int("none"))
+        run_and_exit(lambda: int("none"))
     assert codes == [0, 143]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models.checkpoint import stored_dtype, write_checkpoint
+from models.checkpoint import checkpoint_dtype, save_checkpoint
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, Captioner
 from nanovlm.cli import main as cli
@@ -92,8 +92,8 @@ def test_adapters_alone_learn_and_the_result_is_a_plain_model(train):
     assert train("--data", "mine", *QUICK, *steps, *parts, "--pack", "512")[0] == 0
     ours, theirs = load_file("out/model.safetensors"), load_file(EMBEDDED / "model.safetensors")
     assert ours.keys() == theirs.keys()
-    moved = {name for name in theirs if not torch.equal(ours[name], theirs[name])}
-    assert moved and all(not name.startswith("vision_encoder") for name in moved)
+    to_device = {name for name in theirs if not torch.equal(ours[name], theirs[name])}
+    assert to_device and all(not name.startswith("vision_encoder") for name in to_device)
     fresh = draw(random_scene(random.Random(99)), 120, 90)
     assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
 
@@ -147,11 +147,11 @@ def test_a_run_that_goes_on_says_that_its_data_changed_and_not_that_it_was_copie
 def test_weights_are_written_in_the_dtype_that_they_were_read_in(train, dtype):
     scenes(4)
     begun = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
-    write_checkpoint("begun", begun.model, begun.tokenizer.to_json(), dtype)
+    save_checkpoint("begun", begun.model, begun.tokenizer.to_json(), dtype)
     assert train("--data", "mine", *QUICK, "--model", "begun")[0] == 0
     written, kept = load_file("out/model.safetensors"), load_file("out/checkpoints/step-3/model.safetensors")
     weights = written.keys() - {"decoder.rotary_embd.inv_freq"}
-    assert {written[name].dtype for name in weights} == {dtype} == {stored_dtype("begun")}
+    assert {written[name].dtype for name in weights} == {dtype} == {checkpoint_dtype("begun")}
     assert {kept[name].dtype for name in weights} == {torch.float32}, "what goes on needs every bit"
     assert all(torch.equal(written[name], kept[name].to(dtype)) for name in weights)
 
@@ -161,7 +161,7 @@ def test_the_usual_rate_is_one_for_the_way_of_learning_and_the_width_of_the_mode
     begun = Captioner.from_pretrained(EMBEDDED, "cpu")
     cfg = replace(begun.model.cfg, lm_hidden_dim=384, lm_n_blocks=1)
     wide = VisionLanguageModel(cfg, begun.tokenizer.image_token_id)
-    write_checkpoint("wide", wide, begun.tokenizer.to_json())
+    save_checkpoint("wide", wide, begun.tokenizer.to_json())
     rates = []
     monkeypatch.setattr("nanovlm.training.finetuning.train", lambda *args, **looks: rates.append(args[3].lr))
     lora, given = ["--lora-rank", "4"], ["--lr", "0.5"]

@@ -9,15 +9,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from models.checkpoint import CheckpointError
 from models.config import extra_tokens
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.data.examples import Example, collate, encode
+from nanovlm.errors import CheckpointError, TrainingError
 from nanovlm.processor import Processor
 from nanovlm.synthetic.recipe import batches as scenes_of
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.loop import TrainingError, train
+from nanovlm.training.loop import train
 
 COLOURS = ("red", "green", "blue", "black")
 CFG = TrainConfig(steps=6, batch_size=2, lr=3e-3, warmup=2, save_every=3, log_every=2, workers=0)

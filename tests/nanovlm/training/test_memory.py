@@ -84,7 +84,7 @@ import json, sys, torch
 sys.path.insert(0, "tests")
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.data.examples import Row, collate
+from nanovlm.data.examples import EncodedExample, collate
 from nanovlm.device import peak_memory
 from nanovlm.training.memory import plan
 from nanovlm.training.config import TrainConfig
@@ -101,7 +101,7 @@ def batch(i):
     for _ in range(rows):
         ids = [3] * 16 + torch.randint(4, 8000, (200,), generator=draw).tolist()
         images = [torch.rand(1, 3, 64, 64, generator=draw)]
-        made.append(Row(ids, [-100] * 20 + ids[21:] + [5], [1] * 216, images))
+        made.append(EncodedExample(ids, [-100] * 20 + ids[21:] + [5], [1] * 216, images))
     return collate(made)
 
 torch.manual_seed(0)

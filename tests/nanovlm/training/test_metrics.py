@@ -9,8 +9,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from nanovlm.errors import TrainingError
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.loop import TrainingError, train
+from nanovlm.training.loop import train
 from nanovlm.training.metrics import cut, entries
 from nanovlm.training.report import write_report
 

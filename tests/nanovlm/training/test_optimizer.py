@@ -10,14 +10,15 @@ from safetensors.torch import load_file
 from transformers import get_cosine_schedule_with_warmup
 
 from nanovlm import device
+from nanovlm.errors import TrainingError
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.distributed import World
-from nanovlm.training.loop import TrainingError, backward, train
+from nanovlm.training.distributed import DistributedContext
+from nanovlm.training.loop import backward, train
 from nanovlm.training.optimizer import accelerated, adamw, freeze
 
 CFG = TrainConfig(steps=2, lr=1e-3, warmup=0, decay=0, weight_decay=0, dtype="float32", workers=0, log_every=9)
 PARTS = {"vision_rate": "vision_encoder.", "projector_rate": "MP.", "language_rate": "decoder."}
-ALONE = World(torch.device("cpu"))
+ALONE = DistributedContext(torch.device("cpu"))
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
 
 
@@ -70,9 +71,9 @@ def test_each_part_has_its_own_rate(learn, tmp_path, slow, prefix):
 
 @pytest.mark.parametrize(("frozen", "prefix"), PARTS.items())
 def test_a_rate_of_0_freezes_a_part_which_needs_no_memory_then(learn, tmp_path, frozen, prefix):
-    moved = learn(replace(CFG, **{frozen: 0.0}, weight_decay=0.1))
+    to_device = learn(replace(CFG, **{frozen: 0.0}, weight_decay=0.1))
     moments = load_file(tmp_path / "checkpoints/step-2/optimizer.safetensors")
-    for name, delta in moved.items():
+    for name, delta in to_device.items():
         assert bool(delta.any()) != name.startswith(prefix)
         assert (f"{name}/exp_avg" in moments) != name.startswith(prefix)
 
@@ -208,8 +209,8 @@ def test_a_step_in_half_precision_goes_the_same_way(tiny_model, words_and_images
 
 def test_an_overflow_in_float16_skips_a_step_and_halves_the_scale(learn, tmp_path):
     """The first scale is 65,536, and this model's gradients times that exceed float16's 65,504."""
-    moved = learn(replace(CFG, dtype="float16", steps=1))
-    assert not any(delta.any() for delta in moved.values())
+    to_device = learn(replace(CFG, dtype="float16", steps=1))
+    assert not any(delta.any() for delta in to_device.values())
     state = json.loads((tmp_path / "checkpoints/step-1/training.json").read_text())
     assert state["scaler"]["scale"] == 32768
 

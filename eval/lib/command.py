@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from nanovlm.cli.main import Parser
 
 
-def script(name: str, doc: str) -> Parser:
+def make_parser(name: str, doc: str) -> Parser:
     """The parser of `python -m eval.NAME`, whose help is the module's docstring."""
     parser = Parser(prog=f"eval.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="everything, as one object")
@@ -33,7 +33,7 @@ def one_of(names: Collection[str]) -> Callable[[str], str]:
     return known
 
 
-def tell(found: dict, text: str, where: str, as_json: bool, faults: Sequence[str] = ()) -> int:
+def report(found: dict, text: str, where: str, as_json: bool, faults: Sequence[str] = ()) -> int:
     """Print what was found, as one object or as text, and where; then, on standard error, faults. The exit code."""
     print(json.dumps(found | {"faults": [*faults], "environment": where}, indent=2) if as_json else f"{text}\n{where}")
     for fault in faults:

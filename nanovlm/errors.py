@@ -1,0 +1,41 @@
+"""The errors of `models.errors`, and those of images, data and the command line."""
+
+from models.errors import CheckpointError, CompileError, InputError, NanoVLMError
+
+__all__ = [
+    "CheckpointError",
+    "CompileError",
+    "DataError",
+    "ImageError",
+    "InputError",
+    "MissingExtraError",
+    "NanoVLMError",
+    "TrainingError",
+    "UsageError",
+]
+
+
+class UsageError(NanoVLMError):
+    """Wrong use of the command line, or of files it was given: exit code 2, before any work."""
+
+    exit_code = 2
+
+
+class ImageError(NanoVLMError, ValueError):
+    """An image file, URL or object that cannot be read."""
+
+
+class DataError(NanoVLMError, ValueError):
+    """Training data that cannot be read or used."""
+
+    exit_code = 2
+
+
+class TrainingError(NanoVLMError, RuntimeError):
+    """A training run that cannot start, or cannot continue."""
+
+
+class MissingExtraError(NanoVLMError, ImportError):
+    """An optional dependency is missing; the message names the extra to install."""
+
+    exit_code = 2
