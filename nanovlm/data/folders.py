@@ -20,6 +20,7 @@ from nanovlm.data.formats import (
     wanted,
     words,
 )
+from nanovlm.data.jsonl import read_jsonl
 from nanovlm.data.source import COLUMNS, EXTENSIONS, EXTRA, ReadOptions, Source
 from nanovlm.errors import DataError
 
@@ -110,20 +111,13 @@ def read_table(path: Path) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path) -> Any:
-    """What a .json file holds, or the list of a .jsonl file's lines."""
-    line = 0
+    """What a .json file holds, or the list of a .jsonl file's objects."""
+    if path.suffix == ".jsonl":
+        return read_jsonl(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        if path.suffix != ".jsonl":
-            return json.loads(text)
-        found = []
-        for line, written in enumerate(text.split("\n"), start=1):  # noqa: B007 the error names it
-            if written.strip():
-                found.append(json.loads(written))
-        return found
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        where = f", line {line}," if line else ""
-        raise DataError(f"{path}{where} cannot be read: {error}; mend it, or write or download it again") from None
+        raise DataError(f"{path} cannot be read: {error}; correct the file, or write or download it again") from None
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,57 @@
+"""JSON lines: one object a line, in UTF-8."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from nanovlm.errors import DataError
+
+
+def read_jsonl(path: str | os.PathLike, *, torn_tail: Literal["drop", "raise"] = "raise") -> list[dict[str, Any]]:
+    """The objects of a .jsonl file; blank lines are skipped. DataError names the file and the line at fault.
+
+    torn_tail="drop" ignores a last line that a killed writer left unfinished: one without a newline that begins an
+    object but is not valid JSON.
+    """
+    try:
+        data = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")  # Windows editors write a byte order mark
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}; correct the file, or write or download it again") from None
+    lines = data.split(b"\n")
+    if torn_tail == "drop" and _is_torn(lines[-1]):
+        lines.pop()
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def repair_jsonl(path: str | os.PathLike) -> None:
+    """Make a .jsonl file safe to append to: cut off a torn last line, end a complete one with a newline."""
+    with open(path, "r+b") as file:
+        data = file.read()
+        last = data.rpartition(b"\n")[2]
+        if _is_torn(last):
+            file.truncate(len(data) - len(last))
+        elif last.strip():
+            file.write(b"\n")
+
+
+def _is_torn(last_line: bytes) -> bool:
+    if not last_line.startswith(b"{"):
+        return False
+    try:
+        json.loads(last_line.decode())
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
+def _parse(line: bytes, position: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number of too many digits
+        raise DataError(
+            f"{position}, cannot be read: {error}; correct the file, or write or download it again"
+        ) from None
+    if not isinstance(value, dict):
+        raise DataError(f"{position}, holds {type(value).__name__}, not an object; correct the file")
+    return value
