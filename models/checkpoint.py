@@ -3,8 +3,8 @@
 import json
 import os
 import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -217,21 +217,38 @@ def write_checkpoint_files(folder: Path, model: VisionLanguageModel, tokenizer: 
 
 
 @contextmanager
+def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
+    """`with atomic_write(path) as new:` write the file `new`; it replaces `path` at the end, or vanishes after an error.
+
+    `new` is in the folder of `path`, which must exist, and has the same suffix. The mode follows the umask.
+    """
+    path = Path(path)
+    new = _temporary_name(path)
+    new.touch(exist_ok=False)
+    mode = new.stat().st_mode
+    try:
+        yield new
+        _finish_file(new, mode)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+@contextmanager
 def atomic_dir(path: str | os.PathLike) -> Iterator[Path]:
-    """`with new_folder(path) as new:` fill the folder `new`; it becomes `path` at the end, or vanishes after an error.
+    """`with atomic_dir(path) as new:` fill the folder `new`; it becomes `path` at the end, or vanishes after an error.
 
     If `path` exists already, its files of the same names are replaced one by one, each atomically, and others stay.
+    Modes follow the umask.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    new = _temporary_name(path)
+    new.mkdir()
     try:
         yield new
-        new.chmod(0o755)  # temporary folders and files are private, models are not
         for file in new.iterdir():
-            file.chmod(0o644)
-            with open(file, "rb") as handle:
-                os.fsync(handle.fileno())
+            _finish_file(file, new.stat().st_mode & 0o666)
         if path.exists():
             for file in new.iterdir():
                 os.replace(file, path / file.name)
@@ -239,3 +256,15 @@ def atomic_dir(path: str | os.PathLike) -> Iterator[Path]:
             os.rename(new, path)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def _temporary_name(path: Path) -> Path:
+    """A hidden name beside path that nobody uses. tempfile's files would be private instead of following the umask."""
+    return path.with_name(f".{secrets.token_hex(8)}.tmp{path.suffix}")
+
+
+def _finish_file(file: Path, mode: int) -> None:
+    """Give file its mode, which safetensors makes private, and store it on the disk."""
+    file.chmod(mode)
+    with open(file, "r+b") as handle:
+        os.fsync(handle.fileno())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from safetensors.torch import load_model as load_strictly
 
 import models.checkpoint as checkpoint
-from models.checkpoint import atomic_dir, load_config, load_model, save_checkpoint, snapshot_path
+from models.checkpoint import atomic_dir, atomic_write, load_config, load_model, save_checkpoint, snapshot_path
 from models.errors import CheckpointError
 from support.checkpoints import EMBEDDING, HEAD, INV_FREQ, stock_model, stock_shapes
 
@@ -352,6 +352,34 @@ def test_a_folder_in_the_making_is_not_to_be_seen_under_its_name(tmp_path):
         (new / "config.json").write_text("{}")
         assert not (tmp_path / "model").exists() and new.parent == tmp_path
     assert os.listdir(tmp_path) == ["model"] and os.listdir(tmp_path / "model") == ["config.json"]
+
+
+def test_atomic_write_replaces_the_file_at_the_end(tmp_path):
+    path = tmp_path / "notes.json"
+    path.write_text("old")
+    with atomic_write(path) as new:
+        new.write_text("new")
+        assert path.read_text() == "old" and new.parent == tmp_path and new.suffix == ".json"
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["notes.json"]
+    with pytest.raises(ZeroDivisionError), atomic_write(path) as new:
+        new.write_text("half of it")
+        raise ZeroDivisionError
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["notes.json"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there is no umask on Windows")
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_written_files_follow_the_umask(tmp_path, tiny_model, umask):
+    before = os.umask(umask)
+    try:
+        save_checkpoint(tmp_path / "model", tiny_model(), TOKENIZER)
+        with atomic_write(tmp_path / "notes.json") as new:
+            new.write_text("{}")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model").stat().st_mode & 0o777 == 0o777 & ~umask
+    for path in (tmp_path / "notes.json", *(tmp_path / "model").iterdir()):
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path
 
 
 def test_a_folder_is_its_own_model_and_no_name_is_no_model(folder, monkeypatch):
