@@ -105,7 +105,7 @@ def outcomes(start: int, stop: int, timeout: float) -> list[str]:
     run = [sys.executable, __file__, str(start), str(stop)]
     try:
         done = subprocess.run(
-            run, capture_output=True, text=True, timeout=timeout, env=os.environ | {"PYTHONPATH": str(ROOT)}
+            run, capture_output=True, text=True, timeout=timeout, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
         )
     except subprocess.TimeoutExpired as error:
         pytest.fail(f"hangs, or takes too long, at {(error.stdout or b'').splitlines()[-1]}")

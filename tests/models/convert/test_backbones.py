@@ -19,6 +19,7 @@ from models.errors import CheckpointError
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.tokenizer import Tokenizer
+from support import ROOT
 
 SEES = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -443,7 +444,7 @@ def test_without_a_tokenizer_the_image_token_follows_the_base_vocabulary(pair):
 
 def test_the_readme_begins_a_model_in_one_call(tmp_path, monkeypatch):
     """Its Hub ids are folders here: resolve takes a folder first."""
-    readme = Path(__file__).parent.parent / "README.md"
+    readme = ROOT / "README.md"
     blocks = re.findall(r"```py\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
     (block,) = (block for block in blocks if "from_backbones" in block)
     vision, language = re.findall(r'"([\w-]+/[\w.-]*\d[\w.-]*)"', block)

@@ -121,8 +121,8 @@ def test_the_same_words_are_not_added_twice(generate, folder, texts, where, exis
 def test_two_runs_at_once_are_refused(generate, folder, texts, where, monkeypatch):
     """Another process holds what it writes to; that of a killed one holds nobody up."""
     lock = folder / (".captions.lock" if where == "txt" else f".{where}.lock")
-    holds = f"import sys, pathlib; sys.path.insert(0, {str(ROOT)!r})\nfrom nanovlm.bulk.resume_log import alone\n"
-    holds += f"with alone(pathlib.Path({str(lock)!r}), 'x'): print('held', flush=True), sys.stdin.read()"
+    holds = f"import sys, pathlib; sys.path.insert(0, {str(ROOT)!r})\nfrom nanovlm.bulk.resume_log import file_lock\n"
+    holds += f"with file_lock(pathlib.Path({str(lock)!r}), 'x'): print('held', flush=True), sys.stdin.read()"
     other = subprocess.Popen([sys.executable, "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdout.readline() == b"held\n" and lock.exists()
     place = folder if where == "txt" else folder / where

@@ -251,7 +251,7 @@ def test_wrong_flags_are_one_line_before_any_work(generate, monkeypatch, flags):
         raise AssertionError("work")
 
     monkeypatch.setattr(Captioner, "from_pretrained", work)
-    monkeypatch.setattr(captioning, "open_picture", work)
+    monkeypatch.setattr(captioning, "load_image", work)
     result = generate("good.png", *flags.split(" "))
     refused(result)
     assert named(flags) & set(result[2].replace("=", " ").split())
@@ -451,13 +451,13 @@ def test_a_user_who_leaves_is_no_traceback(generate, monkeypatch):
 @pytest.mark.parametrize("argv", [["generate.py"], ["train.py"], ["-m", "nanovlm"]])
 def test_help_comes_without_heavy_imports(argv):
     """Half a second is for Python itself; torch alone takes longer."""
-    program = "import sys; from nanovlm import cli; cli.main(['--help'])" if argv[0] == "-m" else None
+    program = "import sys; from nanovlm.cli.main import main; main(['--help'])" if argv[0] == "-m" else None
     command = ["-c", program] if program else [*argv, "--help"]
     run = subprocess.run([sys.executable, "-X", "importtime", *command], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout.startswith("usage: ")
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in run.stderr.splitlines()}
     assert {"nanovlm", "argparse"} <= imported
-    assert not imported & {"torch", "torchvision", "PIL", "numpy", "tokenizers", "jinja2", "huggingface_hub", "models"}
+    assert not imported & {"torch", "torchvision", "PIL", "numpy", "tokenizers", "jinja2", "huggingface_hub"}
 
 
 def test_help_names_every_flag(generate, train):

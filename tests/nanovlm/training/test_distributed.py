@@ -16,8 +16,9 @@ from support import ROOT
 
 PROGRAM = """
 import json, os, sys, torch
-sys.path.insert(0, "tests")
+sys.path[:0] = [".", "tests"]
 import nanovlm.training.distributed
+from support import TINY, randomise
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.data.examples import EncodedExample, collate
@@ -46,7 +47,7 @@ torch.manual_seed(0 if settings.get("lora_rank") else int(os.environ.get("RANK",
 model = randomise(VisionLanguageModel(VLMConfig(**TINY), 3))
 cfg = TrainConfig(**{"warmup": 0, "decay": 0, "lr": 1e-3, "workers": 0, "log_every": 1, "dtype": "float32"} | settings)
 learned = lambda: train(model, "{}", batch, cfg, folder, validation=lambda i: batch(48 // together + i))
-nanovlm.training.distributed.ending(lambda: int(learned() is None))
+nanovlm.training.distributed.run_and_exit(lambda: int(learned() is None))
 """
 
 
