@@ -15,6 +15,7 @@ from torch import Tensor
 
 from models import language_model
 from models.inference import decode_step
+from models.inference.cpu_kernels import cpu_info
 from models.inference.decode_step import DecodeStep
 from models.inference.fused_decode_step import Step, use_step
 from models.language_model import LanguageModel
@@ -27,13 +28,11 @@ def package_path(decoder: LanguageModel) -> Path:
     The folder is $NANOVLM_CACHE, or nanovlm in $XDG_CACHE_HOME or ~/.cache. The name is a digest of all that compiled
     code depends on; weights are not among it.
     """
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")] if cpuinfo.exists() else []
     shape = {name: value for name, value in decoder.cfg.to_dict().items() if name.startswith("lm_")}
     state = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in decoder.state_dict().items()]
     sources = [Path(module.__file__).read_text("utf-8") for module in (decode_step, language_model)]
     threads = torch.get_num_threads()
-    told = (torch.__version__, platform.platform(), flags[:1], threads, sorted(shape.items()), state, sources)
+    told = (torch.__version__, platform.platform(), cpu_info("flags"), threads, sorted(shape.items()), state, sources)
     folder = os.environ.get("NANOVLM_CACHE")
     folder = Path(folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanovlm"))
     return folder / f"decode-{hashlib.sha256(repr(told).encode()).hexdigest()[:16]}.pt2"

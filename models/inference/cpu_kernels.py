@@ -36,10 +36,19 @@ def use_onednn(model: nn.Module, on: bool = True) -> nn.Module:
     return model
 
 
+def cpu_info(field: str) -> str:
+    """A field of /proc/cpuinfo, such as "model name" or "flags"; without it, what `platform` calls the processor."""
+    for line in CPUINFO.read_text().splitlines() if CPUINFO.exists() else ():
+        name, _, value = line.partition(":")
+        if name.strip() == field:
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
 @cache
 def made_by(maker: str) -> bool:
-    """Whether this machine's processor says that it is of that maker, "AuthenticAMD" or "GenuineIntel"."""
-    return maker in (CPUINFO.read_text() if CPUINFO.exists() else platform.processor())
+    """Whether this machine's processor names that maker, "AuthenticAMD" or "GenuineIntel"."""
+    return maker in cpu_info("vendor_id")
 
 
 def onednn_pays_off() -> bool:
