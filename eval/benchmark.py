@@ -24,12 +24,13 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from eval.lib.environment import environment, synchronize
+from eval.lib.command import progress
+from eval.lib.hardware import environment
+from eval.lib.timing import synchronize
 from models.inference.cpu_kernels import onednn_pays_off, use_onednn
 from models.mingpt import GPT, SIZES, GPT_kv, GPTConfig
 from nanovlm.cli.main import Parser
 from nanovlm.device import choose_device
-from nanovlm.training.loop import progress
 
 VOCABULARY, BLOCK_SIZE = 50257, 2048
 CONTEXTS = (64, 128, 256, 512, 1024, 1536)

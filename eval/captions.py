@@ -17,7 +17,7 @@ from random import Random
 
 from eval import throughput
 from eval.lib.command import make_parser, positive, report
-from eval.lib.environment import environment
+from eval.lib.hardware import environment
 from eval.lib.shapes import SHAPES
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner

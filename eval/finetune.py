@@ -17,15 +17,14 @@ from pathlib import Path
 from random import Random
 
 from eval.captions import png
-from eval.lib.command import make_parser, one_of, positive, report
-from eval.lib.environment import environment
+from eval.lib.command import make_parser, one_of, positive, progress, report
+from eval.lib.hardware import environment
 from eval.lib.postcards import draw, random_postcard, write_folder
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner, Picture
 from nanovlm.cli.main import door
 from nanovlm.device import choose_device, choose_training_dtype
 from nanovlm.synthetic import caption, random_scene
-from nanovlm.training.loop import progress
 
 MINUTES = 3
 MIXED = ["scenes@0.22", "--pack", "256", "--steps", "1050"]  # packed, as scenes are longer; the time goes into steps
@@ -43,7 +42,7 @@ class Learned:
     scenes: float
 
     @property
-    def faults(self) -> list[str]:
+    def failures(self) -> list[str]:
         told = [f"{self.way}: {self.seconds:.0f} s are more than {MINUTES} minutes"] * (self.seconds > 60 * MINUTES)
         for world, share, least in zip(("postcards", "scenes"), (self.postcards, self.scenes), LEAST[self.way]):
             told += [f"{self.way}: {share:.1%} of {world} are right, less than {least:.0%}"] * (share < least)
@@ -114,11 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
     device = choose_device("auto")
     where = environment(device, choose_training_dtype("auto", device))
-    faults = [fault for result in results for fault in result.faults]
+    failures = [fault for result in results for fault in result.failures]
     if before[0]:
-        faults.append(f"before: {before[0]:.1%} of postcards are right, so they are no new world")
+        failures.append(f"before: {before[0]:.1%} of postcards are right, so they are no new world")
     found = {"before": dict(zip(("postcards", "scenes"), before)), "learned": [asdict(r) for r in results]}
-    return report(found, table(before, results), where, args.json, faults)
+    return report(found, table(before, results), where, args.json, failures)
 
 
 if __name__ == "__main__":

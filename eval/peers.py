@@ -22,15 +22,13 @@ from typing import Protocol
 
 import torch
 
-from eval.lib.command import make_parser, positive, report
-from eval.lib.environment import environment
-from eval.lib.hardware import bytes_per_s
+from eval.lib.command import make_parser, positive, progress, report
+from eval.lib.hardware import environment, memory_bandwidth
 from eval.lib.shapes import SHAPES
 from models.decoding import GREEDY
 from models.inference.inference_model import make_fast
 from models.language_model import LanguageModel
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.training.loop import progress
 
 CONTEXT = 70  # tokens
 REFERENCE = "transformers float32"
@@ -179,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tokens", type=positive, default=32, metavar="N", help="each decodes in a round (32)")
     add("--rounds", type=positive, default=5, metavar="N", help="(5)")
     args = parser.parse_args(argv)
-    limit = bytes_per_s()
+    limit = memory_bandwidth()
     with tempfile.TemporaryDirectory() as folder:
         try:
             makers = peers(args.shape, args.peers, args.rows, Path(folder))

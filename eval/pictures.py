@@ -25,8 +25,8 @@ from statistics import median
 from PIL import Image
 from torch import nn
 
-from eval.lib.command import make_parser, one_of, positive, report
-from eval.lib.environment import environment
+from eval.lib.command import make_parser, one_of, positive, progress, report
+from eval.lib.hardware import environment
 from eval.lib.shapes import SHAPES
 from eval.real_size import write_model
 from models.config import VLMConfig
@@ -35,7 +35,6 @@ from models.inference.fused_vision import use_fused
 from nanovlm import SAMPLE
 from nanovlm.captioner import Captioner, Picture, Stats
 from nanovlm.synthetic import draw, random_scene
-from nanovlm.training.loop import progress
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("230M", "460M")

@@ -15,7 +15,7 @@ import torch
 
 from eval.captions import png
 from eval.lib.command import make_parser, positive, report
-from eval.lib.environment import environment
+from eval.lib.hardware import environment
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.synthetic import caption, random_scene
@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for way, shares in found.items():
         lines.append(f"{way:16}{shares['right']:>8.1%}{shares['kept']:>8.1%}{shares['logits']:>9.2%}")
     lost = [way for way in found if way.endswith("int8") and found[way]["kept"] < LEAST]
-    faults = [f"{way} keeps less than {LEAST:.0%} of float32's right captions" for way in lost]
-    return report(found, "\n".join(lines), environment(), args.json, faults)
+    failures = [f"{way} keeps less than {LEAST:.0%} of float32's right captions" for way in lost]
+    return report(found, "\n".join(lines), environment(), args.json, failures)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ import tokenizers
 import torch
 from tokenizers import decoders, pre_tokenizers
 
-from eval.lib.command import make_parser, one_of, positive, report
-from eval.lib.environment import environment
+from eval.lib.command import make_parser, one_of, positive, progress, report
+from eval.lib.hardware import environment
 from eval.lib.shapes import SHAPES
 from models.checkpoint import WEIGHTS, save_checkpoint
 from models.config import VLMConfig
@@ -38,7 +38,6 @@ from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, Stats
 from nanovlm.device import DTYPES, choose_dtype
 from nanovlm.synthetic import draw, random_scene
-from nanovlm.training.loop import progress
 
 STATUS = Path("/proc/self/status")
 PHOTOGRAPH = (4032, 3024)
@@ -68,7 +67,7 @@ class RealSize:
     imports_mb: float  # resident before loading: torch, most of it mapped
 
     @property
-    def faults(self) -> list[str]:
+    def failures(self) -> list[str]:
         told = []
         if self.parameters != self.published:
             told.append(f"{self.name} has {self.parameters:,} parameters, the published model {self.published:,}")
@@ -207,15 +206,15 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"memory is read from {STATUS}, which only Linux has")
 
     where = environment(dtype=choose_dtype(args.dtype, torch.device("cpu")))
-    picture, results, faults = photograph(), [], []
+    picture, results, failures = photograph(), [], []
     for name in args.names or SHAPES:
         try:
             results.append(real_size(name, picture, args.dtype, args.max_new_tokens))
         except (OSError, ValueError, BrokenProcessPool) as error:  # no room on disk, no room in memory ...
-            faults.append(f"{name} could not be measured: {error}")
+            failures.append(f"{name} could not be measured: {error}")
         else:
-            faults += results[-1].faults
-    return report({"models": [asdict(r) for r in results]}, table(results), where, args.json, faults)
+            failures += results[-1].failures
+    return report({"models": [asdict(r) for r in results]}, table(results), where, args.json, failures)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from eval.lib.command import make_parser, positive, report
-from eval.lib.environment import environment
-from eval.lib.hardware import bytes_per_s, flops_per_s
+from eval.lib.hardware import environment, matmul_flops, memory_bandwidth
 from eval.lib.shapes import SHAPES
 from models.inference.inference_model import make_fast
 from models.vision_language_model import PrefillState, VisionLanguageModel
@@ -80,12 +79,12 @@ def table(found: list[Stage], dtype: torch.dtype) -> str:
     line = "{:18}{:>9}{:>11}{:>9}{:>11}{:>9}{:>9}".format
     lines = [line("", "MB", "at least", "GFLOP", "at least", "takes", "reaches")]
     for stage in found:
-        reads, computes = stage.weight_bytes / bytes_per_s(), stage.flops / flops_per_s(dtype)
+        reads, computes = stage.weight_bytes / memory_bandwidth(), stage.flops / matmul_flops(dtype)
         times = (f"{1000 * seconds:.1f} ms" for seconds in (reads, computes, stage.seconds))
         a, b, c = times
         share = f"{max(reads, computes) / stage.seconds:.0%}"
         lines.append(line(stage.name, f"{stage.weight_bytes / 1e6:.0f}", a, f"{stage.flops / 1e9:.1f}", b, c, share))
-    lines.append(f"memory {bytes_per_s() / 1e9:.1f} GB/s, products {flops_per_s(dtype) / 1e9:.0f} GFLOP/s")
+    lines.append(f"memory {memory_bandwidth() / 1e9:.1f} GB/s, products {matmul_flops(dtype) / 1e9:.0f} GFLOP/s")
     return "\n".join(lines)
 
 
@@ -97,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     dtype = choose_dtype(args.dtype, torch.device("cpu"))
     found = measure(args.shape, dtype, args.rounds)
-    limits = {"bytes_per_s": bytes_per_s(), "flops_per_s": flops_per_s(dtype)}
+    limits = {"memory_bandwidth": memory_bandwidth(), "matmul_flops": matmul_flops(dtype)}
     told = limits | {"stages": [asdict(stage) for stage in found]}
     return report(told, table(found, dtype), environment(dtype=dtype), args.json)
 

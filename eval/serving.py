@@ -21,7 +21,7 @@ from statistics import quantiles
 import openai
 
 from eval.lib.command import make_parser, positive, report
-from eval.lib.environment import environment
+from eval.lib.hardware import environment
 from nanovlm import PROMPT
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.synthetic import draw, random_scene

@@ -17,10 +17,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from eval.lib.command import make_parser, positive, report
-from eval.lib.environment import environment
+from eval.lib.command import make_parser, positive, progress, report
+from eval.lib.hardware import environment
 from models.mingpt import GPT, GPT_kv, GPTConfig
-from nanovlm.training.loop import progress
 
 BATCH, LR, CHECK_EVERY = 64, 5e-4, 100  # the first two are minGPT's
 TEMPERATURE = 3.0  # so hot that a model sure of itself still has something to draw
@@ -41,7 +40,7 @@ class SortTask:
     seconds: float
 
     @property
-    def faults(self) -> list[str]:
+    def failures(self) -> list[str]:
         if self.accuracy < 1:
             return [f"not sorted after {self.steps} steps: raise --steps or try another --seed"]
         alike = self.n_identical == self.n_identical_sampled == self.n_inputs
@@ -136,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     result = sort_task(args.steps, seed=args.seed)
     where = f"{environment()}; {result.seconds:.0f} s in all"
-    return report(asdict(result), summary(result), where, args.json, result.faults)
+    return report(asdict(result), summary(result), where, args.json, result.failures)
 
 
 if __name__ == "__main__":

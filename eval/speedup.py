@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.lib.cache_timing import Study, study
+from eval.lib.cache_timing import StudyResult, time_designs
 from eval.lib.cache_variants import UNCACHED, encoder_decoder, language_model
-from eval.lib.command import make_parser, positive, report
-from eval.lib.environment import environment
+from eval.lib.command import make_parser, positive, progress, report
+from eval.lib.hardware import environment
 from eval.lib.shapes import SHAPES
 from eval.sort_task import SortTask, sort_task, summary
 from models.inference.cpu_kernels import onednn_pays_off, use_onednn
@@ -37,29 +37,28 @@ from nanovlm import EMBEDDED, PROMPT, SAMPLE
 from nanovlm.captioner import Captioner
 from nanovlm.device import DTYPES, choose_device
 from nanovlm.image_processing import load_image
-from nanovlm.training.loop import progress
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
 PUBLISHED = "published for nanoVLM's per-block cache (Hugging Face's blog, June 2025: \"38% speedup\")"
 PUBLISHED_SPEEDUP = 1.38
 
 
-def table(study: Study) -> str:
+def table(time_designs: StudyResult) -> str:
     """The study for a terminal; under each design, how many times faster it is than none."""
     lines = [
-        f"{study.model}: {study.parameters / 1e6:.1f}M parameters, a prompt of {study.prompt_tokens} tokens; "
-        f"vision {study.vision_ms:.2f} ms, prefill {study.prefill_ms:.2f} ms",
-        f"{'new tokens, ms':22}" + "".join(f"{n:>16}" for n in study.lengths)
+        f"{time_designs.model}: {time_designs.parameters / 1e6:.1f}M parameters, a prompt of {time_designs.prompt_tokens} tokens; "
+        f"vision {time_designs.vision_ms:.2f} ms, prefill {time_designs.prefill_ms:.2f} ms",
+        f"{'new tokens, ms':22}" + "".join(f"{n:>16}" for n in time_designs.lengths)
         + f"{'ms/token':>10}{'grows as':>10}{'FLOPs as':>10}  same ids",
     ]  # fmt: skip
-    uncached = next(curve for curve in study.curves if curve.design == UNCACHED)
-    for curve in study.curves:
+    uncached = next(curve for curve in time_designs.curves if curve.design == UNCACHED)
+    for curve in time_designs.curves:
         cells = (f"{ms:,.1f} ±{half:,.1f}" for ms, half in zip(curve.total_ms, curve.spread_ms))
         growth = (f"n^{e:.2f}" for e in (curve.exponent, curve.flops_exponent))
         lines.append(
             f"{curve.design:22}" + "".join(f"{cell:>16}" for cell in cells)
             + f"{curve.token_ms:>10.2f}" + "".join(f"{e:>10}" for e in growth)
-            + f"  {curve.same_ids} of {max(study.lengths)}"
+            + f"  {curve.same_ids} of {max(time_designs.lengths)}"
         )  # fmt: skip
         if curve is not uncached:
             gains = (slow / fast for slow, fast in zip(uncached.total_ms, curve.total_ms))
@@ -127,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         language_model(model, ids, images, most, args.export),
         encoder_decoder(twin, words, images[:1], most, args.export),
     )
-    studies = [study(subject, args.lengths, args.rounds, device) for subject in subjects]
+    studies = [time_designs(subject, args.lengths, args.rounds, device) for subject in subjects]
     sorting = sort_task() if args.sort_task else None
 
     where = environment(device, model.dtype)
@@ -140,14 +139,14 @@ def main(argv: list[str] | None = None) -> int:
     text += f"\n{summary(sorting)}" if sorting else ""
     where += f"; medians of {args.rounds} rounds"
     found["published_speedup"] = PUBLISHED_SPEEDUP
-    return report(found, text, where, args.json, faults(studies, sorting, model.dtype))
+    return report(found, text, where, args.json, failures(studies, sorting, model.dtype))
 
 
-def faults(studies: Sequence[Study], sorting: SortTask | None, dtype: torch.dtype) -> list[str]:
+def failures(studies: Sequence[StudyResult], sorting: SortTask | None, dtype: torch.dtype) -> list[str]:
     """Where a cache changed what is said. Below float32 rounding may, and the table tells where."""
     differ = [(s.model, c.design, c.same_ids) for s in studies for c in s.curves if c.same_ids < max(s.lengths)]
     told = [f"{model}: {design} differs from {UNCACHED} after {n} tokens" for model, design, n in differ]
-    return told * (dtype == torch.float32) + (sorting.faults if sorting else [])
+    return told * (dtype == torch.float32) + (sorting.failures if sorting else [])
 
 
 if __name__ == "__main__":

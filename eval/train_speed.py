@@ -20,9 +20,10 @@ from statistics import median
 import torch
 from torch import nn
 
-from eval.lib.command import make_parser, positive, report
-from eval.lib.environment import environment, synchronize
+from eval.lib.command import make_parser, positive, progress, report
+from eval.lib.hardware import environment
 from eval.lib.shapes import SHAPES
+from eval.lib.timing import synchronize
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, collate
@@ -30,7 +31,7 @@ from nanovlm.data.packing import pack
 from nanovlm.device import DTYPES, choose_device
 from nanovlm.training.config import FINETUNING
 from nanovlm.training.distributed import DistributedContext
-from nanovlm.training.loop import Batch, backward, progress, to_device
+from nanovlm.training.loop import Batch, backward, to_device
 from nanovlm.training.optimizer import adamw
 
 IMAGE_TOKEN = -1  # no word's id, so that every id can be drawn
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg, _ = SHAPES[args.shape]
     torch.manual_seed(0)
     model = VisionLanguageModel(cfg, IMAGE_TOKEN).to(device).train()
-    results, lines, faults = [], [], []
+    results, lines, failures = [], [], []
     for ways in (precisions(cfg, 128), mixed(cfg, 8, 448)):
         slow, fast = (way.name for way in ways)
         speed = measure(model, ways, args.rounds)
@@ -125,9 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         told = "; ".join(f"{name} {tokens_per_s:,.0f} tokens/s" for name, tokens_per_s in speed.items())
         lines.append(f"{args.shape}: {told}; {gain:.2f} times as fast")
         if gain < BARS[fast]:
-            faults.append(f"{fast} is {gain:.2f} times as fast as {slow}, less than {BARS[fast]:g} times")
+            failures.append(f"{fast} is {gain:.2f} times as fast as {slow}, less than {BARS[fast]:g} times")
     where = f"{environment(device)}; medians of {args.rounds} rounds"
-    return report({"shape": args.shape, "results": results}, "\n".join(lines), where, args.json, faults)
+    return report({"shape": args.shape, "results": results}, "\n".join(lines), where, args.json, failures)
 
 
 if __name__ == "__main__":

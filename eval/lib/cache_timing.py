@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from eval.lib import flops
-from eval.lib.cache_variants import UNCACHED, Design, Subject
-from eval.lib.environment import synchronize
-from nanovlm.training.loop import progress
+from eval.lib.cache_variants import UNCACHED, CacheDesign, Subject
+from eval.lib.command import progress
+from eval.lib.timing import synchronize
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Study:
+class StudyResult:
     """One model, every design."""
 
     model: str
@@ -43,7 +43,7 @@ class Study:
 
 
 @torch.inference_mode()
-def timeline(design: Design, n: int, device: torch.device) -> tuple[Tensor, list[float]]:
+def timeline(design: CacheDesign, n: int, device: torch.device) -> tuple[Tensor, list[float]]:
     """The n ids that a design says, (n,), and the ms after which each was there."""
     synchronize(device)
     started, ids, times = time.perf_counter(), [], []
@@ -73,9 +73,9 @@ def exponent(lengths: Sequence[int], after_first: Sequence[float]) -> float:
     return round(math.log(high / low) / math.log((n - 1) / (m - 1)), 2)
 
 
-def study(
+def time_designs(
     subject: Subject, lengths: Sequence[int], rounds: int, device: torch.device, log: Callable[[str], None] = progress
-) -> Study:
+) -> StudyResult:
     """Every design of subject, in rounds in which all take turns."""
     most, said, runs = max(lengths), {}, {design.name: [] for design in subject.designs}
     for design in subject.designs:
@@ -103,7 +103,7 @@ def study(
                 same_ids=int(same),
             )
         )
-    return Study(
+    return StudyResult(
         model=subject.name,
         parameters=sum(parameter.numel() for parameter in subject.model.parameters()),
         prompt_tokens=subject.prompt_tokens,

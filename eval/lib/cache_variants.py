@@ -30,7 +30,7 @@ UNCACHED = "no cache"
 
 
 @dataclass(frozen=True)
-class Design:
+class CacheDesign:
     """A name, and stream(n): the n ids (1,) that follow the prompt, greedily, as they are chosen."""
 
     name: str
@@ -47,7 +47,7 @@ class Subject:
     vision: Callable[[], object]  # from pixels to what the words' model looks at
     prefill: Callable[[], object]  # from there to the first token, with a cache
     read: flops.ReadOptions
-    designs: list[Design]
+    designs: list[CacheDesign]
 
 
 def language_model(model: VisionLanguageModel, ids: Tensor, images: Tensor, most: int, export: bool = True) -> Subject:
@@ -68,13 +68,13 @@ def language_model(model: VisionLanguageModel, ids: Tensor, images: Tensor, most
 
     step = LanguageModelStep(decoder)
     designs = [
-        Design(UNCACHED, lambda n: model.stream(ids, images, max_new_tokens=n, use_kv_cache=False)),
-        Design("per-block cache", lambda n: model.stream(ids, images, max_new_tokens=n)),
-        Design("static cache", partial(static, step, step)),
+        CacheDesign(UNCACHED, lambda n: model.stream(ids, images, max_new_tokens=n, use_kv_cache=False)),
+        CacheDesign("per-block cache", lambda n: model.stream(ids, images, max_new_tokens=n)),
+        CacheDesign("static cache", partial(static, step, step)),
     ]
     if export:
         programs = export_language_model(decoder, capacity)
-        designs.append(Design("static, exported", partial(static, *_modules(programs, "prefill", "decode"))))
+        designs.append(CacheDesign("static, exported", partial(static, *_modules(programs, "prefill", "decode"))))
     return Subject(
         "language model on image and words",
         model,
@@ -113,14 +113,14 @@ def encoder_decoder(model: EncoderDecoder, ids: Tensor, images: Tensor, most: in
 
     step = TextDecoderStep(decoder)
     designs = [
-        Design(UNCACHED, lambda n: model.stream(ids, images, max_new_tokens=n, use_kv_cache=False)),
-        Design("hooks", hooks),
-        Design("cross-attention once", lambda n: model.stream(ids, images, max_new_tokens=n)),
-        Design("static cache", partial(static, decoder.cross, step, step)),
+        CacheDesign(UNCACHED, lambda n: model.stream(ids, images, max_new_tokens=n, use_kv_cache=False)),
+        CacheDesign("hooks", hooks),
+        CacheDesign("cross-attention once", lambda n: model.stream(ids, images, max_new_tokens=n)),
+        CacheDesign("static cache", partial(static, decoder.cross, step, step)),
     ]
     if export:
         programs = export_text_decoder(decoder, xa.size(1), capacity)
-        designs.append(Design("static, exported", partial(static, *_modules(programs, "cross", "prefill", "decode"))))
+        designs.append(CacheDesign("static, exported", partial(static, *_modules(programs, "cross", "prefill", "decode"))))
     return Subject(
         "encoder-decoder of the same measures",
         model,

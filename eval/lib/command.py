@@ -1,4 +1,4 @@
-"""What the scripts here share: how their flags are read, and how each tells what it found, and where."""
+"""What the evaluation commands share: their parser, progress lines, and the report with its exit code."""
 
 import argparse
 import json
@@ -6,36 +6,55 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 
 from nanovlm.cli.main import Parser
+from nanovlm.device import DTYPES
 
 
 def make_parser(name: str, doc: str) -> Parser:
-    """The parser of `python -m eval.NAME`, whose help is the module's docstring."""
+    """The parser of `python -m eval.NAME`; its help text is the module's docstring."""
     parser = Parser(prog=f"eval.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="everything, as one object")
+    parser.add_argument("--json", action="store_true", help="print all results as one JSON object")
     return parser
 
 
+def add_device_flags(parser: Parser, dtype: str = "auto") -> None:
+    """--device and --dtype."""
+    devices = ("auto", "cpu", "cuda", "mps")
+    parser.add_argument("--device", default="auto", choices=devices, help="where to compute (default: auto)")
+    parser.add_argument("--dtype", default=dtype, choices=("auto", *DTYPES), help=f"precision (default: {dtype})")
+
+
 def positive(text: str) -> int:
-    """The type of a flag that says how many."""
+    """argparse type: an integer of at least 1."""
     if (n := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{n} must be 1 or more")
     return n
 
 
 def one_of(names: Collection[str]) -> Callable[[str], str]:
-    """The type of an argument that may be left out or given again; Python 3.11's choices refuse the former."""
+    """argparse type: one of names. For nargs="*", where Python 3.11 applies `choices` to the missing value."""
 
-    def known(name: str) -> str:
+    def check(name: str) -> str:
         if name not in names:
             raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(map(repr, names))}")
         return name
 
-    return known
+    return check
 
 
-def report(found: dict, text: str, where: str, as_json: bool, faults: Sequence[str] = ()) -> int:
-    """Print what was found, as one object or as text, and where; then, on standard error, faults. The exit code."""
-    print(json.dumps(found | {"faults": [*faults], "environment": where}, indent=2) if as_json else f"{text}\n{where}")
-    for fault in faults:
-        print(fault, file=sys.stderr)
-    return 1 if faults else 0
+def progress(line: str) -> None:
+    """Print a progress line on stderr; results alone go to stdout."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def report(results: dict, text: str, environment: str, as_json: bool, failures: Sequence[str] = ()) -> int:
+    """Print results as JSON or as text, the environment once, and failed checks on stderr.
+
+    Returns the exit code: 1 if a check failed, else 0.
+    """
+    if as_json:
+        print(json.dumps(results | {"failures": [*failures], "environment": environment}, indent=2))
+    else:
+        print(f"{text}\n{environment}")
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 1 if failures else 0

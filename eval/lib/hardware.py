@@ -1,4 +1,4 @@
-"""What this machine can do at most: the two limits of every stage (Williams et al. 2009, "Roofline")."""
+"""The machine a figure was measured on: its name, and its two speed limits (Williams et al. 2009, "Roofline")."""
 
 import time
 from collections.abc import Callable
@@ -6,27 +6,36 @@ from functools import cache
 
 import torch
 
+from models.inference.cpu_kernels import cpu_info
 
-def fastest(function: Callable[[], object], rounds: int = 9) -> float:
-    """The seconds that a call takes when nothing disturbs it."""
-    times = []
+
+def environment(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> str:
+    """One line: processor, threads, torch version, precision, device."""
+    device = torch.device(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{cpu_info('model name')}, {torch.get_num_threads()} threads, torch {torch.__version__}, {dtype}, {name}"
+
+
+@cache
+def memory_bandwidth(size: int = 2**29) -> float:
+    """Bytes per second at which all threads together read `size` bytes that are in no cache."""
+    tensor = torch.ones(size // 4)
+    return size / _fastest(tensor.amax)
+
+
+@cache
+def matmul_flops(dtype: torch.dtype, n: int = 2048) -> float:
+    """Floating-point operations per second of an n x n matrix product (F.linear)."""
+    a, b = torch.ones(n, n, dtype=dtype), torch.ones(n, n, dtype=dtype)
+    with torch.inference_mode():
+        return 2 * n**3 / _fastest(lambda: torch.nn.functional.linear(a, b))
+
+
+def _fastest(function: Callable[[], object], rounds: int = 9) -> float:
+    """Seconds of the fastest of several calls: the speed without interference from other programs."""
+    seconds = []
     for _ in range(rounds):
         started = time.perf_counter()
         function()
-        times.append(time.perf_counter() - started)
-    return min(times)
-
-
-@cache
-def bytes_per_s(size: int = 2**29) -> float:
-    """How fast all threads together read memory that is in no cache."""
-    numbers = torch.ones(size // 4)
-    return size / fastest(numbers.amax)
-
-
-@cache
-def flops_per_s(dtype: torch.dtype, n: int = 2048) -> float:
-    """How many floating-point operations a second a product of matrices does, as F.linear has it."""
-    a, b = torch.ones(n, n, dtype=dtype), torch.ones(n, n, dtype=dtype)
-    with torch.inference_mode():
-        return 2 * n**3 / fastest(lambda: torch.nn.functional.linear(a, b))
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)

@@ -52,17 +52,17 @@ def test_two_steps_teach_nothing_and_every_missed_bar_is_told(capsys):
     for learned in told["learned"]:
         assert learned["postcards"] == 0 and learned["seconds"] > 0
         way, (least, _) = learned["way"], LEAST[learned["way"]]
-        assert f"{way}: 0.0% of postcards are right, less than {least:.0%}" in told["faults"]
-    assert err.splitlines()[-len(told["faults"]) :] == told["faults"]
+        assert f"{way}: 0.0% of postcards are right, less than {least:.0%}" in told["failures"]
+    assert err.splitlines()[-len(told["failures"]) :] == told["failures"]
     assert "6 examples" in err and "scenes: " in err, "train.py said what it learns from"
 
 
 def test_every_bar_holds_alone():
-    assert Learned("adapters", 180.0, 0.85, 0.0).faults == []
-    assert Learned("scenes mixed in", 180.0, 0.9, 0.8).faults == []
-    (told,) = Learned("scenes mixed in", 180.0, 0.9, 0.79).faults
+    assert Learned("adapters", 180.0, 0.85, 0.0).failures == []
+    assert Learned("scenes mixed in", 180.0, 0.9, 0.8).failures == []
+    (told,) = Learned("scenes mixed in", 180.0, 0.9, 0.79).failures
     assert told == "scenes mixed in: 79.0% of scenes are right, less than 80%"
-    (told,) = Learned("all weights", 181.0, 0.9, 0.0).faults
+    (told,) = Learned("all weights", 181.0, 0.9, 0.0).failures
     assert told == "all weights: 181 s are more than 3 minutes"
 
 

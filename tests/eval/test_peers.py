@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eval import peers
-from eval.lib.hardware import bytes_per_s, flops_per_s
+from eval.lib.hardware import matmul_flops, memory_bandwidth
 from eval.lib.shapes import SHAPES
 
 SMALL = {
@@ -20,7 +20,7 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
     monkeypatch.setitem(SHAPES, "230M", (replace(SHAPES["230M"][0], **SMALL), 0))
-    monkeypatch.setattr(peers, "bytes_per_s", lambda: 1e10)
+    monkeypatch.setattr(peers, "memory_bandwidth", lambda: 1e10)
     monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path))
 
 
@@ -49,4 +49,4 @@ def test_an_unknown_peer_is_named(capsys):
 
 
 def test_limits_are_plausible():
-    assert 1e9 < bytes_per_s(2**24) < 1e13 and 1e8 < flops_per_s(torch.float32, 256) < 1e15
+    assert 1e9 < memory_bandwidth(2**24) < 1e13 and 1e8 < matmul_flops(torch.float32, 256) < 1e15

@@ -64,10 +64,10 @@ def test_a_model_is_loaded_and_speaks_in_a_process_of_its_own(models, capsys):
 
 def test_a_second_copy_of_the_weights_is_a_fault_and_the_one_that_is_needed_is_none():
     took = RealSize("x", 5, "torch.float32", 7, 7, 900.0, 1.0, 1500, 60, 0, 2000, 10, 700, 4, 2.0, 600)
-    assert took.faults == []
-    (told,) = replace(took, private_mb=960).faults
+    assert took.failures == []
+    (told,) = replace(took, private_mb=960).failures
     assert "960 MB of private memory" in told and "the 0 MB that torch.float32 needs" in told
-    assert replace(took, private_mb=510, needed_mb=450, dtype="torch.bfloat16").faults == []
+    assert replace(took, private_mb=510, needed_mb=450, dtype="torch.bfloat16").failures == []
 
 
 def test_private_memory_is_seen_even_if_it_is_given_back():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from eval import roofline
-from eval.lib.hardware import bytes_per_s, flops_per_s
+from eval.lib.hardware import matmul_flops, memory_bandwidth
 from eval.lib.shapes import SHAPES
 
 SMALL = {
@@ -20,8 +20,8 @@ SMALL = {
 def test_bytes_and_operations_are_the_models(capsys, monkeypatch, tmp_path, dtype, size):
     monkeypatch.setitem(SHAPES, "230M", (replace(SHAPES["230M"][0], **SMALL), 0))
     monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(roofline, "bytes_per_s", lambda: bytes_per_s(2**22))
-    monkeypatch.setattr(roofline, "flops_per_s", lambda dtype: flops_per_s(dtype, 128))
+    monkeypatch.setattr(roofline, "memory_bandwidth", lambda: memory_bandwidth(2**22))
+    monkeypatch.setattr(roofline, "matmul_flops", lambda dtype: matmul_flops(dtype, 128))
     assert roofline.main(["--rounds", "1", "--dtype", dtype, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     sees, reads, says = found["stages"]

@@ -27,9 +27,9 @@ def test_every_script_says_what_it_measures(name, capsys, monkeypatch):
 def test_what_is_found_is_told_as_text_or_as_one_object_with_its_faults(capsys):
     assert report({"share": 0.5}, "half of it", "a machine", as_json=False) == 0
     assert capsys.readouterr() == ("half of it\na machine\n", "")
-    assert report({"share": 0.5}, "half of it", "a machine", as_json=True, faults=["too few"]) == 1
+    assert report({"share": 0.5}, "half of it", "a machine", as_json=True, failures=["too few"]) == 1
     out, err = capsys.readouterr()
-    assert json.loads(out) == {"share": 0.5, "faults": ["too few"], "environment": "a machine"} and err == "too few\n"
+    assert json.loads(out) == {"share": 0.5, "failures": ["too few"], "environment": "a machine"} and err == "too few\n"
 
 
 @pytest.mark.parametrize(

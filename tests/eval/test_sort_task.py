@@ -66,7 +66,7 @@ def test_a_short_sorting_task_is_learned_and_leaves_the_random_state_alone():
     torch.manual_seed(5)
     result = sort_task(max_steps=1000, length=3, n_digits=2, log=quiet)
     assert torch.equal(torch.rand(1), expected)
-    assert result.accuracy == 1 and not result.faults
+    assert result.accuracy == 1 and not result.failures
     assert result.n_inputs == result.n_identical == result.n_identical_sampled == 8
 
 

@@ -9,10 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eval.lib import cache_variants as designs
 from eval.lib import flops
-from eval.lib.cache_timing import Curve, Study, exponent, study, timeline
+from eval.lib.cache_timing import Curve, StudyResult, exponent, time_designs, timeline
 from eval.lib.cache_variants import UNCACHED
 from eval.lib.shapes import SHAPES
-from eval.speedup import faults, main, table
+from eval.speedup import failures, main, table
 from models.kv_study.encoder_decoder import EncoderDecoder, TextPrefillState
 from models.vision_language_model import VisionLanguageModel
 
@@ -44,7 +44,7 @@ def test_every_design_says_the_same_and_is_timed_token_by_token(subjects):
 
 
 def test_a_study_tells_lengths_spreads_and_shared_ids(subjects):
-    found = study(subjects[1], [4, 8, 12], 2, CPU, log=lambda line: None)
+    found = time_designs(subjects[1], [4, 8, 12], 2, CPU, log=lambda line: None)
     assert [curve.same_ids for curve in found.curves] == [12] * 5
     for curve in found.curves:
         assert curve.total_ms == sorted(curve.total_ms) and len(curve.spread_ms) == 3 and curve.token_ms > 0
@@ -62,7 +62,7 @@ def test_ids_count_as_the_same_up_to_the_first_that_differs(subjects):
             yield ids + (i == 5)
 
     subject = replace(subjects[0], designs=[right, replace(wrong, stream=mistaken)])
-    found = study(subject, [4, 8], 1, CPU, log=lambda line: None)
+    found = time_designs(subject, [4, 8], 1, CPU, log=lambda line: None)
     assert [curve.same_ids for curve in found.curves] == [8, 5]
 
 
@@ -135,10 +135,10 @@ def test_the_script_reports_as_json(capsys):
 
 def test_a_cache_that_changes_what_is_said_is_a_fault():
     curve = Curve("hooks", [1.0, 2.0], [0.0, 0.0], 1.0, 1.0, [1, 2], 1.0, same_ids=3)
-    found = Study("model", 1, 1, 1.0, 1.0, [4, 8], [curve])
-    assert faults([found], None, torch.float32) == ["model: hooks differs from no cache after 3 tokens"]
-    assert faults([found], None, torch.bfloat16) == [], "rounding may choose another of two nearly equal"
-    assert faults([replace(found, curves=[replace(curve, same_ids=8)])], None, torch.float32) == []
+    found = StudyResult("model", 1, 1, 1.0, 1.0, [4, 8], [curve])
+    assert failures([found], None, torch.float32) == ["model: hooks differs from no cache after 3 tokens"]
+    assert failures([found], None, torch.bfloat16) == [], "rounding may choose another of two nearly equal"
+    assert failures([replace(found, curves=[replace(curve, same_ids=8)])], None, torch.float32) == []
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_the_door_tells_both_comparisons_and_which_bar_is_missed(small, capsys, 
     for result in told["results"]:
         slow, fast = result["tokens_per_s"].values()
         assert result["gain"] == pytest.approx(fast / slow)
-    assert err.splitlines() == told["faults"] and len(told["faults"]) == bool(bar)
+    assert err.splitlines() == told["failures"] and len(told["failures"]) == bool(bar)
     assert not bar or "less than 1e+09 times" in err
 
 
