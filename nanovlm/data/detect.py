@@ -2,7 +2,9 @@
 
 import os
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from nanovlm.data.folders import captioned, from_json, imagefolder, pictures_in
 from nanovlm.data.hf_datasets import rows
@@ -16,13 +18,16 @@ KINDS = (
 )
 
 
-def open_source(path: str, reading: ReadOptions) -> Source | Stream:
-    """The examples at a path; a SourceError says what was found instead."""
-    if path == "scenes" and not os.path.exists(path):
-        from nanovlm.synthetic.recipe import scene_source
+def open_source(
+    path: str, reading: ReadOptions, generators: Mapping[str, Callable[[], Source]] = MappingProxyType({})
+) -> Source | Stream:
+    """The examples at a path; a DataError says what was found instead.
 
-        return scene_source()
+    generators are sources without files, by the name that stands for a path; a file of that name goes first.
+    """
     if not os.path.exists(path):
+        if path in generators:
+            return generators[path]()
         if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.,() -]+)?", path):
             return rows(path, reading)
         raise DataError(f"{path}: no such file or folder; data is {KINDS}")

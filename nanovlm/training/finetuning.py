@@ -44,11 +44,14 @@ def train_model(args: argparse.Namespace) -> int:
         cfg = settings(args)
         if args.recipe:
             model, processor = recipe.make_model(cfg.seed)
-            batches = recipe.batches(processor, cfg)
+            batches = recipe.batches(processor, batch_size=cfg.batch_size, seed=cfg.seed, pack=cfg.pack)
             model = model.to(choose_device(args.device))
-            train(model, processor.tokenizer.to_json(), batches, cfg, args.out, recipe.STORED_AS)
+            train(model, processor.tokenizer.to_json(), batches, cfg, args.out, recipe.CHECKPOINT_DTYPE)
             return 0
-        sources = [(open_source(path, reading(args)), share) for path, share in map(path_and_share, args.data)]
+        sources = [
+            (open_source(path, reading(args), generators={"scenes": recipe.scene_source}), share)
+            for path, share in map(path_and_share, args.data)
+        ]
         check_obeyed(args, [source for source, _ in sources])
         learned, held = split(sources, args.validation or 0)
         if args.check_data:

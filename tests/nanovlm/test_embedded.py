@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
@@ -16,9 +16,8 @@ from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.data.examples import encode
 from nanovlm.synthetic import caption, draw, random_scene, recipe
-from nanovlm.synthetic.recipe import CAPTION_PROMPTS, forget, make_config, make_tokenizer, scene_example
+from nanovlm.synthetic.recipe import CAPTION_PROMPTS, drop_words, make_config, make_tokenizer, scene_example
 from nanovlm.synthetic.scene import unnamed
-from nanovlm.training.config import SCENES
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def test_forgetting_hides_words_that_an_answer_has_said_and_nothing_else(caption
     rows = [encode(scene_example(random_scene(rng), rng, 5, (96, 96)), captioner.processor) for _ in range(20)]
     hidden = said = 0
     for row in rows:
-        later = forget(row, rng, 0.2)
+        later = drop_words(row, rng, 0.2)
         assert (later.targets, later.mask) == (row.targets, row.mask)
         for t, (before, after) in enumerate(zip(row.ids, later.ids)):
             follows = t > 0 and row.targets[t - 1] == before and row.mask[t - 1] == row.mask[t]
@@ -56,16 +55,16 @@ def test_forgetting_hides_words_that_an_answer_has_said_and_nothing_else(caption
 def test_scenes_in_unnamed_colours_teach_no_colour(captioner):
     """Nothing drawn is near a named colour, and no colour's name is read or asked for; shapes and places are."""
     rng = Random("unnamed")
-    names, words = recipe.colour_ids(captioner.tokenizer), set(recipe.COLOURS)
+    names, words = recipe.color_token_ids(captioner.tokenizer), set(recipe.COLOURS)
     for _ in range(30):
         scene = unnamed(random_scene(rng), rng)
         assert all(math.dist(t.rgb, c) >= 50 for t in scene.things for c in recipe.COLOURS.values())
-        example = scene_example(scene, rng, 5, (96, 96), colourless=True)
+        example = scene_example(scene, rng, 5, (96, 96), colorless=True)
         assert all(
             words.isdisjoint(re.findall(r"\w+", prompt + " " + answer)) for prompt, answer in example.answers[1:]
         )
         row = encode(example, captioner.processor)
-        bare = recipe.without(row, names)
+        bare = recipe.mask_tokens(row, names)
         assert names & set(row.targets) and not names & (set(bare.ids) | set(bare.targets))
         changed = [i for i, (a, b) in enumerate(zip(row.targets, bare.targets)) if a != b]
         assert changed == [i for i, a in enumerate(row.targets) if a in names]
@@ -74,7 +73,7 @@ def test_scenes_in_unnamed_colours_teach_no_colour(captioner):
 
 def test_a_conversation_is_the_same_words_in_another_order_each_after_the_others(captioner):
     example = scene_example(random_scene(rng := Random("talk")), rng, 8, (96, 96))
-    talks = [recipe.conversation(example, rng) for _ in range(4)]
+    talks = [recipe.as_conversation(example, rng) for _ in range(4)]
     assert all(sorted(talk.answers) == sorted(example.answers) for talk in talks)
     assert len({tuple(talk.answers) for talk in talks}) == 4
     assert (
@@ -82,13 +81,12 @@ def test_a_conversation_is_the_same_words_in_another_order_each_after_the_others
     )
 
 
-def test_conversations_begin_when_the_recipe_says_so_and_change_no_batch_before(captioner, monkeypatch):
-    batch, first = recipe.batches(captioner.processor, replace(SCENES, batch_size=8)), max(recipe.TALKS)
-    branches = [[len(row.unique()) for row in batch(step)["attention_mask"]] for step in (first - 1, first)]
+def test_conversations_begin_at_their_scheduled_step_and_change_no_earlier_batch(captioner):
+    batches, first = partial(recipe.batches, captioner.processor, batch_size=8, seed=0), max(recipe.CONVERSATION_SHARE)
+    branches = [[len(row.unique()) for row in batches()(step)["attention_mask"]] for step in (first - 1, first)]
     assert min(branches[0]) > 3 >= min(branches[1]) and max(branches[1]) > 3, "0, 1 and 2 are a conversation"
-    before = batch(first - 1)
-    monkeypatch.setattr(recipe, "TALKS", {0: 0.0})
-    assert torch.equal(before["input_ids"], batch(first - 1)["input_ids"])
+    without = batches(conversation_share={0: 0.0})
+    assert torch.equal(batches()(first - 1)["input_ids"], without(first - 1)["input_ids"])
 
 
 def test_the_sample_is_a_drawn_scene_and_is_told_right(captioner):

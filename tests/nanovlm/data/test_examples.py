@@ -1,10 +1,8 @@
 """What training shows is what generation reads and says, and packing questions changes no loss."""
 
-import pickle
 import random
 import re
 from dataclasses import replace
-from random import Random
 
 import pytest
 import torch
@@ -13,10 +11,7 @@ from PIL import Image
 from models.config import CHATML
 from nanovlm.data.examples import IGNORE_INDEX, Example, ExampleError, collate, encode, encode_checked
 from nanovlm.processor import Processor
-from nanovlm.synthetic import random_scene
-from nanovlm.synthetic.recipe import batches, scene_example
 from nanovlm.tokenizer import Tokenizer
-from nanovlm.training.config import TrainConfig
 
 
 def noise(width, height, seed=0):
@@ -117,28 +112,6 @@ def test_padding_changes_no_loss(tiled):
         likely = logits[0].log_softmax(-1)
         asked = [(i, id) for i, id in enumerate(row.targets) if id != IGNORE_INDEX]
     assert abs(loss.item() - sum(-likely[i, id].item() for i, id in asked) / len(asked)) < 1e-5
-
-
-def test_a_step_of_the_recipe_is_a_pure_function(speaker):
-    _, processor = speaker
-    cfg = TrainConfig(batch_size=2, seed=3)
-    one, other = batches(processor, cfg), batches(processor, cfg)
-    other(4)
-    for a, b in zip(one(5).values(), other(5).values()):
-        assert torch.equal(a, b)
-    sent = pickle.loads(pickle.dumps(one))  # as to a process that prepares batches, where processes do not fork
-    for a, b in zip(one(5).values(), sent(5).values()):
-        assert torch.equal(a, b)
-    assert not torch.equal(one(5)["images"], one(6)["images"])
-    assert not torch.equal(one(5)["images"], batches(processor, TrainConfig(batch_size=2, seed=4))(5)["images"])
-
-
-def test_a_scenes_example_shows_its_picture_and_asks_for_its_caption_first():
-    scene = random_scene(Random(0))
-    example = scene_example(scene, Random(1), n_questions=5, size=(120, 90))
-    assert [picture.size for picture in example.pictures] == [(120, 90)] and len(example.answers) == 6
-    caption = example.answers[0][1]
-    assert all(thing.name in caption for thing in scene.things) and scene.background in caption
 
 
 TURNS = [("What is this?", "A red star."), ("Is it red?", "yes"), ("Where\nis it? <|im_end|>", "To the left.")]

@@ -11,8 +11,6 @@ from PIL import Image
 from models.language_model import PACK_STRIDE, build_attention_mask
 from nanovlm.data.examples import EncodedExample, Example, collate, encode
 from nanovlm.data.packing import join, pack
-from nanovlm.synthetic.recipe import batches
-from nanovlm.training.config import TrainConfig
 
 
 def noise(width, height, seed):
@@ -118,11 +116,3 @@ def test_pairs_that_fill_a_row_find_each_other():
     lengths = [n for pair in range(1, 40) for n in (pair, 100 - pair)]
     random.Random(0).shuffle(lengths)
     assert [len(row.ids) for row in pack([plain(n) for n in lengths], 100)] == [100] * 39
-
-
-def test_the_recipe_packs_when_asked_to(speaker):
-    model, processor = speaker
-    padded, packed = (batches(processor, TrainConfig(batch_size=6, pack=n))(0) for n in (0, 600))
-    assert len(packed["input_ids"]) < len(padded["input_ids"]) == len(packed["images"]) == 6
-    with torch.no_grad():
-        torch.testing.assert_close(model(**padded)[1], model(**packed)[1], atol=1e-4, rtol=1e-5)

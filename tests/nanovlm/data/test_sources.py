@@ -21,6 +21,7 @@ from nanovlm.data import Mixture, ReadOptions, Stream, Subset, open_source
 from nanovlm.data.examples import ExampleError
 from nanovlm.errors import DataError
 from nanovlm.image_processing import load_image
+from nanovlm.synthetic.recipe import scene_source
 
 ASK = ReadOptions(prompt="What?")
 
@@ -507,7 +508,7 @@ def test_the_trace_of_an_example_changes_with_its_words_and_its_picture_and_not_
 
 
 def test_the_drawn_scenes_are_a_source():
-    scenes = open_source("scenes", ASK)
+    scenes = open_source("scenes", ASK, {"scenes": scene_source})
     one, again, other = scenes[7], scenes[7], scenes[8]
     assert one.answers == again.answers and one.pictures[0].tobytes() == again.pictures[0].tobytes()
     assert (one.name, len(one.answers)) == ("scenes[7]", 6)

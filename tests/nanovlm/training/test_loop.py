@@ -225,7 +225,7 @@ def test_progress_is_a_line_now_and_then(learn, tmp_path):
 
 def test_a_process_that_prepares_batches_changes_nothing(learn, processor, tmp_path):
     for workers in (0, 1):
-        learn(tmp_path / str(workers), replace(CFG, workers=workers), scenes_of(processor, CFG))
+        learn(tmp_path / str(workers), replace(CFG, workers=workers), scenes_of(processor, batch_size=CFG.batch_size, seed=CFG.seed))
     assert files(tmp_path / "0")["model.safetensors"] == files(tmp_path / "1")["model.safetensors"]
 
 
