@@ -1,14 +1,15 @@
-"""minGPT and its twin with a key/value cache, side by side: read GPT first, then what GPT_kv does otherwise.
+"""minGPT, and the same model with a key/value cache: read GPT first, then how GPT_kv differs.
 
-GPT is Karpathy's (github.com/karpathy/minGPT, names included) after GPT-2 (Radford et al. 2019). To choose one token it
-reads all T before it again. GPT_kv keeps what attention made of them, a list `[k, v]` per block, and reads only what is
-new. The twins share every weight: the state dict of either loads into the other.
+GPT is Karpathy's (github.com/karpathy/minGPT, names included), after GPT-2 (Radford et al. 2019). It recomputes the
+whole sequence for every new token. GPT_kv caches the keys and values of past tokens, a list `[k, v]` per block, and
+computes only the new tokens. Both classes have the same parameters: the state dict of either loads into the other.
 """
 
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from textwrap import shorten
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,46 +28,55 @@ SIZES = {  # n_layer, n_head, n_embd
 }
 
 
+UNSET: Any = None  # in GPTConfig: a number still to be given, by the caller or by model_type
+
+
 @dataclass
 class GPTConfig:
-    """vocab_size, block_size, and either a model_type of SIZES or n_layer, n_head and n_embd."""
+    """Needs vocab_size, block_size, and either a model_type of SIZES or n_layer, n_head and n_embd."""
 
     model_type: str | None = None
-    n_layer: int | None = None
-    n_head: int | None = None
-    n_embd: int | None = None
-    vocab_size: int | None = None
-    block_size: int | None = None  # the most tokens that are read at once
+    n_layer: int = UNSET
+    n_head: int = UNSET
+    n_embd: int = UNSET
+    vocab_size: int = UNSET
+    block_size: int = UNSET  # maximum context length in tokens
     embd_pdrop: float = 0.1
     resid_pdrop: float = 0.1
     attn_pdrop: float = 0.1
 
     def complete(self) -> "GPTConfig":
-        """A copy with every number filled in, or ValueError."""
-        if self.model_type not in (None, *SIZES):
-            raise ValueError(f"model_type={self.model_type} is none of {', '.join(SIZES)}")
-        sizes = dict(zip(("n_layer", "n_head", "n_embd"), SIZES.get(self.model_type, ())))
+        """Return a copy with every number filled in; ValueError if one is missing or contradicts model_type."""
+        sizes: dict[str, Any] = {}
+        if self.model_type is not None:
+            if self.model_type not in SIZES:
+                raise ValueError(f"model_type={self.model_type} is not one of {', '.join(SIZES)}")
+            sizes = dict(zip(("n_layer", "n_head", "n_embd"), SIZES[self.model_type]))
         for name, size in sizes.items():
             if getattr(self, name) not in (None, size):
-                raise ValueError(f"{name}={getattr(self, name)}, but {self.model_type} has {size}; drop either")
+                raise ValueError(
+                    f"{name}={getattr(self, name)}, but {self.model_type} has {size}; remove one of the two"
+                )
         cfg = replace(self, **sizes)
         for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size"):
             if (getattr(cfg, name) or 0) < 1:
-                raise ValueError(f"{name}={getattr(cfg, name)}; give a number from 1 on (sizes also by model_type)")
+                raise ValueError(f"{name}={getattr(cfg, name)}; pass a positive number (model_type gives the sizes)")
         if cfg.n_embd % cfg.n_head:
-            raise ValueError(f"n_embd={cfg.n_embd} is no multiple of n_head={cfg.n_head}")
+            raise ValueError(f"n_embd={cfg.n_embd} is not a multiple of n_head={cfg.n_head}")
         return cfg
 
 
 class NewGELU(nn.Module):
-    """GELU's tanh approximation, as GPT-2 computes it (Hendrycks and Gimpel 2016)."""
+    """The tanh approximation of GELU that GPT-2 uses (Hendrycks and Gimpel 2016)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which no token looks ahead (Vaswani et al. 2017)."""
+    """Multi-head self-attention with a causal mask (Vaswani et al. 2017)."""
+
+    bias: Tensor  # (1, 1, block_size, block_size), the causal mask under GPT-2's name; 1 where a query may attend
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -75,16 +85,17 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
         self.attn_dropout = nn.Dropout(config.attn_pdrop)
         self.resid_dropout = nn.Dropout(config.resid_pdrop)
-        may_look = torch.ones(config.block_size, config.block_size).tril()
-        self.register_buffer("bias", may_look.view(1, 1, config.block_size, config.block_size))
+        causal_mask = torch.ones(config.block_size, config.block_size).tril()
+        self.register_buffer("bias", causal_mask.view(1, 1, config.block_size, config.block_size))
 
-    def heads(self, x: Tensor) -> Tensor:
-        """(B, T, C) to (B, n_head, T, C / n_head), a view."""
+    def split_heads(self, x: Tensor) -> Tensor:
+        """View x (B, T, C) as (B, n_head, T, C / n_head)."""
         return x.view(x.size(0), x.size(1), self.n_head, -1).transpose(1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Attend within x (B, T, C): (B, T, C)."""
         B, T, C = x.size()
-        q, k, v = (self.heads(y) for y in self.c_attn(x).split(self.n_embd, dim=2))
+        q, k, v = (self.split_heads(y) for y in self.c_attn(x).split(self.n_embd, dim=2))
         att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
         att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
         att = self.attn_dropout(F.softmax(att, dim=-1))
@@ -93,15 +104,17 @@ class CausalSelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    attention = CausalSelfAttention
+    """Pre-norm transformer block: self-attention, then an MLP, each on a residual connection."""
+
+    attention_class: type[CausalSelfAttention] = CausalSelfAttention
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
-        self.attn = self.attention(config)
+        self.attn = self.attention_class(config)
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = nn.Sequential(
-            OrderedDict(
+            OrderedDict[str, nn.Module](
                 c_fc=nn.Linear(config.n_embd, 4 * config.n_embd),
                 act=NewGELU(),
                 c_proj=nn.Linear(4 * config.n_embd, config.n_embd),
@@ -114,24 +127,39 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class Transformer(nn.ModuleDict):
+    """The parts of GPT below the output head, under minGPT's names."""
+
+    wte: nn.Embedding  # token embeddings
+    wpe: nn.Embedding  # position embeddings
+    drop: nn.Dropout
+    h: nn.ModuleList  # blocks
+    ln_f: nn.LayerNorm
+
+
 class GPT(nn.Module):
-    block = Block
+    """minGPT: recomputes the whole context for every generated token."""
+
+    block_class: type[Block] = Block
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config = config.complete()
         self.block_size = config.block_size
-        self.transformer = nn.ModuleDict({
+        self.transformer = Transformer({
             "wte": nn.Embedding(config.vocab_size, config.n_embd),
             "wpe": nn.Embedding(config.block_size, config.n_embd),
             "drop": nn.Dropout(config.embd_pdrop),
-            "h": nn.ModuleList(self.block(config) for _ in range(config.n_layer)),
+            "h": nn.ModuleList(self.block_class(config) for _ in range(config.n_layer)),
             "ln_f": nn.LayerNorm(config.n_embd),
         })  # fmt: skip
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        for name, p in self.named_parameters():  # norms keep torch's ones and zeros
-            if name.endswith("c_proj.weight"):  # what a block adds shrinks with the number of blocks (GPT-2's paper)
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        for name, p in self.named_parameters():  # layer norms keep PyTorch's ones and zeros
+            if name.endswith("c_proj.weight"):  # GPT-2 scales residual projections down with depth
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer))
             elif p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
             elif name.endswith("bias"):
@@ -143,23 +171,26 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder_or_name: str) -> "GPT":
-        """GPT-2's weights in the Hub's format, from a folder or the Hub ("gpt2-xl"); float32, in eval mode."""
+        """Load GPT-2 weights from a folder or the Hugging Face Hub ("gpt2-xl"), as float32 and in eval mode.
+
+        Raises ValueError if the checkpoint is not a GPT-2 that this class computes exactly.
+        """
         from models.convert.gpt2 import read_gpt2
 
         settings, state = read_gpt2(folder_or_name)
         config = GPTConfig(**settings).complete()
         mask = torch.ones(1, 1, config.block_size, config.block_size).tril()
         state |= {f"transformer.h.{i}.attn.bias": mask for i in range(config.n_layer)}
-        with torch.device("meta"):  # no time or memory for weights that are replaced anyway
+        with torch.device("meta"):  # the initial weights are replaced, so do not allocate them
             model = cls(config)
         try:
             model.load_state_dict(state, assign=True)
-        except RuntimeError as error:  # names each tensor that is missing, left over or of another shape
+        except RuntimeError as error:  # the message lists missing, unexpected and mis-shaped tensors
             raise ValueError(f"{folder_or_name}: {shorten(str(error), 300)}") from None
         return model.eval()
 
     def embed(self, idx: Tensor, start: int = 0) -> Tensor:
-        """Embeddings (B, T - start, C) of the tokens idx (B, T) from start on, positions added."""
+        """Token plus position embeddings of idx[:, start:], idx (B, T): (B, T - start, C)."""
         T = idx.size(1)
         if not 0 < T <= self.block_size:
             raise ValueError(f"idx holds {T} tokens, but block_size={self.block_size}; pass 1 to {self.block_size}")
@@ -167,152 +198,206 @@ class GPT(nn.Module):
         return self.transformer.drop(self.transformer.wte(idx[:, start:]) + self.transformer.wpe(pos))
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Logits (B, T, vocab_size) for ids (B, T) and, given targets (B, T), their loss; -1 asks for nothing."""
+        """Return logits (B, T, vocab_size) for idx (B, T), and the mean loss if targets (B, T) are given.
+
+        A target of -1 is ignored.
+        """
         x = self.embed(idx)
         for block in self.transformer.h:
             x = block(x)
         logits = self.lm_head(self.transformer.ln_f(x))
-        return logits, loss_of(logits, targets)
+        return logits, cross_entropy(logits, targets)
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, do_sample=False, top_k=None):
-        """Ids (B, T) and then max_new_tokens more; only the last block_size tokens are looked at."""
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        do_sample: bool = False,
+        top_k: int | None = None,
+    ) -> Tensor:
+        """Continue idx (B, T) by max_new_tokens tokens, each from the last block_size tokens: (B, T + max_new_tokens).
+
+        Takes the most likely token, or samples from the top_k most likely if do_sample is set.
+        """
         for _ in range(max_new_tokens):
             logits = self(idx[:, -self.block_size :])[0]
-            idx = torch.cat((idx, choose(logits[:, -1], temperature, do_sample, top_k)), dim=1)
+            idx = torch.cat((idx, next_token(logits[:, -1], temperature, do_sample, top_k)), dim=1)
         return idx
 
 
-def loss_of(logits: Tensor, targets: Tensor | None) -> Tensor | None:
+def cross_entropy(logits: Tensor, targets: Tensor | None) -> Tensor | None:
+    """Mean loss of logits (B, T, vocab_size) against targets (B, T), -1 ignored; None without targets."""
     return None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
-def choose(logits: Tensor, temperature: float, do_sample: bool, top_k: int | None) -> Tensor:
-    """Logits (B, vocab_size) to ids (B, 1): the likeliest, or drawn from the top_k likeliest."""
+def next_token(logits: Tensor, temperature: float, do_sample: bool, top_k: int | None) -> Tensor:
+    """Map logits (B, vocab_size) to ids (B, 1): the most likely token, or a sample from the top_k most likely."""
     if temperature <= 0:
-        raise ValueError(f"temperature={temperature} must be above 0; do_sample=False takes the likeliest token")
+        raise ValueError(f"temperature={temperature} must be above 0; do_sample=False takes the most likely token")
     logits = logits / temperature
     if top_k is not None:
         if top_k < 1:
             raise ValueError(f"top_k={top_k} must be 1 or more, or None for all")
-        least = torch.topk(logits, min(top_k, logits.size(-1))).values[:, [-1]]
-        logits = logits.masked_fill(logits < least, float("-inf"))
+        threshold = torch.topk(logits, min(top_k, logits.size(-1))).values[:, [-1]]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
     probs = F.softmax(logits, dim=-1)
     return torch.multinomial(probs, num_samples=1) if do_sample else torch.topk(probs, k=1, dim=-1).indices
 
 
-class Slab:
-    """Room for a block's keys and values, k and v (B, room, C) each, of which `filled` tokens are written.
+class KVBuffer:
+    """Preallocated keys and values of one block, k and v (B, capacity, C) each; the first `length` tokens are in use.
 
-    In memory time is last: one channel of all tokens is one stretch, as the sums of attention over one query want it.
+    In memory the time dimension is innermost: decoding one token reads each channel over all tokens, contiguously.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, room: int):
-        self.k, self.v = (y.new_empty(y.size(0), y.size(2), room).transpose(1, 2) for y in (k, v))
-        self.filled = 0
-        self.write(k, v)
+    def __init__(self, k: Tensor, v: Tensor, capacity: int):
+        self.k, self.v = (t.new_empty(t.size(0), t.size(2), capacity).transpose(1, 2) for t in (k, v))
+        self.length = 0
+        self.append(k, v)
 
-    def write(self, k: Tensor, v: Tensor) -> "KV":
-        start, self.filled = self.filled, self.filled + k.size(1)
-        self.k[:, start : self.filled] = k
-        self.v[:, start : self.filled] = v
-        return KV(self)
+    def append(self, k: Tensor, v: Tensor) -> "KVView":
+        """Write k and v (B, T_new, C) behind the tokens in use; returns a view of all of them."""
+        start, self.length = self.length, self.length + k.size(1)
+        self.k[:, start : self.length] = k
+        self.v[:, start : self.length] = v
+        return KVView(self)
 
 
-class KV(list):
-    """The list [k, v], each (B, T, C), views of all that was written on a slab; a value like any other cache."""
+class KVView(list):
+    """A cache [k, v], each (B, T, C), whose tensors are views of a buffer's first T tokens."""
 
-    def __init__(self, slab: Slab):
-        self.slab, self.views = slab, (slab.k[:, : slab.filled], slab.v[:, : slab.filled])
+    def __init__(self, buffer: KVBuffer):
+        self.buffer = buffer
+        self.views = buffer.k[:, : buffer.length], buffer.v[:, : buffer.length]
         super().__init__(self.views)
 
-    def has_room(self, n: int) -> bool:
-        """Whether n tokens may be written behind this cache: nobody has yet, they fit, and torch allows it."""
-        (k, v), slab = self.views, self.slab
-        untouched = self[0] is k and self[1] is v  # a list can be changed; then the slab is not what it says
-        writable = torch.is_inference_mode_enabled() or not slab.k.is_inference()
-        return untouched and writable and k.size(1) == slab.filled <= slab.k.size(1) - n
+    def can_append(self, n: int) -> bool:
+        """Whether n tokens can be written in place: the buffer has space, and no other cache has taken it."""
+        (k, v), buffer = self.views, self.buffer
+        unmodified = self[0] is k and self[1] is v  # a caller may have replaced the list's items
+        writable = torch.is_inference_mode_enabled() or not buffer.k.is_inference()
+        return unmodified and writable and k.size(1) == buffer.length <= buffer.k.size(1) - n
 
 
-def extend(kv_cache: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
-    """The cache and then the new tokens' k and v, (B, T_new, C): a longer list; the one given says what it said.
+def append_kv(kv_cache: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
+    """Return kv_cache extended by k and v (B, T_new, C); the given cache keeps its value and can be continued again.
 
-    A step writes its token where there is room behind the cache and copies no history. Where there is none, or another
-    continuation has taken it, the history moves to a slab of twice the length.
+    Tokens are written in place where the buffer has space behind this cache. Otherwise, also when another
+    continuation has used that space, the history is copied to a buffer of twice the length.
     """
-    if torch.is_grad_enabled():  # autograd wants fresh tensors, not views of a slab that changes
+    if torch.is_grad_enabled():  # autograd needs tensors that are never written again
         return [torch.cat([kv_cache[0], k], dim=1), torch.cat([kv_cache[1], v], dim=1)]
-    if isinstance(kv_cache, KV) and kv_cache.has_room(k.size(1)):
-        return kv_cache.slab.write(k, v)
-    return Slab(*kv_cache, room=2 * (kv_cache[0].size(1) + k.size(1))).write(k, v)
+    if isinstance(kv_cache, KVView) and kv_cache.can_append(k.size(1)):
+        return kv_cache.buffer.append(k, v)
+    past_k, past_v = kv_cache
+    return KVBuffer(past_k, past_v, capacity=2 * (past_k.size(1) + k.size(1))).append(k, v)
 
 
 class CausalSelfAttention_kv(CausalSelfAttention):
-    def forward(self, x: Tensor, kv_cache: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
-        """Continue kv_cache, [k, v] each (B, T_past, C), with x (B, T, C): y (B, T, C) and the longer cache."""
+    """CausalSelfAttention that takes and returns a cache of keys and values."""
+
+    def forward(  # type: ignore[override]  # returns the cache beside the output
+        self, x: Tensor, kv_cache: list[Tensor] | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Attend from x (B, T, C) to the cached tokens and x; kv_cache is [k, v], each (B, T_past, C).
+
+        Returns the output (B, T, C) and the cache of T_past + T tokens.
+        """
         B, T, C = x.size()
         q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        kv_cache = [k, v] if kv_cache is None else extend(kv_cache, k, v)
+        kv_cache = [k, v] if kv_cache is None else append_kv(kv_cache, k, v)
         k, v = kv_cache
         S = k.size(1)
         if T == 1:
-            q = self.heads(q * (1.0 / math.sqrt(C // self.n_head)))
-            y = self.attn_dropout(F.softmax(q @ self.heads(k).transpose(-2, -1), dim=-1)) @ self.heads(v)
-        else:  # SDPA's is_causal is aligned top left, which is wrong behind a past
+            q = self.split_heads(q * (1.0 / math.sqrt(C // self.n_head)))
+            y = self.attn_dropout(F.softmax(q @ self.split_heads(k).transpose(-2, -1), dim=-1)) @ self.split_heads(v)
+        else:  # SDPA aligns is_causal to the top left, which is wrong when there is a past
             mask = self.bias[:, :, S - T : S, :S] == 1 if S > T else None
             p = self.attn_dropout.p if self.training else 0.0
-            q, k, v = self.heads(q), self.heads(k), self.heads(v)
+            q, k, v = self.split_heads(q), self.split_heads(k), self.split_heads(v)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.resid_dropout(self.c_proj(y)), kv_cache
 
 
 class Block_kv(Block):
-    attention = CausalSelfAttention_kv
+    """Block that passes a cache of keys and values through its attention."""
 
-    def forward(self, x: Tensor, kv_cache: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
+    attention_class = CausalSelfAttention_kv
+
+    def forward(  # type: ignore[override]  # returns the cache beside the output
+        self, x: Tensor, kv_cache: list[Tensor] | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
         y, kv_cache = self.attn(self.ln_1(x), kv_cache)
         x = x + y
         return x + self.mlp(self.ln_2(x)), kv_cache
 
 
 class GPT_kv(GPT):
-    block = Block_kv
+    """GPT with a key/value cache: computes each token once."""
 
-    def read(self, idx, kv_cache=None, compute_first=False):
-        """What of idx (B, T) the cache lacks: hidden states (B, T_new, C), and the cache of all T, one per block."""
-        blocks = self.transformer.h
-        if compute_first or not kv_cache:
-            past, kv_cache = 0, [None] * len(blocks)
-        elif len(kv_cache) != len(blocks):
-            raise ValueError(f"kv_cache has {len(kv_cache)} blocks, but the model {len(blocks)}")
-        elif len(kv_cache[0][0]) != len(idx) or (past := kv_cache[0][0].size(1)) >= idx.size(1):
+    block_class = Block_kv
+
+    def hidden_states(
+        self, idx: Tensor, kv_cache: list[list[Tensor]] | None = None, compute_first: bool = False
+    ) -> tuple[Tensor, list[list[Tensor]]]:
+        """Compute the tokens of idx (B, T) that kv_cache lacks: hidden states (B, T_new, C) and the cache of all T.
+
+        kv_cache holds one [k, v] per block. compute_first ignores it and computes the whole sequence.
+        """
+        past = 0 if compute_first or not kv_cache else self._cached_length(idx, kv_cache)
+        x = self.embed(idx, past)
+        new_cache = []
+        for i, block in enumerate(self.transformer.h):
+            x, block_cache = block(x, kv_cache[i] if kv_cache and past else None)
+            new_cache.append(block_cache)
+        return self.transformer.ln_f(x), new_cache
+
+    def _cached_length(self, idx: Tensor, kv_cache: list[list[Tensor]]) -> int:
+        """Number of tokens in kv_cache; ValueError if it does not belong to a proper prefix of idx (B, T)."""
+        n_blocks = len(self.transformer.h)
+        if len(kv_cache) != n_blocks:
+            raise ValueError(f"kv_cache has {len(kv_cache)} blocks, but the model {n_blocks}")
+        B, past, _ = kv_cache[0][0].shape
+        if len(idx) != B or idx.size(1) <= past:
             raise ValueError(
-                f"idx is {tuple(idx.shape)}, but the cache holds {tuple(kv_cache[0][0].shape[:2])} tokens; "
+                f"idx is {tuple(idx.shape)}, but the cache holds {(B, past)} tokens; "
                 "pass the whole sequence, at least one token longer than the cache"
             )
-        x, kv_cache = self.embed(idx, past), list(kv_cache)
-        for i, block in enumerate(blocks):
-            x, kv_cache[i] = block(x, kv_cache[i])
-        return self.transformer.ln_f(x), kv_cache
+        return past
 
-    def forward(self, idx, targets=None, kv_cache=None, compute_first=False):
-        """Logits (B, T_new, vocab_size) of the tokens read, their loss given targets (B, T), and the longer cache.
+    def forward(  # type: ignore[override]  # returns the cache beside logits and loss
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        kv_cache: list[list[Tensor]] | None = None,
+        compute_first: bool = False,
+    ) -> tuple[Tensor, Tensor | None, list[list[Tensor]]]:
+        """Return logits (B, T_new, vocab_size) of the new tokens, their loss given targets (B, T), and the new cache.
 
-        idx (B, T) is the whole growing sequence, of which only what kv_cache lacks is read; compute_first reads it
-        all and fills the cache from scratch. The cache given stays as it was and can be continued again.
+        idx (B, T) is the whole sequence, of which only the tokens that kv_cache lacks are computed; compute_first
+        ignores the cache and computes all of them. The given cache is not changed and can be continued again.
         """
-        x, kv_cache = self.read(idx, kv_cache, compute_first)
+        x, kv_cache = self.hidden_states(idx, kv_cache, compute_first)
         logits = self.lm_head(x)
-        return logits, loss_of(logits, None if targets is None else targets[:, -x.size(1) :]), kv_cache
+        return logits, cross_entropy(logits, None if targets is None else targets[:, -x.size(1) :]), kv_cache
 
     @torch.no_grad()
-    def generate_kv(self, idx, max_new_tokens, temperature=1.0, do_sample=False, top_k=None):
-        """What `generate` says, but each token is read once, up to block_size of them."""
+    def generate_kv(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        do_sample: bool = False,
+        top_k: int | None = None,
+    ) -> Tensor:
+        """Return what `generate` returns, but compute each token once as long as block_size tokens suffice."""
         kv_cache = None
         for _ in range(max_new_tokens):
-            shifted = idx.size(1) > self.block_size  # every token's position changes: what was kept is of no use
-            x, kv_cache = self.read(idx[:, -self.block_size :], kv_cache, compute_first=shifted)
-            logits = self.lm_head(x[:, -1])  # of a prompt, too, only the last token is asked for the next
-            idx = torch.cat((idx, choose(logits, temperature, do_sample, top_k)), dim=1)
+            shifted = idx.size(1) > self.block_size  # every token's position changes, so cached keys are wrong
+            x, kv_cache = self.hidden_states(idx[:, -self.block_size :], kv_cache, compute_first=shifted)
+            logits = self.lm_head(x[:, -1])  # also after the prompt only the last position is needed
+            idx = torch.cat((idx, next_token(logits, temperature, do_sample, top_k)), dim=1)
         return idx

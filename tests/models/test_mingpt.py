@@ -1,4 +1,4 @@
-"""minGPT's twins: GPT is GPT-2 as transformers has it, GPT_kv says what GPT says, and a cache is a value."""
+"""GPT computes what transformers' GPT-2 computes, GPT_kv what GPT computes, and a cache is an immutable value."""
 
 import copy
 import json
@@ -17,15 +17,26 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from models import mingpt
-from models.mingpt import GPT, KV, SIZES, Block_kv, CausalSelfAttention_kv, GPT_kv, GPTConfig, NewGELU, choose, extend
+from models.mingpt import (
+    GPT,
+    SIZES,
+    Block_kv,
+    CausalSelfAttention_kv,
+    GPT_kv,
+    GPTConfig,
+    KVView,
+    NewGELU,
+    append_kv,
+    next_token,
+)
 from support import randomise
 
-few_examples = settings(deadline=None, derandomize=True, max_examples=40)
-VOCABULARY = 30
+FEW_EXAMPLES = settings(deadline=None, derandomize=True, max_examples=40)
+VOCAB_SIZE = 30
 
 
-def twins(seed=0, **changes):
-    shape = {"n_layer": 2, "n_head": 3, "n_embd": 12, "vocab_size": VOCABULARY, "block_size": 16}
+def make_pair(seed=0, **changes):
+    shape = {"n_layer": 2, "n_head": 3, "n_embd": 12, "vocab_size": VOCAB_SIZE, "block_size": 16}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         gpt = randomise(GPT(GPTConfig(**shape | changes))).eval()
@@ -35,42 +46,42 @@ def twins(seed=0, **changes):
 
 
 def ids(*shape, seed=0):
-    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def close(a, b):
+def assert_close(a, b):
     torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-# ---- the cache changes nothing --------------------------------------------------------------------------------------
+# ---- cached and uncached results agree ------------------------------------------------------------------------------
 
 
 shapes = st.fixed_dictionaries({
     "n_layer": st.integers(1, 3), "n_head": st.integers(1, 3), "block_size": st.integers(1, 12),
     "seed": st.integers(0, 9),
 })  # fmt: skip
-ways = st.fixed_dictionaries({
+sampling_options = st.fixed_dictionaries({
     "temperature": st.sampled_from([0.5, 1.0, 2.0]), "do_sample": st.booleans(),
-    "top_k": st.none() | st.integers(1, VOCABULARY + 5),
+    "top_k": st.none() | st.integers(1, VOCAB_SIZE + 5),
 })  # fmt: skip
 
 
-@few_examples
-@given(shape=shapes, head_dim=st.integers(1, 4), B=st.integers(1, 3), T=st.integers(1, 15), way=ways)
-def test_generate_kv_says_what_generate_says_within_and_beyond_block_size(shape, head_dim, B, T, way):
-    gpt, gpt_kv = twins(n_embd=shape["n_head"] * head_dim, **shape)
-    said = []
+@FEW_EXAMPLES
+@given(shape=shapes, head_dim=st.integers(1, 4), B=st.integers(1, 3), T=st.integers(1, 15), options=sampling_options)
+def test_generate_kv_matches_generate_within_and_beyond_block_size(shape, head_dim, B, T, options):
+    gpt, gpt_kv = make_pair(n_embd=shape["n_head"] * head_dim, **shape)
+    outputs = []
     for generate in (gpt.generate, gpt_kv.generate, gpt_kv.generate_kv):
         torch.manual_seed(7)
-        said.append(generate(ids(B, T), 10, **way))
-    assert said[0].shape == (B, T + 10) and torch.equal(said[0][:, :T], ids(B, T))
-    assert torch.equal(said[0], said[1]) and torch.equal(said[0], said[2])
+        outputs.append(generate(ids(B, T), 10, **options))
+    assert outputs[0].shape == (B, T + 10) and torch.equal(outputs[0][:, :T], ids(B, T))
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
-@few_examples
+@FEW_EXAMPLES
 @given(shape=shapes, B=st.integers(1, 3), data=st.data(), grad=st.booleans())
-def test_read_in_pieces_the_logits_are_those_of_one_reading(shape, B, data, grad):
-    gpt, gpt_kv = twins(**shape)
+def test_logits_of_a_chunked_prefill_match_a_single_pass(shape, B, data, grad):
+    gpt, gpt_kv = make_pair(**shape)
     T = shape["block_size"]
     ends = sorted(data.draw(st.sets(st.integers(1, T), max_size=T))) + [T]
     with torch.set_grad_enabled(grad):
@@ -78,80 +89,80 @@ def test_read_in_pieces_the_logits_are_those_of_one_reading(shape, B, data, grad
         for end in ends:
             if end > past:
                 logits, loss, cache = gpt_kv(ids(B, T)[:, :end], kv_cache=cache)
-                assert logits.shape == (B, end - past, VOCABULARY) and loss is None
+                assert logits.shape == (B, end - past, VOCAB_SIZE) and loss is None
                 pieces.append(logits)
                 past = end
-        close(torch.cat(pieces, dim=1), gpt(ids(B, T))[0])
+        assert_close(torch.cat(pieces, dim=1), gpt(ids(B, T))[0])
 
 
-def test_loss_and_gradients_are_those_of_the_twin():
-    gpt, gpt_kv = twins()
+def test_loss_and_gradients_match_without_a_cache():
+    gpt, gpt_kv = make_pair()
     idx, targets = ids(2, 9), ids(2, 9, seed=1)
     targets[0, :4] = -1
     loss, loss_kv = gpt(idx, targets)[1], gpt_kv(idx, targets)[1]
-    close(loss_kv, loss)
+    assert_close(loss_kv, loss)
     log_p = gpt(idx)[0].log_softmax(-1).gather(2, targets.clamp(min=0)[..., None])[..., 0]
-    close(loss, -log_p[targets >= 0].mean())
+    assert_close(loss, -log_p[targets >= 0].mean())
     loss.backward(), loss_kv.backward()
     for p, p_kv in zip(gpt.parameters(), gpt_kv.parameters()):
-        close(p_kv.grad, p.grad)
+        assert_close(p_kv.grad, p.grad)
 
 
-def test_behind_a_cache_the_loss_is_that_of_the_tokens_read_and_gradients_flow_through():
-    gpt, gpt_kv = twins()
+def test_with_a_cache_the_loss_covers_the_new_tokens_and_gradients_reach_the_cached_ones():
+    gpt, gpt_kv = make_pair()
     idx, targets = ids(2, 9), ids(2, 9, seed=1)
     cache = gpt_kv(idx[:, :6])[2]
     loss_kv = gpt_kv(idx, targets, cache)[1]
-    late = targets.clone()
-    late[:, :6] = -1
-    loss = gpt(idx, late)[1]
-    close(loss_kv, loss)
+    new_targets = targets.clone()
+    new_targets[:, :6] = -1
+    loss = gpt(idx, new_targets)[1]
+    assert_close(loss_kv, loss)
     loss.backward(), loss_kv.backward()
     for p, p_kv in zip(gpt.parameters(), gpt_kv.parameters()):
-        close(p_kv.grad, p.grad)
+        assert_close(p_kv.grad, p.grad)
 
 
 @torch.no_grad()
 def test_compute_first_fills_the_cache_from_scratch():
-    _, gpt_kv = twins()
+    _, gpt_kv = make_pair()
     stale = gpt_kv(ids(2, 5, seed=1))[2]
     logits, _, cache = gpt_kv(ids(2, 9), kv_cache=stale, compute_first=True)
     fresh, _, fresh_cache = gpt_kv(ids(2, 9))
-    assert logits.shape == (2, 9, VOCABULARY) and torch.equal(logits, fresh)
+    assert logits.shape == (2, 9, VOCAB_SIZE) and torch.equal(logits, fresh)
     assert all(torch.equal(a, b) for x, y in zip(cache, fresh_cache) for a, b in zip(x, y))
 
 
 @pytest.mark.parametrize("n", [1, 2, 9])
-def test_generate_kv_reads_each_token_once_and_the_last_chosen_not_at_all(n):
-    _, gpt_kv = twins()
-    read, projected = [], []
-    gpt_kv.transformer.wte.register_forward_hook(lambda m, args, out: read.append(out.size(1)))
-    gpt_kv.lm_head.register_forward_hook(lambda m, args, out: projected.append(out.numel() // VOCABULARY))
+def test_generate_kv_computes_each_token_once_and_the_last_one_not_at_all(n):
+    _, gpt_kv = make_pair()
+    embedded, projected = [], []
+    gpt_kv.transformer.wte.register_forward_hook(lambda m, args, out: embedded.append(out.size(1)))
+    gpt_kv.lm_head.register_forward_hook(lambda m, args, out: projected.append(out.numel() // VOCAB_SIZE))
     gpt_kv.generate_kv(ids(1, 5), n)
-    assert read == [5] + [1] * (n - 1) and projected == [1] * n
+    assert embedded == [5] + [1] * (n - 1) and projected == [1] * n
 
 
 @torch.no_grad()
-def test_in_bfloat16_both_say_nearly_the_same():
-    gpt, gpt_kv = (model.bfloat16() for model in twins())
+def test_in_bfloat16_both_are_close():
+    gpt, gpt_kv = (model.bfloat16() for model in make_pair())
     idx = ids(2, 9)
     last, _, cache = gpt_kv(idx, kv_cache=gpt_kv(idx[:, :8])[2])
     torch.testing.assert_close(last[:, 0], gpt(idx)[0][:, -1], atol=0.2, rtol=0.05)
     assert {t.dtype for block in cache for t in block} == {torch.bfloat16}
 
 
-def test_no_new_token_is_the_prompt():
-    for model in twins():
+def test_zero_new_tokens_return_the_prompt():
+    for model in make_pair():
         assert torch.equal(model.generate(ids(2, 3), 0), ids(2, 3))
     assert torch.equal(model.generate_kv(ids(2, 3), 0), ids(2, 3))
 
 
-# ---- a cache is [k, v], and a value ---------------------------------------------------------------------------------
+# ---- the cache: [k, v], an immutable value --------------------------------------------------------------------------
 
 
-def test_the_contracts_of_attention_and_block():
-    """k and v are the projections of x as they are, before any head is split off."""
-    _, gpt_kv = twins()
+def test_interface_of_attention_and_block():
+    """The cache holds the projections k and v of x as they are, before they are split into heads."""
+    _, gpt_kv = make_pair()
     block, x = gpt_kv.transformer.h[0], torch.randn(2, 5, 12)
     attn = block.attn
     assert isinstance(block, Block_kv) and isinstance(attn, CausalSelfAttention_kv)
@@ -164,96 +175,97 @@ def test_the_contracts_of_attention_and_block():
                 y = torch.cat([y, step], dim=1)
             assert isinstance(cache, list) and [t.shape for t in cache] == [(2, 5, 12)] * 2
             k, v = cache
-            close(k, F.linear(x, attn.c_attn.weight[12:24], attn.c_attn.bias[12:24]))
-            close(v, F.linear(x, attn.c_attn.weight[24:], attn.c_attn.bias[24:]))
-            close(attn(x)[0], y)
+            assert_close(k, F.linear(x, attn.c_attn.weight[12:24], attn.c_attn.bias[12:24]))
+            assert_close(v, F.linear(x, attn.c_attn.weight[24:], attn.c_attn.bias[24:]))
+            assert_close(attn(x)[0], y)
             out, cache = block(x[:, :4])
             out_last, cache = block(x[:, 4:], kv_cache=cache)
             assert [t.shape for t in cache] == [(2, 5, 12)] * 2
-            close(block(x)[0], torch.cat([out, out_last], dim=1))
+            assert_close(block(x)[0], torch.cat([out, out_last], dim=1))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_one_prefill_continued_twice_gives_two_continuations(mode):
-    gpt, gpt_kv = twins()
+def test_one_prefill_can_be_continued_twice(mode):
+    gpt, gpt_kv = make_pair()
     start, left, right = ids(2, 4), ids(2, 8, seed=1), ids(2, 8, seed=2)
     left[:, :4] = right[:, :4] = start
     with mode():
-        read_at_once = gpt_kv(start)[2]
-        grown = gpt_kv(start, kv_cache=gpt_kv(start[:, :3])[2])[2]  # has room behind it, which only one may take
-        for cache in (read_at_once, grown):
+        single_pass = gpt_kv(start)[2]
+        # the buffer of `grown` has space behind it, which only one continuation may use
+        grown = gpt_kv(start, kv_cache=gpt_kv(start[:, :3])[2])[2]
+        for cache in (single_pass, grown):
             before, caches = copy.deepcopy(cache), {"left": cache, "right": cache}
-            for t in range(5, 9):  # in turns, so that either could write over the other
+            for t in range(5, 9):  # alternate, so that each could overwrite the other
                 for name, idx in (("left", left), ("right", right)):
                     logits, _, caches[name] = gpt_kv(idx[:, :t], kv_cache=caches[name])
-                    close(logits[:, -1], gpt(idx[:, :t])[0][:, -1])
+                    assert_close(logits[:, -1], gpt(idx[:, :t])[0][:, -1])
             assert all(torch.equal(a, b) for x, y in zip(cache, before) for a, b in zip(x, y))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_cache_of_a_family_tree_says_what_was_put_there(mode, seed):
-    """Forks, forks of forks, and chains that grew after they were forked, against plain concatenation."""
-    draw = random.Random(seed)
+def test_a_tree_of_forked_caches_matches_plain_concatenation(mode, seed):
+    """Covers forks, forks of forks, and chains that grow after they were forked."""
+    rng = random.Random(seed)
     with mode():
         k, v = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
-        family = [([k, v], k, v)]
+        caches = [([k, v], k, v)]
         for _ in range(60):
-            parent, k, v = draw.choice([family[-1], draw.choice(family)])
-            new = torch.randn(2, 2, draw.choice([1, 1, 1, 2, 9]), 4)
-            family.append((extend(parent, *new), torch.cat([k, new[0]], 1), torch.cat([v, new[1]], 1)))
-        assert all(torch.equal(cache[0], k) and torch.equal(cache[1], v) for cache, k, v in family)
+            parent, k, v = rng.choice([caches[-1], rng.choice(caches)])
+            new = torch.randn(2, 2, rng.choice([1, 1, 1, 2, 9]), 4)
+            caches.append((append_kv(parent, *new), torch.cat([k, new[0]], 1), torch.cat([v, new[1]], 1)))
+        assert all(torch.equal(cache[0], k) and torch.equal(cache[1], v) for cache, k, v in caches)
 
 
 @torch.no_grad()
-def test_a_step_copies_its_token_and_not_the_history():
-    caches = [extend([torch.randn(1, 5, 4), torch.randn(1, 5, 4)], *torch.randn(2, 1, 1, 4))]
+def test_a_decode_step_does_not_copy_the_history():
+    caches = [append_kv([torch.randn(1, 5, 4), torch.randn(1, 5, 4)], *torch.randn(2, 1, 1, 4))]
     for _ in range(1000):
-        caches.append(extend(caches[-1], *torch.randn(2, 1, 1, 4)))
+        caches.append(append_kv(caches[-1], *torch.randn(2, 1, 1, 4)))
     moved = [b[0].size(1) for a, b in pairwise(caches) if a[0].data_ptr() != b[0].data_ptr()]
     assert len(moved) <= 8 and sum(moved) <= 2 * caches[-1][0].size(1)
 
 
 @torch.no_grad()
-def test_a_cache_that_was_changed_is_read_as_it_is_now():
-    """As beam search does it, who keeps rows of a batch, in a list of their own or in the cache itself."""
-    gpt, gpt_kv = twins()
-    idx, kept = ids(3, 8), torch.tensor([2, 0])
-    for change in ("own list", "in place", "none"):
+def test_a_modified_cache_is_used_as_modified():
+    """Beam search selects rows of a cache, into a new list or within the cache itself."""
+    gpt, gpt_kv = make_pair()
+    idx, selected = ids(3, 8), torch.tensor([2, 0])
+    for change in ("new list", "in place", "none"):
         cache = gpt_kv(idx[:, :6], kv_cache=gpt_kv(idx[:, :5])[2])[2]
-        assert all(isinstance(block, KV) for block in cache)
-        if change == "own list":
-            cache = [[k[kept], v[kept]] for k, v in cache]
+        assert all(isinstance(block, KVView) for block in cache)
+        if change == "new list":
+            cache = [[k[selected], v[selected]] for k, v in cache]
         elif change == "in place":
             for block in cache:
-                block[0], block[1] = block[0][kept], block[1][kept]
-        rows = torch.arange(3) if change == "none" else kept
+                block[0], block[1] = block[0][selected], block[1][selected]
+        rows = torch.arange(3) if change == "none" else selected
         for grown in (cache, copy.deepcopy(cache)):
             for t in (7, 8):
                 logits, _, grown = gpt_kv(idx[rows, :t], kv_cache=grown)
-                close(logits[:, -1], gpt(idx[rows, :t])[0][:, -1])
+                assert_close(logits[:, -1], gpt(idx[rows, :t])[0][:, -1])
 
 
-def test_a_cache_made_in_one_mode_goes_on_in_another():
-    gpt, gpt_kv = twins()
+def test_a_cache_can_be_continued_in_another_grad_mode():
+    gpt, gpt_kv = make_pair()
     idx, cache = ids(2, 12), None
     modes = [torch.inference_mode, torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad]
     for t, mode in enumerate(modes * 2, start=2):
         with mode():
             logits, _, cache = gpt_kv(idx[:, :t], kv_cache=cache)
-            close(logits[:, -1], gpt(idx[:, :t])[0][:, -1])
+            assert_close(logits[:, -1], gpt(idx[:, :t])[0][:, -1])
 
 
-# ---- minGPT's names, sizes and beginnings ---------------------------------------------------------------------------
+# ---- minGPT's names, sizes and initialization -----------------------------------------------------------------------
 
 
-def test_names_are_mingpts_and_both_state_dicts_are_one():
+def test_parameter_names_are_mingpts_and_state_dicts_are_interchangeable():
     gpt, gpt_kv = (cls(GPTConfig("gpt-nano", vocab_size=5, block_size=7)) for cls in (GPT, GPT_kv))
     block = ["ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"]
-    wanted = {f"transformer.h.{i}.{name}.{kind}" for i in range(3) for name in block for kind in ("weight", "bias")}
-    wanted |= {f"transformer.h.{i}.attn.bias" for i in range(3)}
-    wanted |= {f"transformer.{name}" for name in ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")}
-    assert set(gpt.state_dict()) == wanted | {"lm_head.weight"} == set(gpt_kv.state_dict())
+    expected = {f"transformer.h.{i}.{name}.{kind}" for i in range(3) for name in block for kind in ("weight", "bias")}
+    expected |= {f"transformer.h.{i}.attn.bias" for i in range(3)}
+    expected |= {f"transformer.{name}" for name in ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")}
+    assert set(gpt.state_dict()) == expected | {"lm_head.weight"} == set(gpt_kv.state_dict())
     gpt_kv.load_state_dict(gpt.state_dict())
     for p in gpt.parameters():
         p.data.zero_()
@@ -265,21 +277,21 @@ def test_names_are_mingpts_and_both_state_dicts_are_one():
     ("size", "millions"),  # as minGPT prints them, without lm_head
     [("gpt2", 124.44), ("gpt2-medium", 354.82), ("gpt2-large", 774.03), ("gpt2-xl", 1557.61), ("openai-gpt", 124.44)],
 )
-def test_sizes_are_the_published_ones(size, millions):
+def test_parameter_counts_match_the_published_ones(size, millions):
     with torch.device("meta"):
         gpt = GPT(GPTConfig(size, vocab_size=50257, block_size=1024))
     assert round(sum(p.numel() for p in gpt.transformer.parameters()) / 1e6, 2) == millions
 
 
-def test_small_sizes_are_mingpts():
+def test_small_sizes_match_mingpt():
     assert {size: SIZES[size] for size in SIZES if not size.startswith(("gpt2", "openai"))} == {
         "gopher-44m": (8, 16, 512), "gpt-mini": (6, 6, 192), "gpt-micro": (4, 4, 128), "gpt-nano": (3, 3, 48),
     }  # fmt: skip
 
 
-def test_weights_begin_as_mingpts():
+def test_initialization_matches_mingpt():
     torch.manual_seed(0)
-    config = GPT.get_default_config()  # minGPT's way of saying it
+    config = GPT.get_default_config()  # minGPT's way to make one
     config.model_type, config.vocab_size, config.block_size = "gpt-micro", 500, 64
     for name, p in GPT_kv(config).named_parameters():
         if name.endswith("bias"):
@@ -291,26 +303,25 @@ def test_weights_begin_as_mingpts():
             assert p.std().item() == pytest.approx(std, rel=0.05) and abs(p.mean().item()) < std / 20, name
 
 
-def test_the_file_is_read_alone():
-    """At its top it imports nothing but torch and what comes with Python."""
+def test_module_imports_only_torch_and_the_standard_library():
     imports = re.findall(r"^(?:from|import) (\w+)", Path(mingpt.__file__).read_text(encoding="utf-8"), re.MULTILINE)
     assert set(imports) <= set(sys.stdlib_module_names) | {"torch"} and "torch" in imports
 
 
 def test_new_gelu_is_the_tanh_approximation():
     x = torch.linspace(-6, 6, 1001)
-    close(NewGELU()(x), F.gelu(x, approximate="tanh"))
+    assert_close(NewGELU()(x), F.gelu(x, approximate="tanh"))
 
 
 @pytest.mark.parametrize("top_k", [None, 1, 3, 99])
-def test_draws_follow_the_filtered_distribution(top_k):
+def test_samples_follow_the_filtered_distribution(top_k):
     torch.manual_seed(0)
     logits = torch.tensor([2.0, -1.0, 0.5, 1.0, -3.0])
-    drawn = choose(logits.expand(20000, -1), 0.7, True, top_k).flatten().bincount(minlength=5) / 20000
-    wanted = (logits / 0.7).exp()
-    wanted[logits.argsort(descending=True)[top_k or 5 :]] = 0
-    torch.testing.assert_close(drawn, wanted / wanted.sum(), atol=0.015, rtol=0)
-    assert choose(logits[None], 0.7, False, top_k).tolist() == [[0]]
+    samples = next_token(logits.expand(20000, -1), 0.7, True, top_k).flatten().bincount(minlength=5) / 20000
+    expected = (logits / 0.7).exp()
+    expected[logits.argsort(descending=True)[top_k or 5 :]] = 0
+    torch.testing.assert_close(samples, expected / expected.sum(), atol=0.015, rtol=0)
+    assert next_token(logits[None], 0.7, False, top_k).tolist() == [[0]]
 
 
 # ---- GPT-2's weights ------------------------------------------------------------------------------------------------
@@ -318,19 +329,19 @@ def test_draws_follow_the_filtered_distribution(top_k):
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """transformers' GPT-2 with random weights, and the folder that it wrote."""
+    """A GPT-2 of transformers with random weights, and the folder it was saved to."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=2, n_head=3)
+        config = GPT2Config(vocab_size=VOCAB_SIZE, n_positions=16, n_embd=12, n_layer=2, n_head=3)
         model = randomise(GPT2LMHeadModel(config)).eval()
     model.save_pretrained(folder := tmp_path_factory.mktemp("gpt2"))
     return model, folder
 
 
-def rewritten(folder, new, change=lambda tensors: tensors, **settings):
-    """A copy of a GPT-2's folder with other tensors or settings."""
+def modified_copy(folder, new, change=lambda tensors: tensors, **settings):
+    """Copy a GPT-2 folder with changed tensors or settings."""
     new.mkdir(exist_ok=True)
     config = json.loads((folder / "config.json").read_text()) | settings
     (new / "config.json").write_text(json.dumps(config))
@@ -338,8 +349,8 @@ def rewritten(folder, new, change=lambda tensors: tensors, **settings):
     return str(new)
 
 
-def bare(tensors):
-    """Names as in the Hub's gpt2, whose files also hold the masks."""
+def hub_names(tensors):
+    """Rename tensors as in the Hub's gpt2, whose files also contain the masks."""
     masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 16, 16).tril() for i in range(2)}
     masks |= {f"h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(2)}
     return {name.removeprefix("transformer."): t for name, t in tensors.items() if name != "lm_head.weight"} | masks
@@ -347,23 +358,25 @@ def bare(tensors):
 
 @torch.no_grad()
 @pytest.mark.parametrize("cls", [GPT, GPT_kv])
-@pytest.mark.parametrize("change", [lambda tensors: tensors, bare], ids=["as transformers saves it", "as on the Hub"])
-def test_gpt2_says_what_it_says_in_transformers(gpt2, tmp_path, cls, change):
+@pytest.mark.parametrize("change", [lambda tensors: tensors, hub_names], ids=["transformers names", "Hub names"])
+def test_gpt2_matches_transformers(gpt2, tmp_path, cls, change):
     theirs, folder = gpt2
-    ours = cls.from_pretrained(rewritten(folder, tmp_path, change))
+    ours = cls.from_pretrained(modified_copy(folder, tmp_path, change))
     assert not ours.training and type(ours) is cls
-    close(ours(ids(3, 16))[0], theirs(ids(3, 16)).logits)
+    assert_close(ours(ids(3, 16))[0], theirs(ids(3, 16)).logits)
     no_padding = torch.ones(3, 5, dtype=torch.long)
-    said = theirs.generate(ids(3, 5), attention_mask=no_padding, max_new_tokens=11, do_sample=False, eos_token_id=None)
-    assert torch.equal(ours.generate(ids(3, 5), 11), said)
+    expected = theirs.generate(
+        ids(3, 5), attention_mask=no_padding, max_new_tokens=11, do_sample=False, eos_token_id=None
+    )
+    assert torch.equal(ours.generate(ids(3, 5), 11), expected)
     if cls is GPT_kv:
-        assert torch.equal(ours.generate_kv(ids(3, 5), 11), said)
+        assert torch.equal(ours.generate_kv(ids(3, 5), 11), expected)
 
 
 @torch.no_grad()
-def test_a_head_of_its_own_is_loaded_and_a_tied_one_is_a_copy(gpt2, tmp_path):
-    head = torch.randn(VOCABULARY, 12)
-    untied = GPT.from_pretrained(rewritten(gpt2[1], tmp_path, lambda tensors: tensors | {"lm_head.weight": head}))
+def test_an_untied_head_is_loaded_and_a_tied_head_is_copied(gpt2, tmp_path):
+    head = torch.randn(VOCAB_SIZE, 12)
+    untied = GPT.from_pretrained(modified_copy(gpt2[1], tmp_path, lambda tensors: tensors | {"lm_head.weight": head}))
     assert torch.equal(untied.lm_head.weight, head)
     tied = GPT.from_pretrained(gpt2[1])
     assert torch.equal(tied.lm_head.weight, tied.transformer.wte.weight)
@@ -372,7 +385,7 @@ def test_a_head_of_its_own_is_loaded_and_a_tied_one_is_a_copy(gpt2, tmp_path):
 
 @torch.no_grad()
 def test_half_precision_files_load_as_float32(gpt2, tmp_path):
-    folder = rewritten(gpt2[1], tmp_path, lambda tensors: {name: t.bfloat16() for name, t in tensors.items()})
+    folder = modified_copy(gpt2[1], tmp_path, lambda tensors: {name: t.bfloat16() for name, t in tensors.items()})
     ours = GPT.from_pretrained(folder)
     assert {p.dtype for p in ours.parameters()} == {torch.float32}
     assert torch.equal(ours.transformer.wte.weight, gpt2[0].transformer.wte.weight.bfloat16().float())
@@ -384,13 +397,13 @@ def test_loaded_weights_can_be_trained(gpt2):
     assert all(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "wpe" not in name)
 
 
-@pytest.mark.parametrize(("name", "asked"), [("gpt2-xl", "openai-community/gpt2-xl"), ("me/mine", "me/mine")])
-def test_a_name_is_asked_of_the_hub(gpt2, monkeypatch, name, asked):
+@pytest.mark.parametrize(("name", "repo_id"), [("gpt2-xl", "openai-community/gpt2-xl"), ("me/mine", "me/mine")])
+def test_a_name_is_downloaded_from_the_hub(gpt2, monkeypatch, name, repo_id):
     calls = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **kw: calls.append((repo, kw)) or gpt2[1])
     assert GPT_kv.from_pretrained(name).config.n_layer == 2
     ((repo, options),) = calls
-    assert repo == asked and options["allow_patterns"] == ["config.json", "model*.safetensors"]
+    assert repo == repo_id and options["allow_patterns"] == ["config.json", "model*.safetensors"]
 
 
 def without(name):
@@ -398,7 +411,7 @@ def without(name):
 
 
 @pytest.mark.parametrize(
-    ("change", "setting", "says"),
+    ("change", "setting", "message"),
     [
         (without("transformer.h.1.ln_2.bias"), {}, "transformer.h.1.ln_2.bias"),
         (lambda t: t | {"score.weight": torch.ones(2)}, {}, "score.weight"),
@@ -408,55 +421,59 @@ def without(name):
         (lambda t: t, {"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon=0.001, but .* 1e-05"),
         (lambda t: t, {"n_inner": 20}, "n_inner=20, but .* 48"),
         (lambda t: t, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-        (lambda t: t, {"n_head": 5}, "n_embd=12 is no multiple of n_head=5"),
+        (lambda t: t, {"n_head": 5}, "n_embd=12 is not a multiple of n_head=5"),
     ],
 )
-def test_another_model_is_refused_in_one_line(gpt2, tmp_path, change, setting, says):
-    with pytest.raises(ValueError, match=says) as refusal:
-        GPT.from_pretrained(rewritten(gpt2[1], tmp_path, change, **setting))
-    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 600
+def test_an_incompatible_checkpoint_raises_a_one_line_error(gpt2, tmp_path, change, setting, message):
+    with pytest.raises(ValueError, match=message) as error:
+        GPT.from_pretrained(modified_copy(gpt2[1], tmp_path, change, **setting))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
 
 
-def test_what_is_no_model_is_refused_in_one_line(gpt2, tmp_path):
+def test_a_folder_without_a_checkpoint_raises_a_one_line_error(gpt2, tmp_path):
     (torn := tmp_path / "torn").mkdir()
     (torn / "config.json").write_text((gpt2[1] / "config.json").read_text())
     (empty := tmp_path / "empty").mkdir()
-    for folder, says in ((tmp_path / "nowhere", "neither a folder nor"), (empty, "config.json"), (torn, "safetensors")):
-        with pytest.raises(ValueError, match=says) as refusal:
+    for folder, message in (
+        (tmp_path / "nowhere", "neither a folder nor"),
+        (empty, "config.json"),
+        (torn, "safetensors"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
             GPT.from_pretrained(folder)
-        assert "\n" not in str(refusal.value)
+        assert "\n" not in str(error.value)
     (torn / "model.safetensors").write_bytes((gpt2[1] / "model.safetensors").read_bytes()[:-9])
     with pytest.raises(ValueError, match="cannot be read as a GPT-2"):
         GPT.from_pretrained(torn)
-    for text, says in (("{", "config.json cannot be read"), ("[]", "config.json holds list, not an object")):
+    for text, message in (("{", "config.json cannot be read"), ("[]", "config.json holds list, not an object")):
         (torn / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             GPT.from_pretrained(torn)
 
 
-# ---- what cannot be asked -------------------------------------------------------------------------------------------
+# ---- invalid configs and arguments -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
-        ({"model_type": "gpt-huge"}, "model_type=gpt-huge is none of openai-gpt, gpt2"),
+        ({"model_type": "gpt-huge"}, "model_type=gpt-huge is not one of openai-gpt, gpt2"),
         ({"model_type": "gpt-nano", "n_layer": 4}, "n_layer=4, but gpt-nano has 3"),
-        ({"n_layer": 2, "n_head": 2}, "n_embd=None; give a number"),
-        ({"model_type": "gpt-nano", "block_size": 0}, "block_size=0; give a number"),
-        ({"n_layer": 2, "n_head": 5, "n_embd": 12}, "n_embd=12 is no multiple of n_head=5"),
+        ({"n_layer": 2, "n_head": 2}, "n_embd=None; pass a positive number"),
+        ({"model_type": "gpt-nano", "block_size": 0}, "block_size=0; pass a positive number"),
+        ({"n_layer": 2, "n_head": 5, "n_embd": 12}, "n_embd=12 is not a multiple of n_head=5"),
     ],
 )
-def test_a_config_that_is_no_model_says_why(settings, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
+def test_an_invalid_config_raises(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         GPT(GPTConfig(**{"vocab_size": 5, "block_size": 4} | settings))
 
 
 @torch.no_grad()
-def test_what_cannot_be_read_or_drawn_says_why():
-    gpt, gpt_kv = twins()
+def test_invalid_arguments_raise():
+    gpt, gpt_kv = make_pair()
     cache = gpt_kv(ids(2, 5))[2]
-    for ask, says in (
+    for call, message in (
         (lambda: gpt(ids(2, 17)), "idx holds 17 tokens, but block_size=16"),
         (lambda: gpt_kv(ids(2, 17), kv_cache=cache), "idx holds 17 tokens, but block_size=16"),
         (lambda: gpt.generate(ids(2, 0), 1), "idx holds 0 tokens"),
@@ -467,5 +484,5 @@ def test_what_cannot_be_read_or_drawn_says_why():
         (lambda: gpt.generate(ids(1, 3), 1, temperature=0), "temperature=0 must be above 0"),
         (lambda: gpt_kv.generate_kv(ids(1, 3), 1, top_k=0), "top_k=0 must be 1 or more"),
     ):
-        with pytest.raises(ValueError, match=re.escape(says)):
-            ask()
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
