@@ -21,11 +21,12 @@ GROW = 64  # tokens, by which the cache grows
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """The next token of an answer, and whether it was the last: "stop", the end token itself, or "length"."""
+    """The next token of a sequence. `finished` is "stop" (the end token itself), "length" or "error" on the last."""
 
     key: Hashable
     token_id: int
     finished: str | None = None
+    error: Exception | None = None  # why the sequence failed; token_id is then -1
 
 
 class PrefillError(RuntimeError):
@@ -77,6 +78,7 @@ class ContinuousBatch:
         self._line: dict[Hashable, _Answer] = {}
         self._rows: list[_Answer | None] = []  # None where an answer has ended
         self._cache: Tensor | None = None  # (n_blocks, 2, rows, n_kv_heads, capacity, head_dim)
+        self._outputs: list[TokenOutput] = []  # of the current step; an exception leaves them to the next one
 
     @property
     def waiting(self) -> int:
@@ -109,18 +111,23 @@ class ContinuousBatch:
     def cancel(self, key: Hashable) -> None:
         """Forget an answer, whether it waits or runs; a key that is not known is none to forget."""
         self._line.pop(key, None)
+        self._outputs = [output for output in self._outputs if output.key != key]
         self._rows = [None if answer is not None and answer.key == key else answer for answer in self._rows]
 
     @torch.inference_mode()
     def step(self) -> list[TokenOutput]:
         """Read prompts for which there are rows, some at a time, then let every running answer say one more token.
 
-        A prompt's first token comes of its reading, so it may say two. Unread, raised before anything is said, names
-        a prompt that is no longer in line; the next step goes on without it.
+        A prompt's first token comes of its prefill, so a step may return two of its tokens. PrefillError names a prompt
+        that has been dropped. A sequence that cannot be decoded ends with `finished="error"`; the others continue. Running
+        out of memory raises MemoryError or torch.OutOfMemoryError: cancel some sequences and step again. After any of
+        these exceptions the batch is intact, and no token is lost.
         """
-        said = self._read(self._next())
+        self._outputs += self._read(self._next())
         self._close_ranks()
-        return said + self._decode()
+        self._decode(0, len(self._rows))
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def _next(self) -> list[_Answer]:
         """The first in line and those behind it that are about as long, no more than there is room for."""
@@ -184,23 +191,44 @@ class ContinuousBatch:
                 self._rows[hole] = last
                 self._cache[:, :, hole] = self._cache[:, :, len(self._rows)]
 
-    def _decode(self) -> list[TokenOutput]:
-        """One more token of every answer; those that have ended leave."""
-        if not (answers := self._rows):
-            return []
+    def _decode(self, start: int, stop: int) -> None:
+        """Decode one token for rows start to stop, all of them running.
+
+        If they fail together, each half is decoded by itself, until only the sequence that causes the failure ends.
+        """
+        if start == stop:
+            return
+        answers = self._rows[start:stop]
+        try:
+            logits = self._decode_logits(answers, start)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if len(answers) == 1:
+                self._rows[start] = None
+                self._outputs.append(TokenOutput(answers[0].key, -1, "error", error))
+            else:
+                middle = (start + stop) // 2
+                self._decode(start, middle)
+                self._decode(middle, stop)
+            return
+        for answer in answers:
+            answer.length += 1
+        self._outputs += self._choose(answers, logits)
+
+    def _decode_logits(self, answers: Sequence[_Answer], start: int) -> Tensor:
+        """The logits (B, vocabulary) after the last token of each of the answers, which stand in rows from start on."""
         model, n = self.model, len(answers)
         places = torch.tensor([answer.length for answer in answers])
         span = int(places.max()) + 1
-        self._reserve(n, span)
+        self._reserve(start + n, span)
         places, rows = places.to(model.device), torch.arange(n, device=model.device)
         mask = (torch.arange(span, device=model.device) <= places[:, None])[:, None, None]
         cos, sin = rope_cos_sin(places[:, None, None], model.cfg)
         x = model.decoder.token_embedding(torch.tensor([[answer.last] for answer in answers], device=model.device))
-        for block, (key, value) in zip(model.decoder.blocks, self._cache[:, :, :n, :, :span]):
+        for block, (key, value) in zip(model.decoder.blocks, self._cache[:, :, start : start + n, :, :span]):
             x, _ = block(x, cos, sin, mask, _RowsKV(key, value, rows, places))
-        for answer in answers:
-            answer.length += 1
-        return self._choose(answers, model.decoder.head(model.decoder.norm(x[:, -1])))
+        return model.decoder.head(model.decoder.norm(x[:, -1]))
 
     def _reserve(self, n_rows: int, n_tokens: int) -> None:
         """Make the cache large enough, and then some, so that it seldom grows; when nobody runs, it may shrink."""
@@ -222,7 +250,12 @@ class ContinuousBatch:
         said = []
         for row, (answer, token_id) in enumerate(zip(tuple(answers), GREEDY(logits).tolist())):
             if answer.sampling != GREEDY:
-                token_id = self._sample(answer, logits[row : row + 1])
+                try:
+                    token_id = self._sample(answer, logits[row : row + 1])
+                except Exception as error:
+                    self._rows[self._rows.index(answer)] = None
+                    said.append(TokenOutput(answer.key, -1, "error", error))
+                    continue
             answer.last, answer.left = token_id, answer.left - 1
             finished = "stop" if token_id == self.eos_token_id else None if answer.left else "length"
             if finished:

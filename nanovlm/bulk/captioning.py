@@ -137,6 +137,9 @@ class BulkCaptioner:
         """Add to what was said of each picture; those whose answer has ended."""
         ended = []
         for token in batch.step():
+            if token.error:
+                ended.append((token.key, token.error))
+                continue
             if token.finished != "stop":
                 said[token.key].append(token.token_id)
             if token.finished:

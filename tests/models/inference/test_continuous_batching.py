@@ -188,3 +188,69 @@ def test_what_an_answer_leaves_behind_reaches_no_other(tiny_model):
     batch.cancel("a")
     batch.add("b", ids, max_new_tokens=5)
     assert answers(batch)["b"][0] == alone(model, ids, max_new_tokens=5)
+
+
+def fail_on(model, token_id, error):
+    """Make every decode step raise error whose batch holds a token of this id."""
+    embedding = model.decoder.token_embedding.weight[token_id]
+
+    def check(embed, inputs, output):
+        if inputs[0].size(1) == 1 and (output == embedding).all(-1).any():
+            raise error
+
+    model.decoder.token_embedding.register_forward_hook(check)
+
+
+@pytest.mark.parametrize("n_others", [0, 1, 4])
+def test_a_sequence_that_cannot_be_decoded_ends_alone(tiny_model, n_others):
+    model = tiny_model()
+    prompts = [torch.arange(4 + i, 12 + i) for i in range(n_others + 1)]
+    expected = [alone(model, ids, max_new_tokens=6) for ids in prompts]
+    bad = n_others // 2
+    poison = next(
+        i for i, id in enumerate(expected[bad][:5]) if not any(id in e for k, e in enumerate(expected) if k != bad)
+    )
+    batch, error = ContinuousBatch(model, rows=8), KeyError("no such kernel")
+    fail_on(model, expected[bad][poison], error)
+    for key, ids in enumerate(prompts):
+        batch.add(key, ids, max_new_tokens=6)
+    heard = answers(batch)
+    assert heard.pop(bad) == ([*expected[bad][: poison + 1], -1], ["error"])
+    assert {key: ids for key, (ids, _) in heard.items()} == {k: e for k, e in enumerate(expected) if k != bad}
+
+
+def test_a_sampling_that_fails_ends_its_sequence_alone(tiny_model):
+    class Broken(SamplingParams):
+        def __call__(self, logits, generator=None):
+            raise ZeroDivisionError
+
+    model, ids = tiny_model(), torch.arange(4, 9)
+    batch = ContinuousBatch(model, rows=4)
+    for key, sampling in {"a": GREEDY, "broken": Broken(temperature=1.0), "b": GREEDY}.items():
+        batch.add(key, ids, max_new_tokens=5, sampling=sampling)
+    outputs = batch.step()
+    assert [(output.key, type(output.error)) for output in outputs if output.error] == [("broken", ZeroDivisionError)]
+    assert answers(batch).keys() == {"a", "b"}
+
+
+def test_a_step_without_memory_loses_no_token(tiny_model):
+    model, ids = tiny_model(), torch.arange(4, 9)
+    expected, full = alone(model, ids, max_new_tokens=5), []
+
+    def refuse(embed, inputs):
+        if full and inputs[0].shape == (3, 1):
+            raise MemoryError
+
+    model.decoder.token_embedding.register_forward_pre_hook(refuse)
+    batch, heard = ContinuousBatch(model, rows=4), {}
+    for key in "ab":
+        batch.add(key, ids, max_new_tokens=5)
+    listen(batch, heard)
+    full.append(True)
+    batch.add("c", ids, max_new_tokens=5)
+    with pytest.raises(MemoryError):
+        listen(batch, heard)
+    batch.cancel("b")
+    assert {key: ids for key, (ids, _) in answers(batch, heard).items()} == {
+        "a": expected, "b": expected[:2], "c": expected,
+    }  # fmt: skip
