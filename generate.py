@@ -2,7 +2,7 @@
 
 import sys
 
-from nanovlm.cli.main import door
+from nanovlm.cli.main import run_verb
 
 if __name__ == "__main__":
-    sys.exit(door("caption"))
+    sys.exit(run_verb("caption"))

@@ -22,7 +22,7 @@ from eval.lib.hardware import environment
 from eval.lib.postcards import draw, random_postcard, write_folder
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner, Picture
-from nanovlm.cli.main import door
+from nanovlm.cli.main import run_verb
 from nanovlm.device import choose_device, choose_training_dtype
 from nanovlm.synthetic import caption, random_scene
 
@@ -78,7 +78,7 @@ def learn(way: str, data: Path, flags: Sequence[str], asked: Worlds) -> Learned:
     argv = ["--data", str(data), *own, "--out", str(out), *flags]
     progress(f"{way}: train.py {' '.join(argv)}")
     started = time.perf_counter()
-    if code := door("train", argv):
+    if code := run_verb("train", argv):
         raise RuntimeError(f"{way}: train.py ended with exit code {code}")
     seconds = time.perf_counter() - started
     return Learned(way, round(seconds, 1), *shares(out, asked))

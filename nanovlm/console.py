@@ -1,16 +1,73 @@
-"""What a person reads when something is wrong: one line on standard error."""
+"""What a person reads on standard error: log lines, notes, errors and progress bars."""
 
+import logging
 import os
 import sys
-from typing import TextIO
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 def print_error(message: str) -> None:
-    print(" ".join(message.split("\n")), file=sys.stderr, flush=True)
+    """Print a message as one line on standard error, above any progress bar."""
+    _write_line(" ".join(message.split("\n")))
+
+
+def configure_logging() -> None:
+    """Print what `nanovlm` and `models` log at INFO and above on standard error, as bare messages.
+
+    For programs only: importing nanovlm configures no logging. Calling it again changes nothing.
+    """
+    for name in ("nanovlm", "models"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
+            logger.addHandler(_StderrHandler())
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Print Python warnings as `note: MESSAGE`, without the line of code that raised them."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *details: print_error(f"note: {message}")
+        yield
+
+
+def progress_bar(total: int, unit: str, desc: str | None = None) -> "tqdm":
+    """A tqdm bar on standard error; it draws on a terminal only. Close it, or use it as a context manager."""
+    from tqdm import tqdm
+
+    drawn = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    return tqdm(total=total, unit=unit, desc=desc, disable=not drawn, dynamic_ncols=True, file=sys.stderr)
 
 
 def bold(text: str, file: TextIO) -> str:
-    """Text that stands out on a terminal; anywhere else, or where NO_COLOR is set (no-color.org), as it is."""
+    """Text in bold on a terminal; unchanged anywhere else, or where NO_COLOR is set (no-color.org)."""
     if not file.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
     return f"\033[1m{text}\033[0m"
+
+
+class _StderrHandler(logging.Handler):
+    """Write records to the sys.stderr of the moment, which tests and programs may replace."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            _write_line(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
+def _write_line(line: str) -> None:
+    if sys.stderr is None:  # as under pythonw, or with 2>&-
+        return
+    tqdm_module = sys.modules.get("tqdm")
+    if tqdm_module is not None and getattr(tqdm_module.tqdm, "_instances", None):
+        tqdm_module.tqdm.write(line, file=sys.stderr)  # clears the bar, prints, and draws it again
+        sys.stderr.flush()
+    else:
+        print(line, file=sys.stderr, flush=True)

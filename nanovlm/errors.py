@@ -1,5 +1,7 @@
 """The errors of `models.errors`, and those of images, data and the command line."""
 
+import sys
+
 from models.errors import CheckpointError, CompileError, InputError, NanoVLMError
 
 __all__ = [
@@ -12,6 +14,7 @@ __all__ = [
     "NanoVLMError",
     "TrainingError",
     "UsageError",
+    "is_out_of_memory",
 ]
 
 
@@ -39,3 +42,13 @@ class MissingExtraError(NanoVLMError, ImportError):
     """An optional dependency is missing; the message names the extra to install."""
 
     exit_code = 2
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that main memory, or an accelerator's, is full."""
+    if isinstance(error, MemoryError):
+        return True
+    torch = sys.modules.get("torch")  # torch raised nothing if nobody imported it
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's CPU allocator

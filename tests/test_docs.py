@@ -36,13 +36,13 @@ def test_every_flag_shown_exists():
     assert len(calls) > 5
     for call in calls:
         parser = Parser()
-        VERBS["caption" if call[1] == "generate" else "train"][1](parser)
+        VERBS["caption" if call[1] == "generate" else "train"].add_flags(parser)
         parser.parse_args(shlex.split(call[2]))
     installed = [shlex.split(line.split("|")[-1]) for line in lines if re.search(r"(^|\| )nanovlm ", line)]
     assert {words[1] for words in installed} >= {"caption", "chat", "export"}
-    for words in installed + [shlex.split(example) for _, _, example in VERBS.values()]:
+    for words in installed + [shlex.split(verb.EXAMPLE) for verb in VERBS.values()]:
         parser = Parser()
-        VERBS[words[1]][1](parser)
+        VERBS[words[1]].add_flags(parser)
         parser.parse_args(words[2:])
 
 

@@ -1,25 +1,24 @@
-"""The verb `caption`: pictures in, lines out, one after another, whatever becomes of one of them."""
+"""`nanovlm caption`: pictures in, one line each out."""
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from models.decoding import SamplingParams
-from nanovlm import EMBEDDED, PROMPT, SAMPLE
-from nanovlm.captioner import Captioner, Stats
+from nanovlm import PROMPT, SAMPLE
+from nanovlm.cli.options import GenerationOptions, ModelOptions, add_generation_flags, load_captioner
 from nanovlm.console import print_error
-from nanovlm.device import peak_memory
-from nanovlm.errors import CheckpointError, ImageError, UsageError
-from nanovlm.image_processing import load_image, printable
+from nanovlm.errors import ImageError, UsageError, is_out_of_memory
 
-EMBEDDED_KNOWS = (
-    "the embedded model knows drawn scenes of coloured shapes only, what it says of other pictures is nonsense"
-)
-EMBEDDED_NOTE = f"note: {EMBEDDED_KNOWS}; --model FOLDER_OR_HUB_ID names a model for photographs"
+if TYPE_CHECKING:
+    import torch
+
+    from models.decoding import SamplingParams
+    from nanovlm.captioner import Captioner, Stats
+
+HELP = "Caption pictures, or answer a prompt about each; without arguments, the sample picture."
+EXAMPLE = "nanovlm caption photos --out photos/metadata.jsonl"
 
 MAX_NEW_TOKENS = 128
 LENGTHS = {  # a prompt, and the longest answer
@@ -29,14 +28,65 @@ LENGTHS = {  # a prompt, and the longest answer
 }
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "pictures",
+        nargs="*",
+        metavar="PICTURE",
+        help="files; folders and quoted patterns, whose captions are written to files; - is a picture on standard "
+        "input; none is the sample picture",
+    )
+    add("--list", metavar="FILE", help="more names, one a line or as find -print0 writes them; - is standard input")
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument(
+        "--prompt",
+        dest="prompts",
+        action="append",
+        metavar="TEXT",
+        help=f"what to ask of each picture ({PROMPT!r}); given again, another question, for which it is not read again",
+    )
+    asked.add_argument("--length", choices=("short", "normal", "long"), help="ask for a caption so long")
+    add("--out", metavar="FILE", help=".jsonl, .csv or .parquet of file_name and text; txt: beside each (of a folder)")
+    add(
+        "--existing",
+        choices=("skip", "overwrite", "append", "prepend"),
+        help="what becomes of captions already there (skip)",
+    )
+    add("--prefix", metavar="TEXT", help="put before each caption in a file, as it stands")
+    add("--suffix", metavar="TEXT", help="put after it")
+    add(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="pictures of a folder that run at once, a small model's on each core (16, or 128 where each is one image)",
+    )
+    add("--max-new-tokens", type=int, metavar="N", help="longest answer (128; --length: short 48, long 384)")
+    add("--samples", type=int, default=1, metavar="N", help="answers per picture, which is read once (1)")
+    add_generation_flags(parser)
+    add("--json", action="store_true", help="one object per picture and prompt, with token counts and timings")
+    add("--stats", action="store_true", help="timings and peak memory on standard error")
+
+
+def run(args: argparse.Namespace) -> int:
+    from nanovlm.cli.caption_files import caption_files, names_many
+
+    return caption_files(args) if names_many(args) else caption_pictures(args)
+
+
 def caption_pictures(args: argparse.Namespace) -> int:
     """Caption args.pictures; 1 if one of them could not be, after the others have been."""
     for flag in ("existing", "prefix", "suffix", "batch_size"):
         if getattr(args, flag) is not None:
             raise UsageError(f"--{flag.replace('_', '-')} is for files: name a folder, or where captions go by --out")
+    from nanovlm.captioner import Stats
+    from nanovlm.image_processing import load_image
+
     sampling = check(args)
     started = time.perf_counter()
-    captioner = read_captioner(args, args.prompts, args.max_new_tokens, shown=bool(args.pictures))
+    captioner = load_captioner(
+        ModelOptions.from_args(args), args.prompts, args.max_new_tokens, own_images=bool(args.pictures)
+    )
     loaded = time.perf_counter() - started
     failed = 0
     for name in args.pictures or [str(SAMPLE)]:
@@ -46,7 +96,9 @@ def caption_pictures(args: argparse.Namespace) -> int:
             texts = say(args, captioner, name, picture, sampling, stats)
         except ImageError as error:
             print_error(str(error))
-        except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
+        except Exception as error:
+            if not isinstance(error, ValueError) and not is_out_of_memory(error):
+                raise
             print_error(f"{name}: {error or 'not enough memory'}")
         else:
             if args.json:
@@ -59,30 +111,7 @@ def caption_pictures(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def read_captioner(args: argparse.Namespace, prompts: Sequence[str], max_new_tokens: int, shown: bool) -> Captioner:
-    """The model that args.model names, if it can answer the prompts at all; shown are pictures of one's own."""
-    if args.max_tiles is not None and args.max_tiles < 1:
-        raise UsageError(f"--max-tiles {args.max_tiles} is less than 1; with 1 a picture is squeezed into one tile")
-    try:
-        if args.compile:
-            print_error("note: compiling the decode step takes a minute or two, the first time for a model's shape")
-        budget = {"max_tiles": args.max_tiles, "upscale": args.upscale}
-        speed = {"quantize": args.quantize, "compile": args.compile}
-        captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, args.revision, **budget, **speed)
-        for prompt in prompts:
-            captioner.check_prompt(prompt, max_new_tokens)
-    except (CheckpointError, ValueError) as error:
-        raise UsageError(error) from None
-    except RuntimeError as error:
-        if not args.compile:
-            raise
-        raise UsageError(f"--compile: {str(error).splitlines()[0]}") from None
-    if args.model == EMBEDDED and shown:
-        print_error(EMBEDDED_NOTE)
-    return captioner
-
-
-def check(args: argparse.Namespace) -> SamplingParams:
+def check(args: argparse.Namespace) -> "SamplingParams":
     """Refuse numbers and combinations that make no sense, before any work; make of --length a prompt."""
     args.prompts = args.prompts or [PROMPT]
     if args.length:
@@ -98,14 +127,7 @@ def check(args: argparse.Namespace) -> SamplingParams:
         raise UsageError(f"--samples {args.samples} of {len(args.prompts)} prompts; ask for samples of one at a time")
     if args.samples > 1 and args.temperature == 0:
         raise UsageError(f"--samples {args.samples} at temperature 0 would all be alike; add --temperature 0.7, say")
-    return read_sampling(args)
-
-
-def read_sampling(args: argparse.Namespace) -> SamplingParams:
-    try:
-        return SamplingParams(**{name: getattr(args, name) for name in SamplingParams.__dataclass_fields__})
-    except ValueError as error:
-        raise UsageError(error) from None
+    return GenerationOptions.from_args(args).sampling
 
 
 def standard_input():
@@ -116,8 +138,10 @@ def standard_input():
     return sys.stdin.buffer
 
 
-def say(args, captioner: Captioner, name: str, picture, sampling: SamplingParams, stats: Stats) -> list[str]:
+def say(args, captioner: "Captioner", name: str, picture, sampling: "SamplingParams", stats: "Stats") -> list[str]:
     """Find the answers and, unless they go into JSON, print each as one line; on a terminal, as it is found."""
+    from nanovlm.image_processing import printable
+
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "stats": stats}
     label = f"{printable(name)}: " if len(args.pictures) > 1 else ""
     several = args.samples > 1 or len(args.prompts) > 1
@@ -138,7 +162,7 @@ def say(args, captioner: Captioner, name: str, picture, sampling: SamplingParams
     return []
 
 
-def record(args: argparse.Namespace, name: str, prompt: str, text: str, texts: list[str], stats: Stats) -> dict:
+def record(args: argparse.Namespace, name: str, prompt: str, text: str, texts: list[str], stats: "Stats") -> dict:
     """The JSON object of one picture and prompt; times in seconds. Counts and times are of all its prompts together."""
     return {
         "picture": name,
@@ -153,7 +177,9 @@ def record(args: argparse.Namespace, name: str, prompt: str, text: str, texts: l
     }
 
 
-def summary(stats: Stats, loaded: float, device: torch.device) -> str:
+def summary(stats: "Stats", loaded: float, device: "torch.device") -> str:
+    from nanovlm.device import peak_memory
+
     return (
         f"model loaded in {loaded:.2f} s; {stats.prompt_tokens} tokens read, first answer token after "
         f"{stats.first_token_s * 1000:.0f} ms, then {stats.tokens_per_s:.0f} tokens/s; "

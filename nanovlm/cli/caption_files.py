@@ -13,7 +13,8 @@ from models.decoding import SamplingParams
 from nanovlm.bulk.captioning import BulkCaptioner
 from nanovlm.bulk.outputs import Sidecars, Table, check_table
 from nanovlm.bulk.resume_log import FailureLog, file_lock
-from nanovlm.cli.caption import check, read_captioner
+from nanovlm.cli.caption import check
+from nanovlm.cli.options import ModelOptions, load_captioner
 from nanovlm.console import print_error
 from nanovlm.data.folders import pictures_in
 from nanovlm.data.source import EXTENSIONS
@@ -60,7 +61,7 @@ def caption_found(
         if args.existing != "skip":
             said = f"{there:,} have got theirs from this command; to do them again, remove {results.record.path}"
     if todo:
-        captioner = read_captioner(args, args.prompts, args.max_new_tokens, shown=True)
+        captioner = load_captioner(ModelOptions.from_args(args), args.prompts, args.max_new_tokens, own_images=True)
         run = BulkCaptioner(captioner, args.prompt, {"max_new_tokens": args.max_new_tokens, "sampling": sampling})
         try:
             run(

@@ -1,4 +1,4 @@
-"""The verb `chat`: questions about pictures, typed or piped in, a line each; what begins with / is a command."""
+"""`nanovlm chat`: questions about pictures, typed or piped in, one per line; a line that begins with / is a command."""
 
 import argparse
 import contextlib
@@ -8,17 +8,17 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from models.decoding import SamplingParams
-from nanovlm.bulk.resume_log import relative
-from nanovlm.captioner import Captioner
-from nanovlm.chat_session import ChatSession
-from nanovlm.cli.caption import read_captioner, read_sampling
+from nanovlm.cli.options import GenerationOptions, ModelOptions, add_generation_flags, load_captioner
 from nanovlm.console import bold, print_error
-from nanovlm.errors import ImageError, UsageError
-from nanovlm.image_processing import load_image
+from nanovlm.errors import ImageError, UsageError, is_out_of_memory
+
+if TYPE_CHECKING:
+    from nanovlm.captioner import Captioner
+
+HELP = "Ask about pictures, one question after another; /help lists the commands."
+EXAMPLE = "nanovlm chat photo.jpg"
 
 COMMANDS = """\
 /image PATH ...  talk about other pictures: a new chat, for the model sees pictures before it hears words
@@ -29,21 +29,28 @@ ctrl-c           stop an answer; what it said so far counts
 ctrl-d           leave"""
 
 
-def chat_about(args: argparse.Namespace) -> int:
-    """Answer questions about args.pictures until there are no more; 1 if something piped in could not be done."""
-    if args.max_new_tokens < 1:
-        raise UsageError(f"--max-new-tokens {args.max_new_tokens} is less than 1")
-    sampling = read_sampling(args)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("pictures", nargs="*", metavar="PICTURE", help="pictures to ask about; without any, a chat in text alone")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="maximum length of an answer (default: 256)")
+    add_generation_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer questions about args.pictures until there are no more; 1 if a piped line failed."""
+    from nanovlm.image_processing import load_image
+
+    generation = GenerationOptions.from_args(args)
     try:
         pictures = [load_image(name) for name in args.pictures]
     except ImageError as error:
         print_error(str(error))
         return 1
-    captioner = read_captioner(args, [""], 1, shown=bool(args.pictures))
+    captioner = load_captioner(ModelOptions.from_args(args), own_images=bool(args.pictures))
     turns = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
     try:
         captioner.tokenizer.encode_chat(turns)
-        chat = Chat(captioner, args.max_new_tokens, sampling)
+        chat = Chat(captioner, generation)
         chat.show(args.pictures, pictures)
     except ValueError as error:  # no chat template; tiles without a name
         raise UsageError(error) from None
@@ -64,17 +71,21 @@ def chat_about(args: argparse.Namespace) -> int:
 class Chat:
     """A conversation, and what is said in it that is no question."""
 
-    def __init__(self, captioner: Captioner, max_new_tokens: int, sampling: SamplingParams):
-        self.captioner, self.options = captioner, {"max_new_tokens": max_new_tokens, "sampling": sampling}
+    def __init__(self, captioner: "Captioner", generation: GenerationOptions):
+        self.captioner, self.options = captioner, generation.as_kwargs()
         self.names: list[str] = []
         self.saved: set[str] = set()  # files of ours, that may be written over
         self.failed = 0
 
     def show(self, names: Sequence[str], pictures: Sequence) -> None:
+        from nanovlm.chat_session import ChatSession
+
         self.conversation, self.names = ChatSession(self.captioner, pictures), list(names)
 
     def hear(self, line: str) -> None:
         """Do what one line asks for, or complain in one line."""
+        from nanovlm.image_processing import load_image
+
         word, _, rest = line.strip().partition(" ")
         rest = rest.strip()
         try:
@@ -95,8 +106,10 @@ class Chat:
                 print(COMMANDS, file=sys.stderr, flush=True)
             else:
                 raise ValueError(f"{word} is no command; /help lists those there are")
-        except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-            if isinstance(error, BrokenPipeError):
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            if not isinstance(error, (ValueError, OSError)) and not is_out_of_memory(error):
                 raise
             self.failed += 1
             print_error(str(error) or "not enough memory")
@@ -109,6 +122,8 @@ class Chat:
 
     def save(self, name: str) -> None:
         """Write the chat into a new file, or one that was saved before."""
+        from nanovlm.bulk.resume_log import relative
+
         if not name:
             raise ValueError("/save wants a name: /save FILE")
         path = Path(name)

@@ -1,13 +1,27 @@
-"""The verb `compile`: a model's decode step as a package, which `caption` and `chat` then find by themselves."""
+"""`nanovlm compile`: compile a model's decode step once; `caption` and `chat` then find it by themselves."""
 
 import argparse
 
-from models.inference.aot_compile import package_path
-from nanovlm.cli.caption import read_captioner
+from nanovlm import EMBEDDED
+from nanovlm.cli.options import DTYPES, ModelOptions, load_captioner
+
+HELP = "Compile a model's decode step for this machine, once; single pictures are then captioned faster."
+EXAMPLE = "nanovlm compile out/mine --quantize int8"
 
 
-def compile_model(args: argparse.Namespace) -> int:
-    """Make the package for args.model, unless it is there, and print its name."""
-    captioner = read_captioner(args, prompts=[""], max_new_tokens=1, shown=False)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", default=EMBEDDED, metavar="MODEL", help="a folder or a Hub id (the embedded model)")
+    add("--revision", help="branch, tag or commit of a Hub model")
+    add("--dtype", default="auto", choices=DTYPES)
+    add("--quantize", choices=("int8",), help="for a language model with weights of 8 bits")
+    parser.set_defaults(device="cpu", compile=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile the decode step unless that was done before, and print the file's name."""
+    from models.inference.aot_compile import package_path
+
+    captioner = load_captioner(ModelOptions.from_args(args))
     print(package_path(captioner.model.decoder))
     return 0

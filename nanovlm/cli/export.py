@@ -1,131 +1,37 @@
-"""The verb `export`: a model's folder as transformers writes SmolVLM's, tokenizer and processor settings included.
-
-The processor of the other side is told our tokens' names. It knows one layout that ours knows too: a picture squeezed
-into one image, `<|global_image|>` in front. Tiles it would lay out as Idefics3 does, which our models never saw.
-"""
+"""`nanovlm export`: write a model in the layout of transformers' SmolVLM."""
 
 import argparse
-import json
-from pathlib import Path
+import logging
 
-from safetensors.torch import save_file
+HELP = "Write a model as transformers' SmolVLM, the layout that transformers, vLLM and GGUF's converter read."
+EXAMPLE = "nanovlm export out/mine --out out/smolvlm"
 
-from models.checkpoint import CONFIG, TOKENIZER, WEIGHTS, atomic_dir
-from models.config import VLMConfig
-from models.convert.smolvlm import smolvlm_config, smolvlm_tensors
-from nanovlm.captioner import Captioner
-from nanovlm.console import print_error
-from nanovlm.errors import UsageError
-
-# Makes strings of contents that are lists of parts, images first, as our chats have them; then the model's own follows.
-FLATTEN = """{%- set chat = namespace(messages=[]) -%}
-{%- for message in messages -%}
-{%- if message['content'] is string -%}
-{%- set chat.messages = chat.messages + [message] -%}
-{%- else -%}
-{%- set images = message['content'] | selectattr('type', 'equalto', 'image') | list -%}
-{%- set turn = namespace(content='') -%}
-{%- for image in images -%}
-{%- set turn.content = turn.content + ('<image: ' ~ loop.index0 ~ '>' if images | length > 1 else '') + IMAGE -%}
-{%- endfor -%}
-{%- for part in message['content'] if part['type'] == 'text' -%}
-{%- set turn.content = turn.content + part['text'] -%}
-{%- endfor -%}
-{%- set chat.messages = chat.messages + [{'role': message['role'], 'content': turn.content}] -%}
-{%- endif -%}
-{%- endfor -%}
-{%- set messages = chat.messages %}"""
+logger = logging.getLogger(__name__)
 
 
-def export_model(args: argparse.Namespace) -> int:
-    """Write args.model to the folder args.out and say what its user must know."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a folder or a Hub id (owner/name)")
+    add("--out", required=True, metavar="FOLDER", help="folder to write")
+    add("--revision", help="branch, tag or commit of a Hub model")
+    add(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights (default: float32)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from nanovlm.captioner import Captioner
+    from nanovlm.errors import NanoVLMError, UsageError
+    from nanovlm.export import export_notes, export_smolvlm
+
     try:
         captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, args.revision)
-        write_export(args.out, captioner)
-    except ValueError as error:
-        raise UsageError(error) from None
-    for line in notes(captioner.model.cfg):
-        print_error(f"note: {line}")
+        export_smolvlm(captioner, args.out)
+    except (NanoVLMError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    for note in export_notes(captioner.model.cfg):
+        logger.warning("note: %s", note)
     return 0
-
-
-def write_export(folder: str | Path, captioner: Captioner) -> None:
-    """Write the model, in its own precision, and all that transformers' AutoProcessor asks for."""
-    model, tokenizer = captioner.model, captioner.tokenizer
-    objects = {
-        CONFIG: smolvlm_config(model.cfg, tokenizer.image_token_id, tokenizer.eos_token_id),
-        "generation_config.json": {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id},
-        **processor_files(model.cfg),
-    }
-    with atomic_dir(folder) as new:
-        tensors = {name: tensor.contiguous() for name, tensor in smolvlm_tensors(model).items()}
-        save_file(tensors, new / WEIGHTS, {"format": "pt"})
-        (new / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
-        (new / "chat_template.jinja").write_text(chat_template(model.cfg), encoding="utf-8")
-        for name, settings in objects.items():
-            (new / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-def chat_template(cfg: VLMConfig) -> str:
-    """The model's template, for contents that are strings or lists of {'type': 'image'} and {'type': 'text'}."""
-    return FLATTEN.replace("IMAGE", repr(cfg.vlm_extra_tokens["image_token"])) + cfg.lm_chat_template
-
-
-def processor_files(cfg: VLMConfig) -> dict[str, dict]:
-    """The settings of their tokenizer, image processor and processor."""
-    token, tile = cfg.vlm_extra_tokens, {"longest_edge": cfg.vit_img_size}
-    names = {
-        "image_token": token["image_token"],
-        "global_image_token": token["global_image_token"],
-        "fake_image_token": "",  # nothing stands around our images
-        "end_of_utterance_token": cfg.end_token,
-    }
-    return {
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "processor_class": "SmolVLMProcessor",
-            "eos_token": cfg.end_token,
-            "pad_token": cfg.end_token,
-            "padding_side": "left",
-            "model_max_length": cfg.lm_max_position_embeddings,
-            "clean_up_tokenization_spaces": False,
-            "extra_special_tokens": names,
-        },
-        "preprocessor_config.json": {
-            "image_processor_type": "SmolVLMImageProcessor",
-            "processor_class": "SmolVLMProcessor",
-            "do_convert_rgb": True,
-            "do_image_splitting": False,
-            "do_resize": False,  # would keep the aspect; what follows squeezes the picture to one tile, as we do
-            "size": tile,
-            "max_image_size": tile,
-            "resample": 2,  # bilinear
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-            "do_pad": True,
-        },
-        "processor_config.json": {
-            "processor_class": "SmolVLMProcessor",
-            "image_seq_len": cfg.mp_image_token_length,
-        },
-    }
-
-
-def notes(cfg: VLMConfig) -> list[str]:
-    """What does not map by itself, a sentence each."""
-    said = [
-        "pictures must come upright and as RGB on white: the other side turns and fills nothing",
-        "where a program writes SmolVLM's tokens around a picture by itself, as llama.cpp does, replace them: this "
-        f"model was trained with {cfg.vlm_extra_tokens['global_image_token']} before an image and nothing after it",
-    ]
-    if cfg.max_img_size > cfg.vit_img_size:
-        said.insert(
-            0,
-            f"transformers' processor will squeeze each picture into one image of {cfg.vit_img_size} x "
-            f"{cfg.vit_img_size}: it has no layout for this model's tiles; for pictures of up to {cfg.max_img_size} "
-            "give its model the ids of nanovlm.processor.Processor, and that one's images times 2 minus 1",
-        )
-    return said

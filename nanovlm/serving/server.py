@@ -9,7 +9,7 @@ from pathlib import Path
 import uvicorn
 
 from nanovlm import EMBEDDED, PROMPT
-from nanovlm.cli.caption import EMBEDDED_KNOWS, read_captioner
+from nanovlm.cli.options import EMBEDDED_LIMITS, ModelOptions, load_captioner
 from nanovlm.console import print_error
 from nanovlm.errors import UsageError
 from nanovlm.serving.app import make_app
@@ -28,14 +28,14 @@ def serve_model(args: argparse.Namespace) -> int:
             f"--host {args.host} lets others in; choose a key for them by --api-key or, unseen by ps, NANOVLM_API_KEY"
         )
     with listen(args.host, args.port) as door:
-        captioner = read_captioner(args, [PROMPT], 1, shown=True)
+        captioner = load_captioner(ModelOptions.from_args(args), [PROMPT], own_images=True)
         embedded = args.model == EMBEDDED
         folder = Path(args.model).resolve().name if os.path.isdir(args.model) else ""  # a name even where that is .
         name = "nanovlm" if embedded else folder or args.model
         desk = ChatService(captioner, name, limits, args.allow_remote)
         hosts = {name.lower() for name in (*LOOPBACK, args.host, *args.allow_host)}
         hosts = hosts if local or args.allow_host else None  # else the key alone decides
-        app = make_app(desk, hosts, key, EMBEDDED_KNOWS if embedded else "")
+        app = make_app(desk, hosts, key, EMBEDDED_LIMITS if embedded else "")
         port, host = door.getsockname()[1], f"[{args.host}]" if ":" in args.host else args.host
         print_error(f"http://{host}:{port} answers as {name!r}: a page, and /v1 for OpenAI's clients; ctrl-c stops")
         config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, http="h11", ws="none")

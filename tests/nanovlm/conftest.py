@@ -28,7 +28,7 @@ def generate(model_folder, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["generate.py"])
         named = ["--model", str(model)] if model else []
         try:
-            code = cli.door("caption", [*SHORT, *named, *map(str, argv)])
+            code = cli.run_verb("caption", [*SHORT, *named, *map(str, argv)])
         except SystemExit as end:
             code = end.code
         return code, *capsys.readouterr()
@@ -43,7 +43,7 @@ def train(monkeypatch, capsys):
     def train(*argv):
         monkeypatch.setattr(sys, "argv", ["train.py"])
         try:
-            code = cli.door("train", argv)
+            code = cli.run_verb("train", argv)
         except SystemExit as end:
             code = end.code
         return code, *capsys.readouterr()

@@ -13,7 +13,7 @@ from models.checkpoint import save_checkpoint
 from models.convert.smolvlm import patches_keep_their_places, smolvlm_config, smolvlm_tensors
 from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.cli import main as cli
-from nanovlm.cli.export import chat_template, write_export
+from nanovlm.export import chat_template, export_smolvlm
 
 PARTS = [{"type": "image"}, {"type": "text", "text": PROMPT}]
 
@@ -32,7 +32,7 @@ def embedded() -> Captioner:
 @pytest.fixture(scope="module")
 def folder(embedded, tmp_path_factory):
     """The embedded model, exported."""
-    write_export(folder := tmp_path_factory.mktemp("export") / "smolvlm", embedded)
+    export_smolvlm(embedded, folder := tmp_path_factory.mktemp("export") / "smolvlm")
     return folder
 
 

@@ -60,7 +60,9 @@ def anew(conversation, question, history, **options):
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.5, seed=4, repetition_penalty=1.3)])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=1.5, seed=4, repetition_penalty=1.3)]
+)
 def test_every_turn_is_answered_as_if_all_were_read_anew(captioner, n, sampling):
     conversation = ChatSession(captioner, [noise(50, 30, seed) for seed in range(n)])
     options = {"max_new_tokens": 7, "sampling": sampling}
@@ -246,7 +248,7 @@ def test_help_shows_every_verb_with_an_example(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     out = capsys.readouterr().out
-    assert all(f"    {verb} " in out and f"  {example}\n" in out for verb, (_, _, example) in cli.VERBS.items())
+    assert all(f"    {verb} " in out and f"  {module.EXAMPLE}\n" in out for verb, module in cli.VERBS.items())
     assert "\033" not in out
 
 

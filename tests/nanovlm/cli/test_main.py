@@ -15,9 +15,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import nanovlm
-from nanovlm import SAMPLE, Captioner
+from nanovlm import SAMPLE, Captioner, image_processing
 from nanovlm.cli import caption as captioning
 from nanovlm.cli import main as cli
+from nanovlm.cli import options
 from support import ROOT
 from support.cli import SHORT, Terminal, read_or_end, refused, stdin_of, user_runs
 
@@ -165,8 +166,7 @@ def test_standard_input_that_is_no_picture_is_one_line(generate, monkeypatch, st
 
 
 def test_the_embedded_model_says_once_what_it_knows(generate, model_folder, monkeypatch):
-    monkeypatch.setattr(cli, "EMBEDDED", model_folder)
-    monkeypatch.setattr(captioning, "EMBEDDED", model_folder)
+    monkeypatch.setattr(options, "EMBEDDED", model_folder)
     monkeypatch.setattr(captioning, "SAMPLE", Path("good.png"))
     code, out, err = generate("good.png", "fine.jpg", model=None)
     assert (code, out, "") == generate("good.png", "fine.jpg"), "who names a model is told nothing"
@@ -251,7 +251,7 @@ def test_wrong_flags_are_one_line_before_any_work(generate, monkeypatch, flags):
         raise AssertionError("work")
 
     monkeypatch.setattr(Captioner, "from_pretrained", work)
-    monkeypatch.setattr(captioning, "load_image", work)
+    monkeypatch.setattr(image_processing, "load_image", work)
     result = generate("good.png", *flags.split(" "))
     refused(result)
     assert named(flags) & set(result[2].replace("=", " ").split())
@@ -451,7 +451,7 @@ def test_a_user_who_leaves_is_no_traceback(generate, monkeypatch):
 @pytest.mark.parametrize("argv", [["generate.py"], ["train.py"], ["-m", "nanovlm"]])
 def test_help_comes_without_heavy_imports(argv):
     """Half a second is for Python itself; torch alone takes longer."""
-    program = "import sys; from nanovlm.cli.main import main; main(['--help'])" if argv[0] == "-m" else None
+    program = "from nanovlm.cli.main import main; main(['--help'])" if argv[0] == "-m" else None
     command = ["-c", program] if program else [*argv, "--help"]
     run = subprocess.run([sys.executable, "-X", "importtime", *command], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout.startswith("usage: ")
@@ -520,14 +520,14 @@ def test_a_training_that_cannot_start_or_go_on_is_one_line(train):
 def test_a_caption_starts_no_compiler():
     """torch imports its own, and torchvision does, too: each takes longer than all that is done for a caption."""
     heavy = {"torchvision", "torch._dynamo", "torch._inductor"}
-    code = f"import sys; from nanovlm.cli.main import door; door('caption', []); print({heavy} & sys.modules.keys())"
+    code = f"import sys; from nanovlm.cli.main import run_verb; run_verb('caption', []); print({heavy} & sys.modules.keys())"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "set()"
 
 
 def test_without_arguments_the_sample_is_captioned(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["generate.py"])
-    assert cli.door("caption") == 0
+    assert cli.run_verb("caption") == 0
     out, err = capsys.readouterr()
     assert err == "" and out == f"{Captioner.from_pretrained().caption(SAMPLE)}\n"
     assert out.endswith("background.\n")

@@ -1,0 +1,159 @@
+"""Flags that several verbs share, and the typed options made from them."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovlm import EMBEDDED
+from nanovlm.console import print_error
+from nanovlm.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from models.decoding import SamplingParams
+    from nanovlm.captioner import Captioner
+
+EMBEDDED_LIMITS = (
+    "the embedded model knows only drawn scenes of coloured shapes; its captions of photographs are nonsense"
+)
+EMBEDDED_NOTE = f"note: {EMBEDDED_LIMITS}; --model FOLDER_OR_HUB_ID names a model for photographs"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda", "mps")
+
+
+def add_renamed(parser: Any, old_flag: str, **options: Any) -> None:
+    """Accept the former name of a flag for one release, unlisted; pass the dest and type of its successor."""
+    parser.add_argument(old_flag, help=argparse.SUPPRESS, default=argparse.SUPPRESS, **options)
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `ModelOptions`, without --compile."""
+    add = parser.add_argument
+    add("--model", default=EMBEDDED, metavar="FOLDER_OR_HUB_ID", help="a folder or owner/name (the embedded model)")
+    add("--revision", help="branch, tag or commit of a Hub model")
+    add("--device", default="auto", choices=DEVICES)
+    add("--dtype", default="auto", choices=DTYPES)
+    add("--quantize", choices=("int8",), help="store the language model's weights in 8 bits")
+    add("--max-tiles", type=int, metavar="N", help="split a picture into at most N tiles: faster, coarser (all)")
+    add("--no-upscale", dest="upscale", action="store_false", help="do not enlarge a picture to get more tiles of it")
+
+
+def add_generation_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `ModelOptions` and `GenerationOptions`, without --max-new-tokens."""
+    add_model_flags(parser)
+    add = parser.add_argument
+    add("--temperature", type=float, default=0.0, metavar="X", help="sampling temperature; 0 is greedy (default: 0)")
+    add(
+        "--top-k", type=int, default=0, metavar="K", help="sample among the K most likely tokens; 0 is all (default: 0)"
+    )
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample among the most likely tokens whose probabilities sum to P (default: 1)",
+    )
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="drop tokens less likely than P times the most likely one (default: 0)",
+    )
+    add(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="above 1, tokens already used become less likely (default: 1)",
+    )
+    add("--seed", type=int, metavar="N", help="seed of the random generator, for reproducible samples")
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile the decode step, which takes a minute or two the first time (default: if compiled already)",
+    )
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model runs, where and how; the arguments of `Captioner.from_pretrained`."""
+
+    model: str | Path = EMBEDDED
+    revision: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    quantize: str | None = None
+    compile: bool | None = None
+    max_tiles: int | None = None
+    upscale: bool = True
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> "ModelOptions":
+        """The options that args hold; a flag that a verb does not have keeps its default."""
+        if getattr(args, "max_tiles", None) is not None and args.max_tiles < 1:
+            raise UsageError(f"--max-tiles {args.max_tiles} is less than 1; with 1 a picture is resized to one tile")
+        return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)})
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How answers are generated."""
+
+    max_new_tokens: int
+    sampling: "SamplingParams"
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace, max_new_tokens: int | None = None) -> "GenerationOptions":
+        """The options that args hold; max_new_tokens is for a verb whose flag may be absent."""
+        from models.decoding import SamplingParams
+
+        if max_new_tokens is None:
+            max_new_tokens = args.max_new_tokens
+        if max_new_tokens < 1:
+            raise UsageError(f"--max-new-tokens {max_new_tokens} is less than 1")
+        try:
+            sampling = SamplingParams(**{name: getattr(args, name) for name in SamplingParams.__dataclass_fields__})
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        return cls(max_new_tokens, sampling)
+
+    def as_kwargs(self) -> dict[str, Any]:
+        """The keyword arguments of the Captioner's methods."""
+        return {"max_new_tokens": self.max_new_tokens, "sampling": self.sampling}
+
+
+def load_captioner(
+    options: ModelOptions, prompts: Sequence[str] = ("",), max_new_tokens: int = 1, *, own_images: bool = False
+) -> "Captioner":
+    """Load the model, and check that every prompt and max_new_tokens fit into its context.
+
+    own_images says that the user named images, for which the embedded model is of no use: a note says so.
+    """
+    from nanovlm.captioner import Captioner
+
+    if options.compile:
+        print_error("note: compiling the decode step takes a minute or two, the first time for a model's shape")
+    try:
+        captioner = Captioner.from_pretrained(
+            options.model,
+            options.device,
+            options.dtype,
+            options.revision,
+            max_tiles=options.max_tiles,
+            upscale=options.upscale,
+            quantize=options.quantize,
+            compile=options.compile,
+        )
+        for prompt in prompts:
+            captioner.check_prompt(prompt, max_new_tokens)
+    except (CheckpointError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    except RuntimeError as error:
+        if not options.compile:
+            raise
+        raise UsageError(f"--compile: {str(error).splitlines()[0]}") from None
+    if options.model == EMBEDDED and own_images:
+        print_error(EMBEDDED_NOTE)
+    return captioner

@@ -1,0 +1,117 @@
+"""Export a model to the folder layout of transformers' SmolVLM, tokenizer and processor settings included.
+
+transformers' processor is given our special tokens. It shares one image layout with ours: a picture resized to one
+image, with `<|global_image|>` in front. Tiles are not exported: transformers lays them out as Idefics3 does, which
+nanoVLM models were not trained with.
+"""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from models.checkpoint import CONFIG, TOKENIZER, WEIGHTS, atomic_dir
+from models.config import VLMConfig
+from models.convert.smolvlm import smolvlm_config, smolvlm_tensors
+from nanovlm.captioner import Captioner
+
+# Makes strings of contents that are lists of parts, images first, as our chats have them; then the model's own follows.
+FLATTEN = """{%- set chat = namespace(messages=[]) -%}
+{%- for message in messages -%}
+{%- if message['content'] is string -%}
+{%- set chat.messages = chat.messages + [message] -%}
+{%- else -%}
+{%- set images = message['content'] | selectattr('type', 'equalto', 'image') | list -%}
+{%- set turn = namespace(content='') -%}
+{%- for image in images -%}
+{%- set turn.content = turn.content + ('<image: ' ~ loop.index0 ~ '>' if images | length > 1 else '') + IMAGE -%}
+{%- endfor -%}
+{%- for part in message['content'] if part['type'] == 'text' -%}
+{%- set turn.content = turn.content + part['text'] -%}
+{%- endfor -%}
+{%- set chat.messages = chat.messages + [{'role': message['role'], 'content': turn.content}] -%}
+{%- endif -%}
+{%- endfor -%}
+{%- set messages = chat.messages %}"""
+
+
+def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
+    """Write the model in its own dtype, and every file that transformers' AutoProcessor reads."""
+    model, tokenizer = captioner.model, captioner.tokenizer
+    objects = {
+        CONFIG: smolvlm_config(model.cfg, tokenizer.image_token_id, tokenizer.eos_token_id),
+        "generation_config.json": {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id},
+        **processor_files(model.cfg),
+    }
+    with atomic_dir(folder) as new:
+        tensors = {name: tensor.contiguous() for name, tensor in smolvlm_tensors(model).items()}
+        save_file(tensors, new / WEIGHTS, {"format": "pt"})
+        (new / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
+        (new / "chat_template.jinja").write_text(chat_template(model.cfg), encoding="utf-8")
+        for name, settings in objects.items():
+            (new / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def chat_template(cfg: VLMConfig) -> str:
+    """The model's template, for contents that are strings or lists of {'type': 'image'} and {'type': 'text'}."""
+    return FLATTEN.replace("IMAGE", repr(cfg.vlm_extra_tokens["image_token"])) + cfg.lm_chat_template
+
+
+def processor_files(cfg: VLMConfig) -> dict[str, dict]:
+    """The settings of their tokenizer, image processor and processor."""
+    token, tile = cfg.vlm_extra_tokens, {"longest_edge": cfg.vit_img_size}
+    names = {
+        "image_token": token["image_token"],
+        "global_image_token": token["global_image_token"],
+        "fake_image_token": "",  # nothing stands around our images
+        "end_of_utterance_token": cfg.end_token,
+    }
+    return {
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "processor_class": "SmolVLMProcessor",
+            "eos_token": cfg.end_token,
+            "pad_token": cfg.end_token,
+            "padding_side": "left",
+            "model_max_length": cfg.lm_max_position_embeddings,
+            "clean_up_tokenization_spaces": False,
+            "extra_special_tokens": names,
+        },
+        "preprocessor_config.json": {
+            "image_processor_type": "SmolVLMImageProcessor",
+            "processor_class": "SmolVLMProcessor",
+            "do_convert_rgb": True,
+            "do_image_splitting": False,
+            "do_resize": False,  # would keep the aspect; what follows squeezes the picture to one tile, as we do
+            "size": tile,
+            "max_image_size": tile,
+            "resample": 2,  # bilinear
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "do_pad": True,
+        },
+        "processor_config.json": {
+            "processor_class": "SmolVLMProcessor",
+            "image_seq_len": cfg.mp_image_token_length,
+        },
+    }
+
+
+def export_notes(cfg: VLMConfig) -> list[str]:
+    """What a user of the exported folder must know, one sentence each."""
+    notes = [
+        "pictures must come upright and as RGB on white: the other side turns and fills nothing",
+        "where a program writes SmolVLM's tokens around a picture by itself, as llama.cpp does, replace them: this "
+        f"model was trained with {cfg.vlm_extra_tokens['global_image_token']} before an image and nothing after it",
+    ]
+    if cfg.max_img_size > cfg.vit_img_size:
+        notes.insert(
+            0,
+            f"transformers' processor will squeeze each picture into one image of {cfg.vit_img_size} x "
+            f"{cfg.vit_img_size}: it has no layout for this model's tiles; for pictures of up to {cfg.max_img_size} "
+            "give its model the ids of nanovlm.processor.Processor, and that one's images times 2 minus 1",
+        )
+    return notes

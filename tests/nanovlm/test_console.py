@@ -1,0 +1,45 @@
+"""What programs print on standard error."""
+
+import logging
+import subprocess
+import sys
+import warnings
+
+from nanovlm.console import configure_logging, print_error, progress_bar, warnings_as_notes
+from support import ROOT
+
+
+def test_errors_and_log_lines_appear_once_on_stderr(capsys):
+    configure_logging()
+    configure_logging()
+    print_error("two\nlines")
+    logging.getLogger("nanovlm.data.mixture").info("step %d", 3)
+    logging.getLogger("models.config").warning("unknown key")
+    assert capsys.readouterr() == ("", "two lines\nstep 3\nunknown key\n")
+
+
+def test_warnings_become_notes(capsys):
+    with warnings_as_notes():
+        warnings.warn("odd key", stacklevel=1)
+    assert capsys.readouterr().err == "note: odd key\n"
+
+
+def test_progress_bar_draws_on_terminals_only(capsys, monkeypatch):
+    with progress_bar(3, "picture") as bar:
+        bar.update(3)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress_bar(3, "picture", desc="captions") as bar:
+        bar.update(3)
+        print_error("one failed")
+    err = capsys.readouterr().err
+    assert "captions: 100%" in err and "one failed\n" in err
+
+
+def test_import_configures_no_logging():
+    code = (
+        "import logging, nanovlm.captioner; print(logging.getLogger().handlers, logging.getLogger('nanovlm').handlers)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out == "[] []\n"
