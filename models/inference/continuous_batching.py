@@ -1,7 +1,8 @@
-"""Continuous batching (Yu et al. 2022, Orca): answers that begin and end at different times share every step.
+"""Continuous batching (Yu et al. 2022, Orca): requests join and leave the batch between two decode steps.
 
-Each running answer has a row of a cache of fixed capacity, in which its keys and values stand from 0 on, and masks say
-how far. So a row that ends costs nothing, and one that joins is a prompt read and copied into its row.
+Each running request has a slot in a cache of fixed capacity. Its keys and values start at position 0 of the slot, and a
+mask says how many are valid. A finished request therefore costs nothing, and a new one is prefilled and copied into a
+free slot.
 """
 
 from collections.abc import Hashable, Sequence
@@ -11,26 +12,27 @@ import torch
 from torch import Tensor
 
 from models.decoding import GREEDY, SamplingParams, token_presence_mask
+from models.errors import InputError, NanoVLMError
 from models.language_model import rope_cos_sin
 from models.vision_language_model import VisionLanguageModel
 
-READ = 2048  # tokens, of prompts that are read at once: running answers wait meanwhile
-ALIKE = 7 / 8  # of the longest prompt: shorter ones would rather pad than read
-GROW = 64  # tokens, by which the cache grows
+MAX_PREFILL_TOKENS = 2048  # in one prefill of several prompts; running requests wait for it
+MIN_LENGTH_RATIO = 7 / 8  # shortest to longest prompt of one prefill; more padding would cost more than batching saves
+CACHE_GROWTH = 64  # tokens; the capacity is a multiple of it
 
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """The next token of a sequence. `finished` is "stop" (the end token itself), "length" or "error" on the last."""
+    """The next token of a request; on its last, finished is "stop" (the end token itself), "length" or "error"."""
 
     key: Hashable
     token_id: int
     finished: str | None = None
-    error: Exception | None = None  # why the sequence failed; token_id is then -1
+    error: Exception | None = None  # why the request failed; token_id is then -1
 
 
-class PrefillError(RuntimeError):
-    """A prompt that could not be read, for lack of memory, say. It is gone; the others are as they were."""
+class PrefillError(NanoVLMError, RuntimeError):
+    """A prompt could not be prefilled, for example for lack of memory. It is dropped; other requests are unaffected."""
 
     def __init__(self, key: Hashable, error: Exception):
         super().__init__(str(error) or type(error).__name__)
@@ -38,55 +40,55 @@ class PrefillError(RuntimeError):
 
 
 @dataclass(eq=False)
-class _Answer:
-    """A prompt, and what has become of it."""
+class _Request:
+    """A prompt and the state of its generation."""
 
     key: Hashable
     input_ids: Tensor  # (T,), on the CPU
     images: Tensor | None
-    left: int  # tokens that it may still say
+    remaining: int  # tokens that may still be generated
     sampling: SamplingParams
     generator: torch.Generator | None = None
-    seen: Tensor | None = None  # (1, vocabulary), for the repetition penalty
-    length: int = 0  # of what its row of the cache holds
-    last: int = -1  # token said, not yet read
+    seen: Tensor | None = None  # (1, vocabulary) bool, for the repetition penalty
+    length: int = 0  # tokens of it in its cache slot
+    last: int = -1  # token generated but not yet in the cache
 
 
-class _RowsKV:
-    """A KVCache of one token more a row, each at its own place; the key and value are views of the shared cache."""
+class _SlotKV:
+    """A KVCache to which each slot appends one token at its own position; key and value are views of the shared cache."""
 
-    def __init__(self, key: Tensor, value: Tensor, rows: Tensor, places: Tensor):
-        self.key, self.value, self.rows, self.places = key, value, rows, places
+    def __init__(self, key: Tensor, value: Tensor, slots: Tensor, positions: Tensor):
+        self.key, self.value, self.slots, self.positions = key, value, slots, positions
 
-    def append(self, key: Tensor, value: Tensor) -> "_RowsKV":
-        self.key[self.rows, :, self.places] = key[:, :, 0]
-        self.value[self.rows, :, self.places] = value[:, :, 0]
+    def append(self, key: Tensor, value: Tensor) -> "_SlotKV":
+        self.key[self.slots, :, self.positions] = key[:, :, 0]
+        self.value[self.slots, :, self.positions] = value[:, :, 0]
         return self
 
 
 class ContinuousBatch:
-    """Answers of many prompts at once: a prompt joins when a row is free, and its row is free when its answer ends.
+    """Generates for many prompts at once: a prompt is prefilled when a slot is free, and frees it when it ends.
 
-    An answer is what `model.generate` would say to its prompt alone, up to the rounding of sums in another order.
-    For one thread; while a step runs, nothing may be added or cancelled.
+    A request's tokens are what `model.generate` gives for its prompt alone, up to the rounding of sums in another
+    order. Not thread-safe: nothing may be added or cancelled while a step runs.
     """
 
-    def __init__(self, model: VisionLanguageModel, *, rows: int = 16, eos_token_id: int | None = None):
-        if rows < 1:
-            raise ValueError(f"rows={rows} is less than 1")
-        self.model, self.n_rows, self.eos_token_id = model, rows, eos_token_id
-        self._line: dict[Hashable, _Answer] = {}
-        self._rows: list[_Answer | None] = []  # None where an answer has ended
-        self._cache: Tensor | None = None  # (n_blocks, 2, rows, n_kv_heads, capacity, head_dim)
+    def __init__(self, model: VisionLanguageModel, *, max_num_seqs: int = 16, eos_token_id: int | None = None):
+        if max_num_seqs < 1:
+            raise InputError(f"max_num_seqs={max_num_seqs} is less than 1")
+        self.model, self.max_num_seqs, self.eos_token_id = model, max_num_seqs, eos_token_id
+        self._waiting: dict[Hashable, _Request] = {}
+        self._slots: list[_Request | None] = []  # None where a request has ended
+        self._cache: Tensor | None = None  # (n_blocks, 2, slots, n_kv_heads, capacity, head_dim)
         self._outputs: list[TokenOutput] = []  # of the current step; an exception leaves them to the next one
 
     @property
     def waiting(self) -> int:
-        return len(self._line)
+        return len(self._waiting)
 
     @property
     def running(self) -> int:
-        return sum(answer is not None for answer in self._rows)
+        return sum(request is not None for request in self._slots)
 
     def add(
         self,
@@ -97,183 +99,190 @@ class ContinuousBatch:
         max_new_tokens: int = 64,
         sampling: SamplingParams = GREEDY,
     ) -> None:
-        """Put a prompt, ids (T,) and images (N, 3, S, S), in line. ValueError if it can never be read."""
-        if key in self._line or any(answer is not None and answer.key == key for answer in self._rows):
-            raise ValueError(f"{key!r} has a prompt already that waits or runs")
+        """Queue a prompt, ids (T,) and images (N, 3, S, S). InputError if it can never be prefilled."""
+        if key in self._waiting or any(request is not None and request.key == key for request in self._slots):
+            raise InputError(f"{key!r} is the key of a request that waits or runs; use another")
         if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens} is less than 1")
+            raise InputError(f"max_new_tokens={max_new_tokens} is less than 1")
         if input_ids.dim() != 1 or not len(input_ids):
-            raise ValueError(f"a prompt is a row of ids (T,), T at least 1, not {tuple(input_ids.shape)}")
+            raise InputError(f"a prompt has the shape (T,), T at least 1, not {tuple(input_ids.shape)}")
         self.model.validate_length(len(input_ids), max_new_tokens)
         self.model.validate_images(input_ids, images)
-        self._line[key] = _Answer(key, input_ids.cpu(), images, max_new_tokens, sampling)
+        self._waiting[key] = _Request(key, input_ids.cpu(), images, max_new_tokens, sampling)
 
     def cancel(self, key: Hashable) -> None:
-        """Forget an answer, whether it waits or runs; a key that is not known is none to forget."""
-        self._line.pop(key, None)
+        """Drop a request, whether it waits or runs. An unknown key is no error."""
+        self._waiting.pop(key, None)
         self._outputs = [output for output in self._outputs if output.key != key]
-        self._rows = [None if answer is not None and answer.key == key else answer for answer in self._rows]
+        self._slots = [None if request is not None and request.key == key else request for request in self._slots]
 
     @torch.inference_mode()
     def step(self) -> list[TokenOutput]:
-        """Read prompts for which there are rows, some at a time, then let every running answer say one more token.
+        """Prefill some of the waiting prompts into free slots, then decode one token of every running request.
 
-        A prompt's first token comes of its prefill, so a step may return two of its tokens. PrefillError names a prompt
-        that has been dropped. A sequence that cannot be decoded ends with `finished="error"`; the others continue. Running
-        out of memory raises MemoryError or torch.OutOfMemoryError: cancel some sequences and step again. After any of
-        these exceptions the batch is intact, and no token is lost.
+        A prefilled prompt gets two tokens in its first step. PrefillError names a prompt that was dropped. A request
+        that cannot be decoded ends with `finished="error"`; the others continue. Running out of memory raises
+        MemoryError or torch.OutOfMemoryError: cancel some requests and step again. After any of these exceptions the
+        batch is intact, and no token is lost.
         """
-        self._outputs += self._read(self._next())
-        self._close_ranks()
-        self._decode(0, len(self._rows))
+        self._outputs += self._prefill(self._next_prompts())
+        self._compact()
+        self._decode(0, len(self._slots))
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _next(self) -> list[_Answer]:
-        """The first in line and those behind it that are about as long, no more than there is room for."""
-        free, chosen, shortest, longest = self.n_rows - self.running, [], 1 << 62, 0
-        for answer in self._line.values():
+    def _next_prompts(self) -> list[_Request]:
+        """The first waiting prompt and later ones of about its length, as many as there are free slots."""
+        free = self.max_num_seqs - self.running
+        chosen: list[_Request] = []
+        shortest = longest = 0
+        for request in self._waiting.values():
             if len(chosen) == free:
                 break
-            short, long = min(shortest, len(answer.input_ids)), max(longest, len(answer.input_ids))
-            if not chosen or (short >= ALIKE * long and (len(chosen) + 1) * long <= READ):
-                chosen.append(answer)
+            length = len(request.input_ids)
+            short, long = (min(shortest, length), max(longest, length)) if chosen else (length, length)
+            fits = short >= MIN_LENGTH_RATIO * long and (len(chosen) + 1) * long <= MAX_PREFILL_TOKENS
+            if not chosen or fits:
+                chosen.append(request)
                 shortest, longest = short, long
         return chosen
 
-    def _read(self, answers: list[_Answer]) -> list[TokenOutput]:
-        """Read prompts into free rows; if several together fail, only the first, and the others stay in line."""
-        if not answers:
+    def _prefill(self, requests: list[_Request]) -> list[TokenOutput]:
+        """Prefill prompts into free slots. If several fail together, try the first alone; the others keep waiting."""
+        if not requests:
             return []
         try:
-            logits = self._prefill(answers)
-        except Exception as error:  # of torch's kernels, or Python's: one prompt is not to stop the others
-            if len(answers) == 1:
-                del self._line[answers[0].key]
-                raise PrefillError(answers[0].key, error) from error
+            logits = self._prefill_batch(requests)
+        except Exception as error:  # a kernel's or Python's error: one prompt must not stop the others
+            if len(requests) == 1:
+                del self._waiting[requests[0].key]
+                raise PrefillError(requests[0].key, error) from error
             logits = None
         if logits is None:
-            return self._read(answers[:1])
-        for answer in answers:
-            del self._line[answer.key]
-        return self._choose(answers, logits)
+            return self._prefill(requests[:1])
+        for request in requests:
+            del self._waiting[request.key]
+        return self._choose(requests, logits)
 
-    def _prefill(self, answers: list[_Answer]) -> Tensor:
-        """Read prompts, padded on the right, where causal attention does not look: the logits after each."""
+    def _prefill_batch(self, requests: list[_Request]) -> Tensor:
+        """Logits (B, vocabulary) after each prompt. Padding is on the right, where causal attention ignores it."""
         model, device = self.model, self.model.device
-        lengths = [len(answer.input_ids) for answer in answers]
-        free = [row for row, answer in enumerate(self._rows) if answer is None]
-        free += range(len(self._rows), len(self._rows) + len(answers) - len(free))
-        rows = free[: len(answers)]
-        self._reserve(max(rows) + 1, max(lengths))
-        pad = int(model.image_token_id == 0)  # any id but that of an image
-        ids = torch.nn.utils.rnn.pad_sequence([a.input_ids for a in answers], batch_first=True, padding_value=pad)
-        images = [answer.images for answer in answers if answer.images is not None]
+        lengths = [len(request.input_ids) for request in requests]
+        free = [slot for slot, request in enumerate(self._slots) if request is None]
+        free += range(len(self._slots), len(self._slots) + len(requests) - len(free))
+        slots = free[: len(requests)]
+        self._reserve(max(slots) + 1, max(lengths))
+        pad = int(model.image_token_id == 0)  # any id but the image token's
+        ids = torch.nn.utils.rnn.pad_sequence([r.input_ids for r in requests], batch_first=True, padding_value=pad)
+        images = [request.images for request in requests if request.images is not None]
         x = model.embed(ids.to(device), torch.cat(images).to(device) if images else None)
         hidden, caches = model.decoder(x)
-        index, T = torch.tensor(rows, device=device), x.size(1)
+        index, T = torch.tensor(slots, device=device), x.size(1)
         for block, kv in zip(self._cache, caches):
             block[0][index, :, :T], block[1][index, :, :T] = kv.key, kv.value
-        self._cache[:, :, rows, :, T:] = 0  # what others left could reach this one as 0 times infinity
+        self._cache[:, :, slots, :, T:] = 0  # an infinity left there would reach this request as 0 * inf
         last = torch.tensor(lengths, device=device) - 1
-        logits = model.decoder.head(hidden[torch.arange(len(answers), device=device), last])
-        self._rows += [None] * (max(rows) + 1 - len(self._rows))
-        for row, answer, length in zip(rows, answers, lengths):
-            self._rows[row], answer.length, answer.images = answer, length, None
+        logits = model.decoder.head(hidden[torch.arange(len(requests), device=device), last])
+        self._slots += [None] * (max(slots) + 1 - len(self._slots))
+        for slot, request, length in zip(slots, requests, lengths):
+            self._slots[slot], request.length, request.images = request, length, None
         return logits
 
-    def _close_ranks(self) -> None:
-        """Put the last answers into the rows that have ended, so that steps are for those that run."""
-        while None in self._rows:
-            last = self._rows.pop()
+    def _compact(self) -> None:
+        """Move the last requests into freed slots, so that a step computes running requests only."""
+        while None in self._slots:
+            last = self._slots.pop()
             if last is not None:
-                hole = self._rows.index(None)
-                self._rows[hole] = last
-                self._cache[:, :, hole] = self._cache[:, :, len(self._rows)]
+                hole = self._slots.index(None)
+                self._slots[hole] = last
+                self._cache[:, :, hole] = self._cache[:, :, len(self._slots)]
 
     def _decode(self, start: int, stop: int) -> None:
-        """Decode one token for rows start to stop, all of them running.
+        """Decode one token for slots start to stop, all of them running.
 
-        If they fail together, each half is decoded by itself, until only the sequence that causes the failure ends.
+        If they fail together, each half is decoded by itself, until only the request that causes the failure ends.
         """
         if start == stop:
             return
-        answers = self._rows[start:stop]
+        requests = self._slots[start:stop]
         try:
-            logits = self._decode_logits(answers, start)
+            logits = self._decode_logits(requests, start)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if len(answers) == 1:
-                self._rows[start] = None
-                self._outputs.append(TokenOutput(answers[0].key, -1, "error", error))
+            if len(requests) == 1:
+                self._slots[start] = None
+                self._outputs.append(TokenOutput(requests[0].key, -1, "error", error))
             else:
                 middle = (start + stop) // 2
                 self._decode(start, middle)
                 self._decode(middle, stop)
             return
-        for answer in answers:
-            answer.length += 1
-        self._outputs += self._choose(answers, logits)
+        for request in requests:
+            request.length += 1
+        self._outputs += self._choose(requests, logits)
 
-    def _decode_logits(self, answers: Sequence[_Answer], start: int) -> Tensor:
-        """The logits (B, vocabulary) after the last token of each of the answers, which stand in rows from start on."""
-        model, n = self.model, len(answers)
-        places = torch.tensor([answer.length for answer in answers])
-        span = int(places.max()) + 1
+    def _decode_logits(self, requests: Sequence[_Request], start: int) -> Tensor:
+        """Logits (B, vocabulary) after the last token of each of the requests, whose slots begin with start."""
+        model, n = self.model, len(requests)
+        positions = torch.tensor([request.length for request in requests])
+        span = int(positions.max()) + 1
         self._reserve(start + n, span)
-        places, rows = places.to(model.device), torch.arange(n, device=model.device)
-        mask = (torch.arange(span, device=model.device) <= places[:, None])[:, None, None]
-        cos, sin = rope_cos_sin(places[:, None, None], model.cfg)
-        x = model.decoder.token_embedding(torch.tensor([[answer.last] for answer in answers], device=model.device))
+        positions, slots = positions.to(model.device), torch.arange(n, device=model.device)
+        mask = (torch.arange(span, device=model.device) <= positions[:, None])[:, None, None]
+        cos, sin = rope_cos_sin(positions[:, None, None], model.cfg)
+        x = model.decoder.token_embedding(torch.tensor([[request.last] for request in requests], device=model.device))
         for block, (key, value) in zip(model.decoder.blocks, self._cache[:, :, start : start + n, :, :span]):
-            x, _ = block(x, cos, sin, mask, _RowsKV(key, value, rows, places))
+            x, _ = block(x, cos, sin, mask, _SlotKV(key, value, slots, positions))
         return model.decoder.head(model.decoder.norm(x[:, -1]))
 
-    def _reserve(self, n_rows: int, n_tokens: int) -> None:
-        """Make the cache large enough, and then some, so that it seldom grows; when nobody runs, it may shrink."""
+    def _reserve(self, n_slots: int, n_tokens: int) -> None:
+        """Make the cache large enough, with room to grow into. It may shrink when nothing runs."""
         cfg, old = self.model.cfg, self._cache
-        if old is not None and n_rows <= old.size(2) and n_tokens <= old.size(4):
+        if old is not None and n_slots <= old.size(2) and n_tokens <= old.size(4):
             return
-        if keep := old is not None and bool(self._rows):
-            n_rows = max(min(2 * n_rows, self.n_rows), old.size(2)) if n_rows > old.size(2) else old.size(2)
+        keep = old is not None and bool(self._slots)
+        if keep:
+            n_slots = max(min(2 * n_slots, self.max_num_seqs), old.size(2)) if n_slots > old.size(2) else old.size(2)
             n_tokens = max(n_tokens, old.size(4) * 5 // 4) if n_tokens > old.size(4) else old.size(4)
-        capacity = min(-(-n_tokens // GROW) * GROW, cfg.lm_max_position_embeddings)
+        capacity = min(-(-n_tokens // CACHE_GROWTH) * CACHE_GROWTH, cfg.lm_max_position_embeddings)
         weight = self.model.decoder.norm.weight
-        new = weight.new_zeros(cfg.lm_n_blocks, 2, n_rows, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim)
+        new = weight.new_zeros(cfg.lm_n_blocks, 2, n_slots, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim)
         if keep:
             new[:, :, : old.size(2), :, : old.size(4)] = old
         self._cache = new
 
-    def _choose(self, answers: Sequence[_Answer], logits: Tensor) -> list[TokenOutput]:
-        """Each answer's next token of its logits, (B, vocabulary), as `generate_tokens` would choose it."""
-        said = []
-        for row, (answer, token_id) in enumerate(zip(tuple(answers), GREEDY(logits).tolist())):
-            if answer.sampling != GREEDY:
+    def _choose(self, requests: Sequence[_Request], logits: Tensor) -> list[TokenOutput]:
+        """Each request's next token from logits (B, vocabulary), as `generate_tokens` chooses it."""
+        outputs = []
+        for row, (request, token_id) in enumerate(zip(tuple(requests), GREEDY(logits).tolist())):
+            if request.sampling != GREEDY:
                 try:
-                    token_id = self._sample(answer, logits[row : row + 1])
+                    token_id = self._sample(request, logits[row : row + 1])
                 except Exception as error:
-                    self._rows[self._rows.index(answer)] = None
-                    said.append(TokenOutput(answer.key, -1, "error", error))
+                    self._slots[self._slots.index(request)] = None
+                    outputs.append(TokenOutput(request.key, -1, "error", error))
                     continue
-            answer.last, answer.left = token_id, answer.left - 1
-            finished = "stop" if token_id == self.eos_token_id else None if answer.left else "length"
+            request.last, request.remaining = token_id, request.remaining - 1
+            finished = None if request.remaining else "length"
+            if token_id == self.eos_token_id:
+                finished = "stop"
             if finished:
-                self._rows[self._rows.index(answer)] = None
-            said.append(TokenOutput(answer.key, token_id, finished))
-        return said
+                self._slots[self._slots.index(request)] = None
+            outputs.append(TokenOutput(request.key, token_id, finished))
+        return outputs
 
-    def _sample(self, answer: _Answer, logits: Tensor) -> int:
-        """The next token of one answer, logits (1, vocabulary)."""
-        sampling = answer.sampling
-        if sampling.seed is not None and answer.generator is None:
-            answer.generator = torch.Generator(logits.device).manual_seed(sampling.seed)
+    def _sample(self, request: _Request, logits: Tensor) -> int:
+        """The next token of one request from logits (1, vocabulary)."""
+        sampling = request.sampling
+        if sampling.seed is not None and request.generator is None:
+            request.generator = torch.Generator(logits.device).manual_seed(sampling.seed)
         if sampling.repetition_penalty != 1:
-            if answer.seen is None:
-                ids = answer.input_ids[None].to(logits.device)
-                answer.seen = token_presence_mask(ids, logits.size(-1), ids != self.model.image_token_id)
-            logits = sampling.apply_repetition_penalty(logits, answer.seen)
-        ids = sampling(logits, answer.generator)
-        if answer.seen is not None:
-            answer.seen[0, ids] = True
+            if request.seen is None:
+                ids = request.input_ids[None].to(logits.device)
+                request.seen = token_presence_mask(ids, logits.size(-1), ids != self.model.image_token_id)
+            logits = sampling.apply_repetition_penalty(logits, request.seen)
+        ids = sampling(logits, request.generator)
+        if request.seen is not None:
+            request.seen[0, ids] = True
         return int(ids)

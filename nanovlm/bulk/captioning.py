@@ -131,7 +131,7 @@ class BulkCaptioner:
                 yield picture, text
 
     def batch(self, rows: int) -> ContinuousBatch:
-        return ContinuousBatch(self.captioner.model, rows=rows, eos_token_id=self.captioner.tokenizer.eos_token_id)
+        return ContinuousBatch(self.captioner.model, max_num_seqs=rows, eos_token_id=self.captioner.tokenizer.eos_token_id)
 
     def step(self, batch: ContinuousBatch, said: dict[str, list[int]]) -> list[tuple[str, str]]:
         """Add to what was said of each picture; those whose answer has ended."""

@@ -17,7 +17,7 @@ class Engine:
     """Answers many prompts at once. Begins with `start`, in the event loop whose coroutines ask; ends with `close`."""
 
     def __init__(self, model: VisionLanguageModel, eos_token_id: int, rows: int):
-        self._new_batch = lambda: ContinuousBatch(model, rows=rows, eos_token_id=eos_token_id)
+        self._new_batch = lambda: ContinuousBatch(model, max_num_seqs=rows, eos_token_id=eos_token_id)
         self._batch = self._new_batch()
         self._orders: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()  # a key and what to add; None cancels it
         self._keys = itertools.count()

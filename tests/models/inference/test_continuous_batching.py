@@ -61,10 +61,10 @@ def arrivals(draw):
 )
 def test_each_answer_is_what_is_said_alone(tiny_model, arrivals, rows, eos, cancelled, read):
     model, heard, expected = tiny_model(), {}, {}
-    batch = ContinuousBatch(model, rows=rows, eos_token_id=eos)
+    batch = ContinuousBatch(model, max_num_seqs=rows, eos_token_id=eos)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continuous_batching, "READ", read)
-        patch.setattr(continuous_batching, "GROW", 4)
+        patch.setattr(continuous_batching, "MAX_PREFILL_TOKENS", read)
+        patch.setattr(continuous_batching, "CACHE_GROWTH", 4)
         for step in range(15):
             for key, (when, text, n, sampling) in enumerate(arrivals):
                 if when == step:
@@ -90,7 +90,7 @@ def test_each_answer_is_what_is_said_alone(tiny_model, arrivals, rows, eos, canc
 
 
 def test_a_row_that_ends_is_taken_by_who_waits(tiny_model):
-    batch = ContinuousBatch(tiny_model(), rows=2)
+    batch = ContinuousBatch(tiny_model(), max_num_seqs=2)
     for key, n in enumerate((9, 1, 1, 1, 1)):
         batch.add(key, torch.arange(4, 9), max_new_tokens=n)
     assert (batch.waiting, batch.running) == (5, 0)
@@ -104,7 +104,7 @@ def test_a_row_that_ends_is_taken_by_who_waits(tiny_model):
 
 
 def test_a_cancelled_answer_gives_its_row_back(tiny_model):
-    batch = ContinuousBatch(tiny_model(), rows=2)
+    batch = ContinuousBatch(tiny_model(), max_num_seqs=2)
     for key in "abcd":
         batch.add(key, torch.arange(4, 9), max_new_tokens=20)
     batch.step()
@@ -118,7 +118,7 @@ def test_a_cancelled_answer_gives_its_row_back(tiny_model):
 @pytest.mark.parametrize(
     ("arguments", "n", "words"),
     [
-        (("a", torch.arange(4, 9)), 9, "'a' has a prompt already"),
+        (("a", torch.arange(4, 9)), 9, "'a' is the key of a request"),
         (("b", torch.full((60,), 4)), 6, "exceed lm_max_position_embeddings=64"),
         (("b", torch.arange(4, 9)), 0, "max_new_tokens=0 is less than 1"),
         (("b", torch.arange(4, 9)[None]), 9, r"not \(1, 5\)"),
@@ -128,16 +128,16 @@ def test_a_cancelled_answer_gives_its_row_back(tiny_model):
     ],
 )
 def test_what_can_never_be_read_is_refused_before_it_waits(tiny_model, arguments, n, words):
-    batch = ContinuousBatch(tiny_model(), rows=2)
+    batch = ContinuousBatch(tiny_model(), max_num_seqs=2)
     batch.add("a", torch.arange(4, 9), max_new_tokens=9)
     with pytest.raises(ValueError, match=words):
         batch.add(*arguments, max_new_tokens=n)
     assert (batch.waiting, batch.running) == (1, 0)
 
 
-def test_a_batch_has_rows(tiny_model):
-    with pytest.raises(ValueError, match="rows=0 is less than 1"):
-        ContinuousBatch(tiny_model(), rows=0)
+def test_a_batch_has_at_least_one_slot(tiny_model):
+    with pytest.raises(ValueError, match="max_num_seqs=0 is less than 1"):
+        ContinuousBatch(tiny_model(), max_num_seqs=0)
 
 
 def test_a_prompt_that_memory_does_not_hold_stops_nobody(tiny_model, monkeypatch):
@@ -149,7 +149,7 @@ def test_a_prompt_that_memory_does_not_hold_stops_nobody(tiny_model, monkeypatch
         return embed(self, ids, images)
 
     monkeypatch.setattr(type(model), "embed", small)
-    batch, heard = ContinuousBatch(model, rows=4), {}
+    batch, heard = ContinuousBatch(model, max_num_seqs=4), {}
     for key, n in {"a": 8, "b": 8, "large": 9, "c": 7}.items():
         batch.add(key, torch.arange(4, 4 + n), max_new_tokens=5)
     with pytest.raises(PrefillError) as error:
@@ -162,7 +162,7 @@ def test_a_prompt_that_memory_does_not_hold_stops_nobody(tiny_model, monkeypatch
 def test_a_prompt_that_is_no_prompt_stops_nobody(tiny_model):
     """Ids that the model does not know, images of another size: said of the one prompt that has them."""
     model, ids = tiny_model(), torch.arange(4, 9)
-    batch, heard, unread = ContinuousBatch(model, rows=4), {}, []
+    batch, heard, unread = ContinuousBatch(model, max_num_seqs=4), {}, []
     batch.add("a", ids, max_new_tokens=5)
     batch.add("unknown", ids + 40, max_new_tokens=5)
     batch.add("image", torch.full((4,), 3), torch.rand(1, 3, 20, 20), max_new_tokens=5)
@@ -179,7 +179,7 @@ def test_a_prompt_that_is_no_prompt_stops_nobody(tiny_model):
 def test_what_an_answer_leaves_behind_reaches_no_other(tiny_model):
     """Not even infinity, which a mask would turn into NaN."""
     model, ids = tiny_model(), torch.arange(4, 9)
-    batch = ContinuousBatch(model, rows=2)
+    batch = ContinuousBatch(model, max_num_seqs=2)
     batch.add("long", torch.arange(4, 20), max_new_tokens=20)
     batch.add("a", torch.arange(4, 20), max_new_tokens=2)
     batch.step()
@@ -210,7 +210,7 @@ def test_a_sequence_that_cannot_be_decoded_ends_alone(tiny_model, n_others):
     poison = next(
         i for i, id in enumerate(expected[bad][:5]) if not any(id in e for k, e in enumerate(expected) if k != bad)
     )
-    batch, error = ContinuousBatch(model, rows=8), KeyError("no such kernel")
+    batch, error = ContinuousBatch(model, max_num_seqs=8), KeyError("no such kernel")
     fail_on(model, expected[bad][poison], error)
     for key, ids in enumerate(prompts):
         batch.add(key, ids, max_new_tokens=6)
@@ -225,7 +225,7 @@ def test_a_sampling_that_fails_ends_its_sequence_alone(tiny_model):
             raise ZeroDivisionError
 
     model, ids = tiny_model(), torch.arange(4, 9)
-    batch = ContinuousBatch(model, rows=4)
+    batch = ContinuousBatch(model, max_num_seqs=4)
     for key, sampling in {"a": GREEDY, "broken": Broken(temperature=1.0), "b": GREEDY}.items():
         batch.add(key, ids, max_new_tokens=5, sampling=sampling)
     outputs = batch.step()
@@ -242,7 +242,7 @@ def test_a_step_without_memory_loses_no_token(tiny_model):
             raise MemoryError
 
     model.decoder.token_embedding.register_forward_pre_hook(refuse)
-    batch, heard = ContinuousBatch(model, rows=4), {}
+    batch, heard = ContinuousBatch(model, max_num_seqs=4), {}
     for key in "ab":
         batch.add(key, ids, max_new_tokens=5)
     listen(batch, heard)

@@ -381,8 +381,8 @@ def test_what_is_too_much_for_the_memory_begins_anew_in_half_as_many_rows(genera
     step, sizes = runs.ContinuousBatch.step, []
 
     def small(batch):
-        if not sizes or sizes[-1] != batch.n_rows:
-            sizes.append(batch.n_rows)
+        if not sizes or sizes[-1] != batch.max_num_seqs:
+            sizes.append(batch.max_num_seqs)
         if batch.running > 2:
             raise MemoryError
         return step(batch)

@@ -78,8 +78,8 @@ def test_a_short_caption_does_not_wait_for_a_long_one(captioner, pictures, one_l
 
     def early(batch):
         """Every answer but the first picture's is short."""
-        for answer in batch._line.values():
-            answer.left = 30 if answer.key.endswith("a.png") else 2
+        for answer in batch._waiting.values():
+            answer.remaining = 30 if answer.key.endswith("a.png") else 2
         steps.append(batch.running)
         return step(batch)
 
