@@ -1,11 +1,16 @@
-"""How often the embedded model is right, on freshly drawn scenes that its training never saw.
+"""How often the embedded model is right on freshly drawn scenes that its training never saw.
 
     python -m eval.captions --scenes 1000
-    python -m eval.captions --turns 6 --scenes 200    # questions one after another, beside the same alone
-    python -m eval.captions --throughput    # how fast instead, see eval/throughput.py
+    python -m eval.captions --quantize int8
+    python -m eval.captions --compare                 # float32, bfloat16 and int8 on the same scenes
+    python -m eval.captions --turns 6 --scenes 200    # questions in a conversation, beside the same questions alone
 
-Three figures: captions that match word for word, the same on scenes that show a colour and shape never trained
-together, and answers to questions. Pictures are PNG files of 96 to 512 pixels a side, read like anybody's.
+By default there are three figures: captions that match word for word, the same on scenes with a color and shape that
+training never combined ("withheld"), and answers to questions. Images are PNG files of 96 to 512 pixels a side.
+
+--compare reports three figures per precision: the share of right captions, the share of float32's right captions that
+stay right ("kept"), and the root mean square difference of the first token's logits from float32's, relative to their
+standard deviation. It fails if int8 keeps less than 99%.
 """
 
 import io
@@ -13,127 +18,205 @@ import math
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 
-from eval import throughput
-from eval.lib.command import make_parser, positive, report
+import torch
+
+from eval.lib.command import add_device_flags, make_parser, positive, report
 from eval.lib.hardware import environment
-from eval.lib.shapes import SHAPES
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
+from nanovlm.errors import NanoVLMError
 from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
 
-SIDES = (96, 512)
-MOST_TURNS = 20  # every scene answers as many questions, and more
+IMAGE_SIZES = (96, 512)  # pixels
+BATCH_SIZE = 64
+MAX_TURNS = 20  # every scene has at least as many questions
+MIN_KEPT = 0.99  # by int8, of the captions that float32 has right
+PRECISIONS = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "float32, int8": ("float32", "int8"),
+    "bfloat16, int8": ("bfloat16", "int8"),
+}
+SPLITS = {"captions": "captions", "withheld": "captions, withheld pairs", "questions": "answers to questions"}
+
+
+@dataclass(frozen=True)
+class Example:
+    """An image file, a prompt, and the right answer."""
+
+    image: bytes
+    prompt: str
+    truth: str
 
 
 def png(scene: Scene, rng: Random) -> bytes:
-    """The scene as a file of a random size between 4:3 and 3:4."""
-    width = rng.randint(*SIDES)
-    height = min(SIDES[1], max(SIDES[0], round(width * rng.uniform(0.75, 1.33))))
+    """The scene as a PNG file of random size, from 4:3 to 3:4."""
+    width = rng.randint(*IMAGE_SIZES)
+    height = min(IMAGE_SIZES[1], max(IMAGE_SIZES[0], round(width * rng.uniform(0.75, 1.33))))
     file = io.BytesIO()
     draw(scene, width, height).save(file, "png")
     return file.getvalue()
 
 
-def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str, batch_size: int = 64) -> dict:
-    """Ask about n_scenes scenes of each split; shares of exact matches, by kind for questions, and what was missed."""
-    rng, result, missed = Random(f"eval {seed}"), {}, []
-
-    def ask(name: str, asked: list[tuple[bytes, str, str]]) -> None:
-        pictures, prompts, truths = zip(*asked)
-        started = time.perf_counter()
-        said = list(captioner.captions(pictures, prompts, batch_size=batch_size))
-        right = [answer == truth for answer, truth in zip(said, truths)]
-        result[name] = {"right": sum(right), "of": len(right), "seconds": round(time.perf_counter() - started, 1)}
-        missed.extend((name, *miss) for *miss, fits in zip(prompts, truths, said, right) if not fits)
-        if name == "questions":
-            kinds = [" ".join(prompt.split()[:2]) for prompt in prompts]
-            of, hits = Counter(kinds), Counter(kind for kind, fits in zip(kinds, right) if fits)
-            result["kinds"] = {kind: {"right": hits[kind], "of": n} for kind, n in of.most_common()}
-
+def make_splits(n_scenes: int, n_questions: int, seed: str) -> dict[str, list[Example]]:
+    """Captions of n_scenes scenes, captions of as many withheld ones, and questions about the former."""
+    rng = Random(f"eval {seed}")
     scenes = [random_scene(rng) for _ in range(n_scenes)]
-    files = [png(scene, rng) for scene in scenes]
-    ask("captions", [(file, PROMPT, caption(scene)) for file, scene in zip(files, scenes)])
-    unseen = [random_scene(rng, withheld=True) for _ in range(n_scenes)]
-    ask("withheld", [(png(scene, rng), PROMPT, caption(scene)) for scene in unseen])
-    pairs = [(f, q, a) for f, scene in zip(files, scenes) for q, a in questions(scene, rng)[:n_questions]]
-    ask("questions", pairs)
-    return result | {"missed": missed}
+    images = [png(scene, rng) for scene in scenes]
+    withheld = [random_scene(rng, withheld=True) for _ in range(n_scenes)]
+    return {
+        "captions": [Example(image, PROMPT, caption(scene)) for image, scene in zip(images, scenes)],
+        "withheld": [Example(png(scene, rng), PROMPT, caption(scene)) for scene in withheld],
+        "questions": [
+            Example(image, question, answer)
+            for image, scene in zip(images, scenes)
+            for question, answer in questions(scene, rng)[:n_questions]
+        ],
+    }
+
+
+def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str, batch_size: int = BATCH_SIZE) -> dict:
+    """Exact matches of each split, of questions by kind too, and every miss as (split, prompt, truth, answer)."""
+    results: dict = {}
+    misses = []
+    for split, examples in make_splits(n_scenes, n_questions, seed).items():
+        started = time.perf_counter()
+        images, prompts = [example.image for example in examples], [example.prompt for example in examples]
+        answers = list(captioner.captions(images, prompts, batch_size=batch_size))
+        right = [answer == example.truth for example, answer in zip(examples, answers)]
+        seconds = round(time.perf_counter() - started, 1)
+        results[split] = {"right": sum(right), "of": len(right), "seconds": seconds}
+        for example, answer, is_right in zip(examples, answers, right):
+            if not is_right:
+                misses.append((split, example.prompt, example.truth, answer))
+        if split == "questions":
+            kinds = [" ".join(prompt.split()[:2]) for prompt in prompts]
+            hits = Counter(kind for kind, is_right in zip(kinds, right) if is_right)
+            results["kinds"] = {kind: {"right": hits[kind], "of": n} for kind, n in Counter(kinds).most_common()}
+    return results | {"missed": misses}
 
 
 def measure_turns(captioner: Captioner, n_scenes: int, n_turns: int, seed: str) -> dict[str, list[int]]:
-    """How many of the first answers about n_scenes scenes are right, of the second ones, and so on: of questions asked
-    alone, one after another, and so after a caption. What was said before stands in a conversation, right or wrong."""
+    """Right answers by turn, in n_scenes conversations of n_turns questions, with the same questions asked alone.
+
+    A conversation keeps the model's own earlier answers, right or wrong; one kind starts with a caption.
+    """
     rng = Random(f"turns {seed}")
-    right = {way: [0] * n_turns for way in ("alone", "one after another", "after a caption")}
+    right = {mode: [0] * n_turns for mode in ("alone", "one after another", "after a caption")}
     for _ in range(n_scenes):
         scene = random_scene(rng)
-        picture = png(scene, rng)
-        asked, truths = zip(*questions(scene, rng)[:n_turns])
-        bare, captioned = ChatSession(captioner, [picture]), ChatSession(captioner, [picture])
-        "".join(captioned.ask(PROMPT))
-        said = [captioner.ask(picture, asked)]
-        said += [["".join(talk.ask(question)) for question in asked] for talk in (bare, captioned)]
-        for counts, answers in zip(right.values(), said):
-            counts[:] = [n + (answer == truth) for n, answer, truth in zip(counts, answers, truths)]
+        image = png(scene, rng)
+        prompts, truths = zip(*questions(scene, rng)[:n_turns])
+        chat, captioned_chat = ChatSession(captioner, [image]), ChatSession(captioner, [image])
+        "".join(captioned_chat.ask(PROMPT))
+        answers = {
+            "alone": captioner.ask(image, prompts),
+            "one after another": ["".join(chat.ask(prompt)) for prompt in prompts],
+            "after a caption": ["".join(captioned_chat.ask(prompt)) for prompt in prompts],
+        }
+        for mode, counts in right.items():
+            for turn, (answer, truth) in enumerate(zip(answers[mode], truths)):
+                counts[turn] += answer == truth
     return right
 
 
-def line(name: str, counts: dict) -> str:
-    """A share with its 95% Wilson interval, which stays honest near 100%."""
-    right, of, z = counts["right"], counts["of"], 1.96
-    p = right / of
-    centre = (p + z * z / (2 * of)) / (1 + z * z / of)
-    reach = z * math.sqrt(p * (1 - p) / of + z * z / (4 * of * of)) / (1 + z * z / of)
-    interval = f"{100 * (centre - reach):.1f} to {100 * (centre + reach):.1f}"
-    return f"{name:28} {100 * p:6.2f}%  ({right} of {of}, 95% interval {interval})"
+def compare_precisions(n_scenes: int, seed: str, model: str = EMBEDDED) -> dict[str, dict[str, float]]:
+    """Share of right captions, share of float32's right ones kept, and logit error, by precision, on the CPU."""
+    rng = Random(f"quantised {seed}")
+    scenes = [random_scene(rng) for _ in range(n_scenes)]
+    images, truths = [png(scene, rng) for scene in scenes], [caption(scene) for scene in scenes]
+    results, reference_right, reference_logits = {}, [], torch.empty(0)
+    for name, (dtype, quantize) in PRECISIONS.items():
+        captioner = Captioner.from_pretrained(model, "cpu", dtype, quantize=quantize)
+        answers = captioner.captions(images, batch_size=BATCH_SIZE)
+        right = [answer == truth for answer, truth in zip(answers, truths)]
+        inputs = captioner.processor.batch([captioner.prepare(image) for image in images[:BATCH_SIZE]])
+        with torch.inference_mode():
+            logits = captioner.model.prefill(**inputs)[0].float()
+        if name == "float32":
+            reference_right, reference_logits = right, logits
+        kept = sum(here and there for here, there in zip(right, reference_right))
+        results[name] = {
+            "right": sum(right) / n_scenes,
+            "kept": kept / max(1, sum(reference_right)),
+            "logits": float((logits - reference_logits).square().mean().sqrt() / reference_logits.std()),
+        }
+    return results
 
 
-def main() -> int:
+def comparison_failures(results: dict[str, dict[str, float]]) -> list[str]:
+    """Quantized precisions that keep too few of float32's right captions."""
+    lossy = [name for name in results if name.endswith("int8") and results[name]["kept"] < MIN_KEPT]
+    return [f"{name} keeps less than {MIN_KEPT:.0%} of float32's right captions" for name in lossy]
+
+
+def share(name: str, counts: dict) -> str:
+    """A line with a share and its 95% Wilson interval, which stays valid near 100%."""
+    right, n, z = counts["right"], counts["of"], 1.96
+    p = right / n
+    center = (p + z * z / (2 * n)) / (1 + z * z / n)
+    radius = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    interval = f"{100 * (center - radius):.1f} to {100 * (center + radius):.1f}"
+    return f"{name:28} {100 * p:6.2f}%  ({right} of {n}, 95% interval {interval})"
+
+
+def accuracy_table(results: dict, n_misses: int) -> str:
+    lines = ["exact matches, greedy", *(share(name, results[split]) for split, name in SPLITS.items())]
+    lines += ["  " + share(kind, counts) for kind, counts in results["kinds"].items()]
+    for split, prompt, truth, answer in results["missed"][:n_misses]:
+        lines.append(f"missed in {split}: {prompt!r}\n  truth  {truth}\n  answer {answer}")
+    return "\n".join(lines)
+
+
+def turns_table(right: dict[str, list[int]], n_scenes: int) -> str:
+    turns = range(1, len(right["alone"]) + 1)
+    lines = [f"{f'of {n_scenes} answers':18}" + "".join(f"{turn:8}" for turn in turns)]
+    for mode, counts in right.items():
+        lines.append(f"{mode:18}" + "".join(f"{100 * n / n_scenes:7.1f}%" for n in counts))
+    return "\n".join(lines)
+
+
+def comparison_table(results: dict[str, dict[str, float]]) -> str:
+    lines = [f"{'':16}{'right':>8}{'kept':>8}{'logits':>9}"]
+    for name, shares in results.items():
+        lines.append(f"{name:16}{shares['right']:>8.1%}{shares['kept']:>8.1%}{shares['logits']:>9.2%}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("captions", __doc__)
-    parser.add_argument("--model", default=EMBEDDED, help="a folder or Hub id (the embedded model)")
-    parser.add_argument("--scenes", type=positive, default=1000, help="fresh, and as many of withheld pairs (1000)")
-    parser.add_argument("--questions", type=positive, default=3, help="asked of each scene (3)")
-    parser.add_argument("--turns", type=positive, metavar="N", help="ask N questions of each scene in a conversation")
-    parser.add_argument("--seed", default="1", help="which scenes (1)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--throughput", action="store_true", help="pictures a minute, of a folder of mixed ones")
-    parser.add_argument("--shape", choices=SHAPES, help="with --throughput: a published size, random weights")
-    parser.add_argument("--pictures", type=positive, default=500, metavar="N", help="in that folder (500)")
-    parser.add_argument("--misses", type=int, default=0, metavar="N", help="show N misses")
-    args = parser.parse_args()
-    if args.turns and args.turns > MOST_TURNS:
-        parser.error(f"--turns {args.turns} is more than {MOST_TURNS}, for which every scene has questions")
-    if args.shape and not args.throughput:
-        parser.error(f"--shape {args.shape} has random weights, which are never right; add --throughput")
+    add = parser.add_argument
+    add("--model", default=EMBEDDED, metavar="FOLDER_OR_HUB_ID", help="(default: the embedded model)")
+    add("--scenes", type=positive, default=1000, metavar="N", help="fresh scenes, and withheld ones (default: 1000)")
+    add("--questions", type=positive, default=3, metavar="N", help="asked about each scene (default: 3)")
+    add("--turns", type=positive, metavar="N", help="ask N questions about each scene in a conversation")
+    add("--quantize", choices=("int8",), help="quantize the language model's weights")
+    add("--compare", action="store_true", help="compare float32, bfloat16 and int8 on the CPU")
+    add("--seed", default="1", help="which scenes (default: 1)")
+    add("--misses", type=int, default=0, metavar="N", help="show N misses")
+    add_device_flags(parser)
+    args = parser.parse_args(argv)
+    if args.turns and args.turns > MAX_TURNS:
+        parser.error(f"--turns {args.turns} is more than {MAX_TURNS}, for which every scene has questions")
     try:
-        if args.shape:
-            captioner = throughput.of_shape(args.shape, args.device, args.dtype)
-        else:
-            captioner = Captioner.from_pretrained(args.model, args.device, args.dtype)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+        if args.compare:
+            results = compare_precisions(args.scenes, args.seed, args.model)
+            failures = comparison_failures(results)
+            return report(results, comparison_table(results), environment(), args.json, failures)
+        captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, quantize=args.quantize)
+    except NanoVLMError as error:
+        parser.error(str(error))
     where = environment(captioner.model.device, captioner.model.dtype)
-    if args.throughput:
-        result = throughput.measure(captioner, args.pictures, args.seed)
-        return report(result, throughput.table(result), where, args.json)
     if args.turns:
         right = measure_turns(captioner, args.scenes, args.turns, args.seed)
-        lines = [f"{f'of {args.scenes} answers':18}" + "".join(f"{turn:8}" for turn in range(1, args.turns + 1))]
-        for way, counts in right.items():
-            lines.append(f"{way:18}" + "".join(f"{100 * n / args.scenes:7.1f}%" for n in counts))
-        return report({"of": args.scenes, "right": right}, "\n".join(lines), where, args.json)
-    result = measure(captioner, args.scenes, args.questions, args.seed)
-    names = {"captions": "captions", "withheld": "captions, withheld pairs", "questions": "answers to questions"}
-    lines = ["exact matches, greedy", *(line(name, result[split]) for split, name in names.items())]
-    lines += ["  " + line(kind, counts) for kind, counts in result["kinds"].items()]
-    for split, prompt, truth, said in result["missed"][: args.misses]:
-        lines.append(f"missed in {split}: {prompt!r}\n  truth {truth}\n  said  {said}")
-    return report(result, "\n".join(lines), where, args.json)
+        return report({"of": args.scenes, "right": right}, turns_table(right, args.scenes), where, args.json)
+    results = measure(captioner, args.scenes, args.questions, args.seed)
+    return report(results, accuracy_table(results, args.misses), where, args.json)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from torch import nn
 from eval.lib.command import make_parser, one_of, positive, progress, report
 from eval.lib.hardware import environment
 from eval.lib.shapes import SHAPES
-from eval.real_size import write_model
+from eval.lib.random_model import write_random_model
 from models.config import VLMConfig
 from models.inference.cpu_kernels import use_onednn
 from models.inference.fused_vision import use_fused
@@ -124,7 +124,7 @@ def shape(name: str, cfg: VLMConfig, sides: tuple[int, ...], rounds: int) -> lis
     """A model of that shape, plain and as it is used, on a picture of each size; then its questions."""
     with tempfile.TemporaryDirectory() as folder:
         progress(f"{name}: writing random weights")
-        write_model(Path(folder), cfg)
+        write_random_model(Path(folder), cfg)
         here = Captioner.from_pretrained(folder)
         plain = Captioner.from_pretrained(folder, "cpu", "float32")
         use_fused(use_onednn(plain.model, on=False), on=False)

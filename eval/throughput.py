@@ -1,91 +1,248 @@
-"""How many pictures a minute a folder of mixed pictures takes, beside asking of them one after another.
+"""Throughput: images captioned per minute in a folder, or with --train tokens learned per second.
 
-    python -m eval.captions --throughput
-    python -m eval.captions --throughput --shape 230M --pictures 24    # a published model's size, random weights
+    python -m eval.throughput                               # the embedded model on 500 drawn images
+    python -m eval.throughput --shape 230M --images 24      # a published shape, random weights
+    python -m eval.throughput --train                       # training steps at the 222M shape, random weights
 
-The pictures are drawn scenes of 96 to 1024 pixels a side, as PNG, JPEG and WebP, in a folder that vanishes afterwards;
-their captions are written beside them.
+Captioning: drawn scenes of 96 to 1024 pixels a side as PNG, JPEG and WebP are captioned one call at a time and as one
+folder, in interleaved rounds. Figures are medians; the command fails if an image gets no caption.
+
+Training: the first comparison takes a batch of four rows of 128 tokens, an image in each, in float32 (nanoVLM's step on
+a CPU) and in bfloat16. The second takes eight examples of 8 to 448 text tokens, evenly spaced on a logarithmic scale,
+padded and packed. Figures are medians of interleaved rounds in tokens of examples per second; padding does not count.
+The command fails if bfloat16 is less than 2 times as fast as float32, or packing less than 1.5 times as fast as padding.
 """
 
+import sys
 import tempfile
-import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from statistics import median
+from time import perf_counter
 
-import tokenizers
 import torch
+from torch import nn
 
+from eval.lib.command import add_device_flags, make_parser, positive, progress, report
+from eval.lib.hardware import environment
+from eval.lib.random_model import write_random_model
 from eval.lib.shapes import SHAPES
-from eval.real_size import make_tokenizer
-from models.inference.inference_model import make_fast
+from eval.lib.timing import interleave, measure_seconds
+from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
-from nanovlm import PROMPT
+from nanovlm import EMBEDDED, PROMPT
 from nanovlm.bulk.captioning import BulkCaptioner
 from nanovlm.bulk.outputs import Sidecars
 from nanovlm.captioner import Captioner
-from nanovlm.device import choose_device, choose_dtype
-from nanovlm.processor import Processor
+from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, collate
+from nanovlm.data.packing import pack
+from nanovlm.device import DTYPES, choose_device
+from nanovlm.errors import NanoVLMError
 from nanovlm.synthetic import draw, random_scene
-from nanovlm.tokenizer import Tokenizer
+from nanovlm.training.config import FINETUNING
+from nanovlm.training.distributed import DistributedContext
+from nanovlm.training.loop import Batch, backward, to_device
+from nanovlm.training.optimizer import adamw
 
-SIDES = (96, 1024)
+IMAGE_SIZES = (96, 1024)  # pixels
+IMAGE_FORMATS = ("png", "jpg", "webp")
 ROUNDS = 5
-KINDS = ("png", "jpg", "webp")
+IMAGE_TOKEN = -1  # outside the vocabulary, so that random ids never hit it
+MIN_SPEEDUPS = {"bfloat16": 2.0, "packed": 1.5}
 
 
-def write_pictures(folder: Path, n: int, seed: str) -> list[str]:
-    """n scenes of random sizes and kinds of file."""
+def write_images(folder: Path, n: int, seed: str) -> list[str]:
+    """Write n drawn scenes of random sizes and file formats; returns their paths."""
     rng = Random(f"throughput {seed}")
-    paths = [folder / f"{i:05}.{rng.choice(KINDS)}" for i in range(n)]
+    paths = [folder / f"{i:05}.{rng.choice(IMAGE_FORMATS)}" for i in range(n)]
     for path in paths:
-        draw(random_scene(rng), rng.randint(*SIDES), rng.randint(*SIDES)).save(path)
-    return list(map(str, paths))
+        draw(random_scene(rng), rng.randint(*IMAGE_SIZES), rng.randint(*IMAGE_SIZES)).save(path)
+    return [str(path) for path in paths]
 
 
-def of_shape(name: str, device: str, dtype: str) -> Captioner:
-    """A captioner as large as the published one of that name; what it says is noise and seldom ends by itself."""
-    cfg, place = SHAPES[name][0], choose_device(device)
-    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(make_tokenizer(cfg)), cfg)
-    torch.manual_seed(0)
-    model = VisionLanguageModel(cfg, tokenizer.image_token_id).eval()
-    return Captioner(make_fast(model.to(place, choose_dtype(dtype, place))), Processor(cfg, tokenizer))
+def measure_captioning(captioner: Captioner, n: int, seed: str, rounds: int = ROUNDS) -> dict:
+    """Images per minute of single calls and of one folder, and how many captions agree.
 
-
-def measure(captioner: Captioner, n: int, seed: str) -> dict:
-    """Pictures a minute one after another and as a folder, the share of time in the model, and how often both agree.
-
-    In ROUNDS, of which each asks of its share of the pictures and then runs the whole folder: the figures are medians.
+    Each round captions its share of the images one by one, then the whole folder.
     """
-    said, alone, folder, busy, failed = {}, [], [], [], []
     with tempfile.TemporaryDirectory() as name:
-        pictures = write_pictures(Path(name), n, seed)
-        captioner.caption(pictures[0])  # warm
-        for first in range(min(ROUNDS, n)):
-            share, started = pictures[first::ROUNDS], time.perf_counter()
-            said |= {picture: captioner.caption(picture) for picture in share}
-            alone.append(len(share) / (time.perf_counter() - started))
-            run = BulkCaptioner(captioner, PROMPT, {"max_new_tokens": 128})
-            run(pictures, run.batch_size, Sidecars(Path(name), "overwrite", {}).write, lambda *why: failed.append(why))
-            folder.append(n / run.seconds)
-            busy.append(run.busy)
-        if failed:
-            raise RuntimeError(f"of {n} pictures some failed, the first: {failed[0]}")
-        same = sum(Path(p).with_suffix(".txt").read_text("utf-8").strip() == text.strip() for p, text in said.items())
+        images = write_images(Path(name), n, seed)
+        rounds = min(rounds, n)
+        shares = [images[start::rounds] for start in range(rounds)]
+        captions, failures, busy = {}, [], []
+
+        def one_by_one() -> float:
+            share, started = shares.pop(), perf_counter()
+            captions.update((image, captioner.caption(image)) for image in share)
+            return (perf_counter() - started) / len(share)
+
+        def folder() -> float:
+            bulk = BulkCaptioner(captioner, PROMPT, {"max_new_tokens": 128})
+            write = Sidecars(Path(name), "overwrite", {}).write
+            bulk(images, bulk.batch_size, write, lambda *reason: failures.append(": ".join(reason)))
+            busy.append(bulk.busy)
+            return bulk.seconds / n
+
+        captioner.caption(images[0])  # warm up
+        timings = interleave({"one by one": one_by_one, "folder": folder}, rounds, warmup=0)
+        texts = {image: Path(image).with_suffix(".txt") for image in captions}
+        same = sum(path.exists() and path.read_text("utf-8").strip() == captions[image].strip()
+                   for image, path in texts.items())  # fmt: skip
+    single, bulk = (timings[name].median for name in ("one by one", "folder"))
     return {
-        "pictures": n,
-        "one_by_one_per_minute": round(60 * median(alone)),
-        "folder_per_minute": round(60 * median(folder)),
-        "times": round(median(folder) / median(alone), 2),
-        "busy": round(median(busy), 3),
-        "same": same,
+        "images": n,
+        "one_by_one_per_minute": round(60 / single),
+        "folder_per_minute": round(60 / bulk),
+        "speedup": round(single / bulk, 2),
+        "model_busy": round(sorted(busy)[len(busy) // 2], 3),
+        "same_captions": same,
+        "failed": failures,
     }
 
 
-def table(result: dict) -> str:
+def captioning_table(result: dict) -> str:
     return (
-        f"one after another  {result['one_by_one_per_minute']:7,} pictures a minute\n"
-        f"a folder of {result['pictures']:<5,}  {result['folder_per_minute']:7,} pictures a minute, "
-        f"{result['times']:.1f} times as many; model busy {result['busy']:.0%} of the time\n"
-        f"the same caption   {result['same']:7,} of {result['pictures']:,}"
+        f"one by one       {result['one_by_one_per_minute']:7,} images/minute\n"
+        f"folder of {result['images']:<6,} {result['folder_per_minute']:7,} images/minute, "
+        f"{result['speedup']:.1f}x; model busy {result['model_busy']:.0%} of the time\n"
+        f"same captions    {result['same_captions']:7,} of {result['images']:,}"
     )
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """A batch, the precision to learn it in, and the tokens of its examples without padding."""
+
+    name: str
+    batch: Batch
+    dtype: torch.dtype
+    tokens: int
+
+
+def random_example(cfg: VLMConfig, text_tokens: int) -> EncodedExample:
+    """A random image and random text tokens, of which the last half are the answer."""
+    ids = [IMAGE_TOKEN] * cfg.mp_image_token_length + torch.randint(cfg.lm_vocab_size, (text_tokens,)).tolist()
+    answer = cfg.mp_image_token_length + text_tokens // 2
+    targets = [IGNORE_INDEX] * (answer - 1) + ids[answer:] + [0]
+    return EncodedExample(ids, targets, [1] * len(ids), [torch.rand(1, 3, cfg.vit_img_size, cfg.vit_img_size)])
+
+
+def precision_batches(cfg: VLMConfig, length: int = 128, rows: int = 4) -> list[TrainingBatch]:
+    """The same rows of `length` tokens in float32 and in bfloat16."""
+    batch = collate([random_example(cfg, length - cfg.mp_image_token_length) for _ in range(rows)])
+    return [TrainingBatch(name, batch, DTYPES[name], rows * length) for name in ("float32", "bfloat16")]
+
+
+def packing_batches(cfg: VLMConfig, shortest: int = 8, longest: int = 448, n: int = 8) -> list[TrainingBatch]:
+    """The same n examples of mixed lengths, padded and packed to the length of the longest; both in bfloat16."""
+    examples = [random_example(cfg, round(shortest * (longest / shortest) ** (i / (n - 1)))) for i in range(n)]
+    lengths = [len(example.ids) for example in examples]
+    return [
+        TrainingBatch("padded", collate(examples), torch.bfloat16, sum(lengths)),
+        TrainingBatch("packed", collate(pack(examples, max(lengths))), torch.bfloat16, sum(lengths)),
+    ]
+
+
+def make_step(model: VisionLanguageModel) -> Callable[[TrainingBatch], float]:
+    """A training step as `nanovlm.training.loop.train` does it, which returns its seconds."""
+    optimizer, device = adamw(model, FINETUNING), model.device
+    context, scaler = DistributedContext(device), torch.amp.GradScaler(device.type, enabled=False)
+
+    def step(batch: TrainingBatch) -> float:
+        def run() -> None:
+            backward(model, [to_device(batch.batch, device)], batch.dtype, scaler, context)
+            nn.utils.clip_grad_norm_(model.parameters(), FINETUNING.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return measure_seconds(run, device)
+
+    return step
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """Tokens per second of a baseline and of what should be faster."""
+
+    tokens_per_s: dict[str, float]
+    speedup: float
+    min_speedup: float
+
+    @property
+    def failures(self) -> list[str]:
+        slow, fast = self.tokens_per_s
+        if self.speedup >= self.min_speedup:
+            return []
+        return [f"{fast} is {self.speedup:.2f} times as fast as {slow}, less than {self.min_speedup:g} times"]
+
+
+def measure_training(
+    model: VisionLanguageModel, batches: Sequence[TrainingBatch], rounds: int, min_speedup: float
+) -> TrainingResult:
+    """Steps on two batches in interleaved rounds: the baseline first, then what should be faster."""
+    step = make_step(model)
+    timings = interleave({batch.name: lambda b=batch: step(b) for batch in batches}, rounds, log=progress)
+    tokens_per_s = {batch.name: batch.tokens / timings[batch.name].median for batch in batches}
+    slow, fast = tokens_per_s.values()
+    return TrainingResult(tokens_per_s, fast / slow, min_speedup)
+
+
+def run_training(
+    cfg: VLMConfig, device: torch.device, rounds: int, min_speedups: dict[str, float] = MIN_SPEEDUPS
+) -> list[TrainingResult]:
+    """Both comparisons on one model with random weights."""
+    torch.manual_seed(0)
+    model = VisionLanguageModel(cfg, IMAGE_TOKEN).to(device).train()
+    comparisons = precision_batches(cfg), packing_batches(cfg)
+    return [measure_training(model, pair, rounds, min_speedups[pair[1].name]) for pair in comparisons]
+
+
+def training_table(name: str, results: Sequence[TrainingResult]) -> str:
+    lines = []
+    for result in results:
+        speeds = "; ".join(f"{way} {speed:,.0f} tokens/s" for way, speed in result.tokens_per_s.items())
+        lines.append(f"{name}: {speeds}; {result.speedup:.2f}x")
+    return "\n".join(lines)
+
+
+def load_captioner(model: str, shape: str | None, device: str, dtype: str) -> Captioner:
+    """The model to caption with; a shape stands for a published model with random weights."""
+    if shape is None:
+        return Captioner.from_pretrained(model, device, dtype)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # Windows keeps mapped files
+        write_random_model(Path(folder), SHAPES[shape][0])
+        return Captioner.from_pretrained(folder, device, dtype)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser("throughput", __doc__)
+    add = parser.add_argument
+    add("--train", action="store_true", help="measure training steps instead of captioning")
+    add("--model", default=EMBEDDED, metavar="FOLDER_OR_HUB_ID", help="(default: the embedded model)")
+    add("--shape", choices=tuple(SHAPES), help="a published shape, random weights (default with --train: 222M)")
+    add("--images", type=positive, default=500, metavar="N", help="images in the folder (default: 500)")
+    add("--rounds", type=positive, metavar="N", help=f"interleaved rounds (default: {ROUNDS}, with --train 3)")
+    add("--seed", default="1", help="which images (default: 1)")
+    add_device_flags(parser)
+    args = parser.parse_args(argv)
+    try:
+        if args.train:
+            device, shape, rounds = choose_device(args.device), args.shape or "222M", args.rounds or 3
+            results = run_training(SHAPES[shape][0], device, rounds)
+            data = {"shape": shape, "results": [asdict(result) for result in results]}
+            failures = [failure for result in results for failure in result.failures]
+            text, where = training_table(shape, results), environment(device)
+        else:
+            captioner, rounds = load_captioner(args.model, args.shape, args.device, args.dtype), args.rounds or ROUNDS
+            data = measure_captioning(captioner, args.images, args.seed, rounds)
+            failures = [f"no caption for {reason}" for reason in data["failed"]]
+            device, dtype = captioner.model.device, captioner.model.dtype
+            text, where = captioning_table(data), environment(device, dtype)
+    except NanoVLMError as error:
+        parser.error(str(error))
+    return report(data, text, f"{where}; medians of {rounds} rounds", args.json, failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

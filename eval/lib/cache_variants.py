@@ -120,7 +120,9 @@ def encoder_decoder(model: EncoderDecoder, ids: Tensor, images: Tensor, most: in
     ]
     if export:
         programs = export_text_decoder(decoder, xa.size(1), capacity)
-        designs.append(CacheDesign("static, exported", partial(static, *_modules(programs, "cross", "prefill", "decode"))))
+        designs.append(
+            CacheDesign("static, exported", partial(static, *_modules(programs, "cross", "prefill", "decode")))
+        )
     return Subject(
         "encoder-decoder of the same measures",
         model,

@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 from models.config import VLMConfig
 
-ReadOptions = Callable[[int, int], int]  # FLOPs to read tokens start ... stop - 1 behind start others and choose one more
+ReadOptions = Callable[
+    [int, int], int
+]  # FLOPs to read tokens start ... stop - 1 behind start others and choose one more
 
 
 def language_model(cfg: VLMConfig) -> ReadOptions:

@@ -26,7 +26,9 @@ def draw(studies: Sequence[StudyResult], environment: str, path: Path) -> None:
             if i < 2:  # theory knows two: reading everything again, and reading each token once
                 name = "with any cache" if i else curve.design
                 operations = [value / 1e9 for value in curve.flops]
-                below.plot(time_designs.lengths, operations, label=f"{name}: $n^{{{curve.flops_exponent:.2f}}}$", **style)
+                below.plot(
+                    time_designs.lengths, operations, label=f"{name}: $n^{{{curve.flops_exponent:.2f}}}$", **style
+                )
         above.set(title=time_designs.model, ylabel="seconds, from pixels to the last token")
         below.set(ylabel="theory: GFLOP of the language model", xlabel="new tokens n")
         for axis in (above, below):

@@ -1,4 +1,4 @@
-"""The shapes of the published models, as their config.json says them; the weights are for others to bring."""
+"""The configs of published nanoVLM models, as in their config.json, and their parameter counts."""
 
 from models.config import VLMConfig
 
@@ -17,7 +17,7 @@ MAY_2025 = SMOLLM2_135M | {
         "lm_rope_factor": 1.0, "lm_beta_fast": 32, "lm_beta_slow": 1,
     },
 }  # fmt: skip
-SHAPES = {  # name -> config, and the parameters of the published model
+SHAPES = {  # name: (config, parameters of the published model)
     "230M": (VLMConfig(**SMOLLM2_135M), 228_063_936),
     "460M": (VLMConfig(), 460_113_984),
     "222M": (VLMConfig(**MAY_2025), 222_081_600),

@@ -1,6 +1,5 @@
 """The model that ships: small, true on fresh scenes, and made by the recipe beside it."""
 
-import json
 import math
 import re
 from functools import partial
@@ -10,10 +9,9 @@ import pytest
 import torch
 from PIL import Image, ImageChops
 
-from eval.captions import main, measure, measure_turns
+from eval.captions import measure
 from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.captioner import Captioner
-from nanovlm.chat_session import ChatSession
 from nanovlm.data.examples import encode
 from nanovlm.synthetic import caption, draw, random_scene, recipe
 from nanovlm.synthetic.recipe import CAPTION_PROMPTS, drop_words, make_config, make_tokenizer, scene_example
@@ -127,38 +125,3 @@ def test_a_thousand_fresh_scenes_are_told_as_well_as_the_bars_ask(dtype):
     result = measure(Captioner.from_pretrained(dtype=dtype), 1000, 3, "slow")
     shares = {name: result[name]["right"] / result[name]["of"] for name in ("captions", "withheld", "questions")}
     assert shares["captions"] >= 0.96 and shares["withheld"] >= 0.90 and shares["questions"] >= 0.95, shares
-
-
-def test_the_script_reports_shares_and_misses(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["captions", "--scenes", "8", "--json"])
-    assert main() == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["captions"]["of"] == 8 and result["questions"]["of"] == 24
-    assert len(result["missed"]) == sum(
-        result[name]["of"] - result[name]["right"] for name in ("captions", "withheld", "questions")
-    )
-    monkeypatch.setattr("sys.argv", ["captions", "--scenes", "8", "--misses", "1"])
-    assert main() == 0
-    assert "answers to questions" in capsys.readouterr().out
-
-
-def test_questions_are_counted_by_their_turn(captioner, capsys, monkeypatch):
-    """Alone, in a conversation, and in one that began with a caption. A conversation's first question is alone, too."""
-    before, ask = [], ChatSession.ask
-    monkeypatch.setattr(ChatSession, "ask", lambda chat, text: before.append(len(chat.history)) or ask(chat, text))
-    right = measure_turns(captioner, 10, 3, "test")
-    assert all(len(counts) == 3 and 0 <= min(counts) <= max(counts) <= 10 for counts in right.values())
-    assert min(right["alone"]) >= 8 and right["one after another"][0] == right["alone"][0]
-    assert min(right["one after another"]) >= 7 and min(right["after a caption"]) >= 7
-    assert before == 10 * [0, 0, 1, 2, 1, 2, 3]
-    monkeypatch.setattr("sys.argv", ["captions", "--turns", "2", "--scenes", "2", "--json"])
-    assert main() == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["of"] == 2 and [len(counts) for counts in result["right"].values()] == [2, 2, 2]
-    monkeypatch.setattr("sys.argv", ["captions", "--turns", "2", "--scenes", "2"])
-    assert main() == 0
-    assert "after a caption" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["captions", "--turns", "21"])
-    with pytest.raises(SystemExit):
-        main()
-    assert "--turns 21 is more than 20" in capsys.readouterr().err

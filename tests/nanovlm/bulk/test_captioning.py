@@ -1,7 +1,6 @@
 """Captions of many pictures in one go: who reads, who speaks, who waits for whom, and what of it is shown."""
 
 import io
-import json
 import sys
 import threading
 from contextlib import nullcontext
@@ -10,12 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval import throughput
 from nanovlm import Captioner, progress
 from nanovlm.bulk import captioning as runs
 from nanovlm.bulk.prefetch import Prefetch
 from nanovlm.progress import Progress
-from support.checkpoints import small
 from support.cli import NAMES, Terminal
 
 pytestmark = pytest.mark.usefixtures("standing")
@@ -193,25 +190,3 @@ def test_a_bar_is_for_terminals_and_lines_now_and_then_for_the_rest(monkeypatch)
         lines.show(done)
     assert "\r" not in file.getvalue() and len(file.getvalue().splitlines()) == 7
     assert file.getvalue().startswith("29/200  58 a minute  2:57 left\n")
-
-
-def test_the_throughput_that_eval_reports_is_of_the_same_captions(captioner):
-    result = throughput.measure(captioner, 5, "1")
-    assert result["pictures"] == result["same"] == 5 and 0 < result["busy"] <= 1
-    assert result["folder_per_minute"] > 0 < result["one_by_one_per_minute"] and "of 5" in throughput.table(result)
-
-
-def test_the_throughput_of_a_published_size_is_of_a_model_of_that_shape(monkeypatch, tmp_path, capsys):
-
-    from eval import captions
-    from eval.lib.shapes import SHAPES
-
-    with pytest.raises(SystemExit):
-        monkeypatch.setattr(sys, "argv", ["captions", "--shape", "230M"])
-        captions.main()
-    assert "add --throughput" in capsys.readouterr().err
-    monkeypatch.setattr(throughput, "SHAPES", {"230M": (small(SHAPES["230M"][0], 1000), 0)})
-    monkeypatch.setattr(sys, "argv", ["captions", "--throughput", "--shape", "230M", "--pictures", "2", "--json"])
-    assert captions.main() == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["pictures"] == 2 and 0 < result["busy"] <= 1

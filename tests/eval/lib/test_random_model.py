@@ -1,0 +1,44 @@
+"""Random checkpoints have the published models' formats and full tokenizers."""
+
+import json
+
+import pytest
+import tokenizers
+import torch
+
+from eval.lib.random_model import make_tokenizer, write_random_model
+from eval.lib.shapes import SHAPES
+from models.checkpoint import load_config
+from models.kv_study.encoder_decoder import EncoderDecoder
+from models.vision_language_model import VisionLanguageModel
+from support.checkpoints import raw_config, small
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_as_many_parameters_as_the_published_models(name):
+    cfg, published = SHAPES[name]
+    with torch.device("meta"):
+        model = VisionLanguageModel(cfg, image_token_id=-1)
+        EncoderDecoder(cfg)
+    assert sum(parameter.numel() for parameter in model.parameters()) == published
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_config_and_tokenizer_are_those_of_the_release(name, tmp_path):
+    cfg = small(SHAPES[name][0], 1000)
+    write_random_model(tmp_path, cfg)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw.keys() == raw_config(1 if name == "222M" else 5).keys()
+    assert load_config(tmp_path).format_version == cfg.format_version == (1 if name == "222M" else 5)
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == cfg.lm_vocab_size == max(tokenizer.get_vocab().values()) + 1
+    assert tokenizer.token_to_id("<|im_end|>") == 2
+    assert tokenizer.token_to_id("<|image|>") == (None if name == "222M" else 1000)
+    assert tokenizer.decode(tokenizer.encode("abba wrote 27 Größen\n").ids) == "abba wrote 27 Größen\n"
+    assert len(tokenizer.encode("abab").ids) == 2
+
+
+def test_full_size_tokenizers_fill_the_vocabulary():
+    for cfg, _ in SHAPES.values():
+        tokenizer = tokenizers.Tokenizer.from_str(make_tokenizer(cfg))
+        assert tokenizer.get_vocab_size() == cfg.lm_vocab_size == max(tokenizer.get_vocab().values()) + 1

@@ -1,0 +1,97 @@
+"""eval.captions: what it counts and what it prints. tests/nanovlm/test_embedded.py pins how good the model is."""
+
+import json
+
+import pytest
+
+from eval import captions
+from eval.captions import PRECISIONS, compare_precisions, comparison_failures, main, measure_turns
+from nanovlm.captioner import Captioner
+from nanovlm.chat_session import ChatSession
+
+
+@pytest.fixture(scope="module")
+def captioner():
+    return Captioner.from_pretrained(dtype="float32")
+
+
+def test_every_answer_that_is_not_right_is_listed(capsys):
+    assert main(["--scenes", "8", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    splits = [results[name] for name in ("captions", "withheld", "questions")]
+    assert [split["of"] for split in splits] == [8, 8, 24]
+    assert len(results["missed"]) == sum(split["of"] - split["right"] for split in splits)
+    assert sum(kind["of"] for kind in results["kinds"].values()) == 24
+
+
+def test_the_table_shows_shares_intervals_and_misses(monkeypatch, capsys):
+    def measure(captioner, *args):
+        misses = [("captions", "Describe it.", "A red ring.", "A blue ring.")] * 2
+        kinds = {"How many": {"right": 100, "of": 100}}
+        return dict.fromkeys(captions.SPLITS, {"right": 98, "of": 100}) | {"kinds": kinds, "missed": misses}
+
+    monkeypatch.setattr(captions, "measure", measure)
+    assert main(["--misses", "1", "--dtype", "float32"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("missed in captions") == 1 and "truth  A red ring.\n  answer A blue ring." in out
+    assert "98.00%  (98 of 100, 95% interval 93.0 to 99.4)" in out and "answers to questions" in out
+    assert "100.00%  (100 of 100, 95% interval 96.3 to 100.0)" in out and "torch.float32" in out
+
+
+def test_questions_are_counted_by_turn(captioner, monkeypatch):
+    """Alone, in a conversation, and in one that began with a caption. A first question has no history either way."""
+    history, ask = [], ChatSession.ask
+    monkeypatch.setattr(ChatSession, "ask", lambda chat, text: history.append(len(chat.history)) or ask(chat, text))
+    right = measure_turns(captioner, 10, 3, "test")
+    assert all(len(counts) == 3 and 0 <= min(counts) <= max(counts) <= 10 for counts in right.values())
+    assert min(right["alone"]) >= 8 and right["one after another"][0] == right["alone"][0]
+    assert min(right["one after another"]) >= 7 and min(right["after a caption"]) >= 7
+    assert history == 10 * [0, 0, 1, 2, 1, 2, 3]
+
+
+def test_turns_are_printed_as_a_table_and_as_json(capsys):
+    assert main(["--turns", "2", "--scenes", "2", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert results["of"] == 2 and [len(counts) for counts in results["right"].values()] == [2, 2, 2]
+    assert main(["--turns", "2", "--scenes", "2"]) == 0
+    assert "after a caption" in capsys.readouterr().out
+
+
+def test_float32_is_the_reference_of_the_comparison():
+    results = compare_precisions(6, "1")
+    assert set(results) == set(PRECISIONS)
+    assert results["float32"]["kept"] == 1 and results["float32"]["logits"] == 0
+    assert 0 < results["float32, int8"]["logits"] < 0.1
+    assert results["float32, int8"]["logits"] != results["bfloat16"]["logits"] != results["bfloat16, int8"]["logits"]
+
+
+@pytest.mark.slow
+def test_int8_keeps_what_float32_has_right():
+    assert comparison_failures(compare_precisions(100, "1")) == []
+
+
+@pytest.mark.parametrize("kept", [0.98, 0.99])
+def test_int8_that_keeps_too_little_is_a_failure(monkeypatch, capsys, kept):
+    results = {name: {"right": 0.9, "kept": kept, "logits": 0.01} for name in PRECISIONS}
+    monkeypatch.setattr(captions, "compare_precisions", lambda *args: results)
+    assert main(["--compare"]) == (kept < 0.99)
+    out, err = capsys.readouterr()
+    assert "bfloat16, int8     90.0%" in out
+    message = "{} keeps less than 99% of float32's right captions\n"
+    assert err == (message.format("float32, int8") + message.format("bfloat16, int8") if kept < 0.99 else "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--turns", "21"], "--turns 21 is more than 20"),
+        (["--scenes", "0"], "--scenes: 0 must be 1 or more"),
+        (["--quantize", "int3"], "int3"),
+        (["--model", "no/where/at/all"], "no/where/at/all"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_exit_code_2(flags, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(flags)
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
