@@ -27,8 +27,8 @@ from torch import nn
 
 from eval.lib.command import make_parser, one_of, positive, progress, report
 from eval.lib.hardware import environment
-from eval.lib.shapes import SHAPES
 from eval.lib.random_model import write_random_model
+from eval.lib.shapes import SHAPES
 from models.config import VLMConfig
 from models.inference.cpu_kernels import use_onednn
 from models.inference.fused_vision import use_fused
