@@ -116,7 +116,7 @@ def encoder_decoder(model: EncoderDecoder, ids: Tensor, images: Tensor, most: in
         CacheDesign(UNCACHED, lambda n: model.stream(ids, images, max_new_tokens=n, use_kv_cache=False)),
         CacheDesign("hooks", hooks),
         CacheDesign("cross-attention once", lambda n: model.stream(ids, images, max_new_tokens=n)),
-        CacheDesign("static cache", partial(static, decoder.cross, step, step)),
+        CacheDesign("static cache", partial(static, decoder.project_cross_kv, step, step)),
     ]
     if export:
         programs = export_text_decoder(decoder, xa.size(1), capacity)
@@ -128,7 +128,7 @@ def encoder_decoder(model: EncoderDecoder, ids: Tensor, images: Tensor, most: in
         model,
         ids.size(1),
         lambda: model.encode(images),
-        lambda: decoder.logits(decoder.read(ids, TextPrefillState(decoder.cross(xa)))[0][:, -1]),
+        lambda: decoder.logits(decoder.forward_cached(ids, TextPrefillState(decoder.project_cross_kv(xa)))[0][:, -1]),
         flops.text_decoder(model.cfg, xa.size(1)),
         designs,
     )

@@ -1,1 +1,1 @@
-"""The KV caching study: an encoder-decoder, a cache by hooks, and a cache of fixed size."""
+"""The KV caching study: an encoder-decoder, a cache installed by hooks, and static caches for export."""

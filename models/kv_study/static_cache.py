@@ -1,111 +1,122 @@
-"""Generation as exported graphs: a prefill and a decode step over caches of fixed capacity, for `torch.export`.
+"""Static caches: prefill and decode over caches of fixed capacity, exported by `torch.export`.
 
-The blocks are those of the models themselves; StaticKV stands in for their KVCache. A step writes its keys and
-values in place, into tensors that the caller owns, so one cache serves one sequence. Masks are computed from
-start_pos, a tensor: no branch depends on data, and the graphs can be saved, loaded without this code, and lowered.
+The blocks are the models' own; StaticKV takes the place of their KVCache. A step writes its keys and values in place
+into tensors that the caller owns, so one cache serves one batch of sequences. Masks are computed from start_pos, a
+tensor. No branch depends on data, so the graphs can be saved, loaded without this code, and compiled further.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
+from models.cache import KVCache
 from models.decoding import GREEDY, SamplingParams, generate_tokens
-from models.kv_study.encoder_decoder import KeysValues, TextDecoder
+from models.errors import InputError
+from models.kv_study.encoder_decoder import KVPair, TextDecoder
 from models.language_model import LanguageModel, rope_cos_sin
 
 Programs = dict[str, ExportedProgram]
+Step = Callable[[Tensor, Tensor], Tensor]  # ids or embeddings, and start_pos, to logits (B, vocabulary)
 
 
-class StaticKV:
-    """A KVCache that always has its full length: appended tokens go where places (T,) int64 says."""
+class StaticKV(KVCache):
+    """A KVCache of constant length: `append` writes the tokens at positions (T,) int64, in place."""
 
-    def __init__(self, key: Tensor, value: Tensor, places: Tensor):
-        self.key, self.value, self.places = key, value, places
+    def __init__(self, key: Tensor, value: Tensor, positions: Tensor):
+        super().__init__(key, value)
+        self.positions = positions
 
     def append(self, key: Tensor, value: Tensor) -> "StaticKV":
-        self.key.index_copy_(2, self.places, key)
-        self.value.index_copy_(2, self.places, value)
+        self.key.index_copy_(2, self.positions, key)
+        self.value.index_copy_(2, self.positions, value)
         return self
 
 
 class LanguageModelStep(nn.Module):
-    """Embeddings, or ids, into a cache of fixed capacity: the next token's logits."""
+    """One step of the language model on a static cache: token ids or embeddings to the next token's logits."""
 
     def __init__(self, decoder: LanguageModel):
         super().__init__()
         self.decoder = decoder
 
-    def forward(self, x: Tensor, attention_mask: Tensor, start_pos: Tensor, kv_cache: list[KeysValues]) -> Tensor:
-        """x (B, T) ids or (B, T, C) embeddings; attention_mask (B, capacity) is 0 at padding; start_pos () int64.
+    def forward(self, x: Tensor, attention_mask: Tensor, start_pos: Tensor, kv_cache: list[KVPair]) -> Tensor:
+        """Compute x, ids (B, T) or embeddings (B, T, C), at position start_pos () int64: logits (B, vocabulary).
 
-        kv_cache holds (B, n_kv_heads, capacity, head_dim) twice per block. Returns logits (B, vocabulary).
+        attention_mask (B, capacity) is 0 at padding. kv_cache holds a pair of (B, n_kv_heads, capacity, head_dim)
+        per block and is written in place.
         """
         if not x.is_floating_point():
             x = self.decoder.token_embedding(x)
-        places = start_pos + torch.arange(x.size(1), device=x.device)
+        positions = start_pos + torch.arange(x.size(1), device=x.device)
         key = torch.arange(attention_mask.size(1), device=x.device)
-        mask = (attention_mask[:, None, None] != 0) & (key <= places[:, None]) | (key == places[:, None])
+        mask = (attention_mask[:, None, None] != 0) & (key <= positions[:, None]) | (key == positions[:, None])
         cos, sin = rope_cos_sin(mask.sum(-1) - 1, self.decoder.cfg)
         for block, (k, v) in zip(self.decoder.blocks, kv_cache):
-            x, _ = block(x, cos, sin, mask, StaticKV(k, v, places))
+            x, _ = block(x, cos, sin, mask, StaticKV(k, v, positions))
         return self.decoder.head(self.decoder.norm(x[:, -1]))
 
 
-class Cross(nn.Module):
-    """What is told, (N, S, n_state), to each block's keys and values of it: the half of a prefill that has no words."""
+class CrossProjection(nn.Module):
+    """The part of a prefill that depends only on the images: encoded images to each block's keys and values."""
 
     def __init__(self, decoder: TextDecoder):
         super().__init__()
         self.decoder = decoder
 
-    def forward(self, xa: Tensor) -> list[KeysValues]:
-        return self.decoder.cross(xa)
+    def forward(self, xa: Tensor) -> list[KVPair]:
+        return self.decoder.project_cross_kv(xa)
 
 
 class TextDecoderStep(nn.Module):
-    """Ids into a cache of fixed capacity, about given cross keys and values: the next token's logits."""
+    """One step of the text decoder on a static cache: token ids to the next token's logits."""
 
     def __init__(self, decoder: TextDecoder):
         super().__init__()
         self.decoder = decoder
 
-    def forward(self, ids: Tensor, start_pos: Tensor, cross: list[KeysValues], kv_cache: list[KeysValues]) -> Tensor:
-        """ids (B, T); start_pos () int64; kv_cache (B, n_head, capacity, D) twice per block: logits (B, n_vocab)."""
-        places = start_pos + torch.arange(ids.size(1), device=ids.device)
-        mask = (torch.arange(kv_cache[0][0].size(2), device=ids.device) <= places[:, None])[None, None]
-        statics = [StaticKV(k, v, places) for k, v in kv_cache]
-        x, _ = self.decoder.through(self.decoder.embed(ids, places), cross, statics, mask)
+    def forward(self, ids: Tensor, start_pos: Tensor, cross_kv: list[KVPair], kv_cache: list[KVPair]) -> Tensor:
+        """Compute ids (B, T) at position start_pos () int64: logits (B, n_vocab).
+
+        kv_cache holds a pair of (B, n_head, capacity, D) per block and is written in place.
+        """
+        positions = start_pos + torch.arange(ids.size(1), device=ids.device)
+        mask = (torch.arange(kv_cache[0][0].size(2), device=ids.device) <= positions[:, None])[None, None]
+        self_kv = [StaticKV(k, v, positions) for k, v in kv_cache]
+        x, _ = self.decoder.run_blocks(self.decoder.embed(ids, positions), cross_kv, self_kv, mask)
         return self.decoder.logits(x[:, -1])
 
 
-def new_cache(n_blocks: int, batch: int, n_heads: int, capacity: int, head_dim: int, like: Tensor) -> list[KeysValues]:
-    """Empty caches of like's dtype and device. Zeros, because attention multiplies unwritten values by 0."""
+def new_cache(n_blocks: int, batch: int, n_heads: int, capacity: int, head_dim: int, like: Tensor) -> list[KVPair]:
+    """Allocate empty caches of like's dtype and device, as zeros: attention multiplies unwritten values by 0."""
     shape = (batch, n_heads, capacity, head_dim)
     return [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(n_blocks)]
 
 
-def language_model_cache(decoder: LanguageModel, batch: int, capacity: int) -> list[KeysValues]:
+def language_model_cache(decoder: LanguageModel, batch: int, capacity: int) -> list[KVPair]:
+    """Allocate a static cache of capacity tokens for a batch of sequences; InputError beyond the model's positions."""
     cfg = decoder.cfg
-    if capacity > (limit := cfg.lm_max_position_embeddings):
-        raise ValueError(f"capacity={capacity} exceeds lm_max_position_embeddings={limit}")
+    limit = cfg.lm_max_position_embeddings
+    if capacity > limit:
+        raise InputError(f"capacity={capacity} exceeds lm_max_position_embeddings={limit}")
     return new_cache(cfg.lm_n_blocks, batch, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim, decoder.norm.weight)
 
 
-def text_decoder_cache(decoder: TextDecoder, batch: int, capacity: int) -> list[KeysValues]:
+def text_decoder_cache(decoder: TextDecoder, batch: int, capacity: int) -> list[KVPair]:
+    """Allocate a static cache of capacity tokens for a batch of sequences; InputError beyond the decoder's n_ctx."""
     n_ctx, n_state = decoder.positional_embedding.shape
     if capacity > n_ctx:
-        raise ValueError(f"capacity={capacity} exceeds the decoder's n_ctx={n_ctx}")
+        raise InputError(f"capacity={capacity} exceeds the decoder's n_ctx={n_ctx}")
     n_head = decoder.blocks[0].attn.n_head
     return new_cache(len(decoder.blocks), batch, n_head, capacity, n_state // n_head, decoder.ln.weight)
 
 
 @torch.no_grad()
 def export_language_model(decoder: LanguageModel, capacity: int, batch: int = 1) -> Programs:
-    """`prefill`, of 2 to capacity embeddings, and `decode`, of one id a row; see LanguageModelStep for their inputs.
+    """Export `prefill`, of 2 to capacity embeddings, and `decode`, of one id per sequence.
 
-    `torch.export.save` writes each with a copy of the weights.
+    Inputs are those of LanguageModelStep. `torch.export.save` stores the weights with each program.
     """
     step, cache = LanguageModelStep(decoder).eval(), language_model_cache(decoder, batch, capacity)
     mask, start = torch.ones(batch, capacity, dtype=torch.long), torch.tensor(0)
@@ -120,25 +131,27 @@ def export_language_model(decoder: LanguageModel, capacity: int, batch: int = 1)
 
 @torch.no_grad()
 def export_text_decoder(decoder: TextDecoder, n_patches: int, capacity: int, batch: int = 1) -> Programs:
-    """`cross`, of (batch, n_patches, n_state); `prefill`, of 2 to capacity ids; and `decode`, of one id a row."""
+    """Export `cross`, of (batch, n_patches, n_state), `prefill`, of 2 to capacity ids, and `decode`, of one id each."""
     step, cache = TextDecoderStep(decoder).eval(), text_decoder_cache(decoder, batch, capacity)
     xa = cache[0][0].new_zeros(batch, n_patches, decoder.positional_embedding.size(1))
-    cross, start = decoder.cross(xa), torch.tensor(0)
-    two, one = torch.zeros(batch, 2, dtype=torch.long), torch.zeros(batch, 1, dtype=torch.long)
+    cross_kv, start = decoder.project_cross_kv(xa), torch.tensor(0)
+    prompt, ids = torch.zeros(batch, 2, dtype=torch.long), torch.zeros(batch, 1, dtype=torch.long)
     length = {1: Dim("length", min=2, max=capacity)}
     static = [(None, None)] * len(cache)
     return {
-        "cross": export(Cross(decoder).eval(), (xa,)),
-        "prefill": export(step, (two, start, cross, cache), dynamic_shapes=(length, None, static, static)),
-        "decode": export(step, (one, start, cross, cache)),
+        "cross": export(CrossProjection(decoder).eval(), (xa,)),
+        "prefill": export(step, (prompt, start, cross_kv, cache), dynamic_shapes=(length, None, static, static)),
+        "decode": export(step, (ids, start, cross_kv, cache)),
     }
 
 
 @torch.no_grad()
-def stream(prefill, decode, prompt: Tensor, *, sampling: SamplingParams = GREEDY, **options) -> Iterator[Tensor]:
-    """Yield ids (B,) as two calls choose them: prefill(prompt, start) and decode(ids (B, 1), start), start () int64.
+def stream(
+    prefill: Step, decode: Step, prompt: Tensor, *, sampling: SamplingParams = GREEDY, **options
+) -> Iterator[Tensor]:
+    """Yield ids (B,) generated by two callables: prefill(prompt, start) and decode(ids (B, 1), start), start () int64.
 
-    options are autoregress's; the caller binds the calls to their caches, with room for prompt and answer.
+    The caller binds both to a cache with capacity for prompt and answer. options are those of `generate_tokens`.
     """
     length = prompt.size(1)
 

@@ -86,10 +86,10 @@ def test_theory_counts_the_encoder_decoders_products(encoder_decoder, past):
     decoder, n, xa = encoder_decoder.decoder, 5, torch.randn(1, 16, encoder_decoder.cfg.lm_hidden_dim)
     ids = torch.randint(40, (1, past + n))
     with torch.no_grad():
-        prefix = None if not past else decoder.read(ids[:, :past], TextPrefillState(decoder.cross(xa)))[1]
+        prefix = None if not past else decoder.forward_cached(ids[:, :past], TextPrefillState(decoder.project_cross_kv(xa)))[1]
         with FlopCounterMode(display=False) as counter:
-            prefix = prefix or TextPrefillState(decoder.cross(xa))
-            decoder.logits(decoder.read(ids[:, past:], prefix)[0][:, -1])
+            prefix = prefix or TextPrefillState(decoder.project_cross_kv(xa))
+            decoder.logits(decoder.forward_cached(ids[:, past:], prefix)[0][:, -1])
     linears = sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm"))
     seen = sum(i + 1 + 16 for i in range(past, past + n))
     cfg = encoder_decoder.cfg
