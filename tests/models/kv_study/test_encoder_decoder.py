@@ -135,7 +135,7 @@ def test_zero_new_tokens_return_no_columns_and_negative_counts_raise(encoder_dec
 
 @pytest.mark.parametrize("n_samples", [1, 4])
 def test_an_image_is_projected_once_for_any_number_of_tokens_and_samples(encoder_decoder, n_samples):
-    """Two images of 16 patches are 32 rows per cross-attention projection; tokens are projected once, the last never."""
+    """Two images of 16 patches are 32 rows per cross-attention projection; each token but the last is one row."""
     rows, handles = count_projected_rows(encoder_decoder.decoder)
     images, ids = torch.rand(2, 3, 16, 16), torch.randint(0, 40, (2, 4))
     encoder_decoder.generate(ids, images, max_new_tokens=10, n_samples=n_samples)

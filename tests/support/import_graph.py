@@ -1,0 +1,142 @@
+"""The import graph of models, nanovlm and eval, read from the source without importing it.
+
+    python tests/support/import_graph.py [FOLDER]
+
+prints modules, edges, layers and circles. Imports inside functions count; imports for type checking only do not.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+PACKAGES = ("models", "nanovlm", "eval")
+SCRIPTS = ("generate.py", "train.py")
+
+
+@dataclass(frozen=True)
+class Import:
+    """`import module`, or `from module import name`."""
+
+    module: str
+    name: str | None = None
+
+
+class ImportGraph:
+    """Modules of a source tree and which of them import which others."""
+
+    def __init__(self, root: Path):
+        files = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
+        files += [root / script for script in SCRIPTS]
+        self.files = {module_name(path.relative_to(root)): path for path in files}
+
+    @cached_property
+    def imports(self) -> dict[str, set[Import]]:
+        """All imports of each module, also those of other projects."""
+        return {module: set(imports_of(module, path)) for module, path in self.files.items()}
+
+    @cached_property
+    def edges(self) -> dict[str, set[str]]:
+        """The modules of this tree that each module imports by name."""
+        edges = {}
+        for module, imports in self.imports.items():
+            targets = {self._target(item) for item in imports} - {None, module}
+            edges[module] = {target for target in targets if target is not None}
+        return edges
+
+    def _target(self, item: Import) -> str | None:
+        submodule = f"{item.module}.{item.name}"
+        if submodule in self.files:
+            return submodule
+        return item.module if item.module in self.files else None
+
+    @cached_property
+    def components(self) -> list[list[str]]:
+        """Strongly connected components, imported ones first (Tarjan 1972); those of several modules are circles."""
+        index: dict[str, int] = {}
+        low: dict[str, int] = {}
+        stack: list[str] = []
+        components: list[list[str]] = []
+
+        def visit(module: str) -> None:
+            index[module] = low[module] = len(index)
+            stack.append(module)
+            for target in sorted(self.edges[module]):
+                if target not in index:
+                    visit(target)
+                    low[module] = min(low[module], low[target])
+                elif target in stack:
+                    low[module] = min(low[module], index[target])
+            if low[module] == index[module]:
+                start = stack.index(module)
+                components.append(sorted(stack[start:]))
+                del stack[start:]
+
+        for module in sorted(self.edges):
+            if module not in index:
+                visit(module)
+        return components
+
+    @property
+    def circles(self) -> list[list[str]]:
+        return [component for component in self.components if len(component) > 1]
+
+    @cached_property
+    def layers(self) -> list[list[str]]:
+        """Modules by the length of their longest chain of imports; a circle is in one layer."""
+        layer: dict[str, int] = {}
+        for component in self.components:
+            below = {target for module in component for target in self.edges[module]} - set(component)
+            number = max((layer[target] + 1 for target in below), default=0)
+            layer |= dict.fromkeys(component, number)
+        return [sorted(m for m in layer if layer[m] == n) for n in range(max(layer.values()) + 1)]
+
+    def package_edges(self) -> set[tuple[str, str]]:
+        """Edges between folders."""
+        folder = {module: path.parent.as_posix() for module, path in self.files.items()}
+        pairs = {(folder[module], folder[target]) for module, targets in self.edges.items() for target in targets}
+        return {(a, b) for a, b in pairs if a != b}
+
+
+def module_name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(module: str, path: Path) -> Iterator[Import]:
+    """All imports in a file, wherever they stand, except those under `if TYPE_CHECKING:`."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            nodes.extend(node.orelse)
+            continue
+        nodes.extend(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from (Import(source, alias.name) for alias in node.names)
+
+
+def main(root: Path) -> None:
+    graph = ImportGraph(root)
+    for number, layer in enumerate(graph.layers):
+        print(f"layer {number}: {' '.join(layer)}")
+    for circle in graph.circles:
+        print(f"circle: {' '.join(circle)}")
+    flat = ", ".join(f"{len(list((root / package).glob('*.py')))} in {package}" for package in PACKAGES)
+    folders = {path.parent for path in graph.files.values()}
+    print(
+        f"{len(graph.files)} modules in {len(folders)} folders ({flat} directly), "
+        f"{sum(map(len, graph.edges.values()))} edges between modules, {len(graph.package_edges())} between folders, "
+        f"{len(graph.layers)} layers, {len(graph.circles)} circles"
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[2])
