@@ -1,29 +1,33 @@
-"""Postcards: a second drawn world that the embedded model has never seen; other things, other words, other phrasing.
+"""Postcards: a second drawn domain that the embedded model has never seen, with other objects and other phrasing.
 
-One to three things of a kind stand on the ground, something hangs in the sky, and it is some time of the day. A
-`Postcard` is a pure function of its seed, and of the 432 there are, 200 training pictures show about a third.
+One to three objects of a kind stand on the ground, one thing is in the sky, and it is some time of day. A `Postcard` is
+a pure function of its seed. There are 432 captions, of which 200 random postcards show about a third.
 """
 
 import colorsys
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from PIL import Image, ImageDraw
 
+Color = tuple[int, int, int]
+Polygon = list[tuple[float, float]]
+
 TIMES = {"Dawn": ((250, 170, 120), (255, 225, 200)), "Noon": ((120, 185, 240), (205, 230, 250)),
-         "Night": ((10, 12, 45), (45, 50, 95))}  # the sky's colours above and at the horizon  # fmt: skip
+         "Night": ((10, 12, 45), (45, 50, 95))}  # colors of the sky at the top and at the horizon  # fmt: skip
 GROUNDS = {"snow": (240, 244, 250), "grass": (70, 140, 60), "sand": (225, 195, 120)}
 THINGS = ("house", "fir", "tent", "windmill")
-ABOVE = ("cloud", "kite", "moon", "balloon")
+SKY_THINGS = ("cloud", "kite", "moon", "balloon")
 NUMBERS = ("One", "Two", "Three")
-FINE = 3  # drawn so many times larger, then averaged
+SUPERSAMPLING = 3  # drawn larger, then averaged
 
 
 @dataclass(frozen=True)
 class Postcard:
-    """What is on it, and the seed of the details that its words do not tell."""
+    """What its caption names, and the seed of everything else."""
 
     number: int
     thing: str
@@ -34,7 +38,7 @@ class Postcard:
 
     @property
     def caption(self) -> str:
-        things = self.thing + "s" * (self.number > 1)
+        things = self.thing if self.number == 1 else f"{self.thing}s"
         return f"{self.time}. {NUMBERS[self.number - 1]} {things} on the {self.ground}, a {self.above} overhead."
 
 
@@ -43,63 +47,64 @@ def random_postcard(rng: Random) -> Postcard:
         rng.randint(1, 3),
         rng.choice(THINGS),
         rng.choice(tuple(GROUNDS)),
-        rng.choice(ABOVE),
+        rng.choice(SKY_THINGS),
         rng.choice(tuple(TIMES)),
         rng.getrandbits(32),
     )
 
 
 def draw(card: Postcard) -> Image.Image:
-    """The postcard as an RGB picture of 120 to 200 pixels a side."""
+    """The postcard as an RGB image of 120 to 200 pixels a side."""
     rng = Random(card.seed)
     width, height = rng.randint(120, 200), rng.randint(120, 200)
     horizon = rng.uniform(0.62, 0.7)
     high, low = ([c + rng.randint(-10, 10) for c in tone] for tone in TIMES[card.time])
-    sky = Image.linear_gradient("L").resize((FINE * width, FINE * height))
+    sky = Image.linear_gradient("L").resize((SUPERSAMPLING * width, SUPERSAMPLING * height))
     picture = Image.composite(Image.new("RGB", sky.size, _rgb(low)), Image.new("RGB", sky.size, _rgb(high)), sky)
     canvas = ImageDraw.Draw(picture)
 
-    def polygon(points, x, y, size, colour):
-        """Points around (0, 0), y upwards, at (x, y) of the picture, in units of size."""
+    def polygon(points: Polygon, x: float, y: float, size: float, color: Color) -> None:
+        """Draw points around (0, 0), y upwards, at (x, y) of the image, in units of size."""
         short = size * min(picture.size)
-        canvas.polygon([(x * picture.width + short * u, y * picture.height - short * v) for u, v in points], colour)
+        canvas.polygon([(x * picture.width + short * u, y * picture.height - short * v) for u, v in points], color)
 
     tone = _rgb(c + rng.randint(-12, 12) for c in GROUNDS[card.ground])
     canvas.rectangle((0, horizon * picture.height, *picture.size), tone)
-    place = rng.uniform(0.18, 0.82), rng.uniform(0.2, 0.28)
-    for points, colour in _above(card.above, rng):
-        polygon(points, *place, 0.17, colour)
+    position = rng.uniform(0.18, 0.82), rng.uniform(0.2, 0.28)
+    for points, color in _sky_thing(card.above, rng):
+        polygon(points, *position, 0.17, color)
     for i in range(card.number):
         x = (i + 1) / (card.number + 1) + rng.uniform(-0.03, 0.03)
         y, size = horizon + rng.uniform(0.06, 0.16), rng.uniform(0.22, 0.25)
-        for points, colour in _thing(card.thing, rng):
-            polygon(points, x, y, size, colour)
-    return picture.reduce(FINE)
+        for points, color in _thing(card.thing, rng):
+            polygon(points, x, y, size, color)
+    return picture.reduce(SUPERSAMPLING)
 
 
 def write_folder(folder: Path, cards: list[Postcard]) -> None:
-    """A folder as anybody has it: pictures, and a .txt beside each."""
+    """Write an image folder with a .txt caption beside each image."""
     folder.mkdir(parents=True)
     for i, card in enumerate(cards):
         draw(card).save(folder / f"{i:03}.png")
         (folder / f"{i:03}.txt").write_text(card.caption + "\n", encoding="utf-8")
 
 
-def _rgb(values):
-    return tuple(min(255, max(0, round(value))) for value in values)
+def _rgb(values: Iterable[float]) -> Color:
+    red, green, blue = (min(255, max(0, round(value))) for value in values)
+    return red, green, blue
 
 
-def _ellipse(x, y, a, b, n=32):
+def _ellipse(x: float, y: float, a: float, b: float, n: int = 32) -> Polygon:
     return [(x + a * math.cos(2 * math.pi * i / n), y + b * math.sin(2 * math.pi * i / n)) for i in range(n)]
 
 
-def _paint(rng, low=0.0, high=1.0):
-    """A bright colour, its hue between low and high."""
+def _paint(rng: Random, low: float = 0.0, high: float = 1.0) -> Color:
+    """A bright color with a hue from low to high."""
     return _rgb(255 * c for c in colorsys.hsv_to_rgb(rng.uniform(low, high), 0.75, 0.85))
 
 
-def _thing(kind, rng):
-    """Polygons and their colours, from back to front; the foot at (0, 0), about one high."""
+def _thing(kind: str, rng: Random) -> Iterator[tuple[Polygon, Color]]:
+    """Polygons and their colors, back to front; the base at (0, 0), about 1 high."""
     if kind == "house":
         yield [(-0.4, 0), (0.4, 0), (0.4, 0.55), (-0.4, 0.55)], _paint(rng)
         yield [(-0.5, 0.55), (0.5, 0.55), (0, 1)], (150, 50, 40)
@@ -120,7 +125,7 @@ def _thing(kind, rng):
             yield [(cos * u - sin * v, 0.7 + sin * u + cos * v) for u, v in blade], (120, 60, 30)
 
 
-def _above(kind, rng):
+def _sky_thing(kind: str, rng: Random) -> Iterator[tuple[Polygon, Color]]:
     if kind == "cloud":
         for x, y, a in ((-0.6, 0, 0.5), (0, 0.2, 0.65), (0.6, 0, 0.5)):
             yield _ellipse(x, y, a, 0.7 * a), (225, 228, 235)
