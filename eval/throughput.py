@@ -10,7 +10,7 @@ folder, in interleaved rounds. Figures are medians; the command fails if an imag
 Training: the first comparison takes a batch of four rows of 128 tokens, an image in each, in float32 (nanoVLM's step on
 a CPU) and in bfloat16. The second takes eight examples of 8 to 448 text tokens, evenly spaced on a logarithmic scale,
 padded and packed. Figures are medians of interleaved rounds in tokens of examples per second; padding does not count.
-The command fails if bfloat16 is less than 2 times as fast as float32, or packing less than 1.5 times as fast as padding.
+The command fails if bfloat16 is less than 2 times as fast as float32, or packing less than 1.5 times as padding.
 """
 
 import sys

@@ -844,15 +844,3 @@ def test_told_twice_it_stops_at_once_and_idle_it_stops_at_once():
                 until(lambda: httpx.get(f"{url}/health").status_code == 503)
             run.send_signal(signal.SIGINT)
             assert run.wait(20) == 0
-
-
-def test_many_clients_are_measured(capfd):
-    """eval.serving, opened with few."""
-    from eval.serving import main, table
-
-    flags = ["--clients", "3", "--rounds", "2", "--device", "cpu", "--dtype", "float32", "--json"]
-    assert main(flags) == 0
-    result = json.loads(capfd.readouterr().out)
-    assert (result["one"]["answered"], result["many"]["answered"], result["asked"], result["same"]) == (3, 6, 6, 6)
-    assert 0 < result["many"]["first_word_s"]["median"] <= result["many"]["first_word_s"]["p95"]
-    assert table(result).endswith("0 of 6 lost; 6 answered as the one client was")

@@ -1,0 +1,42 @@
+"""eval.serving with a few clients and a server in a process of its own."""
+
+import json
+
+import pytest
+
+pytest.importorskip("openai")
+
+from eval.serving import Answer, failures, main, summarize, table
+
+FIGURES = {"answered": 3, "first_text_s": {"median": 0.01, "p95": 0.02}, "requests_per_s": 10.0}
+
+
+def test_no_request_is_lost_and_every_answer_is_the_single_clients(capsys):
+    assert main(["--clients", "3", "--rounds", "2", "--json", "--dtype", "float32"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["requests"] == result["same"] == result["many"]["answered"] == 6 and result["one"]["answered"] == 3
+    assert 0 < result["one"]["first_text_s"]["median"] <= result["one"]["first_text_s"]["p95"]
+    assert "0 of 6 lost; 6 answers equal the single client's" in table(result)
+
+
+def test_a_lost_request_is_a_failure():
+    result = {"clients": 2, "requests": 4, "same": 3, "one": FIGURES, "many": FIGURES}
+    assert failures(result) == ["1 requests are lost"] and "1 of 4 lost" in table(result)
+    assert failures(result | {"requests": 3}) == []
+
+
+def test_quantiles_of_few_answers():
+    answers = [Answer("a", float(i)) for i in range(101)]
+    figures = summarize(answers, 2.0)
+    assert figures == {"answered": 101, "first_text_s": {"median": 50.0, "p95": 95.0}, "requests_per_s": 50.5}
+    assert summarize([], 1.0)["first_text_s"] == {"median": 0.0, "p95": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"), [(["--clients", "1"], "2 or more"), (["--model", "no/where/at/all"], "no/where/at/all")]
+)
+def test_wrong_use_is_one_line_and_exit_code_2(flags, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(flags)
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
