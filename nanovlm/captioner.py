@@ -13,8 +13,8 @@ from models.convert.backbones import find_backbones, read_backbones
 from models.decoding import GREEDY, SamplingParams
 from models.inference.inference_model import make_fast
 from models.vision_language_model import VisionLanguageModel
-from nanovlm import EMBEDDED, PROMPT
 from nanovlm.device import choose_device, choose_dtype
+from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.image_processing import load_image
 from nanovlm.processor import Inputs, Processor
 from nanovlm.tokenizer import Tokenizer

@@ -2,7 +2,8 @@
 
     python tests/support/import_graph.py [FOLDER]
 
-prints modules, edges, layers and circles. Imports inside functions count; imports for type checking only do not.
+prints modules, edges, layers and circles. Imports inside functions count. Imports under `if TYPE_CHECKING:` count
+only in an `__init__.py`, where they are the names that the package loads on first use.
 """
 
 import ast
@@ -106,12 +107,13 @@ def module_name(path: Path) -> str:
 
 
 def imports_of(module: str, path: Path) -> Iterator[Import]:
-    """All imports in a file, wherever they stand, except those under `if TYPE_CHECKING:`."""
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    """All imports in a file, wherever they stand, except those for type checking only."""
+    is_package = path.name == "__init__.py"
+    package = module if is_package else module.rpartition(".")[0]
     nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while nodes:
         node = nodes.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if not is_package and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             nodes.extend(node.orelse)
             continue
         nodes.extend(ast.iter_child_nodes(node))
