@@ -200,7 +200,7 @@ class Batches:
         rng = Random(f"{self.mixture.seed} {place}")
         for later in range(TRIES):
             again = self.augment and self.mixture.epoch(place, later)
-            view = partial(random_crop, most=self.augment, rng=rng) if again else None
+            view = partial(random_crop, max_margin=self.augment, rng=rng) if again else None
             try:
                 return encode_checked(self.mixture.example(place, later), self.processor, view)
             except ExampleError as error:

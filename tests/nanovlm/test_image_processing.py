@@ -1,12 +1,14 @@
-"""Pictures: whatever Pillow reads becomes upright RGB or a one-line PictureError, and then tiles by nanoVLM's rule."""
+"""Pictures: whatever Pillow reads becomes upright RGB or a one-line ImageError, and then tiles by nanoVLM's rule."""
 
 import contextlib
+import ctypes
 import io
 import logging
 import math
 import os
 import random
 import struct
+import subprocess
 import sys
 import threading
 import warnings
@@ -21,6 +23,7 @@ from torchvision.transforms import functional as transforms_v1
 from nanovlm import image_processing as images
 from nanovlm.errors import ImageError
 from nanovlm.image_processing import load_image, preprocess, resized_size
+from support import ROOT
 
 ORIENTATION = 0x0112
 
@@ -63,7 +66,7 @@ def refusal(source, *words, name=None):
 
 
 def maybe_refused():
-    """Accept a PictureError and no other error."""
+    """Accept a ImageError and no other error."""
     return contextlib.suppress(ImageError)
 
 
@@ -464,6 +467,30 @@ def test_reading_leaves_warnings_and_pillow_as_they_were():
     assert ended == [None] * 6 and before == (list(warnings.filters), Image.MAX_IMAGE_PIXELS)
 
 
+def test_silence_ends_with_the_last_decode():
+    """The host process keeps its own logging of Pillow and its own libtiff error handler."""
+    set_handler, log = images._libtiff_handler_setter(), logging.getLogger("PIL")
+    own = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)(lambda *message: None)
+    address = ctypes.cast(own, ctypes.c_void_p).value
+    original, handlers = set_handler(address), list(log.handlers)
+    exported = set_handler(address) == address
+    try:
+        with images.quiet_pillow():
+            with images.quiet_pillow():
+                load_image(encoded(drawn(), "TIFF"))
+            assert len(log.handlers) == len(handlers) + 1 and set_handler(None) is None
+        assert log.handlers == handlers
+        assert not exported or set_handler(address) == address
+    finally:
+        set_handler(original)
+
+
+def test_import_leaves_pillows_log_alone():
+    code = "import logging, nanovlm.image_processing; print(logging.getLogger('PIL').handlers)"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out == "[]\n"
+
+
 @pytest.mark.parametrize("data", [encoded(drawn(), "GIF"), encoded(drawn(), "TIFF"), b"no picture", png(9, 9)])
 @pytest.mark.filterwarnings("error")
 def test_no_file_stays_open(tmp_path, data):
@@ -600,5 +627,5 @@ def test_pixels_are_normalised_only_when_asked():
 
 
 def test_pixels_are_made_from_rgb_only():
-    with pytest.raises(ValueError, match="not from RGBA: pass the picture through open_picture"):
+    with pytest.raises(ValueError, match="RGB images, not RGBA: read the image with load_image"):
         preprocess(noise().convert("RGBA"), tile=32)
