@@ -135,7 +135,7 @@ def compare_precisions(n_scenes: int, seed: str, model: str = EMBEDDED) -> dict[
         captioner = Captioner.from_pretrained(model, "cpu", dtype, quantize=quantize)
         answers = captioner.captions(images, batch_size=BATCH_SIZE)
         right = [answer == truth for answer, truth in zip(answers, truths)]
-        inputs = captioner.processor.batch([captioner.prepare(image) for image in images[:BATCH_SIZE]])
+        inputs = captioner.processor.collate([captioner.prepare(image) for image in images[:BATCH_SIZE]])
         with torch.inference_mode():
             logits = captioner.model.prefill(**inputs)[0].float()
         if name == "float32":

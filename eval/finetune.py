@@ -22,7 +22,7 @@ from eval.lib.command import make_parser, one_of, positive, progress, report
 from eval.lib.hardware import environment
 from eval.lib.postcards import draw, random_postcard, write_folder
 from nanovlm import EMBEDDED
-from nanovlm.captioner import Captioner, Picture
+from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.cli.main import run_verb
 from nanovlm.console import print_error
 from nanovlm.device import choose_device, choose_training_dtype
@@ -56,7 +56,7 @@ class Result:
         return failures
 
 
-Domain = tuple[list[Picture], list[str]]  # images and their captions
+Domain = tuple[list[ImageInput], list[str]]  # images and their captions
 
 
 def make_domains(n: int, seed: str) -> list[Domain]:

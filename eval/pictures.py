@@ -33,7 +33,7 @@ from models.config import VLMConfig
 from models.inference.cpu_kernels import use_onednn
 from models.inference.fused_vision import use_fused
 from nanovlm import SAMPLE
-from nanovlm.captioner import Captioner, Picture, Stats
+from nanovlm.captioner import Captioner, ImageInput, Stats
 from nanovlm.synthetic import draw, random_scene
 
 ROOT = Path(__file__).parent.parent
@@ -88,7 +88,7 @@ def timed(module: nn.Module) -> Iterator[list[float]]:
             hook.remove()
 
 
-def first_token(captioner: Captioner, picture: Picture) -> dict[str, float]:
+def first_token(captioner: Captioner, picture: ImageInput) -> dict[str, float]:
     """Seconds to an answer's first token, and those of the vision encoder and of the language model in it."""
     stats = Stats()
     with timed(captioner.model.vision_encoder) as encode, timed(captioner.model.decoder) as prefill:
@@ -96,14 +96,14 @@ def first_token(captioner: Captioner, picture: Picture) -> dict[str, float]:
     return {"encode": sum(encode), "prefill": sum(prefill), "first token": stats.first_token_s}
 
 
-def eight_calls(captioner: Captioner, picture: Picture, max_new_tokens: int) -> dict[str, float]:
+def eight_calls(captioner: Captioner, picture: ImageInput, max_new_tokens: int) -> dict[str, float]:
     started = time.perf_counter()
     for question in QUESTIONS:
         captioner.caption(picture, question, max_new_tokens=max_new_tokens)
     return {"eight questions": time.perf_counter() - started}
 
 
-def one_ask(captioner: Captioner, picture: Picture, max_new_tokens: int) -> dict[str, float]:
+def one_ask(captioner: Captioner, picture: ImageInput, max_new_tokens: int) -> dict[str, float]:
     started = time.perf_counter()
     captioner.ask(picture, QUESTIONS, max_new_tokens=max_new_tokens)
     return {"eight questions": time.perf_counter() - started}
@@ -137,7 +137,7 @@ def shape(name: str, cfg: VLMConfig, sides: tuple[int, ...], rounds: int) -> lis
         return found + questions(f"{name}, {sides[0]} px, 16 tokens each", here, picture_of(sides[0]), 16, rounds)
 
 
-def questions(what: str, captioner: Captioner, picture: Picture, most: int, rounds: int) -> list[Comparison]:
+def questions(what: str, captioner: Captioner, picture: ImageInput, most: int, rounds: int) -> list[Comparison]:
     return turns(what, *(partial(way, captioner, picture, most) for way in (eight_calls, one_ask)), rounds)
 
 

@@ -119,7 +119,7 @@ def measure(folder: Path, picture: bytes, dtype: str, max_new_tokens: int) -> di
     for _ in captioner.stream(picture, max_new_tokens=max_new_tokens, stats=stats):
         pass
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    image_tokens = stats.prompt_tokens - len(captioner.processor.prompt([], PROMPT))
+    image_tokens = stats.prompt_tokens - len(captioner.processor.encode_prompt([], PROMPT))
     return {
         "format_version": model.cfg.format_version,
         "dtype": str(model.dtype),

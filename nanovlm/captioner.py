@@ -1,54 +1,64 @@
-"""Captioner: a model and its processor as one thing that looks at pictures and speaks."""
+"""Captioner: a model and its processor, from images and a prompt to text."""
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
+from itertools import islice, zip_longest
+from typing import Any
 
 from PIL import Image
 from torch import Tensor
 
-from models.checkpoint import load_config, load_model, snapshot_path
+from models.checkpoint import load_config, load_model, save_checkpoint, snapshot_path
 from models.convert.backbones import find_backbones, read_backbones
 from models.decoding import GREEDY, SamplingParams
 from models.inference.inference_model import make_fast
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, PROMPT
+from nanovlm.errors import InputError
 from nanovlm.image_processing import load_image
-from nanovlm.processor import Inputs, Processor
+from nanovlm.processor import EncodedPrompt, Processor
 from nanovlm.tokenizer import Tokenizer
 
-Picture = str | os.PathLike | bytes | Image.Image
+ImageInput = str | os.PathLike | bytes | Image.Image  # also a binary file
+ImageInputs = ImageInput | Sequence[ImageInput] | None
 
 
 @dataclass
 class Stats:
-    """What one answer cost; times in seconds."""
+    """Token counts and times, in seconds, of one call."""
 
-    prompt_tokens: int = 0  # pictures included
-    new_tokens: int = 0  # of all answers, their end tokens included
-    answers: int = 0  # as many as samples
-    first_token_s: float = 0.0  # from the pixels to the first token
+    prompt_tokens: int = 0  # image tokens included; tokens that several prompts share count once
+    new_tokens: int = 0  # of all answers, end tokens included
+    answers: int = 0
+    first_token_s: float = 0.0  # from preprocessing to the first token
     total_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoding speed after each answer's first token; 0 when there was no other."""
-        later = self.total_s - self.first_token_s
-        return (self.new_tokens - self.answers) / later if later > 0 else 0.0
+        """Decoding speed after each answer's first token; 0 if there was only one token."""
+        decode_s = self.total_s - self.first_token_s
+        return (self.new_tokens - self.answers) / decode_s if decode_s > 0 else 0.0
 
 
 class Captioner:
-    """Looks at pictures and answers prompts about them.
+    """Captions images and answers prompts about them.
 
     >>> captioner = Captioner.from_pretrained()
-    >>> captioner.caption("picture.png")
-    >>> captioner.caption("picture.png", "How many objects are there?")
+    >>> captioner.caption("photo.jpg")
+    >>> captioner.caption("photo.jpg", "How many objects are there?")
+
+    `inference` generates; `model` is the plain `VisionLanguageModel`.
     """
 
     def __init__(self, model: VisionLanguageModel, processor: Processor):
-        self.model, self.processor, self.tokenizer = model, processor, processor.tokenizer
+        self.inference, self.processor, self.tokenizer = model, processor, processor.tokenizer
+
+    @property
+    def model(self) -> VisionLanguageModel:
+        return self.inference
 
     @classmethod
     def from_pretrained(
@@ -62,70 +72,77 @@ class Captioner:
         quantize: str | None = None,
         compile: bool | None = None,
     ) -> "Captioner":
-        """The model in a folder or behind a Hub id (owner/name), by default the one that ships with the package.
+        """Load a folder or a Hub id (owner/name), by default the model that ships with the package.
 
-        device is auto, cpu, cuda or mps; dtype auto, float32, bfloat16 or float16; max_tiles and upscale say what a
-        picture may cost, see `Processor`; quantize int8 makes the language model's weights 8 bits long. compile=True
-        compiles the decode step, which takes a minute or two once (see `models.inference.aot_compile`), None uses what was compiled,
-        and False does not. A CheckpointError says what is wrong with the model, a ValueError what is wrong with the
-        rest, a RuntimeError why nothing can be compiled.
+        device is auto, cpu, cuda or mps; dtype is auto, float32, bfloat16 or float16. max_tiles and upscale limit the
+        tiles of an image, see `Processor`. quantize="int8" stores the language model's weights in 8 bits. compile=True
+        compiles the decode step, which takes a minute or two once; None uses it if it was compiled before; False does
+        not use it.
+
+        Raises CheckpointError if the model cannot be loaded, InputError for an argument, and CompileError if
+        compilation fails.
         """
         if quantize not in (None, "int8"):
-            raise ValueError(f"quantize={quantize} is not int8")
-        place = choose_device(device)
-        precision = choose_dtype(dtype, place)
+            raise InputError(f"quantize={quantize} is not supported; use int8 or None")
+        torch_device = choose_device(device)
+        torch_dtype = choose_dtype(dtype, torch_device)
         folder = snapshot_path(name_or_folder, revision)
         cfg = load_config(folder)
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
-        model = load_model(folder, cfg, tokenizer.image_token_id, precision, place)
+        model = load_model(folder, cfg, tokenizer.image_token_id, torch_dtype, torch_device)
         return cls(make_fast(model, quantize == "int8", compile), Processor(cfg, tokenizer, max_tiles, upscale))
 
     @classmethod
     def from_backbones(
-        cls, vision: str | os.PathLike, language: str | os.PathLike, dtype: str = "float32", **options
+        cls, vision: str | os.PathLike, language: str | os.PathLike, dtype: str = "float32", **options: Any
     ) -> "Captioner":
-        """A new model of a pretrained SigLIP and a pretrained Llama, with the latter's tokenizer: to be trained.
+        """Join a pretrained SigLIP and a pretrained Llama; the projector between them is randomly initialized.
 
-        Each is a folder or a Hub id. Options are vision_revision, language_revision and fields of VLMConfig, see
-        `models.convert.backbones.find_backbones`. `save_checkpoint(folder, captioner.model, captioner.tokenizer.to_json())`
-        makes it a model's folder.
+        Each is a folder or a Hub id; the tokenizer is the language model's. Options are vision_revision,
+        language_revision and fields of VLMConfig, see `models.convert.backbones.find_backbones`. Write the result with
+        `save_pretrained`, and train it.
         """
-        precision = choose_dtype(dtype, choose_device("cpu"))
-        found = find_backbones(vision, language, **options)
-        tokenizer = Tokenizer.from_backbone(found.language, found.cfg)
-        return cls(read_backbones(found, tokenizer.image_token_id, precision), Processor(found.cfg, tokenizer))
+        torch_dtype = choose_dtype(dtype, choose_device("cpu"))
+        backbones = find_backbones(vision, language, **options)
+        tokenizer = Tokenizer.from_backbone(backbones.language, backbones.cfg)
+        model = read_backbones(backbones, tokenizer.image_token_id, torch_dtype)
+        return cls(model, Processor(backbones.cfg, tokenizer))
+
+    def save_pretrained(self, folder: str | os.PathLike) -> None:
+        """Write config, weights and tokenizer, atomically, as `from_pretrained` and stock nanoVLM load them."""
+        save_checkpoint(folder, self.model, self.tokenizer.to_json())
 
     def check_prompt(self, prompt: str, max_new_tokens: int) -> None:
-        """Raise ValueError if no answer can follow this prompt, however small the picture."""
-        self.model.validate_length(len(self.processor.prompt([], prompt)), max_new_tokens)
+        """Raise InputError if the prompt and max_new_tokens exceed the model's context even without an image."""
+        self.inference.validate_length(len(self.processor.encode_prompt([], prompt)), max_new_tokens)
 
     def caption(
         self,
-        picture: Picture | Sequence[Picture] | None,
+        image: ImageInputs,
         prompt: str = PROMPT,
         *,
         max_new_tokens: int = 128,
         sampling: SamplingParams = GREEDY,
     ) -> str:
-        """The answer to a prompt about one picture, several, or none (None)."""
-        return "".join(self.stream(picture, prompt, max_new_tokens=max_new_tokens, sampling=sampling))
+        """The answer to a prompt about one image, several, or none (None)."""
+        return "".join(self.stream(image, prompt, max_new_tokens=max_new_tokens, sampling=sampling))
 
     def stream(
         self,
-        picture: Picture | Sequence[Picture] | None,
+        image: ImageInputs,
         prompt: str = PROMPT,
         *,
         max_new_tokens: int = 128,
         sampling: SamplingParams = GREEDY,
         stats: Stats | None = None,
     ) -> Iterator[str]:
-        """The same answer in pieces of whole characters, as they are found. stats, if given, is filled on the way."""
-        columns = self._columns(self._batch([(picture, prompt)]), max_new_tokens, sampling, 1, stats)
-        return self.tokenizer.stream(ids[0] for ids in columns if ids[0] != self.tokenizer.eos_token_id)
+        """The same answer in pieces of whole characters, as they are generated. stats, if given, is filled in."""
+        steps = self._generate(self._batch([(image, prompt)]), max_new_tokens, sampling, stats=stats)
+        return self.tokenizer.stream(ids[0] for ids in steps if ids[0] != self.tokenizer.eos_token_id)
 
     def samples(
         self,
-        picture: Picture | Sequence[Picture] | None,
+        image: ImageInputs,
         prompt: str = PROMPT,
         n: int = 1,
         *,
@@ -133,86 +150,107 @@ class Captioner:
         sampling: SamplingParams = GREEDY,
         stats: Stats | None = None,
     ) -> list[str]:
-        """n answers to one prompt, which is read once; alike unless sampling has a temperature."""
-        return self._texts(self._columns(self._batch([(picture, prompt)]), max_new_tokens, sampling, n, stats))
+        """n answers to one prompt, with one prefill; all equal unless sampling has a temperature."""
+        return self._texts(self._generate(self._batch([(image, prompt)]), max_new_tokens, sampling, n, stats))
 
     def ask(
         self,
-        picture: Picture | Sequence[Picture] | None,
+        image: ImageInputs,
         prompts: Sequence[str],
         *,
         max_new_tokens: int = 128,
         sampling: SamplingParams = GREEDY,
         stats: Stats | None = None,
     ) -> list[str]:
-        """An answer to each prompt about the same picture, which is looked at and read once for all of them."""
+        """One answer per prompt about the same image, which is encoded and prefilled once."""
         if isinstance(prompts, str):
-            raise ValueError(f"ask takes several prompts, a list, not {prompts!r}; for one there is caption")
+            raise InputError(f"ask takes a list of prompts, not {prompts!r}; for one prompt use caption")
         if not prompts:
             return []
 
-        def prepare():
-            return self.processor.questions([load_image(one) for one in _as_list(picture)], list(prompts))
+        def prepare() -> dict[str, Any]:
+            return self.processor.encode_questions([load_image(one) for one in _as_list(image)], list(prompts))
 
-        return self._texts(self._columns(prepare, max_new_tokens, sampling, 1, stats))
+        return self._texts(self._generate(prepare, max_new_tokens, sampling, stats=stats))
 
     def captions(
         self,
-        pictures: Sequence[Picture | Sequence[Picture] | None],
-        prompt: str | Sequence[str] = PROMPT,
+        images: Iterable[ImageInputs],
+        prompt: str | Iterable[str] = PROMPT,
         *,
         batch_size: int = 16,
         max_new_tokens: int = 128,
         sampling: SamplingParams = GREEDY,
     ) -> Iterator[str]:
-        """An answer for each of the pictures, batch_size at a time; one prompt for all, or one for each."""
-        prompts = [prompt] * len(pictures) if isinstance(prompt, str) else list(prompt)
-        asked = list(zip(pictures, prompts, strict=True))
-        for start in range(0, len(asked), batch_size):
-            batch = self._batch(asked[start : start + batch_size])
-            yield from self._texts(self._columns(batch, max_new_tokens, sampling))
+        """One answer per image, in order: with one prompt for all images, or one for each.
 
-    def prepare(self, picture: Picture | Sequence[Picture] | None, prompt: str = PROMPT) -> Inputs:
-        """What the model is to read; threads may prepare it while the model runs."""
-        return self.processor.row([load_image(one) for one in _as_list(picture)], prompt)
+        images and prompt may be generators: they are read batch_size at a time, when the answers are asked for.
+        """
+        if isinstance(images, (str, bytes, os.PathLike, Image.Image)):
+            raise InputError("captions takes several images, such as a list; for one image use caption")
+        if batch_size < 1:
+            raise InputError(f"batch_size={batch_size} must be 1 or more")
+        requests = _pair(images, prompt)
+        while batch := list(islice(requests, batch_size)):
+            yield from self._texts(self._generate(self._batch(batch), max_new_tokens, sampling))
 
-    def _batch(self, asked: Sequence[tuple[Picture | Sequence[Picture] | None, str]]) -> Callable[[], dict]:
-        return lambda: self.processor.batch([self.prepare(picture, prompt) for picture, prompt in asked])
+    def prepare(self, image: ImageInputs, prompt: str = PROMPT) -> EncodedPrompt:
+        """Token ids and tiles of one prompt; thread-safe, so threads may prepare while the model runs."""
+        return self.processor.encode([load_image(one) for one in _as_list(image)], prompt)
 
-    def _columns(
-        self, prepare: Callable[[], dict], max_new_tokens: int, sampling: SamplingParams, n_samples: int = 1, stats=None
+    def _batch(self, requests: Sequence[tuple[ImageInputs, str]]) -> Callable[[], dict[str, Any]]:
+        return lambda: self.processor.collate([self.prepare(image, prompt) for image, prompt in requests])
+
+    def _generate(
+        self,
+        prepare: Callable[[], dict[str, Any]],
+        max_new_tokens: int,
+        sampling: SamplingParams,
+        n_samples: int = 1,
+        stats: Stats | None = None,
     ) -> Iterator[list[int]]:
-        """Yield the ids that `VisionLanguageModel.stream` chooses for what prepare() returns, which is timed, too."""
+        """Yield the ids of each decoding step, one per answer; the time of prepare() counts in stats, too."""
         started = time.perf_counter()
-        inputs = {k: v.to(self.model.device) if isinstance(v, Tensor) else v for k, v in prepare().items()}
-        stats, mask = stats or Stats(), inputs["attention_mask"]
-        again = inputs.get("shared", 0) * (len(mask) - 1)  # columns that were read once, but stand in every row
-        stats.prompt_tokens, stats.answers = int(mask.sum()) - again, len(mask) * n_samples
-        stream = self.model.stream(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            eos_token_id=self.tokenizer.eos_token_id,
-            n_samples=n_samples,
-        )
-        column = [None] * stats.answers
-        for ids in stream:
-            stats.new_tokens += sum(id != self.tokenizer.eos_token_id for id in column)  # of rows that go on
-            column = ids.tolist()
+        device, eos = self.inference.device, self.tokenizer.eos_token_id
+        inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in prepare().items()}
+        mask = inputs["attention_mask"]
+        stats = stats or Stats()
+        stats.answers = len(mask) * n_samples
+        stats.prompt_tokens = int(mask.sum()) - inputs.get("shared", 0) * (len(mask) - 1)
+        options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "eos_token_id": eos, "n_samples": n_samples}
+        last_ids: list[int] = []
+        for ids in self.inference.stream(**inputs, **options):
+            stats.new_tokens += sum(id != eos for id in last_ids) if last_ids else stats.answers
+            last_ids = ids.tolist()
             stats.total_s = time.perf_counter() - started
             stats.first_token_s = stats.first_token_s or stats.total_s
-            yield column
+            yield last_ids
 
-    def _texts(self, columns: Iterator[list[int]]) -> list[str]:
-        """Each row's ids up to its end token, as text."""
-        texts = []
-        for ids in zip(*columns):
-            end = ids.index(self.tokenizer.eos_token_id) if self.tokenizer.eos_token_id in ids else len(ids)
+    def _texts(self, steps: Iterator[list[int]]) -> list[str]:
+        """The text of each answer, up to its end token."""
+        eos, texts = self.tokenizer.eos_token_id, []
+        for ids in zip(*steps):
+            end = ids.index(eos) if eos in ids else len(ids)
             texts.append(self.tokenizer.decode(ids[:end]))
         return texts
 
 
-def _as_list(pictures: Picture | Sequence[Picture] | None) -> list[Picture]:
-    if pictures is None:
+def _as_list(images: ImageInputs) -> list[ImageInput]:
+    if images is None:
         return []
-    return list(pictures) if isinstance(pictures, (list, tuple)) else [pictures]
+    return list(images) if isinstance(images, (list, tuple)) else [images]
+
+
+def _pair(images: Iterable[ImageInputs], prompt: str | Iterable[str]) -> Iterator[tuple[ImageInputs, str]]:
+    """Each image with its prompt; InputError if there are more of one than of the other."""
+    if isinstance(prompt, str):
+        yield from ((image, prompt) for image in images)
+        return
+    if isinstance(images, Sized) and isinstance(prompt, Sized) and len(images) != len(prompt):
+        raise InputError(f"{len(images)} images, but {len(prompt)} prompts: pass one prompt for all, or one for each")
+    missing: Any = object()
+    for i, (image, text) in enumerate(zip_longest(images, prompt, fillvalue=missing)):
+        if image is missing or text is missing:
+            lacking = "image" if image is missing else "prompt"
+            raise InputError(f"item {i + 1} has no {lacking}: pass one prompt for all images, or one for each")
+        yield image, text

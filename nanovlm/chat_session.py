@@ -1,86 +1,94 @@
-"""Conversation: questions about the same pictures, one after another, each read as what follows those before it."""
+"""ChatSession: several questions about the same images, with the KV cache reused between them."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from models.decoding import GREEDY, SamplingParams, generate_tokens, token_presence_mask
 from models.vision_language_model import PrefillState
-from nanovlm.captioner import Captioner, Picture
+from nanovlm.captioner import Captioner, ImageInput
+from nanovlm.errors import InputError
 from nanovlm.image_processing import load_image
 
 
 class ChatSession:
-    """A chat about pictures, or none; history holds the questions and answers so far.
+    """A chat about images, or about none; `history` holds the questions and answers so far.
 
-    A question is laid out with all that was said before, as for somebody who reads the chat anew, and what the cache
-    remembers of that is not read again: never the pictures, which come first, and most often nothing but the question.
-    Now and then an answer's tokens are not those that its text would be encoded as, and are read once more.
+    Each question is laid out with the whole chat before it, and the part that the KV cache holds already is not read
+    again: never the images, which come first, and most often nothing but the new question. Sometimes an answer's tokens
+    differ from those that its text encodes to; the chat is then read again from there.
     """
 
-    def __init__(self, captioner: Captioner, pictures: Sequence[Picture] = ()):
-        self.captioner, self.model = captioner, captioner.model
-        tiles = [captioner.processor.images(load_image(picture)) for picture in pictures]
+    def __init__(self, captioner: Captioner, images: Sequence[ImageInput] = ()):
+        self.captioner = captioner
+        tiles = [captioner.processor.preprocess(load_image(image)) for image in images]
         self.grids = [grid for _, grid in tiles]
-        self.images = torch.cat([images for images, _ in tiles]) if tiles else None
+        self.images = torch.cat([one for one, _ in tiles]) if tiles else None  # (n, 3, S, S)
         self.history: list[tuple[str, str]] = []
-        self.ids: list[int] = []  # of what the cache remembers; an interruption may leave one token more there
-        self.prefix: PrefillState | None = None
-        self.tokens_read = 0  # of the last question, with what had to be read beside it
+        self.tokens_read = 0  # prompt tokens of the last question that the cache did not hold
+        self._cached_ids: list[int] = []  # an interrupted answer may leave one token more in the cache
+        self._prefix: PrefillState | None = None
 
     def ask(self, question: str, *, max_new_tokens: int = 128, sampling: SamplingParams = GREEDY) -> Iterator[str]:
-        """The answer in pieces of whole characters. Who stops listening has heard all that history will tell."""
-        ids = self.captioner.processor.prompt(self.grids, question, self.history)
-        limit = self.model.cfg.lm_max_position_embeddings
+        """Yield the answer in pieces of whole characters.
+
+        If the caller stops reading, history holds the pieces read so far. Raises InputError if the chat with this
+        question exceeds the model's context.
+        """
+        ids = self.captioner.processor.encode_prompt(self.grids, question, self.history)
+        limit = self.captioner.inference.cfg.lm_max_position_embeddings
         if len(ids) > limit:
-            raise ValueError(
+            raise InputError(
                 f"{len(ids)} tokens with this question exceed lm_max_position_embeddings={limit}; shorten it, or reset "
                 "the chat"
             )
-        logits, answer = self._read(ids), ""
+        logits, answer = self._prefill(ids), ""
         try:
-            room = min(max_new_tokens, limit - len(ids) + 1)
-            for piece in self.captioner.tokenizer.stream(self._choose(ids, logits, room, sampling)):
+            max_new_tokens = min(max_new_tokens, limit - len(ids) + 1)
+            for piece in self.captioner.tokenizer.stream(self._generate(ids, logits, max_new_tokens, sampling)):
                 answer += piece
                 yield piece
         finally:
             self.history.append((question, answer))
 
     def reset(self) -> None:
-        """Forget what was said, not what was seen."""
+        """Forget all questions and answers; the images stay."""
         self.history.clear()
 
     @torch.inference_mode()
-    def _read(self, ids: list[int]) -> Tensor:
-        """The logits (1, vocabulary) after ids, of which the cache may know the beginning."""
-        known = 0
-        while known < min(len(self.ids), len(ids) - 1) and self.ids[known] == ids[known]:
-            known += 1
+    def _prefill(self, ids: list[int]) -> Tensor:
+        """The logits (1, vocabulary) after ids; only what the cache does not hold is read."""
+        model = self.captioner.inference
+        cached = 0
+        while cached < min(len(self._cached_ids), len(ids) - 1) and self._cached_ids[cached] == ids[cached]:
+            cached += 1
         images = None
-        if self.images is not None and self.model.image_token_id in ids[known:]:  # they are read whole or not at all
-            known, images = 0, self.images.to(self.model.device)
-        prefix = self.prefix.first(known) if known else None
-        new = torch.tensor([ids[known:]], device=self.model.device)
-        logits, self.prefix = self.model.prefill(new, images, prefix=prefix)
-        self.ids, self.tokens_read = list(ids), new.size(1)
+        if self.images is not None and model.image_token_id in ids[cached:]:  # images are read all together
+            cached, images = 0, self.images.to(model.device)
+        prefix = self._prefix.first(cached) if self._prefix is not None and cached else None
+        new_ids = torch.tensor([ids[cached:]], device=model.device)
+        logits, self._prefix = model.prefill(new_ids, images, prefix=prefix)
+        self._cached_ids, self.tokens_read = list(ids), new_ids.size(1)
         return logits
 
     @torch.inference_mode()
-    def _choose(self, ids: list[int], logits: Tensor, max_new_tokens: int, sampling: SamplingParams) -> Iterator[int]:
-        """The answer's ids, each remembered once the next is asked for."""
-        end, seen = self.captioner.tokenizer.eos_token_id, None
+    def _generate(self, ids: list[int], logits: Tensor, max_new_tokens: int, sampling: SamplingParams) -> Iterator[int]:
+        """Yield the answer's ids without its end token; each enters the cache when the next is asked for."""
+        model, eos = self.captioner.inference, self.captioner.tokenizer.eos_token_id
+        seen = None
         if sampling.repetition_penalty != 1:
-            read = torch.tensor([ids], device=logits.device)
-            seen = token_presence_mask(read, logits.size(-1), read != self.model.image_token_id)
+            prompt = torch.tensor([ids], device=logits.device)
+            seen = token_presence_mask(prompt, logits.size(-1), prompt != model.image_token_id)
 
         def step(chosen: Tensor) -> Tensor:
-            logits, self.prefix = self.model.decode(chosen, self.prefix)
-            self.ids.append(int(chosen))
+            logits, self._prefix = model.decode(chosen, self._prefix)
+            self._cached_ids.append(int(chosen))
             return logits
 
-        options = {"sampling": sampling, "max_new_tokens": max_new_tokens, "eos_token_id": end, "seen": seen}
-        for chosen in generate_tokens(logits, step, **options):
-            if int(chosen) == end:
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": eos, "seen": seen}
+        for chosen in generate_tokens(logits, step, sampling=sampling, **options):
+            if int(chosen) == eos:
                 return
             yield int(chosen)

@@ -1,4 +1,4 @@
-"""To the Hub: a model's folder and its card, uploaded when `push_to_hub` is called and never otherwise."""
+"""Uploading a model folder and its card to the Hugging Face Hub."""
 
 import os
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, load
 from models.config import VLMConfig
 from nanovlm.errors import CheckpointError
 
-FILES = (CONFIG, WEIGHTS, TOKENIZER)  # and, if it is there, what stock nanoVLM reads beside the tokenizer:
-MAYBE = (TOKENIZER_CONFIG,)  # nothing else of the folder, no pickle, no checkpoints, no notes
+REQUIRED_FILES = (CONFIG, WEIGHTS, TOKENIZER)
+OPTIONAL_FILES = (TOKENIZER_CONFIG,)  # stock nanoVLM reads it
 
 
 def push_to_hub(
@@ -23,28 +23,29 @@ def push_to_hub(
     revision: str | None = None,
     token: str | None = None,
 ) -> str:
-    """Upload the model in folder to owner/name, as one commit with its card; the commit's address.
+    """Upload the model in folder to the repository owner/name, as one commit with its card; returns the commit's URL.
 
-    The repository, and the branch that revision names, are made if they are not there. recipe says in Markdown how the
-    model was made, results what was measured. A CheckpointError says what the folder lacks, before anything is sent;
-    without a token, the one of `hf auth login` is used.
+    The repository, and the branch named by revision, are created if needed. recipe (Markdown) and results (metric to
+    value) go into the card. Without token, that of `hf auth login` is used. Only the model's own files are uploaded,
+    no other file of the folder. Raises CheckpointError, before anything is sent, if the folder lacks one of them.
     """
-    cfg = load_config(Path(folder))
-    for name in FILES:
-        if not (Path(folder) / name).is_file():
+    folder = Path(folder)
+    cfg = load_config(folder)
+    for name in REQUIRED_FILES:
+        if not (folder / name).is_file():
             raise CheckpointError(f"{folder} has no {name}; nothing was uploaded")
 
     from huggingface_hub import CommitOperationAdd, HfApi
 
     card = model_card(cfg, repo_id, recipe=recipe, results=results, license=license)
-    names = [*FILES, *(name for name in MAYBE if (Path(folder) / name).is_file())]
-    files = [CommitOperationAdd(name, str(Path(folder) / name)) for name in names]
-    files.append(CommitOperationAdd("README.md", card.encode("utf-8")))
+    names = [*REQUIRED_FILES, *(name for name in OPTIONAL_FILES if (folder / name).is_file())]
+    operations = [CommitOperationAdd(name, str(folder / name)) for name in names]
+    operations.append(CommitOperationAdd("README.md", card.encode("utf-8")))
     api = HfApi(token=token)
     api.create_repo(repo_id, private=private, exist_ok=True)
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    commit = api.create_commit(repo_id, files, commit_message="Upload a model of nanoVLM", revision=revision)
+    commit = api.create_commit(repo_id, operations, commit_message="Upload model", revision=revision)
     return commit.commit_url
 
 
@@ -56,7 +57,7 @@ def model_card(
     results: Mapping[str, object] | None = None,
     license: str | None = None,
 ) -> str:
-    """The README.md of a model on the Hub: metadata in YAML, usage, and what is known of recipe and results."""
+    """The model card (README.md): metadata in YAML, usage, recipe and results."""
     from huggingface_hub import ModelCardData
 
     backbones = [name for name in (cfg.vit_model_type, cfg.lm_model_type) if name.count("/") == 1]

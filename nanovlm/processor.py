@@ -1,53 +1,148 @@
-"""Pictures and words together: from what a person gives to what the model reads.
+"""Processor: from images and text to the token ids and tiles that the model reads.
 
-This is the one place where a checkpoint's era (`VLMConfig.format_version`) decides how they are laid out:
+This is the one place where a checkpoint's format version (`VLMConfig.format_version`) decides the prompt's layout:
 
-era 1   the places of the images, for which there is no token; then "Question: ... Answer:"
-era 2   the same places as <|image|> tokens; then the same
-era 3   a chat, whose first user turn begins with all those places. Up to here a picture is one image, squeezed
-era 4   a picture is cut into tiles, whose names stand before their places; several pictures are numbered, <image: 0>
-era 5   the whole picture, squeezed into one more tile and named <|global_image|>, comes before its tiles
+1   image embeddings come first and have no tokens of their own; then "Question: ... Answer:"
+2   the same, with <|image|> tokens in the image positions
+3   a chat, whose first user turn begins with the <|image|> tokens. Up to here an image is resized to one tile
+4   an image is split into tiles; each tile's name precedes its <|image|> tokens; several images are numbered <image: 0>
+5   the whole image, resized to one more tile and named <|global_image|>, precedes its tiles
 """
 
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from models.config import VLMConfig
+from nanovlm.errors import InputError
 from nanovlm.image_processing import preprocess, resized_size
 from nanovlm.tokenizer import Tokenizer
 
-Inputs = tuple[list[int], list[Tensor]]  # one prompt's ids, and each of its pictures' images (n, 3, S, S)
+EncodedPrompt = tuple[list[int], list[Tensor]]  # token ids, and the tiles (n, 3, S, S) of each image
+Grid = tuple[int, int]  # rows and columns of an image's tiles
 
 
 class Processor:
-    """Lays pictures and a prompt out as the checkpoint was trained to read them.
+    """Prepares images and prompts in the layout that the checkpoint was trained with.
 
-    max_tiles and upscale are a budget of what a picture may cost: at most so many tiles, beside the global view, and
-    not enlarged to the checkpoint's largest side first. The model sees less; where it cuts no tiles, nothing changes.
+    max_tiles and upscale limit the cost of an image: at most max_tiles tiles, beside the global view, and with
+    upscale=False no enlargement to the checkpoint's largest side first. The model then sees less detail.
     """
 
     def __init__(self, cfg: VLMConfig, tokenizer: Tokenizer, max_tiles: int | None = None, upscale: bool = True):
         if max_tiles is not None and max_tiles < 1:
-            raise ValueError(f"max_tiles={max_tiles} is less than 1, as which a picture is squeezed into one tile")
+            raise InputError(f"max_tiles={max_tiles} is less than 1; with 1 an image is resized to one tile")
         self.cfg, self.tokenizer, self.max_tiles, self.upscale = cfg, tokenizer, max_tiles, upscale
 
-    def images(self, picture: Image.Image) -> tuple[Tensor, tuple[int, int]]:
-        """Tiles of an RGB picture, (n, 3, S, S) in [0, 1], any global view first; and the grid (rows, columns)."""
+    @property
+    def max_tiles_per_image(self) -> int:
+        """The largest number of tiles of one image, global view included."""
+        tiles = ((self.cfg.max_img_size or self.cfg.vit_img_size) // self.cfg.vit_img_size) ** 2
+        tiles = min(tiles, self.max_tiles or tiles)
+        return tiles + 1 if self.cfg.format_version == 5 and tiles > 1 else tiles
+
+    def preprocess(self, image: Image.Image) -> tuple[Tensor, Grid]:
+        """Tiles of an RGB image, (n, 3, S, S) float32 in [0, 1], any global view first; and their grid."""
         to_max_side = bool(self.cfg.resize_to_max_side_len) and self.upscale
         return preprocess(
-            picture,
+            image,
             tile=self.cfg.vit_img_size,
-            max_side=self._max_side(picture.size, to_max_side),
+            max_side=self._max_side(image.size, to_max_side),
             to_max_side=to_max_side,
             global_view=self.cfg.format_version == 5,
         )
 
+    def encode(self, images: Sequence[Image.Image], question: str) -> EncodedPrompt:
+        """Token ids and tiles of one question about images, any number of them."""
+        tiles = [self.preprocess(image) for image in images]
+        return self.encode_prompt([grid for _, grid in tiles], question), [one for one, _ in tiles]
+
+    def encode_prompt(self, grids: Sequence[Grid], question: str, history: Sequence[tuple[str, str]] = ()) -> list[int]:
+        """Token ids of a question, images before all text, up to where the answer begins.
+
+        history holds the questions and answers before it, oldest first.
+        """
+        if not isinstance(question, str):
+            raise InputError(f"a prompt is one string, not {type(question).__name__}; pass earlier turns as history")
+        if self.cfg.format_version < 3:
+            return self._encode_completion(len(grids), question, history)
+        turns = [text for pair in history for text in pair] + [question]
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+        messages[0]["images"] = self.image_markup(grids)
+        return self.tokenizer.encode_chat(messages)
+
+    def image_markup(self, grids: Sequence[Grid]) -> str:
+        """The text that stands for images in a chat: the names of their tiles, each followed by its image tokens."""
+        tokens, format_version = self.cfg.vlm_extra_tokens, self.cfg.format_version
+        image_tokens = tokens["image_token"] * self.cfg.mp_image_token_length
+        if format_version == 3:
+            return image_tokens * len(grids)
+        text = ""
+        for i, (rows, columns) in enumerate(grids):
+            if len(grids) > 1:
+                text += f"<image: {i}>"
+            if format_version == 5:
+                text += tokens["global_image_token"] + image_tokens
+            if format_version == 4 or rows * columns > 1:
+                if f"r{rows}c{columns}" not in tokens:
+                    raise InputError(
+                        f"an image of {rows} x {columns} tiles, but vlm_extra_tokens has no r{rows}c{columns}; "
+                        "lower max_img_size in config.json"
+                    )
+                names = [tokens[f"r{row}c{column}"] for row in range(1, rows + 1) for column in range(1, columns + 1)]
+                text += "".join(name + image_tokens for name in names)
+        return text
+
+    def __call__(self, images: Sequence[Sequence[Image.Image]], questions: Sequence[str]) -> dict[str, Any]:
+        """A batch for `generate`: row i asks questions[i] about images[i], any number of them. See `collate`."""
+        if len(images) != len(questions):
+            raise InputError(f"{len(images)} rows of images, but {len(questions)} prompts; pass one prompt a row")
+        return self.collate([self.encode(row, question) for row, question in zip(images, questions)])
+
+    def collate(self, rows: Sequence[EncodedPrompt]) -> dict[str, Any]:
+        """Pad encoded prompts on the left to a batch.
+
+        input_ids and attention_mask (B, T) int64; images (N, 3, S, S), the tiles of all rows, or None.
+        """
+        length = max(len(ids) for ids, _ in rows)
+        pad_id = self.tokenizer.eos_token_id  # any id would do: the mask hides it
+        tiles = [one for _, images in rows for one in images]
+        return {
+            "input_ids": torch.tensor([[pad_id] * (length - len(ids)) + ids for ids, _ in rows]),
+            "attention_mask": torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids, _ in rows]),
+            "images": torch.cat(tiles) if tiles else None,
+        }
+
+    def encode_questions(self, images: Sequence[Image.Image], questions: Sequence[str]) -> dict[str, Any]:
+        """A batch for `generate` with one row per question about the same images, which are encoded once.
+
+        The first `shared` ids are the same in every row and hold all image tokens; padding follows them.
+        """
+        tiles = [self.preprocess(image) for image in images]
+        rows = [self.encode_prompt([grid for _, grid in tiles], question) for question in questions]
+        columns = zip(*(ids[:-1] for ids in rows))  # every row keeps one id of its own to prefill
+        shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+        batch = self.collate([(ids[shared:], []) for ids in rows])
+        for name, prefix in (("input_ids", rows[0][:shared]), ("attention_mask", [1] * shared)):
+            shared_columns = torch.tensor(prefix, dtype=torch.long).expand(len(rows), -1)
+            batch[name] = torch.cat([shared_columns, batch[name]], dim=1)
+        images_tensor = torch.cat([one for one, _ in tiles]) if tiles else None
+        return batch | {"images": images_tensor, "shared": shared}
+
+    def _encode_completion(self, n_images: int, question: str, history: Sequence[tuple[str, str]]) -> list[int]:
+        """The layout of format versions 1 and 2, which have no chat template."""
+        ids = [self.tokenizer.image_token_id] * (self.cfg.mp_image_token_length * n_images)
+        for earlier, answer in history:
+            ids += self.tokenizer.encode(f"Question: {earlier} Answer:") + self.tokenizer.encode(answer)
+            ids.append(self.tokenizer.eos_token_id)
+        return ids + self.tokenizer.encode(f"Question: {question} Answer:")
+
     def _max_side(self, size: tuple[int, int], to_max_side: bool) -> int | None:
-        """How long a picture of that size may become within the budget; None squeezes it into one tile."""
+        """The longest side, in pixels, that keeps an image within max_tiles; None means one tile."""
         tile, max_side = self.cfg.vit_img_size, self.cfg.max_img_size or 0
         while max_side > tile:  # at one tile the resize rule would round some squares up to two
             width, height = resized_size(*size, tile, max_side, to_max_side)
@@ -55,89 +150,3 @@ class Processor:
                 return max_side
             max_side -= tile
         return None
-
-    @property
-    def most_images(self) -> int:
-        """How many images one picture becomes at most."""
-        tiles = ((self.cfg.max_img_size or self.cfg.vit_img_size) // self.cfg.vit_img_size) ** 2
-        tiles = min(tiles, self.max_tiles or tiles)
-        return tiles + (self.cfg.format_version == 5 and tiles > 1)
-
-    def markup(self, grids: Sequence[tuple[int, int]]) -> str:
-        """The text that stands for pictures in a chat: their tiles' names, each followed by its image tokens."""
-        token, format_version = self.cfg.vlm_extra_tokens, self.cfg.format_version
-        places = token["image_token"] * self.cfg.mp_image_token_length
-        if format_version == 3:
-            return places * len(grids)
-        texts = []
-        for k, (rows, columns) in enumerate(grids):
-            text = f"<image: {k}>" if len(grids) > 1 else ""
-            if format_version == 5:
-                text += token["global_image_token"] + places
-            if format_version == 4 or rows * columns > 1:
-                if f"r{rows}c{columns}" not in token:
-                    raise ValueError(
-                        f"a picture of {rows} x {columns} tiles, but vlm_extra_tokens names no r{rows}c{columns}"
-                    )
-                for row in range(1, rows + 1):
-                    text += "".join(token[f"r{row}c{column}"] + places for column in range(1, columns + 1))
-            texts.append(text)
-        return "".join(texts)
-
-    def prompt(self, grids: Sequence[tuple[int, int]], text: str, history: Sequence[tuple[str, str]] = ()) -> list[int]:
-        """Ids of one question, pictures before all text, up to where the answer begins.
-
-        history holds the questions and answers before it, oldest first.
-        """
-        if not isinstance(text, str):
-            raise ValueError(f"a prompt is one question, a string, not a {type(text).__name__}; pass others as history")
-        if self.cfg.format_version < 3:
-            ids = [self.tokenizer.image_token_id] * (self.cfg.mp_image_token_length * len(grids))
-            for asked, answer in history:
-                ids += self.tokenizer.encode(f"Question: {asked} Answer:") + self.tokenizer.encode(answer)
-                ids.append(self.tokenizer.eos_token_id)
-            return ids + self.tokenizer.encode(f"Question: {text} Answer:")
-        turns = [words for pair in history for words in pair] + [text]
-        chat = [{"role": ("user", "assistant")[i % 2], "content": words} for i, words in enumerate(turns)]
-        chat[0]["images"] = self.markup(grids)
-        return self.tokenizer.encode_chat(chat)
-
-    def __call__(self, pictures: Sequence[Sequence[Image.Image]], prompts: Sequence[str]) -> dict[str, Tensor | None]:
-        """A batch for `generate`: row b shows pictures[b], any number of them, and asks prompts[b].
-
-        input_ids and attention_mask (B, T), padded on the left; images (N, 3, S, S) of all rows, None if none.
-        """
-        if len(pictures) != len(prompts):
-            raise ValueError(f"{len(pictures)} rows of pictures, but {len(prompts)} prompts")
-        return self.batch([self.row(shown, text) for shown, text in zip(pictures, prompts)])
-
-    def row(self, pictures: Sequence[Image.Image], text: str) -> Inputs:
-        """What one row of a batch reads."""
-        tiles = [self.images(picture) for picture in pictures]
-        return self.prompt([grid for _, grid in tiles], text), [images for images, _ in tiles]
-
-    def batch(self, rows: Sequence[Inputs]) -> dict[str, Tensor | None]:
-        """Rows that `row` made, as one batch."""
-        longest = max(len(ids) for ids, _ in rows)
-        pad = self.tokenizer.eos_token_id  # any id would do: the mask hides it
-        images = [tiles for _, pictures in rows for tiles in pictures]
-        return {
-            "input_ids": torch.tensor([[pad] * (longest - len(ids)) + ids for ids, _ in rows]),
-            "attention_mask": torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids, _ in rows]),
-            "images": torch.cat(images) if images else None,
-        }
-
-    def questions(self, pictures: Sequence[Image.Image], texts: Sequence[str]) -> dict[str, Tensor | int | None]:
-        """A batch for `generate` about the same pictures, which it looks at once: a row for each of the texts.
-
-        The first `shared` ids of all rows are alike and hold every image; padding stands behind them.
-        """
-        tiles = [self.images(picture) for picture in pictures]
-        rows = [self.prompt([grid for _, grid in tiles], text) for text in texts]
-        columns = zip(*(ids[:-1] for ids in rows))  # something must be left to read of each
-        shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
-        head, batch = rows[0][:shared], self.batch([(ids[shared:], []) for ids in rows])
-        for name, same in (("input_ids", head), ("attention_mask", [1] * shared)):
-            same = torch.tensor(same, dtype=torch.long).expand(len(rows), -1)
-            batch[name] = torch.cat([same, batch[name]], dim=1)
-        return batch | {"images": torch.cat([images for images, _ in tiles]) if tiles else None, "shared": shared}

@@ -1,4 +1,7 @@
-"""Text to ids and back: a tokenizer.json, a chat template, and a rule: what a user writes is text."""
+"""Tokenizer: text to ids and back, and chats by the checkpoint's template.
+
+Text that a user writes never becomes special tokens, even if it spells one.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -11,19 +14,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from models.checkpoint import TOKENIZER, snapshot_path
 from models.config import VLMConfig
-from nanovlm.errors import CheckpointError
+from nanovlm.errors import CheckpointError, InputError
 
-NO_TOKEN = -1  # the places of images in the first era, whose vocabulary has no token for them
+NO_TOKEN = -1  # the image token id of format version 1, whose vocabulary has no image token
 
 
 class Tokenizer:
-    """The `tokenizers` library's tokenizer with this project's rules about special tokens and chats."""
+    """A tokenizer of the `tokenizers` library with nanoVLM's extra tokens and chat template."""
 
     def __init__(self, backend: tokenizers.Tokenizer, cfg: VLMConfig):
         self.backend, self.cfg = backend, cfg
         backend.no_padding()
         backend.no_truncation()
-        backend.encode_special_tokens = True  # plain text by default; `encode` finds the template's own by itself
+        backend.encode_special_tokens = (
+            True  # encode "<|im_end|>" as plain text; encode_chat adds the template's tokens
+        )
         highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         if highest >= cfg.lm_vocab_size:
             raise CheckpointError(f"the tokenizer has an id {highest}, but lm_vocab_size={cfg.lm_vocab_size}")
@@ -34,25 +39,27 @@ class Tokenizer:
         self.image_token_id = backend.token_to_id(extra["image_token"]) if extra else NO_TOKEN
         self.eos_token_id = self.special_id(cfg.end_token)
         special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-        # A file may hold them as ordinary tokens, but then a user who writes one would say it.
+        # Some tokenizer.json files list them as ordinary tokens, which a user's text could then produce.
         backend.add_special_tokens([token for token in (*extra.values(), cfg.end_token) if token not in special])
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
-        """The tokenizer.json in a model's folder or, without one, `from_backbone` of cfg.lm_tokenizer."""
+        """Load the tokenizer.json of a model folder or, without one, `from_backbone(cfg.lm_tokenizer)`."""
         path = Path(folder) / TOKENIZER
         if path.exists():
             return cls._read(path, cfg)
         try:
             return cls.from_backbone(cfg.lm_tokenizer, cfg)
         except CheckpointError as error:
-            raise CheckpointError(f"{folder} has no {TOKENIZER}, and its lm_tokenizer is no help: {error}") from None
+            raise CheckpointError(
+                f"{folder} has no {TOKENIZER}, and lm_tokenizer cannot be loaded instead: {error}"
+            ) from None
 
     @classmethod
     def from_backbone(cls, name_or_folder: str | Path, cfg: VLMConfig, revision: str | None = None) -> "Tokenizer":
-        """The tokenizer.json of a language model, a Hub id or a folder, with the extra tokens.
+        """Load a language model's tokenizer.json, from a Hub id or a folder, and add cfg.vlm_extra_tokens.
 
-        Those that it does not know get the ids after its last, in the config's order.
+        Tokens it does not have yet get the ids after its last, in the config's order.
         """
         folder = snapshot_path(name_or_folder, revision, [TOKENIZER])
         return cls._read(folder / TOKENIZER, cfg, (cfg.vlm_extra_tokens or {}).values())
@@ -66,24 +73,25 @@ class Tokenizer:
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
         except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path} is no {TOKENIZER}: {error}") from None
+            raise CheckpointError(f"{path} is not a valid {TOKENIZER}: {error}") from None
         backend.add_special_tokens(list(extra))
         try:
             return cls(backend, cfg)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
 
-    def __reduce__(self):  # how a process that prepares batches gets its own
+    def __reduce__(self):  # pickled for data loading processes
         return Tokenizer, (self.backend, self.cfg)
 
     def __len__(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def to_json(self) -> str:
-        """The text of tokenizer.json."""
+        """The content of tokenizer.json."""
         return self.backend.to_str(pretty=False)
 
     def special_id(self, token: str) -> int:
+        """The id of a special token; CheckpointError if there is none."""
         id = self.backend.token_to_id(token)
         if id is None:
             raise CheckpointError(f"the tokenizer has no token {token!r}, which the model needs")
@@ -101,56 +109,60 @@ class Tokenizer:
         try:
             return environment.from_string(self.cfg.lm_chat_template)
         except TemplateError as error:
-            raise CheckpointError(f"lm_chat_template is no jinja2 template: {error}") from None
+            raise CheckpointError(f"lm_chat_template is not a valid jinja2 template: {error}") from None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text: '<|im_end|>' in it is ten characters that a user wrote, not the end of a turn."""
+        """Ids of plain text: '<|im_end|>' in it is ten characters, not the end of a turn."""
         try:
             return self.backend.encode(text, add_special_tokens=False).ids if text else []
-        except TypeError:  # a lone surrogate, as which Python reads bytes that are no UTF-8
-            raise ValueError(f"{text!r} is no Unicode text") from None
+        except TypeError:  # a lone surrogate, which Python decodes from bytes that are not UTF-8
+            raise InputError(f"{text!r} is not valid Unicode text") from None
 
     def encode_chat(self, messages: Iterable[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a rendered chat, messages {'role', 'content'} and maybe 'images', markup to put before the content.
+        """Ids of a rendered chat of messages {'role', 'content'} and, where given, 'images': markup before the content.
 
         Special tokens count as such in the template and in 'images'; in the content they are plain text. A model
-        without a template, as those before June 2025, was trained on single questions: a chat is a ValueError.
+        without a template, as those before June 2025, was trained on single questions: a chat raises InputError.
         """
-        # What the user wrote is rendered with its look-alikes replaced by characters that stand nowhere else; then
-        # the text is cut at the special tokens left, which are the template's, and the look-alikes return.
         messages = list(messages)
         if self.cfg.lm_chat_template is None:
-            raise ValueError(
+            raise InputError(
                 f"a chat of {len(messages)} messages, but config.json has no lm_chat_template: this model was trained "
                 "on single questions; ask it one at a time"
             )
-        written = "".join(message["content"] for message in messages)
-        looks = sorted(set(self._special.findall(written)))
-        spare = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in written)
-        hidden = dict(zip(looks, spare))
+        # Special tokens spelled in the content are rendered as private-use characters; the special tokens found in
+        # the rendered text are then the template's own, and the spelled ones are restored as plain text.
+        content = "".join(message["content"] for message in messages)
+        spelled = sorted(set(self._special.findall(content)))
+        unused = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in content)
+        placeholders = dict(zip(spelled, unused))
 
-        def hide(text: str) -> str:
-            return self._special.sub(lambda match: hidden[match[0]], text)
+        def escape(text: str) -> str:
+            return self._special.sub(lambda match: placeholders[match[0]], text)
 
-        def show(text: str) -> str:
-            for look, character in hidden.items():
-                text = text.replace(character, look)
+        def unescape(text: str) -> str:
+            for token, placeholder in placeholders.items():
+                text = text.replace(placeholder, token)
             return text
 
-        safe = [{"role": m["role"], "content": m.get("images", "") + hide(m["content"])} for m in messages]
+        escaped = [{"role": m["role"], "content": m.get("images", "") + escape(m["content"])} for m in messages]
+        rendered = self._render(escaped, add_generation_prompt)
+        ids, start = [], 0
+        for match in self._special.finditer(rendered):
+            ids += self.encode(unescape(rendered[start : match.start()])) + [self.special_id(match[0])]
+            start = match.end()
+        return ids + self.encode(unescape(rendered[start:]))
+
+    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         template = self._template
         try:
-            rendered = template.render(messages=safe, add_generation_prompt=add_generation_prompt)
+            rendered = template.render(messages=messages, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template is a program: it may divide by zero, recurse ...
             reason = " ".join(str(error).split())
             raise CheckpointError(f"lm_chat_template cannot render this chat: {reason}") from None
         if not rendered:
-            raise CheckpointError("lm_chat_template renders this chat as no text at all")
-        ids, start = [], 0
-        for match in self._special.finditer(rendered):
-            ids += self.encode(show(rendered[start : match.start()])) + [self.special_id(match[0])]
-            start = match.end()
-        return ids + self.encode(show(rendered[start:]))
+            raise CheckpointError("lm_chat_template renders this chat as an empty text")
+        return rendered
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text without special tokens."""
@@ -158,38 +170,40 @@ class Tokenizer:
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Text as its ids arrive, whole characters only; the pieces join to `decode` of all ids."""
-        spelling = StreamingDecoder(self)
+        decoder = StreamingDecoder(self)
         for id in ids:
-            if text := spelling.add(id):
+            if text := decoder.add(id):
                 yield text
-        if text := spelling.rest():
+        if text := decoder.rest():
             yield text
 
 
 class StreamingDecoder:
-    """A text whose ids arrive one by one; each is decoded behind those of the last piece, never behind all.
+    """Incremental detokenizer: ids in one by one, whole characters out, in time linear in the text's length.
 
-    So a decoder that looks at what stands before a token (Llama's drops the space before a text's first word) does, and
-    one that joins bytes to characters begins with a whole one.
+    New ids are decoded together with those of the last piece: some decoders look at the token before (Llama's drops the
+    space before a text's first word), and byte-level ones need a character's first bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, self.ids = tokenizer, []
-        self.told, self.n_told = 0, 0  # of these ids, and characters of their text
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []  # of the last piece, then the pending ones
+        self.n_emitted_ids, self.n_emitted_chars = 0, 0  # of self.ids, and of their text
 
     def add(self, id: int) -> str:
-        """The characters that are whole now, and were not before."""
+        """Append an id; returns the characters that are complete now, and were not before."""
         self.ids.append(id)
         text = self.tokenizer.decode(self.ids)
-        if len(text) <= self.n_told or text.endswith("\N{REPLACEMENT CHARACTER}"):
+        if len(text) <= self.n_emitted_chars or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
-        new, self.ids = text[self.n_told :], self.ids[self.told :]
-        self.told, self.n_told = len(self.ids), len(self.tokenizer.decode(self.ids))
+        new = text[self.n_emitted_chars :]
+        self.ids = self.ids[self.n_emitted_ids :]
+        self.n_emitted_ids, self.n_emitted_chars = len(self.ids), len(self.tokenizer.decode(self.ids))
         return new
 
     def rest(self) -> str:
-        """What is left when no more ids come."""
-        return self.tokenizer.decode(self.ids)[self.n_told :]
+        """The remaining text after the last id."""
+        return self.tokenizer.decode(self.ids)[self.n_emitted_chars :]
 
 
 def _raise_exception(message: str):

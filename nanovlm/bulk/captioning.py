@@ -20,7 +20,7 @@ from nanovlm.bulk.prefetch import Prefetch
 from nanovlm.captioner import Captioner
 from nanovlm.errors import ImageError
 from nanovlm.image_processing import printable
-from nanovlm.processor import Inputs
+from nanovlm.processor import EncodedPrompt
 from nanovlm.progress import Progress
 
 BATCH_SIZE, BATCH_OF_SINGLES = 16, 128  # pictures; where each of them is one image only
@@ -39,7 +39,7 @@ class BulkCaptioner:
     def __init__(self, captioner: Captioner, prompt: str, options: dict[str, Any]):
         self.captioner, self.prompt, self.options = captioner, prompt, options
         self.done, self.seconds = 0, 0.0  # captions, and what they took
-        self.images = captioner.processor.most_images
+        self.images = captioner.processor.max_tiles_per_image
         self.batch_size = BATCH_SIZE if self.images > 1 else BATCH_OF_SINGLES
         weights = captioner.model.parameters()
         small = captioner.model.device.type == "cpu" and sum(w.nbytes for w in weights) < SMALL
@@ -146,7 +146,7 @@ class BulkCaptioner:
                 ended.append((token.key, self.captioner.tokenizer.decode(said[token.key])))
         return ended
 
-    def prepare(self, picture: str) -> Inputs | Exception:
+    def prepare(self, picture: str) -> EncodedPrompt | Exception:
         try:
             if os.path.exists(picture) and not os.path.isfile(picture):
                 raise ImageError("not a file")  # to open a pipe may take forever

@@ -55,11 +55,11 @@ def encode(example: Example, processor: Processor, view: View | None = None) -> 
     """
     tokenizer = processor.tokenizer
     pictures = [_opened(picture, example.name) for picture in example.pictures]
-    tiles = [processor.images(view(picture) if view else picture) for picture in pictures]
+    tiles = [processor.preprocess(view(picture) if view else picture) for picture in pictures]
     grids = [grid for _, grid in tiles]
     ids, targets, mask, history = [], [], [], []
     for question, (prompt, answer) in enumerate(example.answers):
-        read = processor.prompt(grids, prompt, history)
+        read = processor.encode_prompt(grids, prompt, history)
         said = tokenizer.encode(answer) + [tokenizer.eos_token_id]
         trunk = len(read) - read[::-1].index(tokenizer.image_token_id) if grids and not history else 0
         if not ids:

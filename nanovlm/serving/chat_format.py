@@ -58,7 +58,7 @@ def prepare(
     cfg, images, grids, places = processor.cfg, [], [], 0
     for number, url in enumerate(asked.urls, 1):
         try:
-            tiles, grid = processor.images(load_image(fetch(url), max_pixels=max_pixels))
+            tiles, grid = processor.preprocess(load_image(fetch(url), max_pixels=max_pixels))
         except ValueError as error:
             message = str(error).removeprefix("picture: ")
             raise Problem(400, f"picture {number}: {message}", code="invalid_image", param="messages") from None
@@ -74,7 +74,7 @@ def prepare(
         images.append(tiles)
         grids.append(grid)
     try:
-        ids = processor.prompt(grids, asked.question, asked.history)
+        ids = processor.encode_prompt(grids, asked.question, asked.history)
     except ValueError as error:  # no chat template; no Unicode
         raise Problem(400, str(error), param="messages") from None
     return torch.tensor(ids), torch.cat(images) if images else None

@@ -45,7 +45,7 @@ class ChatService:
         self.threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "nanovlm-pictures")  # each may hold a picture
         self.seats = limits.rows + limits.queue
         self.taken = 0  # of the seats, one for each answer
-        a_picture = captioner.processor.most_images * 3 * captioner.model.cfg.vit_img_size**2 * 4
+        a_picture = captioner.processor.max_tiles_per_image * 3 * captioner.model.cfg.vit_img_size**2 * 4
         self.shelf = max(1, PIXELS // a_picture)  # how many pictures may wait as pixels
         self.places, self.turn = asyncio.Semaphore(self.shelf), asyncio.Lock()
         self.draining = False

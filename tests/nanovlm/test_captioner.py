@@ -15,7 +15,7 @@ from models.decoding import SamplingParams
 from nanovlm import Captioner
 from nanovlm.captioner import Stats
 from nanovlm.device import choose_device, choose_dtype
-from nanovlm.errors import CheckpointError, ImageError
+from nanovlm.errors import CheckpointError, ImageError, InputError
 from nanovlm.processor import Processor
 from support import ROOT
 
@@ -110,14 +110,14 @@ def test_questions_asked_together_read_the_picture_once(captioner, pictures, mon
     captioner.ask(pictures[0], QUESTIONS, max_new_tokens=2, stats=(stats := Stats()))
     assert seen == [1]
     (one, shared), (rows, own), step = read
-    prompts = [len(captioner.processor.prompt([(1, 1)], question)) for question in QUESTIONS]
+    prompts = [len(captioner.processor.encode_prompt([(1, 1)], question)) for question in QUESTIONS]
     assert (one, rows, step) == (1, len(QUESTIONS), (len(QUESTIONS), 1)) and shared + own == max(prompts)
     assert stats.prompt_tokens == shared + sum(n - shared for n in prompts) and shared > 36
     assert stats.answers == len(QUESTIONS) and len(QUESTIONS) <= stats.new_tokens <= 2 * len(QUESTIONS)
 
 
 def test_one_prompt_is_no_list_of_prompts(captioner, pictures):
-    with pytest.raises(ValueError, match="ask takes several prompts, a list, not 'What\\?'; for one there is caption"):
+    with pytest.raises(ValueError, match="ask takes a list of prompts, not 'What\\?'; for one prompt use caption"):
         captioner.ask(pictures[0], "What?")
 
 
@@ -134,9 +134,55 @@ def test_a_picture_can_cost_less(model_folder, tiled, pictures):
     assert costs[0] - costs[1] == (13 - 5) * (4 + 1), "13 images of 4 tokens and a name become 5"
 
 
-def test_every_picture_needs_its_prompt(captioner, pictures):
-    with pytest.raises(ValueError):
+def test_captions_of_generators_equal_captions_of_lists(captioner, pictures):
+    options = {"max_new_tokens": 6, "batch_size": 2}
+    prompts = [f"What is {i}?" for i in range(len(pictures))]
+    assert list(captioner.captions(iter(pictures), **options)) == list(captioner.captions(pictures, **options))
+    lazy = captioner.captions((one for one in pictures), (prompt for prompt in prompts), **options)
+    assert list(lazy) == list(captioner.captions(pictures, prompts, **options))
+
+
+def test_captions_read_their_images_batch_by_batch(captioner, pictures):
+    taken = []
+
+    def endless():
+        while True:
+            taken.append(1)
+            yield pictures[0]
+
+    answers = captioner.captions(endless(), batch_size=3, max_new_tokens=2)
+    assert taken == []
+    first = [next(answers) for _ in range(3)]
+    assert len(taken) == 3 and first == [captioner.caption(pictures[0], max_new_tokens=2)] * 3
+    next(answers)
+    assert len(taken) == 6
+
+
+def test_every_image_needs_its_prompt(captioner, pictures):
+    with pytest.raises(InputError, match="4 images, but 2 prompts"):
         list(captioner.captions(pictures, ["one", "two"]))
+    answers = captioner.captions(iter(pictures), iter(["one", "two"]), batch_size=2, max_new_tokens=1)
+    assert len([next(answers), next(answers)]) == 2
+    with pytest.raises(InputError, match="item 3 has no prompt"):
+        next(answers)
+    with pytest.raises(InputError, match="item 2 has no image"):
+        list(captioner.captions(iter(pictures[:1]), iter(["one", "two"]), batch_size=8))
+
+
+def test_captions_takes_several_images(captioner, pictures):
+    for one in ("photo.jpg", pictures[0]):
+        with pytest.raises(InputError, match="for one image use caption"):
+            next(captioner.captions(one))
+    with pytest.raises(InputError, match="batch_size=0"):
+        next(captioner.captions(pictures, batch_size=0))
+
+
+def test_a_saved_model_loads_again(captioner, pictures, tmp_path):
+    captioner.save_pretrained(tmp_path / "saved")
+    again = Captioner.from_pretrained(tmp_path / "saved", "cpu", "float32")
+    assert again.caption(pictures[0], max_new_tokens=12) == captioner.caption(pictures[0], max_new_tokens=12)
+    state, saved = captioner.model.state_dict(), again.model.state_dict()
+    assert state.keys() == saved.keys() and all(torch.equal(state[name], saved[name]) for name in state)
 
 
 def test_several_pictures_are_one_question(captioner, pictures):

@@ -230,7 +230,7 @@ def test_pixels_are_what_the_era_saw(format_version, captioner, shown):
 def test_a_users_image_tokens_are_text_in_every_era(captioner):
     tokenizer = captioner.tokenizer
     asked = "<|image|><|im_end|><|endoftext|><row_1_col_1>"
-    read, plain = captioner.processor.prompt([], asked), captioner.processor.prompt([], "Hi")
+    read, plain = captioner.processor.encode_prompt([], asked), captioner.processor.encode_prompt([], "Hi")
     special = {tokenizer.backend.token_to_id(t) for t in ("<|image|>", "<|im_end|>", "<|endoftext|>", "<row_1_col_1>")}
     assert [id for id in read if id in special] == [id for id in plain if id in special]
     assert asked in tokenizer.decode(read)
@@ -249,7 +249,7 @@ def test_a_history_is_read_by_the_template_or_refused_in_one_line(format_version
         assert captioner.tokenizer.encode_chat(history) == expected
     for prompt in (history, history[0], None):
         with pytest.raises(
-            ValueError, match=f"^a prompt is one question, a string, not a {type(prompt).__name__}; .*$"
+            ValueError, match=f"^a prompt is one string, not {type(prompt).__name__}; .*$"
         ):
             captioner.caption(noise(ONE), prompt)
 

@@ -113,9 +113,9 @@ def test_a_row_of_a_mixed_batch_says_what_it_says_alone(tiled):
 def test_a_tile_without_a_name_is_an_error_that_says_which(processor):
     narrow = Processor(replace(processor.cfg, vlm_extra_tokens=extra_tokens(2)), processor.tokenizer)
     narrow([[noise(*WIDE)]], ["?"])
-    with pytest.raises(ValueError, match="3 x 2 tiles, but vlm_extra_tokens names no r3c2"):
+    with pytest.raises(ValueError, match="3 x 2 tiles, but vlm_extra_tokens has no r3c2"):
         narrow([[noise(*TALL)]], ["?"])
-    with pytest.raises(ValueError, match="2 rows of pictures, but 1 prompts"):
+    with pytest.raises(ValueError, match="2 rows of images, but 1 prompts"):
         narrow([[], []], ["?"])
 
 
@@ -127,7 +127,7 @@ def test_a_model_of_one_tile_squeezes_any_picture_into_it(speaker):
 
 
 def images_of(processor, size):
-    images, grid = processor.images(noise(*size))
+    images, grid = processor.preprocess(noise(*size))
     return len(images), grid
 
 
@@ -158,7 +158,7 @@ def test_a_small_picture_need_not_be_enlarged(processor):
 def test_a_budget_changes_nothing_where_no_tiles_are_cut(speaker):
     _, processor = speaker
     spare = Processor(processor.cfg, processor.tokenizer, max_tiles=1, upscale=False)
-    assert torch.equal(spare.images(noise(300, 90))[0], processor.images(noise(300, 90))[0])
+    assert torch.equal(spare.preprocess(noise(300, 90))[0], processor.preprocess(noise(300, 90))[0])
 
 
 def test_a_budget_of_no_tiles_is_an_error(processor):
@@ -169,7 +169,7 @@ def test_a_budget_of_no_tiles_is_an_error(processor):
 def test_questions_share_all_that_stands_before_them(tiled):
     _, processor = tiled
     shown, texts = [noise(*TALL, 1), noise(*SQUARE, 2)], ["Which?", "Where is it? " * 3, "Which one?"]
-    batch = processor.questions(shown, texts)
+    batch = processor.encode_questions(shown, texts)
     shared, mask = batch["shared"], batch["attention_mask"]
     assert len(batch["images"]) == 8 and mask[:, :shared].all() and mask[:, -1].all()
     for row, text in enumerate(texts):
@@ -185,5 +185,5 @@ def test_questions_share_all_that_stands_before_them(tiled):
 def test_no_picture_becomes_more_images_than_foretold(processor, max_tiles):
     processor = Processor(processor.cfg, processor.tokenizer, max_tiles)
     sizes = [(16, 16), (64, 64), (640, 640), (200, 90), (90, 200), (33, 64)]
-    most = max(len(processor.images(Image.new("RGB", size))[0]) for size in sizes)
-    assert most <= processor.most_images and (max_tiles == 7 or most == processor.most_images)
+    most = max(len(processor.preprocess(Image.new("RGB", size))[0]) for size in sizes)
+    assert most <= processor.max_tiles_per_image and (max_tiles == 7 or most == processor.max_tiles_per_image)

@@ -78,7 +78,7 @@ def test_a_files_own_padding_and_truncation_are_not_ours(tokenizer):
 
 def test_text_that_no_encoding_can_say_is_refused(tokenizer):
     for refuse in (tokenizer.encode, lambda text: tokenizer.encode_chat(user(text))):
-        with pytest.raises(ValueError, match=r"a\\udcff' is no Unicode text"):
+        with pytest.raises(ValueError, match=r"a\\udcff' is not valid Unicode text"):
             refuse("a\udcff")
 
 
@@ -309,7 +309,7 @@ def test_a_broken_file_is_one_line_that_names_it(tokenizer, tmp_path, content):
 
 
 def test_a_missing_file_is_named(tokenizer, tmp_path):
-    with pytest.raises(CheckpointError, match="has no tokenizer.json, and its lm_tokenizer is no help"):
+    with pytest.raises(CheckpointError, match="has no tokenizer.json, and lm_tokenizer cannot be loaded instead"):
         Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
     (tmp_path / "tokenizer.json").mkdir()
     with pytest.raises(CheckpointError, match="tokenizer.json"):

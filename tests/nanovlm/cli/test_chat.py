@@ -47,7 +47,7 @@ def chat(model_folder, capsys, monkeypatch):
 def anew(conversation, question, history, **options):
     """The answer of one who reads the whole chat again, and again for every token."""
     captioner = conversation.captioner
-    ids = captioner.processor.prompt(conversation.grids, question, history)
+    ids = captioner.processor.encode_prompt(conversation.grids, question, history)
     columns = captioner.model.generate(
         torch.tensor([ids]),
         conversation.images,
@@ -83,10 +83,10 @@ def test_a_picture_is_encoded_once_and_turns_read_only_what_is_new(captioner, mo
         read.append(conversation.tokens_read)
     assert looked == [len(conversation.images)]
     turn = (
-        len(captioner.processor.prompt([], "?")) + 8
+        len(captioner.processor.encode_prompt([], "?")) + 8
     )  # a question in its template, and the template's end of an answer
     longest = max(len(tokenizer.encode(answer)) for _, answer in conversation.history)
-    assert read[0] == len(captioner.processor.prompt(conversation.grids, "?"))
+    assert read[0] == len(captioner.processor.encode_prompt(conversation.grids, "?"))
     assert max(read[1:]) <= turn + longest, "of the last answer at most, and nothing older"
 
 
@@ -178,7 +178,7 @@ def test_pictures_of_all_names_are_talked_about_and_saved(chat, name):
         ("/save good.png", "good.png exists already"),
         ("/save no/where.txt", "No such file"),
         ("ξ" * 1100, "reset the chat"),
-        ("a\udcff", "no Unicode text"),
+        ("a\udcff", "not valid Unicode text"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_the_chat_goes_on(chat, heard, words):

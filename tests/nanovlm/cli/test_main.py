@@ -282,7 +282,7 @@ def test_a_device_that_is_not_there_is_one_line(generate, monkeypatch, device):
     [
         (["--prompt", "word " * 1100], "lm_max_position_embeddings=1024"),
         (["--max-new-tokens", "1020"], "lm_max_position_embeddings=1024"),
-        (["--prompt", "a\udcff"], "no Unicode text"),
+        (["--prompt", "a\udcff"], "not valid Unicode text"),
     ],
     ids=["too long", "too much asked", "no text"],
 )

@@ -122,14 +122,14 @@ def test_a_chain_reads_what_generation_would_read_of_all_turns_before(pictures, 
     row = encode(Example(pictures, TURNS, chain=True), processor)
     whole = [*row.ids, row.targets[-1]]
     assert set(row.mask) <= {1, 2} and row.mask == sorted(row.mask), "one branch, in which each sees all before it"
-    grids = [processor.images(picture)[1] for picture in pictures]
+    grids = [processor.preprocess(picture)[1] for picture in pictures]
     expected = [IGNORE_INDEX] * len(row.ids)
     for k, (prompt, answer) in enumerate(TURNS):
         messages = [
             {"role": role, "content": text} for turn in TURNS[:k] for role, text in zip(("user", "assistant"), turn)
         ]
         messages.append({"role": "user", "content": prompt})
-        messages[0]["images"] = processor.markup(grids)
+        messages[0]["images"] = processor.image_markup(grids)
         read = processor.tokenizer.encode_chat(messages)
         said = [*processor.tokenizer.encode(answer), processor.tokenizer.eos_token_id]
         assert whole[: len(read) + len(said)] == read + said
