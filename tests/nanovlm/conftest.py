@@ -1,4 +1,4 @@
-"""The command line as fixtures, with a small model."""
+"""The command line as fixtures, run in this process with a small random model."""
 
 import sys
 from pathlib import Path
@@ -8,27 +8,33 @@ import pytest
 from models.decoding import SamplingParams
 from nanovlm import PROMPT, Captioner
 from nanovlm.cli import main as cli
-from support import noise
-from support.cli import NAMES, SHORT
+from support import noise_image
+from support.cli import FAST_FLAGS, IMAGE_NAMES
 
 
 @pytest.fixture
-def standing(tmp_path, monkeypatch):
-    """Every test stands in a folder of its own with two good pictures; no Hub can be reached."""
+def workdir(tmp_path, monkeypatch):
+    """Run the test in an empty folder of its own with two images, good.png and fine.jpg."""
     monkeypatch.chdir(tmp_path)
-    noise(seed=1).save("good.png")
-    noise(90, 130, seed=2).save("fine.jpg", quality=95)
+    noise_image(seed=1).save("good.png")
+    noise_image(90, 130, seed=2).save("fine.jpg", quality=95)
+    return tmp_path
+
+
+@pytest.fixture
+def standing(workdir):
+    """The former name of `workdir`."""
 
 
 @pytest.fixture
 def generate(model_folder, monkeypatch, capsys):
-    """generate.py in this process, with the tests' model unless another is named: exit code, stdout, stderr."""
+    """Run generate.py in this process, with `model_folder` unless given another: exit code, stdout, stderr."""
 
     def generate(*argv, model=model_folder):
         monkeypatch.setattr(sys, "argv", ["generate.py"])
         named = ["--model", str(model)] if model else []
         try:
-            code = cli.run_verb("caption", [*SHORT, *named, *map(str, argv)])
+            code = cli.run_verb("caption", [*FAST_FLAGS, *named, *map(str, argv)])
         except SystemExit as end:
             code = end.code
         return code, *capsys.readouterr()
@@ -38,7 +44,7 @@ def generate(model_folder, monkeypatch, capsys):
 
 @pytest.fixture
 def train(monkeypatch, capsys):
-    """train.py likewise."""
+    """Run train.py in this process: exit code, stdout, stderr."""
 
     def train(*argv):
         monkeypatch.setattr(sys, "argv", ["train.py"])
@@ -52,22 +58,34 @@ def train(monkeypatch, capsys):
 
 
 @pytest.fixture(scope="module")
-def said(model_folder):
-    """What the model says of pictures, asked through the library."""
+def captions_of(model_folder):
+    """Generate n captions of an image with `model_folder`, by the Python API."""
     captioner = Captioner.from_pretrained(model_folder, "cpu", "float32")
 
-    def said(picture, prompt=PROMPT, n=1, **sampling):
-        return captioner.samples(picture, prompt, n, max_new_tokens=6, sampling=SamplingParams(**sampling))
+    def captions_of(image, prompt=PROMPT, n=1, **sampling):
+        return captioner.samples(image, prompt, n, max_new_tokens=6, sampling=SamplingParams(**sampling))
 
-    return said
+    return captions_of
+
+
+@pytest.fixture(scope="module")
+def said(captions_of):
+    """The former name of `captions_of`."""
+    return captions_of
 
 
 @pytest.fixture
-def folder(standing):
-    """Five pictures of several kinds and sizes, some in folders of the folder; and what is no picture."""
-    for seed, name in enumerate(NAMES):
+def image_folder(workdir):
+    """The folder `pictures` with five images of several formats and sizes, some in subfolders, and a text file."""
+    for seed, name in enumerate(IMAGE_NAMES):
         path = Path("pictures", name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        noise(40 + 30 * seed, 90 - 10 * seed, seed).save(path)
+        noise_image(40 + 30 * seed, 90 - 10 * seed, seed).save(path)
     Path("pictures/notes.md").write_text("no picture")
     return Path("pictures")
+
+
+@pytest.fixture
+def folder(image_folder):
+    """The former name of `image_folder`."""
+    return image_folder

@@ -1,4 +1,4 @@
-"""What the tests share: small models and images, and running programs as a user does."""
+"""Helpers of the tests: small models and images here, command line, server and checkpoints in the modules."""
 
 import random
 from pathlib import Path
@@ -18,8 +18,8 @@ TINY = {
 
 
 @torch.no_grad()
-def randomise(model: torch.nn.Module) -> torch.nn.Module:
-    """Weights as a trained model's: large enough that each place listens to others, and no norm or bias idle."""
+def randomize(model: torch.nn.Module) -> torch.nn.Module:
+    """Fill in weights like a trained model's: attention is far from uniform, and no norm or bias is trivial."""
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter += 0.3 * torch.randn_like(parameter)
@@ -28,5 +28,9 @@ def randomise(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def noise(width=60, height=40, seed=0):
+def noise_image(width=60, height=40, seed=0):
+    """An image of random pixels."""
     return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
+
+
+randomise, noise = randomize, noise_image  # their former names

@@ -1,4 +1,4 @@
-"""Checkpoints as nanoVLM itself wrote and loads them."""
+"""Checkpoints as stock nanoVLM writes and loads them."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ HEAD, EMBEDDING, INV_FREQ = "decoder.head.weight", "decoder.token_embedding.weig
 def stock_shapes(cfg) -> dict[str, tuple[int, ...]]:
     """The names and shapes of nanoVLM's own modules."""
     V, L, W, F = cfg.vit_hidden_dim, cfg.lm_hidden_dim, cfg.vit_inter_dim, cfg.lm_inter_dim
-    P, kv, words = cfg.vit_patch_size, cfg.lm_n_kv_heads * L // cfg.lm_n_heads, (cfg.lm_vocab_size, L)
+    P, kv, embedding = cfg.vit_patch_size, cfg.lm_n_kv_heads * L // cfg.lm_n_heads, (cfg.lm_vocab_size, L)
     shapes = {
         "vision_encoder.patch_embedding.conv.weight": (V, 3, P, P),
         "vision_encoder.patch_embedding.conv.bias": (V,),
@@ -21,9 +21,9 @@ def stock_shapes(cfg) -> dict[str, tuple[int, ...]]:
         "vision_encoder.layer_norm.weight": (V,),
         "vision_encoder.layer_norm.bias": (V,),
         "MP.proj.weight": (L, V * cfg.mp_pixel_shuffle_factor**2),
-        "decoder.token_embedding.weight": words,
+        "decoder.token_embedding.weight": embedding,
         "decoder.norm.weight": (L,),
-        "decoder.head.weight": words,
+        "decoder.head.weight": embedding,
     }
     linears = {"attn.qkv_proj": (3 * V, V), "attn.out_proj": (V, V), "mlp.fc1": (W, V), "mlp.fc2": (V, W)}
     for i in range(cfg.vit_n_blocks):
@@ -38,7 +38,7 @@ def stock_shapes(cfg) -> dict[str, tuple[int, ...]]:
 
 
 def stock_model(cfg) -> nn.Module:
-    """Modules of nanoVLM's names, empty-headed: all that safetensors' strict loader asks of a model."""
+    """A model of zeros with stock nanoVLM's parameter names and shapes, for safetensors' strict loader."""
     model = nn.Module()
     for name, shape in stock_shapes(cfg).items():
         *path, last = name.split(".")
@@ -55,10 +55,9 @@ def stock_model(cfg) -> nn.Module:
     return model
 
 
-BASE_SIZE = 400  # of the vocabulary, extra tokens not counted
+BASE_SIZE = 400  # vocabulary size without extra tokens
 
-
-BASE = {  # the keys of the oldest file
+BASE = {  # the keys of the oldest config.json
     "vit_hidden_dim": 16, "vit_inter_dim": 24, "vit_patch_size": 4, "vit_img_size": 16, "vit_n_heads": 2,
     "vit_dropout": 0.0, "vit_n_blocks": 2, "vit_ln_eps": 1e-6, "vit_cls_flag": False, "vit_model_type": "some/siglip",
     "lm_hidden_dim": 24, "lm_inter_dim": 32, "lm_rms_eps": 1e-5, "lm_re_base": 100000,
@@ -68,24 +67,25 @@ BASE = {  # the keys of the oldest file
     "mp_pixel_shuffle_factor": 2, "vlm_load_backbone_weights": True, "vlm_checkpoint_path": "checkpoints",
 }  # fmt: skip
 
-
-V01 = {"IMAGE_TOKEN_LENGTH": 4, "TOTAL_SEQUENCE_LENGTH": 83, "hf_repo_name": "nanoVLM"}
-
-
-V01 |= {"lm_rope_factor": 1.0, "lm_beta_fast": 32, "lm_beta_slow": 1}
+V01 = {
+    "IMAGE_TOKEN_LENGTH": 4, "TOTAL_SEQUENCE_LENGTH": 83, "hf_repo_name": "nanoVLM",
+    "lm_rope_factor": 1.0, "lm_beta_fast": 32, "lm_beta_slow": 1,
+}  # fmt: skip
 
 
 def tiles(grid):
+    """Names and texts of the tile position tokens of a grid x grid split."""
     return {f"r{r}c{c}": f"<row_{r}_col_{c}>" for r in range(1, grid + 1) for c in range(1, grid + 1)}
 
 
 def with_tokens(raw, **tokens):
+    """Add extra tokens to a raw config."""
     sizes = {"lm_base_vocab_size": BASE_SIZE, "extra_token_amount": len(tokens), "mp_image_token_length": 4}
     return raw | sizes | {"lm_vocab_size": BASE_SIZE + len(tokens), "vlm_extra_tokens": tokens, "hf_repo_name": "nano"}
 
 
 def raw_config(format_version) -> dict:
-    """config.json as the code of that era wrote it."""
+    """config.json as the nanoVLM of that format version wrote it."""
     if format_version == 1:
         return BASE | V01
     if format_version == 2:
@@ -107,7 +107,7 @@ SMALL = {
 
 
 def small(cfg: VLMConfig, base: int) -> VLMConfig:
-    """The same layout of pictures and words around a network that takes no time."""
+    """Keep the layout of images and text, and shrink the network."""
     if cfg.format_version == 1:
         return replace(cfg, **SMALL, lm_vocab_size=base)
     return replace(cfg, **SMALL, lm_base_vocab_size=base, lm_vocab_size=base + cfg.extra_token_amount)

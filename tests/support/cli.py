@@ -1,4 +1,4 @@
-"""Running the command line in this process or another."""
+"""Running the command line, in this process or another."""
 
 import io
 import os
@@ -7,30 +7,31 @@ import sys
 
 from support import ROOT
 
-SHORT = ["--max-new-tokens", "6", "--dtype", "float32", "--device", "cpu"]
+FAST_FLAGS = ["--max-new-tokens", "6", "--dtype", "float32", "--device", "cpu"]
 
 
-def user_runs(*argv, program="generate.py", **options):
-    """A program in a process of its own."""
+def run_program(*argv, program="generate.py", **options):
+    """Run a root script in a process of its own, on one thread; options are those of `subprocess.run`."""
     options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "stdout": subprocess.PIPE, **options}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUTF8": "1"} | options.pop("env", {})
     return subprocess.run([sys.executable, ROOT / program, *argv], env=environment, timeout=120, **options)
 
 
-def stdin_of(data, monkeypatch):
+def set_stdin(data, monkeypatch):
+    """Replace standard input by bytes."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
-def refused(result, *words, program="generate.py"):
-    """Exit 2, nothing on stdout, and one line on stderr that says who speaks and all the words."""
+def assert_usage_error(result, *words, program="generate.py"):
+    """Check for exit code 2, nothing on stdout, and one line on stderr with the program's name and all of the words."""
     code, out, err = result
     assert (code, out) == (2, "") and err.startswith(f"{program}: ") and len(err.splitlines()) == 1, err
     for word in words:
         assert word in err
 
 
-class Terminal(io.StringIO):
-    """Remembers what was shown, and when."""
+class FakeTerminal(io.StringIO):
+    """A standard output that claims to be a terminal; `shown` is its text at each flush."""
 
     def __init__(self):
         super().__init__()
@@ -46,11 +47,17 @@ class Terminal(io.StringIO):
         self.shown.append(self.getvalue())
 
 
-def read_or_end(file):
+def read_or_eof(file):
+    """Read from a pseudo-terminal's file descriptor; b"" at its end."""
     try:
         return os.read(file, 4096)
-    except OSError:  # how Linux says that nobody is left at the other end
+    except OSError:  # Linux raises EIO once the other end is closed
         return b""
 
 
-NAMES = ["a.png", "b two.jpg", "deep/ünï-🙂.png", "deep/er/c.webp", "d.gif"]
+IMAGE_NAMES = ["a.png", "b two.jpg", "deep/ünï-🙂.png", "deep/er/c.webp", "d.gif"]
+
+
+# their former names
+SHORT, NAMES, Terminal = FAST_FLAGS, IMAGE_NAMES, FakeTerminal
+user_runs, stdin_of, refused, read_or_end = run_program, set_stdin, assert_usage_error, read_or_eof

@@ -1,11 +1,12 @@
-"""Prompts of words and images for the tiny model."""
+"""Prompts of text and images for the tiny model."""
 
 import torch
 
-IMAGE, PER_IMAGE = 3, 4  # the id of an image token, and how many an image takes
+IMAGE, PER_IMAGE = 3, 4  # id of the image token, and number of image tokens per image
+
 
 def prompt(*rows, seed=0):
-    """Rows of "t" (a word) and "i" (an image), padded on the left: input_ids, images, attention_mask."""
+    """Model inputs for rows like "itt", an image and two text tokens; padded on the left."""
     generator = torch.Generator().manual_seed(seed)
     texts = [[] for _ in rows]
     for text, row in zip(texts, rows):
@@ -20,7 +21,7 @@ def prompt(*rows, seed=0):
 
 
 def only_row(inputs, row):
-    """One row of a batch by itself, without its padding."""
+    """One row of such inputs by itself, without its padding."""
     n_images = (inputs["input_ids"] == IMAGE).sum(-1) // PER_IMAGE
     real = inputs["attention_mask"][row] == 1
     images = inputs["images"]
