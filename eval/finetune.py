@@ -3,9 +3,9 @@
     python -m eval.finetune --seed 2
 
 The command writes 200 postcards with captions to an ordinary folder and runs `train.py --data FOLDER` on it in three
-ways: all weights, LoRA adapters only, and all weights with scenes mixed in, so that the model keeps its original domain.
-Shares are of captions that match word for word, greedy, on fresh images of both domains. The command fails if a limit
-is missed: three minutes each, 90% of postcards (85% with adapters; none before training), and 80% of scenes where they
+ways: all weights, LoRA adapters only, and all weights with scenes mixed in, so that the original domain is kept. Shares
+are of captions that match word for word, greedy, on fresh images of both domains. The command fails if a limit is
+missed: three minutes each, 90% of postcards (85% with adapters; none before training), and 80% of scenes where they
 were mixed in.
 """
 

@@ -86,7 +86,11 @@ def test_theory_counts_the_encoder_decoders_products(encoder_decoder, past):
     decoder, n, xa = encoder_decoder.decoder, 5, torch.randn(1, 16, encoder_decoder.cfg.lm_hidden_dim)
     ids = torch.randint(40, (1, past + n))
     with torch.no_grad():
-        prefix = None if not past else decoder.forward_cached(ids[:, :past], TextPrefillState(decoder.project_cross_kv(xa)))[1]
+        prefix = (
+            None
+            if not past
+            else decoder.forward_cached(ids[:, :past], TextPrefillState(decoder.project_cross_kv(xa)))[1]
+        )
         with FlopCounterMode(display=False) as counter:
             prefix = prefix or TextPrefillState(decoder.project_cross_kv(xa))
             decoder.logits(decoder.forward_cached(ids[:, past:], prefix)[0][:, -1])

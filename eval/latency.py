@@ -1,0 +1,264 @@
+"""Latency of every stage of a caption on the CPU, beside other engines and beside the machine's limits.
+
+    python -m eval.latency                                             # the embedded model, beside plain nanoVLM
+    python -m eval.latency --shape 230M --dtype float32 bfloat16 --compile --against plain transformers llama.cpp
+    python -m eval.latency --shape 230M --quantize int8 --stages prefill decode
+
+Stages: encode (one preprocessed image), prefill (as many tokens as an image and a short prompt), decode (one token of
+every sequence), first-token (from the picture), questions (eight about one picture, by single calls and by one
+`Captioner.ask`) and cold-start (a whole process). "plain" is nanoVLM's computation, float32 and layer by layer;
+transformers and llama.cpp (extra `peers`) run the language model only. All engines read the same weights, which are
+random for a published shape, and take turns in every round. Figures are medians.
+
+"of limit" relates a stage to the least time in which this machine reads its weights once and does its floating-point
+operations, at the speed measured for one large tensor and one large matrix product. "same ids" counts decoded tokens
+equal to the first engine's. The command fails if two engines in float32 decode different tokens.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median
+
+import torch
+
+from eval.lib.command import make_parser, positive, progress, report
+from eval.lib.engines import BASELINES, Engine, EngineOptions, NanoVLMEngine, make_engines
+from eval.lib.hardware import environment, matmul_flops, memory_bandwidth
+from eval.lib.random_model import write_random_model
+from eval.lib.roofline import stage_costs
+from eval.lib.shapes import SHAPES
+from eval.lib.timing import interleave, measure_seconds
+from models.checkpoint import load_config
+from models.config import VLMConfig
+from nanovlm import EMBEDDED
+from nanovlm.captioner import Captioner, Picture
+from nanovlm.cli.main import Parser
+from nanovlm.device import DTYPES
+from nanovlm.errors import NanoVLMError
+from nanovlm.synthetic import draw, random_scene
+
+GENERATE = Path(__file__).parent.parent / "generate.py"
+STAGES = ("encode", "prefill", "decode", "first-token", "questions", "cold-start")
+TEXT_TOKENS = 16  # of the prompt, after the image
+MAX_IMAGE_SIZE = 2048  # pixels; larger pictures are reduced
+ANSWER_TOKENS = 16
+QUESTIONS = [
+    "How many objects are there?",
+    "What is the background like?",
+    "Is there a red ring?",
+    "Is there a yellow heart?",
+    "How many circles are there?",
+    "How many blue objects are there?",
+    "Is there a star?",
+    "What is in the middle?",
+]
+
+Contestants = dict[str, Callable[[], float]]  # name -> a call that returns the seconds it took
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contestant in one stage."""
+
+    stage: str
+    engine: str
+    median_ms: float
+    min_ms: float
+    limit_ms: float | None  # what the machine needs at least, where known
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What all engines read."""
+
+    prompts: list[list[int]]  # one per sequence, of equal length
+    image: torch.Tensor  # (1, 3, S, S)
+    pictures: dict[int, Picture]  # by their size in pixels
+
+    @classmethod
+    def make(cls, cfg: VLMConfig, image_token_id: int, batch_size: int, image_sizes: Sequence[int]) -> "Inputs":
+        generator = torch.Generator().manual_seed(1)
+        size = (batch_size, cfg.mp_image_token_length + TEXT_TOKENS)
+        prompts = torch.randint(min(1000, cfg.lm_vocab_size), size, generator=generator)
+        prompts += prompts == image_token_id  # no image is given with these
+        image = torch.rand(1, 3, cfg.vit_img_size, cfg.vit_img_size, generator=generator)
+        pictures = {side: draw(random_scene(Random("pictures")), side, side) for side in image_sizes}
+        return cls(prompts.tolist(), image, pictures)
+
+
+@contextmanager
+def model_folder(shape: str) -> Iterator[Path]:
+    """The embedded model's folder, or a temporary one with random weights of a published shape."""
+    if shape == "embedded":
+        yield EMBEDDED
+        return
+    cfg = SHAPES[shape][0]
+    if cfg.max_img_size is not None:
+        cfg = replace(cfg, max_img_size=MAX_IMAGE_SIZE)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # Windows keeps mapped files
+        progress(f"{shape}: writing random weights")
+        write_random_model(Path(folder), cfg)
+        yield Path(folder)
+
+
+def greedy_ids(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """The first token of each sequence and `tokens` more, one list per step."""
+    steps = [engine.prefill(prompts)]
+    for _ in range(tokens):
+        steps.append(engine.decode(steps[-1]))
+    return steps
+
+
+def decode_seconds(engine: Engine, prompts: list[list[int]], tokens: int) -> float:
+    """Median seconds of a decode step, after an untimed prefill."""
+    ids = engine.prefill(prompts)
+    return median(measure_seconds(partial(engine.decode, ids)) for _ in range(tokens))
+
+
+def ask_one_by_one(captioner: Captioner, picture: Picture) -> None:
+    for question in QUESTIONS:
+        captioner.caption(picture, question, max_new_tokens=ANSWER_TOKENS)
+
+
+def cold_start(folder: Path) -> dict[str, Callable[[], object]]:
+    """generate.py on the model's folder, beside a process that imports torch only."""
+    generate = [str(GENERATE), "--model", str(folder), "--max-new-tokens", str(ANSWER_TOKENS)]
+    programs = {"import torch": ["-c", "import torch"], "generate.py": generate}
+    return {
+        name: partial(subprocess.run, [sys.executable, *argv], check=True, capture_output=True)
+        for name, argv in programs.items()
+    }
+
+
+def stage_contestants(
+    stage: str, engines: Sequence[Engine], inputs: Inputs, tokens: int, folder: Path
+) -> Iterator[tuple[str, Contestants]]:
+    """Titles and contestants of a stage: one title, or one per picture."""
+    ours = [engine for engine in engines if isinstance(engine, NanoVLMEngine)]
+
+    def timed(calls: dict[str, Callable[[], object]]) -> Contestants:
+        return {name: partial(measure_seconds, call) for name, call in calls.items()}
+
+    if stage == "encode":
+        yield stage, timed({engine.name: partial(engine.encode_image, inputs.image) for engine in ours})
+    elif stage == "prefill":
+        yield stage, timed({engine.name: partial(engine.prefill, inputs.prompts) for engine in engines})
+    elif stage == "decode":
+        yield stage, {engine.name: partial(decode_seconds, engine, inputs.prompts, tokens) for engine in engines}
+    elif stage == "first-token":
+        for side, picture in inputs.pictures.items():
+            length = len(ours[0].captioner.prepare(picture)[0])
+            calls = {engine.name: partial(engine.first_token, picture) for engine in ours}
+            yield f"first token, {side} px, {length:,} tokens", timed(calls)
+    elif stage == "questions":
+        side, picture = next(iter(inputs.pictures.items()))
+        captioner = ours[-1].captioner
+        ask = partial(captioner.ask, picture, QUESTIONS, max_new_tokens=ANSWER_TOKENS)
+        calls = {"single calls": partial(ask_one_by_one, captioner, picture), "one ask": ask}
+        yield f"{len(QUESTIONS)} questions, {side} px, {ours[-1].name}", timed(calls)
+    else:
+        yield "cold start", timed(cold_start(folder))
+
+
+def measure(
+    stages: Sequence[str], engines: Sequence[Engine], inputs: Inputs, tokens: int, rounds: int, folder: Path
+) -> list[Result]:
+    """Time every stage in interleaved rounds."""
+    costs = stage_costs(load_config(folder), len(inputs.prompts[0]), len(inputs.prompts))
+    by_name = {engine.name: engine for engine in engines}
+    results = []
+    for stage in stages:
+        for title, contestants in stage_contestants(stage, engines, inputs, tokens, folder):
+            progress(f"{title}: {', '.join(contestants)}")
+            for name, timing in interleave(contestants, rounds, warmup=0 if stage == "cold-start" else 1).items():
+                limit_ms = None
+                if title in costs:
+                    limit_ms = 1000 * costs[title].limit_s(by_name[name].weight_bytes, by_name[name].dtype)
+                results.append(Result(title, name, 1000 * timing.median, 1000 * timing.minimum, limit_ms))
+    return results
+
+
+def count_same(ids: list[list[int]], reference: list[list[int]]) -> int:
+    """How many decoded tokens two engines agree on."""
+    return sum(a == b for step, expected in zip(ids, reference) for a, b in zip(step, expected))
+
+
+def failures(engines: Sequence[Engine], ids: dict[str, list[list[int]]]) -> list[str]:
+    """Engines in float32 that decode other tokens than the first one in float32."""
+    exact = [engine.name for engine in engines if engine.weight_bytes == 4]
+    return [f"{name} decodes other tokens than {exact[0]}" for name in exact[1:] if ids[name] != ids[exact[0]]]
+
+
+def table(results: Sequence[Result], ids: dict[str, list[list[int]]]) -> str:
+    """A block of lines per stage; speedups are relative to its first contestant."""
+    lines: list[str] = []
+    width = max(max(len(result.stage), len(result.engine) + 2) for result in results)
+    reference = None
+    for result in results:
+        if reference is None or result.stage != reference.stage:
+            reference = result
+            header = f"{result.stage:{width}}{'median':>14}{'min':>14}{'speedup':>9}"
+            header += f"{'of limit':>10}" if result.limit_ms is not None else ""
+            lines.append(header + (f"{'same ids':>12}" if result.stage == "decode" else ""))
+        line = f"{'  ' + result.engine:{width}}{result.median_ms:>11,.2f} ms{result.min_ms:>11,.2f} ms"
+        line += f"{reference.median_ms / result.median_ms:>8.2f}x"
+        line += f"{result.limit_ms / result.median_ms:>10.0%}" if result.limit_ms is not None else ""
+        if result.stage == "decode":
+            steps = ids[result.engine]
+            line += f"{f'{count_same(steps, ids[reference.engine])} of {sum(map(len, steps))}':>12}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def make_latency_parser() -> Parser:
+    parser = make_parser("latency", __doc__)
+    add = parser.add_argument
+    add("--shape", default="embedded", choices=("embedded", *SHAPES), help="which model (default: embedded)")
+    add("--dtype", nargs="+", default=["auto"], choices=("auto", *DTYPES), help="one or several (default: auto)")
+    add("--quantize", choices=("int8",), help="also measure quantized weights")
+    add("--compile", action="store_true", help="also measure the compiled decode step, made first if it is missing")
+    add("--against", nargs="*", default=["plain"], choices=BASELINES, help="other engines (default: plain)")
+    stages = [stage for stage in STAGES if stage != "questions"]
+    add("--stages", nargs="+", default=stages, choices=STAGES, help=f"(default: {' '.join(stages)})")
+    add("--image-size", nargs="+", type=positive, default=[512], metavar="N", help="pixels of a side (default: 512)")
+    add("--batch-size", type=positive, default=1, metavar="N", help="sequences of prefill and decode (default: 1)")
+    add("--tokens", type=positive, default=32, metavar="N", help="decode steps in a round (default: 32)")
+    add("--rounds", type=positive, default=5, metavar="N", help="interleaved rounds (default: 5)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_latency_parser()
+    args = parser.parse_args(argv)
+    options = EngineOptions(args.dtype, args.quantize, args.compile, args.against, args.batch_size)
+    with model_folder(args.shape) as folder, tempfile.TemporaryDirectory() as temporary:
+        try:
+            progress("loading engines")
+            engines = make_engines(folder, Path(temporary), options)
+        except NanoVLMError as error:
+            parser.error(str(error))
+        model = next(engine.model for engine in engines if isinstance(engine, NanoVLMEngine))
+        inputs = Inputs.make(model.cfg, model.image_token_id, args.batch_size, args.image_size)
+        ids = {}
+        if "decode" in args.stages:
+            ids = {engine.name: greedy_ids(engine, inputs.prompts, args.tokens) for engine in engines}
+        results = measure(args.stages, engines, inputs, args.tokens, args.rounds, folder)
+    dtypes = dict.fromkeys(engine.dtype for engine in engines)
+    limits = {str(dtype): matmul_flops(dtype) for dtype in dtypes}
+    speeds = ", ".join(f"{name} products {flops / 1e9:,.0f} GFLOP/s" for name, flops in limits.items())
+    where = f"{environment(dtype=engines[-1].dtype)}; memory {memory_bandwidth() / 1e9:.1f} GB/s, {speeds}"
+    where += f"; medians of {args.rounds} rounds, batch size {args.batch_size}"
+    data = {"shape": args.shape, "results": [asdict(result) for result in results], "ids": ids}
+    data |= {"bytes_per_s": memory_bandwidth(), "flops_per_s": limits}
+    return report(data, table(results, ids), where, args.json, failures(engines, ids) if ids else [])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,15 @@
+"""The machine's name and limits."""
+
+import torch
+
+from eval.lib.hardware import environment, matmul_flops, memory_bandwidth
+
+
+def test_limits_are_plausible():
+    assert 1e8 < memory_bandwidth(2**24) < 1e13 and 1e8 < matmul_flops(torch.float32, 256) < 1e15
+
+
+def test_the_environment_is_one_line():
+    line = environment("cpu", torch.bfloat16)
+    assert f"torch {torch.__version__}" in line and f"{torch.get_num_threads()} threads" in line
+    assert "torch.bfloat16" in line and "\n" not in line and not line.startswith(",")

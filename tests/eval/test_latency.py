@@ -1,0 +1,107 @@
+"""eval.latency with a small model: every stage is compared, and disagreement in float32 fails."""
+
+import json
+
+import pytest
+
+from eval import latency
+from eval.latency import QUESTIONS, Result, count_same, decode_seconds, failures, main, table
+from eval.lib import roofline
+from eval.lib.shapes import SHAPES
+
+FAST = ["--rounds", "1", "--tokens", "3", "--dtype", "float32"]
+
+
+@pytest.fixture(autouse=True)
+def small_machine(monkeypatch, small_230m):
+    """A small model in the place of the published one, and limits that need no measuring."""
+    monkeypatch.setitem(SHAPES, "230M", (small_230m, 0))
+    for module in (roofline, latency):
+        monkeypatch.setattr(module, "memory_bandwidth", lambda: 1e10)
+        monkeypatch.setattr(module, "matmul_flops", lambda dtype: 1e11)
+
+
+class FakeEngine:
+    def __init__(self, name, weight_bytes=4):
+        self.name, self.weight_bytes, self.calls = name, weight_bytes, []
+
+    def prefill(self, ids):
+        self.calls.append("prefill")
+        return [7] * len(ids)
+
+    def decode(self, ids):
+        self.calls.append("decode")
+        return ids
+
+
+def test_every_stage_of_every_engine_is_reported(capsys):
+    stages = ["encode", "prefill", "decode", "first-token", "questions"]
+    flags = ["--shape", "230M", "--against", "plain", "transformers", "--stages", *stages, "--image-size", "512", "900"]
+    assert main([*FAST, *flags, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    by_stage = {}
+    for result in data["results"]:
+        assert 0 < result["min_ms"] <= result["median_ms"]
+        by_stage.setdefault(result["stage"], []).append(result["engine"])
+    engines = ["plain float32", "transformers float32", "nanovlm float32"]
+    assert by_stage.pop("encode") == ["plain float32", "nanovlm float32"]
+    assert by_stage.pop("prefill") == by_stage.pop("decode") == engines
+    small, large, questions = by_stage
+    assert small.startswith("first token, 512 px") and large.startswith("first token, 900 px")
+    assert questions.startswith("8 questions, 512 px") and by_stage[questions] == ["single calls", "one ask"]
+    assert [result["limit_ms"] is not None for result in data["results"]] == [True] * 8 + [False] * 6
+    assert list(data["ids"]) == engines and len({json.dumps(ids) for ids in data["ids"].values()}) == 1
+    assert data["bytes_per_s"] == 1e10 and len(set(QUESTIONS)) == 8
+
+
+def test_the_table_names_the_environment_once(capsys):
+    assert main([*FAST, "--shape", "230M", "--stages", "prefill", "decode", "--batch-size", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("torch.float32, cpu") == 1 and "batch size 3" in out and "medians of 1 rounds" in out
+    assert "12 of 12" in out and "1.00x" in out and "of limit" in out
+
+
+def test_cold_start_runs_whole_processes(capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert main([*FAST, "--stages", "cold-start", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [result["engine"] for result in results] == ["import torch", "generate.py"]
+
+
+def test_a_decode_step_is_timed_without_its_prefill():
+    engine = FakeEngine("a")
+    assert decode_seconds(engine, [[1, 2]], 3) > 0
+    assert engine.calls == ["prefill", "decode", "decode", "decode"]
+
+
+def test_other_tokens_in_float32_are_a_failure():
+    engines = [FakeEngine("a"), FakeEngine("b"), FakeEngine("c", weight_bytes=2)]
+    ids = {"a": [[1], [2]], "b": [[1], [2]], "c": [[1], [3]]}
+    assert failures(engines, ids) == [] and count_same(ids["a"], ids["c"]) == 1
+    assert failures(engines, ids | {"b": [[1], [3]]}) == ["b decodes other tokens than a"]
+
+
+def test_the_table_shows_speedups_shares_and_ids():
+    results = [Result("decode", "a", 4.0, 3.0, 1.0), Result("decode", "b", 2.0, 1.0, 1.0)]
+    lines = table([*results, Result("cold start", "c", 9.0, 9.0, None)], {"a": [[1], [2]], "b": [[1], [3]]}).split("\n")
+    assert lines[0].split() == ["decode", "median", "min", "speedup", "of", "limit", "same", "ids"]
+    assert lines[1].split() == ["a", "4.00", "ms", "3.00", "ms", "1.00x", "25%", "2", "of", "2"]
+    assert lines[2].split() == ["b", "2.00", "ms", "1.00", "ms", "2.00x", "50%", "1", "of", "2"]
+    assert lines[3].split() == ["cold", "start", "median", "min", "speedup"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--shape", "7B"], "7B"),
+        (["--rounds", "0"], "--rounds: 0 must be 1 or more"),
+        (["--against", "vllm"], "vllm"),
+        (["--stages", "encode", "speak"], "speak"),
+        (["--image-size", "0"], "0 must be 1 or more"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_exit_code_2(capsys, flags, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(flags)
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
