@@ -38,7 +38,7 @@ from eval.lib.timing import interleave, measure_seconds
 from models.checkpoint import load_config
 from models.config import VLMConfig
 from nanovlm import EMBEDDED
-from nanovlm.captioner import Captioner, Picture
+from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.cli.main import Parser
 from nanovlm.device import DTYPES
 from nanovlm.errors import NanoVLMError
@@ -80,7 +80,7 @@ class Inputs:
 
     prompts: list[list[int]]  # one per sequence, of equal length
     image: torch.Tensor  # (1, 3, S, S)
-    pictures: dict[int, Picture]  # by their size in pixels
+    pictures: dict[int, ImageInput]  # by their size in pixels
 
     @classmethod
     def make(cls, cfg: VLMConfig, image_token_id: int, batch_size: int, image_sizes: Sequence[int]) -> "Inputs":
@@ -122,7 +122,7 @@ def decode_seconds(engine: Engine, prompts: list[list[int]], tokens: int) -> flo
     return median(measure_seconds(partial(engine.decode, ids)) for _ in range(tokens))
 
 
-def ask_one_by_one(captioner: Captioner, picture: Picture) -> None:
+def ask_one_by_one(captioner: Captioner, picture: ImageInput) -> None:
     for question in QUESTIONS:
         captioner.caption(picture, question, max_new_tokens=ANSWER_TOKENS)
 

@@ -14,7 +14,7 @@ from models.decoding import GREEDY
 from models.language_model import LanguageModel
 from models.vision_language_model import PrefillState
 from nanovlm import PROMPT
-from nanovlm.captioner import Captioner, Picture
+from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.device import choose_dtype
 from nanovlm.errors import MissingExtraError
 
@@ -73,9 +73,9 @@ class NanoVLMEngine:
         return self.model.embed(torch.full((1, cfg.mp_image_token_length), self.model.image_token_id), image)
 
     @torch.inference_mode()
-    def first_token(self, picture: Picture) -> int:
+    def first_token(self, picture: ImageInput) -> int:
         """Preprocess a picture, encode it and prefill the default prompt."""
-        inputs = self.captioner.processor.batch([self.captioner.prepare(picture, PROMPT)])
+        inputs = self.captioner.processor.collate([self.captioner.prepare(picture, PROMPT)])
         return int(GREEDY(self.model.prefill(**inputs)[0]))
 
 
