@@ -1,4 +1,4 @@
-"""`nanovlm chat`: questions about pictures, typed or piped in, one per line; a line that begins with / is a command."""
+"""`nanovlm chat`: questions about images, typed or piped in, one per line. A line that begins with / is a command."""
 
 import argparse
 import contextlib
@@ -8,25 +8,28 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from nanovlm.cli.options import GenerationOptions, ModelOptions, add_generation_flags, load_captioner
 from nanovlm.console import bold, print_error
-from nanovlm.errors import ImageError, UsageError, is_out_of_memory
+from nanovlm.errors import ImageError, InputError, NanoVLMError, UsageError, is_out_of_memory
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from nanovlm.captioner import Captioner
 
 HELP = "Ask about pictures, one question after another; /help lists the commands."
 EXAMPLE = "nanovlm chat photo.jpg"
 
 COMMANDS = """\
-/image PATH ...  talk about other pictures: a new chat, for the model sees pictures before it hears words
-/reset           forget what was said; the pictures stay
-/save FILE       keep the chat: a .json can be learned from by train --data, any other name is plain text
-/help            this list
-ctrl-c           stop an answer; what it said so far counts
+/image PATH ...  start a new chat about other pictures
+/reset           forget all questions and answers; the pictures stay
+/save FILE       save the chat: a .json can be used by `nanovlm train --data`, any other name is plain text
+/help            show this list
+ctrl-c           stop an answer; the chat keeps the part generated so far
 ctrl-d           leave"""
+MAX_HISTORY_LINES = 1000  # of typed lines, kept for later chats
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,147 +40,186 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer questions about args.pictures until there are no more; 1 if a piped line failed."""
-    from nanovlm.image_processing import load_image
-
+    """Answer questions until there are no more; 1 if a line that was piped in failed."""
     generation = GenerationOptions.from_args(args)
     try:
-        pictures = [load_image(name) for name in args.pictures]
+        images = load_images(args.pictures)
     except ImageError as error:
         print_error(str(error))
         return 1
     captioner = load_captioner(ModelOptions.from_args(args), own_images=bool(args.pictures))
-    turns = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
     try:
-        captioner.tokenizer.encode_chat(turns)
-        chat = Chat(captioner, generation)
-        chat.show(args.pictures, pictures)
-    except ValueError as error:  # no chat template; tiles without a name
-        raise UsageError(error) from None
-    typed = sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()
-    if typed:
-        print_error("/help lists what can be said beside questions; ctrl-d leaves")
-    with remembered() if typed else contextlib.nullcontext():
-        for line in lines(typed):
+        check_chat_template(captioner)
+        chat = Chat(captioner, generation, args.pictures, images)
+    except InputError as error:
+        raise UsageError(str(error)) from None
+    interactive = is_terminal(sys.stdin) and is_terminal(sys.stdout)
+    if interactive:
+        print_error("/help lists the commands; ctrl-d leaves")
+    with saved_input_history() if interactive else contextlib.nullcontext():
+        for line in read_lines(interactive):
             try:
-                chat.hear(line)
+                chat.handle(line)
             except KeyboardInterrupt:
-                if not typed:
+                if not interactive:
                     raise
                 print()
-    return 1 if chat.failed and not typed else 0
+    return 1 if chat.n_failed and not interactive else 0
 
 
 class Chat:
-    """A conversation, and what is said in it that is no question."""
+    """A chat session on the command line: questions, and commands that begin with /."""
 
-    def __init__(self, captioner: "Captioner", generation: GenerationOptions):
-        self.captioner, self.options = captioner, generation.as_kwargs()
-        self.names: list[str] = []
-        self.saved: set[str] = set()  # files of ours, that may be written over
-        self.failed = 0
+    def __init__(
+        self,
+        captioner: "Captioner",
+        generation: GenerationOptions,
+        paths: Sequence[str],
+        images: Sequence["Image.Image"],
+    ):
+        self.captioner, self.generation = captioner, generation
+        self.saved: set[str] = set()  # files written by this chat, which it may overwrite
+        self.n_failed = 0
+        self.start(paths, images)
 
-    def show(self, names: Sequence[str], pictures: Sequence) -> None:
+    def start(self, paths: Sequence[str], images: Sequence["Image.Image"]) -> None:
+        """Begin a new session about these images."""
         from nanovlm.chat_session import ChatSession
 
-        self.conversation, self.names = ChatSession(self.captioner, pictures), list(names)
+        self.session, self.paths = ChatSession(self.captioner, images), list(paths)
 
-    def hear(self, line: str) -> None:
-        """Do what one line asks for, or complain in one line."""
-        from nanovlm.image_processing import load_image
-
-        word, _, rest = line.strip().partition(" ")
-        rest = rest.strip()
+    def handle(self, line: str) -> None:
+        """Answer a question or run a command; an error is printed in one line, and the chat goes on."""
         try:
-            if not word:
-                return
-            if not word.startswith("/"):
-                self.answer(line.strip())
-            elif word == "/image":
-                names = [rest] if os.path.exists(rest) else shlex.split(rest)
-                if not names:
-                    raise ValueError("/image wants a picture: /image PATH")
-                self.show(names, [load_image(name) for name in names])
-            elif word == "/reset":
-                self.conversation.reset()
-            elif word == "/save":
-                self.save(rest)
-            elif word == "/help":
-                print(COMMANDS, file=sys.stderr, flush=True)
-            else:
-                raise ValueError(f"{word} is no command; /help lists those there are")
+            self._handle(line.strip())
         except BrokenPipeError:
             raise
-        except Exception as error:
-            if not isinstance(error, (ValueError, OSError)) and not is_out_of_memory(error):
+        except (NanoVLMError, OSError) as error:
+            self._report(str(error))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
                 raise
-            self.failed += 1
-            print_error(str(error) or "not enough memory")
+            self._report(f"not enough memory ({error})")
+
+    def _handle(self, line: str) -> None:
+        command, _, argument = line.partition(" ")
+        argument = argument.strip()
+        if not line:
+            return
+        if not line.startswith("/"):
+            self.answer(line)
+        elif command == "/image":
+            self.open(argument)
+        elif command == "/reset":
+            self.session.reset()
+        elif command == "/save":
+            self.save(argument)
+        elif command == "/help":
+            print_lines(COMMANDS)
+        else:
+            raise UsageError(f"{command} is not a command; /help lists the commands")
+
+    def _report(self, message: str) -> None:
+        self.n_failed += 1
+        print_error(message)
 
     def answer(self, question: str) -> None:
-        with contextlib.closing(self.conversation.ask(question, **self.options)) as pieces:
+        """Print the answer as it is generated."""
+        with contextlib.closing(self.session.ask(question, **self.generation.as_kwargs())) as pieces:
             for piece in pieces:
                 print(piece, end="", flush=True)
         print(flush=True)
 
-    def save(self, name: str) -> None:
-        """Write the chat into a new file, or one that was saved before."""
-        from nanovlm.bulk.resume_log import relative
+    def open(self, argument: str) -> None:
+        """Start a new chat about the images that an argument names: one path as it stands, or quoted as in a shell."""
+        try:
+            paths = [argument] if os.path.exists(argument) else shlex.split(argument)
+        except ValueError as error:
+            raise UsageError(f"/image {argument}: {error}") from None
+        if not paths:
+            raise UsageError("/image needs a path: /image PATH")
+        self.start(paths, load_images(paths))
 
+    def save(self, name: str) -> None:
+        """Write the chat to a new file, or to one that this chat wrote before."""
         if not name:
-            raise ValueError("/save wants a name: /save FILE")
+            raise UsageError("/save needs a name: /save FILE")
         path = Path(name)
         if path.exists() and os.path.abspath(path) not in self.saved:
-            raise ValueError(f"{name} exists already; save under another name")
-        history = self.conversation.history
-        if path.suffix == ".json":
-            turns = [(role, words) for pair in history for role, words in zip(("user", "assistant"), pair)]
-            messages = [{"role": role, "content": words} for role, words in turns]
-            images = [relative(picture, path.parent) for picture in self.names]
-            text = json.dumps([{"images": images, "messages": messages}], indent=2)
-        else:
-            text = "".join(f"{picture}\n" for picture in self.names)
-            text += "".join(f"\n> {question}\n{answer}\n" for question, answer in history)
-        path.write_bytes(text.encode("utf-8", "surrogateescape"))  # a picture's name may be no text
+            raise UsageError(f"{name} exists already; save under another name")
+        text = self.as_json(path.parent) if path.suffix == ".json" else self.as_text()
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))  # a path may hold bytes that are not UTF-8
         self.saved.add(os.path.abspath(path))
 
+    def as_json(self, folder: Path) -> str:
+        """The chat as training data, with image paths relative to folder."""
+        messages = []
+        for question, answer in self.session.history:
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        images = [Path(os.path.relpath(path, folder)).as_posix() for path in self.paths]
+        return json.dumps([{"images": images, "messages": messages}], indent=2)
 
-def lines(typed: bool) -> Iterator[str]:
-    """What a person types, or what is piped in."""
+    def as_text(self) -> str:
+        paths = "".join(f"{path}\n" for path in self.paths)
+        return paths + "".join(f"\n> {question}\n{answer}\n" for question, answer in self.session.history)
+
+
+def load_images(paths: Sequence[str]) -> list["Image.Image"]:
+    from nanovlm.image_processing import load_image
+
+    return [load_image(path) for path in paths]
+
+
+def check_chat_template(captioner: "Captioner") -> None:
+    """Raise a NanoVLMError if the model has no template for a chat of several turns."""
+    captioner.tokenizer.encode_chat([{"role": role, "content": "?"} for role in ("user", "assistant", "user")])
+
+
+def is_terminal(file: TextIO | None) -> bool:
+    return file is not None and file.isatty()
+
+
+def print_lines(text: str) -> None:
+    for line in text.splitlines():
+        print_error(line)
+
+
+def read_lines(interactive: bool) -> Iterator[str]:
+    """Lines typed at a prompt, or piped in."""
     if sys.stdin is None:
         return
-    prompt = "> "
-    if typed:
+    prompt = ""
+    if interactive:
         start, end = (f"\001{code}\002" if code else "" for code in bold(" ", sys.stdout).split(" "))
-        prompt = f"{start}> {end}"  # readline must know what takes no room
+        prompt = f"{start}> {end}"  # \001 and \002 tell readline that a code takes no room on the screen
     else:
-        sys.stdin.reconfigure(errors="surrogateescape")  # what is no text will be told in a line
+        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 is reported later, with its line
     while True:
         try:
-            yield input(prompt) if typed else input()
+            yield input(prompt)
         except EOFError:
-            if typed:
+            if interactive:
                 print()
             return
         except KeyboardInterrupt:
-            if not typed:
+            if not interactive:
                 raise
             print()
 
 
 @contextlib.contextmanager
-def remembered() -> Iterator[None]:
-    """Keep what is typed for the arrow keys, here and in later chats, where Python has readline."""
+def saved_input_history() -> Iterator[None]:
+    """Keep typed lines for the arrow keys, in this chat and in later ones, where Python has readline."""
     try:
         import readline
     except ImportError:
         yield
         return
-    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    file = Path(home, "nanovlm", "history")
+    state_home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    file = Path(state_home, "nanovlm", "history")
     with contextlib.suppress(OSError):
         readline.read_history_file(file)
-    readline.set_history_length(1000)
+    readline.set_history_length(MAX_HISTORY_LINES)
     try:
         yield
     finally:

@@ -1,0 +1,89 @@
+"""Chat sessions: answers from the cache equal answers to the whole chat read anew; images are read once."""
+
+import pytest
+import torch
+
+from models.decoding import SamplingParams
+from nanovlm import Captioner
+from nanovlm.chat_session import ChatSession
+from nanovlm.errors import InputError
+from support import noise
+
+QUESTIONS = ["What is this?", "How many are there? <|image|>", "?", "And where is the ring, if there is any?", "?"]
+
+
+@pytest.fixture(params=["one tile", "many tiles"])
+def captioner(request, speaker, tiled):
+    return Captioner(*(speaker if request.param == "one tile" else tiled))
+
+
+def recomputed_answer(session, question, history, **options):
+    """The answer without any cache: the whole chat is read again for every token."""
+    captioner = session.captioner
+    ids = captioner.processor.encode_prompt(session.grids, question, history)
+    columns = captioner.model.generate(
+        torch.tensor([ids]),
+        session.images,
+        eos_token_id=captioner.tokenizer.eos_token_id,
+        use_kv_cache=False,
+        **options,
+    )
+    ids = columns[0].tolist()
+    return captioner.tokenizer.decode(ids[:-1] if ids[-1] == captioner.tokenizer.eos_token_id else ids)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=1.5, seed=4, repetition_penalty=1.3)]
+)
+def test_every_turn_is_answered_as_if_all_were_read_recomputed_answer(captioner, n, sampling):
+    session = ChatSession(captioner, [noise(50, 30, seed) for seed in range(n)])
+    options = {"max_new_tokens": 7, "sampling": sampling}
+    for turn, question in enumerate(QUESTIONS):
+        before = list(session.history)
+        answer = "".join(session.ask(question, **options))
+        assert answer == recomputed_answer(session, question, before, **options)
+        assert session.history == [*before, (question, answer)] and len(before) == turn
+
+
+def test_images_are_encoded_once_and_turns_prefill_only_new_tokens(captioner, monkeypatch):
+    session, encoded = ChatSession(captioner, [noise(50, 30)]), []
+    encode = captioner.model.vision_encoder.forward
+    monkeypatch.setattr(captioner.model.vision_encoder, "forward", lambda x: encoded.append(len(x)) or encode(x))
+    prefilled, tokenizer = [], captioner.tokenizer
+    for _ in range(8):
+        assert "".join(session.ask("?", max_new_tokens=6)) == session.history[-1][1]
+        prefilled.append(session.tokens_read)
+    assert encoded == [len(session.images)]
+    turn = len(captioner.processor.encode_prompt([], "?")) + 8  # 8 for the template's text after an answer
+    longest = max(len(tokenizer.encode(answer)) for _, answer in session.history)
+    assert prefilled[0] == len(captioner.processor.encode_prompt(session.grids, "?"))
+    assert max(prefilled[1:]) <= turn + longest, "more than the last answer and the new question"
+
+
+def test_chat_continues_after_an_interrupted_answer(captioner):
+    session = ChatSession(captioner, [noise(50, 30)])
+    pieces = session.ask("What?", max_new_tokens=30)
+    partial = next(pieces) + next(pieces)
+    pieces.close()
+    assert session.history == [("What?", partial)]
+    answer = "".join(session.ask("Why?", max_new_tokens=7))
+    assert answer == recomputed_answer(session, "Why?", [("What?", partial)], max_new_tokens=7)
+
+
+def test_reset_clears_history_and_keeps_encoded_images(captioner, monkeypatch):
+    session = ChatSession(captioner, [noise(50, 30)])
+    first = ["".join(session.ask(question, max_new_tokens=7)) for question in QUESTIONS[:3]]
+    session.reset()
+    monkeypatch.setattr(captioner.model.vision_encoder, "forward", lambda x: pytest.fail("encoded again"))
+    assert ["".join(session.ask(question, max_new_tokens=7)) for question in QUESTIONS[:3]] == first
+
+
+def test_too_long_chat_raises_input_error(captioner):
+    session = ChatSession(captioner)
+    with pytest.raises(InputError, match="lm_max_position_embeddings=1024; shorten it, or reset the chat"):
+        next(session.ask("ξ" * 1100))
+    assert session.history == []
+    assert len("".join(session.ask("ξ" * 480, max_new_tokens=500))) >= 0, (
+        "the answer is limited to the remaining context"
+    )
