@@ -15,7 +15,7 @@ from typing import Any
 
 from nanovlm.bulk.resume_log import JsonlLog, ResumeLog, atomic_write, json_line, relative
 from nanovlm.data.folders import read_table
-from nanovlm.data.source import EXTRA
+from nanovlm.data.source import INSTALL_DATA
 from nanovlm.errors import DataError, UsageError
 
 TABLES = (".jsonl", ".csv", ".parquet")
@@ -90,7 +90,7 @@ def check_table(path: Path) -> None:
         try:
             import pyarrow  # noqa: F401
         except ImportError:
-            raise UsageError(f"--out {path} needs pyarrow: {EXTRA}, or end it in .jsonl or .csv") from None
+            raise UsageError(f"--out {path} needs pyarrow: {INSTALL_DATA}, or end it in .jsonl or .csv") from None
 
 
 class Table:

@@ -16,8 +16,8 @@ from nanovlm.bulk.resume_log import FailureLog, file_lock
 from nanovlm.cli.caption import check
 from nanovlm.cli.options import ModelOptions, load_captioner
 from nanovlm.console import print_error
-from nanovlm.data.folders import pictures_in
-from nanovlm.data.source import EXTENSIONS
+from nanovlm.data.folders import list_images
+from nanovlm.data.source import IMAGE_EXTENSIONS
 from nanovlm.device import peak_memory
 from nanovlm.errors import UsageError
 
@@ -165,7 +165,7 @@ def find_pictures(names: Iterable[str]) -> tuple[list[str], list[tuple[str, str]
 
     def inside(folder: str) -> list[str]:
         unread: list[OSError] = []
-        here = [os.path.join(folder, picture) for picture in pictures_in(folder, unread.append)]
+        here = [os.path.join(folder, picture) for picture in list_images(folder, unread.append)]
         lost.extend((error.filename, error.strerror) for error in unread)
         if not here and not unread:
             lost.append((folder, "a folder without pictures"))
@@ -176,7 +176,7 @@ def find_pictures(names: Iterable[str]) -> tuple[list[str], list[tuple[str, str]
             here = inside(name)
         elif is_pattern(name):
             matches = sorted(glob.glob(name, recursive=True))
-            here = [match for match in matches if os.path.splitext(match)[1].lower() in EXTENSIONS]
+            here = [match for match in matches if os.path.splitext(match)[1].lower() in IMAGE_EXTENSIONS]
             here += [picture for match in matches if os.path.isdir(match) for picture in inside(match)]
             if not here:
                 lost.append((name, "a pattern that fits no picture"))

@@ -1,4 +1,4 @@
-"""What kind of data lies at a path."""
+"""Find out what kind of data a path holds."""
 
 import os
 import re
@@ -6,70 +6,77 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from nanovlm.data.folders import captioned, from_json, imagefolder, pictures_in
-from nanovlm.data.hf_datasets import rows
-from nanovlm.data.source import EXTENSIONS, ReadOptions, Source, Stream
-from nanovlm.data.webdataset import tars
+from nanovlm.data.folders import list_images, open_captioned_folder, open_imagefolder
+from nanovlm.data.hf_datasets import open_dataset
+from nanovlm.data.json_files import open_json
+from nanovlm.data.source import IMAGE_EXTENSIONS, ReadOptions, Source, Stream
+from nanovlm.data.webdataset import open_tars
 from nanovlm.errors import DataError
 
 KINDS = (
-    "pictures with a .txt beside each, metadata.jsonl, .csv or .parquet with a file_name, a .json or .jsonl of "
-    "conversations, messages or COCO's captions, .parquet or .arrow files, .tar shards, or a Hub data set owner/name"
+    "images with a .txt beside each, metadata.jsonl, .csv or .parquet with a file_name, a .json or .jsonl of "
+    "conversations, messages or COCO's captions, .parquet or .arrow files, .tar shards, or a Hub dataset owner/name"
 )
+HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.,() -]+)?")  # owner/name or owner/name:subset
 
 
 def open_source(
-    path: str, reading: ReadOptions, generators: Mapping[str, Callable[[], Source]] = MappingProxyType({})
+    path: str, options: ReadOptions, generators: Mapping[str, Callable[[], Source]] = MappingProxyType({})
 ) -> Source | Stream:
-    """The examples at a path; a DataError says what was found instead.
+    """The examples at a path: a folder, a file or a Hub dataset. DataError tells what was found instead.
 
-    generators are sources without files, by the name that stands for a path; a file of that name goes first.
+    generators are sources without files by name, such as {"scenes": scene_source}; an existing path goes first.
     """
-    if not os.path.exists(path):
-        if path in generators:
-            return generators[path]()
-        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.,() -]+)?", path):
-            return rows(path, reading)
-        raise DataError(f"{path}: no such file or folder; data is {KINDS}")
-    place = Path(path)
-    if place.is_dir():
-        return _folder(path, place, reading)
-    suffix = place.suffix.lower()
+    if os.path.isdir(path):
+        return _open_folder(path, options)
+    if os.path.exists(path):
+        return _open_file(path, options)
+    if path in generators:
+        return generators[path]()
+    if HUB_DATASET.fullmatch(path):
+        return open_dataset(path, options)
+    raise DataError(f"{path}: no such file or folder; data is {KINDS}")
+
+
+def _open_file(path: str, options: ReadOptions) -> Source | Stream:
+    file = Path(path)
+    suffix = file.suffix.lower()
     if suffix in (".json", ".jsonl"):
-        return from_json(place, reading)
+        return open_json(file, options)
     if suffix == ".tar":
-        return tars(path, [path], reading)
-    if suffix == ".csv" or (suffix == ".parquet" and place.stem == "metadata"):
-        return imagefolder(str(place.parent), [place], reading)
+        return open_tars(path, [path], options)
+    if suffix == ".csv" or (suffix == ".parquet" and file.stem == "metadata"):
+        return open_imagefolder(str(file.parent), [file], options)
     if suffix in (".parquet", ".arrow"):
-        return rows(path, reading, [path])
-    if suffix in EXTENSIONS:
-        raise DataError(f"{path} is one picture; name the folder in which it lies, with its .txt beside it")
-    raise DataError(f"{path} is not known by its name; data is {KINDS}")
+        return open_dataset(path, options, [path])
+    if suffix in IMAGE_EXTENSIONS:
+        raise DataError(f"{path} is one image; name the folder that holds it and its .txt")
+    raise DataError(f"{path} has no known extension; data is {KINDS}")
 
 
-def _folder(path: str, place: Path, reading: ReadOptions) -> Source | Stream:
-    if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
-        return rows(path, reading)
-    tables = sorted(table for kind in ("jsonl", "csv", "parquet") for table in place.rglob(f"metadata.{kind}"))
+def _open_folder(path: str, options: ReadOptions) -> Source | Stream:
+    folder = Path(path)
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        return open_dataset(path, options)
+    tables = sorted(table for suffix in ("jsonl", "csv", "parquet") for table in folder.rglob(f"metadata.{suffix}"))
     if tables:
-        return imagefolder(path, tables, reading)
-    pictures = pictures_in(place)
-    if any(Path(place, picture).with_suffix(".txt").is_file() for picture in pictures):
-        return captioned(path, pictures, reading)
-    found = {
-        kind: sorted(str(file) for file in place.rglob(f"*.{kind}") if file.is_file())
-        for kind in ("tar", "parquet", "arrow")
-    }
-    found["json"] = sorted(str(file) for file in place.iterdir() if file.suffix in (".json", ".jsonl"))
-    if found["tar"]:
-        return tars(path, found["tar"], reading)
-    if files := found["parquet"] or found["arrow"]:
-        return rows(path, reading, files)
-    if len(found["json"]) == 1:
-        return from_json(Path(found["json"][0]), reading)
-    if found["json"]:
-        raise DataError(f"{path} holds {len(found['json'])} .json files; name the one to read: {found['json'][0]}")
-    if pictures:
-        return captioned(path, pictures, reading)  # which says that captions are missing
-    raise DataError(f"no pictures found in {path}; data is {KINDS}")
+        return open_imagefolder(path, tables, options)
+    images = list_images(folder)
+    if any(Path(folder, image).with_suffix(".txt").is_file() for image in images):
+        return open_captioned_folder(path, images, options)
+    if tars := _files_below(folder, "tar"):
+        return open_tars(path, tars, options)
+    if files := _files_below(folder, "parquet") or _files_below(folder, "arrow"):
+        return open_dataset(path, options, files)
+    json_files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".jsonl"))
+    if len(json_files) == 1:
+        return open_json(json_files[0], options)
+    if json_files:
+        raise DataError(f"{path} holds {len(json_files)} .json files; name the one to read: {json_files[0]}")
+    if images:
+        return open_captioned_folder(path, images, options)  # which reports that captions are missing
+    raise DataError(f"no images found in {path}; data is {KINDS}")
+
+
+def _files_below(folder: Path, suffix: str) -> list[str]:
+    return sorted(str(file) for file in folder.rglob(f"*.{suffix}") if file.is_file())

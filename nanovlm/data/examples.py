@@ -1,8 +1,8 @@
-"""Training examples: a picture with questions and answers, as the ids, targets and images a step learns from."""
+"""Training examples: images with questions and answers, encoded as the token ids, targets and tiles of a step."""
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from PIL import Image
@@ -12,118 +12,160 @@ from nanovlm.errors import DataError, ImageError
 from nanovlm.image_processing import load_image
 from nanovlm.processor import Processor
 
-IGNORE_INDEX = -100  # a target that asks for nothing
-MULTIPLE = 8  # batches are a multiple of this long, so that a compiled step meets few different shapes
+IGNORE_INDEX = -100  # a target without a loss
+PAD_MULTIPLE = 8  # batch lengths are multiples of this, so that a compiled step meets few different shapes
+
+ImageSource = Image.Image | str | os.PathLike | bytes  # or any file object to read from
+Augment = Callable[[Image.Image], Image.Image]
 
 
 class ExampleError(DataError):
-    """An example that nothing can be learned from; one line that names it and says why."""
+    """An example that cannot be used for training; the message is one line that names the example and the reason."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """Pictures, opened when they are encoded, and pairs of a prompt and its answer about them.
+    """Images, opened when the example is encoded, and (prompt, answer) pairs about them.
 
-    Each pair stands for itself or, in a chain, follows those before it as the turns of one conversation.
+    The pairs are independent of each other or, if multi_turn, the turns of one conversation.
     """
 
-    pictures: Sequence[Image.Image | str | os.PathLike | bytes]  # or a file to read from
-    answers: Sequence[tuple[str, str]]
+    images: Sequence[ImageSource]
+    qa_pairs: Sequence[tuple[str, str]]
     name: str = "example"
-    chain: bool = False
+    multi_turn: bool = False
 
 
 @dataclass(frozen=True)
 class EncodedExample:
-    """An example encoded: ids, targets and mask of equal length, and the tiles of its pictures."""
+    """Token ids, targets and segments (attention mask values), all of length T, and tiles (n, 3, S, S) per image.
 
-    ids: list[int]
-    targets: list[int]
-    mask: list[int]
-    images: list[Tensor]
-
-
-View = Callable[[Image.Image], Image.Image]
-
-
-def encode(example: Example, processor: Processor, view: View | None = None) -> EncodedExample:
-    """Read the pictures once, as the trunk (mask 1), and hang each question on it as a branch (mask 2, 3, ...).
-
-    A branch reads exactly the ids that generation would read and say for that question alone; see
-    `models.language_model.visible`. A chain is one branch, whose later answers read the turns before them. view, if
-    given, is how each picture is looked at.
+    targets[t] is the id that ids[t] should predict. mask is 1 for the shared prefix and k + 2 for the k-th
+    continuation; see `models.language_model.build_attention_mask`.
     """
-    tokenizer = processor.tokenizer
-    pictures = [_opened(picture, example.name) for picture in example.pictures]
-    tiles = [processor.preprocess(view(picture) if view else picture) for picture in pictures]
+
+    ids: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    images: list[Tensor] = field(default_factory=list)
+
+
+def encode(example: Example, processor: Processor, augment: Augment | None = None) -> EncodedExample:
+    """Encode an example so that each answer is predicted from exactly the ids that generation would have seen.
+
+    The images are the shared prefix (mask 1); each pair is a continuation of it (mask 2, 3, ...) that does not see the
+    others. A multi-turn example is one continuation, whose answers follow the turns before them. augment, if given, is
+    applied to each image. ExampleError if an image cannot be read or no answer is left to learn.
+    """
+    images = [_load(image, example.name) for image in example.images]
+    tiles = [processor.preprocess(augment(image) if augment else image) for image in images]
     grids = [grid for _, grid in tiles]
-    ids, targets, mask, history = [], [], [], []
-    for question, (prompt, answer) in enumerate(example.answers):
-        read = processor.encode_prompt(grids, prompt, history)
-        said = tokenizer.encode(answer) + [tokenizer.eos_token_id]
-        trunk = len(read) - read[::-1].index(tokenizer.image_token_id) if grids and not history else 0
-        if not ids:
-            ids, targets, mask = read[:trunk], [IGNORE_INDEX] * trunk, [1] * trunk
-        known = len(ids) if history else trunk
-        if history and read[: known + 1] != ids + targets[-1:]:
-            raise ExampleError(
-                f"{example.name}: in its turn {question + 1} the model would read another answer before than it was "
-                "taught, as its template or tokenizer changes it; split the conversation into single questions"
-            )
-        ids += read[known:] + said[:-1]
-        targets += [IGNORE_INDEX] * (len(read) - known - 1) + said
-        mask += [2 if example.chain else question + 2] * (len(read) - known + len(said) - 1)
-        if example.chain:
-            history.append((prompt, answer))
-    if not any(target != IGNORE_INDEX for target in targets):
+    row = EncodedExample(images=[tile for tile, _ in tiles])
+    if example.multi_turn:
+        _append_turns(row, example, processor, grids)
+    else:
+        _append_questions(row, example, processor, grids)
+    if not any(target != IGNORE_INDEX for target in row.targets):
         raise ExampleError(f"{example.name} has no answer to learn")
-    return EncodedExample(ids, targets, mask, [tile for tile, _ in tiles])
+    return row
 
 
-def _opened(picture, name: str) -> Image.Image:
+def _append_questions(row: EncodedExample, example: Example, processor: Processor, grids: list) -> None:
+    for segment, (prompt, answer) in enumerate(example.qa_pairs, start=2):
+        prompt_ids = processor.encode_prompt(grids, prompt, [])
+        shared = _shared_prefix_length(prompt_ids, processor)
+        if segment == 2:
+            _append_prefix(row, prompt_ids[:shared])
+        _append_pair(row, prompt_ids[shared:], _answer_ids(answer, processor), segment)
+
+
+def _append_turns(row: EncodedExample, example: Example, processor: Processor, grids: list) -> None:
+    for turn, (prompt, answer) in enumerate(example.qa_pairs):
+        prompt_ids = processor.encode_prompt(grids, prompt, list(example.qa_pairs[:turn]))
+        if turn == 0:
+            _append_prefix(row, prompt_ids[: _shared_prefix_length(prompt_ids, processor)])
+        elif prompt_ids[: len(row.ids) + 1] != row.ids + row.targets[-1:]:
+            raise ExampleError(
+                f"{example.name}: in turn {turn + 1} the model would read an earlier answer differently than it "
+                "learned it, as the chat template or the tokenizer changes it; split the conversation into single questions"
+            )
+        _append_pair(row, prompt_ids[len(row.ids) :], _answer_ids(answer, processor), segment=2)
+
+
+def _append_prefix(row: EncodedExample, ids: Sequence[int]) -> None:
+    row.ids.extend(ids)
+    row.targets.extend([IGNORE_INDEX] * len(ids))
+    row.mask.extend([1] * len(ids))
+
+
+def _append_pair(row: EncodedExample, prompt_ids: Sequence[int], answer_ids: Sequence[int], segment: int) -> None:
+    """Add a prompt without a loss and the answer to predict after it, whose last id is a target only."""
+    row.ids.extend([*prompt_ids, *answer_ids[:-1]])
+    row.targets.extend([*[IGNORE_INDEX] * (len(prompt_ids) - 1), *answer_ids])
+    row.mask.extend([segment] * (len(prompt_ids) + len(answer_ids) - 1))
+
+
+def _shared_prefix_length(prompt_ids: Sequence[int], processor: Processor) -> int:
+    """Length up to and including the last image token; 0 without images."""
+    image_token_id = processor.tokenizer.image_token_id
+    return len(prompt_ids) - prompt_ids[::-1].index(image_token_id) if image_token_id in prompt_ids else 0
+
+
+def _answer_ids(answer: str, processor: Processor) -> list[int]:
+    return [*processor.tokenizer.encode(answer), processor.tokenizer.eos_token_id]
+
+
+def _load(image: ImageSource, name: str) -> Image.Image:
     try:
-        return load_image(picture, None if isinstance(picture, (str, os.PathLike)) else name)
+        return load_image(image, None if isinstance(image, (str, os.PathLike)) else name)
     except ImageError as error:
         raise ExampleError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
 
 
-def encode_checked(example: Example, processor: Processor, view: View | None = None) -> EncodedExample:
-    """`encode`, but whatever would silently teach something else than its writer meant is an ExampleError."""
-    name, cfg = example.name, processor.cfg
-    for prompt, answer in example.answers:
-        if not answer.strip():
-            raise ExampleError(f"{name} has an empty answer to {prompt!r}")
-        for token in ("<image>", *(cfg.vlm_extra_tokens or {}).values()):
-            for text, kind in ((prompt, "question"), (answer, "answer")):
-                if token in text:
-                    raise ExampleError(f"{name} has {token} in its {kind}, where it would be mere letters; take it out")
-    row = encode(example, processor, view)
-    if (length := len(row.ids)) > (limit := cfg.lm_max_position_embeddings):
-        of_pictures = sum(map(len, row.images)) * cfg.mp_image_token_length
+def encode_checked(example: Example, processor: Processor, augment: Augment | None = None) -> EncodedExample:
+    """`encode`, with an ExampleError for empty answers, image placeholders in the text and too long examples."""
+    _check_text(example, processor)
+    row = encode(example, processor, augment)
+    length, limit = len(row.ids), processor.cfg.lm_max_position_embeddings
+    if length > limit:
+        image_tokens = sum(map(len, row.images)) * processor.cfg.mp_image_token_length
         raise ExampleError(
-            f"{name} takes {length} tokens, {of_pictures} of them for pictures, but lm_max_position_embeddings="
+            f"{example.name} takes {length} tokens, {image_tokens} of them for images, but lm_max_position_embeddings="
             f"{limit}; shorten its text or split it"
         )
     return row
 
 
-def collate(rows: Sequence[EncodedExample], pad: int = 0, limit: int | None = None) -> dict[str, Tensor | None]:
+def _check_text(example: Example, processor: Processor) -> None:
+    special = ("<image>", *(processor.cfg.vlm_extra_tokens or {}).values())
+    for prompt, answer in example.qa_pairs:
+        if not answer.strip():
+            raise ExampleError(f"{example.name} has an empty answer to {prompt!r}")
+        for token in special:
+            for text, kind in ((prompt, "question"), (answer, "answer")):
+                if token in text:
+                    raise ExampleError(
+                        f"{example.name} has {token} in its {kind}, where it would be plain text; remove it"
+                    )
+
+
+def collate(rows: Sequence[EncodedExample], pad_id: int = 0, max_length: int | None = None) -> dict[str, Tensor | None]:
     """A batch for the model's forward: input_ids, targets and attention_mask (B, T), images (N, 3, S, S) or None.
 
-    T is the longest row's length, rounded up to a MULTIPLE but not beyond limit, the positions that the model has.
+    T is the longest row's length, rounded up to a multiple of PAD_MULTIPLE unless that exceeds max_length.
     """
     longest = max(len(row.ids) for row in rows)
-    rounded = -(-longest // MULTIPLE) * MULTIPLE
-    if limit is None or rounded <= limit:
+    rounded = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
+    if max_length is None or rounded <= max_length:
         longest = rounded
 
-    def padded(values: str, filler: int) -> Tensor:
-        return torch.tensor([getattr(row, values) + [filler] * (longest - len(row.ids)) for row in rows])
+    def pad(lists: Sequence[list[int]], value: int) -> Tensor:
+        return torch.tensor([values + [value] * (longest - len(values)) for values in lists])
 
     images = [tile for row in rows for tile in row.images]
     return {
-        "input_ids": padded("ids", pad),
-        "targets": padded("targets", IGNORE_INDEX),
-        "attention_mask": padded("mask", 0),
+        "input_ids": pad([row.ids for row in rows], pad_id),
+        "targets": pad([row.targets for row in rows], IGNORE_INDEX),
+        "attention_mask": pad([row.mask for row in rows], 0),
         "images": torch.cat(images) if images else None,
     }

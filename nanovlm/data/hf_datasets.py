@@ -1,105 +1,123 @@
-"""Rows of a data set that the `datasets` library reads: the_cauldron's and FineVision's, chats, or plain columns."""
+"""Datasets read with the `datasets` library: folders of `save_to_disk`, parquet and arrow files, or the Hub."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanovlm.data.formats import CHATS, check_columns, columns, record_example, wanted
-from nanovlm.data.source import COLUMNS, EXTRA, ReadOptions, Source, Stream
-from nanovlm.errors import DataError
+from nanovlm.data.formats import CHAT_COLUMNS, check_columns, find_columns, passes_ratings, record_to_example
+from nanovlm.data.source import COLUMN_OPTIONS, INSTALL_DATA, ReadOptions, Source, Stream
+from nanovlm.errors import DataError, MissingExtraError
 
 
-def rows(path: str, reading: ReadOptions, files: Sequence[str] = ()) -> Source | Stream:
-    """The rows of a folder that `save_to_disk` wrote, of parquet or arrow files, or of a Hub data set owner/name.
+def open_dataset(path: str, options: ReadOptions, files: Sequence[str] = ()) -> Source | Stream:
+    """The rows of parquet or arrow files, of a folder that `save_to_disk` wrote, or of a Hub dataset owner/name.
 
     owner/name:subset names one of its subsets. Its split "train" is read, or its only one.
     """
+    on_hub = not (files or Path(path).exists())
+    dataset = _select_split(path, _load(path, options, files, on_hub))
+    column_names = dataset.column_names or list(next(iter(dataset), {}))
+    supported = _check_columns(path, column_names, options)
+    dataset = _without_decoding(dataset)
+    make_example = partial(record_to_example, root=None, options=options)
+    if on_hub and options.stream:
+        keep_row = partial(passes_ratings, options=options)
+        return Stream(
+            path, partial(_stream, path, dataset), make_example, keep_row, supported_options=[*supported, "stream"]
+        )
+    if not len(dataset):
+        raise DataError(f"no images found: {path} has no rows")
+    nbytes = dataset.data.nbytes
+    record_numbers = None
+    if options.min_ratings and "texts" in column_names:
+        rated = dataset.select_columns(["texts", *(f"{rating}_ratings" for rating in options.min_ratings)])
+        record_numbers = [i for i, row in enumerate(rated) if passes_ratings(row, options)]
+        if not record_numbers:
+            raise DataError(f"{path} has no row rated so high; lower --min-rating")
+        dataset = dataset.select(record_numbers)
+    return Source(
+        path, dataset, make_example, supported_options=supported, record_numbers=record_numbers, nbytes=nbytes
+    )
+
+
+def _load(path: str, options: ReadOptions, files: Sequence[str], on_hub: bool) -> Any:
+    """A Dataset, IterableDataset or a dict of them by split."""
     try:
         import datasets
     except ImportError:
-        raise DataError(f"{path} is read through the datasets library: {EXTRA}") from None
-    hub = not (files or Path(path).exists())
+        raise MissingExtraError(f"{path} is read with the datasets library: {INSTALL_DATA}") from None
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is told below, once
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below, once
     try:
         if files:
-            kind = "arrow" if files[0].endswith(".arrow") else "parquet"
-            found = datasets.load_dataset(kind, data_files=list(files))
-        elif hub:
+            builder = "arrow" if files[0].endswith(".arrow") else "parquet"
+            return datasets.load_dataset(builder, data_files=list(files))
+        if on_hub:
             name, _, subset = path.partition(":")
-            found = datasets.load_dataset(name, subset or None, streaming=reading.stream)
-        else:
-            found = datasets.load_from_disk(path)
-    except Exception as error:  # of many kinds, from DNS to disk
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        way = "if you are offline, name a local folder" if hub else "write or download it again"
-        raise DataError(f"{path}: the datasets library cannot read it: {reason}; {way}") from None
-    if isinstance(found, dict):
-        if "train" not in found and len(found) > 1:
-            raise DataError(f"{path} has no split 'train', only {', '.join(found)}; save the one you mean by itself")
-        found = found.get("train", next(iter(found.values())))
-    names = found.column_names or list(next(iter(found), {}))
-    _check(path, names, reading)
-    found = undecoded(found)
-    example = partial(record_example, root=None, reading=reading)
-    obeys = ["min_ratings"] if "texts" in names else () if set(CHATS) & set(names) else COLUMNS
-    if hub and reading.stream:
-        return Stream(
-            path, partial(_streamed, path, found), example, partial(wanted, reading=reading), obeys=[*obeys, "stream"]
-        )
-    if not len(found):
-        raise DataError(f"no pictures found: {path} has no rows")
-    nbytes = found.data.nbytes
-    if not reading.min_ratings or "texts" not in names:
-        return Source(path, found, example, obeys=obeys, nbytes=nbytes)
-    asked = found.select_columns(["texts", *(f"{rating}_ratings" for rating in reading.min_ratings)])
-    left = [i for i, row in enumerate(asked) if wanted(row, reading)]
-    if not left:
-        raise DataError(f"{path} has no row rated so high; lower --min-rating")
-    return Source(path, found.select(left), example, numbers=left, obeys=obeys, nbytes=nbytes)
+            return datasets.load_dataset(name, subset or None, streaming=options.stream)
+        return datasets.load_from_disk(path)
+    except Exception as error:  # the library raises errors of many kinds, from DNS to disk
+        hint = "if you are offline, name a local folder" if on_hub else "write or download it again"
+        raise DataError(f"{path}: the datasets library cannot read it: {_first_line(error)}; {hint}") from None
 
 
-def _streamed(path: str, found: Any) -> Iterator[dict[str, Any]]:
-    """All rows of a streamed data set, in every process: `iter(found)` would deal them out among the processes that
-    prepare batches, each of which counts for itself and needs them all."""
+def _select_split(path: str, dataset: Any) -> Any:
+    if not isinstance(dataset, dict):
+        return dataset
+    if "train" not in dataset and len(dataset) > 1:
+        raise DataError(f"{path} has no split 'train', only {', '.join(dataset)}; save the one you mean by itself")
+    return dataset.get("train", next(iter(dataset.values())))
+
+
+def _check_columns(path: str, columns: Collection[str], options: ReadOptions) -> Sequence[str]:
+    """The options that apply to rows of these columns; DataError if no example can be made of them."""
+    if "texts" in columns:
+        check_columns([f"{rating}_ratings" for rating in options.min_ratings], columns, path)
+        return ["min_ratings"]
+    if not {"image", "images"} & set(columns):
+        raise DataError(f"no images found: {path} has no column image or images, only {', '.join(sorted(columns))}")
+    if set(CHAT_COLUMNS) & set(columns):
+        return []
+    find_columns(columns, path, options)
+    return COLUMN_OPTIONS
+
+
+def _stream(path: str, dataset: Any) -> Iterator[dict[str, Any]]:
+    """All rows of a streamed dataset in every process.
+
+    `iter(dataset)` would distribute them among DataLoader workers, but each of ours counts positions over all rows.
+    """
     try:
-        for batch in found.iter(batch_size=1):
+        for batch in dataset.iter(batch_size=1):
             yield {name: values[0] for name, values in batch.items()}
-    except Exception as error:  # of many kinds, from DNS to a broken file
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # the library raises errors of many kinds, from DNS to a broken file
         raise OSError(
-            f"the stream of {path} broke off ({reason}); the same command goes on from the last checkpoint"
+            f"the stream of {path} broke off ({_first_line(error)}); rerun the same command to resume from the last "
+            "checkpoint"
         ) from None
 
 
-def _check(path: str, names: Iterable[str], reading: ReadOptions) -> None:
-    """Refuse rows that no example could be made of, before any is read."""
-    names = list(names)
-    if "texts" in names:
-        check_columns([f"{rating}_ratings" for rating in reading.min_ratings], names, path)
-        return
-    if not {"image", "images"} & set(names):
-        raise DataError(f"no pictures found: {path} has no column image or images, only {', '.join(sorted(names))}")
-    if not set(CHATS) & set(names):
-        columns(names, path, reading)
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def undecoded(found: Any) -> Any:
-    """The same rows with pictures as their bytes, so that one that is broken is named and not a traceback."""
+def _without_decoding(dataset: Any) -> Any:
+    """The same rows with images as their bytes, so that a broken one is an ExampleError that names it."""
     import datasets
 
-    def off(feature: Any) -> bool:
+    def disable_decoding(feature: Any) -> bool:
+        """Whether the feature is or holds an image, whose decoding is then off."""
         if isinstance(feature, datasets.Image):
             feature.decode = False
             return True
         inner = feature.values() if isinstance(feature, dict) else [getattr(feature, "feature", None)]
-        turned = [off(one) for one in inner if one is not None]
-        return any(turned)
+        holds_image = [disable_decoding(one) for one in inner if one is not None]
+        return any(holds_image)
 
-    for name, feature in (found.features or {}).items():
-        plain = copy.deepcopy(feature)
-        if off(plain):
-            found = found.cast_column(name, plain)
-    return found
+    for name, feature in (dataset.features or {}).items():
+        changed = copy.deepcopy(feature)
+        if disable_decoding(changed):
+            dataset = dataset.cast_column(name, changed)
+    return dataset

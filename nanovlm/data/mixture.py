@@ -1,5 +1,6 @@
-"""Which example stands where: a pure function of the seed and the place, so that a training goes on anywhere."""
+"""Which example is shown when: a pure function of the seed and the position, so that training can resume anywhere."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -9,7 +10,6 @@ from random import Random
 import torch
 from torch import Tensor
 
-from nanovlm.console import print_error
 from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate, encode_checked
 from nanovlm.data.packing import pack
 from nanovlm.data.source import Source, Stream
@@ -17,157 +17,177 @@ from nanovlm.errors import DataError
 from nanovlm.image_processing import random_crop
 from nanovlm.processor import Processor
 
-BLOCK = 1000  # places over which shares are kept exactly
-TRIES = 100  # bad examples in a row after which skipping them is hiding something
+SHARE_BLOCK = 1000  # positions within which each share is kept exactly
+MAX_CONSECUTIVE_ERRORS = 100  # more bad examples in a row than this are not skipped but raise
 
-
-def digest(key: str) -> float:
-    """A number in [0, 1) that is a key's for ever."""
-    return int.from_bytes(blake2b(key.encode("utf-8", "surrogatepass"), digest_size=6).digest()) / 2**48
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Subset:
-    """Some examples of a source by their numbers, or all that a stream has; and the share that was named for them."""
+    """Some examples of a source by index, or all of a stream; weight is the share that the user gave the source."""
 
     source: Source | Stream
-    numbers: Sequence[int]
+    indices: Sequence[int]
     weight: float | None = None
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.indices)
 
     def __iter__(self) -> Iterator[tuple[str, object]]:
-        """Name and record of each example; `source.example` makes it of them."""
+        """Name and record of each example, from which `source.make_example` makes it."""
         if isinstance(self.source, Stream):
-            yield from ((self.source.name(number), row) for number, row in self.source.numbered())
+            for number, row in self.source.numbered_rows():
+                yield self.source.name(number), row
         else:
-            yield from ((self.source.name(number), self.source.records[number]) for number in self.numbers)
+            for i in self.indices:
+                yield self.source.name(i), self.source.records[i]
 
 
-def split(sources: Sequence[tuple[Source | Stream, float | None]], validation: float) -> tuple[list[Subset], list[Subset]]:
-    """What is learned from and what is held out: a share (below 1) or a number of all examples.
+def split(
+    sources: Sequence[tuple[Source | Stream, float | None]], validation: float
+) -> tuple[list[Subset], list[Subset]]:
+    """Split (source, weight) pairs into training and held-out subsets; validation is a fraction below 1 or a number.
 
-    The hash of an example's key decides, so that an example stays on its side when others come or go, and examples
-    of one picture stay together, even if that holds out a few more than asked.
+    The hash of an example's key decides, so that an example stays on its side when others come or go, and examples of
+    one image stay together, even if that holds out a few more than asked. Endless sources are not held out.
     """
-    hashes = {}
+    hashes: dict[int, list[float]] = {}
     for i, (source, _) in enumerate(sources):
-        if validation and not source.endless:
-            hashes[i] = [digest(source.key(n)) for n in range(len(source))]
-    below = validation
+        if validation and isinstance(source, Source) and not source.endless:
+            hashes[i] = [hash_fraction(source.key(n)) for n in range(len(source))]
+    threshold = validation
     if validation >= 1:
         if any(isinstance(source, Stream) for source, _ in sources):
-            raise DataError(f"--validation {validation:g} would count examples, and a stream's are not; name a share")
-        ranked = sorted(value for values in hashes.values() for value in values)
-        if validation >= len(ranked):
-            raise DataError(f"--validation {validation:g} of {len(ranked)} examples leaves none to learn from")
-        last = ranked[int(validation) - 1]
-        below = min((value for value in ranked if value > last), default=1.0)
-    learned, held = [], []
+            raise DataError(f"--validation {validation:g} counts examples, but a stream has no size; name a fraction")
+        threshold = _threshold_for(int(validation), hashes)
+    train: list[Subset] = []
+    held_out: list[Subset] = []
     for i, (source, weight) in enumerate(sources):
-        if isinstance(source, Stream):
-            learned.append(Subset(source.only(_Side(below, False)) if validation else source, (), weight))
-            if validation:
-                held.append(Subset(source.only(_Side(below, True)), (), weight))
-            continue
-        values = hashes.get(i)
-        inside = range(len(source)) if values is None else [n for n, value in enumerate(values) if value >= below]
-        if not len(inside):
+        subsets = _split_source(source, weight, hashes.get(i), threshold)
+        train.append(subsets[0])
+        held_out += subsets[1:]
+        if not isinstance(source, Stream) and not len(subsets[0]):
             raise DataError(f"--validation {validation:g} leaves no example of {source.path} to learn from")
-        learned.append(Subset(source, inside, weight))
-        if outside := [n for n, value in enumerate(values or ()) if value < below]:
-            held.append(Subset(source, outside, weight))
-    if validation and not held:
+    if validation and not held_out:
         raise DataError(f"--validation {validation:g} holds nothing out of so few examples; raise it")
-    return learned, held
+    return train, held_out
+
+
+def hash_fraction(key: str) -> float:
+    """A number in [0, 1) that depends on the key alone."""
+    return int.from_bytes(blake2b(key.encode("utf-8", "surrogatepass"), digest_size=6).digest()) / 2**48
+
+
+def _threshold_for(n: int, hashes: dict[int, list[float]]) -> float:
+    """The threshold below which n of the hashes lie, or a few more that equal the n-th."""
+    ranked = sorted(value for values in hashes.values() for value in values)
+    if n >= len(ranked):
+        raise DataError(f"--validation {n} of {len(ranked)} examples leaves none to learn from")
+    return min((value for value in ranked if value > ranked[n - 1]), default=1.0)
+
+
+def _split_source(
+    source: Source | Stream, weight: float | None, hashes: list[float] | None, threshold: float
+) -> list[Subset]:
+    """The training subset and, unless it is empty, the held-out one."""
+    if isinstance(source, Stream):
+        if not threshold:
+            return [Subset(source, (), weight)]
+        return [Subset(source.filtered(_HashSide(threshold, held)), (), weight) for held in (False, True)]
+    if hashes is None:
+        return [Subset(source, range(len(source)), weight)]
+    subsets = [Subset(source, [i for i, value in enumerate(hashes) if value >= threshold], weight)]
+    if held_out := [i for i, value in enumerate(hashes) if value < threshold]:
+        subsets.append(Subset(source, held_out, weight))
+    return subsets
 
 
 @dataclass(frozen=True)
-class _Side:
-    below: float
-    held: bool
+class _HashSide:
+    threshold: float
+    held_out: bool
 
     def __call__(self, key: str) -> bool:
-        return (digest(key) < self.below) == self.held
+        return (hash_fraction(key) < self.threshold) == self.held_out
 
 
 class Mixture:
-    """An endless sequence of examples, in which each part has its share.
+    """An endless sequence of examples in which each subset has its share.
 
-    Parts without a weight are shuffled together and divide what the weights leave of 1; with a weight each, only the
-    weights' proportions count. Every group shows all it has before it shows anything again.
+    Subsets without a weight form one group, shuffled together, which gets what the weights leave of 1; if all have a
+    weight, only the proportions count. Every group shows all its examples before it repeats one.
     """
 
-    def __init__(self, parts: Sequence[Subset], seed: int):
+    def __init__(self, subsets: Sequence[Subset], seed: int):
         self.seed = seed
-        free = [part for part in parts if part.weight is None]
-        weights = [part.weight for part in parts if part.weight is not None]
-        self.groups = [[part] for part in parts if part.weight is not None]
-        endless = [part.source.path for part in free if part.source.endless]
-        if endless and len(parts) > 1:
-            raise DataError(f"{endless[0]} has no size to tell its share by; give it one, as in {endless[0]}@0.3")
-        if free:
+        unweighted = [subset for subset in subsets if subset.weight is None]
+        weights = [subset.weight for subset in subsets if subset.weight is not None]
+        self.groups = [[subset] for subset in subsets if subset.weight is not None]
+        endless = [subset.source.path for subset in unweighted if subset.source.endless]
+        if endless and len(subsets) > 1:
+            raise DataError(f"{endless[0]} has no size to derive its share from; give it one, as in {endless[0]}@0.3")
+        if unweighted:
             if sum(weights) >= 1:
                 raise DataError(
-                    f"shares of {' + '.join(f'{w:g}' for w in weights)} leave nothing for {free[0].source.path}, which "
-                    "has none; lower them, or give each a share"
+                    f"shares of {' + '.join(f'{w:g}' for w in weights)} leave nothing for {unweighted[0].source.path}, "
+                    "which has none; lower them, or give each source a share"
                 )
-            self.groups.append(free)
+            self.groups.append(unweighted)
             weights.append(1 - sum(weights))
         self.shares = [weight / sum(weights) for weight in weights]
         self.counts = _apportion(self.shares)
         if 0 in self.counts:
             path = self.groups[self.counts.index(0)][0].source.path
-            raise DataError(f"the share of {path} is less than one example in {BLOCK}; raise it, or leave it out")
+            raise DataError(f"the share of {path} is less than one example in {SHARE_BLOCK}; raise it, or leave it out")
 
-    def locate(self, place: int) -> tuple[int, int]:
-        """Whose turn it is at a place: a group, and how many turns that group had before."""
+    def locate(self, position: int) -> tuple[int, int]:
+        """The group whose example is at a position, and how many examples that group has shown before."""
         if len(self.groups) == 1:
-            return 0, place
-        block, inside = divmod(place, BLOCK)
-        order = _turns(tuple(self.counts), f"{self.seed} {block}")
-        group = order[inside]
-        return group, block * self.counts[group] + order[:inside].count(group)
+            return 0, position
+        block, offset = divmod(position, SHARE_BLOCK)
+        order = _group_order(tuple(self.counts), f"{self.seed} {block}")
+        group = order[offset]
+        return group, block * self.counts[group] + order[:offset].count(group)
 
     def pick(self, group: int, turn: int) -> tuple[Source | Stream, int]:
-        """The source and the number in it of a group's example, its turns counted over all epochs; for a stream,
-        the turn."""
-        parts = self.groups[group]
-        if isinstance(parts[0].source, Stream):
-            return parts[0].source, turn
-        epoch, k = divmod(turn, sum(map(len, parts)))
-        i = int(_permutation(sum(map(len, parts)), f"{self.seed} {group} {epoch}")[k])
-        for part in parts:
-            if i < len(part):
-                return part.source, part.numbers[i]
-            i -= len(part)
-        raise AssertionError
+        """The source of a group's turn-th example, counted over all epochs, and its index; for a stream, the turn."""
+        subsets = self.groups[group]
+        if isinstance(subsets[0].source, Stream):
+            return subsets[0].source, turn
+        size = sum(map(len, subsets))
+        epoch, k = divmod(turn, size)
+        i = int(_permutation(size, f"{self.seed} {group} {epoch}")[k])
+        for subset in subsets:
+            if i < len(subset):
+                return subset.source, subset.indices[i]
+            i -= len(subset)
+        raise AssertionError("a permutation holds indices below its size")
 
-    def epoch(self, place: int, later: int = 0) -> int:
-        """How often the example at a place, or later, was shown before."""
-        group, turn = self.locate(place)
-        stream = isinstance(self.groups[group][0].source, Stream)
-        return 0 if stream else (turn + later) // sum(map(len, self.groups[group]))
+    def epoch(self, position: int, skip: int = 0) -> int:
+        """How often the example at a position, or skip examples of its group later, has been shown before."""
+        group, turn = self.locate(position)
+        is_stream = isinstance(self.groups[group][0].source, Stream)
+        return 0 if is_stream else (turn + skip) // sum(map(len, self.groups[group]))
 
-    def example(self, place: int, later: int = 0) -> Example:
-        """The example at a place, or the one so many turns of its group later."""
-        group, turn = self.locate(place)
-        source, number = self.pick(group, turn + later)
-        return source.at(number, f"{self.seed} {group}") if isinstance(source, Stream) else source[number]
+    def example(self, position: int, skip: int = 0) -> Example:
+        """The example at a position, or the one of its group that comes skip examples later."""
+        group, turn = self.locate(position)
+        source, i = self.pick(group, turn + skip)
+        return source.example_at(i, f"{self.seed} {group}") if isinstance(source, Stream) else source[i]
 
 
 def _apportion(shares: Sequence[float]) -> list[int]:
-    """BLOCK divided by shares, the remainder going to the largest fractions (Hamilton's method)."""
-    counts = [int(share * BLOCK) for share in shares]
-    fractions = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * BLOCK)
-    for i in fractions[: BLOCK - sum(counts)]:
+    """SHARE_BLOCK divided by shares, the remainder going to the largest fractions (Hamilton's method)."""
+    counts = [int(share * SHARE_BLOCK) for share in shares]
+    by_fraction = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * SHARE_BLOCK)
+    for i in by_fraction[: SHARE_BLOCK - sum(counts)]:
         counts[i] += 1
     return counts
 
 
 @lru_cache(maxsize=4)
-def _turns(counts: tuple[int, ...], seed: str) -> list[int]:
+def _group_order(counts: tuple[int, ...], seed: str) -> list[int]:
     order = [group for group, count in enumerate(counts) for _ in range(count)]
     Random(seed).shuffle(order)
     return order
@@ -181,32 +201,36 @@ def _permutation(n: int, seed: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Batches:
-    """step -> a batch, a pure function that can be sent to another process."""
+    """A function step -> batch, see `collate`; it is pure and can be pickled."""
 
     mixture: Mixture
     processor: Processor
     batch_size: int
-    skip: bool = False  # show the group's next example in the place of a bad one
-    pack: int = 0  # join examples into rows of so many tokens; 0 keeps a row for each
-    augment: float = 0.0  # what is shown again is cropped at random, by up to this part of it on each side
-    skipped: set[str] = field(default_factory=set)  # what was said of bad examples, each of which comes again
+    skip_errors: bool = False  # show the group's next example instead of a bad one
+    pack: int = 0  # join examples into rows of at most this many tokens; 0 gives each a row
+    augment: float = 0.0  # crop images that are shown again at random, by up to this fraction on each side
+    reported: set[str] = field(default_factory=set)  # messages of skipped examples, which come again every epoch
 
-    def __call__(self, step: int) -> dict:
+    def __call__(self, step: int) -> dict[str, Tensor | None]:
         rows = [self.row(step * self.batch_size + b) for b in range(self.batch_size)]
         limit = self.processor.cfg.lm_max_position_embeddings
-        return collate(pack(rows, min(self.pack, limit)) if self.pack else rows, limit=limit)
+        return collate(pack(rows, min(self.pack, limit)) if self.pack else rows, max_length=limit)
 
-    def row(self, place: int) -> EncodedExample:
-        rng = Random(f"{self.mixture.seed} {place}")
-        for later in range(TRIES):
-            again = self.augment and self.mixture.epoch(place, later)
-            view = partial(random_crop, max_margin=self.augment, rng=rng) if again else None
+    def row(self, position: int) -> EncodedExample:
+        """The encoded example at a position; ExampleError if it is bad and skip_errors is off."""
+        rng = Random(f"{self.mixture.seed} {position}")
+        for skip in range(MAX_CONSECUTIVE_ERRORS):
+            shown_before = self.mixture.epoch(position, skip) > 0
+            crop = partial(random_crop, max_margin=self.augment, rng=rng) if self.augment and shown_before else None
             try:
-                return encode_checked(self.mixture.example(place, later), self.processor, view)
+                return encode_checked(self.mixture.example(position, skip), self.processor, crop)
             except ExampleError as error:
-                if not self.skip:
+                if not self.skip_errors:
                     raise
-                if str(error) not in self.skipped:
-                    self.skipped.add(str(error))
-                    print_error(f"skipped: {error}")
-        raise DataError(f"{TRIES} examples in a row cannot be used; see what is wrong by --check-data")
+                self._report(error)
+        raise DataError(f"{MAX_CONSECUTIVE_ERRORS} examples in a row cannot be used; see the reasons with --check-data")
+
+    def _report(self, error: ExampleError) -> None:
+        if str(error) not in self.reported:
+            self.reported.add(str(error))
+            logger.warning("skipped: %s", error)

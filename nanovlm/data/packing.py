@@ -1,4 +1,4 @@
-"""Several examples in one row, none of which sees or shifts another: less padding, the same losses."""
+"""Packing: several examples in one row, which neither see nor shift each other. Less padding, the same losses."""
 
 from collections.abc import Sequence
 
@@ -6,33 +6,33 @@ from models.language_model import PACK_STRIDE
 from nanovlm.data.examples import EncodedExample
 
 
-def pack(rows: Sequence[EncodedExample], length: int) -> list[EncodedExample]:
-    """Join rows into fewer of at most length tokens; one that is longer alone stays alone.
+def pack(rows: Sequence[EncodedExample], max_length: int) -> list[EncodedExample]:
+    """Join rows into fewer ones of at most max_length tokens; a row that is longer by itself stays as it is.
 
-    Best fit, the longest first (Johnson 1974): each goes where the least room is left over.
+    Best fit decreasing (Johnson 1974): the longest first, each into the bin with the least room left over.
     """
-    packed: list[list[EncodedExample]] = []
+    bins: list[list[EncodedExample]] = []
     room: list[int] = []
     for row in sorted(rows, key=lambda row: -len(row.ids)):
-        fitting = [i for i in range(len(packed)) if room[i] >= len(row.ids)]
+        fitting = [i for i in range(len(bins)) if room[i] >= len(row.ids)]
         if fitting:
             best = min(fitting, key=lambda i: room[i])
         else:
-            best = len(packed)
-            packed.append([])
-            room.append(length)
-        packed[best].append(row)
+            best = len(bins)
+            bins.append([])
+            room.append(max_length)
+        bins[best].append(row)
         room[best] -= len(row.ids)
-    return [join(some) for some in packed]
+    return [join(rows_of_bin) for rows_of_bin in bins]
 
 
 def join(rows: Sequence[EncodedExample]) -> EncodedExample:
-    """Rows one after another as one, each of whose samples `models.language_model.visible` keeps to itself."""
-    ids, targets, mask, images, samples = [], [], [], [], 0
+    """Concatenate rows; mask values PACK_STRIDE apart keep their samples from attending to each other."""
+    joined, samples = EncodedExample(), 0
     for row in rows:
-        ids += row.ids
-        targets += row.targets
-        mask += [value + samples * PACK_STRIDE for value in row.mask]
-        images += row.images
-        samples = mask[-1] // PACK_STRIDE + 1
-    return EncodedExample(ids, targets, mask, images)
+        joined.ids.extend(row.ids)
+        joined.targets.extend(row.targets)
+        joined.mask.extend(value + samples * PACK_STRIDE for value in row.mask)
+        joined.images.extend(row.images)
+        samples = joined.mask[-1] // PACK_STRIDE + 1
+    return joined

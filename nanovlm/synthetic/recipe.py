@@ -68,7 +68,7 @@ def _corpus() -> Iterator[str]:
     rng = Random("corpus")
     for _ in range(2000):
         example = scene_example(random_scene(rng), rng, n_questions=20, size=None)
-        for prompt, answer in example.answers:
+        for prompt, answer in example.qa_pairs:
             yield from ("user\n", prompt, "assistant\n", answer)
 
 
@@ -131,7 +131,7 @@ def scene_example(
 
 def as_conversation(example: Example, rng: Random) -> Example:
     """The example's pairs in random order as the turns of one conversation."""
-    return replace(example, answers=rng.sample(example.answers, len(example.answers)), chain=True)
+    return replace(example, qa_pairs=rng.sample(example.qa_pairs, len(example.qa_pairs)), multi_turn=True)
 
 
 def random_example(rng: Random, name: str = "example") -> Example:
@@ -189,7 +189,7 @@ def _batch(
     dropout, unnamed_share, multi_turn_share = (schedule_value(schedule, step) for schedule in schedules)
     rows = [_encoded(processor, rng, dropout, unnamed_share, multi_turn_share) for _ in range(batch_size)]
     limit = processor.cfg.lm_max_position_embeddings
-    return collate(pack_examples(rows, min(pack, limit)) if pack else rows, limit=limit)
+    return collate(pack_examples(rows, min(pack, limit)) if pack else rows, max_length=limit)
 
 
 def _encoded(

@@ -55,7 +55,7 @@ def train_model(args: argparse.Namespace) -> int:
         check_obeyed(args, [source for source, _ in sources])
         learned, held = split(sources, args.validation or 0)
         if args.check_data:
-            return check_data(learned, held, read_processor(args)[1], skip=args.on_bad_example == "skip")
+            return check_data(learned, held, read_processor(args)[1], skip_errors=args.on_bad_example == "skip")
         return fine_tune(args, cfg, learned, held)
     except ExampleError as error:
         print_error(
@@ -149,14 +149,14 @@ def reading(args: argparse.Namespace) -> ReadOptions:
         prompt_column=args.prompt_column,
         min_ratings=ratings,
         stream=bool(args.stream),
-        skip=args.on_bad_example == "skip",
+        skip_errors=args.on_bad_example == "skip",
     )
 
 
 def check_obeyed(args: argparse.Namespace, sources: list[Source | Stream]) -> None:
     """Refuse a flag that means nothing for any source."""
     for flag, name in {**{name: name for name in ReadOptions.__dataclass_fields__}, "min_rating": "min_ratings"}.items():
-        if getattr(args, flag, None) is not None and not any(name in source.obeys for source in sources):
+        if getattr(args, flag, None) is not None and not any(name in source.supported_options for source in sources):
             paths = ", ".join(source.path for source in sources)
             raise UsageError(f"--{flag.replace('_', '-')} means nothing for {paths}; leave it away")
 
@@ -194,13 +194,13 @@ def fine_tune(args: argparse.Namespace, cfg: TrainConfig, learned: list[Subset],
 
 def identity(learned: list[Subset]) -> str:
     """What tells these examples from others: of each source its path, share, number of examples and a digest of them,
-    see `Source.trace`."""
+    see `Source.fingerprint`."""
     said = []
     for part in learned:
         share = "" if part.weight is None else f"@{part.weight:g}"
         traces = blake2b(digest_size=4)
-        for number in part.numbers if not part.source.endless else ():
-            traces.update(part.source.trace(number).encode("utf-8", "surrogatepass") + b"\0")
+        for number in part.indices if not part.source.endless else ():
+            traces.update(part.source.fingerprint(number).encode("utf-8", "surrogatepass") + b"\0")
         said.append(f"{part.source.path}{share}" + f" ({len(part)}, {traces.hexdigest()})" * (not part.source.endless))
     return "; ".join(said)
 
@@ -224,11 +224,11 @@ def shown(unseen: Mixture, n: int) -> list[tuple[list[Image.Image], str]]:
     for place in range(n):
         try:
             example = unseen.example(place)
-            pictures = [load_image(picture) for picture in example.pictures]
+            pictures = [load_image(picture) for picture in example.images]
         except (ExampleError, ImageError):
             continue
-        if pictures and example.answers:
-            found.append((pictures, example.answers[0][0]))
+        if pictures and example.qa_pairs:
+            found.append((pictures, example.qa_pairs[0][0]))
     return found
 
 

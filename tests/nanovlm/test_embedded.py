@@ -59,7 +59,7 @@ def test_scenes_in_unnamed_colours_teach_no_colour(captioner):
         assert all(math.dist(t.rgb, c) >= 50 for t in scene.things for c in recipe.COLOURS.values())
         example = scene_example(scene, rng, 5, (96, 96), colorless=True)
         assert all(
-            words.isdisjoint(re.findall(r"\w+", prompt + " " + answer)) for prompt, answer in example.answers[1:]
+            words.isdisjoint(re.findall(r"\w+", prompt + " " + answer)) for prompt, answer in example.qa_pairs[1:]
         )
         row = encode(example, captioner.processor)
         bare = recipe.mask_tokens(row, names)
@@ -72,8 +72,8 @@ def test_scenes_in_unnamed_colours_teach_no_colour(captioner):
 def test_a_conversation_is_the_same_words_in_another_order_each_after_the_others(captioner):
     example = scene_example(random_scene(rng := Random("talk")), rng, 8, (96, 96))
     talks = [recipe.as_conversation(example, rng) for _ in range(4)]
-    assert all(sorted(talk.answers) == sorted(example.answers) for talk in talks)
-    assert len({tuple(talk.answers) for talk in talks}) == 4
+    assert all(sorted(talk.qa_pairs) == sorted(example.qa_pairs) for talk in talks)
+    assert len({tuple(talk.qa_pairs) for talk in talks}) == 4
     assert (
         len(set(encode(talks[0], captioner.processor).mask)) == 2 < len(set(encode(example, captioner.processor).mask))
     )

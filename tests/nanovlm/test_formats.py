@@ -326,7 +326,7 @@ def test_training_reads_what_generation_reads(captioner):
         row = encode(example, processor)
         assert sum(mask == 1 for mask in row.mask) >= row.ids.count(captioner.tokenizer.image_token_id)
         for question, (asked, answer) in enumerate(answers):
-            inputs = processor([example.pictures], [asked])
+            inputs = processor([example.images], [asked])
             read = inputs["input_ids"][0].tolist()
             said = [*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id]
             seen = [i for i, branch in enumerate(row.mask) if branch in (1, question + 2)]
@@ -352,7 +352,7 @@ def test_a_conversation_goes_on_after_what_was_said(format_version, captioner):
             ids += captioner.tokenizer.encode("\n") if k and format_version > 2 else []
             ids += processor([[] if k else pictures], [asked])["input_ids"][0].tolist()
             ids += [*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id]
-        row = encode(Example(pictures, turns, chain=True), processor)
+        row = encode(Example(pictures, turns, multi_turn=True), processor)
         assert [*row.ids, row.targets[-1]] == ids
 
 

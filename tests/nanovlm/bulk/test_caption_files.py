@@ -70,7 +70,7 @@ def test_a_folder_gets_a_text_beside_each_picture(generate, folder, texts):
     assert (code, out) == (0, "") and err.splitlines()[-1].startswith("5 captioned in ")
     assert sidecars(folder) == beside(texts) and not litter(folder)
     learned = open_source(str(folder), ReadOptions())
-    assert {learned.keys[i]: learned[i].answers[0][1] for i in range(len(learned))} == texts
+    assert {learned.keys[i]: learned[i].qa_pairs[0][1] for i in range(len(learned))} == texts
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -137,7 +137,7 @@ def test_two_runs_at_once_are_refused(generate, folder, texts, where, monkeypatc
 def test_metadata_is_at_once_a_training_set(generate, folder, texts):
     assert generate(folder, "--out", folder / "metadata.jsonl")[0] == 0
     learned = open_source(str(folder), ReadOptions())
-    assert {learned.keys[i]: learned[i].answers[0][1] for i in range(len(learned))} == texts
+    assert {learned.keys[i]: learned[i].qa_pairs[0][1] for i in range(len(learned))} == texts
 
 
 def test_prefix_suffix_and_length_are_said(generate, folder, said):

@@ -74,7 +74,7 @@ def test_chat_is_saved_as_text_and_as_training_data(chat):
     assert record["images"] == ["../good.png", "../fine.jpg"]
     assert [m["content"] for m in record["messages"]] == ["What?", answers[0], "And <b>?", answers[1]]
     example = open_source("saved/chat.json", ReadOptions())[0]
-    assert [question for question, _ in example.answers] == ["What?", "And <b>?"] and len(example.pictures) == 2
+    assert [question for question, _ in example.qa_pairs] == ["What?", "And <b>?"] and len(example.images) == 2
 
 
 @pytest.mark.parametrize("name", ["two words.png", "ünï-🙂.png", "two\nlines.png", os.fsdecode(b"\xff.png")])

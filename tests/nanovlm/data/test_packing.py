@@ -1,4 +1,4 @@
-"""A packed batch has the losses and gradients of its samples alone, and fewer places that say nothing."""
+"""A packed batch has the losses and gradients of its samples alone, with less padding."""
 
 import random
 
@@ -6,25 +6,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from models.language_model import PACK_STRIDE, build_attention_mask
 from nanovlm.data.examples import EncodedExample, Example, collate, encode
 from nanovlm.data.packing import join, pack
+from support import noise
 
 
-def noise(width, height, seed):
-    return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
-
-
-ANSWERS = [("What is this?", "A red star."), ("How many stars are there? " * 3, "one"), ("?", ""), ("Is it?", "yes")]
+PAIRS = [("What is this?", "A red star."), ("How many stars are there? " * 3, "one"), ("?", ""), ("Is it?", "yes")]
 EXAMPLES = [
-    Example([noise(16, 16, 0)], ANSWERS),
-    Example([], ANSWERS[:2]),
-    Example([noise(30, 48, 1)], ANSWERS[1:]),
-    Example([noise(30, 14, 2), noise(16, 16, 3)], ANSWERS[:2]),
-    Example([], ANSWERS[3:]),
-    Example([noise(16, 16, 4)], ANSWERS[3:]),
+    Example([noise(16, 16, 0)], PAIRS),
+    Example([], PAIRS[:2]),
+    Example([noise(30, 48, 1)], PAIRS[1:]),
+    Example([noise(30, 14, 2), noise(16, 16, 3)], PAIRS[:2]),
+    Example([], PAIRS[3:]),
+    Example([noise(16, 16, 4)], PAIRS[3:]),
 ]
 
 
@@ -38,7 +34,7 @@ def plain(length):
 
 
 @pytest.mark.parametrize("length", [10**6, 150, 1])
-def test_a_packed_loss_is_that_of_the_samples_alone(tiled, rows, length):
+def test_packed_loss_and_gradients_equal_those_of_the_samples_alone(tiled, rows, length):
     model, _ = tiled
     batch = collate(pack(rows, length))
     assert len(batch["input_ids"]) in {10**6: [1], 150: [2, 3], 1: [len(rows)]}[length]
@@ -62,23 +58,25 @@ def test_a_packed_loss_is_that_of_the_samples_alone(tiled, rows, length):
 
 
 @torch.no_grad()
-def test_a_sample_says_bit_for_bit_the_same_whatever_its_neighbours_are(tiled, rows):
+def test_logits_of_a_sample_do_not_depend_on_its_neighbors(tiled, rows):
     model, _ = tiled
     first, others, n = rows[5], [rows[1], rows[4]], len(rows[5].ids)
-    for place in range(2):
-        said = []
+    for position in range(2):
+        logits = []
         for other in others:
             other = EncodedExample((other.ids * 9)[:40], [1] * 40, [1] * 40, [])
-            pair = [first, other][:: 1 - 2 * place]
-            start = 40 * place
-            said.append(model(**collate([join(pair)]))[0][0, start : start + n])
-        assert torch.equal(*said)
+            pair = [first, other] if position == 0 else [other, first]
+            start = 40 * position
+            logits.append(model(**collate([join(pair)]))[0][0, start : start + n])
+        assert torch.equal(*logits)
 
 
-def test_who_sees_whom_in_a_packed_row():
-    mask = torch.tensor([[1, 2, 3, PACK_STRIDE + 1, PACK_STRIDE + 2, PACK_STRIDE + 2, PACK_STRIDE + 3, 2 * PACK_STRIDE + 1, 0]])
-    seen = build_attention_mask(mask, 9)[0, 0].int().tolist()
-    assert seen[:8] == [
+def test_attention_mask_of_a_packed_row():
+    mask = torch.tensor(
+        [[1, 2, 3, PACK_STRIDE + 1, PACK_STRIDE + 2, PACK_STRIDE + 2, PACK_STRIDE + 3, 2 * PACK_STRIDE + 1, 0]]
+    )
+    visible = build_attention_mask(mask, 9)[0, 0].int().tolist()
+    assert visible[:8] == [
         [1, 0, 0, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0, 0, 0],
         [1, 0, 1, 0, 0, 0, 0, 0, 0],
@@ -88,10 +86,10 @@ def test_who_sees_whom_in_a_packed_row():
         [0, 0, 0, 1, 0, 0, 1, 0, 0],
         [0, 0, 0, 0, 0, 0, 0, 1, 0],
     ]
-    assert seen[8][8] == 1
+    assert visible[8][8] == 1
 
 
-def test_a_row_of_rows_can_be_joined_again(rows):
+def test_joined_rows_can_be_joined_again(rows):
     nested, flat = join([join(rows[:2]), join(rows[2:4]), rows[4]]), join(rows[:5])
     assert nested.ids == flat.ids and nested.mask == flat.mask and nested.targets == flat.targets
     assert len(nested.images) == len(flat.images)
@@ -99,20 +97,20 @@ def test_a_row_of_rows_can_be_joined_again(rows):
 
 @settings(deadline=None, derandomize=True)
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=40), limit=st.integers(1, 120))
-def test_nothing_is_lost_nor_too_long(lengths, limit):
-    found = pack([plain(n) for n in lengths], limit)
-    assert sum(len(row.ids) for row in found) == sum(lengths)
-    assert sum(row.targets.count(8) for row in found) == len(lengths)
-    for row in found:
+def test_packing_loses_nothing_and_keeps_the_limit(lengths, limit):
+    packed = pack([plain(n) for n in lengths], limit)
+    assert sum(len(row.ids) for row in packed) == sum(lengths)
+    assert sum(row.targets.count(8) for row in packed) == len(lengths)
+    for row in packed:
         assert len(row.ids) == len(row.targets) == len(row.mask)
         assert len(row.ids) <= limit or row.targets.count(8) == 1
-    short = [row for row in found if len(row.ids) <= limit]
+    short = [row for row in packed if len(row.ids) <= limit]
     for i, row in enumerate(short):
         for other in short[:i]:
             assert len(row.ids) + len(other.ids) > limit, "two that would fit together"
 
 
-def test_pairs_that_fill_a_row_find_each_other():
+def test_pairs_that_fill_a_row_are_packed_together():
     lengths = [n for pair in range(1, 40) for n in (pair, 100 - pair)]
     random.Random(0).shuffle(lengths)
     assert [len(row.ids) for row in pack([plain(n) for n in lengths], 100)] == [100] * 39

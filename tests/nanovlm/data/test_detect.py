@@ -1,0 +1,47 @@
+"""What a path holds is found out, or the message says what is missing."""
+
+from pathlib import Path
+
+import pytest
+
+from nanovlm.data import open_source
+from nanovlm.errors import DataError
+from nanovlm.synthetic.recipe import scene_source
+from support.data import OPTIONS, check_refused, png, write
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+def test_generator_is_opened_by_its_name():
+    scenes = open_source("scenes", OPTIONS, {"scenes": scene_source})
+    one, again, other = scenes[7], scenes[7], scenes[8]
+    assert one.qa_pairs == again.qa_pairs and one.images[0].tobytes() == again.images[0].tobytes()
+    assert (one.name, len(one.qa_pairs)) == ("scenes[7]", 6)
+    assert one.images[0].tobytes() != other.images[0].tobytes()
+    check_refused("scenes", "scenes: no such file or folder")
+    Path("scenes").mkdir()
+    with pytest.raises(DataError, match="no images found in scenes"):
+        open_source("scenes", OPTIONS, {"scenes": scene_source})
+
+
+def test_paths_without_data_are_refused_with_the_reason():
+    Path("empty").mkdir()
+    write("a.png", png(1))
+    write("a.doc", b"x")
+    write("two/a.json", [])
+    write("two/b.json", [])
+    write("what.json", [{"a": 1, "b": 2}])
+    write("object.json", {"a": 1})
+    write("broken.json", b"{")
+    write("words.json", ["a"])
+    check_refused("empty", "no images found in empty", ".txt", "metadata.jsonl")
+    check_refused("nowhere", "nowhere: no such file or folder")
+    check_refused("no/where/at/all", "no such file or folder")
+    check_refused("a.png", "is one image; name the folder")
+    check_refused("a.doc", "a.doc has no known extension")
+    check_refused("two", "holds 2 .json files", "two/a.json")
+    check_refused("two/a.json", "no images found")
+    check_refused("what.json", "none of COCO's captions", "a, b")
+    check_refused("object.json", "dict, not a list")
+    check_refused("broken.json", "broken.json cannot be read")
+    check_refused("words.json", "words.json[0] is str")

@@ -1,0 +1,105 @@
+"""Folders of images with captions beside them or in a metadata table."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nanovlm import PROMPT
+from nanovlm.data import ReadOptions
+from support.data import OPTIONS, check_refused, png, read_all, write
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+def test_folder_of_images_with_captions_beside_them():
+    for name, seed in (("b.png", 1), ("cats/a.PNG", 2), ("cats/deep er/ü.v2.png", 3), (".trash/x.png", 4)):
+        write(f"mine/{name}", png(seed))
+        write(Path("mine", name).with_suffix(".txt"), f"\ufeff Number {seed}.\r\n")
+    write("mine/notes.txt", "not about a picture")
+    assert read_all("mine") == [
+        ("mine/b.png", [1], [("What?", "Number 1.")], False),
+        ("mine/cats/a.PNG", [2], [("What?", "Number 2.")], False),
+        ("mine/cats/deep er/ü.v2.png", [3], [("What?", "Number 3.")], False),
+    ]
+    assert read_all("mine", ReadOptions())[0][2] == [(PROMPT, "Number 1.")]
+
+
+def test_images_in_a_model_folder_are_left_out():
+    """train.py --data . --out out leaves a report.png there."""
+    for name in ("a", "photos/b", "out/report"):
+        write(f"mine/{name}.png", png(1))
+    for name in ("a", "photos/b"):
+        write(f"mine/{name}.txt", "one")
+    check_refused("mine", "captions missing: 1 of 3", "out/report.png")
+    write("mine/out/model.safetensors", "")
+    assert [name for name, *_ in read_all("mine")] == ["mine/a.png", "mine/photos/b.png"]
+
+
+def test_missing_captions_are_counted_and_named():
+    for i in range(6):
+        write(f"mine/{i}.png", png(i))
+    check_refused("mine", "captions missing: 6 of 6 images in mine", ": 0.png, 1.png, 2.png ...", "write them")
+    write("mine/3.txt", "three")
+    check_refused("mine", "5 of 6", ": 0.png, 1.png, 2.png ...", "--on-error skip")
+    assert read_all("mine", replace(OPTIONS, skip_errors=True)) == [("mine/3.png", [3], [("What?", "three")], False)]
+
+
+ROWS = [{"file_name": "a.png", "text": " one\n", "n": 1}, {"file_name": "in/b.png", "text": "two", "n": 2}]
+
+
+def write_table(path, rows):
+    if path.endswith(".csv"):
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.endswith(".parquet"):
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        write(path, rows)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_imagefolder_of_each_table_format(kind):
+    write("mine/a.png", png(1))
+    write("mine/in/b.png", png(2))
+    write_table(f"mine/metadata.{kind}", ROWS)
+    expected = [("mine/a.png", [1], [("What?", "one")], False), ("mine/in/b.png", [2], [("What?", "two")], False)]
+    assert read_all("mine") == read_all(f"mine/metadata.{kind}") == expected
+    assert read_all("mine", replace(OPTIONS, text_column="n", prompt_column="text"))[1][2] == [("two", "2")]
+    for flag in ("text_column", "prompt_column"):
+        check_refused(
+            "mine", "no column 'colour'", "only file_name, n, text", options=replace(OPTIONS, **{flag: "colour"})
+        )
+
+
+def test_imagefolder_in_subfolders_with_questions_and_several_answers():
+    for part, seed in (("train", 1), ("test", 2)):
+        write(f"mine/{part}/a.png", png(seed))
+        row = {"file_name": "a.png", "question": f"Who is {seed}?", "answer": [f"{seed}", "nobody"]}
+        write(f"mine/{part}/metadata.jsonl", [row])
+    assert read_all("mine") == [
+        ("mine/test/a.png", [2], [("Who is 2?", "2"), ("Who is 2?", "nobody")], False),
+        ("mine/train/a.png", [1], [("Who is 1?", "1"), ("Who is 1?", "nobody")], False),
+    ]
+
+
+def test_incomplete_or_broken_tables_are_refused():
+    write("mine/metadata.jsonl", [{"picture": "a.png", "text": "x"}])
+    check_refused("mine", "no column 'file_name', only picture, text")
+    write("mine/metadata.jsonl", [{"file_name": "a.png", "n": "x"}])
+    check_refused("mine", "no column text, caption", "only file_name, n", "--text-column")
+    write("mine/metadata.jsonl", [])
+    check_refused("mine", "no images found", "has no rows")
+    write("mine/metadata.jsonl", [{"file_name": "a.png", "text": "x"}, {"file_name": "", "text": "x"}])
+    check_refused("mine", "metadata.jsonl, row 2 has no file_name")
+    write("mine/metadata.jsonl", "")
+    Path("mine/metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}\n{oops\n')
+    check_refused("mine", "metadata.jsonl, line 2, cannot be read")
+    Path("mine/metadata.jsonl").rename("mine/metadata.parquet")
+    check_refused("mine", "metadata.parquet cannot be read")

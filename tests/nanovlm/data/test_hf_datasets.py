@@ -1,0 +1,153 @@
+"""Datasets of the datasets library: on disk, from the Hub, and as a stream."""
+
+import logging
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from nanovlm.data import Mixture, ReadOptions, Stream, Subset, open_source
+from support.data import OPTIONS, check_refused, image, message, png, read_all, summary, text, write
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+TURNS = [{"user": "What is this?", "assistant": "A star."}, {"user": "Red?", "assistant": "Yes. "}]
+
+
+def finevision():
+    """Three rows as the_cauldron and FineVision have them; the third has two images; the first one's second turn and the second row are rated low."""
+    from datasets import Dataset, Features, Image, List, Value
+
+    features = Features(
+        images=List(Image()),
+        texts=[{"user": Value("string"), "assistant": Value("string")}],
+        formatting_ratings=List(Value("int64")),
+        source=Value("string"),
+    )
+    rows = {
+        "images": [[image(1)], [image(2)], [image(3), image(4)]],
+        "texts": [TURNS, TURNS[:1], TURNS],
+        "formatting_ratings": [[5, 2], [1], [None, 4]],
+        "source": ["a", "b", "c"],
+    }
+    return Dataset.from_dict(rows, features=features)
+
+
+PAIRS = [("What is this?", "A star."), ("Red?", "Yes.")]
+EXPECTED = [([1], PAIRS, True), ([2], PAIRS[:1], False), ([3, 4], PAIRS, True)]
+RATED = [("[0]", [1], PAIRS[:1], False), ("[2]", [3, 4], PAIRS, True)]
+HIGH = replace(OPTIONS, min_ratings={"formatting": 3})
+
+
+@pytest.mark.parametrize("form", ["folder", "splits", "parquet", "arrow"])
+def test_the_cauldron_rows_on_disk(form, datasets_cache):
+    from datasets import DatasetDict
+
+    rows, path = finevision(), "rows"
+    if form == "folder":
+        rows.save_to_disk(path)
+    elif form == "splits":
+        DatasetDict(train=rows, test=rows.select([0])).save_to_disk(path)
+    else:
+        Path(path).mkdir()
+        rows.to_parquet("rows/a.parquet")
+        if form == "arrow":
+            rows.save_to_disk("saved")
+            Path("rows/a.parquet").unlink()
+            next(Path("saved").glob("*.arrow")).rename("rows/a.arrow")
+    assert read_all(path) == [(f"rows[{i}]", *e) for i, e in enumerate(EXPECTED)]
+    assert read_all(path, HIGH) == [(f"rows{at}", *rest) for at, *rest in RATED]
+    check_refused(
+        path, "no column 'beauty_ratings', only", "formatting_ratings", options=ReadOptions(min_ratings={"beauty": 1})
+    )
+    rows.select([1]).save_to_disk("low")
+    check_refused("low", "no row rated so high", options=HIGH)
+    if form == "parquet":
+        assert [rest for _, *rest in read_all("rows/a.parquet")] == [list(e) for e in EXPECTED]
+
+
+@pytest.mark.parametrize("missing", ["datasets", "pyarrow"])
+def test_missing_library_is_named_with_the_extra_to_install(missing, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    write("rows/a.parquet" if missing == "datasets" else "rows/metadata.parquet", b"PAR1")
+    check_refused("rows", missing, "pip install 'nanovlm[data]'")
+
+
+def test_rows_of_plain_columns_and_of_chats(datasets_cache):
+    from datasets import Dataset
+
+    chat = [message("user", text("<image>Who?")), message("assistant", text("Me."))]
+    picture = {"bytes": png(5), "path": None}
+    Dataset.from_list([{"image": picture, "caption": "Five."}]).save_to_disk("plain")
+    Dataset.from_list([{"images": [picture], "messages": chat}]).save_to_disk("chat")
+    assert read_all("plain") == [("plain[0]", [5], [("What?", "Five.")], False)]
+    assert read_all("chat") == [("chat[0]", [5], [("Who?", "Me.")], False)]
+    check_refused("plain", "no column 'n', only caption, image", options=ReadOptions(text_column="n"))
+    Dataset.from_list([{"caption": "Five."}]).save_to_disk("blind")
+    check_refused("blind", "no images found", "only caption")
+
+
+@pytest.fixture
+def hub(monkeypatch, datasets_cache):
+    """A Hub that has one dataset, lab/rows with its subset small."""
+    import datasets
+
+    finevision().to_parquet("small.parquet")
+    real = datasets.load_dataset
+
+    def load_dataset(name, subset, streaming):
+        assert (name, subset) == ("lab/rows", "small")
+        return real("parquet", data_files="small.parquet", streaming=streaming)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+
+
+def test_hub_dataset_downloaded_and_streamed(hub):
+    assert read_all("lab/rows:small") == [(f"lab/rows:small[{i}]", *e) for i, e in enumerate(EXPECTED)]
+    for options, expected in ((OPTIONS, [(f"[{i}]", *e) for i, e in enumerate(EXPECTED)]), (HIGH, RATED)):
+        stream = open_source("lab/rows:small", replace(options, stream=True))
+        assert isinstance(stream, Stream)
+        stream = pickle.loads(pickle.dumps(stream))
+        rows = [summary(stream.make_example(row, stream.name(number))) for number, row in stream.numbered_rows()]
+        assert rows == [(f"lab/rows:small{at}", *rest) for at, *rest in expected]
+
+
+def test_every_worker_process_reads_the_whole_stream(hub):
+    """The library would distribute the rows among them."""
+    stream = open_source("lab/rows:small", replace(OPTIONS, stream=True))
+    order = [Mixture([Subset(stream, ())], 0).example(position).name for position in range(8)]
+    assert set(order[:3]) == {f"lab/rows:small[{i}]" for i in range(3)}
+    loader = DataLoader(Names(Mixture([Subset(stream, ())], 0)), batch_size=None, num_workers=2)
+    assert list(loader) == order
+
+
+class Names(Dataset):
+    def __init__(self, mixture):
+        self.mixture = mixture
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, position):
+        return self.mixture.example(position).name
+
+
+def test_unreachable_hub_is_one_line(monkeypatch, datasets_cache):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    check_refused("lab/nothing", "lab/nothing: the datasets library cannot read it")
+
+
+def test_truncated_parquet_is_reported_once(datasets_cache):
+    records, listener = [], logging.Handler()
+    listener.emit = records.append
+    logging.getLogger("datasets").addHandler(listener)
+    write("half.parquet", b"PAR1 and no end")
+    check_refused("half.parquet", "half.parquet: the datasets library cannot read it", "download it again")
+    logging.getLogger("datasets").removeHandler(listener)
+    assert records == []

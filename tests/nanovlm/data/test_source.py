@@ -1,0 +1,30 @@
+"""An example's fingerprint, by which a resumed run notices that its data have changed."""
+
+import pytest
+
+from nanovlm.data import open_source
+from support.data import OPTIONS, png, write, write_tar
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+@pytest.mark.parametrize("kind", ["json", "tar", "parquet"])
+def test_fingerprint_changes_with_text_and_image_but_not_when_files_are_rewritten(kind, datasets_cache):
+    import pyarrow
+    from pyarrow import parquet
+
+    def fingerprint(picture, text):
+        if kind == "json":
+            write("a.png", picture)
+            write("data.json", [{"image": "a.png", "caption": text}])
+        elif kind == "tar":
+            write_tar("data.tar", {"a.png": picture, "a.txt": text.encode()})
+        else:
+            parquet.write_table(
+                pyarrow.table({"image": [{"bytes": picture, "path": None}], "caption": [text]}), "data.parquet"
+            )
+        return open_source(f"data.{kind}", OPTIONS).fingerprint(0)
+
+    first = fingerprint(png(1), "one")
+    assert fingerprint(png(1), "one") == first
+    assert len({first, fingerprint(png(1), "three"), fingerprint(png(1) + b"\0", "one")}) == 3

@@ -1,0 +1,86 @@
+"""Helpers for the tests of data sources: images known by their seed, files as users write them, what a source holds."""
+
+import io
+import json
+import pickle
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from nanovlm.data import ReadOptions, Source, open_source
+from nanovlm.errors import NanoVLMError
+from nanovlm.image_processing import load_image
+from support import noise
+
+OPTIONS = ReadOptions(prompt="What?")
+
+
+def image(seed):
+    return noise(20, 16, seed)
+
+
+def png(seed):
+    image(seed).save(file := io.BytesIO(), "png")
+    return file.getvalue()
+
+
+def seed_of(file):
+    """The seed of the image that was written here."""
+    pixels = load_image(file).tobytes()
+    return next(seed for seed in range(20) if image(seed).tobytes() == pixels)
+
+
+def write(path, content):
+    """Write bytes, text, or anything else as JSON; a .jsonl gets an object per line."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".jsonl" and not isinstance(content, (bytes, str)):
+        content = "".join(json.dumps(row) + "\n" for row in content)
+    elif not isinstance(content, (bytes, str)):
+        content = json.dumps(content)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def summary(example):
+    return example.name, [seed_of(image) for image in example.images], list(example.qa_pairs), example.multi_turn
+
+
+def read_all(path, options=OPTIONS):
+    """(name, seeds of the images, pairs, multi_turn) of every example, read after pickling the source."""
+    source = pickle.loads(pickle.dumps(open_source(str(path), options)))
+    assert isinstance(source, Source)
+    return [summary(source[i]) for i in range(len(source))]
+
+
+def check_refused(path, *parts, options=OPTIONS):
+    """Opening the path or reading its examples raises one line with these parts; returns the error."""
+    with pytest.raises(NanoVLMError) as error:
+        source = open_source(str(path), options)
+        for i in range(len(source)):
+            source[i]
+    message = str(error.value)
+    assert "\n" not in message and all(part in message for part in parts), message
+    return error.value
+
+
+def llava(*turns, **more):
+    """A record with LLaVA's conversations."""
+    pairs = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(turns)]
+    return {"id": "7", "conversations": pairs, **more}
+
+
+def message(role, *parts):
+    return {"role": role, "content": parts[0] if len(parts) == 1 and isinstance(parts[0], str) else list(parts)}
+
+
+def text(content):
+    return {"type": "text", "text": content}
+
+
+def write_tar(path, files, mode="w"):
+    with tarfile.open(path, mode) as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
