@@ -87,7 +87,7 @@ def _append_turns(row: EncodedExample, example: Example, processor: Processor, g
         elif prompt_ids[: len(row.ids) + 1] != row.ids + row.targets[-1:]:
             raise ExampleError(
                 f"{example.name}: in turn {turn + 1} the model would read an earlier answer differently than it "
-                "learned it, as the chat template or the tokenizer changes it; split the conversation into single questions"
+                "learned it, as the chat template or the tokenizer changes it; split it into single questions"
             )
         _append_pair(row, prompt_ids[len(row.ids) :], _answer_ids(answer, processor), segment=2)
 

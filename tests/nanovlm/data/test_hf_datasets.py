@@ -19,7 +19,7 @@ TURNS = [{"user": "What is this?", "assistant": "A star."}, {"user": "Red?", "as
 
 
 def finevision():
-    """Three rows as the_cauldron and FineVision have them; the third has two images; the first one's second turn and the second row are rated low."""
+    """Three rows as the_cauldron and FineVision have them; the second, and a turn of the first, are rated low."""
     from datasets import Dataset, Features, Image, List, Value
 
     features = Features(

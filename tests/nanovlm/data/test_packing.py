@@ -12,7 +12,6 @@ from nanovlm.data.examples import EncodedExample, Example, collate, encode
 from nanovlm.data.packing import join, pack
 from support import noise
 
-
 PAIRS = [("What is this?", "A red star."), ("How many stars are there? " * 3, "one"), ("?", ""), ("Is it?", "yes")]
 EXAMPLES = [
     Example([noise(16, 16, 0)], PAIRS),
