@@ -41,7 +41,7 @@ def train(monkeypatch, capsys):
     def train(*argv):
         monkeypatch.setattr(sys, "argv", ["train.py"])
         try:
-            code = cli.door("train", [str(arg) for arg in argv])
+            code = cli.run_verb("train", [str(arg) for arg in argv])
         except SystemExit as end:
             code = end.code
         return code, *capsys.readouterr()
@@ -367,5 +367,5 @@ def test_help_tells_both_defaults(train):
 
 def test_what_has_no_end_is_checked_in_part(train):
     code, out, err = train("--data", "scenes", "--check-data")
-    assert code == 0 and out.startswith("scenes: the first 1,000 examples, 1,000 pictures, ")
-    assert err == "scenes: 1,000 read\n"
+    assert code == 0 and out.startswith("scenes: the first 1,000 examples, 1,000 images, ")
+    assert err == "scenes: 1,000 examples read\n"
