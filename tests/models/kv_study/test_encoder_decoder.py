@@ -262,7 +262,7 @@ def test_exceeding_the_context_length_raises_with_both_numbers(encoder_decoder, 
 
 
 def test_training_learns_different_captions_for_different_images(tiny_config):
-    """After 400 steps on four drawn scenes, the model generates each scene's caption."""
+    """After 250 steps on four drawn scenes, the model generates each scene's caption."""
     from random import Random
 
     from nanovlm.image_processing import preprocess
@@ -279,7 +279,7 @@ def test_training_learns_different_captions_for_different_images(tiny_config):
         torch.manual_seed(0)
         model = EncoderDecoder(tiny_config(lm_vocab_size=tokenizer.get_vocab_size(), lm_n_heads=4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(400):
+    for _ in range(250):
         _, loss = model(ids[:, :-1], images, ids[:, 1:])
         loss.backward()
         optimizer.step()
