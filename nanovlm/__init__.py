@@ -6,6 +6,8 @@
 """
 
 import importlib
+import importlib.util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovlm.embedded import EMBEDDED, PROMPT, SAMPLE
@@ -25,6 +27,21 @@ _LAZY = {  # imported on first use: importing torch takes seconds, which `nanovl
     "Processor": "nanovlm.processor",
     "SamplingParams": "models.decoding",
 }
+
+
+def _check_models_package() -> None:
+    """Raise ImportError if Python would import another package named `models`, such as one in the working directory."""
+    spec = importlib.util.find_spec("models")
+    expected = Path(__file__).resolve().parent.parent / "models" / "__init__.py"
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != expected:
+        found = "no package" if spec is None else spec.origin or list(spec.submodule_search_locations or ())[0]
+        raise ImportError(
+            f"nanovlm needs its own package `models` in {expected.parent}, but `import models` finds {found}; "
+            "run from another directory, or put nanovlm's folder first in PYTHONPATH"
+        )
+
+
+_check_models_package()
 
 
 def __getattr__(name: str) -> Any:

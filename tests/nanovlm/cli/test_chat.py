@@ -19,7 +19,6 @@ from support.cli import SHORT, read_or_end, refused, stdin_of
 
 pytestmark = pytest.mark.usefixtures("standing")
 
-QUESTIONS = ["What is this?", "How many are there? <|image|>", "?", "And where is the ring, if there is any?", "?"]
 
 
 @pytest.fixture
