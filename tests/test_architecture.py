@@ -44,14 +44,7 @@ KNOWN_IMPORTS: set[str] = {
 }
 KNOWN_PRIVATE: set[str] = set()
 KNOWN_NAMES: set[str] = {
-    "eval.finetune: said",
-    "eval.finetune: told",
     "eval.lib.cache_timing: said",
-    "eval.peers: said",
-    "eval.pictures: told",
-    "eval.roofline: told",
-    "eval.serving: said",
-    "eval.serving: told",
     "eval.sort_task: said",
     "eval.speedup: told",
     "models.checkpoint: told",
@@ -61,10 +54,6 @@ KNOWN_NAMES: set[str] = {
     "nanovlm.bulk.captioning: lane",
     "nanovlm.bulk.captioning: said",
     "nanovlm.cli.caption_files: said",
-    "nanovlm.data.examples: said",
-    "nanovlm.data.folders: said",
-    "nanovlm.data.formats: said",
-    "nanovlm.data.validate: said",
     "nanovlm.serving.app: desk",
     "nanovlm.serving.chat_format: said",
     "nanovlm.serving.engine: said",
@@ -73,7 +62,6 @@ KNOWN_NAMES: set[str] = {
     "nanovlm.serving.service: said",
     "nanovlm.serving.service: shelf",
     "nanovlm.synthetic.captions: told",
-    "nanovlm.tokenizer: told",
     "nanovlm.training.checkpointing: told",
     "nanovlm.training.finetuning: said",
     "nanovlm.training.memory: told",
