@@ -83,6 +83,29 @@ def edges() -> Iterator[tuple[str, str]]:
     return ((module, target) for module, targets in GRAPH.edges.items() for target in targets)
 
 
+def test_the_graph_counts_imports_inside_functions_but_not_for_type_checking(tmp_path):
+    sources = {
+        "models/a.py": "def f():\n    from models import b\n",
+        "models/b.py": "import models.c as c\n",
+        "models/c.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from models.a import f\n",
+        "models/d.py": "from .b import c\nfrom .e import g\n",
+        "models/e.py": "from models.d import h\n",
+        "nanovlm/__init__.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from models.a import f\n",
+        "generate.py": "",
+        "train.py": "",
+    }
+    for name, source in sources.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    graph = ImportGraph(tmp_path)
+    assert graph.edges == {
+        "models.a": {"models.b"}, "models.b": {"models.c"}, "models.c": set(), "models.d": {"models.b", "models.e"},
+        "models.e": {"models.d"}, "nanovlm": {"models.a"}, "generate": set(), "train": set(),
+    }  # fmt: skip
+    assert graph.circles == [["models.d", "models.e"]]
+    assert [layer for layer in graph.layers if "models.a" in layer] == [["models.a", "models.d", "models.e"]]
+
+
 def test_there_are_no_import_circles():
     check({" ".join(circle) for circle in GRAPH.circles}, KNOWN_CIRCLES)
 
