@@ -1,1 +1,1 @@
-"""Measures, each a `python -m eval.NAME`; nothing else imports from here."""
+"""Evaluation commands, each a `python -m eval.NAME`; nothing else imports this package."""

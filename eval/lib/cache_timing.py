@@ -1,50 +1,51 @@
-"""How long every design of a cache takes for the same words, token by token; `eval.speedup` is the door to it."""
+"""Time of every cache design for the same tokens, token by token; `eval.speedup` is its command."""
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from eval.lib import flops
-from eval.lib.cache_variants import UNCACHED, CacheDesign, Subject
+from eval.lib.cache_variants import UNCACHED, CacheDesign, StudyCase
 from eval.lib.command import progress
-from eval.lib.timing import synchronize
+from eval.lib.timing import interleave, measure_seconds, synchronize
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What one design took; milliseconds."""
+    """Times of one design, in milliseconds."""
 
     design: str
-    total_ms: list[float]  # per length, medians
+    total_ms: list[float]  # median per length
     spread_ms: list[float]  # per length, half of slowest - fastest
     token_ms: float  # per token after the first, over the longest generation
-    exponent: float  # of the time after the first token, over the last two lengths
-    flops: list[int]  # per length, by theory
-    flops_exponent: float  # of those after the first token, over the same
-    same_ids: int  # how many of the longest generation are those of the design without a cache, up to the first other
+    exponent: float  # growth of the time after the first token, between the last two lengths
+    flops: list[int]  # per length, in theory
+    flops_exponent: float  # growth of the FLOPs after the first token, likewise
+    same_ids: int  # leading tokens of the longest generation that equal those without a cache
 
 
 @dataclass(frozen=True)
 class StudyResult:
-    """One model, every design."""
+    """All designs of one model."""
 
     model: str
     parameters: int
     prompt_tokens: int
-    vision_ms: float  # pixels to what the words' model looks at
-    prefill_ms: float  # reading the prompt, image included, with the cache
+    vision_ms: float  # pixels to image embeddings
+    prefill_ms: float  # reading the prompt, image included, with a cache
     lengths: list[int]
     curves: list[Curve]
 
 
 @torch.inference_mode()
 def timeline(design: CacheDesign, n: int, device: torch.device) -> tuple[Tensor, list[float]]:
-    """The n ids that a design says, (n,), and the ms after which each was there."""
+    """The n ids that a design yields, (n,), and the milliseconds after which each was there."""
     synchronize(device)
     started, ids, times = time.perf_counter(), [], []
     for column in design.stream(n):
@@ -55,60 +56,58 @@ def timeline(design: CacheDesign, n: int, device: torch.device) -> tuple[Tensor,
 
 
 @torch.inference_mode()
-def stage(work: Callable[[], object], rounds: int, device: torch.device) -> float:
-    """Median ms of work, which was done once before."""
-    times = []
-    for _ in range(rounds + 1):
-        synchronize(device)
-        started = time.perf_counter()
-        work()
-        synchronize(device)
-        times.append(1000 * (time.perf_counter() - started))
-    return round(median(times[1:]), 3)
+def stage_ms(stage: Callable[[], object], rounds: int, device: torch.device) -> float:
+    """Median milliseconds of a stage, after one call that does not count."""
+    timing = interleave({"stage": partial(measure_seconds, stage, device)}, rounds)["stage"]
+    return round(1000 * timing.median, 3)
 
 
 def exponent(lengths: Sequence[int], after_first: Sequence[float]) -> float:
-    """e of the a * (n - 1)^e that goes through the last two values: of what n - 1 tokens took after the first."""
+    """The e of a * (n - 1)^e through the last two values, each the cost of n - 1 tokens after the first."""
     (m, n), (low, high) = lengths[-2:], after_first[-2:]
     return round(math.log(high / low) / math.log((n - 1) / (m - 1)), 2)
 
 
+def make_curve(name: str, case: StudyCase, runs: list[list[float]], lengths: Sequence[int], same_ids: int) -> Curve:
+    """A design's curve; runs hold the time of every token of the longest generation, one list per round."""
+    costs = {n: flops.generation(case.read_cost, case.prompt_tokens, n, cached=name != UNCACHED) for n in (1, *lengths)}
+    totals = [[run[n - 1] for run in runs] for n in lengths]
+    return Curve(
+        design=name,
+        total_ms=[round(median(times), 3) for times in totals],
+        spread_ms=[round((max(times) - min(times)) / 2, 3) for times in totals],
+        token_ms=round(median((run[-1] - run[0]) / (len(run) - 1) for run in runs), 3),
+        exponent=exponent(lengths, [median(run[n - 1] - run[0] for run in runs) for n in lengths]),
+        flops=[costs[n] for n in lengths],
+        flops_exponent=exponent(lengths, [costs[n] - costs[1] for n in lengths]),
+        same_ids=same_ids,
+    )
+
+
 def time_designs(
-    subject: Subject, lengths: Sequence[int], rounds: int, device: torch.device, log: Callable[[str], None] = progress
+    case: StudyCase, lengths: Sequence[int], rounds: int, device: torch.device, log: Callable[[str], None] = progress
 ) -> StudyResult:
-    """Every design of subject, in rounds in which all take turns."""
-    most, said, runs = max(lengths), {}, {design.name: [] for design in subject.designs}
-    for design in subject.designs:
-        timeline(design, 3, device)  # the first call of anything is slow
-    for turn in range(1, rounds + 1):
-        for design in subject.designs:
-            ids, times = timeline(design, most, device)
-            said.setdefault(design.name, ids)
-            runs[design.name].append(times)
-            log(f"{subject.name}, round {turn}/{rounds}: {design.name}, {most} tokens in {times[-1] / 1000:.2f} s")
-    curves = []
-    for name, times in runs.items():
-        T, same = subject.prompt_tokens, (said[name] == said[UNCACHED]).long().cumprod(0).sum()
-        cost = {n: flops.generation(subject.read, T, n, cached=name != UNCACHED) for n in (1, *lengths)}
-        at = [[run[n - 1] for run in times] for n in lengths]
-        curves.append(
-            Curve(
-                design=name,
-                total_ms=[round(median(totals), 3) for totals in at],
-                spread_ms=[round((max(totals) - min(totals)) / 2, 3) for totals in at],
-                token_ms=round(median((run[-1] - run[0]) / (most - 1) for run in times), 3),
-                exponent=exponent(lengths, [median(run[n - 1] - run[0] for run in times) for n in lengths]),
-                flops=[cost[n] for n in lengths],
-                flops_exponent=exponent(lengths, [cost[n] - cost[1] for n in lengths]),
-                same_ids=int(same),
-            )
-        )
+    """Generate the longest length with every design, in interleaved rounds."""
+    longest = max(lengths)
+    ids: dict[str, Tensor] = {}
+    runs: dict[str, list[list[float]]] = {design.name: [] for design in case.designs}
+    for design in case.designs:
+        timeline(design, 3, device)  # warm up
+
+    def run(design: CacheDesign) -> float:
+        ids[design.name], times = timeline(design, longest, device)
+        runs[design.name].append(times)
+        return times[-1] / 1000
+
+    contestants = {design.name: partial(run, design) for design in case.designs}
+    interleave(contestants, rounds, warmup=0, log=lambda line: log(f"{case.name}, {longest} tokens, {line}"))
+    same = {name: int((ids[name] == ids[UNCACHED]).long().cumprod(0).sum()) for name in ids}
     return StudyResult(
-        model=subject.name,
-        parameters=sum(parameter.numel() for parameter in subject.model.parameters()),
-        prompt_tokens=subject.prompt_tokens,
-        vision_ms=stage(subject.vision, rounds, device),
-        prefill_ms=stage(subject.prefill, rounds, device),
+        model=case.name,
+        parameters=sum(parameter.numel() for parameter in case.model.parameters()),
+        prompt_tokens=case.prompt_tokens,
+        vision_ms=stage_ms(case.vision, rounds, device),
+        prefill_ms=stage_ms(case.prefill, rounds, device),
         lengths=list(lengths),
-        curves=curves,
+        curves=[make_curve(name, case, runs[name], lengths, same[name]) for name in runs],
     )

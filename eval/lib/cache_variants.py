@@ -1,11 +1,13 @@
-"""Every way this repository has of not reading twice, as a stream of the same ids; and without any.
+"""Every cache design of this repository, and none, as streams of the same greedy tokens.
 
-A design goes from the pixels to the last token. What needs no picture, an exported graph, is made before.
+A stream runs from the pixels to the last token. What does not depend on the image, such as an exported graph, is made
+before.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,37 +29,40 @@ from models.kv_study.static_cache import (
 from models.vision_language_model import VisionLanguageModel
 
 UNCACHED = "no cache"
+Step = Callable[..., Any]  # a module, or an exported graph of the same signature
 
 
 @dataclass(frozen=True)
 class CacheDesign:
-    """A name, and stream(n): the n ids (1,) that follow the prompt, greedily, as they are chosen."""
+    """stream(n) yields the n ids (1,) that follow the prompt, greedily, as they are chosen."""
 
     name: str
     stream: Callable[[int], Iterator[Tensor]]
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model with a picture and a prompt: its parts, what theory says that reading costs, and its designs."""
+class StudyCase:
+    """A model with an image and a prompt: its stages, the theoretical cost of reading, and its cache designs."""
 
     name: str
     model: nn.Module
     prompt_tokens: int
-    vision: Callable[[], object]  # from pixels to what the words' model looks at
-    prefill: Callable[[], object]  # from there to the first token, with a cache
-    read: flops.ReadOptions
+    vision: Callable[[], object]  # pixels to image embeddings
+    prefill: Callable[[], object]  # embeddings to the first token, with a cache
+    read_cost: flops.ReadCost
     designs: list[CacheDesign]
 
 
-def language_model(model: VisionLanguageModel, ids: Tensor, images: Tensor, most: int, export: bool = True) -> Subject:
-    """The product's model on a prompt, ids (1, T) that hold the images' places, and up to `most` new tokens."""
-    decoder, capacity = model.decoder, ids.size(1) + most
+def language_model(
+    model: VisionLanguageModel, ids: Tensor, images: Tensor, max_new_tokens: int, export: bool = True
+) -> StudyCase:
+    """The product's model on a prompt, ids (1, T) with image tokens, for up to max_new_tokens."""
+    decoder, capacity = model.decoder, ids.size(1) + max_new_tokens
     mask = ids.new_ones(1, capacity)
     with torch.inference_mode():
         x = model.embed(ids, images)
 
-    def static(prefill, decode, n: int) -> Iterator[Tensor]:
+    def static(prefill: Step, decode: Step, n: int) -> Iterator[Tensor]:
         cache = language_model_cache(decoder, 1, capacity)
         yield from stream(
             lambda x, start: prefill(x, mask, start, cache),
@@ -75,7 +80,7 @@ def language_model(model: VisionLanguageModel, ids: Tensor, images: Tensor, most
     if export:
         programs = export_language_model(decoder, capacity)
         designs.append(CacheDesign("static, exported", partial(static, *_modules(programs, "prefill", "decode"))))
-    return Subject(
+    return StudyCase(
         "language model on image and words",
         model,
         ids.size(1),
@@ -86,9 +91,11 @@ def language_model(model: VisionLanguageModel, ids: Tensor, images: Tensor, most
     )
 
 
-def encoder_decoder(model: EncoderDecoder, ids: Tensor, images: Tensor, most: int, export: bool = True) -> Subject:
-    """The encoder-decoder on a prompt, ids (1, T), about one image, and up to `most` new tokens."""
-    decoder, capacity = model.decoder, ids.size(1) + most
+def encoder_decoder(
+    model: EncoderDecoder, ids: Tensor, images: Tensor, max_new_tokens: int, export: bool = True
+) -> StudyCase:
+    """The encoder-decoder on a prompt, ids (1, T), about one image, for up to max_new_tokens."""
+    decoder, capacity = model.decoder, ids.size(1) + max_new_tokens
     with torch.inference_mode():
         xa = model.encode(images)
 
@@ -102,7 +109,7 @@ def encoder_decoder(model: EncoderDecoder, ids: Tensor, images: Tensor, most: in
                 max_new_tokens=n,
             )
 
-    def static(make_cross, prefill, decode, n: int) -> Iterator[Tensor]:
+    def static(make_cross: Step, prefill: Step, decode: Step, n: int) -> Iterator[Tensor]:
         cache, cross = text_decoder_cache(decoder, 1, capacity), make_cross(model.encode(images))
         yield from stream(
             lambda ids, start: prefill(ids, start, cross, cache),
@@ -123,8 +130,8 @@ def encoder_decoder(model: EncoderDecoder, ids: Tensor, images: Tensor, most: in
         designs.append(
             CacheDesign("static, exported", partial(static, *_modules(programs, "cross", "prefill", "decode")))
         )
-    return Subject(
-        "encoder-decoder of the same measures",
+    return StudyCase(
+        "encoder-decoder of the same size",
         model,
         ids.size(1),
         lambda: model.encode(images),

@@ -1,49 +1,49 @@
-"""What theory says a generation costs: floating-point operations of its matrix products, a multiply-add counted as two.
+"""Floating-point operations of a generation in theory: matrix products, a multiply-add counted as two.
 
-Norms, softmax and rotary positions are left out; they are a few percent. Attention is counted over what a token may
-see, not over the square that an implementation may compute. The vision encoder, the same for all, is not counted.
+Norms, softmax and rotary embeddings are left out; they are a few percent. Attention is counted over the positions that
+a token may attend to, not over the square that an implementation may compute. The vision encoder, the same in every
+design, is not counted.
 """
 
 from collections.abc import Callable
 
 from models.config import VLMConfig
 
-ReadOptions = Callable[
-    [int, int], int
-]  # FLOPs to read tokens start ... stop - 1 behind start others and choose one more
+ReadCost = Callable[[int, int], int]  # (start, stop) -> FLOPs to read tokens start ... stop - 1 and choose the next
 
 
-def language_model(cfg: VLMConfig) -> ReadOptions:
-    """Of models/language_model.py: q and out, k and v, three matrices of the MLP, and the head for one token."""
+def language_model(cfg: VLMConfig) -> ReadCost:
+    """Of models/language_model.py: q, out, k, v, three MLP matrices, attention, and the head for the last token."""
     C, kv = cfg.lm_hidden_dim, cfg.lm_n_kv_heads * cfg.lm_head_dim
     weights = 2 * C * C + 2 * C * kv + 3 * C * cfg.lm_inter_dim
 
     def read(start: int, stop: int) -> int:
-        return cfg.lm_n_blocks * (2 * weights * (stop - start) + 4 * C * _seen(start, stop)) + 2 * C * cfg.lm_vocab_size
+        block = 2 * weights * (stop - start) + 4 * C * _attended_pairs(start, stop)
+        return cfg.lm_n_blocks * block + 2 * C * cfg.lm_vocab_size
 
     return read
 
 
-def text_decoder(cfg: VLMConfig, n_patches: int) -> ReadOptions:
-    """Of models/kv_study/encoder_decoder.py; who reads from the start on also makes the picture's keys and values."""
+def text_decoder(cfg: VLMConfig, n_patches: int) -> ReadCost:
+    """Of models/kv_study/encoder_decoder.py; reading from position 0 includes the image's keys and values."""
     C = cfg.lm_hidden_dim
     weights = 4 * C * C + 2 * C * C + 8 * C * C  # self-attention, cross-attention's query and out, MLP
 
     def read(start: int, stop: int) -> int:
         n = stop - start
-        picture = 0 if start else 2 * 2 * C * C * n_patches
-        attention = 4 * C * (_seen(start, stop) + n * n_patches)
-        return cfg.lm_n_blocks * (2 * weights * n + attention + picture) + 2 * C * cfg.lm_vocab_size
+        cross_kv = 0 if start else 2 * 2 * C * C * n_patches
+        attention = 4 * C * (_attended_pairs(start, stop) + n * n_patches)
+        return cfg.lm_n_blocks * (2 * weights * n + attention + cross_kv) + 2 * C * cfg.lm_vocab_size
 
     return read
 
 
-def _seen(start: int, stop: int) -> int:
-    """Pairs of a token read and one that it sees: itself and all before."""
+def _attended_pairs(start: int, stop: int) -> int:
+    """Pairs of a token read and a position it attends to: itself and all before."""
     return (stop * (stop + 1) - start * (start + 1)) // 2
 
 
-def generation(read: ReadOptions, prompt: int, new_tokens: int, cached: bool) -> int:
-    """FLOPs from a prompt of so many tokens to the last of new_tokens; a token is read once, or for each after it."""
-    first = read(0, prompt)
-    return first + sum(read(prompt + i - 1 if cached else 0, prompt + i) for i in range(1, new_tokens))
+def generation(read: ReadCost, prompt: int, new_tokens: int, cached: bool) -> int:
+    """FLOPs from a prompt of so many tokens to the last new token; without a cache every step reads all tokens."""
+    steps = (read(prompt + i - 1 if cached else 0, prompt + i) for i in range(1, new_tokens))
+    return read(0, prompt) + sum(steps)

@@ -1,4 +1,4 @@
-"""The sorting task: what is split stays split, what is learned is measured on what was not trained on."""
+"""eval.sort_task: the split is fixed, accuracy counts held-out inputs, and outputs are compared one by one."""
 
 import json
 
@@ -10,10 +10,10 @@ from models.mingpt import GPT, GPT_kv, GPTConfig
 
 
 def quiet(line):
-    """Takes the place of progress on standard error."""
+    """A log that prints nothing."""
 
 
-def test_the_split_is_of_all_inputs_and_the_same_in_every_run():
+def test_the_split_covers_all_inputs_and_is_the_same_in_every_run():
     train, test = splits(6, 3)
     rows = ["".join(map(str, row)) for row in [*train.tolist(), *test.tolist()]]
     assert len(rows) == len(set(rows)) == 3**6 and len(test) == 193
@@ -21,7 +21,7 @@ def test_the_split_is_of_all_inputs_and_the_same_in_every_run():
 
 
 class Oracle:
-    """Sorts, but for inputs that begin with a given digit."""
+    """Sorts all inputs but those that begin with a given digit."""
 
     def __init__(self, fails_on=None):
         self.fails_on = fails_on
@@ -34,22 +34,22 @@ class Oracle:
     generate_kv = generate
 
 
-def test_accuracy_counts_whole_answers():
+def test_accuracy_counts_whole_outputs():
     inputs = torch.cat(splits(3, 3))
     assert accuracy(Oracle(), inputs) == 1
     assert accuracy(Oracle(fails_on=1), inputs) == pytest.approx(2 / 3)
 
 
-def test_a_twin_that_answers_otherwise_is_told_apart():
+def test_different_outputs_are_counted():
     inputs = torch.cat(splits(3, 3))
     assert compare(Oracle(), Oracle(), inputs, sampled=False)[0] == 27
     assert compare(Oracle(), Oracle(fails_on=2), inputs, sampled=False)[0] == 18
 
 
-def test_sampled_answers_are_drawn_alike_by_twins_and_otherwise_by_others():
+def test_sampled_outputs_are_equal_with_equal_weights_and_differ_with_others():
     torch.manual_seed(0)
     gpt = GPT(GPTConfig("gpt-nano", vocab_size=3, block_size=7)).eval()
-    gpt.lm_head.weight.data *= 20  # has its preferences
+    gpt.lm_head.weight.data *= 20  # makes it confident
     gpt_kv = GPT_kv(gpt.config).eval()
     gpt_kv.load_state_dict(gpt.state_dict())
     inputs = torch.zeros(20, 4, dtype=torch.long)
@@ -60,7 +60,7 @@ def test_sampled_answers_are_drawn_alike_by_twins_and_otherwise_by_others():
     assert compare(gpt, gpt_kv, inputs, sampled=True)[0] < 10
 
 
-def test_a_short_sorting_task_is_learned_and_leaves_the_random_state_alone():
+def test_a_short_sorting_task_is_learned_and_keeps_the_random_state():
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
@@ -86,12 +86,12 @@ def test_a_failure_is_a_sentence_and_exit_code_1(capsys):
     assert "not sorted after 1 steps: raise --steps" in err and "step 1 " in err
 
 
-def test_twins_that_differ_are_a_sentence_and_exit_code_1(capsys, monkeypatch):
+def test_different_outputs_are_a_sentence_and_exit_code_1(capsys, monkeypatch):
     result = SortTask(1.0, 300, 193, 729, 728, 729, 1.0, 1.0, 9.0)
     monkeypatch.setattr("eval.sort_task.sort_task", lambda *args, **kwargs: result)
     assert main([]) == 1
     out, err = capsys.readouterr()
-    assert "728 of 729" in out and "the cache changes what the model says" in err
+    assert "728 of 729" in out and "the cache changes the output" in err
 
 
 def test_wrong_flags_are_one_line_and_exit_code_2(capsys):

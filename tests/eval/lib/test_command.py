@@ -1,4 +1,4 @@
-"""What the scripts of eval/ share, and that every one of them opens."""
+"""What the evaluation commands share, and that each of them prints its help."""
 
 import json
 import runpy
@@ -9,22 +9,28 @@ import pytest
 from eval.lib.command import make_parser, one_of, positive, report
 from support import ROOT
 
-SCRIPTS = sorted(path.stem for path in (ROOT / "eval").glob("*.py") if "sys.exit(main())" in path.read_text("utf-8"))
+COMMANDS = sorted(path.stem for path in (ROOT / "eval").glob("*.py") if "sys.exit(main())" in path.read_text("utf-8"))
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_says_what_it_measures(name, capsys, monkeypatch):
+def test_the_commands_are_the_questions_that_users_ask():
+    assert COMMANDS == [
+        "benchmark", "captions", "finetune", "latency", "real_size", "serving", "sort_task", "speedup", "throughput"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_its_help(name, capsys, monkeypatch):
     if name == "serving":
         pytest.importorskip("openai")
-    monkeypatch.setattr("sys.argv", ["script", "--help"])
-    monkeypatch.delitem(sys.modules, f"eval.{name}", raising=False)  # else runpy warns that it is there twice
+    monkeypatch.setattr("sys.argv", ["command", "--help"])
+    monkeypatch.delitem(sys.modules, f"eval.{name}", raising=False)  # or runpy warns that it is imported already
     with pytest.raises(SystemExit) as end:
         runpy.run_module(f"eval.{name}", run_name="__main__")
     out = capsys.readouterr().out
     assert end.value.code == 0 and out.startswith(f"usage: eval.{name} ") and f"python -m eval.{name}" in out
 
 
-def test_what_is_found_is_told_as_text_or_as_one_object_with_its_faults(capsys):
+def test_results_are_printed_as_text_or_as_one_object_with_failures(capsys):
     assert report({"share": 0.5}, "half of it", "a machine", as_json=False) == 0
     assert capsys.readouterr() == ("half of it\na machine\n", "")
     assert report({"share": 0.5}, "half of it", "a machine", as_json=True, failures=["too few"]) == 1
