@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.clients < 2:
         parser.error(f"--clients {args.clients} must be 2 or more")
-    flags = ["--device", args.device, "--dtype", args.dtype, "--rows", str(args.clients)]
+    flags = ["--device", args.device, "--dtype", args.dtype, "--max-num-seqs", str(args.clients)]
     flags += ["--model", args.model] if args.model else []
     try:
         device = choose_device(args.device)

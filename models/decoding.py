@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from models.errors import InputError
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -28,7 +30,7 @@ class SamplingParams:
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2^63)"),
         ):
             if not fits:
-                raise ValueError(f"{name}={getattr(self, name)} must be {limits}")
+                raise InputError(f"{name}={getattr(self, name)} must be {limits}")
 
     def __call__(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Logits (B, vocabulary) -> ids (B,)."""

@@ -40,7 +40,6 @@ KNOWN_CIRCLES: set[str] = {
 }
 KNOWN_IMPORTS: set[str] = {
     "models.vision_language_model imports models.convert.backbones",
-    "nanovlm.serving.server imports nanovlm.cli.options",
 }
 KNOWN_PRIVATE: set[str] = set()
 KNOWN_NAMES: set[str] = {

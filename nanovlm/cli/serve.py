@@ -1,53 +1,96 @@
 """`nanovlm serve`: a web page and OpenAI's chat completions API."""
 
 import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nanovlm.cli.options import add_model_flags
-from nanovlm.errors import MissingExtraError
+from nanovlm import EMBEDDED, PROMPT
+from nanovlm.cli.options import EMBEDDED_LIMITS, ModelOptions, add_model_flags, add_renamed, load_captioner
+from nanovlm.errors import MissingExtraError, UsageError
 
-HELP = "Serve a page to ask by hand, and OpenAI's chat completions at /v1 for programs."
+if TYPE_CHECKING:
+    from nanovlm.serving.server import ServerOptions
+
+HELP = "Serve a web page and OpenAI's chat completions API."
 EXAMPLE = "nanovlm serve --port 8000"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="an address of this machine; any that others reach needs a key (127.0.0.1)")
-    add("--port", type=int, default=8000, metavar="N", help="0 takes any that is free (8000)")
-    add("--api-key", metavar="KEY", help="what clients must send; or NANOVLM_API_KEY, which ps does not show")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address of this machine to listen on; one that other machines can reach needs a key (default: 127.0.0.1)",
+    )
+    add("--port", type=int, default=8000, metavar="N", help="port to listen on; 0 is any free one (default: 8000)")
+    add("--api-key", metavar="KEY", help="key that clients must send; ps does not show it in NANOVLM_API_KEY")
     add(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="a name to answer to, of a proxy in front, say",
+        help="further host name to serve, for example a proxy's",
     )
-    add("--allow-remote", action="store_true", help="fetch pictures from http(s) URLs, of public addresses only")
-    add("--rows", type=int, default=32, metavar="N", help="answers said at once (32)")
+    add("--allow-remote", action="store_true", help="fetch images from http(s) URLs of public addresses")
+    add("--max-num-seqs", type=int, default=32, metavar="N", help="sequences decoded at once (default: 32)")
     add(
-        "--queue",
+        "--max-pending",
         type=int,
         default=64,
         metavar="N",
-        help="requests that may wait, --max-body each; more are told to come again (64)",
+        help="sequences that may wait, --max-body each; clients of more get 429 (default: 64)",
     )
-    add("--max-body", type=int, default=20 * 2**20, metavar="BYTES", help="longest request (20 MiB)")
-    add("--max-pixels", type=int, default=40_000_000, metavar="N", help="largest picture (40,000,000)")
+    add("--max-body", type=int, default=20 * 2**20, metavar="BYTES", help="size of a request (default: 20 MiB)")
+    add("--max-pixels", type=int, default=40_000_000, metavar="N", help="pixels of an image (default: 40,000,000)")
     add(
         "--timeout",
         type=float,
         default=120,
         metavar="S",
-        help="seconds an answer may take, waiting included (120)",
+        help="seconds for a request, waiting included (default: 120)",
     )
+    add_renamed(parser, "--rows", dest="max_num_seqs", type=int)
+    add_renamed(parser, "--queue", dest="max_pending", type=int)
     add_model_flags(parser)
-    parser.set_defaults(compile=False)  # a compiled step is for answers one by one
+    parser.set_defaults(compile=False)  # a compiled step decodes one sequence at a time
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        from nanovlm.serving.server import serve_model
+        from nanovlm.serving.server import listen, serve
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in ("models", "nanovlm"):
             raise
         raise MissingExtraError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
-    return serve_model(args)
+    options = server_options(args)
+    with listen(options) as listening_socket:  # a port in use is reported before the model is loaded
+        captioner = load_captioner(ModelOptions.from_args(args), [PROMPT], own_images=True)
+        description = EMBEDDED_LIMITS if args.model == EMBEDDED else ""
+        serve(captioner, model_name(args.model), listening_socket, options, description)
+    return 0
+
+
+def server_options(args: argparse.Namespace) -> "ServerOptions":
+    from nanovlm.serving.admission import Limits
+    from nanovlm.serving.server import ServerOptions
+
+    for name, minimum in (("max_num_seqs", 1), ("max_pending", 0), ("max_body", 1), ("max_pixels", 1), ("timeout", 1)):
+        if not getattr(args, name) >= minimum:  # true for nan as well
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {minimum}")
+    limits = Limits(args.max_num_seqs, args.max_pending, args.max_body, args.max_pixels, args.timeout)
+    return ServerOptions(
+        host=args.host,
+        port=args.port,
+        api_key=args.api_key or os.environ.get("NANOVLM_API_KEY") or None,
+        allow_hosts=tuple(args.allow_host),
+        allow_remote=args.allow_remote,
+        limits=limits,
+    )
+
+
+def model_name(model: str | Path) -> str:
+    """The name that clients ask for: a folder's own name, whatever path leads to it, or the Hub id."""
+    if model == EMBEDDED:
+        return "nanovlm"
+    return Path(model).resolve().name if os.path.isdir(model) else str(model)

@@ -1,11 +1,13 @@
-"""The server: OpenAI's chat completions, streamed or not, and a page to ask by hand; extra `serve`.
+"""The server: OpenAI's chat completions with continuous batching, and a web page. Needs the extra `serve`.
 
-engine     one thread that owns the model; requests join and leave its batch between two tokens
-protocol   what is asked and what is said, as the OpenAI client library speaks it
-pictures   data URLs, and remote ones where they are allowed
-answering  from messages to what the model reads, from its tokens to text
-desk       how many may ask, how much and how long; and their answers
-guard      who may ask at all
-metrics    what Prometheus reads
-app        the routes; running starts them and ends them
+server       starts and stops: uvicorn, signals, draining
+app          the routes; security: host names, origins and the API key
+service      takes a request through all of the following
+admission    limits: pending sequences, and image pixels in memory
+connection   request bodies, disconnects and deadlines
+protocol     OpenAI's requests and responses; errors: OpenAI's errors
+image_urls   data URLs and remote images; chat_format: messages to model inputs
+engine       the thread that owns the model and its continuous batch
+streaming    tokens to text, stop strings and server-sent events
+metrics      what Prometheus reads
 """

@@ -1,84 +1,113 @@
-"""The routes, and a page that asks them by hand."""
+"""The routes of the server: OpenAI's API at /v1, health, metrics and the page."""
 
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from nanovlm import SAMPLE
-from nanovlm.serving.protocol import Problem
-from nanovlm.serving.security import Guard
+from nanovlm.serving.errors import APIError, internal_error
+from nanovlm.serving.security import BrowserSecurityMiddleware, require_api_key
 from nanovlm.serving.service import ChatService
 
-HERE = Path(__file__).parent
-PAGE = {"/": HERE / "static" / "page.html", "/page.css": HERE / "static" / "page.css", "/page.js": HERE / "static" / "page.js", "/sample.png": SAMPLE}
+STATIC = Path(__file__).parent / "static"
+PAGE_FILES = {
+    "/": STATIC / "page.html",
+    "/page.css": STATIC / "page.css",
+    "/page.js": STATIC / "page.js",
+    "/sample.png": SAMPLE,
+}
 
 
-def make_app(desk: ChatService, hosts: Collection[str] | None = None, api_key: str | None = None, note: str = "") -> FastAPI:
-    """The server; hosts and api_key as in Guard, note is told about the model."""
+def make_app(
+    service: ChatService,
+    allowed_hosts: Collection[str] | None = None,
+    api_key: str | None = None,
+    description: str = "",
+) -> FastAPI:
+    """The server as an ASGI app.
+
+    allowed_hosts are the names it serves (None: all), api_key is what clients must send (None: nothing), description
+    is what /v1/models and the page say about the model.
+    """
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI):
-        desk.engine.start()
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
         yield
-        desk.engine.close()
-        desk.threads.shutdown(wait=False, cancel_futures=True)
+        service.close()
 
     app = FastAPI(title="nanoVLM", lifespan=lifespan, openapi_url=None)
-    app.add_middleware(Guard, hosts=hosts, api_key=api_key)
-    model = {"id": desk.name, "object": "model", "created": 0, "owned_by": "nanovlm", "description": note}
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await desk.answer(request)
-
-    @app.get("/v1/models")
-    async def models() -> dict:
-        return {"object": "list", "data": [model]}
-
-    @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict:
-        if name != desk.name:
-            raise Problem(404, f"no model {name!r} here, only {desk.name!r}", "model_not_found", "model")
-        return model
-
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        status = "stopped" if not desk.engine.alive else "draining" if desk.draining else "ok"
-        body = {"status": status, "model": desk.name, "running": desk.engine.running, "waiting": desk.waiting}
-        return JSONResponse(body, 200 if status == "ok" else 503)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(desk.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-    for path, file in PAGE.items():
-        app.add_api_route(path, _sender(file))
-
-    @app.exception_handler(Problem)
-    async def tell(request: Request, problem: Problem) -> JSONResponse:
-        return JSONResponse(problem.body(), problem.status, problem.headers)
-
-    @app.exception_handler(HTTPException)
-    async def tell_otherwise(request: Request, error: HTTPException) -> JSONResponse:
-        problem = Problem(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        return JSONResponse(problem.body(), problem.status, error.headers)
-
-    @app.exception_handler(Exception)
-    async def tell_nothing_more(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(Problem(500, "the server failed; its log says why").body(), 500)
-
+    app.add_middleware(BrowserSecurityMiddleware, allowed_hosts=allowed_hosts)
+    app.include_router(api_routes(service, description), dependencies=[Depends(require_api_key(api_key))])
+    app.add_api_route("/health", health_route(service))
+    for path, file in PAGE_FILES.items():
+        app.add_api_route(path, file_route(file))
+    add_exception_handlers(app)
     return app
 
 
-def _sender(file: Path):
-    """A route that sends one file; it takes no parameters, for FastAPI would let clients choose them."""
+def api_routes(service: ChatService, description: str) -> APIRouter:
+    """The routes that need the key."""
+    router = APIRouter()
+    model = {"id": service.name, "object": "model", "created": 0, "owned_by": "nanovlm", "description": description}
 
-    def send() -> FileResponse:
+    @router.post("/v1/chat/completions")
+    async def create_chat_completion(request: Request) -> Response:
+        return await service.complete(request)
+
+    @router.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @router.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> dict[str, Any]:
+        if name != service.name:
+            raise service.model_not_found(name)
+        return model
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def health_route(service: ChatService) -> Callable[[], JSONResponse]:
+    def health() -> JSONResponse:
+        status = "stopped" if not service.engine.alive else "draining" if service.admission.draining else "ok"
+        counts = {"running": service.engine.num_running, "waiting": service.num_waiting}
+        return JSONResponse({"status": status, "model": service.name, **counts}, 200 if status == "ok" else 503)
+
+    return health
+
+
+def file_route(file: Path) -> Callable[[], FileResponse]:
+    """A route that sends one file; a parameter of the route would be the client's to choose."""
+
+    def send_file() -> FileResponse:
         return FileResponse(file, headers={"Cache-Control": "no-cache"})
 
-    return send
+    return send_file
+
+
+def add_exception_handlers(app: FastAPI) -> None:
+    """Give every error OpenAI's shape."""
+
+    @app.exception_handler(APIError)
+    async def send_api_error(request: Request, error: APIError) -> JSONResponse:
+        return JSONResponse(error.body(), error.status, error.headers)
+
+    @app.exception_handler(HTTPException)
+    async def send_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        api_error = APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        return JSONResponse(api_error.body(), api_error.status, error.headers)
+
+    @app.exception_handler(Exception)
+    async def send_internal_error(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(internal_error().body(), 500)  # starlette raises the error again, and uvicorn logs it

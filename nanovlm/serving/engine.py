@@ -1,36 +1,102 @@
-"""One thread that owns the model: requests join and leave its batch between two tokens."""
+"""The engine: one thread owns the model and decodes all requests in one continuous batch.
+
+Coroutines call `submit` and read `RequestOutput`s from the handle it returns. A failure ends the request that caused it
+and no other; the thread itself ends only by `close`.
+"""
 
 import asyncio
 import itertools
+import logging
 import queue
 import threading
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from models.decoding import SamplingParams
 from models.inference.continuous_batching import ContinuousBatch, PrefillError, TokenOutput
-from models.vision_language_model import VisionLanguageModel
+from nanovlm.errors import NanoVLMError, is_out_of_memory
+from nanovlm.serving.errors import EngineError, EngineStoppedError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One new token of a request's sequence `index`; finish_reason ("stop" or "length") marks the last one."""
+
+    index: int
+    token_id: int
+    finish_reason: str | None = None
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """One answer to a prompt, as the engine thread keeps track of it."""
+
+    id: int
+    input_ids: Tensor  # (T,)
+    images: Tensor | None  # (N, 3, S, S); None once they are prefilled
+    max_new_tokens: int
+    sampling: SamplingParams
+    started: bool = False
+    retried: bool = False
+
+
+@dataclass(eq=False)
+class RequestHandle:
+    """The outputs of one submitted request; for the event loop that called `submit`."""
+
+    engine: "Engine"
+    sequence_ids: list[int] = field(default_factory=list)
+    queue: asyncio.Queue[tuple[int, TokenOutput | BaseException]] = field(default_factory=asyncio.Queue)
+
+    async def outputs(self) -> list[RequestOutput]:
+        """All new outputs, at least one. Raises EngineError, or the NanoVLMError that the request itself caused."""
+        received = [await self.queue.get()]
+        while not self.queue.empty():
+            received.append(self.queue.get_nowait())
+        outputs = []
+        for index, item in received:
+            if isinstance(item, (NanoVLMError, EngineError)):
+                raise item
+            if isinstance(item, BaseException):
+                raise EngineError("the model failed on this request") from item
+            outputs.append(RequestOutput(index, item.token_id, item.finished))
+        return outputs
+
+    def cancel(self, index: int | None = None) -> None:
+        """Stop one sequence, or all of them; those that have ended are no error."""
+        for sequence_id in self.sequence_ids if index is None else [self.sequence_ids[index]]:
+            self.engine.cancel(sequence_id)
 
 
 class Engine:
-    """Answers many prompts at once. Begins with `start`, in the event loop whose coroutines ask; ends with `close`."""
+    """Decodes many requests at once. Call `start` in the event loop whose coroutines submit, and `close` at the end.
 
-    def __init__(self, model: VisionLanguageModel, eos_token_id: int, rows: int):
-        self._new_batch = lambda: ContinuousBatch(model, max_num_seqs=rows, eos_token_id=eos_token_id)
-        self._batch = self._new_batch()
-        self._orders: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()  # a key and what to add; None cancels it
-        self._keys = itertools.count()
-        self._listeners: dict[int, tuple[int, asyncio.Queue]] = {}  # touched in the event loop's thread only
-        self._thread = threading.Thread(target=self._work, name="nanovlm-engine", daemon=True)
+    make_batch returns an empty batch; it is called again when a batch has failed as a whole.
+    """
+
+    def __init__(self, make_batch: Callable[[], ContinuousBatch]):
+        self._make_batch = make_batch
+        self._batch = make_batch()
+        self._commands: queue.SimpleQueue[_Sequence | int | None] = queue.SimpleQueue()  # add, cancel by id, or stop
+        self._ids = itertools.count()
+        self._handles: dict[int, tuple[int, RequestHandle]] = {}  # only the event loop's thread uses these
+        self._active: dict[int, _Sequence] = {}  # only the engine's thread uses these two
+        self._retries: deque[_Sequence] = deque()
+        self._thread = threading.Thread(target=self._run, name="nanovlm-engine", daemon=True)
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def close(self) -> None:
-        """Stop between two tokens; whoever still listens hears no more."""
-        self._orders.put(None)
+        """Stop between two steps; requests that have not ended fail."""
+        self._commands.put(None)
         self._thread.join()
 
     @property
@@ -38,95 +104,161 @@ class Engine:
         return self._thread.is_alive()
 
     @property
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         return self._batch.waiting
 
     @property
-    def running(self) -> int:
+    def num_running(self) -> int:
         return self._batch.running
 
-    def ask(
-        self, input_ids: Tensor, images: Tensor | None, max_new_tokens: int, samplings: Iterable[SamplingParams]
-    ) -> "Answers":
-        """Answers to the prompt, ids (T,) and images (N, 3, S, S), one by each of the samplings."""
-        answers = Answers(self)
-        for index, sampling in enumerate(samplings):
-            answers.keys.append(key := next(self._keys))
-            self._listeners[key] = (index, answers.heard)
-            options = {"max_new_tokens": max_new_tokens, "sampling": sampling}
-            self._orders.put((key, (input_ids, images, options)))
-        return answers
+    def submit(
+        self, input_ids: Tensor, images: Tensor | None, max_new_tokens: int, sampling: Sequence[SamplingParams]
+    ) -> RequestHandle:
+        """Queue a prompt, ids (T,) and images (N, 3, S, S), with one sequence for each of `sampling`."""
+        if not self.alive:
+            raise EngineStoppedError("the engine does not run")
+        handle = RequestHandle(self)
+        for index, params in enumerate(sampling):
+            sequence_id = next(self._ids)
+            handle.sequence_ids.append(sequence_id)
+            self._handles[sequence_id] = index, handle
+            self._commands.put(_Sequence(sequence_id, input_ids, images, max_new_tokens, params))
+        return handle
 
-    def cancel(self, key: int) -> None:
-        """Its row is free before the next token; a key that has ended is no error."""
-        if self._listeners.pop(key, None):
-            self._orders.put((key, None))
+    def cancel(self, sequence_id: int) -> None:
+        """Free the sequence's slot before the next step; no error if it has ended."""
+        if self._handles.pop(sequence_id, None):
+            self._commands.put(sequence_id)
 
-    def _work(self) -> None:
-        """Obey orders and take steps, until told to stop."""
-        keys: set[int] = set()  # whose answers have not ended
+    def _run(self) -> None:
+        """The thread: take commands and step the batch until `close`."""
+        try:
+            running = True
+            while running:
+                try:
+                    running = self._take_commands()
+                    if running and self._active:
+                        self._step()
+                except BaseException as error:  # SystemExit, too, would end a thread without a word
+                    self._recover(error)
+        finally:  # whatever ended the thread, nobody waits for it any longer
+            self._fail_all(EngineStoppedError("the engine has stopped"))
+
+    def _take_commands(self) -> bool:
+        """Obey all commands, waiting for one if there is nothing to do; False says to stop."""
         while True:
-            told: list[tuple[int, TokenOutput | Exception]] = []
             try:
-                while order := self._orders.get(block=not keys and not told):
-                    key, asked = order
-                    keys.add(key) if asked else keys.discard(key)
-                    told += self._obey(key, asked)
-                    del order, asked  # else the last prompt's pixels would stay here while its answer is said
-                return
+                command = self._commands.get(block=not self._active)
             except queue.Empty:
-                told += self._step(keys)
-            keys -= {key for key, said in told if isinstance(said, Exception) or said.finished}
-            self._loop.call_soon_threadsafe(self._tell, told)
+                break
+            if command is None:
+                return False
+            if isinstance(command, _Sequence):
+                self._add(command)
+            elif sequence := self._active.pop(command, None):
+                self._batch.cancel(sequence.id)
+        # After the batch has failed as a whole, its sequences run one by one: so the one at fault harms no other.
+        if self._retries and not (self._batch.running or self._batch.waiting):
+            sequence = self._retries.popleft()
+            if sequence.id in self._active:
+                sequence.retried = True
+                self._add_to_batch(sequence)
+        return True
 
-    def _obey(self, key: int, asked: tuple | None) -> list[tuple[int, Exception]]:
-        try:
-            if asked is None:
-                self._batch.cancel(key)
-            else:
-                input_ids, images, options = asked
-                self._batch.add(key, input_ids, images, **options)
-        except ValueError as error:  # it can never be read
-            return [(key, error)]
-        return []
+    def _add(self, sequence: _Sequence) -> None:
+        self._active[sequence.id] = sequence
+        if self._retries:
+            self._retries.append(sequence)
+        else:
+            self._add_to_batch(sequence)
 
-    def _step(self, keys: set[int]) -> list[tuple[int, TokenOutput | Exception]]:
+    def _add_to_batch(self, sequence: _Sequence) -> None:
         try:
-            return [(said.key, said) for said in self._batch.step()]
+            self._batch.add(
+                sequence.id,
+                sequence.input_ids,
+                sequence.images,
+                max_new_tokens=sequence.max_new_tokens,
+                sampling=sequence.sampling,
+            )
+        except BaseException as error:
+            self._fail(sequence, error)
+
+    def _step(self) -> None:
+        """One step of the batch. Without memory for all its sequences the newest one fails, and the others go on."""
+        try:
+            outputs = self._batch.step()
         except PrefillError as error:
-            return [(error.key, error)]
-        except Exception as error:  # out of memory, most likely: those who run fail, others are answered afterwards
-            self._batch = self._new_batch()
-            return [(key, error) for key in keys]
+            if sequence := self._active.get(error.key):
+                self._fail(sequence, error.__cause__ or error)
+            return
+        except Exception as error:
+            started = [sequence for sequence in self._active.values() if sequence.started]
+            if not is_out_of_memory(error) or not started:
+                raise
+            self._batch.cancel(started[-1].id)
+            self._fail(started[-1], error)
+            return
+        self._handle_outputs(outputs)
 
-    def _tell(self, told: list[tuple[int, TokenOutput | Exception]]) -> None:
-        for key, said in told:
-            if key in self._listeners:  # else it has been cancelled meanwhile
-                index, heard = self._listeners[key]
-                if isinstance(said, Exception) or said.finished:
-                    del self._listeners[key]
-                heard.put_nowait((index, said))
+    def _handle_outputs(self, outputs: Sequence[TokenOutput]) -> None:
+        results: list[tuple[int, TokenOutput | BaseException]] = []
+        for output in outputs:
+            sequence = self._active.get(output.key)
+            if sequence is None:
+                continue
+            if output.error:
+                self._fail(sequence, output.error)
+                continue
+            sequence.started, sequence.images = True, None
+            if output.finished:
+                del self._active[sequence.id]
+            results.append((sequence.id, output))
+        self._publish(results)
 
+    def _recover(self, error: BaseException) -> None:
+        """Replace a batch that has failed as a whole, for a reason that names no sequence.
 
-class Answers:
-    """What is said to one prompt, to be heard in the event loop; `close` cancels what is not yet said."""
+        Sequences that have tokens lost their cache and fail. The others are tried once more, one at a time.
+        """
+        logger.error("a step of the whole batch failed", exc_info=error)
+        self._batch = self._make_batch()
+        self._retries.clear()
+        for sequence in list(self._active.values()):
+            if sequence.started or sequence.retried:
+                self._fail(sequence, error)
+            else:
+                self._retries.append(sequence)
 
-    def __init__(self, engine: Engine):
-        self.engine, self.keys, self.heard = engine, [], asyncio.Queue()
+    def _fail(self, sequence: _Sequence, error: BaseException) -> None:
+        if not isinstance(error, NanoVLMError):
+            logger.error("sequence %d failed", sequence.id, exc_info=error)
+        self._active.pop(sequence.id, None)
+        self._publish([(sequence.id, error)])
 
-    async def hear(self) -> list[tuple[int, TokenOutput]]:
-        """All that was said since the last call, at least one token: whose, by its index, and which."""
-        heard = [await self.heard.get()]
-        while not self.heard.empty():
-            heard.append(self.heard.get_nowait())
-        for _, said in heard:
-            if isinstance(said, Exception):
-                raise said
-        return heard
+    def _fail_all(self, error: BaseException) -> None:
+        results: list[tuple[int, TokenOutput | BaseException]] = [(sequence_id, error) for sequence_id in self._active]
+        while True:  # those that arrived after the last step
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(command, _Sequence):
+                results.append((command.id, error))
+        self._active.clear()
+        self._publish(results)
 
-    def cancel(self, index: int) -> None:
-        self.engine.cancel(self.keys[index])
+    def _publish(self, results: Sequence[tuple[int, TokenOutput | BaseException]]) -> None:
+        if results:
+            with suppress(RuntimeError):  # the event loop is closed: nobody reads
+                self._loop.call_soon_threadsafe(self._deliver, results)
 
-    def close(self) -> None:
-        for index in range(len(self.keys)):
-            self.cancel(index)
+    def _deliver(self, results: Sequence[tuple[int, TokenOutput | BaseException]]) -> None:
+        """In the event loop: hand results to the handles that wait for them."""
+        for sequence_id, result in results:
+            if sequence_id not in self._handles:  # cancelled meanwhile
+                continue
+            index, handle = self._handles[sequence_id]
+            if isinstance(result, BaseException) or result.finished:
+                del self._handles[sequence_id]
+            handle.queue.put_nowait((index, result))

@@ -1,128 +1,149 @@
-"""Pictures that come as URLs: data URLs, and remote ones where they are allowed, but never from a private address."""
+"""The files that image URLs hold or name: data URLs and, where allowed, http(s) URLs of public addresses."""
 
+import asyncio
 import base64
 import binascii
-import contextlib
-import http.client
 import ipaddress
 import socket
 import ssl
-import threading
-import time
-from urllib.parse import SplitResult, urlsplit
+from collections.abc import Awaitable, Callable
+from functools import cached_property
+
+import httpx
 
 from nanovlm.errors import ImageError
 
-SECONDS = 10  # a remote picture may take
-PIECE = 65_536
+FETCH_TIMEOUT_S = 10.0  # for the whole of a remote image
+MAX_SHOWN_URL = 60  # characters of a URL in an error
+
+Resolver = Callable[[str, int], Awaitable[list[str]]]
 
 
-def picture_bytes(url: str, allow_remote: bool, max_bytes: int) -> bytes:
-    """The file that a URL holds or names; PictureError says why it can not be had."""
-    scheme = url[:5].lower()
-    if scheme == "data:":
-        return from_data(url)
-    if scheme not in ("http:", "https"):
-        raise ImageError(f"{url[:60]!r} is no picture's URL; send data:image/png;base64,...")
-    if not allow_remote:
-        raise ImageError(
-            f"{url[:60]!r} is remote, and this server fetches nothing; send data:image/png;base64,... or start it with "
-            "--allow-remote"
-        )
-    return from_afar(url, max_bytes)
-
-
-def from_data(url: str) -> bytes:
-    """data:image/png;base64,... as in RFC 2397; what kind of picture it is, its bytes say."""
-    head, comma, data = url.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
-        raise ImageError("a data URL without base64; send data:image/png;base64,...")
+async def resolve(host: str, port: int) -> list[str]:
+    """All IP addresses of a host."""
+    loop = asyncio.get_running_loop()
     try:
-        return base64.b64decode("".join(data.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ImageError(f"a data URL whose base64 is broken: {error}") from None
-
-
-def from_afar(url: str, max_bytes: int) -> bytes:
-    """Fetch a file from a public address; the connection goes to the address that was checked, not to its name."""
-    name, deadline = url[:60], time.monotonic() + SECONDS
-    try:
-        parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-    except ValueError as error:
-        raise ImageError(f"{name!r} is no URL: {error}") from None
-    if not parts.hostname or parts.username is not None:
-        raise ImageError(f"{name!r} must name a host, and no user")
-    try:
-        address = public_address(parts.hostname, port)
-        return _get(parts, address, port, max_bytes, deadline)
-    except ImageError:
-        raise
-    except ssl.SSLCertVerificationError as error:
-        raise ImageError(f"{name!r} cannot be trusted: {error.verify_message.rstrip('.')}") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        late = f"it took more than {SECONDS} s" if time.monotonic() > deadline else ""
-        raise ImageError(f"{name!r} cannot be fetched: {late or str(error) or type(error).__name__}") from None
-
-
-def public_address(host: str, port: int) -> str:
-    """An address of a host all of whose addresses are public."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise ImageError(f"no such host: {host!r}") from None
-    addresses = [sockaddr[0] for *_, sockaddr in found]
-    for address in addresses:
-        if not is_public(address):
-            raise ImageError(f"{host!r} is at a private address; pictures are fetched from public ones only")
-    return addresses[0]
+    return [str(sockaddr[0]) for *_, sockaddr in found]
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is on the open internet; one that wraps another (NAT64, 6to4, Teredo) counts as private."""
+    """Whether an address is on the public internet; one that embeds another (NAT64, 6to4, Teredo) is not."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if ip.version == 6 and (ip.ipv4_mapped or ip.sixtofour or ip.teredo or ip in ipaddress.ip_network("64:ff9b::/96")):
         return False
     return ip.is_global and not ip.is_multicast
 
 
-def _get(parts: SplitResult, address: str, port: int, max_bytes: int, deadline: float) -> bytes:
-    """The body of a GET, of at most max_bytes; nothing but 200 will do, a redirect least of all."""
-    lines = [socket.create_connection((address, port), SECONDS)]  # and the same one, once it is encrypted
-    timer = threading.Timer(deadline - time.monotonic(), _hang_up, [lines])  # SECONDS is for each of a socket's words
-    timer.start()
-    connection = http.client.HTTPConnection(parts.hostname, port)
+class PublicTransport(httpx.AsyncHTTPTransport):
+    """Connects to a public IP address only, and to the very address that was checked.
+
+    A host name that is resolved again could lead elsewhere (DNS rebinding). The name stays in the Host header and in
+    TLS, whose certificate is verified against it.
+    """
+
+    def __init__(self, ssl_context: ssl.SSLContext, resolve: Resolver, is_public: Callable[[str], bool]):
+        super().__init__(verify=ssl_context, trust_env=False)
+        self.resolve, self.is_public = resolve, is_public
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        host = request.url.raw_host.decode("ascii")
+        port = request.url.port or {"http": 80, "https": 443}[request.url.scheme]
+        addresses = await self.resolve(host, port)
+        if not all(map(self.is_public, addresses)):
+            raise ImageError(f"{host!r} is at a private address; images are fetched from public ones only")
+        request.extensions["sni_hostname"] = host
+        request.url = request.url.copy_with(host=addresses[0])
+        return await super().handle_async_request(request)
+
+
+class ImageFetcher:
+    """Returns the file behind an image URL, of at most max_bytes if it is remote.
+
+    resolve and is_public replace the look-up of host names and the rule about their addresses.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_bytes: int,
+        allow_remote: bool = False,
+        timeout_s: float = FETCH_TIMEOUT_S,
+        resolve: Resolver = resolve,
+        is_public: Callable[[str], bool] = is_public,
+    ):
+        self.max_bytes, self.allow_remote, self.timeout_s = max_bytes, allow_remote, timeout_s
+        self.resolve, self.is_public = resolve, is_public
+
+    @cached_property
+    def ssl_context(self) -> ssl.SSLContext:
+        return ssl.create_default_context()
+
+    async def fetch(self, url: str) -> bytes:
+        """The file that a URL holds or names; ImageError says why there is none."""
+        scheme = url[:5].lower()
+        if scheme == "data:":
+            return await asyncio.to_thread(decode_data_url, url)
+        shown = repr(url[:MAX_SHOWN_URL])
+        if scheme not in ("http:", "https"):
+            raise ImageError(f"{shown} is not an image URL; send data:image/png;base64,...")
+        if not self.allow_remote:
+            raise ImageError(
+                f"{shown} is remote, and this server fetches no images; send data:image/png;base64,... or start it "
+                "with --allow-remote"
+            )
+        try:
+            async with asyncio.timeout(self.timeout_s) as timeout:
+                return await self._get(url)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise ImageError(f"{shown} cannot be fetched: it took more than {self.timeout_s:g} s") from None
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as error:
+            raise ImageError(f"{shown} is not a URL: {error}") from None
+        except httpx.HTTPError as error:
+            if certificate_error := find_certificate_error(error):
+                reason = certificate_error.verify_message.rstrip(".")
+                raise ImageError(f"{shown} cannot be trusted: {reason}") from None
+            raise ImageError(f"{shown} cannot be fetched: {error or type(error).__name__}") from None
+
+    async def _get(self, address: str) -> bytes:
+        url = httpx.URL(address)
+        if not url.host or url.userinfo:
+            raise ImageError(f"{address[:MAX_SHOWN_URL]!r} must name a host, and no user")
+        headers = {"User-Agent": "nanovlm", "Accept": "image/*", "Accept-Encoding": "identity"}
+        transport = PublicTransport(self.ssl_context, self.resolve, self.is_public)
+        async with (
+            httpx.AsyncClient(transport=transport, timeout=self.timeout_s, trust_env=False) as client,
+            client.stream("GET", url, headers=headers, follow_redirects=False) as response,
+        ):
+            if response.is_redirect or response.status_code // 100 == 3:
+                raise ImageError("a remote image that has moved; send the URL it has moved to")
+            if response.status_code != 200:
+                raise ImageError(f"a remote image whose server answers {response.status_code}")
+            data = bytearray()
+            async for chunk in response.aiter_raw():  # never unpacked: few bytes could become many
+                data += chunk
+                if len(data) > self.max_bytes:
+                    raise ImageError(f"a remote image of more than {self.max_bytes:,} bytes; scale it down first")
+            return bytes(data)
+
+
+def decode_data_url(url: str) -> bytes:
+    """The bytes of data:image/png;base64,... (RFC 2397); their content tells the image format, not the URL."""
+    head, comma, data = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise ImageError("a data URL without base64; send data:image/png;base64,...")
     try:
-        if parts.scheme == "https":
-            context = ssl.create_default_context()
-            lines.append(context.wrap_socket(lines[0], server_hostname=parts.hostname))
-        connection.sock = lines[-1]  # not connect(), which looks the name up again
-        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.request("GET", path, headers={"User-Agent": "nanovlm", "Accept": "image/*"})
-        with connection.getresponse() as response:
-            data = _read(response, max_bytes)
-    finally:
-        timer.cancel()
-        for line in lines:
-            line.close()
-    if time.monotonic() > deadline:
-        raise TimeoutError("hung up before its end")
-    return data
+        return base64.b64decode("".join(data.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"a data URL with invalid base64: {error}") from None
 
 
-def _read(response: http.client.HTTPResponse, max_bytes: int) -> bytes:
-    if response.status // 100 == 3:
-        raise ImageError("a remote picture that has moved; name the place where it is")
-    if response.status != 200:
-        raise ImageError(f"a remote picture whose server says {response.status}")
-    data = bytearray()
-    while piece := response.read1(PIECE):
-        data += piece
-        if len(data) > max_bytes:
-            raise ImageError(f"a remote picture of more than {max_bytes:,} bytes; scale it down first")
-    return bytes(data)
-
-
-def _hang_up(lines: list[socket.socket]) -> None:
-    with contextlib.suppress(OSError):  # it has ended by itself
-        lines[-1].shutdown(socket.SHUT_RDWR)
+def find_certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """The certificate error that caused an error of httpx, if any."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error

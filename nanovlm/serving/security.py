@@ -1,79 +1,80 @@
-"""Who may ask at all: checked before any route, for a server on one's own machine is near to every web page."""
+"""Who may use the server. Any web page in a browser can send requests to a server on the same machine."""
 
 import hmac
-import json
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
+from typing import Annotated
 from urllib.parse import urlsplit
 
+from fastapi import Depends
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovlm.serving.protocol import Problem
+from nanovlm.serving.errors import APIError
 
-SAFE = {  # on every response; the page itself loads from nowhere else
+SECURITY_HEADERS = {  # on every response; the page loads nothing from elsewhere
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-KEYED = ("/v1/", "/metrics")
 
 
-class Guard:
-    """Middleware. hosts, if given, are the names the server answers to: a page of another name that resolves to this
-    machine (DNS rebinding) is refused, and so is whatever comes from the page of another origin."""
+class BrowserSecurityMiddleware:
+    """Refuses requests for foreign host names (DNS rebinding) and from pages of other origins; adds security headers.
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str] | None, api_key: str | None):
-        self.app, self.hosts, self.api_key = app, hosts, api_key
+    allowed_hosts None admits every name. Starlette's TrustedHostMiddleware checks names as well, but its plain text is
+    not an error that OpenAI's clients understand, and does not name the way out.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] | None):
+        self.app, self.allowed_hosts = app, allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
+            return
 
-        async def send_safely(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(SAFE)
+                MutableHeaders(scope=message).update(SECURITY_HEADERS)
             await send(message)
 
         try:
-            self.check(scope["path"], Headers(scope=scope))
-        except Problem as problem:
-            await refuse(problem, send_safely)
+            self._check(Headers(scope=scope))
+        except APIError as error:
+            await JSONResponse(error.body(), error.status)(scope, receive, send_with_headers)
         else:
-            await self.app(scope, receive, send_safely)
+            await self.app(scope, receive, send_with_headers)
 
-    def check(self, path: str, headers: Headers) -> None:
-        """Raise a Problem for a request that may not come in."""
+    def _check(self, headers: Headers) -> None:
         host, origin = headers.get("host", ""), headers.get("origin")
-        if self.hosts is not None and hostname(host) not in self.hosts:
-            raise Problem(403, f"this server does not answer to the name {host!r}; start it with --allow-host to")
+        if self.allowed_hosts is not None and parse_hostname(host) not in self.allowed_hosts:
+            raise APIError(403, f"this server does not serve the host name {host!r}; start it with --allow-host to")
         if origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
-            raise Problem(403, f"a page of {origin!r} may not ask this server; open the server's own page")
-        if self.api_key is not None and path.startswith(KEYED):
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(
-                key.strip().encode("latin-1"), self.api_key.encode()
-            ):
-                raise Problem(
-                    401,
-                    "wrong or missing API key; send it as Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+            raise APIError(403, f"pages of {origin!r} may not use this server; open the server's own page")
 
 
-def hostname(host: str) -> str:
-    """Of a Host header, the name without a port."""
+def parse_hostname(host: str) -> str:
+    """The name in a Host header, without the port; empty if there is none."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
 
 
-async def refuse(problem: Problem, send: Send) -> None:
-    body = json.dumps(problem.body()).encode()
-    headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **(problem.headers or {})}
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": problem.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
+def require_api_key(api_key: str | None) -> Callable[..., Awaitable[None]]:
+    """A FastAPI dependency that refuses requests without this bearer key; None admits all."""
+
+    async def check(
+        credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
+    ) -> None:
+        # HTTP headers are decoded as Latin-1; encoding returns the bytes that the client sent.
+        given = credentials.credentials.strip().encode("latin-1") if credentials else b""
+        if api_key is not None and not hmac.compare_digest(given, api_key.encode()):
+            message = "wrong or missing API key; send it as Authorization: Bearer KEY"
+            raise APIError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    return check

@@ -1,74 +1,103 @@
-"""The verb `serve`: a server from its start to its last answer."""
+"""Runs the server, from an open port to its last answer."""
 
-import argparse
 import ipaddress
-import os
+import logging
 import socket
-from pathlib import Path
+from dataclasses import dataclass, field
+from types import FrameType
 
 import uvicorn
 
-from nanovlm import EMBEDDED, PROMPT
-from nanovlm.cli.options import EMBEDDED_LIMITS, ModelOptions, load_captioner
-from nanovlm.console import print_error
+from nanovlm.captioner import Captioner
 from nanovlm.errors import UsageError
+from nanovlm.serving.admission import Limits
 from nanovlm.serving.app import make_app
-from nanovlm.serving.service import ChatService, Limits
+from nanovlm.serving.image_urls import ImageFetcher
+from nanovlm.serving.service import ChatService
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+logger = logging.getLogger(__name__)
+
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
+BACKLOG = 2048  # connections that wait to be accepted
 
 
-def serve_model(args: argparse.Namespace) -> int:
-    """Serve args.model until told to stop; then answers are finished first."""
-    limits = read_limits(args)
-    key = args.api_key or os.environ.get("NANOVLM_API_KEY") or None
-    local = is_loopback(args.host)
-    if not local and key is None:
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where the server listens, whom it serves and how much it accepts."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0 is any free port
+    api_key: str | None = None
+    allow_hosts: tuple[str, ...] = ()  # further host names to serve
+    allow_remote: bool = False  # fetch remote images
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not is_loopback(self.host) and self.api_key is None:
+            raise UsageError(
+                f"--host {self.host} is reachable from other machines and needs a key; set --api-key or, hidden from "
+                "ps, NANOVLM_API_KEY"
+            )
+
+    @property
+    def allowed_hosts(self) -> set[str] | None:
+        """The host names that are served; None is all of them, if other machines may connect: the key protects it."""
+        if not is_loopback(self.host) and not self.allow_hosts:
+            return None
+        return {name.lower() for name in (*LOOPBACK_NAMES, self.host, *self.allow_hosts)}
+
+
+def listen(options: ServerOptions) -> socket.socket:
+    """The open port. Requests wait there until the model is loaded."""
+    try:
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        return socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         raise UsageError(
-            f"--host {args.host} lets others in; choose a key for them by --api-key or, unseen by ps, NANOVLM_API_KEY"
-        )
-    with listen(args.host, args.port) as door:
-        captioner = load_captioner(ModelOptions.from_args(args), [PROMPT], own_images=True)
-        embedded = args.model == EMBEDDED
-        folder = Path(args.model).resolve().name if os.path.isdir(args.model) else ""  # a name even where that is .
-        name = "nanovlm" if embedded else folder or args.model
-        desk = ChatService(captioner, name, limits, args.allow_remote)
-        hosts = {name.lower() for name in (*LOOPBACK, args.host, *args.allow_host)}
-        hosts = hosts if local or args.allow_host else None  # else the key alone decides
-        app = make_app(desk, hosts, key, EMBEDDED_LIMITS if embedded else "")
-        port, host = door.getsockname()[1], f"[{args.host}]" if ":" in args.host else args.host
-        print_error(f"http://{host}:{port} answers as {name!r}: a page, and /v1 for OpenAI's clients; ctrl-c stops")
-        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, http="h11", ws="none")
-        Server(config, desk).run(sockets=[door])
-        if desk.engine.alive:  # told twice: a thread within torch aborts an interpreter that goes down
-            desk.engine.close()
-    return 0
+            f"--host {options.host} --port {options.port}: {reason}; --port 0 takes any free port"
+        ) from None
 
 
-class Server(uvicorn.Server):
-    """Told to stop, it finishes its answers and refuses others; told twice, it stops."""
+def serve(
+    captioner: Captioner, name: str, listening_socket: socket.socket, options: ServerOptions, description: str = ""
+) -> None:
+    """Serve a model under a name until SIGINT or SIGTERM; running answers are finished first."""
+    fetcher = ImageFetcher(max_bytes=options.limits.max_body_bytes, allow_remote=options.allow_remote)
+    serve_service(ChatService(captioner, name, options.limits, fetcher=fetcher), listening_socket, options, description)
 
-    def __init__(self, config: uvicorn.Config, desk: ChatService):
+
+def serve_service(
+    service: ChatService, listening_socket: socket.socket, options: ServerOptions, description: str = ""
+) -> None:
+    """The same with a service of the caller's."""
+    app = make_app(service, options.allowed_hosts, options.api_key, description)
+    port, host = listening_socket.getsockname()[1], f"[{options.host}]" if ":" in options.host else options.host
+    logger.info(
+        "http://%s:%d serves %r: a page, and OpenAI's API at /v1; stop it with ctrl-c", host, port, service.name
+    )
+    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, http="h11", ws="none")
+    DrainingServer(config, service).run(sockets=[listening_socket])
+    service.close()  # after a second signal, too: Python aborts if a thread is inside torch when it exits
+
+
+class DrainingServer(uvicorn.Server):
+    """At the first signal it refuses new requests and finishes the others; at the second one it stops at once."""
+
+    def __init__(self, config: uvicorn.Config, service: ChatService):
         super().__init__(config)
-        self.desk = desk
+        self.admission = service.admission
 
-    def handle_exit(self, sig, frame) -> None:
-        if self.desk.draining:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.admission.draining:
             self.should_exit = self.force_exit = True
-        elif self.desk.taken:
-            print_error(f"finishing {self.desk.taken} answers; ctrl-c again stops at once")
-        self.desk.draining = True
+        elif self.admission.count:
+            logger.info("finishing %d answers; press ctrl-c again to stop at once", self.admission.count)
+        self.admission.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        self.should_exit |= self.desk.draining and not self.desk.taken
+        self.should_exit |= self.admission.draining and not self.admission.count
         return await super().on_tick(counter)
-
-
-def read_limits(args: argparse.Namespace) -> Limits:
-    for name, least in (("rows", 1), ("queue", 0), ("max_body", 1), ("max_pixels", 1), ("timeout", 1)):
-        if not getattr(args, name) >= least:  # nor is nan
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {least}")
-    return Limits(args.rows, args.queue, args.max_body, args.max_pixels, args.timeout)
 
 
 def is_loopback(host: str) -> bool:
@@ -76,12 +105,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
-        raise UsageError(f"--host {host} --port {port}: {reason}; --port 0 takes any that is free") from None

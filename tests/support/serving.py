@@ -9,18 +9,50 @@ import httpx
 import openai
 import uvicorn
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 
+from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE
+from nanovlm.serving.admission import Limits
 from nanovlm.serving.app import make_app
-from nanovlm.serving.service import ChatService, Limits
+from nanovlm.serving.engine import Engine
+from nanovlm.serving.service import ChatService
 
 
-class Running:
-    """A server of its own on a free port, in a thread."""
+class WatchedBatch(ContinuousBatch):
+    """Calls before_step() before each step, and on_add(key, images) for each prompt."""
 
-    def __init__(self, captioner, limits=None, *, hosts=None, api_key=None, allow_remote=False):
-        self.desk = ChatService(captioner, "nanovlm", limits or Limits(), allow_remote)
-        app = make_app(self.desk, hosts, api_key)
+    def __init__(self, captioner, max_num_seqs=32, before_step=lambda: None, on_add=lambda key, images: None):
+        super().__init__(captioner.inference, max_num_seqs=max_num_seqs, eos_token_id=captioner.tokenizer.eos_token_id)
+        self.before_step, self.on_add = before_step, on_add
+
+    def add(self, key, input_ids, images=None, **options):
+        self.on_add(key, images)
+        super().add(key, input_ids, images, **options)
+
+    def step(self):
+        self.before_step()
+        return super().step()
+
+
+class RunningServer:
+    """A server of its own on a free port, in a thread; more options are those of WatchedBatch."""
+
+    def __init__(
+        self,
+        captioner,
+        limits=None,
+        *,
+        allowed_hosts=None,
+        api_key=None,
+        make_batch=None,
+        batch=None,
+        **service_options,
+    ):
+        limits = limits or Limits()
+        make_batch = make_batch or (lambda: WatchedBatch(captioner, limits.max_num_seqs, **(batch or {})))
+        self.service = ChatService(captioner, "nanovlm", limits, engine=Engine(make_batch), **service_options)
+        app = make_app(self.service, allowed_hosts, api_key)
         self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", ws="none", http="h11"))
         self.thread = threading.Thread(target=self.server.run)
 
@@ -36,6 +68,11 @@ class Running:
         self.thread.join(30)
         assert not self.thread.is_alive()
 
+    @property
+    def idle(self):
+        """Whether no request is left anywhere."""
+        return self.service.admission.count == self.service.engine.num_running == self.service.engine.num_waiting == 0
+
     def post(self, body, **options):
         return httpx.post(f"{self.url}/v1/chat/completions", **body_of(body), timeout=60, **options)
 
@@ -43,14 +80,24 @@ class Running:
         options = {"api_key": "none", "max_retries": 0, "timeout": 60} | options
         return openai.OpenAI(base_url=f"{self.url}/v1", **options)
 
+    def metrics(self):
+        """Each metric's sum over its labels."""
+        response, sums = httpx.get(f"{self.url}/metrics"), {}
+        assert response.headers["content-type"].startswith("text/plain")
+        for family in text_string_to_metric_families(response.text):
+            for sample in family.samples:
+                sums[sample.name] = sums.get(sample.name, 0) + sample.value
+        return sums
+
 
 def body_of(body):
     return {"content": body} if isinstance(body, (bytes, str)) else {"json": body}
 
 
-def until(true, seconds=30):
+def until(condition, seconds=30):
+    """Wait until a condition holds."""
     deadline = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
@@ -62,12 +109,16 @@ def data_url(picture, kind="png"):
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
-def asking(question, *pictures):
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
+def user_message(question, *urls):
+    """Messages of one user turn that shows pictures and asks a question."""
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
 
 
-SHOWN = data_url(SAMPLE.read_bytes())
+def answer_of(response):
+    return response.json()["choices"][0]["message"]["content"]
 
+
+SAMPLE_URL = data_url(SAMPLE.read_bytes())
 
 QUESTIONS = ["Describe this picture.", "What colour is the ring?", "How many objects are there?", "Is there a star?"]

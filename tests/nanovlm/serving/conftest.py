@@ -5,20 +5,19 @@ import time
 
 import pytest
 
-from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import Captioner
-from support.serving import Running
+from support.serving import RunningServer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def embedded():
     return Captioner.from_pretrained(device="cpu", dtype="float32")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def served(embedded):
-    with Running(embedded) as running:
-        yield running
+    with RunningServer(embedded) as server:
+        yield server
 
 
 @pytest.fixture
@@ -28,16 +27,15 @@ def client(served):
 
 
 @pytest.fixture
-def slow(monkeypatch):
-    """A token takes 30 ms."""
-    step = ContinuousBatch.step
-    monkeypatch.setattr(ContinuousBatch, "step", lambda batch: time.sleep(0.03) or step(batch))
+def slow():
+    """Batch options: a step takes 30 ms longer."""
+    return {"before_step": lambda: time.sleep(0.03)}
 
 
 @pytest.fixture
-def gate(monkeypatch):
-    """No token is said before it is set."""
-    step, gate = ContinuousBatch.step, threading.Event()
-    monkeypatch.setattr(ContinuousBatch, "step", lambda batch: gate.wait(30) and step(batch))
+def gate():
+    """An event; with the batch options `gate.batch` no step runs before it is set."""
+    gate = threading.Event()
+    gate.batch = {"before_step": lambda: gate.wait(30)}
     yield gate
     gate.set()

@@ -10,7 +10,7 @@ from PIL import Image
 
 from nanovlm import SAMPLE
 from nanovlm.chat_session import ChatSession
-from support.serving import QUESTIONS, Running, until
+from support.serving import QUESTIONS, RunningServer, until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install 'nanovlm[test-web]'")
 
@@ -35,14 +35,14 @@ def open_page(browser):
     """Opens the page of a server; whatever it logs or asks of other places is a failure."""
     contexts, wrong = [], []
 
-    def open_page(running, **options):
+    def open_page(server, **options):
         contexts.append(context := browser.new_context(**options))
         context.set_default_timeout(20_000)
         page = context.new_page()
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-        page.on("request", lambda r: None if r.url.startswith((running.url, "blob:")) else wrong.append(r.url))
-        page.goto(running.url)
+        page.on("request", lambda r: None if r.url.startswith((server.url, "blob:")) else wrong.append(r.url))
+        page.goto(server.url)
         return page
 
     open_page.wrong = wrong
@@ -96,8 +96,8 @@ def test_a_picture_is_dropped_or_pasted(served, embedded, open_page, kind):
 
 
 def test_a_keyboard_is_enough_and_shows_where_it_is(embedded, open_page, slow):
-    with Running(embedded) as running:
-        page, seen = open_page(running), []
+    with RunningServer(embedded, batch=slow) as server:
+        page, seen = open_page(server), []
         for _ in range(4):
             page.keyboard.press("Tab")
             focus = "document.activeElement"
@@ -122,7 +122,7 @@ def test_a_keyboard_is_enough_and_shows_where_it_is(embedded, open_page, slow):
         sync_api.expect(page.get_by_role("button", name="Ask")).to_be_visible()
         said = page.locator(".answer").text_content()
         assert embedded.caption(SAMPLE).startswith(said)
-        until(lambda: running.desk.taken == running.desk.engine.running == 0)
+        until(lambda: server.idle)
 
 
 def test_everything_has_a_name_and_what_goes_wrong_is_said(served, open_page, tmp_path):
@@ -158,8 +158,8 @@ def test_without_a_picture_words_are_answered(served, embedded, open_page):
 
 
 def test_a_key_is_asked_for_where_one_is_needed(embedded, open_page):
-    with Running(embedded, api_key="secret") as running:
-        page = open_page(running)
+    with RunningServer(embedded, api_key="secret") as server:
+        page = open_page(server)
         sync_api.expect(page.get_by_label("This server wants an API key")).to_be_focused()
         page.keyboard.type("wrong\n")
         sync_api.expect(page.get_by_role("alert")).to_have_text("That is not this server's key.")

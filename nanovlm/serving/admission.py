@@ -1,0 +1,107 @@
+"""Admission: how many sequences the server accepts, and how many images may be in memory as pixels."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from nanovlm.serving.errors import APIError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_num_seqs: int = 32  # sequences decoded at once
+    max_pending: int = 64  # more sequences that may wait
+    max_body_bytes: int = 20 * 2**20  # of a request, and of a remote image
+    max_pixels: int = 40_000_000  # of an image
+    timeout_s: float = 120.0  # from a request's arrival to the end of its answer
+
+
+class Admission:
+    """Counts the sequences that run or wait, and refuses those beyond the limit, or all new ones while draining."""
+
+    def __init__(self, capacity: int):
+        self.capacity, self.count, self.draining = capacity, 0, False
+
+    def acquire(self, request_scope: AsyncExitStack) -> None:
+        """Admit a request of one sequence until request_scope closes; APIError 503 or 429 if that is impossible now."""
+        if self.draining:
+            raise APIError(503, "the server is stopping; try again when it is back", headers={"Retry-After": "5"})
+        self.acquire_more(1, request_scope)
+
+    def acquire_more(self, n: int, request_scope: AsyncExitStack) -> None:
+        """Admit n more sequences of the same request."""
+        if self.count + n > self.capacity:
+            message = f"all {self.capacity} places for running and waiting answers are taken; try again in a second"
+            raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+        self.count += n
+        request_scope.callback(self._release, n)
+
+    def _release(self, n: int) -> None:
+        self.count -= n
+
+
+class PixelBudget:
+    """Limits how many images are in memory as pixels. Requests get their share in order of arrival."""
+
+    def __init__(self, max_images: int):
+        self.max_images = self.n_free = max_images
+        self._semaphore = asyncio.Semaphore(max_images)
+        self._turn = asyncio.Lock()  # or two requests could each wait for what the other has acquired already
+
+    async def acquire(self, n_images: int, request_scope: AsyncExitStack) -> "PixelReservation":
+        """Wait for room for n_images, at most the whole budget; it is released when request_scope closes, or before."""
+        reservation = PixelReservation(self)
+        request_scope.callback(reservation.release)
+        async with self._turn:
+            while reservation.size < min(n_images, self.max_images):
+                await self._semaphore.acquire()
+                self.n_free -= 1
+                reservation.size += 1
+        return reservation
+
+    def give_back(self, n_images: int) -> None:
+        self.n_free += n_images
+        for _ in range(n_images):
+            self._semaphore.release()
+
+
+class PixelReservation:
+    """A share of the pixel budget. It goes back once it is released and no thread works under it any more.
+
+    A thread cannot be interrupted: when its request times out or is cancelled, it still holds pixels until it returns.
+    """
+
+    def __init__(self, budget: PixelBudget):
+        self.size = 0
+        self._budget, self._threads, self._released = budget, 0, False
+
+    async def run(self, executor: Executor, function: Callable[..., T], *args: Any) -> T:
+        """Call function(*args) in a thread of the executor."""
+        loop = asyncio.get_running_loop()
+
+        def on_done(_: Future) -> None:
+            with suppress(RuntimeError):  # the event loop is closed: nothing is left to account for
+                loop.call_soon_threadsafe(self._thread_done)
+
+        future = executor.submit(function, *args)
+        self._threads += 1
+        future.add_done_callback(on_done)
+        return await asyncio.wrap_future(future)
+
+    def release(self) -> None:
+        self._released = True
+        self._give_back()
+
+    def _thread_done(self) -> None:
+        self._threads -= 1
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._released and not self._threads:
+            size, self.size = self.size, 0
+            self._budget.give_back(size)

@@ -1,0 +1,60 @@
+"""The errors that clients see, and how every other error becomes one of them."""
+
+import logging
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+
+from nanovlm.errors import NanoVLMError
+
+logger = logging.getLogger(__name__)
+
+CLIENT_DISCONNECTED = 499  # nginx's status; only the metrics show it
+
+
+class APIError(Exception):
+    """An HTTP error for the client: a status and one sentence, in OpenAI's shape. param is the client's field name."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, headers
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class EngineError(Exception):
+    """The model failed on a request; the log has the traceback."""
+
+
+class EngineStoppedError(EngineError):
+    """The engine does not run."""
+
+
+def as_api_error(error: Exception) -> APIError:
+    """What to tell the client. An unexpected exception is logged, and the client learns no more than that."""
+    match error:
+        case APIError():
+            return error
+        case ClientDisconnect():
+            return APIError(CLIENT_DISCONNECTED, "the client disconnected")
+        case EngineStoppedError():
+            return APIError(503, "the model does not run any more; the server's log has the reason")
+        case EngineError():  # the engine has logged it
+            return APIError(500, f"{error}; the server's log has the reason")
+        case NanoVLMError():
+            return APIError(400, str(error))
+    logger.error("a request failed", exc_info=error)
+    return internal_error()
+
+
+def internal_error() -> APIError:
+    return APIError(500, "internal server error; the server's log has the reason")

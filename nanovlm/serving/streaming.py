@@ -1,0 +1,152 @@
+"""Streaming of answers: tokens to text that ends at a stop string, and text to server-sent events."""
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from nanovlm.serving.engine import RequestHandle, RequestOutput
+from nanovlm.serving.errors import as_api_error
+from nanovlm.serving.protocol import CompletionFormat, format_usage
+from nanovlm.tokenizer import StreamingDecoder, Tokenizer
+
+
+class StopStringStreamer:
+    """Text of one sequence, token by token: whole characters only, and nothing from the first stop string on.
+
+    Text that may be the beginning of a stop string is held back until the next tokens decide.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()):
+        self.decoder, self.stop_strings = StreamingDecoder(tokenizer), [stop for stop in stop_strings if stop]
+        self.eos_token_id = tokenizer.eos_token_id
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+        self._pending = ""  # decoded, but not returned yet
+
+    def feed(self, token_id: int, finish_reason: str | None = None) -> str:
+        """Add a token and return the text that is certain now; sets `finish_reason` when the sequence ends."""
+        self.num_tokens += 1
+        if token_id != self.eos_token_id:
+            self._pending += self.decoder.add(token_id)
+        if finish_reason:
+            self._pending += self.decoder.rest()
+        matches = [
+            (self._pending.find(stop) + len(stop), -len(stop)) for stop in self.stop_strings if stop in self._pending
+        ]
+        if matches:  # the one that is complete first; of two such, the longer one
+            end, negative_length = min(matches)
+            self.finish_reason = "stop"
+            return self._take(end + negative_length)
+        if finish_reason:
+            self.finish_reason = finish_reason
+            return self._take(len(self._pending))
+        return self._take(len(self._pending) - max(map(self._prefix_length, self.stop_strings), default=0))
+
+    def _prefix_length(self, stop: str) -> int:
+        """The length of the longest prefix of a stop string that the pending text ends with."""
+        lengths = range(min(len(stop), len(self._pending)), 0, -1)
+        return next((n for n in lengths if self._pending.endswith(stop[:n])), 0)
+
+    def _take(self, n: int) -> str:
+        text, self._pending = self._pending[:n], self._pending[n:]
+        return text
+
+
+class ResponseStream:
+    """The text of all sequences of one request, as the engine generates it.
+
+    on_prefilled is called once every sequence has its first token: the engine has then released the images.
+    """
+
+    def __init__(
+        self,
+        handle: RequestHandle,
+        streamers: Sequence[StopStringStreamer],
+        num_prompt_tokens: int,
+        on_prefilled: Callable[[], None],
+    ):
+        self.handle, self.streamers = handle, streamers
+        self.num_prompt_tokens, self.on_prefilled = num_prompt_tokens, on_prefilled
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(streamer.num_tokens for streamer in self.streamers)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        return format_usage(self.num_prompt_tokens, self.num_tokens)
+
+    @property
+    def finish_reasons(self) -> list[str | None]:
+        return [streamer.finish_reason for streamer in self.streamers]
+
+    async def texts(self) -> AsyncIterator[dict[int, str]]:
+        """New text by sequence index. A sequence that reaches a stop string is cancelled."""
+        while not all(self.finish_reasons):
+            new: dict[int, str] = {}
+            for output in await self.handle.outputs():
+                self._feed(output, new)
+            if all(streamer.num_tokens for streamer in self.streamers):
+                self.on_prefilled()
+            yield new
+
+    def _feed(self, output: RequestOutput, new: dict[int, str]) -> None:
+        streamer = self.streamers[output.index]
+        if streamer.finish_reason:
+            return
+        text = streamer.feed(output.token_id, output.finish_reason)
+        new[output.index] = new.get(output.index, "") + text
+        if streamer.finish_reason and not output.finish_reason:
+            self.handle.cancel(output.index)
+
+
+class EventStreamResponse(StreamingResponse):
+    """Server-sent events. `request_scope` is closed when they end or the client leaves."""
+
+    def __init__(self, events: AsyncIterator[str]):
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self.request_scope = AsyncExitStack()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.request_scope:
+            await super().__call__(scope, receive, send)
+
+
+async def stream_events(
+    stream: ResponseStream,
+    completion: CompletionFormat,
+    first: dict[int, str],
+    texts: AsyncIterator[dict[int, str]],
+    include_usage: bool,
+    deadline: Callable[[], AbstractAsyncContextManager[None]],
+) -> AsyncIterator[str]:
+    """OpenAI's events: roles, text, finish reasons and usage. first and texts are of `stream.texts()`.
+
+    An error is the last event: the status has been sent already.
+    """
+    for index in range(len(stream.streamers)):
+        yield format_event(completion.chunk(index, {"role": "assistant", "content": ""}))
+    new: dict[int, str] | None = first
+    try:
+        while new is not None:
+            for index, text in new.items():
+                if text:
+                    yield format_event(completion.chunk(index, {"content": text}))
+                if finish_reason := stream.finish_reasons[index]:
+                    yield format_event(completion.chunk(index, {}, finish_reason))
+            async with deadline():
+                new = await anext(texts, None)
+    except Exception as error:
+        yield format_event(as_api_error(error).body())
+        return
+    if include_usage:
+        yield format_event(completion.usage_chunk(stream.usage))
+    yield "data: [DONE]\n\n"
+
+
+def format_event(data: dict) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"

@@ -1,0 +1,93 @@
+"""`nanovlm serve`: flags to options, and wrong use."""
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from nanovlm import EMBEDDED
+from nanovlm.cli import main as cli
+from nanovlm.cli.serve import add_flags, model_name, server_options
+from nanovlm.serving.admission import Limits
+from nanovlm.serving.server import ServerOptions
+from support import ROOT
+
+
+def run_serve(*argv):
+    """The exit code of `nanovlm serve`, which must fail before it serves."""
+    try:
+        return cli.main(["serve", "--device", "cpu", *argv])
+    except SystemExit as exit:
+        return exit.code
+
+
+def parse(*argv):
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return server_options(parser.parse_args(argv))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--host", "0.0.0.0"], "set --api-key or, hidden from ps, NANOVLM_API_KEY"),
+        (["--host", "::"], "needs a key"),
+        (["--max-num-seqs", "0"], "--max-num-seqs 0 is less than 1"),
+        (["--max-pending", "-1"], "--max-pending -1 is less than 0"),
+        (["--timeout", "0"], "--timeout 0.0 is less than 1"),
+        (["--timeout", "nan"], "--timeout nan is less than 1"),
+        (["--host", "nowhere.invalid", "--api-key", "x"], "--host nowhere.invalid --port 0: "),
+        (["--port", "70000"], "--port 70000"),
+        (["--model", "no/such/folder"], "no/such/folder"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_wrong_use_is_one_line(argv, message, capsys, monkeypatch):
+    monkeypatch.delenv("NANOVLM_API_KEY", raising=False)
+    assert run_serve("--port", "0", *argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and len(err.splitlines()) == 1
+
+
+def test_defaults_of_the_flags_are_those_of_the_options(monkeypatch):
+    monkeypatch.delenv("NANOVLM_API_KEY", raising=False)
+    assert parse() == ServerOptions()
+
+
+def test_flags_become_options(monkeypatch):
+    monkeypatch.setenv("NANOVLM_API_KEY", "secret")
+    options = parse("--max-num-seqs", "3", "--max-pending", "0", "--allow-host", "a", "--allow-host", "b")
+    assert options.limits == Limits(max_num_seqs=3, max_pending=0)
+    assert (options.allow_hosts, options.api_key) == (("a", "b"), "secret")
+    assert parse("--api-key", "other").api_key == "other"
+
+
+def test_former_flags_still_work(capsys):
+    assert parse("--rows", "3", "--queue", "5").limits == Limits(max_num_seqs=3, max_pending=5)
+    assert run_serve("--help") == 0
+    out = capsys.readouterr().out
+    assert "--max-num-seqs" in out and "--rows" not in out and "--queue" not in out
+
+
+def test_folder_names_the_model_by_whatever_path(tmp_path, monkeypatch):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert {model_name(model) for model in (".", "../mine/", str(folder))} == {"mine"}
+    assert (model_name(EMBEDDED), model_name("owner/model")) == ("nanovlm", "owner/model")
+
+
+def test_missing_extra_is_named(capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("nanovlm.serving")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert run_serve() == 2 and "pip install 'nanovlm[serve]'" in capsys.readouterr().err
+
+
+def test_package_works_without_the_extra():
+    code = (
+        "import sys, nanovlm.cli.main, nanovlm.captioner; print({'fastapi', 'uvicorn', 'pydantic'} & set(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert run.stdout == "set()\n"

@@ -1,0 +1,41 @@
+"""The routes beside chat completions, and the shape of their errors."""
+
+import re
+
+import httpx
+import openai
+import pytest
+
+
+def test_models_route_lists_the_one_model(served, client):
+    assert [model.id for model in client.models.list()] == ["nanovlm"]
+    assert client.models.retrieve("nanovlm").id == "nanovlm"
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt-4o' here, only 'nanovlm'"):
+        client.models.retrieve("gpt-4o")
+
+
+def test_health_is_ok_while_the_engine_runs(served):
+    health = httpx.get(f"{served.url}/health")
+    assert health.status_code == 200 and health.json()["status"] == "ok" and health.json()["model"] == "nanovlm"
+
+
+def test_http_errors_have_the_same_shape(served):
+    for method, path, status in (("GET", "/nowhere", 404), ("GET", "/v1/chat/completions", 405)):
+        response = httpx.request(method, served.url + path)
+        assert response.status_code == status and path in response.json()["error"]["message"]
+
+
+def test_page_loads_only_from_its_own_server(served):
+    for path, kind in (
+        ("/", "text/html"),
+        ("/page.css", "text/css"),
+        ("/page.js", "javascript"),
+        ("/sample.png", "png"),
+    ):
+        response = httpx.get(served.url + path)
+        assert response.status_code == 200 and kind in response.headers["content-type"]
+        assert response.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self';")
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert httpx.get(served.url + path, params={"file": "/etc/passwd"}).content == response.content
+        if path != "/sample.png":
+            assert not re.search(r"https?:|//[a-z]|@import|<style|style=|onclick", response.text)

@@ -1,0 +1,136 @@
+"""Requests that cannot be answered: each gets one sentence in OpenAI's shape, whatever it is."""
+
+import io
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from support.serving import SAMPLE_URL, data_url, user_message
+
+TEXT_PART = {"type": "text", "text": "?"}
+
+
+def image_part(url):
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def png_of(width, height):
+    """A small file of many pixels."""
+    Image.new("1", (width, height)).save(file := io.BytesIO(), "png")
+    return file.getvalue()
+
+
+INVALID = {
+    "no messages": ({"messages": []}, 400, "messages"),
+    "no model": ({"model": None}, 400, "model: Field required"),
+    "another model": ({"model": "gpt-4o"}, 404, "no model 'gpt-4o' here, only 'nanovlm'"),
+    "words for messages": ({"messages": "hello"}, 400, "messages: Input should be a valid array"),
+    "a number for a message": ({"messages": [1]}, 400, "messages.0"),
+    "a tool speaks": ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
+    "an empty question": ({"messages": user_message("  ")}, 400, "the last user message is empty"),
+    "nothing said": ({"messages": [{"role": "user", "content": []}]}, 400, "the last user message is empty"),
+    "no content": ({"messages": [{"role": "user"}]}, 400, "messages.0.content: Field required"),
+    "the system alone": ({"messages": [{"role": "system", "content": "x"}]}, 400, "begins with a user message"),
+    "the assistant last": ({"messages": [*user_message("?"), {"role": "assistant", "content": "x"}]}, 400, "ends with"),
+    "the assistant shows": (
+        {"messages": [*user_message("?"), {"role": "assistant", "content": [image_part(SAMPLE_URL)]}]},
+        400,
+        "only user messages may contain images, not assistant ones",
+    ),
+    "a sound": ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, 400, "type"),
+    "text as a number": ({"messages": [{"role": "user", "content": [TEXT_PART | {"text": 1}]}]}, 400, "valid string"),
+    "temperature in words": ({"temperature": "warm"}, 400, "temperature: Input should be a valid number"),
+    "a cold temperature": ({"temperature": -1}, 400, "temperature=-1"),
+    "top_p of 2": ({"top_p": 2}, 400, "top_p=2.0 must be in (0, 1]"),
+    "a negative seed": ({"seed": -1}, 400, "seed=-1"),
+    "a huge seed": ({"seed": 10**30}, 400, "seed"),
+    "no answers": ({"n": 0}, 400, "n: Input should be greater"),
+    "many answers": ({"n": 1000}, 400, "n: Input should be less"),
+    "no tokens": ({"max_tokens": 0}, 400, "max_tokens: Input should be greater"),
+    "many tokens": ({"max_tokens": 100_000}, 400, "lm_max_position_embeddings"),
+    "a long question": ({"messages": user_message("ring " * 9999)}, 400, "lm_max_position_embeddings"),
+    "many stops": ({"stop": ["x"] * 9}, 400, "stop"),
+    "stream in words": ({"stream": "yes"}, 400, "stream: Input should be a valid boolean"),
+    "tools": ({"tools": [{"type": "function"}]}, 400, "tools is not supported by this server; leave it out"),
+    "JSON": ({"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
+    "a penalty": ({"frequency_penalty": 0.5}, 400, "frequency_penalty is not supported"),
+    "a remote picture": (
+        {"messages": user_message("?", "http://127.0.0.1/a.png")},
+        400,
+        "start it with --allow-remote",
+    ),
+    "a path": ({"messages": user_message("?", "/etc/passwd")}, 400, "is not an image URL"),
+    "a file": ({"messages": user_message("?", "file:///etc/passwd")}, 400, "is not an image URL"),
+    "no base64": ({"messages": user_message("?", "data:image/png,abc")}, 400, "without base64"),
+    "wrong base64": ({"messages": user_message("?", "data:image/png;base64,a$b=")}, 400, "invalid base64"),
+    "short base64": ({"messages": user_message("?", "data:image/png;base64,abc")}, 400, "invalid base64"),
+    "no bytes": ({"messages": user_message("?", "data:image/png;base64,")}, 400, "picture 1: an empty file"),
+    "no picture": ({"messages": user_message("?", data_url(b"hello"))}, 400, "picture 1: not a picture"),
+    "half a picture": (
+        {"messages": user_message("?", SAMPLE_URL, SAMPLE_URL[: len(SAMPLE_URL) // 2 // 4 * 4])},
+        400,
+        "picture 2: ",
+    ),
+    "a bomb": ({"messages": user_message("?", data_url(png_of(9000, 9000)))}, 400, "more than 40,000,000 pixels"),
+    "a ribbon": ({"messages": user_message("?", data_url(png_of(9000, 3)))}, 400, "one side is more than"),
+    "a hundred pictures": ({"messages": user_message("?", *[SAMPLE_URL] * 100)}, 400, "show fewer"),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_request_gets_one_sentence(served, name):
+    change, status, message = INVALID[name]
+    response = served.post({"model": "nanovlm", "messages": user_message("?")} | change)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (status, "invalid_request_error") and message in error["message"]
+    assert len(error["message"].splitlines()) == 1 and len(error["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"a":' * 50_000, b"[" * 100_000, b'{"model": "\\ud800"}']
+)
+def test_body_that_is_no_request_is_refused(served, body):
+    response = served.post(body)
+    assert response.status_code == 400 and response.json()["error"]["message"]
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = ["model", "messages", "stream", "stream_options", "n", "max_tokens", "stop", "temperature", "top_p", "seed"]
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]) | ANYTHING, "content": ANYTHING}),
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"max_tokens": 100_000}, "max_tokens"),
+        ({"max_completion_tokens": 100_000}, "max_completion_tokens"),
+        ({"messages": user_message("ring " * 9999)}, "messages"),
+        ({"top_p": 2}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"model": "other"}, "model"),
+    ],
+)
+def test_error_names_the_clients_field(served, change, param):
+    error = served.post({"model": "nanovlm", "messages": user_message("?")} | change).json()["error"]
+    assert error["param"] == param and "max_new_tokens" not in error["message"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.dictionaries(st.sampled_from(FIELDS), ANYTHING, max_size=3), messages=st.none() | MESSAGES)
+def test_any_json_is_answered_or_refused(served, changes, messages):
+    body = {"model": "nanovlm", "messages": user_message("?", SAMPLE_URL), "max_tokens": 2}
+    body |= {"messages": messages} if messages is not None else {}
+    response = served.post(json.dumps(body | changes))
+    assert response.status_code in (200, 400, 404)
+    if response.status_code != 200:
+        assert response.json()["error"]["message"]

@@ -1,0 +1,113 @@
+"""The server process: its options, its port and the signals that stop it."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import httpx
+import openai
+import pytest
+
+from nanovlm import SAMPLE, Captioner
+from nanovlm.errors import UsageError
+from nanovlm.serving.server import ServerOptions, listen
+from support import ROOT
+from support.serving import QUESTIONS, SAMPLE_URL, until, user_message
+
+SLOW_SERVER = """
+import time
+from nanovlm import Captioner
+from nanovlm.console import configure_logging
+from nanovlm.serving.engine import Engine
+from nanovlm.serving.server import ServerOptions, listen, serve_service
+from nanovlm.serving.service import ChatService
+from support.serving import WatchedBatch
+
+configure_logging()
+captioner, options = Captioner.from_pretrained(device="cpu"), ServerOptions(port=0)
+engine = Engine(lambda: WatchedBatch(captioner, before_step=lambda: time.sleep(0.1)))
+with listen(options) as listening_socket:
+    serve_service(ChatService(captioner, "nanovlm", engine=engine), listening_socket, options)
+"""
+
+
+@contextlib.contextmanager
+def slow_server():
+    """A server in a process of its own that needs 0.1 s for a token; the process and the server's URL."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    command = [sys.executable, "-c", SLOW_SERVER]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            for line in process.stderr:
+                if match := re.match(r"http://\S+", line):
+                    break
+            until(lambda: reachable(match[0]))
+            yield process, match[0]
+        finally:
+            process.kill()
+
+
+def reachable(url):
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health").status_code == 200
+
+
+def start_stream(url):
+    """A client, and a streamed answer whose first token has arrived."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    messages = user_message(QUESTIONS[0], SAMPLE_URL)
+    stream = client.chat.completions.create(model="nanovlm", messages=messages, stream=True)
+    next(stream)
+    return client, stream
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
+def test_first_signal_finishes_answers_and_refuses_new_requests():
+    with slow_server() as (process, url):
+        client, stream = start_stream(url)
+        process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        with pytest.raises(openai.InternalServerError, match="the server is stopping"):
+            client.chat.completions.create(model="nanovlm", messages=user_message("?"))
+        answer = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert answer == Captioner.from_pretrained(device="cpu").caption(SAMPLE)
+        assert process.wait(20) == 0 and "finishing 1 answers" in process.stderr.read()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
+@pytest.mark.parametrize("busy", [False, True])
+def test_second_signal_stops_at_once_and_so_does_the_first_one_of_an_idle_server(busy):
+    with slow_server() as (process, url):
+        if busy:
+            _client, _stream = start_stream(url)
+            process.send_signal(signal.SIGINT)
+            until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "example.com"])
+def test_other_machines_need_a_key(host):
+    with pytest.raises(UsageError, match="needs a key; set --api-key or, hidden from ps, NANOVLM_API_KEY"):
+        ServerOptions(host=host)
+    assert ServerOptions(host=host, api_key="secret").allowed_hosts is None, "the key protects it"
+
+
+def test_loopback_names_and_further_ones_are_served():
+    assert ServerOptions().allowed_hosts == {"127.0.0.1", "localhost", "::1"}
+    assert ServerOptions(host="127.0.0.2", allow_hosts=("Proxy.example",)).allowed_hosts == {
+        "127.0.0.1", "localhost", "::1", "127.0.0.2", "proxy.example",
+    }  # fmt: skip
+    options = ServerOptions(host="0.0.0.0", api_key="x", allow_hosts=("name.example",))
+    assert "name.example" in options.allowed_hosts
+
+
+def test_port_in_use_is_one_sentence():
+    with (
+        listen(ServerOptions(port=0)) as listening_socket,
+        pytest.raises(UsageError, match="in use; --port 0 takes any free port$"),
+    ):
+        listen(ServerOptions(port=listening_socket.getsockname()[1]))
