@@ -5,3 +5,6 @@ from pathlib import Path
 EMBEDDED = Path(__file__).parent / "assets"  # a checkpoint folder like any other
 SAMPLE = EMBEDDED / "sample.png"
 PROMPT = "Describe this picture."
+EMBEDDED_LIMITS = (
+    "the embedded model knows only drawn scenes of coloured shapes; its captions of photographs are nonsense"
+)

@@ -15,8 +15,8 @@ from models.config import VLMConfig
 from models.convert.smolvlm import smolvlm_config, smolvlm_tensors
 from nanovlm.captioner import Captioner
 
-# Makes strings of contents that are lists of parts, images first, as our chats have them; then the model's own follows.
-FLATTEN = """{%- set chat = namespace(messages=[]) -%}
+# Jinja that joins a content of several parts to one string, images first as in our chats; the model's template follows.
+JOIN_PARTS = """{%- set chat = namespace(messages=[]) -%}
 {%- for message in messages -%}
 {%- if message['content'] is string -%}
 {%- set chat.messages = chat.messages + [message] -%}
@@ -53,17 +53,17 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
 
 
 def chat_template(cfg: VLMConfig) -> str:
-    """The model's template, for contents that are strings or lists of {'type': 'image'} and {'type': 'text'}."""
-    return FLATTEN.replace("IMAGE", repr(cfg.vlm_extra_tokens["image_token"])) + cfg.lm_chat_template
+    """The model's chat template, extended to contents that are lists of {'type': 'image'} and {'type': 'text'}."""
+    return JOIN_PARTS.replace("IMAGE", repr(cfg.vlm_extra_tokens["image_token"])) + cfg.lm_chat_template
 
 
 def processor_files(cfg: VLMConfig) -> dict[str, dict]:
-    """The settings of their tokenizer, image processor and processor."""
-    token, tile = cfg.vlm_extra_tokens, {"longest_edge": cfg.vit_img_size}
-    names = {
-        "image_token": token["image_token"],
-        "global_image_token": token["global_image_token"],
-        "fake_image_token": "",  # nothing stands around our images
+    """File name to content: the settings of transformers' tokenizer, image processor and processor."""
+    tokens, tile_size = cfg.vlm_extra_tokens, {"longest_edge": cfg.vit_img_size}
+    special_tokens = {
+        "image_token": tokens["image_token"],
+        "global_image_token": tokens["global_image_token"],
+        "fake_image_token": "",  # our layout has no token around an image
         "end_of_utterance_token": cfg.end_token,
     }
     return {
@@ -75,16 +75,16 @@ def processor_files(cfg: VLMConfig) -> dict[str, dict]:
             "padding_side": "left",
             "model_max_length": cfg.lm_max_position_embeddings,
             "clean_up_tokenization_spaces": False,
-            "extra_special_tokens": names,
+            "extra_special_tokens": special_tokens,
         },
         "preprocessor_config.json": {
             "image_processor_type": "SmolVLMImageProcessor",
             "processor_class": "SmolVLMProcessor",
             "do_convert_rgb": True,
             "do_image_splitting": False,
-            "do_resize": False,  # would keep the aspect; what follows squeezes the picture to one tile, as we do
-            "size": tile,
-            "max_image_size": tile,
+            "do_resize": False,  # it would keep the aspect ratio; max_image_size resizes to one tile, as ours does
+            "size": tile_size,
+            "max_image_size": tile_size,
             "resample": 2,  # bilinear
             "do_rescale": True,
             "rescale_factor": 1 / 255,
@@ -103,15 +103,15 @@ def processor_files(cfg: VLMConfig) -> dict[str, dict]:
 def export_notes(cfg: VLMConfig) -> list[str]:
     """What a user of the exported folder must know, one sentence each."""
     notes = [
-        "pictures must come upright and as RGB on white: the other side turns and fills nothing",
-        "where a program writes SmolVLM's tokens around a picture by itself, as llama.cpp does, replace them: this "
-        f"model was trained with {cfg.vlm_extra_tokens['global_image_token']} before an image and nothing after it",
+        "pass pictures upright and as RGB on white: transformers applies no EXIF orientation and fills no transparency",
+        "programs that write SmolVLM's own tokens around a picture, as llama.cpp does, need these replaced: this model "
+        f"was trained with {cfg.vlm_extra_tokens['global_image_token']} before an image and nothing after it",
     ]
     if cfg.max_img_size > cfg.vit_img_size:
         notes.insert(
             0,
-            f"transformers' processor will squeeze each picture into one image of {cfg.vit_img_size} x "
-            f"{cfg.vit_img_size}: it has no layout for this model's tiles; for pictures of up to {cfg.max_img_size} "
-            "give its model the ids of nanovlm.processor.Processor, and that one's images times 2 minus 1",
+            f"transformers' processor resizes each picture to one image of {cfg.vit_img_size} x {cfg.vit_img_size}, as "
+            f"it has no layout for this model's tiles; to use pictures of up to {cfg.max_img_size}, pass the model the "
+            "ids of nanovlm.processor.Processor and its images, scaled to [-1, 1] (times 2 minus 1)",
         )
     return notes

@@ -6,17 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovlm import EMBEDDED
 from nanovlm.console import print_error
+from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS
 from nanovlm.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from models.decoding import SamplingParams
     from nanovlm.captioner import Captioner
 
-EMBEDDED_LIMITS = (
-    "the embedded model knows only drawn scenes of coloured shapes; its captions of photographs are nonsense"
-)
 EMBEDDED_NOTE = f"note: {EMBEDDED_LIMITS}; --model FOLDER_OR_HUB_ID names a model for photographs"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "mps")
