@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from typing import get_args
 
 CHATML = (
@@ -24,6 +24,11 @@ def extra_tokens(grid: int) -> dict[str, str]:
         "global_image_token": "<|global_image|>",
         **{f"r{row}c{column}": f"<row_{row}_col_{column}>" for row in places for column in places},
     }
+
+
+def is_optional(field: Field) -> bool:
+    """Whether a config.json may lack the field, depending on its format version."""
+    return bool(get_args(field.type)) or "optional" in field.metadata
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class VLMConfig:
     lm_chat_template: str | None = CHATML
 
     mp_pixel_shuffle_factor: int = 4
-    mp_image_token_length: int | None = 64  # None is replaced by the number that the sizes give
+    mp_image_token_length: int = field(default=64, metadata={"optional": True})  # computed from the sizes if None
 
     max_img_size: int | None = 1536
     resize_to_max_side_len: bool | None = False
@@ -79,8 +84,8 @@ class VLMConfig:
 
     def __post_init__(self):
         for f in fields(self):
-            value, (kind, *optional) = getattr(self, f.name), get_args(f.type) or (f.type,)
-            if value is None and optional:
+            value, kind = getattr(self, f.name), (get_args(f.type) or (f.type,))[0]
+            if value is None and is_optional(f):
                 continue
             if kind is float and type(value) is int:
                 object.__setattr__(self, f.name, float(value))
@@ -143,6 +148,11 @@ class VLMConfig:
         return self.vit_img_size // self.vit_patch_size
 
     @property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of the extra tokens by name; empty in format 1, which has none."""
+        return self.vlm_extra_tokens or {}
+
+    @property
     def end_token(self) -> str:
         """What ends an answer. The files' own lm_eos_token_id is wrong from the second era on, and read by nobody."""
         return "<|endoftext|>" if self.format_version == 1 else "<|im_end|>"
@@ -169,7 +179,9 @@ class VLMConfig:
         nobody here knows are kept and warned of once, in one line.
         """
         known = {f.name: f for f in fields(cls) if f.name != "unknown"}
-        sizes = [key for key, f in known.items() if f.type is int and not key.startswith("lm_max_")]
+        sizes = [
+            key for key, f in known.items() if f.type is int and not is_optional(f) and not key.startswith("lm_max_")
+        ]
         if missing := [key for key in (*sizes, "lm_tokenizer") if key not in raw]:
             raise ValueError(f"{', '.join(missing)} missing: files of all eras say it, and today's would be a guess")
         for key in ("vlm_extra_tokens", "lm_chat_template", "max_img_size"):  # these tell the era
@@ -179,7 +191,7 @@ class VLMConfig:
         if news := unknown.keys() - IGNORED_KEYS:
             names = ", ".join(key for key in unknown if key in news)
             warnings.warn(f"config.json has keys without meaning here, kept as they are: {names}", stacklevel=2)
-        values = {key: None for key, f in known.items() if get_args(f.type)}
+        values: dict = {key: None for key, f in known.items() if is_optional(f)}
         return cls(**values | {key: value for key, value in raw.items() if key in known}, unknown=unknown)
 
     def to_dict(self) -> dict:
