@@ -1,14 +1,14 @@
-"""Drawn scenes: a few coloured shapes on a background, with a picture, a caption and questions for each.
+"""Synthetic scenes: a few colored shapes on a background, with an image, a caption and questions for each.
 
-`random_scene` says what is where, `draw` makes the picture, `caption` and `questions` the words. Everything is a
-pure function of its seed, so a data set is a range of integers and costs no disk.
+`random_scene` decides what is where, `draw` makes the image, `caption` and `questions` the text. Everything is a pure
+function of a seed, so a dataset is a range of integers and needs no disk.
 """
 
 from nanovlm.synthetic.captions import caption, questions
 from nanovlm.synthetic.drawing import draw
 from nanovlm.synthetic.scene import (
     BACKGROUNDS,
-    COLOURS,
+    COLORS,
     SHAPES,
     SIZES,
     WITHHELD,
@@ -20,7 +20,7 @@ from nanovlm.synthetic.scene import (
 
 __all__ = [
     "BACKGROUNDS",
-    "COLOURS",
+    "COLORS",
     "SHAPES",
     "SIZES",
     "WITHHELD",

@@ -1,13 +1,17 @@
-"""A Scene becomes a picture: a background mixed from two quiet tones, and antialiased shapes on it."""
+"""The image of a scene: a background mixed from two muted tones, and antialiased shapes on it."""
 
 import math
+from collections.abc import Sequence
 from random import Random
 
 from PIL import Image, ImageChops, ImageDraw
 
-from nanovlm.synthetic.scene import Scene, Shape
+from nanovlm.errors import InputError
+from nanovlm.synthetic.scene import RGB, Scene, Shape
 
-# Bright and dim tone. Every mixture of the two stays far from every object's colour.
+Point = tuple[float, float]
+
+# Bright and dim tone; every mixture of the two stays far from the color of every shape.
 TONES = (
     ((244, 244, 241), (184, 188, 192)),
     ((228, 240, 250), (168, 190, 208)),
@@ -18,137 +22,146 @@ TONES = (
     ((56, 70, 92), (12, 18, 32)),
     ((54, 76, 72), (10, 24, 22)),
 )
-_FINE = 3  # patterns and shapes are drawn this many times larger, then averaged
+_SUPERSAMPLING = 3  # patterns and shapes are drawn this many times larger, then averaged
 
 
 def draw(scene: Scene, width: int = 192, height: int = 192) -> Image.Image:
-    """The scene as an RGB picture; the same scene looks the same at every size."""
+    """The scene as an RGB image of width x height pixels; it looks the same at every size. InputError below 16."""
     if min(width, height) < 16:
-        raise ValueError(f"a picture of {width}x{height} is too small to draw on: use at least 16 pixels a side")
+        raise InputError(f"an image of {width}x{height} pixels is too small to draw on: use at least 16 x 16")
     rng = Random(scene.seed)
     bright, dim = (tuple(c + rng.randint(-4, 4) for c in tone) for tone in rng.choice(TONES))
-    picture = Image.new("RGB", (width, height), bright)
-    picture.paste(dim, mask=_mask(scene.background, rng, width, height))
-    for thing in scene.things:
-        _draw_thing(picture, thing, rng)
-    return picture
+    image = Image.new("RGB", (width, height), bright)
+    image.paste(dim, mask=_mask(scene.background, rng, width, height))
+    for shape in scene.shapes:
+        _draw_shape(image, shape, rng)
+    return image
 
 
-# Shapes: points around (0, 0) that reach about 1; y points down.
+# Outlines: points around (0, 0) at a distance of up to about 1; y points down.
 
 
-def _around(n, *radii):
-    """n points around the centre from the top, their distances cycling through radii."""
+def _star(n: int, *radii: float) -> list[Point]:
+    """n points around the center from the top, clockwise, their distances cycling through radii."""
     turn = 2 * math.pi / n
     return [(radii[i % len(radii)] * math.sin(i * turn), -radii[i % len(radii)] * math.cos(i * turn)) for i in range(n)]
 
 
-def _heart(t):
+def _heart(t: float) -> Point:
     y = 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
     return 0.98 * math.sin(t) ** 3, -y / 16 - 0.1
 
 
-_A = 0.33  # half the width of the cross's arms
-_POINTS = {
-    "circle": _around(64, 0.94),
+_ARM = 0.33  # half the width of the cross's arms
+_OUTLINES = {
+    "circle": _star(64, 0.94),
     "square": [(-0.8, -0.8), (0.8, -0.8), (0.8, 0.8), (-0.8, 0.8)],
     "triangle": [(0, -0.95), (0.9, 0.7), (-0.9, 0.7)],
     "diamond": [(0, -1), (0.8, 0), (0, 1), (-0.8, 0)],
-    "star": _around(10, 1.04, 0.44),
+    "star": _star(10, 1.04, 0.44),
     "heart": [_heart(2 * math.pi * i / 48) for i in range(48)],
-    "cross": [(-_A, -1), (_A, -1), (_A, -_A), (1, -_A), (1, _A), (_A, _A)]
-    + [(_A, 1), (-_A, 1), (-_A, _A), (-1, _A), (-1, -_A), (-_A, -_A)],
-    "ring": _around(64, 0.98),
+    "cross": [(-_ARM, -1), (_ARM, -1), (_ARM, -_ARM), (1, -_ARM), (1, _ARM), (_ARM, _ARM)]
+    + [(_ARM, 1), (-_ARM, 1), (-_ARM, _ARM), (-1, _ARM), (-1, -_ARM), (-_ARM, -_ARM)],
+    "ring": _star(64, 0.98),
 }
-_HOLE = _around(64, 0.55)
+_RING_HOLE = _star(64, 0.55)
 
 
-def _draw_thing(picture, thing: Shape, rng):
-    """Paint one thing, flat, outlined or softly shaded."""
+def _draw_shape(image: Image.Image, shape: Shape, rng: Random) -> None:
+    """Paint one shape, flat, outlined or softly shaded."""
     style = rng.choice(("flat", "flat", "outlined", "shaded"))
-    lean = rng.choice(_LEANS)
-    radius = thing.radius * min(picture.size)
-    x, y = thing.x * picture.width, thing.y * picture.height
+    shading = rng.choice(_DIRECTIONS)
+    radius = shape.radius * min(image.size)
+    x, y = shape.x * image.width, shape.y * image.height
     left, top = math.floor(x - 1.1 * radius) - 1, math.floor(y - 1.1 * radius) - 1
-    side = math.ceil(2.2 * radius) + 3  # the thing's own small canvas
-    cos, sin = math.cos(math.radians(thing.angle)), math.sin(math.radians(thing.angle))
+    side = math.ceil(2.2 * radius) + 3  # of a canvas for this shape
+    cos, sin = math.cos(math.radians(shape.angle)), math.sin(math.radians(shape.angle))
 
-    def place(points):
+    def to_canvas(points: Sequence[Point]) -> list[Point]:
+        scale = _SUPERSAMPLING
         return [
-            (_FINE * (x - left + radius * (cos * u - sin * v)), _FINE * (y - top + radius * (sin * u + cos * v)))
+            (scale * (x - left + radius * (cos * u - sin * v)), scale * (y - top + radius * (sin * u + cos * v)))
             for u, v in points
         ]
 
     inside, canvas = _canvas(side, side)
-    canvas.polygon(place(_POINTS[thing.shape]), fill=255)
-    if thing.shape == "ring":
-        canvas.polygon(place(_HOLE), fill=0)
-    inside = inside.reduce(_FINE)
-    picture.paste(thing.rgb, (left, top), inside)
+    canvas.polygon(to_canvas(_OUTLINES[shape.kind]), fill=255)
+    if shape.kind == "ring":
+        canvas.polygon(to_canvas(_RING_HOLE), fill=0)
+    inside = inside.reduce(_SUPERSAMPLING)
+    image.paste(shape.rgb, (left, top), inside)
     if style == "outlined":
-        tone = tuple(round(c * 0.6) for c in thing.rgb)
         edge, canvas = _canvas(side, side)
-        canvas.polygon(place(_POINTS[thing.shape]), outline=255, width=max(1, round(_FINE * radius * 0.09)))
-        picture.paste(tone, (left, top), edge.reduce(_FINE))
+        width = max(1, round(_SUPERSAMPLING * radius * 0.09))
+        canvas.polygon(to_canvas(_OUTLINES[shape.kind]), outline=255, width=width)
+        image.paste(_darker(shape.rgb, 0.6), (left, top), edge.reduce(_SUPERSAMPLING))
     elif style == "shaded":
-        tone = tuple(round(c * 0.87) for c in thing.rgb)
-        picture.paste(tone, (left, top), ImageChops.multiply(inside, _blend(lean, side, side)))
+        shade = ImageChops.multiply(inside, _blend(shading, side, side))
+        image.paste(_darker(shape.rgb, 0.87), (left, top), shade)
+
+
+def _darker(rgb: RGB, factor: float) -> RGB:
+    red, green, blue = (round(c * factor) for c in rgb)
+    return red, green, blue
 
 
 # Backgrounds: masks, 0 where the bright tone shows and 255 where the dim one does.
 
-_DOWN, _ACROSS, _SLANTED, _COUNTER = (0, 0, 255, 255), (0, 255, 0, 255), (0, 128, 128, 255), (128, 0, 255, 128)
-_LEANS = [lean for corners in (_DOWN, _ACROSS, _SLANTED, _COUNTER) for lean in (corners, corners[::-1])]
+Corners = tuple[int, int, int, int]  # values at the top left, top right, bottom left, bottom right
+_GRADIENTS: list[Corners] = [(0, 0, 255, 255), (0, 255, 0, 255), (0, 128, 128, 255), (128, 0, 255, 128)]
+_DIRECTIONS: list[Corners] = [direction for (a, b, c, d) in _GRADIENTS for direction in ((a, b, c, d), (d, c, b, a))]
 
 
-def _blend(corners, width, height):
-    """An even blend of four values: top left, top right, bottom left, bottom right."""
-    return Image.frombytes("L", (2, 2), bytes(corners)).resize((width, height), Image.BILINEAR, (0.5, 0.5, 1.5, 1.5))
+def _blend(corners: Corners, width: int, height: int) -> Image.Image:
+    """An even blend of the values at four corners."""
+    return Image.frombytes("L", (2, 2), bytes(corners)).resize(
+        (width, height), Image.Resampling.BILINEAR, (0.5, 0.5, 1.5, 1.5)
+    )
 
 
-def _canvas(width, height):
-    mask = Image.new("L", (_FINE * width, _FINE * height))
+def _canvas(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    mask = Image.new("L", (_SUPERSAMPLING * width, _SUPERSAMPLING * height))
     return mask, ImageDraw.Draw(mask)
 
 
-def _mask(background, rng, width, height):
+def _mask(background: str, rng: Random, width: int, height: int) -> Image.Image:
     if background in _SOFT:
         return _SOFT[background](rng, width, height)
     mask, canvas = _canvas(width, height)
     _SHARP[background](rng, canvas, *mask.size)
-    return mask.reduce(_FINE)
+    return mask.reduce(_SUPERSAMPLING)
 
 
-def _plain(rng, width, height):
+def _plain(rng: Random, width: int, height: int) -> Image.Image:
     return Image.new("L", (width, height), rng.choice((0, 255)))
 
 
-def _gradient(rng, width, height):
-    return _blend(rng.choice(_LEANS), width, height)
+def _gradient(rng: Random, width: int, height: int) -> Image.Image:
+    return _blend(rng.choice(_DIRECTIONS), width, height)
 
 
-def _glowing(rng, width, height):
-    left, top = rng.uniform(20, 76), rng.uniform(20, 76)  # the glow need not be in the middle
+def _glowing(rng: Random, width: int, height: int) -> Image.Image:
+    left, top = rng.uniform(20, 76), rng.uniform(20, 76)  # the glow may be off center
     glow = Image.radial_gradient("L").point([min(255, round(1.6 * v)) for v in range(256)])
-    return glow.resize((width, height), Image.BILINEAR, (left, top, left + 160, top + 160))
+    return glow.resize((width, height), Image.Resampling.BILINEAR, (left, top, left + 160, top + 160))
 
 
-def _grains(rng, width, height, across):
-    """Random values, `across` of them along the shorter side, whatever the size in pixels."""
+def _random_grid(rng: Random, width: int, height: int, across: int) -> Image.Image:
+    """A random grid with `across` values along the shorter side, whatever the size in pixels."""
     size = tuple(round(across * side / min(width, height)) for side in (width, height))
     return Image.frombytes("L", size, rng.randbytes(size[0] * size[1]))
 
 
-def _noisy(rng, width, height):
-    grains = _grains(rng, width, height, 64).point([min(255, max(0, 128 + 3 * (v - 128))) for v in range(256)])
-    return grains.resize((width, height), Image.BILINEAR)
+def _noisy(rng: Random, width: int, height: int) -> Image.Image:
+    grains = _random_grid(rng, width, height, 64).point([min(255, max(0, 128 + 3 * (v - 128))) for v in range(256)])
+    return grains.resize((width, height), Image.Resampling.BILINEAR)
 
 
-def _cloudy(rng, width, height):
-    return _grains(rng, width, height, 5).resize((width, height), Image.BICUBIC)
+def _cloudy(rng: Random, width: int, height: int) -> Image.Image:
+    return _random_grid(rng, width, height, 5).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def _striped(rng, canvas, width, height):
+def _striped(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
     step = rng.uniform(0.13, 0.19) * min(width, height)
     angle = rng.choice((0, 45, 90, 135))
     cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
@@ -160,7 +173,7 @@ def _striped(rng, canvas, width, height):
         canvas.polygon([(cos * p - sin * q, sin * p + cos * q) for p, q in corners], fill=255)
 
 
-def _wavy(rng, canvas, width, height):
+def _wavy(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
     short = min(width, height)
     step, swing, wave = (rng.uniform(*span) * short for span in ((0.14, 0.18), (0.035, 0.045), (0.26, 0.36)))
     phase, offset, upright = rng.uniform(0, 2 * math.pi), rng.random(), rng.random() < 0.5
@@ -172,28 +185,30 @@ def _wavy(rng, canvas, width, height):
         canvas.polygon([(y, x) for x, y in band] if upright else band, fill=255)
 
 
-def _cells(rng, width, height, low, high):
-    """A square lattice over everything: its step and its corners."""
+def _cells(
+    rng: Random, width: int, height: int, low: float, high: float
+) -> tuple[float, list[tuple[int, int, float, float]]]:
+    """A square lattice over everything: its step, and (column, row, x, y) of each cell's corner."""
     step = rng.uniform(low, high) * min(width, height)
     left, top = -step * rng.random(), -step * rng.random()
     columns, rows = math.ceil(width / step) + 1, math.ceil(height / step) + 1
     return step, [(i, j, left + i * step, top + j * step) for j in range(rows) for i in range(columns)]
 
 
-def _checkered(rng, canvas, width, height):
+def _checkered(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
     step, cells = _cells(rng, width, height, 0.09, 0.125)
     for i, j, x, y in cells:
         if (i + j) % 2:
             canvas.rectangle((x, y, x + step, y + step), fill=255)
 
 
-def _dotted(rng, canvas, width, height):
+def _dotted(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
     step, cells = _cells(rng, width, height, 0.10, 0.13)
     for _, _, x, y in cells:
         canvas.ellipse((x, y, x + 0.42 * step, y + 0.42 * step), fill=255)
 
 
-def _gridded(rng, canvas, width, height):
+def _gridded(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
     step, cells = _cells(rng, width, height, 0.11, 0.15)
     line = 0.02 * min(width, height)
     for _, _, x, y in cells:

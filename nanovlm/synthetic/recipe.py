@@ -24,7 +24,7 @@ from nanovlm.data.source import Source
 from nanovlm.processor import Processor
 from nanovlm.synthetic.captions import caption, questions
 from nanovlm.synthetic.drawing import draw
-from nanovlm.synthetic.scene import COLOURS, Scene, random_scene, unnamed
+from nanovlm.synthetic.scene import COLORS, Scene, random_scene, with_unnamed_colors
 from nanovlm.tokenizer import Tokenizer
 
 # Prompts that ask for a caption; the first is the default prompt everywhere.
@@ -122,7 +122,7 @@ def scene_example(
     """
     asked = questions(scene, rng)
     if colorless:
-        asked = [pair for pair in asked if COLOURS.keys().isdisjoint(re.findall(r"\w+", " ".join(pair)))]
+        asked = [pair for pair in asked if COLORS.keys().isdisjoint(re.findall(r"\w+", " ".join(pair)))]
     asked = [(_as_typed(question, rng), answer) for question, answer in asked[:n_questions]]
     prompt = CAPTION_PROMPTS[0] if rng.random() < 0.5 else rng.choice(CAPTION_PROMPTS)
     images = [draw(scene, *size)] if size else []
@@ -198,7 +198,7 @@ def _encoded(
     size, scene = _random_size(rng), random_scene(rng)
     colorless = unnamed_share > 0 and rng.random() < unnamed_share
     if colorless:
-        scene = unnamed(scene, rng)
+        scene = with_unnamed_colors(scene, rng)
     multi_turn = multi_turn_share > 0 and rng.random() < multi_turn_share
     example = scene_example(scene, rng, N_CONVERSATION_QUESTIONS if multi_turn else N_QUESTIONS, size, colorless)
     if multi_turn:
@@ -236,4 +236,4 @@ def mask_tokens(row: EncodedExample, token_ids: Collection[int], blank: int = 0)
 
 def color_token_ids(tokenizer: Tokenizer) -> set[int]:
     """The token ids of the color names; each is one token."""
-    return {i for color in COLOURS for i in tokenizer.encode(f" {color}")}
+    return {i for color in COLORS for i in tokenizer.encode(f" {color}")}

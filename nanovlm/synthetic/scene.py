@@ -1,13 +1,16 @@
-"""What is where: the vocabulary of the scenes, a Scene as a value, and random_scene, which makes one."""
+"""Scenes as values: their vocabulary, what is where, and `random_scene`, which makes one."""
 
 import colorsys
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from random import Random
 
+RGB = tuple[int, int, int]
+
 SHAPES = ("circle", "square", "triangle", "diamond", "star", "heart", "cross", "ring")
-COLOURS = {
+COLORS = {
     "red": (222, 30, 38),
     "orange": (255, 140, 10),
     "yellow": (255, 226, 35),
@@ -31,7 +34,7 @@ BACKGROUNDS = (
     "gridded",
 )
 
-# Never drawn in training, so that a caption naming one shows that colours and shapes were learned apart.
+# Never drawn in training: a caption that names one shows that the model learned colors and shapes separately.
 WITHHELD = frozenset(
     {
         ("red", "diamond"),
@@ -45,132 +48,135 @@ WITHHELD = frozenset(
     }
 )
 
-NAMELESS = 50  # a colour further than this from all of COLOURS, in RGB, has no name here
+UNNAMED_DISTANCE = 50  # a color at least this far from all of COLORS, in RGB, has no name here
 
-SAME = 0.035  # closer than this in x: one column
-CLEAR = 0.09  # further than this: clearly left, right, above or below; nothing in x lies between the two
-EDGE = 0.012  # kept free along the frame
+# Distances are fractions of the image's width or height.
+SAME_COLUMN = 0.035  # shapes closer than this in x are in one column
+CLEAR_OFFSET = 0.09  # shapes further apart are clearly left, right, above or below; no x offset lies between the two
+MARGIN = 0.012  # kept free along the border
 
-_PAIRS = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
-_TRAINED = tuple(pair for pair in _PAIRS if pair not in WITHHELD)
+_PAIRS = tuple((color, kind) for color in COLORS for kind in SHAPES)
+_TRAINED_PAIRS = tuple(pair for pair in _PAIRS if pair not in WITHHELD)
 _GRIDS = ((2, 2), (2, 3), (3, 2), (3, 3), (4, 2), (4, 3))  # columns, rows
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One object: its centre in widths and heights, its radius in shorter sides, its angle in degrees."""
+    """One object: its center in widths and heights, its radius in shorter sides, its angle in degrees."""
 
-    shape: str
-    colour: str
+    kind: str
+    color: str
     size: str
     x: float
     y: float
     radius: float
     angle: float
-    rgb: tuple[int, int, int]
+    rgb: RGB
 
     @property
     def name(self) -> str:
-        return f"{self.size} {self.colour} {self.shape}"
+        return f"{self.size} {self.color} {self.kind}"
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Things in the order a caption tells them (later ones are drawn on top), and the seed of the drawing's details."""
+    """Shapes in the order of the caption (later ones are drawn on top), and the seed of the drawing's details."""
 
-    things: tuple[Shape, ...]
+    shapes: tuple[Shape, ...]
     background: str
     seed: int
 
 
 def names_withheld(scene: Scene) -> bool:
     """Whether a caption of this scene names a withheld pair."""
-    return any((thing.colour, thing.shape) in WITHHELD for thing in scene.things)
+    return any((shape.color, shape.kind) in WITHHELD for shape in scene.shapes)
 
 
 def random_scene(rng: Random, *, withheld: bool = False) -> Scene:
-    """One to four different things on a grid or placed freely; with `withheld`, at least one is a withheld pair."""
+    """One to four different shapes on a grid or placed freely; with `withheld`, at least one is a withheld pair."""
     n = rng.randint(1, 4)
     on_grid = rng.random() < 0.5
     touching = not on_grid and n > 1 and rng.random() < 0.25
     while True:
-        things = _random_things(rng, n, withheld)
-        places = _grid_places(rng, n) if on_grid else _free_places(rng, things, touching)
-        things = [Shape(*thing[:3], x, y, *thing[3:]) for thing, (x, y) in zip(things, places)]
-        if _readable(things, touching):
-            return Scene(_in_reading_order(things), rng.choice(BACKGROUNDS), rng.getrandbits(32))
+        unplaced = _random_shapes(rng, n, withheld)
+        positions = _grid_positions(rng, n) if on_grid else _free_positions(rng, unplaced, touching)
+        shapes = [replace(shape, x=x, y=y) for shape, (x, y) in zip(unplaced, positions)]
+        if _is_readable(shapes, touching):
+            return Scene(_in_reading_order(shapes), rng.choice(BACKGROUNDS), rng.getrandbits(32))
 
 
-def unnamed(scene: Scene, rng: Random) -> Scene:
-    """The scene with every thing in some colour between the named ones, or grey: all but the colours' names holds."""
-    return replace(scene, things=tuple(replace(thing, rgb=_nameless(rng)) for thing in scene.things))
+def with_unnamed_colors(scene: Scene, rng: Random) -> Scene:
+    """The scene with every shape in a color that has no name here, or gray; everything but its color names holds."""
+    return replace(scene, shapes=tuple(replace(shape, rgb=_unnamed_color(rng)) for shape in scene.shapes))
 
 
-def _nameless(rng):
+def _unnamed_color(rng: Random) -> RGB:
     while True:
         if rng.random() < 0.15:
             rgb = (rng.randint(100, 155),) * 3
         else:
             hsv = rng.random(), rng.uniform(0.5, 1), rng.uniform(0.45, 1)
-            rgb = tuple(round(255 * c) for c in colorsys.hsv_to_rgb(*hsv))
-        if all(math.dist(rgb, colour) >= NAMELESS for colour in COLOURS.values()):
+            red, green, blue = (round(255 * c) for c in colorsys.hsv_to_rgb(*hsv))
+            rgb = red, green, blue
+        if all(math.dist(rgb, color) >= UNNAMED_DISTANCE for color in COLORS.values()):
             return rgb
 
 
-def _random_things(rng, n, withheld):
-    """n different (shape, colour, size, radius, angle, rgb), in random order."""
-    pairs = rng.choices(_PAIRS if withheld else _TRAINED, k=n)
+def _random_shapes(rng: Random, n: int, withheld: bool) -> list[Shape]:
+    """n different shapes in random order, not placed yet."""
+    pairs = rng.choices(_PAIRS if withheld else _TRAINED_PAIRS, k=n)
     if withheld:
         pairs[0] = rng.choice(sorted(WITHHELD))
-    sizes = rng.choices(tuple(SIZES), (6, 6 + n), k=n)  # large ones find no place more often
+    sizes = rng.choices(tuple(SIZES), (6, 6 + n), k=n)  # large shapes are rejected more often when placed
     if len(set(zip(pairs, sizes))) < n:  # two identical names would need a plural
-        return _random_things(rng, n, withheld)
-    things = []
-    for (colour, shape), size in zip(pairs, sizes):
-        light = rng.uniform(0.94, 1.05)
-        rgb = tuple(min(255, max(0, round(light * c + rng.uniform(-9, 9)))) for c in COLOURS[colour])
-        things.append((shape, colour, size, rng.uniform(*SIZES[size]), rng.uniform(-8, 8), rgb))
-    rng.shuffle(things)
-    return things
+        return _random_shapes(rng, n, withheld)
+    shapes = []
+    for (color, kind), size in zip(pairs, sizes):
+        brightness = rng.uniform(0.94, 1.05)
+        red, green, blue = (min(255, max(0, round(brightness * c + rng.uniform(-9, 9)))) for c in COLORS[color])
+        radius, angle = rng.uniform(*SIZES[size]), rng.uniform(-8, 8)
+        shapes.append(Shape(kind, color, size, 0, 0, radius, angle, (red, green, blue)))
+    rng.shuffle(shapes)
+    return shapes
 
 
-def _grid_places(rng, n):
+def _grid_positions(rng: Random, n: int) -> list[tuple[float, float]]:
     columns, rows = rng.choice(_GRIDS)
     cells = rng.sample([(column, row) for column in range(columns) for row in range(rows)], n)
-    # two of one column differ by less than SAME
+    # two shapes of one column differ by less than SAME_COLUMN
     return [
-        (_tick(column, columns) + rng.uniform(-0.49, 0.49) * SAME, _tick(row, rows) + rng.uniform(-0.03, 0.03))
+        (_tick(column, columns) + rng.uniform(-0.49, 0.49) * SAME_COLUMN, _tick(row, rows) + rng.uniform(-0.03, 0.03))
         for column, row in cells
     ]
 
 
-def _tick(i, n):
+def _tick(i: int, n: int) -> float:
     """The i-th of n even steps from near 0 to near 1."""
     first = 0.25 if n == 2 else 0.18
     return first + i * (1 - 2 * first) / (n - 1)
 
 
-def _free_places(rng, things, touching):
-    radii = [thing[3] for thing in things]
-    places = [(rng.uniform(r + EDGE, 1 - r - EDGE), rng.uniform(r + EDGE, 1 - r - EDGE)) for r in radii]
+def _free_positions(rng: Random, shapes: Sequence[Shape], touching: bool) -> list[tuple[float, float]]:
+    radii = [shape.radius for shape in shapes]
+    positions = [(rng.uniform(r + MARGIN, 1 - r - MARGIN), rng.uniform(r + MARGIN, 1 - r - MARGIN)) for r in radii]
     if touching:  # the second moves onto the rim of the first
-        (x, y), a, b = places[0], *radii[:2]
+        (x, y), a, b = positions[0], *radii[:2]
         direction = rng.uniform(0, 2 * math.pi)
         distance = a + b - rng.uniform(0.05, 0.14) * 2 * min(a, b)
-        places[1] = x + distance * math.cos(direction), y + distance * math.sin(direction)
-    return places
+        positions[1] = x + distance * math.cos(direction), y + distance * math.sin(direction)
+    return positions
 
 
-def _readable(things, touching):
-    """All inside the picture, none hidden, and left-to-right order beyond doubt."""
-    for thing in things:
-        reach = thing.radius + EDGE
-        if not (reach <= thing.x <= 1 - reach and reach <= thing.y <= 1 - reach):
+def _is_readable(shapes: Sequence[Shape], touching: bool) -> bool:
+    """Whether all are inside the image, none is hidden, and the order from left to right is unambiguous."""
+    for shape in shapes:
+        reach = shape.radius + MARGIN
+        if not (reach <= shape.x <= 1 - reach and reach <= shape.y <= 1 - reach):
             return False
     touches = 0
-    for a, b in combinations(things, 2):
+    for a, b in combinations(shapes, 2):
         dx, dy = abs(a.x - b.x), abs(a.y - b.y)
-        if SAME <= dx < CLEAR or (dx < SAME and dy < 0.15):
+        if SAME_COLUMN <= dx < CLEAR_OFFSET or (dx < SAME_COLUMN and dy < 0.15):
             return False
         gap = math.hypot(dx, dy) - a.radius - b.radius
         if gap < 0.02:
@@ -180,12 +186,12 @@ def _readable(things, touching):
     return touches == int(touching)
 
 
-def _in_reading_order(things):
+def _in_reading_order(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
     """Columns from left to right, each from top to bottom."""
-    columns = []
-    for thing in sorted(things, key=lambda thing: thing.x):
-        if columns and thing.x - columns[-1][0].x < SAME:
-            columns[-1].append(thing)
+    columns: list[list[Shape]] = []
+    for shape in sorted(shapes, key=lambda shape: shape.x):
+        if columns and shape.x - columns[-1][0].x < SAME_COLUMN:
+            columns[-1].append(shape)
         else:
-            columns.append([thing])
-    return tuple(thing for column in columns for thing in sorted(column, key=lambda thing: thing.y))
+            columns.append([shape])
+    return tuple(shape for column in columns for shape in sorted(column, key=lambda shape: shape.y))

@@ -15,7 +15,7 @@ from nanovlm.captioner import Captioner
 from nanovlm.data.examples import encode
 from nanovlm.synthetic import caption, draw, random_scene, recipe
 from nanovlm.synthetic.recipe import CAPTION_PROMPTS, drop_words, make_config, make_tokenizer, scene_example
-from nanovlm.synthetic.scene import unnamed
+from nanovlm.synthetic.scene import with_unnamed_colors
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,9 @@ def test_it_fits_in_ten_megabytes_with_its_card():
 
 
 def test_its_config_and_tokenizer_are_the_recipes(captioner):
-    assert captioner.model.cfg == make_config(make_tokenizer())
-    assert captioner.tokenizer.backend.get_vocab() == make_tokenizer().get_vocab()
+    tokenizer = make_tokenizer()
+    assert captioner.model.cfg == make_config(tokenizer)
+    assert captioner.tokenizer.backend.get_vocab() == tokenizer.get_vocab()
 
 
 def test_forgetting_hides_words_that_an_answer_has_said_and_nothing_else(captioner):
@@ -53,10 +54,10 @@ def test_forgetting_hides_words_that_an_answer_has_said_and_nothing_else(caption
 def test_scenes_in_unnamed_colours_teach_no_colour(captioner):
     """Nothing drawn is near a named colour, and no colour's name is read or asked for; shapes and places are."""
     rng = Random("unnamed")
-    names, words = recipe.color_token_ids(captioner.tokenizer), set(recipe.COLOURS)
+    names, words = recipe.color_token_ids(captioner.tokenizer), set(recipe.COLORS)
     for _ in range(30):
-        scene = unnamed(random_scene(rng), rng)
-        assert all(math.dist(t.rgb, c) >= 50 for t in scene.things for c in recipe.COLOURS.values())
+        scene = with_unnamed_colors(random_scene(rng), rng)
+        assert all(math.dist(t.rgb, c) >= 50 for t in scene.shapes for c in recipe.COLORS.values())
         example = scene_example(scene, rng, 5, (96, 96), colorless=True)
         assert all(
             words.isdisjoint(re.findall(r"\w+", prompt + " " + answer)) for prompt, answer in example.qa_pairs[1:]
@@ -66,7 +67,7 @@ def test_scenes_in_unnamed_colours_teach_no_colour(captioner):
         assert names & set(row.targets) and not names & (set(bare.ids) | set(bare.targets))
         changed = [i for i, (a, b) in enumerate(zip(row.targets, bare.targets)) if a != b]
         assert changed == [i for i, a in enumerate(row.targets) if a in names]
-        assert captioner.tokenizer.encode(f" {scene.things[0].shape}")[0] in bare.targets
+        assert captioner.tokenizer.encode(f" {scene.shapes[0].kind}")[0] in bare.targets
 
 
 def test_a_conversation_is_the_same_words_in_another_order_each_after_the_others(captioner):

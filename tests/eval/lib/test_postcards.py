@@ -7,7 +7,7 @@ from PIL import Image
 from eval.lib.postcards import GROUNDS, SKY_THINGS, THINGS, TIMES, draw, random_postcard, write_folder
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
-from nanovlm.synthetic import BACKGROUNDS, COLOURS, SHAPES
+from nanovlm.synthetic import BACKGROUNDS, COLORS, SHAPES
 
 
 def test_a_postcard_is_a_pure_function_of_its_seed_and_captions_are_unique():
@@ -21,7 +21,7 @@ def test_a_postcard_is_a_pure_function_of_its_seed_and_captions_are_unique():
 
 def test_its_words_are_not_those_of_scenes():
     words = {word.lower() for group in (TIMES, GROUNDS, THINGS, SKY_THINGS) for word in group}
-    assert not words & {*SHAPES, *COLOURS, *BACKGROUNDS}
+    assert not words & {*SHAPES, *COLORS, *BACKGROUNDS}
     tokenizer = Captioner.from_pretrained(EMBEDDED, "cpu").tokenizer
     assert all(len(tokenizer.encode(f" {word}")) > 1 for word in words), "no token of the embedded model's"
 

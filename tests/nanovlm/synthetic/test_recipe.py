@@ -56,4 +56,4 @@ def test_example_shows_its_scene_and_asks_for_the_caption_first():
     example = scene_example(scene, Random(1), n_questions=5, size=(120, 90))
     assert [picture.size for picture in example.images] == [(120, 90)] and len(example.qa_pairs) == 6
     caption = example.qa_pairs[0][1]
-    assert all(thing.name in caption for thing in scene.things) and scene.background in caption
+    assert all(shape.name in caption for shape in scene.shapes) and scene.background in caption
