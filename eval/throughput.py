@@ -31,11 +31,11 @@ from eval.lib.shapes import SHAPES
 from eval.lib.timing import interleave, measure_seconds
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
-from nanovlm import EMBEDDED, PROMPT
-from nanovlm.bulk.captioning import BulkCaptioner
-from nanovlm.bulk.outputs import Sidecars
+from nanovlm import EMBEDDED
+from nanovlm.bulk import OutputOptions, caption_images
 from nanovlm.captioner import Captioner
 from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, collate
+from nanovlm.data.jsonl import read_jsonl
 from nanovlm.data.packing import pack
 from nanovlm.device import DTYPES, choose_device
 from nanovlm.errors import NanoVLMError
@@ -78,11 +78,11 @@ def measure_captioning(captioner: Captioner, n: int, seed: str, rounds: int = RO
             return (perf_counter() - started) / len(share)
 
         def folder() -> float:
-            bulk = BulkCaptioner(captioner, PROMPT, {"max_new_tokens": 128})
-            write = Sidecars(Path(name), "overwrite", {}).write
-            bulk(images, bulk.batch_size, write, lambda *reason: failures.append(": ".join(reason)))
-            busy.append(bulk.busy)
-            return bulk.seconds / n
+            run = caption_images(captioner, [name], output=OutputOptions(existing="overwrite"))
+            busy.append(run.utilization)
+            if run.failures:
+                failures.extend(f"{row['file_name']}: {row['reason']}" for row in read_jsonl(run.failures))
+            return run.seconds / n
 
         captioner.caption(images[0])  # warm up
         timings = interleave({"one by one": one_by_one, "folder": folder}, rounds, warmup=0)

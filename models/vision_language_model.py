@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from models.cache import KVCache
 from models.config import VLMConfig
 from models.decoding import GREEDY, SamplingParams, check_counts, generate_tokens, token_presence_mask
+from models.errors import InputError
 from models.language_model import LanguageModel
 from models.modality_projector import ModalityProjector
 from models.vision_transformer import PatchEmbedding, VisionTransformer
@@ -202,17 +203,17 @@ class VisionLanguageModel(nn.Module):
         return torch.stack(columns, dim=1)
 
     def validate_images(self, input_ids: Tensor, images: Tensor | None) -> None:
-        """Raise ValueError unless images (N, 3, S, S) fill the places that ids (..., T) have for them."""
+        """Raise InputError unless images (N, 3, S, S) fill the places that ids (..., T) have for them."""
         wanted = int((input_ids == self.image_token_id).sum())
         given = 0 if images is None else len(images) * self.cfg.mp_image_token_length
         if wanted != given:
-            raise ValueError(f"the prompt holds {wanted} image tokens, but the images give {given} embeddings")
+            raise InputError(f"the prompt holds {wanted} image tokens, but the images give {given} embeddings")
 
     def validate_length(self, prompt: int, max_new_tokens: int) -> None:
-        """Raise ValueError if a prompt of so many tokens and its answer exceed the model's positions."""
+        """Raise InputError if a prompt of so many tokens and its answer exceed the model's positions."""
         limit = self.cfg.lm_max_position_embeddings
         if prompt + max_new_tokens - 1 > limit:  # the last token chosen is never read
-            raise ValueError(
+            raise InputError(
                 f"a prompt of {prompt} tokens and max_new_tokens={max_new_tokens} exceed "
                 f"lm_max_position_embeddings={limit}; shorten either"
             )

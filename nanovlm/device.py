@@ -58,6 +58,13 @@ def fast_bfloat16(device: torch.device) -> bool:
     return torch.cpu._is_amx_tile_supported() or not made_by("GenuineIntel")
 
 
+def available_cores() -> int:
+    """CPU cores that this process may use: a container or taskset may allow fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def peak_memory(device: torch.device) -> int:
     """Peak memory in bytes: allocated on the GPU for cuda, else of this process; 0 where unknown (Windows)."""
     if device.type == "cuda":

@@ -44,6 +44,9 @@ class MissingExtraError(NanoVLMError, ImportError):
     exit_code = 2
 
 
+ALLOCATOR_ERRORS = ("can't allocate memory", "not enough memory", "out of memory")  # torch's on Linux, Windows, MPS
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that main memory, or an accelerator's, is full."""
     if isinstance(error, MemoryError):
@@ -51,4 +54,4 @@ def is_out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")  # torch raised nothing if nobody imported it
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's CPU allocator
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in ALLOCATOR_ERRORS)

@@ -1,205 +1,269 @@
-"""Captions of many pictures in one go.
+"""Captions of many images with one model.
 
-Threads read and resize pictures while the model speaks of others; a caption that has ended makes room for the next.
-A small model speaks in lanes, a thread for each core, each with a batch of its own.
+Threads read and preprocess images while workers decode others, and a finished caption makes room for the next image.
+A large model has one worker. A small model on a CPU has a worker per core, each with a continuous batch of its own.
 """
 
-import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Event, Semaphore, Thread
-from typing import Any
+from typing import TypeVar
 
 import torch
 
-from models.inference.continuous_batching import ContinuousBatch, PrefillError
+from models.inference.continuous_batching import ContinuousBatch, PrefillError, TokenOutput
+from nanovlm.bulk.options import BulkOptions
 from nanovlm.bulk.prefetch import Prefetch
 from nanovlm.captioner import Captioner
-from nanovlm.errors import ImageError
+from nanovlm.device import available_cores
+from nanovlm.errors import ImageError, NanoVLMError, is_out_of_memory
 from nanovlm.image_processing import printable
 from nanovlm.processor import EncodedPrompt
-from nanovlm.progress import Progress
 
-BATCH_SIZE, BATCH_OF_SINGLES = 16, 128  # pictures; where each of them is one image only
-CLUMP = 1 / 4  # of a batch: where less of it is free, the next pictures wait, for together they are read faster
-CORES = os.cpu_count() or 1
-MOST_WORKERS = 8
-SMALL = 2**24  # bytes of weights, below which products are too short to be worth dividing among cores
-MOST_LANES = 4  # of a small model: products run beside each other, Python does not
-ROOM = 2**30  # bytes of pixels that may wait for the model
-FAULTS = (ValueError, MemoryError, OSError, RuntimeError)  # of one picture; torch's lack of memory is the last
+BATCH_SIZE = 16  # images per worker, where an image becomes several tiles
+SINGLE_TILE_BATCH_SIZE = 128
+MIN_JOIN_FRACTION = 1 / 4  # of a batch must be free before images join: prefilled together, they are faster
+MAX_PREFETCH_THREADS = 8
+SMALL_MODEL_BYTES = 2**24  # of weights; below, products are too short to be divided among cores
+MAX_WORKERS = 4  # of a small model: kernels run in parallel, Python does not
+PIXEL_BUDGET = 2**30  # bytes of preprocessed images that may wait for the model
+OOM_PATIENCE, MAX_OOM_PATIENCE = 4, 32  # batches without running out of memory, before a reduced batch grows back
+
+Item = TypeVar("Item")
+Result = tuple[str, str | Exception]  # path, and its caption or the reason why there is none
 
 
 class BulkCaptioner:
-    """Captions of many pictures, and what they took."""
+    """Captions many images, and measures how long the model runs."""
 
-    def __init__(self, captioner: Captioner, prompt: str, options: dict[str, Any]):
-        self.captioner, self.prompt, self.options = captioner, prompt, options
-        self.done, self.seconds = 0, 0.0  # captions, and what they took
-        self.images = captioner.processor.max_tiles_per_image
-        self.batch_size = BATCH_SIZE if self.images > 1 else BATCH_OF_SINGLES
-        weights = captioner.model.parameters()
-        small = captioner.model.device.type == "cpu" and sum(w.nbytes for w in weights) < SMALL
-        self.spent = [0.0] * (min(CORES, MOST_LANES) if small else 1)  # seconds in the model, of each lane
+    def __init__(self, captioner: Captioner, options: BulkOptions | None = None, *, workers: int | None = None):
+        self.captioner, self.options = captioner, options or BulkOptions()
+        self.tiles = captioner.processor.max_tiles_per_image
+        self.batch_size = self.options.batch_size or (BATCH_SIZE if self.tiles > 1 else SINGLE_TILE_BATCH_SIZE)
+        self.n_workers = workers or default_workers(captioner)
+        self.seconds = 0.0  # that the run took
+        self.model_seconds = [0.0] * self.n_workers
 
     @property
-    def busy(self) -> float:
-        """The share of time that the model ran, of all lanes."""
-        return sum(self.spent) / (self.seconds * len(self.spent))
+    def utilization(self) -> float:
+        """The share of time in which the model ran, mean over workers."""
+        return sum(self.model_seconds) / (self.seconds * self.n_workers) if self.seconds else 0.0
 
-    def __call__(
-        self,
-        pictures: Sequence[str],
-        batch_size: int,
-        write: Callable[[str, str], None],
-        fail: Callable[[str, str], None],
-    ) -> None:
-        """Tell write of every picture and its caption, or fail of the picture and the reason, as they are found."""
-        started, failed = time.perf_counter(), 0
-        progress = Progress(len(pictures))
-        with self.cores(), closing(self.answers(pictures, batch_size)) as answers:
-            try:
-                for picture, text in answers:
-                    try:
-                        if isinstance(text, Exception):
-                            raise text
-                        write(picture, text)
-                        self.done += 1
-                    except FAULTS as error:
-                        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                            raise  # nor would the next be written
-                        failed += 1
-                        progress.clear()
-                        fail(picture, reason_of(error, picture))
-                    self.seconds = time.perf_counter() - started
-                    progress.show(self.done + failed, f"{failed:,} failed" if failed else "")
-            finally:
-                progress.clear()
+    def captions(self, paths: Iterable[str], window: int | None = None) -> Iterator[Result]:
+        """Yield each path with its caption, or with the error that left it without one, as they finish.
+
+        Errors of one image are those of its file (`ImageError`, `OSError`), of its size, or a lack of memory for it
+        alone. Any other error is a bug: it is raised, after the captions that were finished. At most window images
+        wait for the model.
+        """
+        started = time.perf_counter()
+        threads = min(MAX_PREFETCH_THREADS, available_cores())
+        window = window or self.default_window()
+        try:
+            with self._worker_threads(), Prefetch(paths, self._prepare, window, threads) as prefetch:
+                runs = [_Worker(self, i, prefetch).run() for i in range(self.n_workers)]
+                for results in merge_iterators(runs, self.batch_size) if len(runs) > 1 else runs[0]:
+                    yield from results
+        finally:
+            self.seconds = time.perf_counter() - started
+
+    def default_window(self) -> int:
+        """How many images may wait for the model: some batches, within the pixel budget."""
+        image_bytes = self.tiles * 3 * self.captioner.model.cfg.vit_img_size**2 * 4
+        return max(2, min(4 * self.batch_size, PIXEL_BUDGET // image_bytes))
 
     @contextmanager
-    def cores(self) -> Iterator[None]:
-        """Give each lane one core, or all of them to the only one."""
+    def _worker_threads(self) -> Iterator[None]:
+        """Let each of several workers compute with one thread."""
         before = torch.get_num_threads()
-        torch.set_num_threads(1 if len(self.spent) > 1 else before)
+        torch.set_num_threads(1 if self.n_workers > 1 else before)
         try:
             yield
         finally:
             torch.set_num_threads(before)
 
-    def window(self, rows: int) -> int:
-        """How many pictures may wait for the model: for some batches, but no more than there is room for."""
-        return max(2, min(4 * rows, ROOM // (self.images * 3 * self.captioner.model.cfg.vit_img_size**2 * 4)))
+    def _prepare(self, path: str) -> EncodedPrompt:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ImageError("not a file")  # opening a pipe may block forever
+        inputs = self.captioner.prepare(path, self.options.prompt)
+        self.captioner.inference.validate_length(len(inputs[0]), self.options.max_new_tokens)
+        return inputs
 
-    def answers(self, pictures: Iterable[str], rows: int) -> Iterator[tuple[str, str | Exception]]:
-        """Each picture with its answer, or why there is none, as they are found; so many rows run at once in a lane."""
-        with Prefetch(pictures, self.prepare, self.window(rows), min(MOST_WORKERS, CORES)) as ahead:
-            lanes = [self.lane(i, ahead, rows) for i in range(len(self.spent))]
-            yield from together(lanes, rows) if len(lanes) > 1 else lanes[0]
 
-    def lane(self, i: int, ahead: Prefetch, rows: int) -> Iterator[tuple[str, str | Exception]]:
-        """The same of those that this lane takes. What is too much for the memory begins anew in half as many rows."""
-        batch, said = self.batch(rows), {}  # each picture's ids
+def default_workers(captioner: Captioner) -> int:
+    """One worker, or for a small model on a CPU one for each of some cores."""
+    model = captioner.model
+    small = model.device.type == "cpu" and sum(weight.nbytes for weight in model.parameters()) < SMALL_MODEL_BYTES
+    return min(available_cores(), MAX_WORKERS) if small else 1
+
+
+class _Worker:
+    """A continuous batch: takes prepared images, decodes them together, and yields results as they finish."""
+
+    def __init__(self, bulk: BulkCaptioner, index: int, prefetch: Prefetch[EncodedPrompt]):
+        self.bulk, self.index, self.prefetch = bulk, index, prefetch
+        self.captioner, self.options = bulk.captioner, bulk.options
+        self.limit = BatchLimit(bulk.batch_size)
+        self.token_ids: dict[str, list[int]] = {}  # of each image in the batch
+        self.batch = self._new_batch()
+
+    def run(self) -> Iterator[list[Result]]:
         while True:
-            joining = rows - len(said) >= CLUMP * rows
-            while joining and len(said) < rows and (taken := ahead.take(wait=not said)):
-                picture, future = taken
-                if isinstance(row := future.result(), Exception):
-                    yield picture, row
-                else:
-                    ids, (images,) = row
-                    batch.add(picture, torch.tensor(ids), images, **self.options)
-                    said[picture] = []
-            if not said:
+            yield from self._admit()
+            if not self.token_ids:
                 return
-            started = time.perf_counter()
+            yield from self._step()
+
+    def _new_batch(self) -> ContinuousBatch:
+        return ContinuousBatch(
+            self.captioner.inference,
+            max_num_seqs=self.bulk.batch_size,
+            eos_token_id=self.captioner.tokenizer.eos_token_id,
+        )
+
+    def _admit(self) -> Iterator[list[Result]]:
+        """Fill the free rows with images that are prepared; wait for one only if nothing runs."""
+        if self.limit.size - len(self.token_ids) < MIN_JOIN_FRACTION * self.limit.size:
+            return
+        while len(self.token_ids) < self.limit.size:
+            taken = self.prefetch.take(wait=not self.token_ids)
+            if taken is None:
+                return
+            path, future = taken
             try:
-                ended = self.step(batch, said)
-            except PrefillError as error:
-                ended = [(error.key, error)]
-            except FAULTS as error:
-                ended = [(picture, error) for picture in said if rows == 1]
-                if rows > 1:
-                    ahead.again(said)
-                rows, said = max(1, rows // 2), {}
-                batch = self.batch(rows)
-            self.spent[i] += time.perf_counter() - started
-            for picture, text in ended:
-                said.pop(picture, None)
-                yield picture, text
-
-    def batch(self, rows: int) -> ContinuousBatch:
-        return ContinuousBatch(self.captioner.model, max_num_seqs=rows, eos_token_id=self.captioner.tokenizer.eos_token_id)
-
-    def step(self, batch: ContinuousBatch, said: dict[str, list[int]]) -> list[tuple[str, str]]:
-        """Add to what was said of each picture; those whose answer has ended."""
-        ended = []
-        for token in batch.step():
-            if token.error:
-                ended.append((token.key, token.error))
+                ids, (images,) = future.result()
+            except Exception as error:
+                yield [(path, _image_failure(error))]
                 continue
-            if token.finished != "stop":
-                said[token.key].append(token.token_id)
-            if token.finished:
-                ended.append((token.key, self.captioner.tokenizer.decode(said[token.key])))
-        return ended
+            sampling, max_new_tokens = self.options.sampling, self.options.max_new_tokens
+            self.batch.add(path, torch.tensor(ids), images, max_new_tokens=max_new_tokens, sampling=sampling)
+            self.token_ids[path] = []
 
-    def prepare(self, picture: str) -> EncodedPrompt | Exception:
+    def _step(self) -> Iterator[list[Result]]:
+        """Decode one token of every image in the batch; yield those that have finished, then those that failed."""
+        outputs: list[TokenOutput] = []
+        errors: dict[str, BaseException | None] = {}
+        started = time.perf_counter()
         try:
-            if os.path.exists(picture) and not os.path.isfile(picture):
-                raise ImageError("not a file")  # to open a pipe may take forever
-            ids, images = self.captioner.prepare(picture, self.prompt)
-            self.captioner.model.validate_length(len(ids), self.options["max_new_tokens"])
-            return ids, images
-        except FAULTS as error:
-            return error
+            outputs = self.batch.step()
+        except PrefillError as error:
+            errors = {error.key: error.__cause__}
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            errors = self._reduce_batch(error)
+        finally:
+            self.bulk.model_seconds[self.index] += time.perf_counter() - started
+        if finished := [result for output in outputs for result in self._collect(output)]:
+            yield finished
+        for path, error in (errors | {output.key: output.error for output in outputs if output.error}).items():
+            self.token_ids.pop(path, None)
+            yield [(path, _image_failure(error))]
 
-    def summary(self) -> str:
-        return f"{self.done:,} captioned in {self.seconds:.0f} s ({60 * self.done / self.seconds:,.0f} a minute)"
+    def _collect(self, output: TokenOutput) -> list[Result]:
+        """Add a token to its image's caption; the caption if that was its last token."""
+        if output.finished in (None, "length"):
+            self.token_ids[output.key].append(output.token_id)
+        if output.finished not in ("stop", "length"):
+            return []
+        self.limit.record_success()
+        return [(output.key, self.captioner.tokenizer.decode(self.token_ids.pop(output.key)))]
+
+    def _reduce_batch(self, error: Exception) -> dict[str, BaseException | None]:
+        """Start again with half as many images after running out of memory; an image that was alone fails."""
+        paths = list(self.token_ids)
+        self.limit.reduce(len(paths))
+        self.batch, self.token_ids = self._new_batch(), {}
+        if len(paths) == 1:
+            return {paths[0]: error}
+        self.prefetch.put_back(reversed(paths))
+        return {}
 
 
-def together(lanes: Sequence[Iterator[tuple]], waiting: int) -> Iterator[tuple]:
-    """What all of them yield, each in a thread of its own, as it is found; what one raises ends the others.
+class BatchLimit:
+    """How many images run at once: halved after running out of memory, doubled again after a while without."""
 
-    No more than waiting answers wait for who writes them: a run that is stopped loses little.
+    def __init__(self, maximum: int):
+        self.size = self.maximum = maximum
+        self.successes, self.patience = 0, OOM_PATIENCE
+
+    def reduce(self, running: int) -> None:
+        """Take half of the number that ran out of memory, and wait longer than before to grow back."""
+        self.size = max(1, running // 2)
+        self.successes, self.patience = 0, min(2 * self.patience, MAX_OOM_PATIENCE)
+
+    def record_success(self) -> None:
+        """Count a finished image; after `patience` full batches the limit doubles."""
+        if self.size < self.maximum:
+            self.successes += 1
+            if self.successes >= self.patience * self.size:
+                self.size, self.successes = min(2 * self.size, self.maximum), 0
+
+
+def merge_iterators(iterators: Sequence[Iterator[Item]], max_pending: int) -> Iterator[Item]:
+    """Yield what all iterators yield, each run by a thread of its own, as it comes.
+
+    At most max_pending items wait for the consumer, so a run that is stopped loses little. An error of one iterator
+    stops the others, and is raised after the items that all of them have finished.
     """
-    found, running, stopped = SimpleQueue(), len(lanes), Event()
-    room = Semaphore(waiting)
+    queue: SimpleQueue[tuple[Item] | BaseException | None] = SimpleQueue()  # (item,), and how the iterator ended
+    free, stopped = Semaphore(max_pending), Event()
 
-    def follow(lane: Iterator[tuple]) -> None:
+    def consume(iterator: Iterator[Item]) -> None:
         end = None
         try:
-            for answer in lane:
-                room.acquire()
+            for item in iterator:
+                free.acquire()
+                queue.put((item,))
                 if stopped.is_set():
                     break
-                found.put(answer)
         except BaseException as error:
             end = error
-        found.put(end)
+        queue.put(end)
 
-    threads = [Thread(target=follow, args=(lane,)) for lane in lanes]
+    def stop() -> None:
+        stopped.set()
+        free.release(len(iterators))
+
+    threads = [Thread(target=consume, args=(iterator,)) for iterator in iterators]
     for thread in threads:
         thread.start()
+    running, first_error = len(threads), None
     try:
         while running:
-            if isinstance(answer := found.get(), tuple):
-                yield answer
-                room.release()
-            else:
-                running -= 1
-                if answer is not None:
-                    raise answer
+            entry = queue.get()
+            if isinstance(entry, tuple):
+                yield entry[0]
+                free.release()
+                continue
+            running -= 1
+            if entry is not None:
+                first_error = first_error or entry
+                stop()
     finally:
-        stopped.set()
-        room.release(len(lanes))
+        stop()
         for thread in threads:
             thread.join()
+    if first_error is not None:
+        raise first_error
 
 
-def reason_of(error: Exception, picture: str) -> str:
-    """Why a picture has no caption, without its name."""
+def is_image_failure(error: BaseException | None) -> bool:
+    """Whether an error is of one image, its file or its size; any other is a bug."""
+    return isinstance(error, (NanoVLMError, OSError)) or (error is not None and is_out_of_memory(error))
+
+
+def _image_failure(error: BaseException | None) -> Exception:
+    """The error, if it is of one image; any other is raised."""
+    if not isinstance(error, Exception) or not is_image_failure(error):
+        raise error or RuntimeError("an image failed without an error")
+    return error
+
+
+def failure_reason(error: Exception, path: str) -> str:
+    """Why an image has no caption, on one line and without its name."""
     text = (isinstance(error, OSError) and error.strerror) or str(error) or "not enough memory"
-    return " ".join(text.split()).removeprefix(f"{printable(picture)}: ")
+    return " ".join(text.split()).removeprefix(f"{printable(path)}: ")

@@ -1,190 +1,268 @@
-"""Where the captions of many pictures go: a .txt beside each, or one table. No file is ever half written.
+"""Where captions are written: a .txt beside each image, or one table. Every file is replaced atomically.
 
-A run that is stopped, however rudely, goes on where it was. A .txt or a line of a .jsonl that is there is done. Where
-captions already there change, that alone would not tell what is done, and a .csv or .parquet cannot grow line by line:
-then what was found goes into a file NAME.run first. It vanishes with the run's end, but for one that has appended or
-prepended: of that it keeps the names, lest the same command, repeated, add the same words once more.
+An interrupted run resumes where it stopped. With existing="skip", a .txt or a line of a .jsonl that exists is done.
+Changed captions need a resume log, FILE.run or captions.run (see `ResumeLog`): it says which images are done and what
+their captions replaced. It never overwrites a caption that differs from what the run has seen, so an edit by hand is
+kept. A .csv or .parquet cannot grow line by line, so captions wait in its resume log until the run finishes.
 """
 
 import csv
+import hashlib
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, Protocol
 
-from nanovlm.bulk.resume_log import JsonlLog, ResumeLog, atomic_write, json_line, relative
+from models.checkpoint import atomic_write
+from nanovlm.bulk.options import OutputOptions
+from nanovlm.bulk.resume_log import JsonlLog, ResumeLog, json_line, relative
 from nanovlm.data.folders import read_table
-from nanovlm.data.source import INSTALL_DATA
 from nanovlm.errors import DataError, UsageError
 
-TABLES = (".jsonl", ".csv", ".parquet")
-ADDS = ("append", "prepend")
+logger = logging.getLogger(__name__)
+
+ADDING = ("append", "prepend")
+
+
+class Output(Protocol):
+    """Where the captions of a run go."""
+
+    folder: Path  # of the run's own files
+    resume_log: Path | None
+
+    def reject_reason(self, image: str) -> str | None:
+        """Why a caption of this image cannot be written, or None."""
+
+    def is_done(self, image: str) -> bool:
+        """Whether an image needs no caption."""
+
+    def write(self, image: str, caption: str) -> None:
+        """Store a caption, so that no interruption loses it."""
+
+    def finish(self) -> None:
+        """Complete the run: nothing is left to resume."""
+
+
+def open_output(options: OutputOptions, folder: Path, settings: Mapping[str, str]) -> Output:
+    """Open the output that options name; folder is where sidecars' own files go, settings tell runs apart."""
+    if options.table is not None:
+        return Table(options.table, options.existing, settings)
+    return Sidecars(folder, options.existing, settings)
 
 
 def combine(existing: str, old: str, new: str) -> str:
-    """What a caption becomes where there is an old one."""
+    """The caption to write where there is an old one."""
     if existing == "append":
         return f"{old} {new}".strip()
     return f"{new} {old}".strip() if existing == "prepend" else new
 
 
 class Sidecars:
-    """A .txt of the same name beside each picture; home is where the run's own files lie."""
+    """A .txt of the same name beside each image."""
 
-    def __init__(self, home: Path, existing: str, settings: Mapping[str, Any]):
-        self.home, self.existing, self.taken = home, existing, {}
-        self.record = ResumeLog(home / "captions.run", settings)
-        for name, text in list(self.record.texts.items())[-1:]:  # noted, but maybe not yet written
-            write_text(self.target(os.path.join(home, name)), text)
-        if self.record.of_another_run or existing == "skip":
-            self.record.forget()
-        self.changed = {row["file_name"] for row in self.record.found}
+    def __init__(self, folder: Path, existing: str, settings: Mapping[str, str]):
+        self.folder, self.existing = folder, existing
+        self.owners: dict[str, str] = {}  # the image of each .txt
+        self.log = None if existing == "skip" else ResumeLog(folder / "captions.run", settings)
+        self.resume_log = self.log.path if self.log is not None else None
+        if self.log is not None:
+            self._check_last_entry(self.log)
 
-    def target(self, picture: str) -> Path:
-        return Path(picture).with_suffix(".txt")
+    def _check_last_entry(self, log: ResumeLog) -> None:
+        """Find out whether the last caption was written before a run was killed: its file then changed."""
+        if log.is_of_other_run:
+            log.start_over()
+        if (name := log.unconfirmed) is not None:
+            entry, target = log.entries[name], _sidecar(os.path.join(self.folder, name))
+            before, after = entry.get("before"), entry.get("after")
+            if before != after and before == _digest(_read_bytes(target)):
+                log.discard(name)
 
-    def refuse(self, picture: str) -> str | None:
-        """Why this picture's caption cannot be written, if so."""
-        target = self.target(picture)
-        if target == Path(picture):
-            return "its caption would take its place; rename it, or write a table by --out"
-        first = self.taken.setdefault(os.path.abspath(target), picture)
-        if first != picture:
-            return f"{target.name} is the caption of {Path(first).name}; rename one of them, or write a table by --out"
+    def reject_reason(self, image: str) -> str | None:
+        target = _sidecar(image)
+        if target == Path(image):
+            return "its caption would replace it; rename it, or write a table"
+        owner = self.owners.setdefault(os.path.abspath(target), image)
+        if owner != image:
+            return f"{target.name} is the caption of {Path(owner).name}; rename one of them, or write a table"
         if os.path.isdir(target.parent) and not os.access(target.parent, os.W_OK):
-            return "its folder may not be written; write a table elsewhere by --out"
+            return "its folder is not writable; write a table elsewhere"
         return None
 
-    def done(self, picture: str) -> bool:
-        there = self.target(picture).is_file()
-        return there and (self.existing == "skip" or relative(picture, self.home) in self.changed)
+    def is_done(self, image: str) -> bool:
+        target = _sidecar(image)
+        if not target.is_file():
+            return False
+        return self.log is None or relative(image, self.folder) in self.log.entries
 
-    def write(self, picture: str, text: str) -> None:
-        target = self.target(picture)
-        if self.existing != "skip":
-            old = ""
-            if self.existing in ADDS and target.is_file():
-                try:
-                    old = target.read_text(encoding="utf-8-sig").strip()
-                except UnicodeDecodeError:
-                    raise ValueError(f"{target.name} is no UTF-8 text; mend it or move it away") from None
-            text = combine(self.existing, old, text)
-            self.record.add({"file_name": relative(picture, self.home), "text": text})
-        write_text(target, text)
+    def write(self, image: str, caption: str) -> None:
+        target = _sidecar(image)
+        if self.log is None:
+            if target.is_file():
+                logger.warning("%s was written by somebody else during this run; it is kept", target)
+            else:
+                _write_bytes(target, f"{caption}\n".encode())
+            return
+        old = _read_bytes(target)
+        new = f"{combine(self.existing, self._decode(old, target), caption)}\n".encode()
+        with self.log.entry(relative(image, self.folder), before=_digest(old), after=_digest(new)):
+            _write_bytes(target, new)
 
-    def end(self) -> None:
-        self.record.end() if self.existing in ADDS else self.record.forget()
+    def finish(self) -> None:
+        if self.log is not None:
+            self.log.keep_names() if self.existing in ADDING else self.log.remove()
 
-
-def write_text(path: Path, text: str) -> None:
-    with atomic_write(path) as new:
-        new.write_text(f"{text}\n", encoding="utf-8")
-
-
-def check_table(path: Path) -> None:
-    """Refuse a table that could not be written, before the work."""
-    if path.suffix not in TABLES:
-        raise UsageError(f"--out {path} ends in none of {', '.join(TABLES)}, and is not txt")
-    if path.suffix == ".parquet":
+    def _decode(self, old: bytes | None, target: Path) -> str:
+        """The old caption, where the new one is added to it."""
+        if old is None or self.existing not in ADDING:
+            return ""
         try:
-            import pyarrow  # noqa: F401
-        except ImportError:
-            raise UsageError(f"--out {path} needs pyarrow: {INSTALL_DATA}, or end it in .jsonl or .csv") from None
+            return old.decode("utf-8-sig").strip()
+        except UnicodeDecodeError:
+            raise DataError(f"{target.name} is not UTF-8 text; convert it or move it away") from None
 
 
 class Table:
-    """One .jsonl, .csv or .parquet with file_name, relative to it, and text: named metadata, it is an imagefolder.
+    """One .jsonl, .csv or .parquet file with columns file_name, relative to it, and text.
 
-    Other rows and columns that are there already stay. Of several rows with one file_name the first is meant.
+    Named metadata.*, it makes the folder a Hugging Face imagefolder. Other rows and columns that exist are kept. Of
+    several rows with one file_name the first is used.
     """
 
-    def __init__(self, path: Path, existing: str, settings: Mapping[str, Any]):
-        self.path, self.home, self.existing = path, path.parent, existing
-        if path.exists() and not path.is_file():
-            raise UsageError(f"--out {path} is there and no file; name another")
-        if not os.access(path if path.exists() else self.home, os.W_OK) or not os.access(self.home, os.W_OK):
-            raise UsageError(f"--out {path} may not be written; name a file elsewhere")
-        self.record = ResumeLog(path.with_name(f"{path.name}.run"), settings)
-        self.read()
-        direct = self.lines is not None and existing == "skip" and all(row.get("text") for row in self.rows.values())
-        if self.record.of_another_run or direct:
-            self.merge()
-            self.record.forget()
-            self.read()
-        self.log = self.lines if direct else self.record
-        self.finished = set(self.record.texts) | {
-            name for name, row in self.rows.items() if existing == "skip" and row.get("text")
-        }
-        self.finished |= self.rows.keys() & {row["file_name"] for row in self.record.found}
+    def __init__(self, path: Path, existing: str, settings: Mapping[str, str]):
+        self.path, self.folder, self.existing = path, path.parent, existing
+        _check_writable(path)
+        self.log = ResumeLog(path.with_name(f"{path.name}.run"), settings)
+        self.resume_log = self.log.path
+        self._read()
+        has_texts = all(row.get("text") for row in self.rows.values())
+        self.appends_lines = self.jsonl is not None and existing == "skip" and has_texts
+        if self.log.is_of_other_run or self.appends_lines:
+            self._merge()
+            self.log.remove()
+        self.done = {name for name, entry in self.log.entries.items() if entry or name in self.rows}
+        if existing == "skip":
+            self.done |= {name for name, row in self.rows.items() if row.get("text")}
 
-    def read(self) -> None:
-        """Take in what the file holds."""
-        self.lines = JsonlLog(self.path) if self.path.suffix == ".jsonl" else None
+    def reject_reason(self, image: str) -> str | None:
         try:
-            self.all = self.lines.found if self.lines else read_table(self.path) if self.path.exists() else []
-        except DataError as error:
-            raise UsageError(f"{error}; mend it or move it away") from None
-        self.rows = {self.named(row): row for row in reversed(self.all)}
-        for number, row in enumerate(self.all, start=1):
-            if None in row:  # csv.DictReader's name for what stands behind the last column
-                raise UsageError(f"{self.path}, row {number}, has more cells than columns; mend it or move it away")
-            if not isinstance(row.get("text"), (str, NoneType)):
-                raise UsageError(f"{self.path}, row {number}, has a text that is no text; name another file by --out")
-
-    def named(self, row: Mapping[str, Any]) -> str:
-        if not isinstance(row.get("file_name"), str):
-            raise UsageError(f"{self.path} has rows without a file_name; name another file by --out")
-        return Path(os.path.normpath(row["file_name"])).as_posix()
-
-    def refuse(self, picture: str) -> str | None:
-        """Why this picture's caption cannot be written, if so."""
-        try:
-            picture.encode()
+            image.encode()
         except UnicodeEncodeError:
             if self.path.suffix != ".jsonl":
-                return f"its name is no Unicode text, which a {self.path.suffix} cannot hold; a .jsonl can"
+                return f"its name is not valid Unicode, which a {self.path.suffix} file cannot hold; a .jsonl file can"
         return None
 
-    def done(self, picture: str) -> bool:
-        return relative(picture, self.home) in self.finished
+    def is_done(self, image: str) -> bool:
+        return relative(image, self.folder) in self.done
 
-    def write(self, picture: str, text: str) -> None:
-        name = relative(picture, self.home)
-        old = self.rows.get(name, {}).get("text") or ""
-        self.log.add({"file_name": name, "text": combine(self.existing, old, text)})
+    def write(self, image: str, caption: str) -> None:
+        name = relative(image, self.folder)
+        if self.appends_lines:
+            assert self.jsonl is not None
+            self.jsonl.add({"file_name": name, "text": caption})
+        else:
+            old = _text(self.rows.get(name, {}))
+            self.log.add(name, before=old, text=combine(self.existing, old, caption))
 
-    def end(self) -> None:
-        self.merge()
-        self.record.end() if self.existing in ADDS else self.record.forget()
+    def finish(self) -> None:
+        if not self.appends_lines:
+            self._merge()
+            self.log.keep_names() if self.existing in ADDING else self.log.remove()
 
-    def merge(self) -> None:
-        """Put what was found into the table, which is replaced by the new one in one moment."""
-        for name, text in (texts := self.record.texts).items():
-            if name not in self.rows:
-                self.rows[name] = {"file_name": name}
-                self.all.append(self.rows[name])
-            self.rows[name]["text"] = text
-        if texts:
-            with atomic_write(self.path) as new:
-                write_table(new, self.path.suffix, self.all)
+    def _read(self) -> None:
+        self.jsonl = JsonlLog(self.path) if self.path.suffix == ".jsonl" else None
+        if self.jsonl is not None:
+            self.all_rows = self.jsonl.rows
+        else:
+            self.all_rows = read_table(self.path) if self.path.exists() else []
+        for number, row in enumerate(self.all_rows, start=1):
+            self._check_row(row, number)
+        self.rows = {_file_name(row): row for row in reversed(self.all_rows)}
+
+    def _check_row(self, row: Mapping[Any, Any], number: int) -> None:
+        if not isinstance(row.get("file_name"), str):
+            raise UsageError(f"{self.path} has rows without a file_name; name another file")
+        if None in row:  # csv.DictReader's key for cells after the last column
+            raise UsageError(f"{self.path}, row {number}, has more cells than columns; correct it or move it away")
+        if not isinstance(row.get("text"), (str, NoneType)):
+            raise UsageError(f"{self.path}, row {number}, has a text of another type; name another file")
+
+    def _merge(self) -> None:
+        """Move captions from the resume log into the table, except where a row has changed since.
+
+        The table is read again: a row may have been edited during the run. Merging twice changes nothing, so the run
+        may be killed anywhere in between.
+        """
+        pending = {name: entry for name, entry in self.log.entries.items() if entry}
+        if not pending:
+            return
+        self._read()
+        changed = []
+        for name, entry in pending.items():
+            row = self.rows.get(name)
+            if row is None:
+                row = self.rows[name] = {"file_name": name, "text": entry["text"]}
+                self.all_rows.append(row)
+            elif _text(row) == entry.get("before", ""):
+                row["text"] = entry["text"]
+            elif _text(row) != entry["text"]:
+                changed.append(name)
+        if changed:
+            names = f"{', '.join(changed[:3])}{', ...' if len(changed) > 3 else ''}"
+            logger.warning(
+                "%s: %d texts changed since they were read; they are kept: %s", self.path, len(changed), names
+            )
+        with atomic_write(self.path) as new:
+            write_table(new, self.all_rows)
 
 
-def write_table(path: Path, suffix: str, rows: list[dict[str, Any]]) -> None:
-    """Write rows as suffix says, and see them onto the disk."""
+def _sidecar(image: str) -> Path:
+    return Path(image).with_suffix(".txt")
+
+
+def _read_bytes(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def _digest(content: bytes | None) -> str | None:
+    return None if content is None else hashlib.sha256(content).hexdigest()
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    with atomic_write(path) as new:
+        new.write_bytes(content)
+
+
+def _file_name(row: Mapping[str, Any]) -> str:
+    return Path(os.path.normpath(row["file_name"])).as_posix()
+
+
+def _text(row: Mapping[str, Any]) -> str:
+    return row.get("text") or ""
+
+
+def _check_writable(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} exists and is not a file; name another")
+    if not os.access(path if path.exists() else path.parent, os.W_OK) or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{path} is not writable; name a file elsewhere")
+
+
+def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as .jsonl, .csv or .parquet, by the suffix of path; columns in the order of first use."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    if suffix == ".parquet":
+    if path.suffix == ".parquet":
         import pyarrow
         from pyarrow import parquet
 
         table = pyarrow.Table.from_pylist([{column: row.get(column) for column in columns} for row in rows])
         parquet.write_table(table, path)
-    elif suffix == ".csv":
+    elif path.suffix == ".csv":
         with open(path, "w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(rows)
     else:
         path.write_bytes(b"".join(map(json_line, rows)))
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

@@ -1,46 +1,45 @@
-"""What a run writes about itself: lines that survive a kill, what it has done, what failed, and that it is there."""
+"""What a run writes about itself: what it has done, what failed, and a lock against a second run.
+
+The log says which images are done and what they replaced, so that a resumed run never writes over what somebody else
+has changed since.
+"""
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from nanovlm.console import print_error
+from models.checkpoint import atomic_write
+from nanovlm.data.jsonl import read_jsonl, repair_jsonl
 from nanovlm.errors import UsageError
 from nanovlm.image_processing import printable
 
+fcntl: ModuleType | None
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
+logger = logging.getLogger(__name__)
+
 FAILURES = "failures.jsonl"
 
 
-def relative(picture: str, folder: Path) -> str:
-    """A picture's path from a folder, with / everywhere."""
-    return Path(os.path.relpath(picture, folder)).as_posix()
+def relative(image: str | os.PathLike, folder: Path) -> str:
+    """The path of an image relative to a folder, with / on every system."""
+    return Path(os.path.relpath(image, folder)).as_posix()
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Where to write a new file, which then takes path's place: whole, or not at all."""
-    new = path.with_name(f".nanovlm-{os.getpid()}.new")
-    try:
-        yield new
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
+def file_lock(path: Path, target: str) -> Iterator[None]:
+    """Hold a lock file while this process writes to target; UsageError if another process holds it.
 
-
-@contextlib.contextmanager
-def file_lock(path: Path, place: str) -> Iterator[None]:
-    """Hold the file path while this process writes to place; UsageError if another does.
-
-    The system lets go of it however a process ends, so a file that a killed one left behind holds nobody up. Where
-    there are no such locks, nobody is held up either.
+    The system releases the lock however a process ends, so the file of a killed process blocks nobody. Where the file
+    cannot be written or the file system has no locks, nothing is locked.
     """
     with contextlib.ExitStack() as stack:
         while fcntl:
@@ -49,115 +48,125 @@ def file_lock(path: Path, place: str) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UsageError(
-                    f"{place}: another run writes captions there; wait for its end, or write elsewhere by --out"
+                    f"{target}: another run writes captions there; wait for its end, or write to another file"
                 ) from None
-            except OSError:  # a folder that may not be written, a file system without locks
+            except OSError:
                 break
-            with contextlib.suppress(FileNotFoundError):  # its last holder may have just removed it
+            with contextlib.suppress(FileNotFoundError):  # the previous holder may just have removed it
                 if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                    stack.callback(path.unlink, missing_ok=True)  # while it is still held
+                    stack.callback(path.unlink, missing_ok=True)  # while the lock is still held
                     break
         yield
 
 
 class JsonlLog:
-    """The objects of a .jsonl file that grows; the last line, if a killed process left it torn, is cut off."""
+    """A .jsonl file that grows line by line. Opening it cuts off a last line that a killed process left unfinished."""
 
     def __init__(self, path: Path):
-        self.path, self.found = path, []
-        data = path.read_bytes() if path.exists() else b""
-        whole, _, last = data.rpartition(b"\n")
-        for number, line in enumerate(whole.split(b"\n"), start=1):
-            if line.strip():
-                self.found.append(self.parse(line, number))
-        if last.startswith(b"{") and not is_json(last):
-            os.truncate(path, len(data) - len(last))
-        elif last.strip():
-            self.found.append(self.parse(last, data.count(b"\n") + 1))
-            with open(path, "ab") as file:
-                file.write(b"\n")
-
-    def parse(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{self.path}, line {number}, cannot be read: {error}; mend it or move it away") from None
-        if not isinstance(row, dict):
-            raise UsageError(f"{self.path}, line {number}, holds no object; mend it or move it away")
-        return row
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        if path.exists():
+            self.rows = read_jsonl(path, torn_tail="drop")
+            data = path.read_bytes()
+            repair_jsonl(path)
+            if path.stat().st_size < len(data):  # shown, in case it was edited by hand
+                logger.warning("%s: removed its unfinished last line: %s", path, data.rpartition(b"\n")[2].decode())
 
     def add(self, row: Mapping[str, Any]) -> None:
-        with open(self.path, "ab", buffering=0) as file:  # one write: whole, or at worst torn at the file's end
+        with open(self.path, "ab", buffering=0) as file:  # one write: complete, or unfinished at the end of the file
             file.write(json_line(row))
-        self.found.append(row)
-
-
-def is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # a name that is no Unicode text
+    except UnicodeEncodeError:  # a file name that is not valid Unicode
         return json.dumps(row).encode() + b"\n"
 
 
-class ResumeLog(JsonlLog):
-    """What a run has done so far: a line of its settings, then rows with file_name and, until it has ended, text."""
+class ResumeLog:
+    """The images that a run with these settings has done: a line of settings, then an entry for each image.
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]):
-        super().__init__(path)
+    `entries` maps a file name to its fields. An entry is written before the caption and says what the caption
+    replaced; an entry without fields is known to be complete.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, str]):
+        self.path = path
         self.settings = {"settings": dict(settings)}
-        self.before = self.found[:1]  # the settings of the run that began the file
-        self.found = self.found[1:]
-        if any("settings" not in row for row in self.before) or any("file_name" not in row for row in self.found):
-            raise UsageError(f"{path} is not what a run noted about itself; move it away")
+        self.log = JsonlLog(path)
+        header, entries = self.log.rows[:1], self.log.rows[1:]
+        if any("settings" not in row for row in header) or any("file_name" not in row for row in entries):
+            raise UsageError(f"{path} is not the resume log of a run; move it away")
+        self.is_of_other_run = bool(header) and header != [self.settings]
+        self.has_header = bool(header)
+        self.entries: dict[str, dict[str, Any]] = {row.pop("file_name"): row for row in entries}
 
     @property
-    def of_another_run(self) -> bool:
-        return bool(self.before) and self.before != [self.settings]
+    def unconfirmed(self) -> str | None:
+        """The image whose caption was perhaps not written: the last one of a run that did not finish."""
+        last = next(reversed(self.entries), None)
+        return last if last is not None and self.entries[last] else None
 
-    @property
-    def texts(self) -> dict[str, str]:
-        """What a run that did not end has found, by name."""
-        return {row["file_name"]: row["text"] for row in self.found if "text" in row}
+    def discard(self, file_name: str) -> None:
+        """Remove the entry of an image whose caption was not written."""
+        del self.entries[file_name]
+        self._replace(self.entries)
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        if not self.before:
-            self.before = [self.settings]
-            with open(self.path, "ab", buffering=0) as file:
-                file.write(json_line(self.settings))
-        super().add(row)
+    def add(self, file_name: str, **fields: Any) -> None:
+        if not self.has_header:
+            self._replace({})
+        self.entries[file_name] = fields
+        self.log.add({"file_name": file_name, **fields})
 
-    def end(self) -> None:
-        """Keep the names alone, by which the same command knows that it is done."""
-        self.found = [{"file_name": row["file_name"]} for row in self.found]
-        if not self.found:
-            return self.forget()
-        with atomic_write(self.path) as new:
-            new.write_bytes(b"".join(map(json_line, self.before + self.found)))
+    @contextlib.contextmanager
+    def entry(self, file_name: str, **fields: Any) -> Iterator[None]:
+        """Add an entry, then write the caption in the `with` block; an error there removes the entry."""
+        if not self.has_header:
+            self._replace({})
+        size = self.path.stat().st_size
+        self.add(file_name, **fields)
+        try:
+            yield
+        except Exception:
+            del self.entries[file_name]
+            os.truncate(self.path, size)
+            raise
 
-    def forget(self) -> None:
+    def keep_names(self) -> None:
+        """Mark every entry as complete: the same command then knows that there is nothing left to do."""
+        if self.entries:
+            self.entries = {name: {} for name in self.entries}
+            self._replace(self.entries)
+        else:
+            self.remove()
+
+    def start_over(self) -> None:
+        """Forget the entries; the file stays until the first new entry replaces it."""
+        self.entries, self.has_header, self.is_of_other_run = {}, False, False
+
+    def remove(self) -> None:
         self.path.unlink(missing_ok=True)
-        self.before, self.found = [], []
+        self.start_over()
+
+    def _replace(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
+        rows = [self.settings, *({"file_name": name, **fields} for name, fields in entries.items())]
+        with atomic_write(self.path) as new:
+            new.write_bytes(b"".join(map(json_line, rows)))
+        self.has_header = True
 
 
 class FailureLog:
-    """The pictures of this run that have no caption, and why: failures.jsonl in the run's home, if there are any."""
+    """The images of this run that have no caption, and why: failures.jsonl in a folder, if there are any."""
 
-    def __init__(self, home: Path):
-        self.path, self.count, self.written = home / FAILURES, 0, False
-        with contextlib.suppress(OSError):  # a folder that may not be written has other things to say
+    def __init__(self, folder: Path):
+        self.path, self.count, self.is_written = folder / FAILURES, 0, False
+        with contextlib.suppress(OSError):  # the folder may be read-only
             self.path.unlink(missing_ok=True)
 
-    def add(self, picture: str, reason: str) -> None:
+    def add(self, image: str, reason: str) -> None:
         self.count += 1
-        print_error(f"{printable(picture)}: {reason}")
-        with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as file:  # it was said, at least
-            file.write(json_line({"file_name": relative(picture, self.path.parent), "reason": reason}))
-            self.written = True
+        logger.warning("%s: %s", printable(image), reason)
+        with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as file:  # it was logged, at least
+            file.write(json_line({"file_name": relative(image, self.path.parent), "reason": reason}))
+            self.is_written = True

@@ -13,18 +13,18 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE, Captioner
-from nanovlm.bulk import captioning as runs
-from nanovlm.bulk import outputs as results
-from nanovlm.bulk import resume_log as records
+from nanovlm.bulk.outputs import write_table
+from nanovlm.bulk.resume_log import JsonlLog, ResumeLog
 from nanovlm.data import ReadOptions, open_source
+from nanovlm.data.folders import read_table
 from support import ROOT, noise
 from support.cli import NAMES, SHORT, refused, stdin_of
 
 pytestmark = pytest.mark.usefixtures("standing")
 
 TABLES = ["captions.jsonl", "captions.csv", "captions.parquet"]
-
 
 
 class Killed(BaseException):
@@ -59,7 +59,7 @@ def read(path):
 
 def litter(folder):
     """What a run may not leave behind."""
-    return [p.name for p in folder.rglob("*") if p.name.endswith((".new", ".lock"))]
+    return [p.name for p in folder.rglob("*") if p.name.endswith(".lock") or ".tmp" in p.name]
 
 
 # ------------------------------------------------------------------------------------------------- what comes out
@@ -98,7 +98,7 @@ def test_the_same_words_are_not_added_twice(generate, folder, texts, where, exis
     noise(33, 44, 3).save(folder / "new.png")
     code, _, err = generate(folder, *add)
     assert code == 0 and "1 captioned" in err and now() == texts
-    assert err.splitlines()[-1].endswith(f"5 have got theirs from this command; to do them again, remove {record}")
+    assert err.splitlines()[-1].endswith(f"5 were done by this command before; to do them again, remove {record}")
     (folder / "new.png").unlink()
     assert generate(folder, *add, "--suffix", "!")[0] == 0, "another command"
     twice = {name: EXPECTED[existing].format(old=text, new=f"{text}!") for name, text in texts.items()}
@@ -110,8 +110,8 @@ def test_the_same_words_are_not_added_twice(generate, folder, texts, where, exis
         (folder / "a.txt").unlink()
         assert generate(folder, *add, "--suffix", "!")[0] == 0 and now()["a.png"] == f"{texts['a.png']}!", "not there"
     else:
-        rows = [row | {"text": "mine"} for row in results.read_table(out)]
-        results.write_table(out, out.suffix, rows)
+        rows = [row | {"text": "mine"} for row in read_table(out)]
+        write_table(out, rows)
         assert generate(folder, *add, "--suffix", "!")[0] == 0 and set(now().values()) == {"mine"}
     assert generate(folder, "--existing", "overwrite", "--out", out)[0] == 0
     assert now() == texts and not record.exists() and not litter(folder)
@@ -150,7 +150,7 @@ def test_lists_patterns_and_names_are_folders_too(generate, folder, texts, monke
     odd = "pictures/two\nlines.png"
     Path(odd).write_bytes((folder / "a.png").read_bytes())
     stdin_of(b"pictures/a.png\0" + odd.encode() + b"\0pictures/deep\0", monkeypatch)
-    assert generate("--list", "-", "pictures/*.jpg", "pictures/../pictures/a.png", "--out", "all.jsonl")[0] == 0
+    assert generate("--from-file", "-", "pictures/*.jpg", "pictures/../pictures/a.png", "--out", "all.jsonl")[0] == 0
     found = read(Path("all.jsonl"))
     assert set(found) == {f"pictures/{name}" for name in NAMES if name != "d.gif"} | {odd}
     assert found[odd] == found["pictures/a.png"] == texts["a.png"]
@@ -186,7 +186,7 @@ def test_captions_that_are_there_become_what_was_asked(generate, folder, texts, 
             (folder / name).with_suffix(".txt").write_text(text)
     else:
         rows = [{"file_name": name, "text": text, "label": "7"} for name, text in old.items()]
-        results.write_table(folder / where, Path(where).suffix, rows + [{"file_name": "x.png", "text": "x"}])
+        write_table(folder / where, rows + [{"file_name": "x.png", "text": "x"}])
     code, _, err = generate(folder, "--existing", existing, "--out", where if where == "txt" else folder / where)
     assert code == 0 and ("2 had captions already" in err) == (existing == "skip")
     expected = texts | {name: EXPECTED[existing].format(old=text, new=texts[name]) for name, text in old.items()}
@@ -195,7 +195,7 @@ def test_captions_that_are_there_become_what_was_asked(generate, folder, texts, 
         assert found == expected
     else:
         assert read(folder / where) == expected | {"x.png": "x"}, "rows of other pictures stay"
-        assert "label" in {**results.read_table(folder / where)[0]}, "and so do other columns"
+        assert "label" in {**read_table(folder / where)[0]}, "and so do other columns"
     assert not litter(folder)
 
 
@@ -211,34 +211,34 @@ def test_a_second_run_does_not_even_read_the_model(generate, folder, monkeypatch
 
 @pytest.mark.parametrize("existing", EXPECTED)
 @pytest.mark.parametrize("where", ["txt", *TABLES])
-def test_a_killed_run_goes_on_and_captions_nothing_twice(generate, folder, texts, monkeypatch, where, existing):
-    """Killed at its third write or replacement, run after run, until one comes to its end."""
+def test_a_killed_run_resumes_and_captions_nothing_twice(generate, folder, texts, monkeypatch, where, existing):
+    """Killed at its third, fourth or fifth write or replacement, run after run, until one finishes."""
     out = where if where == "txt" else folder / where
     if where == "txt":
         (folder / "a.txt").write_text("old\n")
     else:
-        results.write_table(out, out.suffix, [{"file_name": "a.png", "text": "old"}])
-    monkeypatch.setattr(runs, "MOST_LANES", 1)  # of several, each may lose what it was about to say
+        write_table(out, [{"file_name": "a.png", "text": "old"}])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})  # each of several workers may lose a caption
     captioned, calls, kills = [], [0], 0
 
     def dies(function, torn):
         def die(*args):
             calls[0] += 1
-            if calls[0] == 3:
+            if calls[0] == 3 + kills % 3:
                 torn(*args)
                 raise Killed
             return function(*args)
 
         return die
 
-    def half(rows, row):
-        with open(rows.path, "ab") as file:
+    def write_half(log, row):
+        with open(log.path, "ab") as file:
             file.write(json.dumps(row).encode()[:-3])
 
-    add = runs.ContinuousBatch.add
-    monkeypatch.setattr(runs.ContinuousBatch, "add", lambda *args, **more: captioned.append(1) or add(*args, **more))
-    monkeypatch.setattr(records.os, "replace", dies(os.replace, lambda *args: None))
-    monkeypatch.setattr(records.JsonlLog, "add", dies(records.JsonlLog.add, half))
+    add = ContinuousBatch.add
+    monkeypatch.setattr(ContinuousBatch, "add", lambda *args, **more: captioned.append(1) or add(*args, **more))
+    monkeypatch.setattr(os, "replace", dies(os.replace, lambda *args: None))
+    monkeypatch.setattr(JsonlLog, "add", dies(JsonlLog.add, write_half))
     for _ in range(20):
         calls[0] = 0
         try:
@@ -249,10 +249,50 @@ def test_a_killed_run_goes_on_and_captions_nothing_twice(generate, folder, texts
         else:
             break
     assert code == 0 and not litter(folder) and 0 < kills < 12
-    assert len(captioned) <= 5 + kills, "but for the one that it was about to write"
+    assert len(captioned) <= 5 + kills, "but for the one that was about to be written"
     expected = texts | {"a.png": EXPECTED[existing].format(old="old", new=texts["a.png"])}
     found = {Path(k).stem: v.strip() for k, v in sidecars(folder).items()} if where == "txt" else read(out)
     assert found == ({Path(name).stem: text for name, text in expected.items()} if where == "txt" else expected)
+
+
+@pytest.mark.parametrize("then", EXPECTED)
+@pytest.mark.parametrize("where", ["txt", *TABLES])
+def test_a_caption_edited_after_an_interrupted_run_is_kept(
+    generate, folder, texts, monkeypatch, where, then
+):
+    """Ctrl-C after one image of --existing append, an edit by hand, and then another command or the same."""
+    out = where if where == "txt" else folder / where
+    if where == "txt":
+        for name in NAMES:
+            (folder / name).with_suffix(".txt").write_text("old\n")
+    else:
+        write_table(out, [{"file_name": name, "text": "old"} for name in NAMES])
+    add, added = ResumeLog.add, []
+
+    def interrupted(log, file_name, **fields):
+        if added:
+            raise KeyboardInterrupt
+        added.append(file_name)
+        add(log, file_name, **fields)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumeLog, "add", interrupted)
+        code, _, err = generate(folder, "--existing", "append", "--out", out)
+    assert code == 130 and "stopped after 1 of 5 images; run the same command to resume" in err
+    (name,) = added
+    if where == "txt":
+        (folder / name).with_suffix(".txt").write_text("mine\n")
+    else:
+        rows = [row | ({"text": "mine"} if row["file_name"] == name else {}) for row in read_table(out)]
+        write_table(out, rows)
+    code, _, err = generate(folder, "--existing", then, "--out", out)
+    expected = {key: EXPECTED[then].format(old="old", new=text) for key, text in texts.items()}
+    expected[name] = "mine" if then == "append" else EXPECTED[then].format(old="mine", new=texts[name])
+    if where == "txt":
+        assert {key: (folder / key).with_suffix(".txt").read_text().strip() for key in NAMES} == expected
+    else:
+        assert read(out) == expected
+    assert code == 0 and ("5 had captions already" in err) == (then == "skip")
 
 
 @pytest.mark.parametrize("cut", range(1, 60, 7))
@@ -265,23 +305,25 @@ def test_a_torn_last_line_is_mended(generate, folder, texts, cut):
 
 def test_a_file_that_is_not_ours_stays_as_it_is(generate, folder):
     table = folder / "captions.jsonl"
-    for content, words in (("hello\nworld", "line 1"), ('{"a": 1}\n', "file_name"), ("[1]\n", "no object")):
+    for content, words in (("hello\nworld", "line 1"), ('{"a": 1}\n', "file_name"), ("[1]\n", "not an object")):
         table.write_text(content)
         refused(generate(folder, "--out", table), str(table), words)
         assert table.read_text() == content
 
 
 def test_other_settings_are_another_run(generate, folder, texts, monkeypatch):
-    """What an interrupted run found is kept, and the next one, asked otherwise, begins anew."""
-    table, add = folder / "captions.csv", records.JsonlLog.add
-    monkeypatch.setattr(
-        records.JsonlLog,
-        "add",
-        lambda rows, row: (_ for _ in ()).throw(KeyboardInterrupt) if rows.found else add(rows, row),
-    )
-    code, _, err = generate(folder, "--out", table, "--prefix", "1 ")
-    assert code == 130 and "stopped after 1 of 5 pictures; the same command goes on" in err and not table.exists()
-    monkeypatch.setattr(records.JsonlLog, "add", add)
+    """What an interrupted run has found is kept, and the next one, with other settings, begins anew."""
+    table, add = folder / "captions.csv", ResumeLog.add
+
+    def interrupted(log, *args, **fields):
+        if log.entries:
+            raise KeyboardInterrupt
+        add(log, *args, **fields)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumeLog, "add", interrupted)
+        code, _, _ = generate(folder, "--out", table, "--prefix", "1 ")
+    assert code == 130 and not table.exists()
     code, _, err = generate(folder, "--out", table, "--prefix", "2 ")
     assert code == 0 and "1 had captions already" in err
     assert sorted(text[:2] for text in read(table).values()) == ["1 ", "2 ", "2 ", "2 ", "2 "]
@@ -299,18 +341,18 @@ def test_kill_9_leaves_whole_files_and_the_next_run_goes_on(folder, model_folder
     }
     run = subprocess.Popen(command, **quiet)
     until = time.monotonic() + 120
-    while len(list(folder.glob("*.txt"))) < 8 and time.monotonic() < until and run.poll() is None:
+    while len(list(folder.glob("[!.]*.txt"))) < 8 and time.monotonic() < until and run.poll() is None:
         time.sleep(0.002)
     run.send_signal(signal.SIGKILL)
     _, told = run.communicate()
-    first = {p: (p.stat().st_mtime_ns, p.read_text()) for p in folder.rglob("*.txt")}
+    first = {p: (p.stat().st_mtime_ns, p.read_text()) for p in folder.rglob("[!.]*.txt")}
     assert run.returncode == -signal.SIGKILL and 8 <= len(first) < 65, told.decode()
     for path, (_, text) in first.items():
         (picture,) = (p for p in folder.rglob(f"{path.stem}.*") if p.suffix != ".txt")
         assert text == said(str(picture))[0].strip() + "\n"
     run = subprocess.run(command, timeout=300, **quiet)
     assert run.returncode == 0 and f"{len(first)} had captions already" in run.stderr.decode()
-    assert len(list(folder.rglob("*.txt"))) == 65
+    assert len(list(folder.rglob("[!.]*.txt"))) == 65
     assert all((p.stat().st_mtime_ns, p.read_text()) == was for p, was in first.items()), "nothing is captioned twice"
 
 
@@ -335,7 +377,7 @@ def test_bad_pictures_are_listed_and_stop_nobody(generate, folder, texts, where)
     words = {
         "torn.png": "cannot be decoded", "words.jpg": "not a picture", "empty.webp": "an empty file",
         "thread.bmp": "crop it", "nowhere.png": "No such file", "pipe.png": "not a file",
-        "none": "without pictures", "gone.png": "No such file", "x*.png": "a pattern that fits no picture",
+        "none": "without images", "gone.png": "No such file", "x*.png": "a pattern that matches no image",
     }  # fmt: skip
     assert reasons.keys() == words.keys() and all(words[name] in reason for name, reason in reasons.items())
     assert (sidecars(folder) == beside(texts)) if where == "txt" else (read(out) == texts)
@@ -359,14 +401,14 @@ def test_a_name_that_is_no_text_has_a_place_in_jsonl(generate, folder, texts):
     assert generate(folder, "--out", folder / "all.jsonl")[0] == 0
     assert read(folder / "all.jsonl") == texts | {"\udcff.png": texts["a.png"]}
     code, _, err = generate(folder, "--out", folder / "all.csv")
-    assert code == 1 and "no Unicode text" in err and read(folder / "all.csv") == texts
+    assert code == 1 and "not valid Unicode" in err and read(folder / "all.csv") == texts
     assert generate(folder)[0] == 0 and (folder / os.fsdecode(b"\xff.txt")).is_file()
 
 
 def test_a_folder_that_may_not_be_written_is_told_before_any_work(generate, folder, monkeypatch):
-    monkeypatch.setattr(results.os, "access", lambda path, mode: Path(path).name != "deep")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "deep")
     code, _, err = generate(folder)
-    assert code == 1 and "ünï-🙂.png: its folder may not be written" in err and len(sidecars(folder)) == 4
+    assert code == 1 and "ünï-🙂.png: its folder is not writable" in err and len(sidecars(folder)) == 4
 
 
 def test_failures_that_cannot_be_written_are_told_all_the_same(generate, folder, texts):
@@ -377,26 +419,42 @@ def test_failures_that_cannot_be_written_are_told_all_the_same(generate, folder,
     assert sidecars(folder) == beside(texts)
 
 
-def test_what_is_too_much_for_the_memory_begins_anew_in_half_as_many_rows(generate, folder, texts, monkeypatch):
-    step, sizes = runs.ContinuousBatch.step, []
+def test_running_out_of_memory_halves_the_batch(generate, folder, texts, monkeypatch):
+    step = ContinuousBatch.step
 
-    def small(batch):
-        if not sizes or sizes[-1] != batch.max_num_seqs:
-            sizes.append(batch.max_num_seqs)
+    def small_memory(batch):
         if batch.running > 2:
             raise MemoryError
         return step(batch)
 
-    monkeypatch.setattr(runs, "MOST_LANES", 1)  # else each has too few pictures
-    monkeypatch.setattr(runs.ContinuousBatch, "step", small)
-    assert generate(folder, "--batch-size", "5")[0] == 0 and sidecars(folder) == beside(texts) and sizes == [5, 2]
-    monkeypatch.setattr(runs.ContinuousBatch, "step", lambda batch: (_ for _ in ()).throw(MemoryError))
+    monkeypatch.setattr(ContinuousBatch, "step", small_memory)
+    assert generate(folder, "--batch-size", "5")[0] == 0 and sidecars(folder) == beside(texts)
+    monkeypatch.setattr(ContinuousBatch, "step", lambda batch: (_ for _ in ()).throw(MemoryError))
     code, _, err = generate(folder, "--existing", "overwrite")
     assert code == 1 and err.count("not enough memory") == 5 and sidecars(folder) == beside(texts)
 
 
+def test_a_bug_stops_the_run_and_keeps_what_was_finished(generate, folder, texts, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    prepare = Captioner.prepare
+
+    def broken(captioner, image, prompt):
+        if image.endswith("c.webp"):
+            raise RuntimeError("of ours")
+        return prepare(captioner, image, prompt)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Captioner, "prepare", broken)
+        code, _, err = generate(folder, "--batch-size", "1")
+    assert code == 70 and "Traceback" in err and "RuntimeError: of ours" in err and "a bug in nanovlm" in err
+    first = sidecars(folder)
+    assert 1 <= len(first) < 5 and first.items() <= beside(texts).items()
+    code, _, err = generate(folder)
+    assert code == 0 and f"{len(first)} had captions already" in err and sidecars(folder) == beside(texts)
+
+
 def test_a_picture_too_large_for_the_memory_stops_nobody(generate, folder, texts, monkeypatch):
-    embed, whole = runs.Captioner.prepare, []
+    embed, whole = Captioner.prepare, []
 
     def prepare(captioner, picture, prompt):
         ids, (images,) = embed(captioner, picture, prompt)
@@ -413,7 +471,7 @@ def test_a_picture_too_large_for_the_memory_stops_nobody(generate, folder, texts
     from models.vision_transformer import VisionTransformer
 
     forward = VisionTransformer.forward
-    monkeypatch.setattr(runs.Captioner, "prepare", prepare)
+    monkeypatch.setattr(Captioner, "prepare", prepare)
     monkeypatch.setattr(VisionTransformer, "forward", read)
     code, _, err = generate(folder)
     assert code == 1 and "d.gif: can't allocate memory" in err and "4 captioned" in err
@@ -424,7 +482,7 @@ def test_a_full_disk_ends_the_run(generate, folder, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(results, "write_text", full)
+    monkeypatch.setattr(os, "replace", full)
     with open(os.devnull, "w") as nowhere:
         monkeypatch.setattr(sys, "stdout", nowhere)
         code, _, err = generate(folder)
@@ -435,13 +493,13 @@ def test_a_full_disk_ends_the_run(generate, folder, monkeypatch):
 def test_a_picture_is_not_taken_for_its_own_caption(generate, folder, existing):
     (folder / "a.txt").write_bytes(whole := (folder / "a.png").read_bytes())
     code, _, err = generate(folder / "a.txt", "--out", "txt", "--existing", existing)
-    assert code == 1 and "a.txt: its caption would take its place" in err and (folder / "a.txt").read_bytes() == whole
+    assert code == 1 and "a.txt: its caption would replace it" in err and (folder / "a.txt").read_bytes() == whole
 
 
 def test_an_old_caption_that_is_no_text_is_not_added_to(generate, folder, texts):
     (folder / "a.txt").write_bytes("été".encode("latin-1"))
     code, _, err = generate(folder, "--existing", "append")
-    assert code == 1 and "a.png: a.txt is no UTF-8 text" in err and "4 captioned" in err
+    assert code == 1 and "a.png: a.txt is not UTF-8 text" in err and "4 captioned" in err
     assert (folder / "a.txt").read_bytes() == "été".encode("latin-1")
 
 
@@ -453,7 +511,7 @@ def test_lists_of_all_systems_are_read(generate, folder, texts, monkeypatch, end
     if ends == "\0" and encoding == "utf-16":
         return  # nobody writes that
     stdin_of(text.encode(encoding), monkeypatch)
-    code, _, err = generate("--list", "-")
+    code, _, err = generate("--from-file", "-")
     assert code == 0 and "5 captioned" in err and sidecars(folder) == beside(texts)
 
 
@@ -465,12 +523,12 @@ DAMAGED = {
     "quotes.csv": (f'file_name,text\na.png,"{"x" * 200_000}\n', "field larger than field limit"),
     "columns.csv": ("file,caption\na.png,yes\n", "rows without a file_name"),
     "latin.csv": ("file_name,text\na.png,été\n".encode("latin-1"), "cannot be read"),
-    "numbers.jsonl": ('{"file_name": "a.png", "text": 3}\n', "row 1, has a text that is no text"),
+    "numbers.jsonl": ('{"file_name": "a.png", "text": 3}\n', "row 1, has a text of another type"),
     "names.jsonl": ('{"file_name": ["a.png"]}\n', "rows without a file_name"),
     "deep.jsonl": ("[" * 100_000 + "\n", "line 1, cannot be read"),
     "torn.jsonl": ('{"file_name": "a.png", "te\n{"file_name": "b.png"}\n', "line 1, cannot be read"),
     "words.parquet": ("PAR1 and no more", "cannot be read"),
-    "numbers.parquet": ([{"file_name": "a.png", "text": 3}], "row 1, has a text that is no text"),
+    "numbers.parquet": ([{"file_name": "a.png", "text": 3}], "row 1, has a text of another type"),
 }
 
 
@@ -488,23 +546,25 @@ def test_a_table_that_cannot_be_continued_is_told_before_any_work(generate, fold
 
 
 @pytest.mark.parametrize("content", ['{"a": 1}\n', '{"settings": {}}\n{"b": 2}\n', "words\n"])
-def test_a_file_of_that_name_that_no_run_wrote_is_kept(generate, folder, content):
-    for place, argv in ((folder / "captions.run", []), (Path("all.csv.run"), ["--out", "all.csv"])):
+def test_a_file_with_the_name_of_the_resume_log_is_kept(generate, folder, content):
+    append = ["--existing", "append"]
+    for place, argv in ((folder / "captions.run", append), (Path("all.csv.run"), ["--out", "all.csv"])):
         place.write_text(content)
         refused(generate(folder, *argv), place.name)
         assert place.read_text() == content
+    assert generate(folder)[0] == 0 and (folder / "captions.run").read_text() == content, "sidecars that skip need none"
 
 
 def test_a_table_that_may_not_be_written_is_told_before_any_work(generate, folder, monkeypatch):
     access = os.access
     for closed in (".", "all.jsonl"):
         Path("all.jsonl").touch()
-        monkeypatch.setattr(results.os, "access", lambda path, mode: str(path) != closed and access(path, mode))  # noqa: B023
-        refused(generate(folder, "--out", "all.jsonl"), "--out all.jsonl may not be written")
+        monkeypatch.setattr(os, "access", lambda path, mode: str(path) != closed and access(path, mode))  # noqa: B023
+        refused(generate(folder, "--out", "all.jsonl"), "all.jsonl is not writable")
     for make in (os.mkdir, os.mkfifo):
         make(f"{make.__name__}.jsonl")
-        refused(generate(folder, "--out", f"{make.__name__}.jsonl"), f"{make.__name__}.jsonl is there and no file")
-    refused(generate(folder, "--out", "good.png/all.jsonl"), "--out good.png/all.jsonl: its folder cannot be made")
+        refused(generate(folder, "--out", f"{make.__name__}.jsonl"), f"{make.__name__}.jsonl exists and is not a file")
+    refused(generate(folder, "--out", "good.png/all.jsonl"), "good.png/all.jsonl: its folder cannot be made")
 
 
 @pytest.mark.parametrize(
@@ -513,15 +573,15 @@ def test_a_table_that_may_not_be_written_is_told_before_any_work(generate, folde
         (["pictures", "--json"], "--out captions.jsonl"),
         (["pictures", "--samples", "2", "--temperature", "1"], "--samples 2"),
         (["pictures", "-"], "a picture without a name"),
-        (["pictures", "--batch-size", "0"], "--batch-size 0 is less than 1"),
+        (["pictures", "--batch-size", "0"], "batch size 0 is less than 1"),
         (["pictures", "--out", "all.xml"], ".jsonl, .csv, .parquet"),
-        (["pictures", "--prefix", "\udcff"], "no Unicode text"),
+        (["pictures", "--prefix", "\udcff"], "not valid Unicode"),
         (["pictures", "--existing", "burn"], "--existing"),
         (["pictures", "--prompt", "What?", "--length", "short"], "--length"),
         (["--out", "all.csv"], "no pictures"),
-        (["--list", "nowhere"], "No such file"),
-        (["--list", ""], "Is a directory"),
-        (["pictures", "--out", ""], "ends in none of"),
+        (["--from-file", "nowhere"], "No such file"),
+        (["--from-file", ""], "Is a directory"),
+        (["pictures", "--out", ""], "is none of .jsonl"),
         (["good.png", "--existing", "skip"], "--existing is for files"),
         (["good.png", "--prefix", "x"], "--prefix is for files"),
         (["good.png", "--batch-size", "2"], "--batch-size is for files"),

@@ -1,7 +1,6 @@
-"""Captions of many pictures in one go: who reads, who speaks, who waits for whom, and what of it is shown."""
+"""Captioning many images in memory: prefetching, batching, workers, errors of single images, and out of memory."""
 
-import io
-import sys
+import os
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,11 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovlm import Captioner, progress
-from nanovlm.bulk import captioning as runs
+from models.inference.continuous_batching import ContinuousBatch
+from nanovlm import Captioner
+from nanovlm.bulk.captioning import (
+    SMALL_MODEL_BYTES,
+    BatchLimit,
+    BulkCaptioner,
+    default_workers,
+    failure_reason,
+    is_image_failure,
+    merge_iterators,
+)
+from nanovlm.bulk.options import BulkOptions
 from nanovlm.bulk.prefetch import Prefetch
-from nanovlm.progress import Progress
-from support.cli import NAMES, Terminal
+from nanovlm.errors import ImageError, InputError
+from support.cli import NAMES
 
 pytestmark = pytest.mark.usefixtures("standing")
 
@@ -24,91 +33,124 @@ def captioner(model_folder):
 
 
 @pytest.fixture
-def pictures(folder):
+def images(folder):
     return [str(folder / name) for name in NAMES]
 
 
-@pytest.fixture
-def one_lane(monkeypatch):
-    """As of a model that is not small."""
-    monkeypatch.setattr(runs, "MOST_LANES", 1)
+def many(path, n):
+    """n different names of one image."""
+    return [os.path.join(os.path.dirname(path), *["."] * i, os.path.basename(path)) for i in range(n)]
 
 
-def test_pictures_are_prepared_while_the_model_runs(captioner, pictures, one_lane, monkeypatch):
-    prepared, prepare, step, ahead, waited = [], captioner.prepare, runs.ContinuousBatch.step, threading.Event(), []
+def options(max_new_tokens=2, batch_size=2):
+    return BulkOptions("?", max_new_tokens=max_new_tokens, batch_size=batch_size)
 
-    def note(picture, prompt):
-        prepared.append(picture)
+
+def before_each_step(monkeypatch, function):
+    step = ContinuousBatch.step
+    monkeypatch.setattr(ContinuousBatch, "step", lambda batch: function(batch) or step(batch))
+
+
+# ------------------------------------------------------------------------------------------------------------ prefetch
+
+
+def test_images_are_prepared_while_the_model_runs(captioner, images, monkeypatch):
+    prepared, prepare, enough, waited = [], captioner.prepare, threading.Event(), []
+
+    def counted(image, prompt):
+        prepared.append(image)
         if len(prepared) == 3:
-            ahead.set()
-        return prepare(picture, prompt)
+            enough.set()
+        return prepare(image, prompt)
 
-    monkeypatch.setattr(captioner, "prepare", note)
-    monkeypatch.setattr(runs.ContinuousBatch, "step", lambda batch: waited.append(ahead.wait(60)) or step(batch))
-    run = runs.BulkCaptioner(captioner, "?", {"max_new_tokens": 2})
-    monkeypatch.setattr(run, "window", lambda rows: 3)
-    run(pictures, 1, lambda *_: None, pytest.fail)
-    assert all(waited) and run.done == len(prepared) == 5, "the next two, while the first is read"
+    monkeypatch.setattr(captioner, "prepare", counted)
+    before_each_step(monkeypatch, lambda batch: waited.append(enough.wait(60)))
+    bulk = BulkCaptioner(captioner, options(batch_size=1), workers=1)
+    assert len(list(bulk.captions(images, window=3))) == len(prepared) == 5
+    assert all(waited), "the next two were prepared while the first was decoded"
 
 
-@pytest.mark.parametrize("small, during", [(True, 1), (False, 3)])
-def test_of_a_small_model_each_lane_has_one_core(captioner, pictures, monkeypatch, small, during):
-    step, seen = runs.ContinuousBatch.step, set()
-    monkeypatch.setattr(runs, "CORES", 2)
-    monkeypatch.setattr(runs, "SMALL", 2**40 if small else 0)
-    monkeypatch.setattr(runs.ContinuousBatch, "step", lambda batch: seen.add(torch.get_num_threads()) or step(batch))
+def test_prefetch_prepares_a_window_of_images_in_order():
+    requested, prepared, gate = iter(range(10)), [], threading.Event()
+
+    def prepare(image):
+        gate.wait(60)
+        prepared.append(image)
+        return -image
+
+    with Prefetch(requested, prepare, window=3, threads=1) as prefetch:
+        assert prefetch.take(wait=False) is None, "none is prepared yet"
+        assert next(requested) == 3, "the first three were requested, no more"
+        first, future = prefetch.take(wait=True)
+        gate.set()
+        assert (first, future.result()) == (0, 0)
+        prefetch.put_back([first])
+        taken = [prefetch.take(wait=True) for _ in range(9)]
+        assert [(n, future.result()) for n, future in taken] == [(n, -n) for n in range(10) if n != 3]
+        assert prefetch.take(wait=True) is None and prepared.count(0) == 2 and len(prepared) == 10
+
+
+# ------------------------------------------------------------------------------------------------------------- workers
+
+
+@pytest.mark.parametrize("workers, threads", [(2, 1), (1, 3)])
+def test_several_workers_compute_with_one_thread_each(captioner, images, monkeypatch, workers, threads):
+    seen = set()
+    before_each_step(monkeypatch, lambda batch: seen.add(torch.get_num_threads()))
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        for options in ({"max_new_tokens": 2}, {}):  # of which the second fails
-            run = runs.BulkCaptioner(captioner, "?", options)
-            with nullcontext() if options else pytest.raises(KeyError):
-                run(pictures, 2, lambda *_: None, pytest.fail)
+        for max_new_tokens in (2, -1):  # of which the second fails
+            bulk = BulkCaptioner(captioner, options(max_new_tokens), workers=workers)
+            with nullcontext() if max_new_tokens > 0 else pytest.raises(ValueError):
+                list(bulk.captions(images))
             assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-    assert seen == {during} and run.done == 0
+    assert seen == {threads}
 
 
-def test_a_short_caption_does_not_wait_for_a_long_one(captioner, pictures, one_lane, monkeypatch):
-    order, step, steps = [], runs.ContinuousBatch.step, []
-
-    def early(batch):
-        """Every answer but the first picture's is short."""
-        for answer in batch._waiting.values():
-            answer.remaining = 30 if answer.key.endswith("a.png") else 2
-        steps.append(batch.running)
-        return step(batch)
-
-    captioner.tokenizer.eos_token_id = None
-    monkeypatch.setattr(runs.ContinuousBatch, "step", early)
-    run = runs.BulkCaptioner(captioner, "?", {"max_new_tokens": 30})
-    run(pictures, 2, lambda picture, _: order.append(picture), pytest.fail)
-    assert [Path(picture).name for picture in order][-1] == "a.png" and len(order) == 5 and len(steps) <= 31
+def test_a_small_model_has_a_worker_for_each_usable_core(captioner, monkeypatch):
+    assert sum(weight.nbytes for weight in captioner.model.parameters()) < SMALL_MODEL_BYTES
+    for cores, workers in ((1, 1), (3, 3), (64, 4)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
+        assert default_workers(captioner) == workers
+    big = torch.nn.Parameter(torch.empty(SMALL_MODEL_BYTES // 4))
+    monkeypatch.setattr(captioner.model, "parameters", lambda: iter([big]))
+    assert default_workers(captioner) == 1
 
 
-# ------------------------------------------------------------------------------------------------------------- in lanes
+def test_a_short_caption_does_not_wait_for_a_long_one(captioner, images, monkeypatch):
+    steps = []
+    monkeypatch.setattr(captioner.tokenizer, "eos_token_id", None)
+    add = ContinuousBatch.add
+
+    def add_short(batch, key, *args, max_new_tokens, sampling):
+        add(batch, key, *args, max_new_tokens=30 if key.endswith("a.png") else 2, sampling=sampling)
+
+    monkeypatch.setattr(ContinuousBatch, "add", add_short)
+    before_each_step(monkeypatch, lambda batch: steps.append(batch.running))
+    bulk = BulkCaptioner(captioner, options(max_new_tokens=30), workers=1)
+    order = [Path(path).name for path, _ in bulk.captions(images)]
+    assert order[-1] == "a.png" and len(order) == 5 and len(steps) <= 31
 
 
-def test_lanes_share_the_pictures_and_say_what_one_says(captioner, pictures, monkeypatch):
-    said, step, threads, together = [], runs.ContinuousBatch.step, set(), threading.Barrier(2, timeout=60)
+def test_workers_share_the_images_and_caption_as_one_does(captioner, images, monkeypatch):
+    captions, threads, both_started = [], set(), threading.Barrier(2, timeout=60)
 
-    def both(batch):
-        """The first step of each lane waits for the other's: neither may take all pictures."""
+    def wait_for_the_other(batch):
+        """The first step of each worker: neither may take all images."""
         if threading.get_ident() not in threads:
             threads.add(threading.get_ident())
-            together.wait()
-        return step(batch)
+            both_started.wait()
 
-    for lanes in (1, 2):
-        monkeypatch.setattr(runs, "CORES", lanes)
-        run, found = runs.BulkCaptioner(captioner, "?", {"max_new_tokens": 8}), {}
-        if lanes == 2:
-            monkeypatch.setattr(runs.ContinuousBatch, "step", both)
-        run(pictures, 2, found.__setitem__, pytest.fail)
-        assert len(run.spent) == lanes and all(run.spent) and run.done == 5 and 0 < run.busy <= 1
-        said.append(found)
-    assert said[0] == said[1] and len(said[0]) == 5 and len(threads) == 2
+    for workers in (1, 2):
+        if workers == 2:
+            before_each_step(monkeypatch, wait_for_the_other)
+        bulk = BulkCaptioner(captioner, options(8), workers=workers)
+        captions.append(dict(bulk.captions(images)))
+        assert len(bulk.model_seconds) == workers and all(bulk.model_seconds) and 0 < bulk.utilization <= 1
+    assert captions[0] == captions[1] and len(captions[0]) == 5 and len(threads) == 2
     assert threading.get_ident() not in threads and not alive(threads)
 
 
@@ -117,76 +159,154 @@ def alive(threads):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
-def test_what_one_lane_raises_ends_the_others(error):
-    threads = set()
+def test_an_error_of_one_iterator_stops_the_others(error):
+    threads, items = set(), []
 
-    def lane(breaks):
+    def iterator(breaks):
         threads.add(threading.get_ident())
         for i in range(10**9):
             if breaks and i == 3:
                 raise error
-            yield i, ""
+            yield i, breaks
 
     with pytest.raises(type(error)) as raised:
-        for _ in runs.together([lane(False), lane(True), lane(False)], 4):
-            pass
+        for item in merge_iterators([iterator(False), iterator(True), iterator(False)], 4):
+            items.append(item)
     assert raised.value is error and len(threads) == 3 and not alive(threads)
+    assert [i for i, breaks in items if breaks] == [0, 1, 2], "what was finished before is not lost"
 
 
-def test_who_stops_listening_stops_the_lanes_and_has_missed_little():
-    said, threads = [], set()
+def test_a_consumer_that_stops_ends_the_iterators_and_has_missed_little():
+    produced, threads = [], set()
 
-    def lane():
+    def iterator():
         threads.add(threading.get_ident())
         for i in range(10**9):
-            said.append(i)
-            yield i, ""
+            produced.append(i)
+            yield i
 
-    answers = runs.together([lane(), lane()], 4)
-    heard = [next(answers) for _ in range(10)]
-    answers.close()
-    assert len(heard) == 10 and len(said) <= 10 + 4 + 2 and not alive(threads), "4 wait to be heard, 1 in each lane"
-
-
-def test_pictures_are_read_ahead_but_not_too_far():
-    asked, read, gate = iter(range(10)), [], threading.Event()
-
-    def look(picture):
-        gate.wait(60)
-        read.append(picture)
-        return -picture
-
-    with Prefetch(asked, look, 3, 1) as ahead:
-        assert ahead.take(wait=False) is None, "none is read yet"
-        assert next(asked) == 3, "the first three were asked for, no more"
-        first, future = ahead.take(wait=True)
-        gate.set()
-        assert (first, future.result()) == (0, 0)
-        ahead.again([first])
-        took = [ahead.take(wait=True) for _ in range(9)]
-        assert [(n, future.result()) for n, future in took] == [(n, -n) for n in range(10) if n != 3]
-        assert ahead.take(wait=True) is None and read.count(0) == 2 and len(read) == 10
+    items = merge_iterators([iterator(), iterator()], 4)
+    taken = [next(items) for _ in range(10)]
+    items.close()
+    assert len(taken) == 10 and len(produced) <= 10 + 4 + 2 and not alive(threads), "4 wait, 1 is in each iterator"
 
 
-# -------------------------------------------------------------------------------------------------------- what is shown
+# -------------------------------------------------------------------------------------------------------------- errors
 
 
-def test_a_bar_is_for_terminals_and_lines_now_and_then_for_the_rest(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    monkeypatch.delenv("TERM", raising=False)
-    bar = Progress(200)
-    for done in range(0, 201, 50):
-        clock[0] += 30
-        bar.show(done, "3 failed")
-    bar.clear()
-    assert "\r[#####---------------] 50/200  50 a minute  3:00 left  3 failed" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\r\033[K") and "\n" not in terminal.getvalue()
-    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
-    lines = Progress(200)
-    for done in range(201):
-        clock[0] += 1
-        lines.show(done)
-    assert "\r" not in file.getvalue() and len(file.getvalue().splitlines()) == 7
-    assert file.getvalue().startswith("29/200  58 a minute  2:57 left\n")
+ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: 9 bytes"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ImageError("not an image"), True),
+        (InputError("too long"), True),
+        (FileNotFoundError(2, "No such file"), True),
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError(ALLOCATOR), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."), True),
+        (RuntimeError("shape '[2]' is invalid for input of size 3"), False),
+        (TypeError("NoneType"), False),
+        (ValueError("of our own"), False),
+        (KeyError("x"), False),
+    ],
+)
+def test_only_errors_of_an_image_or_of_memory_are_failures_of_one_image(error, expected):
+    assert is_image_failure(error) is expected
+
+
+def test_reasons_are_one_line_without_the_name_of_the_image():
+    assert failure_reason(ImageError("a.png: an empty\nfile"), "a.png") == "an empty file"
+    assert failure_reason(FileNotFoundError(2, "No such file", "a.png"), "a.png") == "No such file"
+    assert failure_reason(MemoryError(), "a.png") == "not enough memory"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("error", [TypeError("a bug"), RuntimeError("another"), ValueError("a third")])
+def test_a_bug_stops_the_run_after_the_captions_that_were_finished(captioner, images, monkeypatch, workers, error):
+    prepare, results = captioner.prepare, []
+    last = many(images[0], 8)[-1]
+
+    def broken(image, prompt):
+        if image == last:
+            raise error
+        return prepare(image, prompt)
+
+    monkeypatch.setattr(captioner, "prepare", broken)
+    with pytest.raises(type(error)) as raised:
+        for result in BulkCaptioner(captioner, options(), workers=workers).captions(many(images[0], 8)):
+            results.append(result)
+    assert raised.value is error and len(results) >= 4 and not any(isinstance(text, Exception) for _, text in results)
+
+
+@pytest.mark.parametrize("error", [TypeError("a bug"), RuntimeError("another")])
+def test_a_bug_in_the_prefill_stops_the_run_with_its_own_error(captioner, images, monkeypatch, error):
+    def broken(*args):
+        raise error
+
+    monkeypatch.setattr(captioner.model, "embed", broken)
+    if hasattr(captioner, "inference"):
+        monkeypatch.setattr(captioner.inference, "embed", broken)
+    with pytest.raises(type(error)) as raised:
+        list(BulkCaptioner(captioner, options(), workers=1).captions(images))
+    assert raised.value is error
+
+
+# ------------------------------------------------------------------------------------------------------- out of memory
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError(ALLOCATOR)])
+def test_running_out_of_memory_halves_the_batch(captioner, images, monkeypatch, error):
+    expected = dict(BulkCaptioner(captioner, options(6), workers=1).captions(images))
+    sizes = []
+
+    def small_memory(batch):
+        sizes.append(batch.running)
+        if batch.running > 2:
+            raise error
+
+    before_each_step(monkeypatch, small_memory)
+    bulk = BulkCaptioner(captioner, options(6, batch_size=5), workers=1)
+    assert dict(bulk.captions(images)) == expected and sum(size > 2 for size in sizes) == 1
+
+
+def test_an_image_that_is_alone_in_the_batch_fails(captioner, images, monkeypatch):
+    def no_memory(batch):
+        raise MemoryError
+
+    before_each_step(monkeypatch, no_memory)
+    results = dict(BulkCaptioner(captioner, options(batch_size=5), workers=1).captions(images))
+    assert len(results) == 5 and all(isinstance(error, MemoryError) for error in results.values())
+
+
+def test_a_reduced_batch_grows_back(captioner, images, monkeypatch):
+    sizes, paths = [], many(images[0], 60)
+
+    def fails_once(batch):
+        sizes.append(batch.running + batch.waiting)
+        if sizes[-1] > 2 and max(sizes[:-1], default=0) <= 2:
+            raise MemoryError
+
+    before_each_step(monkeypatch, fails_once)
+    captions = dict(BulkCaptioner(captioner, options(3, batch_size=4), workers=1).captions(paths))
+    assert len(captions) == 60 and len(set(captions.values())) == 1
+    failed = next(i for i, size in enumerate(sizes) if size > 2)
+    assert max(sizes[failed + 1 : failed + 10]) <= 2 and max(sizes[failed + 10 :]) > 2
+
+
+def test_a_batch_that_keeps_failing_grows_back_ever_later():
+    limit, waits = BatchLimit(8), []
+    for _ in range(6):
+        limit.reduce(8)
+        successes = 0
+        while limit.size < 8:
+            limit.record_success()
+            successes += 1
+        waits.append(successes // 4)
+    assert waits == [8, 16, 32, 32, 32, 32], "batches of 4"
+    limit.reduce(1)
+    assert limit.size == 1

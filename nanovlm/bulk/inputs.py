@@ -1,0 +1,84 @@
+"""Finding images: files, folders, patterns, and lists of names."""
+
+import codecs
+import glob
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nanovlm.data.folders import list_images
+from nanovlm.data.source import IMAGE_EXTENSIONS
+from nanovlm.errors import UsageError
+
+
+@dataclass
+class ImageList:
+    """Images by path, each once, in the order they were named; and names that gave no image, with the reason."""
+
+    paths: list[str] = field(default_factory=list)
+    missing: list[tuple[str, str]] = field(default_factory=list)
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name is a glob pattern and not an existing file: a file may be named [1].png."""
+    return glob.has_magic(name) and not os.path.lexists(name)
+
+
+def names_several(names: Iterable[str]) -> bool:
+    """Whether a folder or pattern is among the names."""
+    return any(os.path.isdir(name) or is_pattern(name) for name in names)
+
+
+def find_images(names: Sequence[str]) -> ImageList:
+    """Find the images that files, folders and patterns name; an image named twice is found once.
+
+    A file is taken as it is, even if it does not exist: reading it then fails with the reason.
+    """
+    images, known = ImageList(), set()
+    for name in names:
+        for path in _images_of(name, images.missing):
+            absolute = os.path.abspath(path)
+            if absolute not in known:
+                known.add(absolute)
+                images.paths.append(path)
+    return images
+
+
+def _images_of(name: str, missing: list[tuple[str, str]]) -> list[str]:
+    if os.path.isdir(name):
+        return _images_in(name, missing)
+    if not is_pattern(name):
+        return [name]
+    matches = sorted(glob.glob(name, recursive=True))
+    paths = [match for match in matches if os.path.splitext(match)[1].lower() in IMAGE_EXTENSIONS]
+    for folder in filter(os.path.isdir, matches):
+        paths += _images_in(folder, missing)
+    if not paths:
+        missing.append((name, "a pattern that matches no image"))
+    return paths
+
+
+def _images_in(folder: str, missing: list[tuple[str, str]]) -> list[str]:
+    unreadable: list[OSError] = []
+    paths = [os.path.join(folder, path) for path in list_images(folder, unreadable.append)]
+    missing += [(error.filename, error.strerror) for error in unreadable]
+    if not paths and not unreadable:
+        missing.append((folder, "a folder without images"))
+    return paths
+
+
+def read_names(file: str | os.PathLike) -> list[str]:
+    """Read names from a file, or from standard input (-): one a line, or each ended by a zero byte."""
+    if file == "-" and sys.stdin is None:
+        raise UsageError("the list of names is -, but standard input is closed")
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        raise UsageError(f"list of names {os.fspath(file)!r}: {error.strerror}") from None
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes
+        data = data.decode("utf-16", "replace").encode()
+    data = data.removeprefix(codecs.BOM_UTF8)
+    names = data.split(b"\0") if b"\0" in data else data.splitlines()
+    return [os.fsdecode(name) for name in names if name.strip()]

@@ -1,0 +1,159 @@
+"""Captions of many images into files: finds the images, skips those that are done, writes the others' captions."""
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from nanovlm.bulk.captioning import BulkCaptioner, failure_reason
+from nanovlm.bulk.inputs import ImageList, find_images, read_names
+from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions
+from nanovlm.bulk.outputs import Output, open_output
+from nanovlm.bulk.resume_log import FailureLog, file_lock
+from nanovlm.captioner import Captioner
+from nanovlm.console import progress_bar
+from nanovlm.errors import NanoVLMError, UsageError
+
+logger = logging.getLogger(__name__)
+
+LOG_INTERVAL = 30.0  # seconds between progress lines where there is no terminal
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def caption_images(
+    captioner: Captioner | Callable[[], Captioner],
+    names: Sequence[str],
+    options: BulkOptions | None = None,
+    output: OutputOptions | None = None,
+    *,
+    names_file: str | os.PathLike | None = None,
+    model_settings: Mapping[str, object] | None = None,
+) -> BulkReport:
+    """Caption every image that files, folders and patterns name, into files.
+
+    captioner may be a function that loads one: it is called only if an image has no caption yet. names_file lists more
+    names, see `read_names`. If the run is interrupted, even by `kill -9`, the same call resumes it; two calls are the
+    same if their options, except batch_size, and model_settings (which model, say) are equal. Images that fail are
+    counted, and listed in failures.jsonl. UsageError if the output cannot be written or another run writes to it.
+    """
+    options, output = options or BulkOptions(), output or OutputOptions()
+    images = find_images([*names, *(read_names(names_file) if names_file is not None else [])])
+    folders = [name for name in names if os.path.isdir(name)] or ["."]
+    with ExitStack() as stack:
+        for target, lock in _lock_files(output, folders).items():
+            stack.enter_context(file_lock(lock, target))
+        settings = run_settings(options, output, model_settings or {})
+        return _caption_found(captioner, images, options, output, open_output(output, Path(folders[0]), settings))
+
+
+def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Mapping[str, object]) -> dict[str, str]:
+    """What tells an interrupted run from another one."""
+    settings = {"existing": output.existing, "prefix": output.prefix, "suffix": output.suffix}
+    settings |= {"prompt": options.prompt, "max_new_tokens": options.max_new_tokens, **asdict(options.sampling)}
+    return {name: str(value) for name, value in {**settings, **model_settings}.items()}
+
+
+def _lock_files(output: OutputOptions, folders: Sequence[str]) -> dict[str, Path]:
+    """Each file or folder that the run writes to, and the lock file that keeps other runs away."""
+    if output.table is None:
+        return {
+            name: Path(name, ".captions.lock") for name in {os.path.realpath(name): name for name in folders}.values()
+        }
+    try:
+        output.table.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{output.table}: its folder cannot be made: {error.strerror}") from None
+    return {str(output.table): output.table.with_name(f".{output.table.name}.lock")}
+
+
+def _caption_found(
+    captioner: Captioner | Callable[[], Captioner],
+    images: ImageList,
+    options: BulkOptions,
+    output_options: OutputOptions,
+    output: Output,
+) -> BulkReport:
+    failures = FailureLog(output.folder)
+    rejected = [(path, reason) for path in images.paths if (reason := output.reject_reason(path))]
+    for name, reason in images.missing + rejected:
+        failures.add(name, reason)
+    failed = {name for name, _ in images.missing + rejected}
+    accepted = [path for path in images.paths if path not in failed]
+    todo = [path for path in accepted if not output.is_done(path)]
+    captioned, bulk = 0, None
+    if todo:
+        bulk = BulkCaptioner(captioner if isinstance(captioner, Captioner) else captioner(), options)
+        captioned = _write_captions(bulk, todo, output_options, output, failures)
+    output.finish()
+    return BulkReport(
+        captioned=captioned,
+        already_done=len(accepted) - len(todo),
+        failed=failures.count,
+        seconds=bulk.seconds if bulk else 0.0,
+        utilization=bulk.utilization if bulk else 0.0,
+        failures=failures.path if failures.is_written else None,
+        resume_log=output.resume_log,
+    )
+
+
+def _write_captions(
+    bulk: BulkCaptioner, paths: Sequence[str], options: OutputOptions, output: Output, failures: FailureLog
+) -> int:
+    """Write the caption of each image as soon as it is finished; returns how many were written."""
+    captioned, already_failed = 0, failures.count
+    with Progress(len(paths)) as progress:
+        try:
+            for path, result in bulk.captions(paths):
+                error = result if isinstance(result, Exception) else _write(output, path, options.decorate(result))
+                if error is None:
+                    captioned += 1
+                else:
+                    failures.add(path, failure_reason(error, path))
+                progress.update(failures.count - already_failed)
+        except KeyboardInterrupt:
+            logger.warning("stopped after %d of %d images; run the same command to resume", captioned, len(paths))
+            raise
+    return captioned
+
+
+def _write(output: Output, path: str, caption: str) -> Exception | None:
+    """Write a caption; returns the error if it is of this image alone."""
+    try:
+        output.write(path, caption)
+    except (NanoVLMError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            raise
+        return error
+    return None
+
+
+class Progress:
+    """A progress bar on a terminal, and a log line now and then anywhere else."""
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic):
+        self.bar = progress_bar(total, "image")
+        self.total, self.clock, self.done = total, clock, 0
+        self.started = self.logged = clock()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.bar.close()
+
+    def update(self, failed: int) -> None:
+        """Count one more image; failed is how many of all have failed."""
+        self.done += 1
+        self.bar.update()
+        if failed:
+            self.bar.set_postfix_str(f"{failed:,} failed")
+        now = self.clock()
+        if self.bar.disable and now - self.logged >= LOG_INTERVAL:
+            self.logged = now
+            rate = self.done / (now - self.started)
+            minutes = (self.total - self.done) / rate / 60
+            logger.info("%d/%d images, %.0f per minute, %.0f minutes left", self.done, self.total, 60 * rate, minutes)
