@@ -3,6 +3,8 @@
 The architecture is LLaMA's (Touvron et al. 2023) as SmolLM2 uses it; names are those of nanoVLM's checkpoints.
 """
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -124,11 +126,13 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Reads tokens (lm_use_tokens) and returns logits, or reads embeddings and returns hidden states."""
 
+    blocks: list[Block]  # an nn.ModuleList, typed by its elements
+
     def __init__(self, cfg: VLMConfig):
         super().__init__()
         self.cfg = cfg
         self.token_embedding = nn.Embedding(cfg.lm_vocab_size, cfg.lm_hidden_dim)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.lm_n_blocks))
+        self.blocks = cast(list[Block], nn.ModuleList(Block(cfg) for _ in range(cfg.lm_n_blocks)))
         self.norm = RMSNorm(cfg.lm_hidden_dim, cfg.lm_rms_eps)
         self.head = nn.Linear(cfg.lm_hidden_dim, cfg.lm_vocab_size, bias=False)
         self.tie_weights()

@@ -1,5 +1,7 @@
 """SigLIP's vision transformer (Zhai et al. 2023): conv patches, learned positions, pre-norm blocks."""
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,11 +61,13 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
+    blocks: list[Block]  # an nn.ModuleList, typed by its elements
+
     def __init__(self, cfg: VLMConfig):
         super().__init__()
         self.patch_embedding = PatchEmbedding(cfg)
         self.dropout = nn.Dropout(cfg.vit_dropout)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.vit_n_blocks))
+        self.blocks = cast(list[Block], nn.ModuleList(Block(cfg) for _ in range(cfg.vit_n_blocks)))
         self.layer_norm = nn.LayerNorm(cfg.vit_hidden_dim, eps=cfg.vit_ln_eps)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """The configs of published nanoVLM models, as in their config.json, and their parameter counts."""
 
+from typing import Any
+
 from models.config import VLMConfig
 
-SMOLLM2_135M = {
+SMOLLM2_135M: dict[str, Any] = {
     "lm_hidden_dim": 576, "lm_inter_dim": 1536, "lm_n_blocks": 30, "lm_n_heads": 9, "lm_n_kv_heads": 3,
     "lm_model_type": "HuggingFaceTB/SmolLM2-135M-Instruct", "lm_tokenizer": "HuggingFaceTB/SmolLM2-135M-Instruct",
 }  # fmt: skip
-MAY_2025 = SMOLLM2_135M | {
+MAY_2025: dict[str, Any] = SMOLLM2_135M | {
     "vit_img_size": 224, "vit_model_type": "google/siglip-base-patch16-224", "mp_pixel_shuffle_factor": 2,
     "lm_vocab_size": 49152, "lm_max_length": 79,
     "lm_model_type": "HuggingFaceTB/SmolLM2-135M", "lm_tokenizer": "HuggingFaceTB/cosmo2-tokenizer",
