@@ -1,11 +1,12 @@
 """What programs print on standard error."""
 
+import io
 import logging
 import subprocess
 import sys
 import warnings
 
-from nanovlm.console import configure_logging, print_error, progress_bar, warnings_as_notes
+from nanovlm.console import bold, configure_logging, print_error, progress_bar, warnings_as_notes
 from support import ROOT
 
 
@@ -43,3 +44,18 @@ def test_import_configures_no_logging():
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert out == "[] []\n"
+
+
+def test_bold_only_on_terminals_without_no_color(monkeypatch):
+    class Terminal:
+        def isatty(self):
+            return True
+
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    assert bold("x", Terminal()) == "\033[1mx\033[0m" and bold("x", io.StringIO()) == "x"
+    monkeypatch.setenv("TERM", "dumb")
+    assert bold("x", Terminal()) == "x"
+    monkeypatch.delenv("TERM")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert bold("x", Terminal()) == "x"

@@ -125,7 +125,7 @@ def test_the_verb_writes_a_folder_and_says_what_does_not_map(tmp_path, tiled, ca
     assert cli.main(["export", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--dtype", dtype]) == 0
     out, err = capsys.readouterr()
     assert out == "" and err.count("note: ") == err.count("\n") == 3
-    assert "one image of 16 x 16: it has no layout for this model's tiles" in err and "<|global_image|>" in err
+    assert "one image of 16 x 16, as it has no layout for this model's tiles" in err and "<|global_image|>" in err
     state = load_file(tmp_path / "out" / "model.safetensors")
     assert {str(tensor.dtype) for tensor in state.values()} == {f"torch.{dtype}"}
 

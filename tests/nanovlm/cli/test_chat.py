@@ -1,6 +1,5 @@
 """`nanovlm chat`: questions and commands, piped in and typed."""
 
-import io
 import json
 import os
 import subprocess
@@ -12,13 +11,11 @@ import pytest
 from nanovlm import Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.cli import main as cli
-from nanovlm.console import bold
 from nanovlm.data import ReadOptions, open_source
 from support import ROOT
-from support.cli import SHORT, read_or_end, refused, stdin_of
+from support.cli import FAST_FLAGS, assert_usage_error, read_or_eof, set_stdin
 
-pytestmark = pytest.mark.usefixtures("standing")
-
+pytestmark = pytest.mark.usefixtures("workdir")
 
 
 @pytest.fixture
@@ -26,9 +23,9 @@ def chat(model_folder, capsys, monkeypatch):
     """Run nanovlm chat in this process with lines piped in: exit code, stdout, stderr."""
 
     def chat(lines, *argv, model=model_folder):
-        stdin_of(lines.encode("utf-8", "surrogateescape"), monkeypatch)
+        set_stdin(lines.encode("utf-8", "surrogateescape"), monkeypatch)
         try:
-            code = cli.main(["chat", *SHORT, "--model", str(model), *map(str, argv)])
+            code = cli.main(["chat", *FAST_FLAGS, "--model", str(model), *map(str, argv)])
         except SystemExit as end:
             code = end.code
         return code, *capsys.readouterr()
@@ -115,22 +112,24 @@ def test_chat_that_cannot_start_is_one_error_line(chat, model_folder, tmp_path):
         (["--max-new-tokens", "0"], "--max-new-tokens 0 is less than 1"),
         (["--top-p", "2"], "top_p=2.0"),
     ):
-        refused(chat("?\n", *flags), words, program="nanovlm chat")
-    refused(chat("?\n", "--nonsense"), "--nonsense", program="nanovlm")
+        assert_usage_error(chat("?\n", *flags), words, program="nanovlm chat")
+    assert_usage_error(chat("?\n", "--nonsense"), "--nonsense", program="nanovlm")
     (folder := tmp_path / "model").mkdir()
     for path in model_folder.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     raw = json.loads((folder / "config.json").read_text())
     del raw["lm_chat_template"]
     (folder / "config.json").write_text(json.dumps(raw))
-    refused(chat("?\n", "good.png", model=folder), "no lm_chat_template", "one at a time", program="nanovlm chat")
+    assert_usage_error(
+        chat("?\n", "good.png", model=folder), "no lm_chat_template", "one at a time", program="nanovlm chat"
+    )
 
 
 def test_terminal_has_prompt_history_and_exit(model_folder, tmp_path):
     pty = pytest.importorskip("pty")
     master, slave = pty.openpty()
     program = "import sys; from nanovlm.cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", program, "chat", "good.png", "--model", str(model_folder), *SHORT]
+    command = [sys.executable, "-c", program, "chat", "good.png", "--model", str(model_folder), *FAST_FLAGS]
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
     run = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=subprocess.PIPE, env=environment)
@@ -142,40 +141,8 @@ def test_terminal_has_prompt_history_and_exit(model_folder, tmp_path):
     while not shown.endswith(b"\n> ") and not shown.endswith(b"\r> "):
         shown += os.read(master, 4096)
     os.write(master, b"\x04")
-    while chunk := read_or_end(master):
+    while chunk := read_or_eof(master):
         shown += chunk
     assert run.wait(60) == 0 and b"ctrl-d leaves" in run.stderr.read() and b"\033[1m" not in shown
     assert (tmp_path / "state/nanovlm/history").read_text().splitlines() == ["What is it?"]
     os.close(master)
-
-
-def test_bold_only_on_terminals_without_no_color(monkeypatch):
-    class Terminal:
-        def isatty(self):
-            return True
-
-    for name in ("NO_COLOR", "TERM"):
-        monkeypatch.delenv(name, raising=False)
-    assert bold("x", Terminal()) == "\033[1mx\033[0m" and bold("x", io.StringIO()) == "x"
-    monkeypatch.setenv("TERM", "dumb")
-    assert bold("x", Terminal()) == "x"
-    monkeypatch.delenv("TERM")
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert bold("x", Terminal()) == "x"
-
-
-def test_help_shows_every_verb_with_an_example(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    out = capsys.readouterr().out
-    assert all(f"    {verb} " in out and f"  {module.EXAMPLE}\n" in out for verb, module in cli.VERBS.items())
-    assert "\033" not in out
-
-
-def test_shell_completion(tmp_path):
-    pytest.importorskip("argcomplete")
-    line, answer = "nanovlm caption --exi", tmp_path / "answer"
-    environment = os.environ | {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}
-    environment |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "_ARGCOMPLETE_IFS": "\n", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", "from nanovlm.cli.main import main; main()"], env=environment, timeout=60)
-    assert answer.read_text().strip() == "--existing"

@@ -1,0 +1,251 @@
+"""`nanovlm caption` and generate.py: captions on stdout, errors on stderr."""
+
+import io
+import json
+import os
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from nanovlm import SAMPLE, Captioner
+from nanovlm.cli import main as cli
+from support import ROOT
+from support.cli import FAST_FLAGS, FakeTerminal, assert_usage_error, read_or_eof, run_program, set_stdin
+
+pytestmark = pytest.mark.usefixtures("workdir")
+
+
+def test_one_image_is_one_line(generate, captions_of):
+    code, out, err = generate("good.png")
+    assert (code, out, err) == (0, f"{captions_of('good.png')[0]}\n", "")
+
+
+def test_several_images_are_labelled_lines(generate, captions_of):
+    code, out, err = generate("good.png", "fine.jpg", "--prompt", "What?")
+    assert (code, err) == (0, "")
+    assert out == f"good.png: {captions_of('good.png', 'What?')[0]}\nfine.jpg: {captions_of('fine.jpg', 'What?')[0]}\n"
+
+
+def test_caption_verb_equals_generate_py(generate, model_folder, capsys):
+    code = cli.main(["caption", "good.png", "--model", str(model_folder), *FAST_FLAGS])
+    assert (code, *capsys.readouterr()) == generate("good.png")
+
+
+def test_unusual_names_stay_on_one_line(generate, captions_of):
+    names = ["two words.png", "ünï-漢字-🙂.png", "two\nlines.png", "-dash.png", "tab\t.png", "%s.png"]
+    for name in names:
+        Path(name).write_bytes(Path("good.png").read_bytes())
+    code, out, err = generate("--", *names)
+    text = captions_of("good.png")[0]
+    labels = ["two words.png", "ünï-漢字-🙂.png", r"'two\nlines.png'", "-dash.png", r"'tab\t.png'", "%s.png"]
+    assert (code, err) == (0, "") and out == "".join(f"{label}: {text}\n" for label in labels)
+    _, out, _ = generate("--json", "--", *names)
+    assert [json.loads(line)["picture"] for line in out.splitlines()] == names
+
+
+def test_json_is_one_object_per_image(generate, captions_of):
+    code, out, err = generate("good.png", "fine.jpg", "--json", "--prompt", "Où? 🙂")
+    assert (code, err) == (0, "")
+    records = [json.loads(line) for line in out.split("\n")[:-1]]
+    assert [record["picture"] for record in records] == ["good.png", "fine.jpg"]
+    kinds = {"picture": str, "prompt": str, "text": str, "prompt_tokens": int, "new_tokens": int}
+    kinds |= {"first_token_s": float, "total_s": float, "tokens_per_s": float}
+    for record in records:
+        assert {name: type(value) for name, value in record.items()} == kinds
+        assert record["prompt"] == "Où? 🙂" and record["text"] == captions_of(record["picture"], "Où? 🙂")[0]
+        assert 1 <= record["new_tokens"] <= 6 and record["prompt_tokens"] > 36
+        assert 0 < record["first_token_s"] <= record["total_s"]
+
+
+def test_samples_are_lines_and_in_json_a_list(generate, captions_of):
+    warm = ["--samples", "3", "--temperature", "1.5", "--seed", "4"]
+    expected = captions_of("good.png", n=3, temperature=1.5, seed=4)
+    assert len(set(expected)) == 3
+    assert generate("good.png", *warm) == (0, "".join(f"{text}\n" for text in expected), "")
+    _, out, _ = generate("good.png", "fine.jpg", *warm)
+    assert out.startswith("".join(f"good.png: {text}\n" for text in expected) + "fine.jpg: ")
+    _, out, _ = generate("good.png", "--json", *warm)
+    record = json.loads(out)
+    assert record["samples"] == expected and record["text"] == expected[0]
+
+
+def test_several_prompts_are_answered_in_order(generate, captions_of):
+    prompts = ["What?", "Describe this picture.", "How many are there?"]
+    flags = [word for prompt in prompts for word in ("--prompt", prompt)]
+    lines = {name: [captions_of(name, prompt)[0] for prompt in prompts] for name in ("good.png", "fine.jpg")}
+    code, out, err = generate("good.png", *flags)
+    assert (code, out, err) == (0, "".join(f"{line}\n" for line in lines["good.png"]), "")
+    code, out, err = generate("good.png", "fine.jpg", *flags, "--json")
+    told = [[row[key] for key in ("picture", "prompt", "text")] for row in map(json.loads, out.splitlines())]
+    assert (code, err) == (0, "")
+    assert told == [[name, prompt, line] for name, found in lines.items() for prompt, line in zip(prompts, found)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--samples", "2", "--temperature", "1"], "--samples 2 of 2 prompts; ask for samples of one at a time"),
+        (["--out", "captions.jsonl"], "2 prompts are for captions on standard output"),
+        (["--length", "short"], "not allowed with argument --prompt"),
+    ],
+)
+def test_flags_that_need_one_prompt_refuse_several(generate, flags, words):
+    assert_usage_error(generate("good.png", "--prompt", "What?", "--prompt", "Where?", *flags), words)
+    assert not Path("captions.jsonl").exists()
+
+
+def test_stats_are_one_line_per_image_on_stderr(generate):
+    _, plain, _ = generate("good.png", "fine.jpg")
+    code, out, err = generate("good.png", "fine.jpg", "--stats")
+    assert code == 0 and out == plain and len(err.splitlines()) == 2
+    for line in err.splitlines():
+        assert all(words in line for words in ("model loaded in", "tokens/s", "peak memory", "MiB"))
+
+
+def test_dash_reads_an_image_from_stdin(generate, captions_of, monkeypatch):
+    set_stdin(Path("good.png").read_bytes(), monkeypatch)
+    assert generate("-") == (0, f"{captions_of('good.png')[0]}\n", "")
+    set_stdin(Path("good.png").read_bytes(), monkeypatch)
+    code, out, err = generate("fine.jpg", "-", "-")
+    assert out == f"fine.jpg: {captions_of('fine.jpg')[0]}\n-: {captions_of('good.png')[0]}\n"
+    assert code == 1 and "an empty file" in err and len(err.splitlines()) == 1  # it can be read once
+
+
+@pytest.mark.parametrize("stdin", ["nothing", "words", "a terminal", "closed"])
+def test_stdin_without_an_image_is_one_error_line(generate, monkeypatch, stdin):
+    set_stdin(b"" if stdin == "nothing" else b"hello", monkeypatch)
+    if stdin == "a terminal":
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    elif stdin == "closed":
+        monkeypatch.setattr(sys, "stdin", None)
+    code, out, err = generate("-")
+    assert (code, out) == (1, "") and len(err.splitlines()) == 1
+    assert {"nothing": "an empty file", "words": "not a picture"}.get(stdin, "standard input") in err
+
+
+def png(width, height):
+    """A PNG with an honest header, of any size, and hardly any data."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+BAD_IMAGES = {
+    "missing.png": (None, "No such file"),
+    "text.png": (b"hello\n" * 50, "not a picture"),
+    "empty.png": (b"", "an empty file"),
+    "truncated.png": ("good.png", "good.png"),
+    "truncated.jpg": ("fine.jpg", "fine.jpg"),
+    "bomb.png": (png(60_000, 60_000), "pixels; scale it down"),
+    "flat.png": (png(0, 40), ""),
+    "thread.png": (Image.new("RGB", (1, 5000)), "crop it"),
+    "two\nlines.png": (None, r"two\nlines.png"),
+}
+
+
+def make_bad_image(name):
+    content, words = BAD_IMAGES[name]
+    if isinstance(content, Image.Image):
+        content.save(name)
+    elif isinstance(content, str):
+        whole = Path(content).read_bytes()
+        Path(name).write_bytes(whole[: len(whole) // 2])
+        return name
+    elif content is not None:
+        Path(name).write_bytes(content)
+    return words
+
+
+@pytest.mark.parametrize("name", BAD_IMAGES)
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_unreadable_image_is_one_error_line(generate, name, form):
+    words = make_bad_image(name)
+    code, out, err = generate(name, *form)
+    assert (code, out) == (1, "") and len(err.splitlines()) == 1
+    assert err.startswith(name if name.isprintable() else repr(name)) and words in err
+
+
+def test_other_images_are_captioned_after_an_error(generate, captions_of):
+    for name in BAD_IMAGES:
+        make_bad_image(name)
+    first, *rest = BAD_IMAGES
+    code, out, err = generate(first, "good.png", *rest, "fine.jpg")
+    assert out == f"good.png: {captions_of('good.png')[0]}\nfine.jpg: {captions_of('fine.jpg')[0]}\n"
+    assert code == 1 and [line.split(": ")[0] for line in err.splitlines()] == [
+        name if name.isprintable() else repr(name) for name in BAD_IMAGES
+    ]
+
+
+def test_prompt_too_long_with_the_image_is_an_error_per_image(generate):
+    code, out, err = generate("good.png", "fine.jpg", "--prompt", "ξ" * 490)
+    assert (code, out) == (1, "") and len(err.splitlines()) == 2
+    for line, name in zip(err.splitlines(), ("good.png", "fine.jpg")):
+        assert line.startswith(f"{name}: ") and "lm_max_position_embeddings=1024" in line
+
+
+def test_terminal_shows_text_as_it_is_generated(generate, monkeypatch):
+    _, piped, _ = generate("good.png", "fine.jpg")
+    monkeypatch.setattr(sys, "stdout", terminal := FakeTerminal())
+    assert generate("good.png", "missing.png", "fine.jpg")[0] == 1
+    assert terminal.getvalue() == piped
+    assert len(set(terminal.shown)) > 4 and all(piped.startswith(shown) for shown in terminal.shown)
+
+
+def test_pseudo_terminal_shows_the_same_text_as_a_pipe(generate, model_folder):
+    pty = pytest.importorskip("pty")
+    _, piped, _ = generate("good.png", "fine.jpg")
+    master, slave = pty.openpty()
+    run = run_program("good.png", "fine.jpg", "--model", model_folder, *FAST_FLAGS, stdin=slave, stdout=slave)
+    os.close(slave)
+    shown = b""
+    while chunk := read_or_eof(master):
+        shown += chunk
+    os.close(master)
+    assert (run.returncode, run.stderr) == (0, b"")
+    assert shown.decode().replace("\r\n", "\n") == piped
+
+
+def test_captions_on_stdout_and_errors_on_stderr(generate, model_folder, captions_of):
+    """The whole door in a process of its own, with a name that is no text."""
+    os.link("good.png", b"\xff.png")
+    run = run_program("good.png", b"\xff.png", "missing.png", "-", "--model", model_folder, *FAST_FLAGS, input=None)
+    text = captions_of("good.png")[0]
+    assert run.stdout.decode() == f"good.png: {text}\n'\\udcff.png': {text}\n"
+    assert [line.split(b": ")[0] for line in run.stderr.splitlines()] == [b"missing.png", b"<stdin>"]
+    assert run.returncode == 1
+
+
+def test_characters_missing_in_the_encoding_are_escaped(generate, monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    Path("ü🙂.png").write_bytes(Path("good.png").read_bytes())
+    assert generate("ü🙂.png", "good.png", "--prompt", "é🙂")[0] == 0
+    assert generate("ü🙂.png", "--prompt", "é🙂", "--json")[0] == 0
+    lines = stdout.buffer.getvalue().split(b"\n")
+    assert lines[0].startswith(rb"\xfc\U0001f642.png: ")
+    record = json.loads(lines[-2])
+    assert (record["picture"], record["prompt"]) == ("ü🙂.png", "é🙂")
+
+
+def test_captioning_does_not_import_the_compiler():
+    """torch imports its own, and torchvision does, too: each takes longer than all that is done for a caption."""
+    heavy = {"torchvision", "torch._dynamo", "torch._inductor"}
+    code = f"import sys; from nanovlm.cli.main import run_verb; run_verb('caption', []); print({heavy} & sys.modules.keys())"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "set()"
+
+
+def test_without_arguments_the_sample_is_captioned(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["generate.py"])
+    assert cli.run_verb("caption") == 0
+    out, err = capsys.readouterr()
+    assert err == "" and out == f"{Captioner.from_pretrained().caption(SAMPLE)}\n"
+    assert out.endswith("background.\n")

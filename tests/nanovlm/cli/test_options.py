@@ -1,0 +1,179 @@
+"""Flags that several verbs share: wrong values, and models that cannot be loaded, are one line before any work."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovlm import Captioner, image_processing
+from nanovlm.cli import caption as captioning
+from nanovlm.cli import options
+from support.cli import assert_usage_error, flag_names, run_program
+
+pytestmark = pytest.mark.usefixtures("workdir")
+
+
+WRONG_FLAGS = [
+    "--samples 0", "--samples -1", "--samples x", "--samples 2", "--samples 2 --temperature 0",
+    "--max-new-tokens 0", "--max-new-tokens -5", "--max-new-tokens 1.5", "--max-new-tokens x",
+    "--temperature -0.1", "--temperature nan", "--temperature inf", "--temperature warm",
+    "--top-k -1", "--top-k 0.5", "--top-p 0", "--top-p 1.1", "--top-p nan", "--top-p -1",
+    "--min-p -0.1", "--min-p 1.1", "--min-p nan", "--seed -1", "--seed 9223372036854775808", "--seed x",
+    "--repetition-penalty 0", "--repetition-penalty -1", "--repetition-penalty inf", "--repetition-penalty nan",
+    "--max-tiles 0", "--max-tiles -1", "--max-tiles x", "--no-upscale=1",
+    "--device tpu", "--dtype int8", "--unknown", "--unknown\nflag", "--prompt", "--model", "--json=yes",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", WRONG_FLAGS)
+def test_wrong_flags_are_one_error_line_before_any_work(generate, monkeypatch, flags):
+    def work(*args, **kwargs):
+        raise AssertionError("work")
+
+    monkeypatch.setattr(Captioner, "from_pretrained", work)
+    monkeypatch.setattr(image_processing, "load_image", work)
+    result = generate("good.png", *flags.split(" "))
+    assert_usage_error(result)
+    assert flag_names(flags) & set(result[2].replace("=", " ").split())
+
+
+def test_tile_flags_reach_from_pretrained(generate, monkeypatch):
+    given = []
+
+    def from_pretrained(*args, max_tiles, upscale, **others):
+        given.append((max_tiles, upscale))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(Captioner, "from_pretrained", from_pretrained)
+    for flags in ([], ["--max-tiles", "3"], ["--no-upscale"]):
+        assert_usage_error(generate("good.png", *flags), "enough")
+    assert given == [(None, True), (3, True), (None, False)]
+
+
+def test_sampling_flags_reach_the_model(generate, captions_of):
+    flags = {"temperature": 1.2, "top_k": 9, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.3, "seed": 5}
+    argv = [text for name, value in flags.items() for text in (f"--{name.replace('_', '-')}", value)]
+    assert generate("good.png", *argv)[1] == f"{captions_of('good.png', **flags)[0]}\n"
+
+
+def test_embedded_model_prints_its_limits_once_for_own_images(generate, model_folder, monkeypatch):
+    monkeypatch.setattr(options, "EMBEDDED", model_folder)
+    monkeypatch.setattr(captioning, "SAMPLE", Path("good.png"))
+    code, out, err = generate("good.png", "fine.jpg", model=None)
+    assert (code, out, "") == generate("good.png", "fine.jpg"), "who names a model is told nothing"
+    assert len(err.splitlines()) == 1 and "drawn scenes" in err and "--model" in err
+    assert generate(model=None) == generate("good.png"), "its own sample needs no note"
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_missing_device_is_one_error_line(generate, monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert_usage_error(generate("good.png", "--device", device), f"device={device} is not available here, only cpu")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--prompt", "word " * 1100], "lm_max_position_embeddings=1024"),
+        (["--max-new-tokens", "1020"], "lm_max_position_embeddings=1024"),
+        (["--prompt", "a\udcff"], "not valid Unicode text"),
+    ],
+    ids=["too long", "too much asked", "no text"],
+)
+def test_prompt_too_long_for_any_image_is_one_error_line(generate, argv, words):
+    assert_usage_error(generate("good.png", *argv), words)
+
+
+def edit_config(folder, **settings):
+    """A folder's config.json with other settings."""
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | settings))
+
+
+def resize_a_tensor(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["decoder.blocks.1.mlp.up_proj.weight"] = torch.zeros(3, 5)
+    save_file(weights, folder / "model.safetensors")
+
+
+def remove_a_tensor(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["MP.proj.weight"]
+    save_file(weights, folder / "model.safetensors")
+
+
+BAD_MODELS = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), ["has no config.json"]),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["has no model.safetensors"]),
+    "no tokenizer": (
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        ["has no tokenizer.json, and"],
+    ),
+    "broken config": (lambda folder: (folder / "config.json").write_text("{,\n"), ["config.json"]),
+    "config of a list": (lambda folder: (folder / "config.json").write_text("[]"), ["config.json"]),
+    "impossible config": (lambda folder: edit_config(folder, lm_n_heads=7), ["lm_hidden_dim=192", "lm_n_heads=7"]),
+    "no image token": (lambda folder: edit_config(folder, vlm_extra_tokens={}), ["vlm_extra_tokens={}", "image_token"]),
+    "misfit": (resize_a_tensor, ["decoder.blocks.1.mlp.up_proj.weight", "(3, 5)", "(512, 192)"]),
+    "another size": (lambda folder: edit_config(folder, lm_inter_dim=520), ["(512, 192)", "(520, 192)", "gate_proj"]),
+    "a tensor less": (remove_a_tensor, ["MP.proj.weight"]),
+    "cut weights": (lambda folder: os.truncate(folder / "model.safetensors", 5000), ["model.safetensors"]),
+    "broken tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{\n"), ["tokenizer.json"]),
+    "broken template": (lambda folder: edit_config(folder, lm_chat_template="{% for %}\n"), ["lm_chat_template"]),
+    "failing template": (lambda folder: edit_config(folder, lm_chat_template="{{ 1 / 0 }}"), ["lm_chat_template"]),
+}
+
+
+@pytest.mark.parametrize("what", BAD_MODELS)
+def test_broken_model_folder_is_one_error_line(generate, model_folder, tmp_path, what):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in model_folder.iterdir():
+        os.link(path, folder / path.name)
+    spoil, words = BAD_MODELS[what]
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):  # the tests' model itself stays whole
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        (folder / name).write_bytes(content)
+    spoil(folder)
+    assert_usage_error(generate("good.png", model=folder), *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere", "neither a folder nor a Hub id"),
+        ("./no/where", "neither a folder nor a Hub id"),
+        ("/no/where", "neither a folder nor a Hub id"),
+        ("good.png", "a file, not a folder"),
+        ("two\nlines", "neither a folder"),
+    ],
+)
+def test_missing_model_is_one_error_line(generate, name, words):
+    assert_usage_error(generate("good.png", model=name), words)
+
+
+def test_unreachable_hub_is_one_error_line(tmp_path):
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    run = run_program("good.png", "--model", "lusxvr/nanoVLM-230M-8k", env=environment, text=True)
+    assert_usage_error((run.returncode, run.stdout, run.stderr), "lusxvr/nanoVLM-230M-8k", "offline", "local folder")
+
+
+def test_unknown_config_keys_are_one_note(generate, model_folder, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in model_folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    edit_config(folder, lm_eos_token_id=0, brand_new=[1])
+    code, out, err = generate("good.png", model=folder)
+    assert (code, out) == generate("good.png")[:2]
+    assert len(err.splitlines()) == 1 and "brand_new" in err
+    assert "lm_eos_token_id" not in err  # files of every era say it, and nothing needs it: no news
+
+
+def test_help_lists_every_flag(generate):
+    code, out, _ = generate("--help")
+    assert code == 0 and all(flags.split()[0].split("=")[0] in out for flags in WRONG_FLAGS if "unknown" not in flags)

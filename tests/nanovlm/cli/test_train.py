@@ -1,0 +1,52 @@
+"""`nanovlm train` and train.py."""
+
+from pathlib import Path
+
+import pytest
+
+from support.cli import assert_usage_error, flag_names
+
+pytestmark = pytest.mark.usefixtures("workdir")
+
+
+WRONG_TRAIN_FLAGS = [
+    "--steps 0", "--steps 1.5", "--batch-size 0", "--lr -1", "--lr nan", "--lr x", "--warmup -1", "--decay 1.1",
+    "--augment 0.5", "--weight-decay -1", "--beta2 1", "--beta2 -0.1", "--max-grad-norm -1", "--seed -1",
+    "--seed 99999999999999999999", "--save-every 0", "--log-every 0", "--workers -1", "--device tpu", "--recipe x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", WRONG_TRAIN_FLAGS)
+def test_wrong_flags_are_one_error_line_before_any_work(train, flags):
+    result = train("--recipe", "scenes", "--out", "out", *flags.split())
+    assert_usage_error(result, program="train.py")
+    assert flag_names(flags) & set(result[2].replace("=", " ").split())
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("argv", [[], ["--recipe", "scenes"], ["--out", "out"]])
+def test_required_flags(train, argv):
+    assert_usage_error(train(*argv), "required", program="train.py")
+
+
+TINY_RUN = ["--recipe", "scenes", "--steps", "2", "--batch-size", "1", "--workers", "0", "--no-compile", "--out"]
+
+
+def test_trained_model_is_used_by_generate_and_resumed_by_train(generate, train):
+    code, out, err = train(*TINY_RUN, "out")
+    assert (code, out) == (0, "") and err.splitlines()[-1].startswith("step 2/2  loss ")
+    code, out, err = generate("good.png", model="out")
+    assert code == 0 and err == "" and out.endswith("\n")
+    code, _, err = train(*TINY_RUN, "out")
+    assert code == 0 and err.splitlines() == ["resumed out at step 2"]
+
+
+def test_unusable_output_folder_is_one_error_line(train):
+    assert_usage_error(train(*TINY_RUN, "good.png"), "good.png is a file", program="train.py")
+    Path("out/checkpoints/step-1").mkdir(parents=True)
+    assert_usage_error(train(*TINY_RUN, "out"), "step-1", program="train.py")
+
+
+def test_help_lists_every_flag(train):
+    code, out, _ = train("--help")
+    assert code == 0 and all(flags.split()[0] in out for flags in WRONG_TRAIN_FLAGS)
