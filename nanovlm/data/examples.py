@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from PIL import Image
@@ -15,7 +16,14 @@ from nanovlm.processor import Processor
 IGNORE_INDEX = -100  # a target without a loss
 PAD_MULTIPLE = 8  # batch lengths are multiples of this, so that a compiled step meets few different shapes
 
-ImageSource = Image.Image | str | os.PathLike | bytes  # or any file object to read from
+
+class Readable(Protocol):
+    """A binary file, or anything else whose read() gives the bytes of one."""
+
+    def read(self) -> bytes: ...
+
+
+ImageSource = Image.Image | str | os.PathLike | bytes | Readable
 Augment = Callable[[Image.Image], Image.Image]
 
 

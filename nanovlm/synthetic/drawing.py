@@ -53,7 +53,7 @@ def _heart(t: float) -> Point:
 
 
 _ARM = 0.33  # half the width of the cross's arms
-_OUTLINES = {
+_OUTLINES: dict[str, list[Point]] = {
     "circle": _star(64, 0.94),
     "square": [(-0.8, -0.8), (0.8, -0.8), (0.8, 0.8), (-0.8, 0.8)],
     "triangle": [(0, -0.95), (0.9, 0.7), (-0.9, 0.7)],
@@ -148,8 +148,8 @@ def _glowing(rng: Random, width: int, height: int) -> Image.Image:
 
 def _random_grid(rng: Random, width: int, height: int, across: int) -> Image.Image:
     """A random grid with `across` values along the shorter side, whatever the size in pixels."""
-    size = tuple(round(across * side / min(width, height)) for side in (width, height))
-    return Image.frombytes("L", size, rng.randbytes(size[0] * size[1]))
+    columns, rows = (round(across * side / min(width, height)) for side in (width, height))
+    return Image.frombytes("L", (columns, rows), rng.randbytes(columns * rows))
 
 
 def _noisy(rng: Random, width: int, height: int) -> Image.Image:

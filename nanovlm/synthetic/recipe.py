@@ -109,6 +109,7 @@ def make_model(seed: int) -> tuple[VisionLanguageModel, Processor]:
     backend = make_tokenizer()
     cfg = make_config(backend)
     tokenizer = Tokenizer(backend, cfg)
+    assert tokenizer.image_token_id is not None, "make_tokenizer adds it"
     torch.manual_seed(seed)
     return VisionLanguageModel(cfg, tokenizer.image_token_id), Processor(cfg, tokenizer)
 

@@ -20,7 +20,7 @@ COLORS = {
     "pink": (255, 110, 185),
     "brown": (148, 88, 44),
 }
-SIZES = {"small": (0.085, 0.100), "large": (0.145, 0.165)}  # radius, as a fraction of the picture's shorter side
+SIZES = {"small": (0.085, 0.100), "large": (0.145, 0.165)}  # radius, as a fraction of the image's shorter side
 BACKGROUNDS = (
     "plain",
     "gradient",

@@ -17,7 +17,7 @@ def test_folder_of_images_with_captions_beside_them():
     for name, seed in (("b.png", 1), ("cats/a.PNG", 2), ("cats/deep er/ü.v2.png", 3), (".trash/x.png", 4)):
         write(f"mine/{name}", png(seed))
         write(Path("mine", name).with_suffix(".txt"), f"\ufeff Number {seed}.\r\n")
-    write("mine/notes.txt", "not about a picture")
+    write("mine/notes.txt", "not about an image")
     assert read_all("mine") == [
         ("mine/b.png", [1], [("What?", "Number 1.")], False),
         ("mine/cats/a.PNG", [2], [("What?", "Number 2.")], False),

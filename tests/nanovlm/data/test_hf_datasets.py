@@ -81,9 +81,9 @@ def test_rows_of_plain_columns_and_of_chats(datasets_cache):
     from datasets import Dataset
 
     chat = [message("user", text("<image>Who?")), message("assistant", text("Me."))]
-    picture = {"bytes": png(5), "path": None}
-    Dataset.from_list([{"image": picture, "caption": "Five."}]).save_to_disk("plain")
-    Dataset.from_list([{"images": [picture], "messages": chat}]).save_to_disk("chat")
+    image_bytes = {"bytes": png(5), "path": None}
+    Dataset.from_list([{"image": image_bytes, "caption": "Five."}]).save_to_disk("plain")
+    Dataset.from_list([{"images": [image_bytes], "messages": chat}]).save_to_disk("chat")
     assert read_all("plain") == [("plain[0]", [5], [("What?", "Five.")], False)]
     assert read_all("chat") == [("chat[0]", [5], [("Who?", "Me.")], False)]
     check_refused("plain", "no column 'n', only caption, image", options=ReadOptions(text_column="n"))

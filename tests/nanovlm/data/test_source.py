@@ -13,15 +13,15 @@ def test_fingerprint_changes_with_text_and_image_but_not_when_files_are_rewritte
     import pyarrow
     from pyarrow import parquet
 
-    def fingerprint(picture, text):
+    def fingerprint(image, text):
         if kind == "json":
-            write("a.png", picture)
+            write("a.png", image)
             write("data.json", [{"image": "a.png", "caption": text}])
         elif kind == "tar":
-            write_tar("data.tar", {"a.png": picture, "a.txt": text.encode()})
+            write_tar("data.tar", {"a.png": image, "a.txt": text.encode()})
         else:
             parquet.write_table(
-                pyarrow.table({"image": [{"bytes": picture, "path": None}], "caption": [text]}), "data.parquet"
+                pyarrow.table({"image": [{"bytes": image, "path": None}], "caption": [text]}), "data.parquet"
             )
         return open_source(f"data.{kind}", OPTIONS).fingerprint(0)
 

@@ -28,31 +28,35 @@ def test_caption_names_shapes_from_left_to_right_and_top_to_bottom(scenes):
         assert (text.count(","), text.count(" and ")) == (max(0, len(names) - 2), int(len(names) > 1))
 
 
-def _fitting(phrase, shapes):
+def fitting_shapes(phrase, shapes):
     words = phrase.removeprefix("the ").replace("object", "").split()
     return [t for t in shapes if {*words} <= {t.size, t.color, t.kind}]
 
 
-def _only(phrase, shapes):
-    (thing,) = _fitting(phrase, shapes)
-    return thing
+def only_shape(phrase, shapes):
+    (shape,) = fitting_shapes(phrase, shapes)
+    return shape
 
 
-def _beyond(side, a, b):
-    """How far a lies on that side of b, and whether it does at all."""
+def offset_to(side, a, b):
+    """How far a lies on that side of b; negative on the other side."""
     return {"left": b.x - a.x, "right": a.x - b.x, "above": b.y - a.y, "below": a.y - b.y}[side.split()[0]]
 
 
-_NINE = [["top left", "top", "top right"], ["left", "middle", "right"], ["bottom left", "bottom", "bottom right"]]
+NINE_POSITIONS = [
+    ["top left", "top", "top right"],
+    ["left", "middle", "right"],
+    ["bottom left", "bottom", "bottom right"],
+]
 
 
-def _thirds(t):
+def position_of(t):
     assert all(abs(v - line) >= 0.035 for v in (t.x, t.y) for line in (1 / 3, 2 / 3))
-    return _NINE[math.floor(t.y * 3)][math.floor(t.x * 3)]
+    return NINE_POSITIONS[math.floor(t.y * 3)][math.floor(t.x * 3)]
 
 
-def _answer(question, scene):
-    """Read the question's words and look at the shapes: a second way to the answer."""
+def expected_answer(question, scene):
+    """The answer, parsed from the question's text and looked up in the shapes."""
     shapes, words = scene.shapes, question.rstrip("?").split()
     numbers = ["none", "one", "two", "three", "four"]
     if question == "What is the background like?":
@@ -60,32 +64,32 @@ def _answer(question, scene):
     if question.startswith("How many"):
         phrase = " ".join(words[2:-2]).replace("crosses", "cross")
         phrase = phrase if phrase == "cross" else phrase.removesuffix("s")
-        return numbers[len(_fitting(phrase, shapes))]
+        return numbers[len(fitting_shapes(phrase, shapes))]
     for start, field in (("What colour is", "color"), ("What shape is", "kind"), ("How big is", "size")):
         if question.startswith(start):
             phrase = " ".join(words[len(start.split()) :])
-            assert getattr(_only(phrase, shapes), field) not in phrase.split()
-            return getattr(_only(phrase, shapes), field)
+            assert getattr(only_shape(phrase, shapes), field) not in phrase.split()
+            return getattr(only_shape(phrase, shapes), field)
     if question.startswith("Is there"):
         assert words[2] == ("an" if words[3][0] in "aeiou" else "a")
-        return "yes" if _fitting(" ".join(words[3:]), shapes) else "no"
+        return "yes" if fitting_shapes(" ".join(words[3:]), shapes) else "no"
     if question.startswith("Where is"):
-        return _thirds(_only(" ".join(words[2:]), shapes))
+        return position_of(only_shape(" ".join(words[2:]), shapes))
     for side in ("left of", "right of", "above", "below"):
         if f" {side} " in question:
             first, second = question.rstrip("?").split(f" {side} ")
-            b = _only(second, shapes)
+            b = only_shape(second, shapes)
             if first == "What is":
                 others = [t for t in shapes if t is not b]
-                assert all(abs(_beyond(side, t, b)) >= 0.09 for t in others)
-                (there,) = [t for t in others if _beyond(side, t, b) > 0]
+                assert all(abs(offset_to(side, t, b)) >= 0.09 for t in others)
+                (there,) = [t for t in others if offset_to(side, t, b) > 0]
                 return f"a {there.size} {there.color} {there.kind}"
-            a = _only(first.removeprefix("Is "), shapes)
-            assert abs(_beyond(side, a, b)) >= 0.09
-            return "yes" if _beyond(side, a, b) > 0 else "no"
+            a = only_shape(first.removeprefix("Is "), shapes)
+            assert abs(offset_to(side, a, b)) >= 0.09
+            return "yes" if offset_to(side, a, b) > 0 else "no"
     assert question.startswith(("What is at the ", "What is in the middle"))
-    place = " ".join(words[4:])
-    (there,) = [t for t in shapes if _thirds(t) == place]
+    position = " ".join(words[4:])
+    (there,) = [t for t in shapes if position_of(t) == position]
     return f"a {there.size} {there.color} {there.kind}"
 
 
@@ -93,7 +97,7 @@ def test_every_answer_is_right(asked):
     for scene, pairs in asked:
         assert len({question for question, _ in pairs}) == len(pairs)
         for question, answer in pairs:
-            assert answer == _answer(question, scene), (question, scene)
+            assert answer == expected_answer(question, scene), (question, scene)
 
 
 def test_first_questions_are_balanced(asked):

@@ -54,6 +54,6 @@ def test_packed_batch_has_the_same_loss_in_fewer_rows(speaker):
 def test_example_shows_its_scene_and_asks_for_the_caption_first():
     scene = random_scene(Random(0))
     example = scene_example(scene, Random(1), n_questions=5, size=(120, 90))
-    assert [picture.size for picture in example.images] == [(120, 90)] and len(example.qa_pairs) == 6
+    assert [image.size for image in example.images] == [(120, 90)] and len(example.qa_pairs) == 6
     caption = example.qa_pairs[0][1]
     assert all(shape.name in caption for shape in scene.shapes) and scene.background in caption
