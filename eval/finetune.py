@@ -30,7 +30,7 @@ from nanovlm.errors import NanoVLMError, TrainingError
 from nanovlm.synthetic import caption, random_scene
 
 MAX_MINUTES = 3
-REPLAY = ["scenes@0.22", "--pack", "256", "--steps", "1050"]  # packed, since scenes are longer than postcards
+REPLAY = ["scenes@0.22", "--pack", "256", "--max-steps", "1050"]  # packed, since scenes are longer than postcards
 TRAIN_FLAGS = {"all weights": [], "adapters": ["--lora-rank", "16"], "scenes mixed in": REPLAY}
 MIN_SHARES = {"all weights": (0.9, 0.0), "adapters": (0.85, 0.0), "scenes mixed in": (0.9, 0.8)}  # postcards, scenes
 
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--images", type=positive, default=200, metavar="N", help="to learn from (default: 200)")
     parser.add_argument("--fresh", type=positive, default=400, metavar="N", help="test images a domain (default: 400)")
     parser.add_argument("--seed", default="1", help="which images (default: 1)")
-    parser.add_argument("--flags", default="", metavar="'--steps N ...'", help="further flags of train.py")
+    parser.add_argument("--flags", default="", metavar="'--max-steps N ...'", help="further flags of train.py")
     args = parser.parse_args(argv)
 
     domains, rng = make_domains(args.fresh, args.seed), Random(f"learned {args.seed}")

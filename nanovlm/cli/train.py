@@ -1,46 +1,216 @@
-"""`nanovlm train`: fine-tuning on one's own data, or the recipe of the embedded model."""
+"""`nanovlm train`: fine-tune a model on your own data, or train the embedded model from scratch."""
 
 import argparse
-from dataclasses import fields
+import os
+from collections.abc import Callable
+from dataclasses import fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from nanovlm import PROMPT
-from nanovlm.training.config import ADAPTERS, FINETUNING, SCENES
+from nanovlm import EMBEDDED, PROMPT
+from nanovlm.cli.options import DEVICES, add_renamed
+from nanovlm.errors import InputError, UsageError
+from nanovlm.training.config import (
+    ADAPTERS,
+    FINETUNING,
+    RENAMED_FIELDS,
+    RENAMED_SCHEDULES,
+    SCENES,
+    TrainConfig,
+)
+
+if TYPE_CHECKING:
+    from nanovlm.data import ReadOptions
+    from nanovlm.training.finetuning import FinetuneOptions
 
 HELP = "Train a model. Rerun the same command to resume an interrupted run."
 EXAMPLE = "nanovlm train --data photos --out out/mine"
+DATA_FLAGS = (  # without effect on --recipe
+    "model", "revision", "prompt", "images", "text_column", "prompt_column", "min_rating", "stream", "validation",
+    "on_error", "check_data",
+)  # fmt: skip
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--data", nargs="+", action="extend", metavar="PATH[@SHARE]", help="your pictures and words")
-    task.add_argument("--recipe", choices=("scenes",), help="scenes: make the embedded model again, from nothing")
-    add("--out", metavar="FOLDER", help="where the model goes; run again to go on where it stopped")
-    add("--model", metavar="FOLDER_OR_HUB_ID", help="what to begin with (the embedded model)")
+    task.add_argument(
+        "--data",
+        nargs="+",
+        action="extend",
+        metavar="PATH[@SHARE]",
+        help="fine-tune on folders, files or Hub data sets of images and texts, each with an optional share of the "
+        "examples as in photos@0.3",
+    )
+    task.add_argument("--recipe", choices=("scenes",), help="scenes: train the embedded model from scratch")
+    add = parser.add_argument
+    add("--out", metavar="FOLDER", help="folder for the model, checkpoints and metrics; a run found there is resumed")
+    add("--device", default="auto", choices=DEVICES)
+    add("--dry-run", action="store_true", help="print parameters, tokens per step and peak memory; train nothing")
+    add_renamed(parser, "--plan", dest="dry_run", action="store_true")
+    add_data_flags(parser)
+    add_config_flags(parser)
+
+
+def add_data_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `FinetuneOptions`; None means not given."""
+    add = parser.add_argument
+    add("--model", metavar="FOLDER_OR_HUB_ID", help="the model to fine-tune (default: the embedded model)")
     add("--revision", help="branch, tag or commit of a Hub model")
-    add("--prompt", metavar="TEXT", help=f"the question where there are only captions ({PROMPT!r})")
-    add("--images", metavar="FOLDER", help="where the pictures lie that a .json names (found beside it)")
-    add("--text-column", metavar="NAME", help="which column holds the answers (text, caption or answer)")
-    add("--prompt-column", metavar="NAME", help="which column holds the questions (question or prompt)")
-    add("--min-rating", action="append", metavar="NAME=N", help="only turns rated so, as formatting=3 (FineVision)")
-    add("--stream", action="store_true", default=None, help="learn from a Hub data set while it is downloaded")
-    add("--validation", type=float, metavar="N", help="hold out a share below 1, or a number of examples (0)")
-    add("--on-bad-example", choices=("skip", "stop"), help="what becomes of one that cannot be used (stop)")
-    add("--check-data", action="store_true", default=None, help="read all, count, show three examples; train nothing")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
-    for f in fields(SCENES):
-        flag, usual = "--" + f.name.replace("_", "-"), getattr(FINETUNING, f.name)
-        others = {"adapters": getattr(ADAPTERS, f.name), "scenes": getattr(SCENES, f.name)}
-        defaults = [str(usual), *(f"{who}: {value}" for who, value in others.items() if value != usual)]
-        help = f"{f.metadata['help']} ({'; '.join(defaults)})"
+    add("--prompt", metavar="TEXT", help=f"the question for data with captions only (default: {PROMPT!r})")
+    add("--images", metavar="FOLDER", help="folder of the images that a .json names (default: the folder of the .json)")
+    add("--text-column", metavar="NAME", help="column with the answers (default: text, caption or answer)")
+    add("--prompt-column", metavar="NAME", help="column with the questions (default: question or prompt)")
+    add("--min-rating", action="append", metavar="NAME=N", help="keep turns rated at least N, as formatting=3")
+    add("--stream", action="store_true", default=None, help="read a Hub data set while it is downloaded")
+    add("--validation", type=float, metavar="N", help="hold out N examples, or below 1 a share of them (default: 0)")
+    add("--on-error", choices=("skip", "stop"), help="what to do with an unusable example (default: stop)")
+    add_renamed(parser, "--on-bad-example", dest="on_error", choices=("skip", "stop"))
+    add(
+        "--check-data",
+        action="store_true",
+        default=None,
+        help="read all examples, print counts, errors and three examples; train nothing",
+    )
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each field of TrainConfig; None means not given."""
+    former_names = {new: old for old, new in RENAMED_FIELDS.items()}
+    for f in fields(TrainConfig):
+        flag, default, choices = _flag(f.name), getattr(FINETUNING, f.name), f.metadata["choices"]
+        others = {"LoRA": getattr(ADAPTERS, f.name), "scenes": getattr(SCENES, f.name)}
+        defaults = [str(default), *(f"{name}: {value}" for name, value in others.items() if value != default)]
+        help = f"{f.metadata['help']} (default: {'; '.join(defaults)})"
         if f.type is bool:
-            add(flag, action=argparse.BooleanOptionalAction, help=help)
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=help)
+        elif choices:
+            parser.add_argument(flag, type=_schedule if f.name == "schedule" else str, choices=choices, help=help)
         else:
-            add(flag, type=f.type, metavar="N", choices=f.metadata.get("choices") or None, help=help)
+            parser.add_argument(flag, type=_type_of(f), metavar="N", help=help)
+        if f.name in former_names:
+            add_renamed(parser, _flag(former_names[f.name]), dest=f.name, type=_type_of(f), metavar="N")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _type_of(field: Any) -> Callable[[str], Any]:
+    return field.type
+
+
+def _schedule(name: str) -> str:
+    return RENAMED_SCHEDULES.get(name, name)
 
 
 def run(args: argparse.Namespace) -> int:
     from nanovlm.training.distributed import run_and_exit
-    from nanovlm.training.finetuning import train_model
 
-    return run_and_exit(lambda: train_model(args))
+    cfg = config_from_args(args)
+    check_flags(args, cfg)
+    return run_and_exit(lambda: run_scenes(args, cfg) if args.recipe else run_finetuning(args, cfg))
+
+
+def run_scenes(args: argparse.Namespace, cfg: TrainConfig) -> int:
+    """Train the embedded model from scratch, or estimate what that needs."""
+    from nanovlm.training.recipes import estimate_scenes, train_scenes
+
+    if args.dry_run:
+        print(estimate_scenes(cfg, args.device))
+    else:
+        from nanovlm.training.finetuning import check_folder
+
+        check_folder(Path(args.out), ())
+        train_scenes(cfg, Path(args.out), args.device)
+    return 0
+
+
+def run_finetuning(args: argparse.Namespace, cfg: TrainConfig) -> int:
+    """Fine-tune, check the data, or estimate what fine-tuning needs."""
+    from nanovlm.training.finetuning import check_examples, estimate_finetuning, fine_tune
+
+    options = options_from_args(args)
+    if args.check_data:
+        return check_examples(options)
+    if args.dry_run:
+        print(estimate_finetuning(options, cfg))
+    else:
+        fine_tune(options, cfg)
+    return 0
+
+
+def config_from_args(args: argparse.Namespace) -> TrainConfig:
+    """The settings of the run: the defaults of its kind, and the flags that were given."""
+    given = {f.name: getattr(args, f.name) for f in fields(TrainConfig) if getattr(args, f.name) is not None}
+    defaults = SCENES if args.recipe else ADAPTERS if args.lora_rank else FINETUNING
+    try:
+        return replace(defaults, **given)
+    except InputError as error:
+        raise UsageError(str(error)) from None
+
+
+def check_flags(args: argparse.Namespace, cfg: TrainConfig) -> None:
+    """UsageError for flags that contradict each other, or that have no effect."""
+    if args.recipe:
+        for name in DATA_FLAGS:
+            if getattr(args, name) is not None:
+                raise UsageError(f"{_flag(name)} belongs to --data; --recipe scenes draws its own images")
+    without_effect = {
+        "lora_alpha": not cfg.lora_rank and "without --lora-rank",
+        "lora_words": not cfg.lora_rank and "without --lora-rank",
+        "lora_rank": args.recipe and "with --recipe, which trains from scratch",
+        "augment": args.recipe and "with --recipe, which shows no image twice",
+        "decay": cfg.schedule == "cosine" and "with --schedule cosine",
+        "validate_every": not args.validation and "without --validation",
+        "validation_batches": not args.validation and "without --validation",
+        "fsdp": cfg.fsdp and "WORLD_SIZE" not in os.environ and not args.dry_run and "without torchrun",
+    }
+    for name, reason in without_effect.items():
+        if reason and getattr(args, name) is not None:
+            raise UsageError(f"{_flag(name)} has no effect {reason}; omit it")
+    if args.check_data and args.dry_run:
+        raise UsageError("--check-data and --dry-run exclude each other; run one after the other")
+    if not (args.out or args.check_data or args.dry_run):
+        raise UsageError("--out is required: the folder for the model")
+    if cfg.tensorboard and find_spec("tensorboard") is None:
+        raise UsageError("--tensorboard needs tensorboard: pip install 'nanovlm[tensorboard]'")
+    n = args.validation or 0
+    if not (0 <= n < 1 or (n >= 1 and n.is_integer())):
+        raise UsageError(f"--validation {n:g} is neither a share below 1 nor a number of examples")
+
+
+def options_from_args(args: argparse.Namespace) -> "FinetuneOptions":
+    from nanovlm.training.finetuning import FinetuneOptions
+
+    return FinetuneOptions(
+        data=args.data,
+        folder=Path(args.out or "."),
+        model=args.model or str(EMBEDDED),
+        revision=args.revision,
+        device=args.device,
+        read=read_options_from_args(args),
+        validation=args.validation or 0,
+        scale_lr=args.lr is None,
+    )
+
+
+def read_options_from_args(args: argparse.Namespace) -> "ReadOptions":
+    from nanovlm.data import ReadOptions
+
+    ratings = {}
+    for text in args.min_rating or ():
+        name, _, minimum = text.partition("=")
+        try:
+            ratings[name] = float(minimum)
+        except ValueError:
+            raise UsageError(f"--min-rating {text}: write the name of a rating and a number, as formatting=3") from None
+    return ReadOptions(
+        prompt=PROMPT if args.prompt is None else args.prompt,
+        images=args.images,
+        text_column=args.text_column,
+        prompt_column=args.prompt_column,
+        min_ratings=ratings,
+        stream=bool(args.stream),
+        skip_errors=args.on_error == "skip",
+    )

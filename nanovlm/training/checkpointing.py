@@ -1,13 +1,17 @@
-"""What a run needs to go on as if it had never stopped, in folder/checkpoints/step-N: each a model, too."""
+"""Training checkpoints: folder/checkpoints/step-N holds a complete model and all that is needed to resume from it.
+
+Beside the model's own files these are the optimizer's state (optimizer.safetensors), the adapters of a LoRA run, and
+training.json: the step, the settings and the gradient scaler's state.
+"""
 
 import json
+import logging
 import shutil
-import signal
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -18,162 +22,179 @@ from models.checkpoint import atomic_dir, load_config, load_model, read_object, 
 from models.lora import adapters, merge, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.errors import CheckpointError, TrainingError
-from nanovlm.training.config import TrainConfig
-from nanovlm.training.distributed import like
+from nanovlm.training.config import upgrade_settings
+from nanovlm.training.distributed import shard_like
 
 OPTIMIZER, STATE = "optimizer.safetensors", "training.json"
 
+logger = logging.getLogger(__name__)
 
-class Stopped(SystemExit):
-    """A signal asked training to stop, and all is saved; the code is the shell's, 130 for SIGINT, 143 for SIGTERM."""
+
+class DamagedCheckpointError(CheckpointError):
+    """A training checkpoint with files that are missing or cannot be read."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A training checkpoint in memory."""
+
+    path: Path
+    step: int  # steps done
+    settings: dict[str, Any]  # the fields of TrainConfig, and "data": see TrainingTask.data_fingerprint
+    scaler: dict[str, Any]  # the state of the float16 gradient scaler
+    weights: dict[str, Tensor]  # the state dict of the model; of a LoRA run, with merged adapters
+    optimizer: dict[str, Tensor]  # see optimizer_state
+
+
+def checkpoint_paths(folder: Path) -> list[Path]:
+    """folder/checkpoints/step-N, the newest last."""
+    paths = [path for path in folder.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal()]
+    return sorted(paths, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+# ----------------------------------------------------------------------------------------------------------- writing
 
 
 @contextmanager
-def asked_to_stop() -> Iterator[list[int]]:
-    """A list that SIGINT and SIGTERM put their number into instead of stopping us; a second signal stops us at once."""
-    asked, before = [], {}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-
-    def ask(number: int, frame) -> None:
-        asked.append(number)
-        restore()
-
-    if threading.current_thread() is threading.main_thread():  # others may not set handlers
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        restore()
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Make of a full disk, or of a folder that may not be written, a TrainingError with the way out."""
+def write_errors(folder: Path) -> Iterator[None]:
+    """Turn a full disk, or a folder without write permission, into a TrainingError that says how to resume."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        last, way = checkpoints(folder)[-1:] or ["the start"], "make room" if "No space" in str(error) else "mend that"
+        paths = checkpoint_paths(folder)
+        remedy = "free some disk space" if "No space" in str(error) else "correct that"
         raise TrainingError(
-            f"{folder} cannot be written: {error}; {way} and run again to go on from {last[0]}"
+            f"{folder} cannot be written: {error}; {remedy} and run the same command again to "
+            + (f"resume from {paths[-1]}" if paths else "start over")
         ) from error
 
 
-@contextmanager
-def reading(newest: Path) -> Iterator[None]:
-    """Name the way out where a checkpoint is damaged."""
-    try:
-        yield
-    except (OSError, SafetensorError, CheckpointError) as error:
-        told = error if isinstance(error, CheckpointError) else f"{OPTIMIZER} cannot be read: {error}"
-        raise CheckpointError(f"{newest} is damaged: {told}; move it away to begin again") from None
-
-
 def write_model(folder: Path, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None) -> None:
-    """Write the files of a model into folder; those of one with adapters are the merged model's, and the adapters'."""
+    """Write the files of a model into folder; adapters are merged into its weights, and written beside them, too."""
     write_checkpoint_files(folder, merge(model), tokenizer, dtype)
     if adapters(model):
         write_adapters(folder, model)
 
 
-def save(
-    folder: Path,
-    model: VisionLanguageModel,
-    tokenizer: str,
-    moments: dict[str, Tensor],
-    scaler: torch.amp.GradScaler,
-    cfg: TrainConfig,
-    step: int,
-    data: str | None = None,
-) -> None:
-    """Write folder/checkpoints/step-N, all of it or nothing, and remove the older ones; data says what it read."""
-    new = folder / "checkpoints" / f"step-{step}"
-    old = [path for path in checkpoints(folder) if path != new]
-    state = {"step": step, "config": asdict(cfg) | {"data": data}, "scaler": scaler.state_dict()}
-    with writing(folder), atomic_dir(new) as files:
-        write_model(files, model, tokenizer)
-        save_file({name: tensor.cpu() for name, tensor in moments.items()}, files / OPTIMIZER)
-        (files / STATE).write_text(json.dumps(state, indent=2) + "\n")
-    for path in old:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """folder/checkpoints/step-N, the newest last."""
-    found = [path for path in folder.glob("checkpoints/step-*") if path.name.removeprefix("step-").isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def moments_of(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """What optimizer keeps of each parameter, by the parameter's name and its own."""
+def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """The optimizer's tensors as ("name of the parameter/name of the tensor", tensor)."""
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             yield f"{name}/{key}", value
 
 
-def resume(folder: Path, model: VisionLanguageModel) -> tuple[int, dict]:
-    """Load the weights of the newest of folder/checkpoints: the steps done and the config they were done with.
+def write_training_state(folder: Path, optimizer: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """Write what a checkpoint holds beside the model; state has "step", "config" and "scaler"."""
+    save_file({name: tensor.cpu() for name, tensor in optimizer.items()}, folder / OPTIMIZER)
+    (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
 
-    0 and {} without one; what does not fit is a CheckpointError.
+
+def save_checkpoint(folder: Path, step: int, keep: int, write: Callable[[Path], None]) -> None:
+    """Make folder/checkpoints/step-N of the files that `write` puts into a folder: all of them, or none.
+
+    Afterwards the oldest checkpoints are removed; `keep` stay.
     """
-    if not (saved := checkpoints(folder)):
-        return 0, {}
-    newest = saved[-1]
-    with reading(newest):
-        theirs, before = load_config(newest).to_dict(), read_object(newest / STATE).get("config", {})
-    ours = model.cfg.to_dict()
-    for name in ours:
-        if theirs.get(name) != ours[name]:
+    path = folder / "checkpoints" / f"step-{step}"
+    older = [other for other in checkpoint_paths(folder) if _step_of(other) < step]
+    with write_errors(folder):
+        if path.exists():  # a damaged one; the run was resumed from an older one
+            shutil.rmtree(path)
+        with atomic_dir(path) as files:
+            write(files)
+    for other in older[: max(0, len(older) + 1 - keep)]:
+        shutil.rmtree(other, ignore_errors=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
+
+
+def load_newest(folder: Path, model: VisionLanguageModel) -> Checkpoint | None:
+    """Read the newest of folder/checkpoints that is not damaged; None if there are none.
+
+    CheckpointError if all are damaged, or if the newest belongs to another model.
+    """
+    damaged: list[str] = []
+    for path in reversed(checkpoint_paths(folder)):
+        try:
+            checkpoint = read_checkpoint(path, model)
+        except DamagedCheckpointError as error:
+            damaged.append(str(error))
+            continue
+        for message in damaged:
+            logger.warning(f"{message}; resuming from {path} instead")
+        return checkpoint
+    if damaged:
+        raise CheckpointError(f"{damaged[0]}; move it away to start over")
+    return None
+
+
+def read_checkpoint(path: Path, model: VisionLanguageModel) -> Checkpoint:
+    """Read a checkpoint of the same model; CheckpointError if it is of another, DamagedCheckpointError if damaged."""
+    with _damage(path):
+        cfg, state = load_config(path), read_object(path / STATE)
+        settings = upgrade_settings(state.get("config", {}))
+    stored, wanted = cfg.to_dict(), model.cfg.to_dict()
+    for name in wanted:
+        if stored.get(name) != wanted[name]:
             raise CheckpointError(
-                f"{newest} holds a model with {name}={theirs.get(name)}, but this one has {name}={ours[name]}; "
+                f"{path} holds a model with {name}={stored.get(name)}, but this one has {name}={wanted[name]}; "
                 "train it in another folder"
             )
-    if bool(rank := before.get("lora_rank")) != bool(adapters(model)):
-        raise CheckpointError(f"{newest} was trained with lora_rank={rank}; go on so, or train in another folder")
-    restore_weights(newest, model)
-    return int(newest.name.removeprefix("step-")), before
+    if bool(rank := settings.get("lora_rank")) != bool(adapters(model)):
+        raise CheckpointError(
+            f"{path} was trained with lora_rank={rank}; resume with the same, or train in another folder"
+        )
+    with _damage(path):
+        weights = load_model(path, model.cfg, model.image_token_id, device=model.device).state_dict()
+        try:
+            optimizer = load_file(path / OPTIMIZER)
+        except (OSError, SafetensorError) as error:
+            raise DamagedCheckpointError(f"{OPTIMIZER} cannot be read: {error}") from None
+    return Checkpoint(path, _step_of(path), settings, state.get("scaler") or {}, weights, optimizer)
 
 
-def restore_weights(newest: Path, model: VisionLanguageModel) -> None:
-    """Load all weights, or, of a model with adapters, these, if it is the model that they were trained on."""
-    with reading(newest):
-        stored = load_model(newest, model.cfg, model.image_token_id, device=model.device).state_dict()
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
+
+
+def restore_model(checkpoint: Checkpoint, model: VisionLanguageModel) -> None:
+    """Load the weights; of a model with adapters only these, if the model is the one that they were trained on."""
     if not adapters(model):
-        model.load_state_dict(stored)
+        model.load_state_dict(checkpoint.weights)
         return
-    read_adapters(newest, model)
+    read_adapters(checkpoint.path, model)
     for name, tensor in merge(model).state_dict().items():
-        if not torch.allclose(tensor, stored[name], rtol=1e-3, atol=1e-5):
+        if not torch.allclose(tensor, checkpoint.weights[name], rtol=1e-3, atol=1e-5):
             raise CheckpointError(
-                f"{newest} holds adapters of a model with another {name}; "
-                "begin with the same model as before, or train in another folder"
+                f"{checkpoint.path} holds adapters of a model with another {name}; "
+                "start from the same model as before, or train in another folder"
             )
 
 
-def resume_optimizer(
-    folder: Path, model: VisionLanguageModel, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+def restore_optimizer(
+    checkpoint: Checkpoint,
+    model: VisionLanguageModel,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
 ) -> None:
-    """Put the moments of the newest checkpoint, if any, and the scaler's state, where they were.
-
-    The moments must be those of the parameters that learn, and of no other.
-    """
-    if not (saved := checkpoints(folder)):
-        return
-    newest = saved[-1]
-    with reading(newest):
-        moments = load_file(newest / OPTIMIZER)
-    learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    kept = {key.rpartition("/")[0] for key in moments}
-    if wrong := sorted(learning.keys() ^ kept):
+    """Load the state of optimizer and scaler; CheckpointError unless it is of the parameters that are trained now."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    stored = {key.rpartition("/")[0] for key in checkpoint.optimizer}
+    if different := sorted(trained.keys() ^ stored):
         raise CheckpointError(
-            f"{newest / OPTIMIZER} has {'' if wrong[0] in kept else 'no '}moments of {wrong[0]}; "
-            "go on with the same parts frozen as before, or train in another folder"
+            f"{checkpoint.path / OPTIMIZER} has {'' if different[0] in stored else 'no '}moments of {different[0]}; "
+            "resume with the same parts frozen as before, or train in another folder"
         )
-    for key, value in moments.items():
+    for key, value in checkpoint.optimizer.items():
         name, _, short = key.rpartition("/")
-        optimizer.state[learning[name]][short] = like(value, learning[name])
-    state = read_object(newest / STATE).get("scaler")
-    if scaler.is_enabled() and state:
-        scaler.load_state_dict(state)
+        optimizer.state[trained[name]][short] = shard_like(value, trained[name])
+    if scaler.is_enabled() and checkpoint.scaler:
+        scaler.load_state_dict(checkpoint.scaler)

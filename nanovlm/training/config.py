@@ -1,77 +1,97 @@
-"""TrainConfig: each field carries its default, its type and its help, and is a flag of train.py."""
+"""TrainConfig: the settings of a training run.
+
+Each field carries its default, its type and its help text; the flags of train.py are made from them.
+"""
 
 import math
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from nanovlm.errors import InputError
+
+RENAMED_FIELDS = {  # as checkpoints and scripts of the first version call them
+    "steps": "max_steps",
+    "accumulate": "gradient_accumulation_steps",
+    "warmup": "warmup_steps",
+    "workers": "num_workers",
+}
+RENAMED_SCHEDULES = {"trapezoid": "wsd"}
 
 
-def setting(default, help: str, least: float = 0, choices: tuple[str, ...] = ()):
-    return field(default=default, metadata={"help": help, "least": least, "choices": choices})
+def setting(default: Any, help: str, minimum: float = 0, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": help, "minimum": minimum, "choices": choices})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to learn; see `lr_at` for the two schedules. batch(i) gives batch_size examples; a step learns from
-    accumulate of them at once on each process."""
+    """The settings of a training run; a value out of range is an InputError.
 
-    steps: int = setting(1000, "steps in all", least=1)
-    batch_size: int = setting(64, "examples per batch", least=1)
-    pack: int = setting(0, "join examples into rows of so many tokens, which see nothing of each other; 0 pads them")
-    augment: float = setting(0.0, "crop pictures that are shown again, at random, by up to this part on each side")
-    accumulate: int = setting(1, "batches per step, whose gradients are summed: the memory of one", least=1)
-    lr: float = setting(1e-3, "the highest learning rate; with --data, if not given, times 192 / lm_hidden_dim")
-    vision_rate: float = setting(1.0, "the vision encoder's learning rate as a multiple of lr; 0 freezes it")
-    projector_rate: float = setting(1.0, "the projector's likewise")
-    language_rate: float = setting(1.0, "the language model's likewise")
-    lora_rank: int = setting(0, "learn low-rank adapters beside the weights of the parts not frozen; 0 learns weights")
-    lora_alpha: float = setting(16.0, "LoRA: adapters are multiplied by this over their rank")
-    lora_words: bool = setting(
-        True, "LoRA: embedding and head learn, too, in full; without, only words that the model knows can be learned"
+    An optimizer step learns from batch_size * gradient_accumulation_steps examples on each process.
+    """
+
+    max_steps: int = setting(1000, "total number of optimizer steps", minimum=1)
+    batch_size: int = setting(64, "examples per batch", minimum=1)
+    gradient_accumulation_steps: int = setting(
+        1, "batches per optimizer step, whose gradients are summed; memory is that of one batch", minimum=1
     )
-    schedule: str = setting("trapezoid", "how the rate falls: trapezoid or cosine", choices=("trapezoid", "cosine"))
-    warmup: int = setting(100, "steps over which the rate rises")
-    decay: float = setting(0.4, "trapezoid: the part of all steps, at the end, over which the rate falls to 0")
-    weight_decay: float = setting(0.1, "AdamW's, on matrices only")
-    beta2: float = setting(0.99, "AdamW's memory of squared gradients")
-    max_grad_norm: float = setting(1.0, "longer gradients are clipped to this length")
+    pack: int = setting(0, "pack examples into rows of up to N tokens that do not attend to each other; 0 pads instead")
+    augment: float = setting(0.0, "from an image's second epoch on, crop at random up to this share of each side")
+    lr: float = setting(
+        1e-3, "peak learning rate; with --data the default is multiplied by 192 / lm_hidden_dim of the model"
+    )
+    vision_rate: float = setting(1.0, "learning rate of the vision encoder as a multiple of lr; 0 freezes it")
+    projector_rate: float = setting(1.0, "the same for the modality projector")
+    language_rate: float = setting(1.0, "the same for the language model")
+    lora_rank: int = setting(0, "train LoRA adapters of this rank instead of the weights; 0 trains the weights")
+    lora_alpha: float = setting(16.0, "LoRA: adapters are scaled by lora_alpha / lora_rank")
+    lora_words: bool = setting(True, "LoRA: also train token embeddings and head in full, needed to learn new tokens")
+    schedule: str = setting(
+        "wsd",
+        "learning rate schedule: wsd (warm-up, stable, linear decay) or cosine (warm-up, cosine decay)",
+        choices=("wsd", "cosine"),
+    )
+    warmup_steps: int = setting(100, "steps over which the learning rate rises linearly")
+    decay: float = setting(0.4, "wsd: share of all steps, at the end, over which the learning rate falls to 0")
+    weight_decay: float = setting(0.1, "weight decay of AdamW, applied to matrices only")
+    beta2: float = setting(0.99, "beta2 of AdamW")
+    max_grad_norm: float = setting(1.0, "clip gradients to this norm")
     dtype: str = setting(
         "auto",
-        "to compute in, while weights stay float32: bfloat16, float16 or float32; auto takes the first that is fast",
+        "autocast dtype; weights and optimizer state stay float32. auto takes bfloat16 where the device is fast in it",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    gradient_checkpointing: bool = setting(False, "compute each block twice rather than keep what is inside it")
-    seed: int = setting(0, "decides the first weights and every batch")
-    save_every: int = setting(500, "steps between checkpoints", least=1)
-    log_every: int = setting(50, "steps between progress lines", least=1)
-    validate_every: int = setting(500, "steps between looks at held-out examples, if there are any", least=1)
-    validation_batches: int = setting(8, "batches of held-out examples at each look", least=1)
-    tensorboard: bool = setting(False, "write curves for TensorBoard, too (extra: tensorboard)")
-    workers: int = setting(1, "processes that prepare batches; 0 prepares them between steps")
-    plan: bool = setting(False, "only tell what training takes: parameters, tokens per step, memory at most")
-    fsdp: bool = setting(
-        False, "under torchrun: each process keeps a part of the weights and moments only, for what does not fit"
-    )
+    gradient_checkpointing: bool = setting(False, "recompute the blocks' activations in the backward pass: less memory")
+    seed: int = setting(0, "random seed of initial weights, data order and dropout")
+    save_every: int = setting(500, "steps between checkpoints", minimum=1)
+    keep_checkpoints: int = setting(2, "number of newest checkpoints to keep", minimum=1)
+    log_every: int = setting(50, "steps between progress lines", minimum=1)
+    validate_every: int = setting(500, "steps between evaluations on held-out examples (see --validation)", minimum=1)
+    validation_batches: int = setting(8, "batches of held-out examples per evaluation", minimum=1)
+    tensorboard: bool = setting(False, "also write TensorBoard logs (extra: tensorboard)")
+    num_workers: int = setting(1, "processes that prepare batches; 0 prepares them in the training process")
+    fsdp: bool = setting(False, "under torchrun: shard weights, gradients and optimizer state over the processes")
     compile: bool = setting(False, "compile the blocks: a minute at the start, a quarter less time per step")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for f in fields(self):
-            value, least, choices = getattr(self, f.name), f.metadata["least"], f.metadata["choices"]
+            value, minimum, choices = getattr(self, f.name), f.metadata["minimum"], f.metadata["choices"]
             if choices and value not in choices:
-                raise ValueError(f"{f.name}={value} is none of {', '.join(choices)}")
-            if not choices and not least <= value < float("inf"):
-                raise ValueError(f"{f.name}={value} must be a finite number of at least {least}")
-        for name, fits, limit in (
+                raise InputError(f"{f.name}={value} is not one of {', '.join(choices)}")
+            if not choices and not minimum <= value < float("inf"):
+                raise InputError(f"{f.name}={value} must be a finite number of at least {minimum}")
+        for name, in_range, limit in (
             ("lr", self.lr > 0, "above 0"),
             ("lora_alpha", self.lora_alpha > 0, "above 0"),
             ("max_grad_norm", self.max_grad_norm > 0, "above 0"),
             ("decay", self.decay <= 1, "at most 1"),
             ("beta2", self.beta2 < 1, "less than 1"),
-            ("augment", self.augment < 0.5, "less than 0.5, at which nothing might be left"),
+            ("augment", self.augment < 0.5, "less than 0.5, which would leave nothing of an image"),
             ("seed", self.seed < 2**63, "less than 2^63"),
         ):
-            if not fits:
-                raise ValueError(f"{name}={getattr(self, name)} must be {limit}")
+            if not in_range:
+                raise InputError(f"{name}={getattr(self, name)} must be {limit}")
         if not any(self.rates.values()):
-            raise ValueError("vision_rate, projector_rate and language_rate are all 0: nothing is left to learn")
+            raise InputError("vision_rate, projector_rate and language_rate are all 0: no weights are left to train")
 
     @property
     def rates(self) -> dict[str, float]:
@@ -79,23 +99,30 @@ class TrainConfig:
         return {"vision_encoder": self.vision_rate, "MP": self.projector_rate, "decoder": self.language_rate}
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0: it rises over the warm-up, and falls to 0 at the last step.
+        """The learning rate of a step, counted from 0; both schedules warm up linearly and reach 0 after the last step.
 
-        A trapezoid stays at its height until the last part of all steps (Hägele et al. 2024), and until it falls,
-        resuming with another number of steps is no detour. A cosine (Loshchilov and Hutter 2017) falls all the time.
+        wsd (warmup-stable-decay, Hägele et al. 2024) is constant until its decay; until then a run can be resumed with
+        another max_steps as if it had had that from the start. cosine is that of Loshchilov and Hutter 2017.
         """
         if self.schedule == "cosine":
-            gone = max(0, step - self.warmup) / max(1, self.steps - self.warmup)
-            falling = 0.5 * (1 + math.cos(math.pi * min(1.0, gone)))
+            progress = max(0, step - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps)
+            decay = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
         else:
-            falling = (self.steps - step) / max(1.0, self.decay * self.steps)
-        return self.lr * min(1.0, (step + 1) / (self.warmup + 1), falling)
+            decay = (self.max_steps - step) / max(1.0, self.decay * self.max_steps)
+        return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1), decay)
 
 
-SCENES = TrainConfig(
-    steps=5700, lr=1e-3, warmup=300, decay=0.25, compile=True
-)  # how the embedded model began, see its card
+def upgrade_settings(stored: dict[str, Any]) -> dict[str, Any]:
+    """Settings as a checkpoint of any version stores them, under today's names."""
+    settings = {RENAMED_FIELDS.get(name, name): value for name, value in stored.items() if name != "plan"}
+    if settings.get("schedule") in RENAMED_SCHEDULES:
+        settings["schedule"] = RENAMED_SCHEDULES[settings["schedule"]]
+    return settings
+
+
+# How training of the embedded model began; see its card, nanovlm/assets/README.md.
+SCENES = TrainConfig(max_steps=5700, lr=1e-3, warmup_steps=300, decay=0.25, compile=True)
 FINETUNING = TrainConfig(
-    steps=850, batch_size=8, augment=0.1, lr=8e-4, warmup=20, decay=0.6, save_every=100, log_every=10
+    max_steps=850, batch_size=8, augment=0.1, lr=8e-4, warmup_steps=20, decay=0.6, save_every=100, log_every=10
 )
-ADAPTERS = replace(FINETUNING, lr=3e-3)  # --lora-rank: adapters want a higher rate (Schulman et al. 2025)
+ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Schulman et al. 2025)

@@ -1,8 +1,9 @@
-"""One run on several processes, as torchrun starts them: each takes every n-th batch, and gradients are summed."""
+"""Distributed training under torchrun: each process reads every n-th batch, and gradients are summed once a step."""
 
 import os
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,103 +13,118 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from models.vision_language_model import VisionLanguageModel
+from nanovlm.errors import InputError
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.optimizer import freeze
 
-SMALL = 2**20  # bytes: smaller gradients are summed in one go, as each message takes a time of its own
+MAX_BUCKETED_BYTES = 2**20  # smaller gradients are summed in one message, because each message has a latency
 
 
 class DistributedContext:
-    """The processes that train one model together; alone, it does nothing.
+    """The processes that train one model together; with a single process every method is a no-op.
 
-    Gradients are summed once a step, after the last backward pass, rather than by hooks within it: so a process may
-    have read words alone, or many pictures, and none waits for a gradient that another does not have. After `shard`
-    it is FSDP2 that sums, and all that is read of the model as a whole goes through `whole` and `gathered`.
+    Gradients are summed once a step, after the last backward pass, and not by hooks during it: so batches may differ
+    between processes in having images or not, and no process waits for a gradient that another one does not compute.
+    After `shard`, FSDP2 sums the gradients, and `full_model` and `gather` assemble what is sharded.
     """
 
-    def __init__(self, device: torch.device):
-        """Join the group that torchrun's environment names, if there is one: NCCL between GPUs, else gloo."""
-        self.size, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-        self.device, self.sharded = device, False
-        if self.size > 1:
+    def __init__(self, device: torch.device, max_bucketed_bytes: int = MAX_BUCKETED_BYTES):
+        """Join the process group that torchrun's environment describes, if any: NCCL between GPUs, else gloo.
+
+        A group that the caller has initialized is used and left alone.
+        """
+        self.world_size, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+        self.device, self.sharded, self.max_bucketed_bytes = device, False, max_bucketed_bytes
+        self.owns_group = self.world_size > 1 and not dist.is_initialized()
+        if self.owns_group:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the files and the progress lines."""
+        return self.rank == 0
+
     def sum(self, *numbers: float) -> list[float]:
         """Each number summed over the processes, exact for integers up to 2^53."""
-        if self.size == 1:
+        if self.world_size == 1:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.tolist()
 
-    def share_weights(self, model: nn.Module) -> None:
+    def broadcast_weights(self, model: nn.Module) -> None:
         """Give every process the weights of the first."""
-        for tensor in model.state_dict().values() if self.size > 1 else ():
-            dist.broadcast(tensor, 0)
+        if self.world_size > 1:
+            for tensor in model.state_dict().values():
+                dist.broadcast(tensor, 0)
 
     def shard(self, model: VisionLanguageModel) -> None:
-        """Leave each process its part of every weight, and so of its gradient and moments (Zhao et al. 2023).
+        """Shard weights, gradients and optimizer state over the processes: FSDP2 (Zhao et al. 2023).
 
-        A block of the language model is whole only while it computes. All else is whole during a step: so a process
-        that reads no picture still takes part when the encoder's weights are gathered, and its gradients summed.
+        A block of the language model is gathered only while it computes. All else is gathered for the whole step: so a
+        process whose batch has no images still takes part when the vision encoder's weights are gathered and its
+        gradients are summed.
         """
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            raise ValueError(f"fsdp=True needs a newer torch than {torch.__version__}; leave fsdp out, or upgrade")
-        self.sharded, mesh = True, init_device_mesh(self.device.type, (self.size,))
+            raise InputError(f"fsdp=True needs a newer torch than {torch.__version__}; omit fsdp, or upgrade torch")
+        self.sharded, mesh = True, init_device_mesh(self.device.type, (self.world_size,))
         for module in (*model.decoder.blocks, model):
             fully_shard(module, mesh=mesh)
-            module.set_gradient_divide_factor(1.0)  # the loss is that of all processes already
+            module.set_gradient_divide_factor(1.0)  # the loss is already divided by the tokens of all processes
             module.set_force_sum_reduction_for_comms(True)
         model.set_reduce_scatter_unused_params(True)
 
-    def sum_gradients(self, model: nn.Module, images: int) -> None:
-        """Sum each gradient over the processes; one that no process has stays None, as it would for one alone.
+    def sum_gradients(self, model: VisionLanguageModel, n_images: int) -> None:
+        """Sum each gradient over the processes; one that no process has stays None, as in a single process.
 
-        images is the number of images that this process has read.
+        n_images is the number of images in this process's batches.
         """
-        if self.size == 1:
+        if self.world_size == 1:
             return
         if self.sharded:
-            (read,) = self.sum(images)
-            for p in () if read else (*model.vision_encoder.parameters(), *model.MP.parameters()):
-                p.grad = None  # FSDP2 says 0, by which AdamW would move
+            if self.sum(n_images) == [0]:  # FSDP2 makes these gradients 0, and AdamW would decay the weights
+                for p in (*model.vision_encoder.parameters(), *model.MP.parameters()):
+                    p.grad = None
             return
-        learning = [p for p in model.parameters() if p.requires_grad]
-        owners = self.sum(*[p.grad is not None for p in learning])
-        found = [p for p, n in zip(learning, owners) if n]
-        for p in found:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        counts = self.sum(*[p.grad is not None for p in trained])
+        used = [p for p, count in zip(trained, counts) if count]
+        for p in used:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        messages = [p.grad for p in found if p.nbytes >= SMALL]
-        if small := [p for p in found if p.nbytes < SMALL]:
-            messages.append(flat := torch.cat([p.grad.flatten() for p in small]))
-            for p, part in zip(small, flat.split([p.numel() for p in small])):
-                p.grad = part.view_as(p)  # so that it is summed where flat is
+        messages = [p.grad for p in used if p.nbytes >= self.max_bucketed_bytes]
+        if small := [p for p in used if p.nbytes < self.max_bucketed_bytes]:
+            bucket = torch.cat([p.grad.flatten() for p in small])
+            messages.append(bucket)
+            for p, gradient in zip(small, bucket.split([p.numel() for p in small])):
+                p.grad = gradient.view_as(p)  # a view, so that it holds the sum afterwards
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in messages]:
             work.wait()
 
-    def turns(self, n: int) -> range:
-        """Which of n batches of no step are this process's; of sharded weights, the first has a whole copy."""
-        return range(0 if self.rank else n) if self.sharded else range(self.rank, n, self.size)
+    def shard_indices(self, n: int) -> range:
+        """Which of n evaluation batches this process computes; of a sharded model only the main process has a copy."""
+        if self.sharded:
+            return range(n if self.is_main else 0)
+        return range(self.rank, n, self.world_size)
 
-    def gathered(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Names and whole tensors, for the first process; each must ask for the same."""
-        found = {}
+    def gather(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """The full tensors by name on the main process, {} elsewhere; every process must call it."""
+        gathered = {}
         for name, tensor in tensors:
             tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if self.rank == 0:
-                found[name] = tensor
-        return found
+            if self.is_main:
+                gathered[name] = tensor
+        return gathered
 
-    def whole(self, model: VisionLanguageModel, cfg: TrainConfig) -> VisionLanguageModel:
-        """The model, or a copy of a sharded one, for the first process; each must ask for it."""
+    def full_model(self, model: VisionLanguageModel, cfg: TrainConfig) -> VisionLanguageModel:
+        """The model, or on the main process an unsharded copy of a sharded one; every process must call it."""
         if not self.sharded:
             return model
-        state = self.gathered(model.state_dict().items())
-        if self.rank:
+        state = self.gather(model.state_dict().items())
+        if not self.is_main:
             return model
         with torch.device("meta"):
             copy = VisionLanguageModel(model.cfg, model.image_token_id)
@@ -118,28 +134,39 @@ class DistributedContext:
         return copy.train(model.training)
 
     def close(self) -> None:
-        if self.size > 1:
+        """Leave the process group, unless the caller initialized it."""
+        if self.owns_group:
             dist.destroy_process_group()
 
 
 def run_and_exit(run: Callable[[], int]) -> int:
-    """run's exit code; one of several processes ends with it at once, also where run exits by itself.
+    """The exit code of run(); under torchrun, end the process with it at once, also if run exits by itself.
 
-    FSDP2 keeps gloo's threads beyond the end of the group, and they can abort an interpreter that goes down.
+    FSDP2 keeps gloo's threads beyond the end of the group, and they can abort the interpreter at shutdown.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return run()
     try:
         code = run()
     except SystemExit as error:
-        code = error.code
+        code = exit_status(error.code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def like(tensor: Tensor, other: Tensor) -> Tensor:
-    """tensor where other is, and in parts if other is."""
+def exit_status(code: Any) -> int:
+    """The exit status of sys.exit(code), as Python defines it: None is 0, any other object is printed and is 1."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code
+    print(code, file=sys.stderr)
+    return 1
+
+
+def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The tensor on the device of other, and sharded as other is."""
     tensor = tensor.to(other.device)
     if isinstance(other, DTensor) and tensor.ndim:
         return distribute_tensor(tensor, other.device_mesh, other.placements, src_data_rank=None)

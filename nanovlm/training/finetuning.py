@@ -1,129 +1,131 @@
-"""The verb `train`: flags in, a model's folder out, from a recipe or from somebody's own pictures."""
+"""Fine-tune a model on the user's own images and texts, with evaluation on held-out examples."""
 
-import argparse
+import logging
 import math
 import os
-import re
-from dataclasses import fields, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from hashlib import blake2b
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 from models.checkpoint import WEIGHTS, checkpoint_dtype, load_config, load_model, snapshot_path
 from models.vision_language_model import VisionLanguageModel
-from nanovlm import EMBEDDED, PROMPT
-from nanovlm.captioner import Captioner
-from nanovlm.console import print_error
+from nanovlm import EMBEDDED
 from nanovlm.data import Batches, Mixture, ReadOptions, Source, Stream, Subset, open_source, split
 from nanovlm.data.examples import ExampleError
 from nanovlm.data.validate import check_data
 from nanovlm.device import choose_device
-from nanovlm.errors import CheckpointError, DataError, ImageError, TrainingError, UsageError
+from nanovlm.errors import ImageError, NanoVLMError, TrainingError, UsageError
 from nanovlm.image_processing import load_image
 from nanovlm.processor import Processor
-from nanovlm.synthetic import recipe
+from nanovlm.synthetic.recipe import scene_source
 from nanovlm.tokenizer import Tokenizer
-from nanovlm.training.checkpointing import checkpoints
-from nanovlm.training.config import ADAPTERS, FINETUNING, SCENES, TrainConfig
-from nanovlm.training.loop import progress, train
+from nanovlm.training.checkpointing import checkpoint_paths
+from nanovlm.training.config import TrainConfig
+from nanovlm.training.loop import Trainer, TrainingTask
+from nanovlm.training.memory import MemoryEstimate, estimate_memory, memory_errors
 
-OF_DATA = (
-    "model", "revision", "prompt", "images", "text_column", "prompt_column", "min_rating", "stream", "validation",
-    "on_bad_example", "check_data",
-)  # fmt: skip
-WIDTH = 192  # lm_hidden_dim of the embedded model, for which the usual learning rates are good
-SHOWN = 8  # held-out pictures that are captioned as training goes on
+REFERENCE_HIDDEN_DIM = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
+MAX_CAPTIONED_IMAGES = 8  # held-out images that are captioned at each evaluation
+MAX_CAPTION_TOKENS = 64
 
-
-def train_model(args: argparse.Namespace) -> int:
-    """Train as args say; 1 if it stopped on the way."""
-    try:
-        cfg = settings(args)
-        if args.recipe:
-            model, processor = recipe.make_model(cfg.seed)
-            batches = recipe.batches(processor, batch_size=cfg.batch_size, seed=cfg.seed, pack=cfg.pack)
-            model = model.to(choose_device(args.device))
-            train(model, processor.tokenizer.to_json(), batches, cfg, args.out, recipe.CHECKPOINT_DTYPE)
-            return 0
-        sources = [
-            (open_source(path, reading(args), generators={"scenes": recipe.scene_source}), share)
-            for path, share in map(path_and_share, args.data)
-        ]
-        check_obeyed(args, [source for source, _ in sources])
-        learned, held = split(sources, args.validation or 0)
-        if args.check_data:
-            return check_data(learned, held, read_processor(args)[1], skip_errors=args.on_bad_example == "skip")
-        return fine_tune(args, cfg, learned, held)
-    except ExampleError as error:
-        print_error(
-            f"training stopped: {last_line(error)}; --on-bad-example skip goes on without it, --check-data lists all "
-            "that are like it"
-        )
-    except (TrainingError, OSError) as error:
-        print_error(f"training stopped: {last_line(error)}")
-    except (CheckpointError, DataError, ValueError) as error:
-        raise UsageError(last_line(error)) from None
-    except (MemoryError, RuntimeError) as error:
-        if not (way := more_room(error)):
-            raise
-        print_error(f"training stopped: {way}")
-    return 1
+logger = logging.getLogger(__name__)
 
 
-def settings(args: argparse.Namespace) -> TrainConfig:
-    """The training's settings; refuses flags that contradict each other, before any work."""
-    given = {f.name: getattr(args, f.name) for f in fields(TrainConfig) if getattr(args, f.name) is not None}
-    usual = SCENES if args.recipe else ADAPTERS if args.lora_rank else FINETUNING
-    cfg = replace(usual, **given)
-    if args.recipe:
-        for name in OF_DATA:
-            if getattr(args, name) is not None:
-                raise UsageError(
-                    f"--{name.replace('_', '-')} belongs to --data; --recipe scenes draws its own pictures"
-                )
-    for name, meant, way in (
-        ("lora_alpha", cfg.lora_rank, "without --lora-rank"),
-        ("lora_words", cfg.lora_rank, "without --lora-rank"),
-        ("lora_rank", not args.recipe, "with --recipe, which begins from nothing"),
-        ("augment", not args.recipe, "with --recipe, which shows nothing again"),
-        ("decay", cfg.schedule == "trapezoid", "with --schedule cosine"),
-        ("validate_every", args.validation, "without --validation"),
-        ("validation_batches", args.validation, "without --validation"),
-        ("fsdp", not cfg.fsdp or "WORLD_SIZE" in os.environ or cfg.plan, "for one process, without torchrun"),
-    ):
-        if name in given and not meant:
-            raise UsageError(f"--{name.replace('_', '-')} means nothing {way}; leave it away")
-    if args.check_data and cfg.plan:
-        raise UsageError("--check-data and --plan answer two questions; ask one after the other")
-    if not (args.out or args.check_data or cfg.plan):
-        raise UsageError("--out is required: the folder where the model goes")
-    if args.out:
-        check_free(Path(args.out), args.data or ())
-    if cfg.tensorboard and find_spec("tensorboard") is None:
-        raise UsageError("--tensorboard needs tensorboard: pip install 'nanovlm[tensorboard]'")
-    n = args.validation or 0
-    if not (0 <= n < 1 or (n >= 1 and n.is_integer())):
-        raise UsageError(f"--validation {n:g} is neither a share below 1 nor a number of examples")
-    return cfg
+@dataclass(frozen=True)
+class FinetuneOptions:
+    """Which model to fine-tune, on which examples, and where the result goes."""
+
+    data: Sequence[str]  # files, folders and Hub ids, each with an optional share of the examples: PATH@0.3
+    folder: Path
+    model: str = str(EMBEDDED)  # a folder or a Hub id
+    revision: str | None = None
+    device: str = "auto"
+    read: ReadOptions = field(default_factory=ReadOptions)
+    validation: float = 0  # examples to hold out: a share below 1, or a number
+    scale_lr: bool = False  # multiply cfg.lr by REFERENCE_HIDDEN_DIM / lm_hidden_dim
 
 
-def check_free(folder: Path, data: list[str]) -> None:
-    """Refuse a folder that no model can go to without a loss."""
-    if folder.is_file():
-        raise UsageError(f"--out {folder} is a file; name a folder, where the model goes")
-    if (folder / WEIGHTS).exists() and not checkpoints(folder):
-        raise UsageError(f"--out {folder} holds a model but no checkpoints to go on from; name another folder")
-    if folder.resolve() in [Path(path_and_share(text)[0]).resolve() for text in data]:
-        raise UsageError(f"--out {folder} holds the data; name a folder of its own, where the model goes")
+def fine_tune(options: FinetuneOptions, cfg: TrainConfig) -> VisionLanguageModel:
+    """Train options.model on options.data, write it to options.folder and return it; see Trainer.run.
+
+    If the folder holds checkpoints, training is resumed from the newest.
+    """
+    check_folder(options.folder, options.data)
+    model, task, cfg = prepare(options, cfg)
+    with data_errors(), memory_errors():
+        return Trainer(model, task, cfg).run()
 
 
-def path_and_share(text: str) -> tuple[str, float | None]:
-    """PATH@SHARE in its two parts; a path that holds an @ and exists is a path."""
-    path, at, share = text.rpartition("@")
-    if not at or os.path.exists(text):
+def estimate_finetuning(options: FinetuneOptions, cfg: TrainConfig) -> MemoryEstimate:
+    """What `fine_tune` needs with these arguments; writes nothing."""
+    model, task, cfg = prepare(options, cfg)
+    with data_errors():
+        return estimate_memory(model, task.get_batch, cfg)
+
+
+def check_examples(options: FinetuneOptions) -> int:
+    """Read all examples and print counts, errors and samples; 1 if some are unusable and not to be skipped."""
+    training, held_out = open_data(options)
+    _, processor = load_processor(options)
+    return check_data(training, held_out, processor, skip_errors=options.read.skip_errors)
+
+
+def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
+    """The model, its task, and cfg adapted to the width of the model and to the number of held-out examples."""
+    training, held_out = open_data(options)
+    device = choose_device(options.device)
+    folder, processor = load_processor(options)
+    model = load_model(folder, processor.cfg, processor.tokenizer.image_token_id, device=device)
+    if options.scale_lr:  # the wider a model, the lower its learning rate, in proportion (Yang et al. 2022)
+        cfg = replace(cfg, lr=cfg.lr * REFERENCE_HIDDEN_DIM / processor.cfg.lm_hidden_dim)
+    mixture, skip = Mixture(training, cfg.seed), options.read.skip_errors
+    evaluation: dict[str, Any] = {}
+    if held_out:
+        unseen = Mixture(held_out, cfg.seed)
+        # the size of a stream is unknown; this many examples are read of it
+        n = sum(map(len, held_out)) or cfg.batch_size * cfg.validation_batches
+        size = min(cfg.batch_size, n)
+        cfg = replace(cfg, validation_batches=max(1, min(cfg.validation_batches, n // size)))
+        # packed as the training batches are: padded ones might need more memory
+        evaluation["validation"] = Batches(unseen, processor, size, skip, cfg.pack)
+        questions = first_questions(unseen, min(MAX_CAPTIONED_IMAGES, n))
+        evaluation["caption_images"] = partial(caption_images, questions, processor)
+    task = TrainingTask(
+        Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.augment),
+        processor.tokenizer.to_json(),
+        options.folder,
+        save_dtype=checkpoint_dtype(folder),
+        data_fingerprint=fingerprint(training),
+        **evaluation,
+    )
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(describe_data(mixture, held_out, cfg))
+    return model, task, cfg
+
+
+# -------------------------------------------------------------------------------------------------------------- data
+
+
+def open_data(options: FinetuneOptions) -> tuple[list[Subset], list[Subset]]:
+    """The training examples and the held-out examples of each source."""
+    sources = []
+    for text in options.data:
+        path, share = parse_data(text)
+        sources.append((open_source(path, options.read, generators={"scenes": scene_source}), share))
+    check_supported(options.read, [source for source, _ in sources])
+    return split(sources, options.validation)
+
+
+def parse_data(text: str) -> tuple[str, float | None]:
+    """PATH@SHARE as its two parts; a path that contains an @ and exists is a path without a share."""
+    path, separator, share = text.rpartition("@")
+    if not separator or os.path.exists(text):
         return text, None
     try:
         weight = float(share)
@@ -134,125 +136,105 @@ def path_and_share(text: str) -> tuple[str, float | None]:
     return path, weight
 
 
-def reading(args: argparse.Namespace) -> ReadOptions:
-    ratings = {}
-    for text in args.min_rating or ():
-        name, _, least = text.partition("=")
-        try:
-            ratings[name] = float(least)
-        except ValueError:
-            raise UsageError(f"--min-rating {text}: write a rating's name and a number, as formatting=3") from None
-    return ReadOptions(
-        prompt=PROMPT if args.prompt is None else args.prompt,
-        images=args.images,
-        text_column=args.text_column,
-        prompt_column=args.prompt_column,
-        min_ratings=ratings,
-        stream=bool(args.stream),
-        skip_errors=args.on_bad_example == "skip",
-    )
-
-
-def check_obeyed(args: argparse.Namespace, sources: list[Source | Stream]) -> None:
-    """Refuse a flag that means nothing for any source."""
-    for flag, name in {**{name: name for name in ReadOptions.__dataclass_fields__}, "min_rating": "min_ratings"}.items():
-        if getattr(args, flag, None) is not None and not any(name in source.supported_options for source in sources):
+def check_supported(read: ReadOptions, sources: Sequence[Source | Stream]) -> None:
+    """UsageError if an option was set that has no effect on any of the sources."""
+    defaults = ReadOptions()
+    for f in fields(ReadOptions):
+        is_set = f.name != "skip_errors" and getattr(read, f.name) != getattr(
+            defaults, f.name
+        )  # which is for every source
+        if is_set and not any(f.name in source.supported_options for source in sources):
+            flag = {"min_ratings": "--min-rating"}.get(f.name, f"--{f.name.replace('_', '-')}")
             paths = ", ".join(source.path for source in sources)
-            raise UsageError(f"--{flag.replace('_', '-')} means nothing for {paths}; leave it away")
+            raise UsageError(f"{flag} has no effect on {paths}; omit it")
 
 
-def read_processor(args: argparse.Namespace) -> tuple[Path, Processor]:
-    """The folder of the model to begin with, and its processor."""
-    folder = snapshot_path(args.model or EMBEDDED, args.revision)
+def check_folder(folder: Path, data: Sequence[str]) -> None:
+    """UsageError for a folder to which a model cannot be written without overwriting something else."""
+    if folder.is_file():
+        raise UsageError(f"--out {folder} is a file; name a folder for the model")
+    if (folder / WEIGHTS).exists() and not checkpoint_paths(folder):
+        raise UsageError(f"--out {folder} holds a model but no checkpoints to resume from; name another folder")
+    if folder.resolve() in [Path(parse_data(text)[0]).resolve() for text in data]:
+        raise UsageError(f"--out {folder} holds the data; name another folder for the model")
+
+
+def fingerprint(training: Sequence[Subset]) -> str:
+    """Identifies the examples: each source's path, share, number of examples and a digest of them (`Source.fingerprint`)."""
+    parts = []
+    for subset in training:
+        part = subset.source.path if subset.weight is None else f"{subset.source.path}@{subset.weight:g}"
+        if not subset.source.endless:
+            digest = blake2b(digest_size=4)
+            for index in subset.indices:
+                digest.update(subset.source.fingerprint(index).encode("utf-8", "surrogatepass") + b"\0")
+            part += f" ({len(subset)}, {digest.hexdigest()})"
+        parts.append(part)
+    return "; ".join(parts)
+
+
+def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig) -> str:
+    """One line: how many examples each source has, and how often each is shown."""
+    batches = cfg.max_steps * cfg.gradient_accumulation_steps * int(os.environ.get("WORLD_SIZE", 1))
+    parts = []
+    for subsets, share in zip(mixture.groups, mixture.shares):
+        paths, shown = ", ".join(subset.source.path for subset in subsets), share * batches * cfg.batch_size
+        if subsets[0].source.endless:
+            parts.append(f"{paths}: {shown:,.0f} examples are shown")
+        else:
+            total = sum(map(len, subsets))
+            parts.append(f"{paths}: {total:,} examples, each shown {shown / total:.1f} times")
+    if held_out:
+        parts.append(f"{sum(map(len, held_out)):,} held out")
+    return "; ".join(parts)
+
+
+def load_processor(options: FinetuneOptions) -> tuple[Path, Processor]:
+    """The local folder of the model to start from, and its processor."""
+    folder = snapshot_path(options.model, options.revision)
     cfg = load_config(folder)
     return folder, Processor(cfg, Tokenizer.from_pretrained(folder, cfg))
 
 
-def fine_tune(args: argparse.Namespace, cfg: TrainConfig, learned: list[Subset], held: list[Subset]) -> int:
-    """Train args.model on the examples learned; those held out are looked at before, now and then, and after."""
-    device = choose_device(args.device)
-    folder, processor = read_processor(args)
-    tokenizer, skip = processor.tokenizer, args.on_bad_example == "skip"
-    if args.lr is None:  # the wider a model, the lower its rate, in proportion (Yang et al. 2022)
-        cfg = replace(cfg, lr=cfg.lr * WIDTH / processor.cfg.lm_hidden_dim)
-    mixture = Mixture(learned, cfg.seed)
-    batches = Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.augment)
-    model = load_model(folder, processor.cfg, tokenizer.image_token_id, device=device)
-    if os.environ.get("RANK", "0") == "0":
-        progress(outlook(mixture, held, cfg))
-    looks = {}
-    if held:
-        unseen = Mixture(held, cfg.seed)
-        known = sum(map(len, held)) or cfg.batch_size * cfg.validation_batches  # of streams, nobody knows
-        size = min(cfg.batch_size, known)
-        cfg = replace(cfg, validation_batches=max(1, min(cfg.validation_batches, known // size)))
-        looks["validation"] = Batches(unseen, processor, size, skip, cfg.pack)  # padded, they might need more memory
-        looks["show"] = partial(captions, shown(unseen, min(SHOWN, known)), processor)
-    train(model, tokenizer.to_json(), batches, cfg, args.out, checkpoint_dtype(folder), data=identity(learned), **looks)
-    return 0
+# ------------------------------------------------------------------------------------------- captions at evaluations
 
 
-def identity(learned: list[Subset]) -> str:
-    """What tells these examples from others: of each source its path, share, number of examples and a digest of them,
-    see `Source.fingerprint`."""
-    said = []
-    for part in learned:
-        share = "" if part.weight is None else f"@{part.weight:g}"
-        traces = blake2b(digest_size=4)
-        for number in part.indices if not part.source.endless else ():
-            traces.update(part.source.fingerprint(number).encode("utf-8", "surrogatepass") + b"\0")
-        said.append(f"{part.source.path}{share}" + f" ({len(part)}, {traces.hexdigest()})" * (not part.source.endless))
-    return "; ".join(said)
-
-
-def outlook(mixture: Mixture, held: list[Subset], cfg: TrainConfig) -> str:
-    """What is going to be learned from, and how often, in one line."""
-    said, examples = [], cfg.steps * cfg.accumulate * cfg.batch_size * int(os.environ.get("WORLD_SIZE", 1))
-    for parts, share in zip(mixture.groups, mixture.shares):
-        names, seen = ", ".join(part.source.path for part in parts), share * examples
-        if not parts[0].source.endless:
-            total = sum(map(len, parts))
-            said.append(f"{names}: {total:,} examples, each shown {seen / total:.1f} times")
-        else:
-            said.append(f"{names}: {seen:,.0f} examples are shown")
-    return "; ".join([*said, f"{sum(map(len, held)):,} held out"][: len(said) + bool(held)])
-
-
-def shown(unseen: Mixture, n: int) -> list[tuple[list[Image.Image], str]]:
-    """Pictures and first question of the first n examples that have a picture and can be read."""
-    found = []
-    for place in range(n):
+def first_questions(held_out: Mixture, n: int) -> list[tuple[list[Image.Image], str]]:
+    """Images and first question of those of the first n examples that have images and can be read."""
+    questions = []
+    for position in range(n):
         try:
-            example = unseen.example(place)
-            pictures = [load_image(picture) for picture in example.images]
+            example = held_out.example(position)
+            images = [load_image(image) for image in example.images]
         except (ExampleError, ImageError):
             continue
-        if pictures and example.qa_pairs:
-            found.append((pictures, example.qa_pairs[0][0]))
-    return found
+        if images and example.qa_pairs:
+            questions.append((images, example.qa_pairs[0][0]))
+    return questions
 
 
-def captions(asked: list, processor: Processor, model: VisionLanguageModel) -> list[tuple[Image.Image, str]]:
-    """What model says of each: its first picture, and the answer."""
-    captioner, said = Captioner(model, processor), []
-    for pictures, prompt in asked:
+def caption_images(
+    questions: Sequence[tuple[list[Image.Image], str]], processor: Processor, model: VisionLanguageModel
+) -> list[tuple[Image.Image, str]]:
+    """The first image of each question, and the model's answer."""
+    from nanovlm.captioner import Captioner
+
+    captioner, captions = Captioner(model, processor), []
+    for images, question in questions:
         try:
-            said.append((pictures[0], captioner.caption(pictures, prompt, max_new_tokens=64)))
-        except ValueError as error:  # a long question may leave no room; training goes on
-            said.append((pictures[0], f"({error})"))
-    return said
+            caption = captioner.caption(images, question, max_new_tokens=MAX_CAPTION_TOKENS)
+        except NanoVLMError as error:  # a long question may leave no room for an answer; training goes on
+            caption = f"({error})"
+        captions.append((images[0], caption))
+    return captions
 
 
-def more_room(error: Exception) -> str:
-    """What helps if memory ran out, here or, which ends a process from outside, where batches are prepared; else ""."""
-    if "DataLoader worker" in str(error):
-        return f"{last_line(error)} Perhaps it lacked memory; --workers 0 does without it"
-    if isinstance(error, MemoryError) or re.search("out of memory|memory: you tried to allocate", str(error)):
-        return "not enough memory; lower --batch-size and raise --accumulate, or add --gradient-checkpointing (--plan)"
-    return ""
-
-
-def last_line(error: Exception) -> str:
-    """What an error says; from a process that prepares batches it comes as a whole traceback, which ends in that."""
-    line = (str(error).rstrip().splitlines() or [type(error).__name__])[-1]
-    return re.sub(r"^[\w.]+Error: ", "", line)
+@contextmanager
+def data_errors() -> Iterator[None]:
+    """Turn an example that cannot be used into a TrainingError that says how to go on without it."""
+    try:
+        yield
+    except ExampleError as error:
+        raise TrainingError(
+            f"{error}; --on-error skip goes on without it, --check-data lists all unusable examples"
+        ) from error

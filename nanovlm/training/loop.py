@@ -1,224 +1,277 @@
-"""The training loop, in the order of events; what it learns from is somebody else's business."""
+"""The training loop.
 
+Notable features:
+- a batch is a pure function of its number, so that a resumed run equals an uninterrupted one bit for bit
+- gradient accumulation weighted by answer tokens: cutting a batch into several changes nothing
+- data parallelism and FSDP2 under torchrun, bfloat16 and float16 autocast
+- evaluation on held-out batches, captions of held-out images, metrics.jsonl, TensorBoard, report.png
+"""
+
+import logging
 import math
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
 
 from models.checkpoint import atomic_dir
 from models.lora import adapters, merge
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.data.examples import IGNORE_INDEX
 from nanovlm.device import choose_training_dtype
-from nanovlm.errors import TrainingError
+from nanovlm.errors import InputError, TrainingError
 from nanovlm.training.checkpointing import (
-    Stopped,
-    asked_to_stop,
-    moments_of,
-    resume,
-    resume_optimizer,
-    save,
+    Checkpoint,
+    checkpoint_paths,
+    load_newest,
+    optimizer_state,
+    restore_model,
+    restore_optimizer,
+    save_checkpoint,
+    write_errors,
     write_model,
-    writing,
+    write_training_state,
 )
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
-from nanovlm.training.memory import plan
-from nanovlm.training.metrics import Journal
+from nanovlm.training.loader import Batch, load_batches
+from nanovlm.training.metrics import MetricsLogger, StepMetrics
 from nanovlm.training.optimizer import accelerated, adamw, freeze
 from nanovlm.training.report import write_report
+from nanovlm.training.signals import TrainingInterrupted, catch_stop_signals
 
-Batch = dict[str, Tensor | None]
+ModelWriter = Callable[[Path, VisionLanguageModel, str, torch.dtype | None], None]
+
+logger = logging.getLogger(__name__)
 
 
-def progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+@dataclass(frozen=True)
+class TrainingTask:
+    """What a run learns from, and where its files go.
+
+    get_batch(0), get_batch(1), ... must be a pure function of the number. validation(0), ... are held-out batches.
+    caption_images captions held-out images with the model it is given; folder/report.png shows the first and the last
+    captions. data_fingerprint identifies the examples, so that a resumed run can report that they have changed.
+    """
+
+    get_batch: Callable[[int], Batch]
+    tokenizer: str  # the text of tokenizer.json
+    folder: Path
+    save_dtype: torch.dtype | None = None  # of the final model's weights; None keeps float32
+    validation: Callable[[int], Batch] | None = None
+    caption_images: Callable[[VisionLanguageModel], Sequence[tuple[Image.Image, str]]] | None = None
+    data_fingerprint: str | None = None
+    write_model: ModelWriter = write_model
 
 
 def train(
     model: VisionLanguageModel,
     tokenizer: str,
-    batch: Callable[[int], Batch],
+    get_batch: Callable[[int], Batch],
     cfg: TrainConfig,
     folder: str | Path,
-    stored_as: torch.dtype | None = None,
-    log: Callable[[str], None] = progress,
-    validation: Callable[[int], Batch] | None = None,
-    show: Callable[[VisionLanguageModel], Sequence[tuple[Image.Image, str]]] | None = None,
-    data: str | None = None,
+    **options: Any,
 ) -> VisionLanguageModel:
-    """Train model on batch(0), batch(1), ..., cfg.accumulate a step, and write it to folder, weights as stored_as.
+    """Train model, write it to folder and return it; options are the other fields of TrainingTask, see Trainer.run."""
+    return Trainer(model, TrainingTask(get_batch, tokenizer, Path(folder), **options), cfg).run()
 
-    Under torchrun a step learns from cfg.accumulate batches on each process, and the first process writes. With
-    cfg.fsdp each keeps a part of the model, of which only the first returns the whole.
 
-    batch is a pure function of its number, so a run that was killed goes on from folder/checkpoints as if nothing
-    had happened; after SIGINT or SIGTERM it saves and raises `Stopped`. Every checkpoint is a model that generate.py
-    can use. validation(0), ... are held-out batches; show captions held-out pictures, which folder/report.png then
-    holds with the first captions and the last. data tells one set of examples from another; a run that goes on with
-    another config or other data says so. The trained model is returned: the same, or with cfg.lora_rank
-    another, the adapters merged into it. With cfg.plan nothing is trained or written, only told what it would take.
+class Trainer:
+    """One training run: resumed from the newest of task.folder/checkpoints, or started.
+
+    Under torchrun, an optimizer step learns from cfg.gradient_accumulation_steps batches on each process, and the main
+    process writes the files.
     """
-    if cfg.plan:
-        log(str(plan(model, batch, cfg)))
-        return model
-    folder = Path(folder)
-    with writing(folder):  # where that is impossible, better now than at the first save
-        folder.mkdir(parents=True, exist_ok=True)
-    world = DistributedContext(model.device)
-    log = log if world.rank == 0 else (lambda line: None)
-    dtype = choose_training_dtype(cfg.dtype, model.device)
-    scaler = torch.amp.GradScaler(model.device.type, enabled=dtype == torch.float16)
-    if cfg.fsdp and world.size == 1:
-        raise ValueError("fsdp=True divides a model among processes, and this is one; torchrun starts several")
-    if cfg.fsdp and scaler.is_enabled():
-        raise ValueError(f"fsdp=True does not work with {dtype}; choose dtype=float32, or leave fsdp out")
-    freeze(model, cfg)
-    first, before = resume(folder, model)
-    if world.sum(first) != [first * world.size]:
-        raise TrainingError(f"{folder} holds other checkpoints for other processes; it must be one that all share")
-    world.share_weights(model)
-    if cfg.fsdp:
-        world.shard(model)
-    optimizer = adamw(model, cfg)
-    resume_optimizer(folder, model, optimizer, scaler)
-    if first:
-        changed = [f"{k}={v} instead of {before[k]}" for k, v in asdict(cfg).items() if before.get(k, v) != v]
-        log(f"resumed {folder} at step {first}" + ", with " * bool(changed) + ", ".join(changed))
-        if before.get("data", data) != data:
-            log(f"the data has changed: it is {data} instead of {before['data']}; it is learned from here on")
-    start, stop = first * cfg.accumulate * world.size, cfg.steps * cfg.accumulate * world.size
-    batches = iter(
-        DataLoader(
-            _Batches(batch, range(start + world.rank, stop, world.size)),
-            batch_size=None,
-            num_workers=cfg.workers,
-            prefetch_factor=4 if cfg.workers else None,
-            worker_init_fn=_ignore_signals,
-        )
-    )
-    with (
-        accelerated(model, cfg),
-        workers_end_with(batches),
-        asked_to_stop() as asked,
-        closing(world),
-        closing(Journal(folder, cfg, first, model.device, log, writes=world.rank == 0)) as journal,
+
+    def __init__(
+        self,
+        model: VisionLanguageModel,
+        task: TrainingTask,
+        cfg: TrainConfig,
+        context: DistributedContext | None = None,
     ):
-        if first == 0:
-            journal.found(0, *look(model, validation, show, dtype, cfg, world))
-        model.train()
-        for step in range(first, cfg.steps):
-            torch.manual_seed(cfg.seed + step + (world.rank << 40))  # dropout, too, is a function of the step
-            for group in optimizer.param_groups:
-                group["lr"] = cfg.lr_at(step) * group["rate"]
-            inputs = [to_device(batch, model.device) for batch in islice(batches, cfg.accumulate)]
-            loss = backward(model, inputs, dtype, scaler, world)
-            world.sum_gradients(model, sum(len(one["images"]) for one in inputs if one["images"] is not None))
-            read = sum(int((one["attention_mask"] != 0).sum()) for one in inputs)
-            loss, read, leaving = world.sum(loss, read, len(asked))
-            scaler.unscale_(optimizer)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-            norm = (norm.full_tensor() if world.sharded else norm).item()
-            # float16 overflows now and then: the scaler skips that step and scales less, down to where it must help
-            overflow = scaler.is_enabled() and scaler.get_scale() > 1
-            if not math.isfinite(loss) or not (math.isfinite(norm) or overflow):
-                raise TrainingError(
-                    f"step {step} has loss {loss} and gradient norm {norm:.3g}; "
-                    f"lower lr={cfg.lr} and run again to go on from the last checkpoint in {folder}"
-                )
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+        with write_errors(task.folder):  # before any work
+            task.folder.mkdir(parents=True, exist_ok=True)
+        self.model, self.task, self.cfg = model, task, cfg
+        self.context = context or DistributedContext(model.device)
+        self.dtype = choose_training_dtype(cfg.dtype, model.device)
+        self.scaler = torch.amp.GradScaler(model.device.type, enabled=self.dtype == torch.float16)
+        if cfg.fsdp:
+            self._check_fsdp()
+        freeze(model, cfg)
+        checkpoint = load_newest(task.folder, model)
+        self.first_step = checkpoint.step if checkpoint else 0
+        if self.context.sum(self.first_step) != [self.first_step * self.context.world_size]:
+            raise TrainingError(
+                f"{task.folder} holds other checkpoints on other processes; use a folder that all share"
+            )
+        if checkpoint:
+            restore_model(checkpoint, model)
+        self.context.broadcast_weights(model)
+        if cfg.fsdp:
+            self.context.shard(model)
+        self.optimizer = adamw(model, cfg)
+        if checkpoint:
+            restore_optimizer(checkpoint, model, self.optimizer, self.scaler)
+            self._log_resumed(checkpoint)
 
-            done = step + 1
-            journal.step(done, loss, cfg.lr_at(step), norm, read)
-            if done % cfg.validate_every == 0 or done == cfg.steps:
-                journal.found(done, *look(model, validation, show, dtype, cfg, world))
-                model.train()
-            if done % cfg.save_every == 0 or done == cfg.steps or leaving:
-                whole, moments = world.whole(model, cfg), world.gathered(moments_of(model, optimizer))
-                if world.rank == 0:
-                    save(folder, whole, tokenizer, moments, scaler, cfg, done, data)
-            if leaving and done < cfg.steps:
-                number = signal.Signals(asked[0] if asked else signal.SIGTERM)
-                log(f"{number.name}: stopped and saved {folder} at step {done}; run the same command again to go on")
-                raise Stopped(128 + number)
-        model = world.whole(model.eval(), cfg)
-    if world.rank == 0:
-        with writing(folder), atomic_dir(folder) as files:
-            write_model(files, model, tokenizer, stored_as)
-    if world.rank == 0 and show:
+    def run(self) -> VisionLanguageModel:
+        """Train until cfg.max_steps, write the model to task.folder and return it.
+
+        The model returned is the same object; with cfg.lora_rank another, with the adapters merged into its weights;
+        with cfg.fsdp an unsharded copy, on the main process only. After SIGINT or SIGTERM a checkpoint is saved and
+        TrainingInterrupted is raised. TrainingError if the run diverges or files cannot be written.
+        """
+        cfg, model, context = self.cfg, self.model, self.context
+        with (
+            accelerated(model, cfg),
+            load_batches(self.task.get_batch, self._batch_numbers(), cfg.num_workers) as batches,
+            catch_stop_signals() as signals,
+            closing(context),
+            closing(MetricsLogger(self.task.folder, cfg, self.first_step, context)) as metrics,
+        ):
+            if self.first_step == 0:
+                metrics.log_evaluation(0, *self.evaluate())
+            model.train()
+            for step in range(self.first_step, cfg.max_steps):
+                metrics.log_step(self.training_step(step, batches))
+                done = step + 1
+                last = done == cfg.max_steps
+                if done % cfg.validate_every == 0 or last:
+                    metrics.log_evaluation(done, *self.evaluate())
+                (stop_requested,) = context.sum(len(signals))
+                if done % cfg.save_every == 0 or last or stop_requested:
+                    self.save(done)
+                if stop_requested and not last:
+                    self._interrupt(done, signals)
+            model = context.full_model(model.eval(), cfg)
+        if context.is_main:
+            self.write_results(model)
+        return merge(model) if adapters(model) and (context.is_main or not context.sharded) else model
+
+    def training_step(self, step: int, batches: Iterator[Batch]) -> StepMetrics:
+        """Forward and backward passes, gradient clipping and an AdamW step; TrainingError if the run diverges."""
+        cfg, model, context = self.cfg, self.model, self.context
+        torch.manual_seed(cfg.seed + step + (context.rank << 40))  # makes dropout a function of the step
+        lr = cfg.lr_at(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["rate"]
+        inputs = [to_device(batch, model.device) for batch in islice(batches, cfg.gradient_accumulation_steps)]
+        loss = backward(model, inputs, self.dtype, self.scaler, context)
+        context.sum_gradients(model, sum(len(images) for batch in inputs if (images := batch["images"]) is not None))
+        loss, tokens = context.sum(loss, sum(count_tokens(batch) for batch in inputs))
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+        grad_norm = (norm.full_tensor() if context.sharded else norm).item()
+        self._check_finite(step, loss, grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return StepMetrics(step + 1, loss, lr, grad_norm, int(tokens))
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float | None, list[str]]:
+        """The mean loss over the answer tokens of the held-out batches, and the captions of the held-out images."""
+        task, context = self.task, self.context
+        if not (task.validation or task.caption_images):
+            return None, []
+        model = context.full_model(self.model.eval(), self.cfg)
+        loss = tokens = 0.0
+        for i in context.shard_indices(self.cfg.validation_batches) if task.validation else ():
+            batch = to_device(task.validation(i), model.device)
+            n = count_answer_tokens(batch)
+            with autocast(model.device, self.dtype):
+                loss += n * model(**batch)[1].item()
+            tokens += n
+        loss, tokens = context.sum(loss, tokens)
+        captions = [text for _, text in task.caption_images(model)] if task.caption_images and context.is_main else []
+        self.model.train()
+        return loss / tokens if tokens else None, captions
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of `step` steps; every process must call it."""
+        context, task = self.context, self.task
+        model = context.full_model(self.model, self.cfg)
+        optimizer = context.gather(optimizer_state(self.model, self.optimizer))
+        settings = asdict(self.cfg) | {"data": task.data_fingerprint}
+        state = {"step": step, "config": settings, "scaler": self.scaler.state_dict()}
+
+        def write(files: Path) -> None:
+            task.write_model(files, model, task.tokenizer, None)
+            write_training_state(files, optimizer, state)
+
+        if context.is_main:
+            save_checkpoint(task.folder, step, self.cfg.keep_checkpoints, write)
+
+    def write_results(self, model: VisionLanguageModel) -> None:
+        """Write the final model, and a report if images were captioned."""
+        folder, task = self.task.folder, self.task
+        with write_errors(folder), atomic_dir(folder) as files:
+            task.write_model(files, model, task.tokenizer, task.save_dtype)
+        if not task.caption_images:
+            return
         try:
-            write_report(folder, [picture for picture, _ in show(model)])
+            write_report(folder, [image for image, _ in task.caption_images(model)])
         except ImportError as error:
-            log(f"no report.png: {error}; pip install 'nanovlm[eval]'")
-        except OSError as error:  # the model is there
-            log(f"no report.png: {error}")
-    return merge(model) if adapters(model) and not (world.sharded and world.rank) else model
+            logger.warning(f"no report.png: {error}; pip install 'nanovlm[eval]'")
+        except OSError as error:  # the model is written, so the run is a success
+            logger.warning(f"no report.png: {error}")
 
+    def _check_fsdp(self) -> None:
+        if self.context.world_size == 1:
+            raise InputError("fsdp=True shards a model over several processes, and this is one; start it by torchrun")
+        if self.scaler.is_enabled():
+            raise InputError(f"fsdp=True does not work with {self.dtype}; choose dtype=float32, or omit fsdp")
 
-@torch.no_grad()
-def look(
-    model: VisionLanguageModel,
-    validation: Callable | None,
-    show: Callable | None,
-    dtype: torch.dtype,
-    cfg: TrainConfig,
-    world: DistributedContext,
-) -> tuple[float | None, list[str]]:
-    """The mean loss over the answer tokens of the held-out batches, and the captions of held-out pictures."""
-    model = world.whole(model.eval(), cfg) if validation or show else model
-    total = answered = 0
-    for i in world.turns(cfg.validation_batches if validation else 0):
-        batch = to_device(validation(i), model.device)
-        n = int((batch["targets"] != IGNORE_INDEX).sum())
-        with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
-            total += n * model(**batch)[1].item()
-        answered += n
-    total, answered = world.sum(total, answered)
-    captions = [caption for _, caption in show(model)] if show and world.rank == 0 else []
-    return total / answered if answered else None, captions
+    def _log_resumed(self, checkpoint: Checkpoint) -> None:
+        if not self.context.is_main:
+            return
+        folder, stored, data = self.task.folder, checkpoint.settings, self.task.data_fingerprint
+        changed = [
+            f"{name}={value} instead of {stored[name]}"
+            for name, value in asdict(self.cfg).items()
+            if stored.get(name, value) != value
+        ]
+        logger.info(f"resumed {folder} at step {checkpoint.step}{', with ' if changed else ''}{', '.join(changed)}")
+        if stored.get("data", data) != data:
+            logger.warning(f"the data has changed: it is {data} instead of {stored['data']}; training goes on with it")
 
+    def _batch_numbers(self) -> range:
+        """The numbers of this process's batches, from the first step to the last."""
+        per_step = self.cfg.gradient_accumulation_steps * self.context.world_size
+        return range(
+            self.first_step * per_step + self.context.rank, self.cfg.max_steps * per_step, self.context.world_size
+        )
 
-class _Batches(Dataset):
-    """batch(number) for each of the numbers, an item each."""
+    def _check_finite(self, step: int, loss: float, grad_norm: float) -> None:
+        # float16 overflows now and then: the scaler skips that step and lowers its scale, which ends at 1
+        may_overflow = self.scaler.is_enabled() and self.scaler.get_scale() > 1
+        if math.isfinite(loss) and (math.isfinite(grad_norm) or may_overflow):
+            return
+        remedy = f"lower lr={self.cfg.lr} and run again to start over"
+        if paths := [str(path) for path in reversed(checkpoint_paths(self.task.folder))]:
+            remedy = f"lower lr={self.cfg.lr} and run again to resume from {paths[0]}"
+            if paths[1:]:
+                remedy += f", or move it away first to resume from {paths[1]}"
+        raise TrainingError(
+            f"training diverged: step {step} has loss {loss} and gradient norm {grad_norm:.3g}; {remedy}"
+        )
 
-    def __init__(self, batch: Callable[[int], Batch], numbers: range):
-        self.batch, self.numbers = batch, numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, i: int) -> Batch:
-        return self.batch(self.numbers[i])
-
-
-@contextmanager
-def workers_end_with(batches: Iterator[Batch]) -> Iterator[None]:
-    """Deaf to signals, workers would outlive an error for as long as anybody keeps its traceback."""
-    try:
-        yield
-    finally:
-        getattr(batches, "_shutdown_workers", lambda: None)()  # there is none without workers
-
-
-def _ignore_signals(worker: int) -> None:
-    """Ctrl-C reaches every process of the terminal; the one that trains tells the others when to stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    return {name: tensor if tensor is None else tensor.to(device) for name, tensor in batch.items()}
+    def _interrupt(self, step: int, signals: list[int]) -> None:
+        number = signal.Signals(signals[0] if signals else signal.SIGTERM)
+        if self.context.is_main:
+            folder = self.task.folder
+            logger.info(
+                f"{number.name}: stopped and saved {folder} at step {step}; run the same command again to resume"
+            )
+        raise TrainingInterrupted(128 + number)
 
 
 @torch.enable_grad()
@@ -227,23 +280,39 @@ def backward(
     batches: list[Batch],
     dtype: torch.dtype,
     scaler: torch.amp.GradScaler,
-    world: DistributedContext,
+    context: DistributedContext,
 ) -> float:
-    """Sum up the gradients of the mean loss over all answer tokens of the batches here and on other processes.
+    """Add up the gradients of the mean loss over the answer tokens of all batches, here and on other processes.
 
-    A batch's mean counts by its number of answer tokens, so that cutting one batch into several changes nothing.
-    Returns the part of that loss that stands here.
+    Returns this process's share of that loss.
     """
-    answered = [int((batch["targets"] != IGNORE_INDEX).sum()) for batch in batches]
-    if not all(answered):
-        raise TrainingError("a batch has no answer to learn; leave examples without one out of it")
-    (everywhere,) = world.sum(sum(answered))
+    counts = [count_answer_tokens(batch) for batch in batches]
+    if not all(counts):
+        raise TrainingError("a batch has no answer tokens to learn; remove examples without an answer")
+    (answer_tokens,) = context.sum(sum(counts))
     total = 0.0
-    for batch, n in zip(batches, answered):
-        with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
+    for batch, count in zip(batches, counts):
+        with autocast(model.device, dtype):
             _, loss = model(**batch)
-        loss = loss * (n / everywhere)
-        if loss.requires_grad:  # words alone teach a projector nothing
+        loss = loss * (count / answer_tokens)
+        if loss.requires_grad:  # not if only the projector is trained, and the batch has no images
             scaler.scale(loss).backward()
         total += loss.item()
     return total
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return {name: tensor if tensor is None else tensor.to(device) for name, tensor in batch.items()}
+
+
+def count_tokens(batch: Batch) -> int:
+    """The number of tokens without padding."""
+    return int((batch["attention_mask"] != 0).sum())
+
+
+def count_answer_tokens(batch: Batch) -> int:
+    return int((batch["targets"] != IGNORE_INDEX).sum())

@@ -1,107 +1,139 @@
-"""What a run tells while it goes on: a progress line, every number in metrics.jsonl, and curves for TensorBoard."""
+"""Metrics of a training run: progress lines for people, metrics.jsonl for programs, and curves for TensorBoard."""
 
 import json
+import logging
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-
+from models.checkpoint import atomic_write
+from nanovlm.data.jsonl import read_jsonl
 from nanovlm.device import peak_memory
-from nanovlm.training.checkpointing import writing
+from nanovlm.training.checkpointing import write_errors
 from nanovlm.training.config import TrainConfig
+from nanovlm.training.distributed import DistributedContext
 
 METRICS = "metrics.jsonl"
 
+logger = logging.getLogger(__name__)
 
-class Journal:
-    """Of a run in folder that goes on after `first` steps; lines for people go to log.
 
-    A line of metrics.jsonl is an object with "step" and either what that step was like (loss, lr, grad_norm,
-    tokens_per_s, memory in bytes) or what was found after it (validation_loss, captions). Of several processes that
-    train together, one writes.
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one optimizer step measured, over all processes."""
+
+    step: int  # steps done, this one included
+    loss: float  # mean over the answer tokens
+    lr: float
+    grad_norm: float  # before clipping
+    tokens: int  # read, without padding
+
+
+class MetricsLogger:
+    """Writes the metrics of a run in `folder` that starts, or is resumed, after `first_step` steps.
+
+    A line of metrics.jsonl is an object with "step" and either that step's loss, lr, grad_norm, tokens_per_s and memory
+    (bytes), or what an evaluation after it measured: validation_loss, or captions. Only the main process writes.
+    `clock` returns seconds.
     """
 
     def __init__(
         self,
         folder: Path,
         cfg: TrainConfig,
-        first: int,
-        device: torch.device,
-        log: Callable[[str], None],
-        writes: bool = True,
+        first_step: int,
+        context: DistributedContext,
+        clock: Callable[[], float] = time.perf_counter,
     ):
-        self.folder, self.cfg, self.first, self.device, self.log, self.writes = folder, cfg, first, device, log, writes
-        self.board = None
-        if writes:
-            with writing(folder):
-                cut(folder / METRICS, first)
-        if writes and cfg.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        self.path, self.cfg, self.first_step, self.context, self.clock = (
+            folder / METRICS,
+            cfg,
+            first_step,
+            context,
+            clock,
+        )
+        self.board: Any = None
+        if context.is_main:
+            with write_errors(folder):
+                truncate(self.path, first_step)
+            if cfg.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1)
-        self.started = self.before = time.perf_counter()
-        self.losses, self.read = [], 0
+                self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+        self.start_time = self.step_start = clock()
+        self.losses: list[float] = []  # since the last progress line
+        self.tokens = 0  # since start_time
 
-    def step(self, done: int, loss: float, lr: float, grad_norm: float, tokens: int) -> None:
-        """A step is done, the `done`-th: its loss, rate and gradient norm, and how many tokens it read."""
-        now, memory = time.perf_counter(), peak_memory(self.device)
-        pace = tokens / (now - self.before)
-        self.write(done, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_s=round(pace, 1), memory=memory)
-        self.losses.append(loss)
-        self.read += tokens
-        if done % self.cfg.log_every == 0 or done == self.cfg.steps:
-            each = (now - self.started) / (done - self.first)
-            self.log(
-                f"step {done}/{self.cfg.steps}  loss {sum(self.losses) / len(self.losses):.4f}  lr {lr:.1e}  "
-                f"{each:.2f} s/step  {self.read / (now - self.started):,.0f} tokens/s  "
-                f"{memory / 2**20:,.0f} MiB  {(self.cfg.steps - done) * each / 60:.0f} min left"
-            )
+    def log_step(self, metrics: StepMetrics) -> None:
+        """Write the metrics of a step, and a progress line every cfg.log_every steps."""
+        seconds, memory = self.clock() - self.step_start, peak_memory(self.context.device)
+        self._write(
+            metrics.step,
+            loss=metrics.loss,
+            lr=metrics.lr,
+            grad_norm=metrics.grad_norm,
+            tokens_per_s=round(metrics.tokens / seconds, 1),
+            memory=memory,
+        )
+        self.losses.append(metrics.loss)
+        self.tokens += metrics.tokens
+        if metrics.step % self.cfg.log_every == 0 or metrics.step == self.cfg.max_steps:
+            self._log(self._progress(metrics, memory))
             self.losses.clear()
-        self.before = time.perf_counter()
+        self.step_start = self.clock()
 
-    def found(self, done: int, validation_loss: float | None, captions: Sequence[str]) -> None:
-        """What was found after `done` steps, on held-out examples."""
+    def _progress(self, metrics: StepMetrics, memory: int) -> str:
+        """The progress line; its pace is the mean since the start, evaluations and checkpoints included."""
+        step, max_steps = metrics.step, self.cfg.max_steps
+        elapsed = self.clock() - self.start_time
+        seconds_per_step = elapsed / (step - self.first_step)
+        return (
+            f"step {step}/{max_steps}  loss {sum(self.losses) / len(self.losses):.4f}  lr {metrics.lr:.1e}  "
+            f"{seconds_per_step:.2f} s/step  {self.tokens / elapsed:,.0f} tokens/s  "
+            f"{memory / 2**20:,.0f} MiB  {(max_steps - step) * seconds_per_step / 60:.0f} min left"
+        )
+
+    def log_evaluation(self, step: int, validation_loss: float | None, captions: Sequence[str]) -> None:
+        """Write what an evaluation after `step` steps measured on held-out examples."""
         if validation_loss is not None:
-            self.write(done, validation_loss=validation_loss)
-            self.log(f"step {done}/{self.cfg.steps}  validation loss {validation_loss:.4f}")
+            self._write(step, validation_loss=validation_loss)
+            self._log(f"step {step}/{self.cfg.max_steps}  validation loss {validation_loss:.4f}")
         if captions:
-            self.write(done, captions=list(captions))
+            self._write(step, captions=list(captions))
             for caption in captions:
-                self.log(f"step {done}/{self.cfg.steps}  says: {caption}")
-        self.before = time.perf_counter()
+                self._log(f"step {step}/{self.cfg.max_steps}  caption: {caption}")
+        self.step_start = self.clock()
 
-    def write(self, done: int, **numbers) -> None:
-        if not self.writes:
+    def _log(self, line: str) -> None:
+        if self.context.is_main:
+            logger.info(line)
+
+    def _write(self, step: int, **values: Any) -> None:
+        if not self.context.is_main:
             return
-        for name, value in numbers.items():
+        for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
-                numbers[name] = None  # float16 overflows now and then, and JSON knows no infinity
+                values[name] = None  # a gradient norm may overflow in float16, and JSON has no infinity
             elif self.board and isinstance(value, float | int):
-                self.board.add_scalar(name, value, done)
-        with writing(self.folder), open(self.folder / METRICS, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": done} | numbers) + "\n")
+                self.board.add_scalar(name, value, step)
+        with write_errors(self.path.parent), open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step} | values) + "\n")
 
     def close(self) -> None:
         if self.board:
             self.board.close()
 
 
-def entries(path: Path) -> list[dict]:
-    """The objects of a metrics.jsonl, up to a line that a killed run could not finish; none without the file."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            break
-    return found
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The objects of a metrics.jsonl, without a last line that a killed run left unfinished; [] without the file."""
+    return read_jsonl(path, torn_tail="drop") if path.exists() else []
 
 
-def cut(path: Path, first: int) -> None:
-    """Take out what was written after `first` steps, which are done again now; atomically. Without a file, make one."""
-    new = path.with_suffix(".new")
-    new.write_text("".join(json.dumps(entry) + "\n" for entry in entries(path) if entry["step"] <= first), "utf-8")
-    os.replace(new, path)
+def truncate(path: Path, step: int) -> None:
+    """Remove the lines that were written after `step` steps, which are about to be repeated; create a missing file."""
+    entries = [entry for entry in read_metrics(path) if entry["step"] <= step]
+    with atomic_write(path) as new:
+        new.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")

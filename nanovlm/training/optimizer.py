@@ -1,4 +1,4 @@
-"""How a step moves the weights: which of them learn and how fast, in which precision, and what is computed twice."""
+"""AdamW for the three parts of the model, which of them are trained, and how their blocks are executed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,9 @@ from nanovlm.training.config import TrainConfig
 
 
 def freeze(model: VisionLanguageModel, cfg: TrainConfig) -> None:
-    """Let the parts learn whose rate is not 0; the others get no gradients, and a frozen encoder keeps no graph.
+    """Freeze the parts whose rate is 0, and train the others: their weights, or with lora_rank adapters beside them.
 
-    With lora_rank it is not the weights of those parts that learn, but adapters beside them, and with lora_words
-    the embedding and the head.
+    A frozen part gets no gradients, and a frozen encoder keeps no activations.
     """
     for part, rate in cfg.rates.items():
         getattr(model, part).requires_grad_(rate > 0)
@@ -27,21 +26,21 @@ def freeze(model: VisionLanguageModel, cfg: TrainConfig) -> None:
 
 
 def adamw(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019) that decays matrices only: no norms, biases or embeddings.
+    """AdamW (Loshchilov and Hutter 2019) with weight decay on matrices only: not on norms, biases and embeddings.
 
-    A group's "rate" is that of its part of the model, a multiple of the step's learning rate.
+    The "rate" of a parameter group is that of its part of the model, a multiple of the step's learning rate.
     """
-    kept = {id(model.decoder.token_embedding.weight), id(model.vision_encoder.patch_embedding.position_embedding)}
+    embeddings = {id(model.decoder.token_embedding.weight), id(model.vision_encoder.patch_embedding.position_embedding)}
     groups = []
     for part, rate in cfg.rates.items():
-        learning = [p for p in getattr(model, part).parameters() if p.requires_grad]
-        decays = [p for p in learning if p.ndim >= 2 and id(p) not in kept]
-        stays = [p for p in learning if p.ndim < 2 or id(p) in kept]
-        groups += [{"params": decays, "weight_decay": cfg.weight_decay, "rate": rate}]
-        groups += [{"params": stays, "weight_decay": 0.0, "rate": rate}]
+        trained = [p for p in getattr(model, part).parameters() if p.requires_grad]
+        decayed = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]
+        others = [p for p in trained if p.ndim < 2 or id(p) in embeddings]
+        groups += [{"params": decayed, "weight_decay": cfg.weight_decay, "rate": rate}]
+        groups += [{"params": others, "weight_decay": 0.0, "rate": rate}]
     groups = [group for group in groups if group["params"]]
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, cfg.beta2), fused=True)
-    for p in (p for group in groups for p in group["params"]):  # those of what no batch has touched are saved, too
+    for p in (p for group in groups for p in group["params"]):  # checkpoints hold the state of unused parameters, too
         optimizer.state[p] = {"step": torch.zeros((), device=p.device)}
         optimizer.state[p] |= {moment: torch.zeros_like(p) for moment in ("exp_avg", "exp_avg_sq")}
     return optimizer
@@ -49,16 +48,16 @@ def adamw(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:
 
 @contextmanager
 def accelerated(model: VisionLanguageModel, cfg: TrainConfig) -> Iterator[None]:
-    """Compile the blocks, keep only what stands between them (Chen et al. 2016), or both, as cfg asks."""
-    blocks = [*model.vision_encoder.blocks, *model.decoder.blocks]
-    for block in blocks:
-        if cfg.gradient_checkpointing:
-            forward = torch.compile(block.forward, dynamic=False) if cfg.compile else block.forward
-            block.forward = partial(checkpoint, forward, use_reentrant=False)
-        elif cfg.compile:
-            block.compile(dynamic=False)
+    """Compile the blocks, recompute their activations in the backward pass (Chen et al. 2016), or both, as cfg asks.
+
+    At the end of the context the blocks are as they were.
+    """
+    changed = [*model.vision_encoder.blocks, *model.decoder.blocks] if cfg.compile or cfg.gradient_checkpointing else []
+    for block in changed:
+        forward = torch.compile(block.forward, dynamic=False) if cfg.compile else block.forward
+        block.forward = partial(checkpoint, forward, use_reentrant=False) if cfg.gradient_checkpointing else forward
     try:
         yield
     finally:
-        for block in blocks:
-            vars(block).pop("forward", None)
+        for block in changed:
+            del block.forward

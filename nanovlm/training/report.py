@@ -1,52 +1,69 @@
-"""report.png: the curves of a run, and what the model said of held-out pictures before it and after it."""
+"""report.png: the curves of a run, and captions of held-out images before and after it."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 from PIL import Image
 
-from nanovlm.training.metrics import METRICS, entries
+from nanovlm.training.metrics import METRICS, read_metrics
 
-SMOOTHED = 20  # steps: the loss of one depends on what it happened to draw
+SMOOTHING = 20  # steps; the loss of a single step depends on its batch
 COLUMNS = 4
+CURVES_HEIGHT, ROW_HEIGHT, WIDTH = 3.2, 3.6, 12  # inches
 
 
-def write_report(folder: Path, pictures: Sequence[Image.Image] = ()) -> Path:
-    """Draw folder/metrics.jsonl as folder/report.png, and pictures with the first and the last captions it holds.
+def write_report(folder: Path, images: Sequence[Image.Image] = ()) -> Path:
+    """Plot folder/metrics.jsonl as folder/report.png, with the images and their first and last captions in it.
 
-    Needs matplotlib, extra `eval`.
+    Needs matplotlib (extra: eval).
     """
     from matplotlib.figure import Figure
 
-    told = entries(folder / METRICS)
-    captions = [entry["captions"] for entry in told if "captions" in entry]
-    rows = -(-len(pictures) // COLUMNS) if captions else 0
-    figure = Figure(figsize=(12, 3.2 + 3.6 * rows), layout="constrained")
-    above, *below = figure.subfigures(
-        2 if rows else 1, 1, squeeze=False, height_ratios=[3.2, 3.6 * rows][: 1 + bool(rows)]
-    )[:, 0]
-    left, middle, right = above.subplots(1, 3)
-    steps = [entry for entry in told if "loss" in entry]
-    at, losses = [entry["step"] for entry in steps], [entry["loss"] for entry in steps]
-    left.plot(at, losses, alpha=0.3, color="C0")
-    means = [losses[max(0, i - SMOOTHED + 1) : i + 1] for i in range(len(losses))]
-    left.plot(at, [sum(some) / len(some) for some in means], color="C0", label=f"training, mean of {SMOOTHED} steps")
-    held_out = [(entry["step"], entry["validation_loss"]) for entry in told if "validation_loss" in entry]
-    if held_out:
-        left.plot(*zip(*held_out), color="C1", marker="o", label="validation")
-    left.legend()
-    left.set(title="loss", xlabel="step", yscale="log")
-    middle.plot(at, [entry["lr"] for entry in steps])
-    middle.set(title="learning rate", xlabel="step")
-    right.plot(at, [float("nan") if entry["grad_norm"] is None else entry["grad_norm"] for entry in steps])
-    right.set(title="gradient norm", xlabel="step", yscale="log")
-    for sheet in below:
-        places = list(sheet.subplots(rows, COLUMNS, squeeze=False).flat)
-        for place in places:
-            place.set_axis_off()
-        for place, picture, before, after in zip(places, pictures, captions[0], captions[-1]):
-            place.imshow(picture.convert("RGB"))
-            place.set_title(f"{fill(f'before: {before}', 38)}\n{fill(f'after: {after}', 38)}", fontsize=8, loc="left")
-    figure.savefig(path := folder / "report.png", dpi=100)
+    metrics = read_metrics(folder / METRICS)
+    captions = [entry["captions"] for entry in metrics if "captions" in entry]
+    rows = -(-len(images) // COLUMNS) if captions else 0
+    figure = Figure(figsize=(WIDTH, CURVES_HEIGHT + ROW_HEIGHT * rows), layout="constrained")
+    if rows:
+        above, below = figure.subfigures(2, 1, height_ratios=[CURVES_HEIGHT, ROW_HEIGHT * rows])
+        plot_captions(below, rows, images, captions[0], captions[-1])
+    else:
+        above = figure.subfigures(1, 1)
+    plot_curves(above, metrics)
+    path = folder / "report.png"
+    figure.savefig(path, dpi=100)
     return path
+
+
+def plot_curves(figure: Any, metrics: Sequence[dict[str, Any]]) -> None:
+    """Loss, learning rate and gradient norm, side by side."""
+    loss_axes, lr_axes, norm_axes = figure.subplots(1, 3)
+    entries = [entry for entry in metrics if "loss" in entry]
+    steps, losses = [entry["step"] for entry in entries], [entry["loss"] for entry in entries]
+    loss_axes.plot(steps, losses, alpha=0.3, color="C0")
+    windows = [losses[max(0, i - SMOOTHING + 1) : i + 1] for i in range(len(losses))]
+    means = [sum(window) / len(window) for window in windows]
+    loss_axes.plot(steps, means, color="C0", label=f"training, mean of {SMOOTHING} steps")
+    validation = [(entry["step"], entry["validation_loss"]) for entry in metrics if "validation_loss" in entry]
+    if validation:
+        loss_axes.plot(*zip(*validation), color="C1", marker="o", label="validation")
+    loss_axes.legend()
+    loss_axes.set(title="loss", xlabel="step", yscale="log")
+    lr_axes.plot(steps, [entry["lr"] for entry in entries])
+    lr_axes.set(title="learning rate", xlabel="step")
+    norms = [float("nan") if entry["grad_norm"] is None else entry["grad_norm"] for entry in entries]
+    norm_axes.plot(steps, norms)
+    norm_axes.set(title="gradient norm", xlabel="step", yscale="log")
+
+
+def plot_captions(
+    figure: Any, rows: int, images: Sequence[Image.Image], first: Sequence[str], last: Sequence[str]
+) -> None:
+    """The images in a grid, each under its first and its last caption."""
+    grid = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+    for axes in grid:
+        axes.set_axis_off()
+    for axes, image, before, after in zip(grid, images, first, last):
+        axes.imshow(image.convert("RGB"))
+        axes.set_title(f"{fill(f'before: {before}', 38)}\n{fill(f'after: {after}', 38)}", fontsize=8, loc="left")

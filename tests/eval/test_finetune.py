@@ -7,7 +7,7 @@ import pytest
 from eval import finetune
 from eval.finetune import MIN_SHARES, TRAIN_FLAGS, Result, main
 
-QUICK = "--steps 2 --batch-size 4 --workers 0 --device cpu --log-every 2"
+QUICK = "--max-steps 2 --batch-size 4 --num-workers 0 --device cpu --log-every 2"
 
 
 def test_two_steps_teach_nothing_and_every_missed_limit_is_printed(capsys):

@@ -236,13 +236,13 @@ def test_a_model_is_adapted_once_and_with_a_rank(tiny_model, adapted):
 
 
 CFG = TrainConfig(
-    steps=3, lr=1e-2, warmup=0, decay=0, lora_rank=2, vision_rate=0, save_every=3, dtype="float32", workers=0
+    max_steps=3, lr=1e-2, warmup_steps=0, decay=0, lora_rank=2, vision_rate=0, save_every=3, dtype="float32", num_workers=0
 )
 
 
 @torch.no_grad()
 def test_training_leaves_a_plain_model_and_the_adapters_that_make_it(tiny_model, words_and_images, tmp_path):
-    trained = train(tiny_model(), "{}", words_and_images, CFG, tmp_path, log=lambda line: None)
+    trained = train(tiny_model(), "{}", words_and_images, CFG, tmp_path)
     batch = words_and_images(9)
     read = load_model(tmp_path, load_config(tmp_path), 3)
     assert torch.equal(read(**batch)[0], trained(**batch)[0])
@@ -256,15 +256,15 @@ def test_training_leaves_a_plain_model_and_the_adapters_that_make_it(tiny_model,
 
 
 def test_adapters_go_on_only_from_the_model_that_they_began_with(tiny_model, words_and_images, tmp_path):
-    train(tiny_model(), "{}", words_and_images, CFG, tmp_path, log=lambda line: None)
+    train(tiny_model(), "{}", words_and_images, CFG, tmp_path)
     for model, cfg, told in (
-        (tiny_model(seed=1), CFG, "begin with the same model as before"),
+        (tiny_model(seed=1), CFG, "start from the same model as before"),
         (tiny_model(), replace(CFG, lora_rank=4), "r=2 and lora_alpha=16.0, but this model has 4"),
         (tiny_model(), replace(CFG, lora_words=False), "which this model does not learn"),
-        (tiny_model(), replace(CFG, lora_rank=0), "was trained with lora_rank=2; go on so"),
+        (tiny_model(), replace(CFG, lora_rank=0), "was trained with lora_rank=2; resume with the same"),
     ):
         with pytest.raises(CheckpointError, match=told):
-            train(model, "{}", words_and_images, cfg, tmp_path, log=lambda line: None)
+            train(model, "{}", words_and_images, cfg, tmp_path)
 
 
 def test_the_weights_of_adapted_parts_keep_their_names(adapted, tiny_model):

@@ -10,9 +10,9 @@ pytestmark = pytest.mark.usefixtures("workdir")
 
 
 WRONG_TRAIN_FLAGS = [
-    "--steps 0", "--steps 1.5", "--batch-size 0", "--lr -1", "--lr nan", "--lr x", "--warmup -1", "--decay 1.1",
+    "--max-steps 0", "--max-steps 1.5", "--batch-size 0", "--lr -1", "--lr nan", "--lr x", "--warmup-steps -1", "--decay 1.1",
     "--augment 0.5", "--weight-decay -1", "--beta2 1", "--beta2 -0.1", "--max-grad-norm -1", "--seed -1",
-    "--seed 99999999999999999999", "--save-every 0", "--log-every 0", "--workers -1", "--device tpu", "--recipe x",
+    "--seed 99999999999999999999", "--save-every 0", "--log-every 0", "--num-workers -1", "--device tpu", "--recipe x",
 ]  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def test_required_flags(train, argv):
     assert_usage_error(train(*argv), "required", program="train.py")
 
 
-TINY_RUN = ["--recipe", "scenes", "--steps", "2", "--batch-size", "1", "--workers", "0", "--no-compile", "--out"]
+TINY_RUN = ["--recipe", "scenes", "--max-steps", "2", "--batch-size", "1", "--num-workers", "0", "--no-compile", "--out"]
 
 
 def test_trained_model_is_used_by_generate_and_resumed_by_train(generate, train):

@@ -1,4 +1,4 @@
-"""Whatever ends a run, and whatever it learns with, nothing is lost: what went on equals what was never stopped."""
+"""Whatever interrupts a run, it is resumed to the same weights, bit for bit, as if it had not been interrupted."""
 
 import json
 import os
@@ -16,85 +16,163 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from nanovlm.errors import CheckpointError, TrainingError
-from nanovlm.training import checkpointing as resuming
-from nanovlm.training.checkpointing import Stopped
+from nanovlm.training.checkpointing import OPTIMIZER, write_model
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import train
+from nanovlm.training.signals import TrainingInterrupted
 from support import ROOT
+from support.logs import log_lines
 
-CFG = TrainConfig(steps=6, lr=3e-3, warmup=2, save_every=3, log_every=2, workers=0, dtype="float32")
-WAYS = {
-    "accumulation": {"accumulate": 2, "schedule": "cosine"},
-    "adapters": {"lora_rank": 2, "accumulate": 2, "vision_rate": 0.0},
+CFG = TrainConfig(
+    max_steps=6, lr=3e-3, warmup_steps=2, save_every=3, log_every=2, num_workers=0, dtype="float32", keep_checkpoints=1
+)
+VARIANTS = {
+    "accumulation": {"gradient_accumulation_steps": 2, "schedule": "cosine"},
+    "adapters": {"lora_rank": 2, "gradient_accumulation_steps": 2, "vision_rate": 0.0},
     "adapters alone": {"lora_rank": 2, "lora_words": False},
     "frozen parts": {"vision_rate": 0.0, "language_rate": 0.0},
     "rates": {"vision_rate": 0.1, "projector_rate": 2.0, "gradient_checkpointing": True},
-    "float16": {"dtype": "float16", "steps": 12},
+    "float16": {"dtype": "float16", "max_steps": 12},
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def learn(tiny_model, words_and_images):
-    """Train a tiny model, which drops at random, into folder; what was logged."""
+    """Train a tiny model with dropout into a folder; returns the lines it logged."""
 
-    def learn(folder, cfg=CFG, batch=words_and_images, seed=0):
-        lines = []
-        train(tiny_model(seed, lm_dropout=0.1, vit_dropout=0.1), "{}", batch, cfg, folder, log=lines.append)
+    def learn(folder, cfg=CFG, batch=words_and_images, seed=0, **options):
+        with log_lines() as lines:
+            train(tiny_model(seed, lm_dropout=0.1, vit_dropout=0.1), "{}", batch, cfg, folder, **options)
         return lines
 
     return learn
 
 
 def tensors(folder):
-    """Every number in a folder's files of tensors, bit for bit."""
+    """Every tensor in a folder's files, bit for bit."""
     return {
         str(path.relative_to(folder)): {key: t.numpy().tobytes() for key, t in load_file(path).items()}
         for path in sorted(folder.rglob("*.safetensors"))
     }
 
 
-def at(number, event, batch):
-    """batch, and before this number of them the event."""
+@pytest.fixture(scope="module")
+def uninterrupted(learn, tmp_path_factory):
+    """The tensors of a run of CFG without interruption."""
+    learn(folder := tmp_path_factory.mktemp("uninterrupted"))
+    return tensors(folder)
 
-    def until(i):
+
+def before_batch(number, action, batch):
+    """batch, which calls the action before it returns the batch of this number."""
+
+    def get_batch(i):
         if i == number:
-            event()
+            action()
         return batch(i)
 
-    return until
+    return get_batch
 
 
-def fall():
+def fail():
     raise MemoryError
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_resumed_equals_uninterrupted_bit_for_bit(learn, words_and_images, tmp_path, way):
-    cfg = replace(CFG, **WAYS[way])
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_resumed_run_equals_uninterrupted_bit_for_bit(learn, words_and_images, tmp_path, variant):
+    cfg = replace(CFG, **VARIANTS[variant])
     learn(tmp_path / "whole", cfg)
-    learn(tmp_path / "other", replace(cfg, steps=1), seed=3)  # leaves torch's generator elsewhere
+    torch.manual_seed(3)  # leaves torch's generator elsewhere
+    failing = before_batch((cfg.max_steps - 2) * cfg.gradient_accumulation_steps, fail, words_and_images)
     with pytest.raises(MemoryError):
-        learn(tmp_path / "run", cfg, at((cfg.steps - 2) * cfg.accumulate, fall, words_and_images))
-    assert learn(tmp_path / "run", cfg)[0] == f"resumed {tmp_path / 'run'} at step {3 if cfg.steps == 6 else 9}"
+        learn(tmp_path / "run", cfg, failing)
+    assert learn(tmp_path / "run", cfg)[0] == f"resumed {tmp_path / 'run'} at step {3 if cfg.max_steps == 6 else 9}"
     assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
-    states = [json.loads((tmp_path / run / f"checkpoints/step-{cfg.steps}/training.json").read_text())
-              for run in ("run", "whole")]  # fmt: skip
-    assert states[0] == states[1] and bool(states[0]["scaler"]) == (way == "float16")
+    states = [
+        json.loads((tmp_path / run / f"checkpoints/step-{cfg.max_steps}/training.json").read_text())
+        for run in ("run", "whole")
+    ]
+    assert states[0] == states[1] and bool(states[0]["scaler"]) == (variant == "float16")
+
+
+def test_checkpoint_of_the_first_version_is_resumed(learn, words_and_images, tmp_path, uninterrupted):
+    """Its training.json names the settings as that version did."""
+    with pytest.raises(MemoryError):
+        learn(tmp_path, batch=before_batch(4, fail, words_and_images))
+    file = tmp_path / "checkpoints/step-3/training.json"
+    state = json.loads(file.read_text())
+    new = state["config"]
+    old = {"steps": "max_steps", "accumulate": "gradient_accumulation_steps", "warmup": "warmup_steps"}
+    state["config"] = {before: new.pop(now) for before, now in (old | {"workers": "num_workers"}).items()}
+    state["config"] |= new | {"schedule": "trapezoid", "plan": False}
+    del state["config"]["keep_checkpoints"]
+    file.write_text(json.dumps(state))
+    assert learn(tmp_path)[0] == f"resumed {tmp_path} at step 3", "no setting has changed"
+    assert tensors(tmp_path) == uninterrupted
+
+
+def test_a_resumed_run_reports_settings_that_changed(learn, tmp_path):
+    learn(tmp_path, replace(CFG, max_steps=3))
+    lines = learn(tmp_path, replace(CFG, lr=1e-3))
+    assert lines[0] == f"resumed {tmp_path} at step 3, with max_steps=6 instead of 3, lr=0.001 instead of 0.003"
+
+
+# -------------------------------------------------------------------------------------------- how many checkpoints stay
+
+
+@pytest.mark.parametrize(("keep", "names"), [(1, [6]), (2, [4, 6]), (9, [2, 4, 6])])
+def test_the_newest_checkpoints_are_kept(learn, tmp_path, keep, names):
+    (tmp_path / "checkpoints/step-by-step").mkdir(parents=True)
+    learn(tmp_path, replace(CFG, save_every=2, keep_checkpoints=keep))
+    assert checkpoints(tmp_path) == [*(f"step-{name}" for name in names), "step-by-step"]
+
+
+def test_an_old_checkpoint_is_removed_only_after_the_new_one_is_complete(learn, tmp_path):
+    seen = []
+
+    def watch(folder, *args):
+        seen.append(sorted(path.name for path in folder.parent.glob("step-*")))
+        write_model(folder, *args)
+
+    learn(tmp_path, replace(CFG, save_every=2, keep_checkpoints=2), write_model=watch)
+    assert seen == [[], ["step-2"], ["step-2", "step-4"], []], "the last one is the model itself"
+
+
+def test_a_diverged_run_names_the_checkpoints_to_go_back_to(learn, words_and_images, tmp_path):
+    cfg = replace(CFG, save_every=2, keep_checkpoints=2)
+
+    def poisoned(i):
+        batch = words_and_images(i)
+        return batch | {"images": batch["images"] * float("nan")} if i == 5 else batch
+
+    with pytest.raises(TrainingError, match="step 5 has loss nan.* lower lr=0.003 and run again to resume") as caught:
+        learn(tmp_path, cfg, poisoned)
+    folder = tmp_path / "checkpoints"
+    assert str(caught.value).endswith(
+        f"resume from {folder / 'step-4'}, or move it away first to resume from {folder / 'step-2'}"
+    )
+    (folder / "step-4").rename(tmp_path / "away")
+    assert learn(tmp_path, cfg)[0].endswith("at step 2")
+    learn(tmp_path / "whole", cfg)
+    assert tensors(folder) == tensors(tmp_path / "whole/checkpoints")
 
 
 # --------------------------------------------------------------------------------------------------------- signals
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_leaves(learn, words_and_images, tmp_path, number, code):
+def test_a_signal_saves_a_checkpoint_and_exits(learn, words_and_images, tmp_path, uninterrupted, number, code):
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    learn(tmp_path / "whole")
-    with pytest.raises(Stopped) as end:
-        learn(tmp_path / "run", batch=at(1, lambda: os.kill(os.getpid(), number), words_and_images))
+    with pytest.raises(TrainingInterrupted) as end:
+        learn(tmp_path, batch=before_batch(1, lambda: os.kill(os.getpid(), number), words_and_images))
     assert end.value.code == code
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-2"]
-    assert learn(tmp_path / "run")[0].endswith("at step 2")
-    assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
+    assert checkpoints(tmp_path) == ["step-2"]
+    assert learn(tmp_path)[0].endswith("at step 2")
+    assert tensors(tmp_path) == uninterrupted
     assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 
 
@@ -102,144 +180,210 @@ def test_a_second_signal_stops_at_once(learn, words_and_images, tmp_path):
     def twice():
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)  # the first is heard before the second comes, whichever thread gets it
+            time.sleep(0.1)  # the first is handled before the second arrives, whichever thread receives it
 
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
-            learn(tmp_path, batch=at(1, twice, words_and_images))
+            learn(tmp_path, batch=before_batch(1, twice, words_and_images))
     finally:
         signal.signal(signal.SIGINT, usual)
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_signal_during_the_last_step_leaves_a_finished_run(learn, words_and_images, tmp_path):
-    learn(tmp_path, batch=at(5, lambda: os.kill(os.getpid(), signal.SIGTERM), words_and_images))
+def test_a_signal_during_the_last_step_lets_the_run_finish(learn, words_and_images, tmp_path):
+    learn(tmp_path, batch=before_batch(5, lambda: os.kill(os.getpid(), signal.SIGTERM), words_and_images))
     assert (tmp_path / "model.safetensors").exists()
 
 
-def test_a_thread_trains_too(learn, tmp_path):
-    """Where no handler of signals may be set."""
+def test_training_works_in_a_thread(learn, tmp_path):
+    """Where Python allows no signal handlers."""
     thread = threading.Thread(target=learn, args=[tmp_path])
     thread.start()
     thread.join()
     assert (tmp_path / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_door_ends_with_one_line_and_the_shells_code(tmp_path, number, code):
-    """The signal goes to all processes, also to the one that prepares batches, as Ctrl-C in a terminal does."""
-    flags = ["--recipe", "scenes", "--batch-size", "1", "--no-compile", "--log-every", "1", "--workers", "1", "--out"]
-    command = [sys.executable, str(ROOT / "train.py"), *flags, str(tmp_path / "out")]
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
+def test_the_program_ends_with_one_line_and_the_code_of_the_signal(tmp_path, number, code):
+    """As Ctrl-C in a terminal does, the signal goes to all processes, also to the worker that prepares batches."""
+    flags = ["--recipe", "scenes", "--batch-size", "1", "--no-compile", "--log-every", "1", "--num-workers", "1"]
+    command = [sys.executable, str(ROOT / "train.py"), *flags, "--out", str(tmp_path / "out")]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as run:
         for line in run.stderr:
             if line.startswith("step 2/"):
                 break
         os.killpg(run.pid, number)
         rest = [line for line in run.stderr if not line.startswith("step ")]
-    (saved,) = (tmp_path / "out/checkpoints").iterdir()
+    (saved,) = checkpoints(tmp_path / "out")
     assert run.returncode == code
-    told = (
-        f"stopped and saved {tmp_path / 'out'} at {saved.name.replace('-', ' ')}; run the same command again to go on"
-    )
-    assert rest == [f"{number.name}: {told}\n"]
+    where = f"{tmp_path / 'out'} at {saved.replace('-', ' ')}"
+    assert rest == [f"{number.name}: stopped and saved {where}; run the same command again to resume\n"]
 
 
 PROGRAM = """
-import sys, torch
-sys.path.insert(0, "tests")
+import logging, sys, torch
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.data.examples import EncodedExample, collate
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import train
+from support import TINY
 
 def batch(i):
     draw = torch.Generator().manual_seed(i)
     ids = [3] * 4 + torch.randint(4, 40, (9,), generator=draw).tolist()
     return collate([EncodedExample(ids, [-100] * 6 + ids[7:] + [4], [1] * 13, [torch.rand(1, 3, 16, 16, generator=draw)])])
 
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+torch.set_num_threads(1)
 torch.manual_seed(0)
 model = VisionLanguageModel(VLMConfig(**TINY, lm_dropout=0.1), 3)
-cfg = TrainConfig(steps=300, warmup=9, accumulate=2, lora_rank=2, save_every=1, log_every=1, workers=0, dtype="float32")
+cfg = TrainConfig(max_steps=300, warmup_steps=9, gradient_accumulation_steps=2, lora_rank=2, save_every=1, log_every=1,
+                  num_workers=0, dtype="float32")
 train(model, "{}", batch, cfg, sys.argv[1])
 """
 
 
 @pytest.mark.slow
-def test_killed_ten_times_at_any_moment_it_still_arrives(tmp_path):
-    """kill -9, often while a checkpoint is being written, since one is after every step."""
+def test_a_run_killed_ten_times_at_any_moment_finishes_with_the_same_weights(tmp_path):
+    """kill -9, often while a checkpoint is being written, since one is written after every step."""
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     rng, starts = random.Random(0), []
     for kill in range(11):
-        run = subprocess.Popen([sys.executable, "-c", PROGRAM, tmp_path / "run"], stderr=subprocess.PIPE, text=True,
-                               cwd=ROOT)  # fmt: skip
+        command = [sys.executable, "-c", PROGRAM, tmp_path / "run"]
+        run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
         first = run.stderr.readline()
         starts.append(int(first.split("at step ")[1]) if "resumed" in first else 0)
         if kill < 10:
             for _ in range(rng.randrange(25)):
                 run.stderr.readline()
             run.kill()
-        _, told = run.communicate()
-        assert run.returncode == (-9 if kill < 10 else 0), told
+        _, stderr = run.communicate()
+        assert run.returncode == (-9 if kill < 10 else 0), stderr
     assert starts == sorted(starts) and starts[-1] > 30
-    subprocess.run([sys.executable, "-c", PROGRAM, tmp_path / "whole"], check=True, cwd=ROOT, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-c", PROGRAM, tmp_path / "whole"]
+    subprocess.run(command, check=True, cwd=ROOT, stderr=subprocess.DEVNULL, env=env)
     assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
-    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-300"]
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-300")] == ["step-300"]
 
 
-# ------------------------------------------------------------------------------------------------------ going wrong
+# -------------------------------------------------------------------------------------- errors of disks and of folders
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left")])
-@pytest.mark.parametrize("last", [False, True], ids=["checkpoint", "model"])
-def test_a_full_disk_is_a_sentence_and_loses_nothing(learn, tmp_path, monkeypatch, error, last):
-    learn(tmp_path / "whole")
-    write, written = resuming.write_model, []
+@pytest.mark.parametrize(("failing", "last"), [(2, "step-3"), (3, "step-6")], ids=["checkpoint", "model"])
+def test_a_full_disk_is_one_line_and_loses_nothing(learn, tmp_path, uninterrupted, error, failing, last):
+    calls = []
 
-    def full(folder, *args):
-        written.append(folder)
-        if len(written) == (3 if last else 2):
+    def write_until_full(folder, *args):
+        calls.append(folder)
+        if len(calls) == failing:
             (folder / "model.safetensors").write_bytes(b"half")
             raise error
-        write(folder, *args)
+        write_model(folder, *args)
 
-    monkeypatch.setattr("nanovlm.training.checkpointing.write_model", full)
-    monkeypatch.setattr("nanovlm.training.loop.write_model", full)
-    with pytest.raises(TrainingError, match="No space left.*make room and run again to go on from") as caught:
-        learn(tmp_path / "run")
-    assert str(caught.value).endswith("step-6" if last else "step-3") and "\n" not in str(caught.value)
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-6" if last else "step-3"]
-    monkeypatch.undo()
-    learn(tmp_path / "run")
-    assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
+    remedy = "No space left.*free some disk space and run the same command again to resume from"
+    with pytest.raises(TrainingError, match=remedy) as caught:
+        learn(tmp_path, write_model=write_until_full)
+    assert str(caught.value).endswith(last) and "\n" not in str(caught.value)
+    assert checkpoints(tmp_path) == [last]
+    learn(tmp_path)
+    assert tensors(tmp_path) == uninterrupted
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "training.json", "config.json"])
-@pytest.mark.parametrize("how", ["cut", "gone"])
-def test_a_damaged_checkpoint_is_a_sentence_with_the_way_out(learn, tmp_path, name, how):
-    learn(tmp_path, replace(CFG, steps=3))
-    file = tmp_path / "checkpoints/step-3" / name
-    file.unlink() if how == "gone" else file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(CheckpointError, match=rf"step-3 is damaged: .*{name}.*; move it away to begin again$"):
+def test_a_checkpoint_without_its_optimizer_is_not_left_behind(learn, tmp_path, uninterrupted):
+    def obstruct(folder, *args):
+        write_model(folder, *args)
+        if (folder.parent / "step-3").exists():
+            (folder / OPTIMIZER).mkdir()
+
+    with pytest.raises(TrainingError, match="cannot be written.*resume from .*step-3"):
+        learn(tmp_path, write_model=obstruct)
+    assert checkpoints(tmp_path) == ["step-3"]
+    learn(tmp_path)
+    assert tensors(tmp_path) == uninterrupted
+
+
+def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(learn, words_and_images, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    remedy = "file cannot be written: .*File exists.*; correct that and run the same command again to start over"
+    with pytest.raises(TrainingError, match=remedy):
+        learn(tmp_path / "file", batch=before_batch(0, fail, words_and_images))
+
+
+DAMAGES = [
+    pytest.param(name, how, id=f"{how} {name}")
+    for name in ("model.safetensors", "optimizer.safetensors", "training.json", "config.json")
+    for how in ("cut", "missing")
+]
+
+
+@pytest.mark.parametrize(("name", "how"), DAMAGES)
+def test_a_damaged_checkpoint_is_skipped_for_an_older_one_or_reported(learn, tmp_path, name, how):
+    learn(tmp_path, replace(CFG, save_every=2, max_steps=4, keep_checkpoints=2, decay=0.0))
+    for step in (4, 2):
+        file = tmp_path / f"checkpoints/step-{step}" / name
+        file.unlink() if how == "missing" else file.write_bytes(file.read_bytes()[:20])
+        if step == 4:
+            lines = learn(tmp_path, replace(CFG, max_steps=3, keep_checkpoints=9))
+            older = tmp_path / "checkpoints/step-2"
+            assert "step-4 is damaged: " in lines[0] and name in lines[0]
+            assert lines[0].endswith(f"; resuming from {older} instead") and "at step 2" in lines[1]
+            (tmp_path / "checkpoints/step-3").rename(tmp_path / "step-3")
+    with pytest.raises(CheckpointError, match=rf"step-4 is damaged: .*{name}.*; move it away to start over$"):
         learn(tmp_path)
-    file.parent.rename(tmp_path / "away")
+    (tmp_path / "checkpoints").rename(tmp_path / "away")
     assert learn(tmp_path)[0].startswith("step 2/6"), "from the start"
 
 
-def test_other_frozen_parts_are_no_continuation(learn, tmp_path):
-    learn(tmp_path, replace(CFG, vision_rate=0.0, steps=3))
+def test_a_run_past_a_damaged_checkpoint_replaces_it(learn, tmp_path, uninterrupted):
+    learn(tmp_path, replace(CFG, keep_checkpoints=2))
+    file = tmp_path / "checkpoints/step-6/model.safetensors"
+    file.write_bytes(file.read_bytes()[:20])
+    learn(tmp_path)
+    assert tensors(tmp_path) == uninterrupted
+
+
+@pytest.mark.parametrize("change", [{"lm_n_blocks": 3}, {"lm_inter_dim": 40}, {"lm_re_base": 50.0}], ids=str)
+def test_a_folder_of_another_model_is_refused_and_left_alone(tiny_model, words_and_images, tmp_path, change):
+    cfg = replace(CFG, max_steps=3)
+    train(tiny_model(), "{}", words_and_images, cfg, tmp_path)
     before = tensors(tmp_path)
-    with pytest.raises(CheckpointError, match="no moments of vision_encoder.*go on with the same parts frozen"):
-        learn(tmp_path)
-    with pytest.raises(CheckpointError, match="has moments of MP.*go on with the same parts frozen"):
-        learn(tmp_path, replace(CFG, vision_rate=0.0, projector_rate=0.0))
+    with pytest.raises(CheckpointError, match="step-3") as caught:
+        train(tiny_model(**change), "{}", words_and_images, cfg, tmp_path)
+    ((name, value),) = change.items()
+    message = str(caught.value)
+    assert f"a model with {name}={getattr(tiny_model().cfg, name)}, but this one has {name}={value}" in message
+    assert len(message.splitlines()) == 1
     assert tensors(tmp_path) == before
 
 
-def test_a_part_that_no_batch_has_touched_goes_on_all_the_same(learn, words_and_images, tmp_path):
-    def words(i):
+def test_a_run_cannot_be_resumed_with_other_parts_frozen(learn, tmp_path):
+    learn(tmp_path, replace(CFG, vision_rate=0.0, max_steps=3))
+    before = tensors(tmp_path)
+    with pytest.raises(CheckpointError, match="no moments of vision_encoder.*resume with the same parts frozen"):
+        learn(tmp_path)
+    with pytest.raises(CheckpointError, match="has moments of MP.*resume with the same parts frozen"):
+        learn(tmp_path, replace(CFG, vision_rate=0.0, projector_rate=0.0))
+    with pytest.raises(CheckpointError, match="lora_rank=0; resume with the same"):
+        learn(tmp_path, replace(CFG, lora_rank=2))
+    assert tensors(tmp_path) == before
+
+
+def test_adapters_are_resumed_only_with_the_model_they_were_trained_on(learn, tmp_path):
+    cfg = replace(CFG, lora_rank=2, max_steps=3)
+    learn(tmp_path, cfg)
+    with pytest.raises(CheckpointError, match="adapters of a model with another .*start from the same model"):
+        learn(tmp_path, cfg, seed=1)
+
+
+def test_a_part_without_gradients_yet_is_resumed(learn, words_and_images, tmp_path):
+    def text_only(i):
         return words_and_images(i, images=False)
 
-    learn(tmp_path, replace(CFG, steps=3), words)
+    learn(tmp_path, replace(CFG, max_steps=3), text_only)
     assert learn(tmp_path, CFG)[0].startswith("resumed")
     assert torch.isfinite(load_file(tmp_path / "model.safetensors")["MP.proj.weight"]).all()

@@ -1,5 +1,6 @@
-"""train.py --data as a user meets it: what it learns, what it shows, and what it says of data it cannot use."""
+"""train.py --data as a user runs it: what it learns, what it prints, and its errors for data it cannot use."""
 
+import argparse
 import json
 import os
 import random
@@ -18,13 +19,17 @@ from models.checkpoint import checkpoint_dtype, save_checkpoint
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, Captioner
 from nanovlm.cli import main as cli
-from nanovlm.data import Batches
+from nanovlm.cli import train as train_verb
 from nanovlm.data.examples import Example, encode
+from nanovlm.errors import TrainingError
 from nanovlm.synthetic import caption, draw, random_scene
 from nanovlm.training.config import ADAPTERS, FINETUNING, SCENES
+from nanovlm.training.finetuning import prepare
+from nanovlm.training.loop import Trainer
+from nanovlm.training.memory import memory_errors
 from support.cli import refused
 
-QUICK = ["--steps", "3", "--batch-size", "4", "--workers", "0", "--device", "cpu", "--out", "out"]
+QUICK = ["--max-steps", "3", "--batch-size", "4", "--num-workers", "0", "--device", "cpu", "--out", "out"]
 LABEL = "A photograph of my cat."
 
 
@@ -49,6 +54,13 @@ def train(monkeypatch, capsys):
     return train
 
 
+def prepared(*argv):
+    """The model, task and settings that train.py makes of its flags."""
+    train_verb.add_flags(parser := argparse.ArgumentParser())
+    args = parser.parse_args([str(arg) for arg in argv])
+    return prepare(train_verb.options_from_args(args), train_verb.config_from_args(args))
+
+
 def scenes(n, text=None):
     """n drawn scenes with their captions, or one text for all."""
     for i in range(n):
@@ -57,17 +69,17 @@ def scenes(n, text=None):
         Path(f"mine/{i}.txt").write_text(f"{text or caption(scene)}\n")
 
 
-def test_a_few_steps_teach_the_embedded_model_and_generate_says_it(train):
+def test_a_few_steps_teach_the_embedded_model_a_caption(train):
     """40 steps on one sentence are enough for the model to say it of any picture."""
     scenes(6, LABEL)
-    many = ["--steps", "40", "--lr", "3e-3", "--warmup", "0", "--log-every", "40", "--validation", "2"]
+    many = ["--max-steps", "40", "--lr", "3e-3", "--warmup-steps", "0", "--log-every", "40", "--validation", "2"]
     code, out, err = train("--data", "mine", *QUICK, *many)
     assert (code, out) == (0, "")
     lines = err.splitlines()
     assert lines[0] == "mine: 4 examples, each shown 40.0 times; 2 held out"
     assert [line.split("  ")[0] for line in lines[1:]] == ["step 0/40"] * 3 + ["step 40/40"] * 4
     before, now = (float(line.split()[-1]) for line in lines if "validation loss" in line)
-    assert now < before / 10 and sum(f"says: {LABEL}" in line for line in lines) == 2
+    assert now < before / 10 and sum(f"caption: {LABEL}" in line for line in lines) == 2
     metrics = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     assert metrics[-1] == {"step": 40, "captions": [LABEL] * 2}
     assert Path("out/report.png").read_bytes().startswith(b"\x89PNG")
@@ -78,22 +90,25 @@ def test_a_few_steps_teach_the_embedded_model_and_generate_says_it(train):
     assert code == 0 and "resumed out at step 40" in err
 
 
-def test_a_plan_is_told_and_nothing_is_written(train):
+def test_a_dry_run_prints_an_estimate_and_writes_nothing(train):
     scenes(4)
-    code, out, err = train("--data", "mine", "--plan", "--batch-size", "2", "--workers", "0")
-    assert (code, out) == (0, "") and "parameters" in err and "MiB at most" in err
+    code, out, err = train("--data", "mine", "--dry-run", "--batch-size", "2", "--num-workers", "0")
+    assert code == 0 and "parameters" in out and "peak memory about" in out and "4 examples" in err
     assert {path.name for path in Path().iterdir()} == {"mine"}
 
 
-def test_adapters_alone_learn_and_the_result_is_a_plain_model(train):
+def test_adapters_learn_and_the_result_is_a_plain_model(train):
     """With packed rows, too, and a part frozen."""
     scenes(6, LABEL)
-    steps, parts = ["--steps", "40", "--lr", "1e-2", "--warmup", "0"], ["--lora-rank", "8", "--vision-rate", "0"]
+    steps, parts = (
+        ["--max-steps", "40", "--lr", "1e-2", "--warmup-steps", "0"],
+        ["--lora-rank", "8", "--vision-rate", "0"],
+    )
     assert train("--data", "mine", *QUICK, *steps, *parts, "--pack", "512")[0] == 0
     ours, theirs = load_file("out/model.safetensors"), load_file(EMBEDDED / "model.safetensors")
     assert ours.keys() == theirs.keys()
-    to_device = {name for name in theirs if not torch.equal(ours[name], theirs[name])}
-    assert to_device and all(not name.startswith("vision_encoder") for name in to_device)
+    changed = {name for name in theirs if not torch.equal(ours[name], theirs[name])}
+    assert changed and all(not name.startswith("vision_encoder") for name in changed)
     fresh = draw(random_scene(random.Random(99)), 120, 90)
     assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
 
@@ -104,31 +119,31 @@ def test_a_held_out_question_without_room_for_an_answer_stops_nothing(train):
     assert code == 0 and "exceed lm_max_position_embeddings=1024" in err and Path("out/model.safetensors").exists()
 
 
-def test_training_that_was_cut_goes_on_to_the_same_weights(train, monkeypatch):
+def test_an_interrupted_run_is_resumed_to_the_same_weights(train):
     scenes(5)
     data = ["--data", "mine@0.5", "scenes@0.5", *QUICK, "--save-every", "1"]
     assert train(*data)[0] == 0
     whole = load_file("out/model.safetensors")
     Path("out").rename("whole")
-    made = Batches.__call__
+    model, task, cfg = prepared(*data)
 
-    def cut(step):
-        if step == 2:
-            raise OSError("the cable was cut")
+    def get_batch(number):
+        if number == 2:
+            raise OSError("the disk is gone")
+        return task.get_batch(number)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Batches, "__call__", lambda batches, step: cut(step) or made(batches, step))
-        code, _, err = train(*data)
-    assert code == 1 and "training stopped: the cable" in err and not Path("out/model.safetensors").exists()
+    with pytest.raises(OSError, match="the disk is gone"):
+        Trainer(model, replace(task, get_batch=get_batch), cfg).run()
+    assert not Path("out/model.safetensors").exists()
     code, _, err = train(*data)
     assert code == 0 and "resumed out at step 2" in err
     again = load_file("out/model.safetensors")
     assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
 
 
-def test_a_run_that_goes_on_says_that_its_data_changed_and_not_that_it_was_copied(train):
+def test_a_resumed_run_reports_that_its_data_changed_but_not_that_it_was_copied(train):
     scenes(4)
-    flags, told = ["--data", "mine@0.5", "scenes@0.5", *QUICK], r"mine@0\.5 \(4, (\w{8})\); scenes@0\.5"
+    flags, data = ["--data", "mine@0.5", "scenes@0.5", *QUICK], r"mine@0\.5 \(4, (\w{8})\); scenes@0\.5"
     train(*flags)
     os.utime("mine/3.txt", (1, 1))
     assert "has changed" not in train(*flags)[2]
@@ -139,12 +154,12 @@ def test_a_run_that_goes_on_says_that_its_data_changed_and_not_that_it_was_copie
         lambda: picture.write_bytes(picture.read_bytes() + b"\0"),
     ):
         change()
-        digests |= {*re.search(rf"the data has changed: it is {told} instead of {told}; ", train(*flags)[2]).groups()}
+        digests |= {*re.search(rf"the data has changed: it is {data} instead of {data}; ", train(*flags)[2]).groups()}
     assert len(digests) == 1 + 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_weights_are_written_in_the_dtype_that_they_were_read_in(train, dtype):
+def test_weights_are_written_in_the_dtype_in_which_they_were_stored(train, dtype):
     scenes(4)
     begun = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
     save_checkpoint("begun", begun.model, begun.tokenizer.to_json(), dtype)
@@ -156,45 +171,31 @@ def test_weights_are_written_in_the_dtype_that_they_were_read_in(train, dtype):
     assert all(torch.equal(written[name], kept[name].to(dtype)) for name in weights)
 
 
-def test_the_usual_rate_is_one_for_the_way_of_learning_and_the_width_of_the_model(train, monkeypatch):
+def test_the_default_learning_rate_depends_on_lora_and_on_the_width_of_the_model():
     scenes(2)
-    begun = Captioner.from_pretrained(EMBEDDED, "cpu")
-    cfg = replace(begun.model.cfg, lm_hidden_dim=384, lm_n_blocks=1)
-    wide = VisionLanguageModel(cfg, begun.tokenizer.image_token_id)
-    save_checkpoint("wide", wide, begun.tokenizer.to_json())
-    rates = []
-    monkeypatch.setattr("nanovlm.training.finetuning.train", lambda *args, **looks: rates.append(args[3].lr))
+    captioner = Captioner.from_pretrained(EMBEDDED, "cpu")
+    cfg = replace(captioner.model.cfg, lm_hidden_dim=384, lm_n_blocks=1)
+    wide = VisionLanguageModel(cfg, captioner.tokenizer.image_token_id)
+    save_checkpoint("wide", wide, captioner.tokenizer.to_json())
     lora, given = ["--lora-rank", "4"], ["--lr", "0.5"]
-    for flags in ([], lora, ["--model", "wide"], [*lora, "--model", "wide"], [*given, "--model", "wide"]):
-        assert train("--data", "mine", *QUICK, *flags)[0] == 0
+    flags = ([], lora, ["--model", "wide"], [*lora, "--model", "wide"], [*given, "--model", "wide"])
+    rates = [prepared("--data", "mine", *QUICK, *some)[2].lr for some in flags]
     assert rates == pytest.approx([FINETUNING.lr, ADAPTERS.lr, FINETUNING.lr / 2, ADAPTERS.lr / 2, 0.5])
 
 
-def test_held_out_examples_are_packed_as_those_learned_and_their_loss_is_the_same(train, monkeypatch):
+def test_held_out_examples_are_packed_as_the_training_examples_and_their_loss_is_the_same():
     scenes(8)
-    looked, shapes = [], []
-    made = Batches.__call__
-
-    def shape(batches, step):
-        batch = made(batches, step)
-        shapes.append(tuple(batch["input_ids"].shape))
-        return batch
-
-    monkeypatch.setattr(Batches, "__call__", shape)
+    rows, losses = [], []
     for out, pack in (("padded", 0), ("packed", 512)):
-        assert (
-            train("--data", "mine", *QUICK, "--out", out, "--pack", pack, "--validation", "4", "--dtype", "float32")[0]
-            == 0
-        )
-        first = json.loads(Path(out, "metrics.jsonl").read_text().splitlines()[0])
-        looked.append((shapes[0], first["validation_loss"]))
-        shapes.clear()
-    (padded, loss), (packed, same) = looked
-    assert padded[0] == 4 and packed[0] == 1, "four captions fit into one row of 512"
-    assert same == pytest.approx(loss, rel=1e-4)
+        flags = ["--out", out, "--pack", pack, "--validation", "4", "--dtype", "float32"]
+        model, task, cfg = prepared("--data", "mine", *QUICK, *flags)
+        rows.append(len(task.validation(0)["input_ids"]))
+        losses.append(Trainer(model, task, cfg).evaluate()[0])
+    assert rows == [4, 1], "four captions fit into one row of 512"
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_what_is_checked_is_counted_and_shown_as_it_is_learned(train):
+def test_check_data_counts_examples_and_shows_them_as_the_model_sees_them(train):
     scenes(4)
     Path("mine/1.png").write_bytes(b"hello")
     Path("mine/2.txt").write_text(" \n")
@@ -223,11 +224,11 @@ def test_what_is_checked_is_counted_and_shown_as_it_is_learned(train):
     assert f"--- chat.json[0]\n{chain}<|im_end|>\n<|im_start|>assistant\n[[So.<|im_end|>]]\n" in out
     assert out.count("\n--- ") == 3
     assert not Path("out").exists()
-    code, out, _ = train("--data", "mine", "--check-data", "--on-bad-example", "skip", "--validation", "0.5")
+    code, out, _ = train("--data", "mine", "--check-data", "--on-error", "skip", "--validation", "0.5")
     assert code == 0 and "2 cannot be used and will be skipped:" in out and "mine, held out: " in out
 
 
-def test_branches_are_shown_one_after_another(train):
+def test_check_data_shows_several_answers_one_after_another(train):
     scenes(1)
     Path("mine/0.txt").unlink()
     Path("mine/metadata.jsonl").write_text(json.dumps({"file_name": "0.png", "captions": ["One.", "Two."]}))
@@ -237,14 +238,14 @@ def test_branches_are_shown_one_after_another(train):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_broken_picture_stops_with_its_name_and_the_way_out(train, workers):
+def test_a_broken_image_is_named_with_a_remedy(train, workers):
     scenes(4)
     Path("mine/2.png").write_bytes(Path("mine/2.png").read_bytes()[:200])
-    code, out, err = train("--data", "mine", *QUICK, "--workers", workers)
+    code, out, err = train("--data", "mine", *QUICK, "--num-workers", workers)
     assert (code, out) == (1, "") and len(err.splitlines()) == 2
-    assert err.splitlines()[1].startswith("training stopped: mine/2.png: ")
-    assert "--on-bad-example skip" in err and "--check-data" in err
-    code, _, err = train("--data", "mine", *QUICK, "--workers", workers, "--on-bad-example", "skip")
+    assert err.splitlines()[1].startswith("train.py: mine/2.png: ")
+    assert "--on-error skip" in err and "--check-data" in err
+    code, _, err = train("--data", "mine", *QUICK, "--num-workers", workers, "--on-error", "skip")
     assert code == 0 and Path("out/model.safetensors").exists()
     assert workers or "skipped: mine/2.png: " in err  # a worker has a standard error of its own
 
@@ -261,25 +262,25 @@ def test_a_broken_picture_stops_with_its_name_and_the_way_out(train, workers):
         ("--data mine --out out --validation nan", ["--validation nan"]),
         ("--data mine --out out --validation 4", ["4 of 4 examples", "none to learn from"]),
         ("--data mine --out out --min-rating 3", ["--min-rating 3", "formatting=3"]),
-        ("--data mine --out out --min-rating formatting=3", ["--min-rating means nothing for mine"]),
-        ("--data mine --out out --stream", ["--stream means nothing for mine"]),
-        ("--data mine --out out --images mine", ["--images means nothing for mine"]),
-        ("--data mine --out out --text-column x", ["--text-column means nothing for mine"]),
+        ("--data mine --out out --min-rating formatting=3", ["--min-rating has no effect on mine"]),
+        ("--data mine --out out --stream", ["--stream has no effect on mine"]),
+        ("--data mine --out out --images mine", ["--images has no effect on mine"]),
+        ("--data mine --out out --text-column x", ["--text-column has no effect on mine"]),
         ("--data mine@x --out out", ["mine@x", "'x' is no share"]),
         ("--data mine@0 --out out", ["share must be above 0"]),
         ("--data mine scenes@1 --out out", ["leave nothing for mine"]),
         ("--data mine scenes --out out", ["scenes has no size", "scenes@0.3"]),
         ("--data nowhere --out out", ["nowhere: no such file"]),
         ("--data mine --out out --model nowhere", ["nowhere", "neither a folder nor a Hub id"]),
-        ("--data mine --out out --steps 0", ["steps"]),
-        ("--data mine --out out --on-bad-example x", ["--on-bad-example"]),
-        ("--data mine --out out --lora-alpha 8", ["--lora-alpha means nothing without --lora-rank"]),
-        ("--data mine --out out --no-lora-words", ["--lora-words means nothing without --lora-rank"]),
-        ("--data mine --out out --decay 0.5 --schedule cosine", ["--decay means nothing with --schedule cosine"]),
-        ("--data mine --out out --validate-every 5", ["--validate-every means nothing without --validation"]),
-        ("--data mine --out out --fsdp", ["--fsdp means nothing for one process, without torchrun"]),
-        ("--recipe scenes --out out --lora-rank 4", ["--lora-rank means nothing with --recipe"]),
-        ("--data mine --out out --check-data --plan", ["--check-data and --plan"]),
+        ("--data mine --out out --max-steps 0", ["max_steps"]),
+        ("--data mine --out out --on-error x", ["--on-error"]),
+        ("--data mine --out out --lora-alpha 8", ["--lora-alpha has no effect without --lora-rank"]),
+        ("--data mine --out out --no-lora-words", ["--lora-words has no effect without --lora-rank"]),
+        ("--data mine --out out --decay 0.5 --schedule cosine", ["--decay has no effect with --schedule cosine"]),
+        ("--data mine --out out --validate-every 5", ["--validate-every has no effect without --validation"]),
+        ("--data mine --out out --fsdp", ["--fsdp has no effect without torchrun"]),
+        ("--recipe scenes --out out --lora-rank 4", ["--lora-rank has no effect with --recipe"]),
+        ("--data mine --out out --check-data --dry-run", ["--check-data and --dry-run"]),
         ("--data mine --out mine/0.png", ["--out mine/0.png is a file"]),
         ("--data scenes@0.5 mine/../mine@0.5 --out mine", ["--out mine holds the data"]),
         ("--data mine --out out --model mine --revision v1", ["mine is a folder", "no revision 'v1'"]),
@@ -291,7 +292,7 @@ def test_wrong_use_is_one_line_before_any_work(train, flags, words):
     assert not Path("out").exists()
 
 
-def test_a_model_that_no_run_can_go_on_from_is_not_overwritten(train):
+def test_a_model_without_checkpoints_is_not_overwritten(train):
     scenes(2)
     shutil.copytree(EMBEDDED, "begun")
     refused(
@@ -300,72 +301,79 @@ def test_a_model_that_no_run_can_go_on_from_is_not_overwritten(train):
     assert Path("begun/model.safetensors").read_bytes() == Path(EMBEDDED, "model.safetensors").read_bytes()
 
 
-def test_without_tensorboard_its_flag_names_its_extra(train, monkeypatch):
+def test_without_tensorboard_its_flag_names_the_extra(train, monkeypatch):
     scenes(2)
-    monkeypatch.setattr("nanovlm.training.finetuning.find_spec", lambda name: None)
+    monkeypatch.setattr("nanovlm.cli.train.find_spec", lambda name: None)
     refused(train("--data", "mine", *QUICK, "--tensorboard"), "nanovlm[tensorboard]", program="train.py")
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_the_first_step(train):
+def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(train):
     scenes(2)
     code, out, err = train("--data", "mine", *QUICK, "--out", "mine/0.png/out")
-    told = r"training stopped: mine/0\.png/out cannot be written: .*; mend that and run again to go on from the start"
-    assert (code, out) == (1, "") and re.fullmatch(told, err.splitlines()[-1])
+    message = (
+        r"train\.py: mine/0\.png/out cannot be written: .*; correct that and run the same command again to start over"
+    )
+    assert (code, out) == (1, "") and re.fullmatch(message, err.splitlines()[-1])
     Path("out/metrics.jsonl").mkdir(parents=True)  # a folder where a file should go
     code, _, err = train("--data", "mine", *QUICK)
-    assert code == 1 and "out cannot be written" in err and not Path("out/checkpoints").exists()
+    assert code == 2 and "metrics.jsonl cannot be read" in err and not Path("out/checkpoints").exists()
+
+
+def test_a_killed_worker_is_one_line_with_a_remedy():
+    scenes(2)
+    model, task, cfg = prepared("--data", "mine", *QUICK, "--num-workers", "1")
+
+    def get_batch(number):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(TrainingError, match="DataLoader worker .*--num-workers 0") as caught, memory_errors():
+        Trainer(model, replace(task, get_batch=get_batch), cfg).run()
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "code", "line"),
     [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nSee documentation"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:1] can't allocate memory: you tried to allocate 9 bytes."),
-        MemoryError(),
+        (TrainingError("training diverged"), 1, "train.py: training diverged"),
+        (ValueError("a bug"), 70, None),
+        (RuntimeError("inconsistent tensor size"), 70, None),
     ],
-    ids=["cuda", "cpu", "python"],
+    ids=repr,
 )
-def test_too_little_memory_is_a_line_with_the_way_out(train, monkeypatch, error):
-    scenes(2)
-
-    def raises(*args, **kwargs):
+def test_only_errors_of_the_user_become_one_line(train, monkeypatch, error, code, line):
+    def fail(trainer):
         raise error
 
-    monkeypatch.setattr("nanovlm.training.loop.backward", raises)
-    code, out, err = train("--data", "mine", *QUICK)
-    assert (code, out) == (1, "") and len(err.splitlines()) == 2
-    assert err.splitlines()[1].startswith("training stopped: not enough memory; lower --batch-size")
-
-
-def test_another_error_of_torch_is_a_bug_and_shows_where(train, monkeypatch):
     scenes(2)
-    monkeypatch.setattr("nanovlm.training.loop.backward", lambda *args: torch.zeros(2) @ torch.zeros(3))
-    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
-        train("--data", "mine", *QUICK)
+    monkeypatch.setattr(Trainer, "run", fail)
+    result, out, err = train("--data", "mine", *QUICK)
+    assert (result, out) == (code, "")
+    if line:
+        assert err.splitlines()[1:] == [line]
+    else:
+        assert "Traceback" in err and str(error) in err and "bug in nanovlm" in err
 
 
-def test_a_killed_process_of_batches_is_a_line_with_the_way_out(train, monkeypatch):
+def test_flags_of_the_first_version_are_understood(train):
     scenes(2)
-    here = os.getpid()
-    made = Batches.__call__
-
-    def killed(batches, step):
-        if os.getpid() != here:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return made(batches, step)
-
-    monkeypatch.setattr(Batches, "__call__", killed)
-    code, out, err = train("--data", "mine", *QUICK, "--workers", "1")
-    assert (code, out) == (1, "") and len(err.splitlines()) == 2
-    assert "training stopped: DataLoader worker" in err and "--workers 0" in err
+    old = "--steps 2 --warmup 1 --accumulate 2 --workers 0 --schedule trapezoid --on-bad-example skip --batch-size 1"
+    assert train("--data", "mine", "--device", "cpu", "--out", "out", *old.split())[0] == 0
+    config = json.loads(Path("out/checkpoints/step-2/training.json").read_text())["config"]
+    names = ("max_steps", "warmup_steps", "gradient_accumulation_steps", "num_workers", "schedule")
+    assert [config[name] for name in names] == [2, 1, 2, 0, "wsd"]
+    assert "peak memory" in train("--data", "mine", "--plan", *old.split())[1]
+    help = train("--help")[1]
+    assert not any(f"{flag} " in help for flag in ("--steps", "--accumulate", "--plan", "--on-bad-example"))
 
 
-def test_help_tells_both_defaults(train):
+def test_help_shows_defaults_and_choices(train):
     _, out, _ = train("--help")
-    assert f"({FINETUNING.steps}; scenes: {SCENES.steps})" in " ".join(out.split())
+    assert f"(default: {FINETUNING.max_steps}; scenes: {SCENES.max_steps})" in " ".join(out.split())
+    for choices in ("{wsd,cosine}", "{auto,float32,bfloat16,float16}"):
+        assert choices in out
 
 
-def test_what_has_no_end_is_checked_in_part(train):
+def test_check_data_reads_a_part_of_an_endless_source(train):
     code, out, err = train("--data", "scenes", "--check-data")
     assert code == 0 and out.startswith("scenes: the first 1,000 examples, 1,000 images, ")
     assert err == "scenes: 1,000 examples read\n"

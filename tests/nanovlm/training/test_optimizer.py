@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import get_cosine_schedule_with_warmup
 
 from nanovlm import device
 from nanovlm.errors import TrainingError
@@ -16,7 +15,9 @@ from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loop import backward, train
 from nanovlm.training.optimizer import accelerated, adamw, freeze
 
-CFG = TrainConfig(steps=2, lr=1e-3, warmup=0, decay=0, weight_decay=0, dtype="float32", workers=0, log_every=9)
+CFG = TrainConfig(
+    max_steps=2, lr=1e-3, warmup_steps=0, decay=0, weight_decay=0, dtype="float32", num_workers=0, log_every=9
+)
 PARTS = {"vision_rate": "vision_encoder.", "projector_rate": "MP.", "language_rate": "decoder."}
 ALONE = DistributedContext(torch.device("cpu"))
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
@@ -37,30 +38,17 @@ def learn(tiny_model, words_and_images, tmp_path):
     def learn(cfg, batch=words_and_images, **changes):
         model = tiny_model(**changes)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        train(model, "{}", batch, cfg, tmp_path, log=lambda line: None)
+        train(model, "{}", batch, cfg, tmp_path)
         return deltas(model, before)
 
     return learn
-
-
-def test_a_cosine_falls_as_transformers_does():
-    cfg = replace(CFG, steps=100, warmup=9, schedule="cosine", lr=2.0)
-    theirs = get_cosine_schedule_with_warmup(torch.optim.SGD([torch.zeros(1)], lr=2.0), 9, 100)
-    for step in range(100):
-        if step < 9:
-            assert cfg.lr_at(step) == pytest.approx(2.0 * (step + 1) / 10)  # theirs wastes the first step at rate 0
-        else:
-            assert cfg.lr_at(step) == pytest.approx(theirs.get_last_lr()[0])
-        theirs.optimizer.step()
-        theirs.step()
-    assert cfg.lr_at(100) == 0 and replace(cfg, warmup=100).lr_at(99) == pytest.approx(2.0 * 100 / 101)
 
 
 @pytest.mark.parametrize(("slow", "prefix"), PARTS.items())
 def test_each_part_has_its_own_rate(learn, tmp_path, slow, prefix):
     """AdamW's first step is lr * gradient / |gradient|, whatever the gradient's size."""
     tmp_path = tmp_path / "full"
-    full = learn(one := replace(CFG, steps=1, save_every=9))
+    full = learn(one := replace(CFG, max_steps=1, save_every=9))
     (tmp_path.parent / "checkpoints/step-1").rename(tmp_path)
     part = learn(replace(one, **{slow: 0.25}))
     for name in full:
@@ -88,21 +76,9 @@ def test_a_frozen_encoder_keeps_no_graph_and_gets_no_gradients(tiny_model, words
     assert model.vision_encoder(torch.rand(1, 3, 16, 16)).requires_grad
 
 
-def test_something_must_learn():
-    with pytest.raises(ValueError, match="all 0: nothing is left to learn"):
-        TrainConfig(vision_rate=0, projector_rate=0, language_rate=0)
-
-
 def test_words_alone_teach_a_projector_nothing_and_stop_nothing(learn, words_and_images):
     only = replace(CFG, vision_rate=0.0, language_rate=0.0)
     assert not any(delta.any() for delta in learn(only, lambda i: words_and_images(i, images=False)).values())
-
-
-@pytest.mark.parametrize("wrong", [{"schedule": "line"}, {"dtype": "int8"}, {"vision_rate": -1}, {"accumulate": 0}])
-def test_a_wrong_setting_is_named(wrong):
-    ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=f"{name}={value}"):
-        TrainConfig(**wrong)
 
 
 # --------------------------------------------------------------------------------------- one batch in several pieces
@@ -134,7 +110,7 @@ def test_a_step_learns_from_as_many_batches_as_it_accumulates(learn, words_and_i
         asked.append(i)
         return words_and_images(i)
 
-    learn(replace(CFG, steps=2, accumulate=3), batch)
+    learn(replace(CFG, max_steps=2, gradient_accumulation_steps=3), batch)
     assert asked == [0, 1, 2, 3, 4, 5]
 
 
@@ -143,13 +119,13 @@ def test_a_batch_without_an_answer_is_an_error_and_no_nan(learn, words_and_image
         batch = words_and_images(i)
         return batch | {"targets": torch.full_like(batch["targets"], -100)}
 
-    with pytest.raises(TrainingError, match="no answer to learn"):
+    with pytest.raises(TrainingError, match="no answer tokens"):
         learn(CFG, silent)
 
 
 def test_gradients_are_clipped(learn, tmp_path):
     """AdamW's first moment is a tenth of the first gradient."""
-    learn(replace(CFG, steps=1, max_grad_norm=0.03))
+    learn(replace(CFG, max_steps=1, max_grad_norm=0.03))
     moments = load_file(tmp_path / "checkpoints/step-1/optimizer.safetensors")
     length = math.sqrt(sum(float(m.square().sum()) for key, m in moments.items() if key.endswith("exp_avg")))
     assert length == pytest.approx(0.003, rel=1e-3)
@@ -209,7 +185,7 @@ def test_a_step_in_half_precision_goes_the_same_way(tiny_model, words_and_images
 
 def test_an_overflow_in_float16_skips_a_step_and_halves_the_scale(learn, tmp_path):
     """The first scale is 65,536, and this model's gradients times that exceed float16's 65,504."""
-    to_device = learn(replace(CFG, dtype="float16", steps=1))
+    to_device = learn(replace(CFG, dtype="float16", max_steps=1))
     assert not any(delta.any() for delta in to_device.values())
     state = json.loads((tmp_path / "checkpoints/step-1/training.json").read_text())
     assert state["scaler"]["scale"] == 32768

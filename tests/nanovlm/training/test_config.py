@@ -1,0 +1,68 @@
+"""The settings of a run: learning rate schedules against formulas and transformers, and the limits of each setting."""
+
+import math
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from transformers import get_cosine_schedule_with_warmup
+
+from nanovlm.errors import InputError
+from nanovlm.training.config import SCENES, TrainConfig, upgrade_settings
+
+
+def test_wsd_rises_stays_constant_and_falls_to_0():
+    cfg = TrainConfig(max_steps=100, lr=2.0, warmup_steps=9, decay=0.4)
+    rates = [cfg.lr_at(step) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
+    assert rates[9:61] == [2.0] * 52
+    assert rates[60:] == pytest.approx([2.0 * (100 - step) / 40 for step in range(60, 101)])
+    assert rates[99] > rates[100] == 0
+
+
+def test_wsd_without_warmup_or_decay():
+    assert {TrainConfig(max_steps=5, lr=2.0, warmup_steps=0, decay=0).lr_at(step) for step in range(5)} == {2.0}
+    falling = TrainConfig(max_steps=4, lr=1.0, warmup_steps=0, decay=1)
+    assert [falling.lr_at(step) for step in range(5)] == [1, 0.75, 0.5, 0.25, 0]
+
+
+def test_cosine_equals_transformers():
+    cfg = TrainConfig(max_steps=100, warmup_steps=9, schedule="cosine", lr=2.0)
+    theirs = get_cosine_schedule_with_warmup(torch.optim.SGD([torch.zeros(1)], lr=2.0), 9, 100)
+    for step in range(100):
+        if step < 9:
+            assert cfg.lr_at(step) == pytest.approx(2.0 * (step + 1) / 10)  # theirs wastes the first step at rate 0
+        else:
+            assert cfg.lr_at(step) == pytest.approx(theirs.get_last_lr()[0])
+        theirs.optimizer.step()
+        theirs.step()
+    assert cfg.lr_at(100) == 0 and replace(cfg, warmup_steps=100).lr_at(99) == pytest.approx(2.0 * 100 / 101)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_steps": 0}, {"batch_size": 0}, {"save_every": 0}, {"log_every": 0}, {"num_workers": -1},
+        {"warmup_steps": -1}, {"lr": -1e-3}, {"lr": 0.0}, {"lr": math.nan}, {"lr": math.inf}, {"decay": 1.01},
+        {"decay": -0.1}, {"weight_decay": -1}, {"max_grad_norm": math.nan}, {"max_grad_norm": 0.0}, {"lora_alpha": 0.0},
+        {"beta2": 1.0}, {"seed": -1}, {"seed": 2**70}, {"schedule": "line"}, {"dtype": "int8"}, {"vision_rate": -1},
+        {"gradient_accumulation_steps": 0}, {"keep_checkpoints": 0}, {"augment": 0.5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_value_out_of_range_is_named(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(InputError, match=f"{name}={value}".replace("+", r"\+")):
+        TrainConfig(**wrong)
+
+
+def test_something_must_be_trained():
+    with pytest.raises(InputError, match="all 0: no weights are left to train"):
+        TrainConfig(vision_rate=0, projector_rate=0, language_rate=0)
+
+
+def test_settings_of_the_first_version_are_understood():
+    old = {"steps": 5700, "accumulate": 1, "warmup": 300, "workers": 1, "schedule": "trapezoid", "plan": False}
+    others = {name: value for name, value in asdict(SCENES).items() if name not in upgrade_settings(old)}
+    assert TrainConfig(**upgrade_settings(old | others)) == SCENES
+    assert upgrade_settings(asdict(SCENES)) == asdict(SCENES)
