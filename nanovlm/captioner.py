@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Any
+from typing import Any, cast
 
 from PIL import Image
 from torch import Tensor
@@ -212,12 +212,19 @@ class Captioner:
         """Yield the ids of each decoding step, one per answer; the time of prepare() counts in stats, too."""
         started = time.perf_counter()
         device, eos = self.inference.device, self.tokenizer.eos_token_id
-        inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in prepare().items()}
+        inputs: dict[str, Any] = {
+            name: value.to(device) if isinstance(value, Tensor) else value for name, value in prepare().items()
+        }
         mask = inputs["attention_mask"]
         stats = stats or Stats()
         stats.answers = len(mask) * n_samples
         stats.prompt_tokens = int(mask.sum()) - inputs.get("shared", 0) * (len(mask) - 1)
-        options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "eos_token_id": eos, "n_samples": n_samples}
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "sampling": sampling,
+            "eos_token_id": eos,
+            "n_samples": n_samples,
+        }
         last_ids: list[int] = []
         for ids in self.inference.stream(**inputs, **options):
             stats.new_tokens += sum(id != eos for id in last_ids) if last_ids else stats.answers
@@ -238,7 +245,7 @@ class Captioner:
 def _as_list(images: ImageInputs) -> list[ImageInput]:
     if images is None:
         return []
-    return list(images) if isinstance(images, (list, tuple)) else [images]
+    return list(images) if isinstance(images, (list, tuple)) else [cast(ImageInput, images)]
 
 
 def _pair(images: Iterable[ImageInputs], prompt: str | Iterable[str]) -> Iterator[tuple[ImageInputs, str]]:

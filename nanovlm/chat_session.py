@@ -1,6 +1,6 @@
 """ChatSession: several questions about the same images, with the KV cache reused between them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,9 @@ class ChatSession:
         self._cached_ids: list[int] = []  # an interrupted answer may leave one token more in the cache
         self._prefix: PrefillState | None = None
 
-    def ask(self, question: str, *, max_new_tokens: int = 128, sampling: SamplingParams = GREEDY) -> Iterator[str]:
+    def ask(
+        self, question: str, *, max_new_tokens: int = 128, sampling: SamplingParams = GREEDY
+    ) -> Generator[str, None, None]:
         """Yield the answer in pieces of whole characters.
 
         If the caller stops reading, history holds the pieces read so far. Raises InputError if the chat with this
@@ -83,6 +85,7 @@ class ChatSession:
             seen = token_presence_mask(prompt, logits.size(-1), prompt != model.image_token_id)
 
         def step(chosen: Tensor) -> Tensor:
+            assert self._prefix is not None  # the prefill has set it
             logits, self._prefix = model.decode(chosen, self._prefix)
             self._cached_ids.append(int(chosen))
             return logits

@@ -54,12 +54,12 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
 
 def chat_template(cfg: VLMConfig) -> str:
     """The model's chat template, extended to contents that are lists of {'type': 'image'} and {'type': 'text'}."""
-    return JOIN_PARTS.replace("IMAGE", repr(cfg.vlm_extra_tokens["image_token"])) + cfg.lm_chat_template
+    return JOIN_PARTS.replace("IMAGE", repr(cfg.special_tokens["image_token"])) + (cfg.lm_chat_template or "")
 
 
 def processor_files(cfg: VLMConfig) -> dict[str, dict]:
     """File name to content: the settings of transformers' tokenizer, image processor and processor."""
-    tokens, tile_size = cfg.vlm_extra_tokens, {"longest_edge": cfg.vit_img_size}
+    tokens, tile_size = cfg.special_tokens, {"longest_edge": cfg.vit_img_size}
     special_tokens = {
         "image_token": tokens["image_token"],
         "global_image_token": tokens["global_image_token"],
@@ -105,9 +105,9 @@ def export_notes(cfg: VLMConfig) -> list[str]:
     notes = [
         "pass pictures upright and as RGB on white: transformers applies no EXIF orientation and fills no transparency",
         "programs that write SmolVLM's own tokens around a picture, as llama.cpp does, need these replaced: this model "
-        f"was trained with {cfg.vlm_extra_tokens['global_image_token']} before an image and nothing after it",
+        f"was trained with {cfg.special_tokens['global_image_token']} before an image and nothing after it",
     ]
-    if cfg.max_img_size > cfg.vit_img_size:
+    if cfg.max_img_size is not None and cfg.max_img_size > cfg.vit_img_size:
         notes.insert(
             0,
             f"transformers' processor resizes each picture to one image of {cfg.vit_img_size} x {cfg.vit_img_size}, as "

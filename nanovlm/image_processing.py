@@ -107,7 +107,7 @@ def load_rgb(image: Image.Image, max_pixels: int | None = None) -> Image.Image:
     image.load()
     transposition = None
     with contextlib.suppress(Exception):  # an image with broken EXIF is still an image
-        transposition = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation))
+        transposition = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     rgb = to_rgb(image)
     if transposition is not None:
         rgb = rgb.transpose(transposition)

@@ -77,7 +77,7 @@ class Processor:
 
     def image_markup(self, grids: Sequence[Grid]) -> str:
         """The text that stands for images in a chat: the names of their tiles, each followed by its image tokens."""
-        tokens, format_version = self.cfg.vlm_extra_tokens, self.cfg.format_version
+        tokens, format_version = self.cfg.special_tokens, self.cfg.format_version
         image_tokens = tokens["image_token"] * self.cfg.mp_image_token_length
         if format_version == 3:
             return image_tokens * len(grids)

@@ -32,11 +32,11 @@ class Tokenizer:
         highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         if highest >= cfg.lm_vocab_size:
             raise CheckpointError(f"the tokenizer has an id {highest}, but lm_vocab_size={cfg.lm_vocab_size}")
-        extra = cfg.vlm_extra_tokens or {}
+        extra = cfg.special_tokens
         for name, token in extra.items():
             if backend.token_to_id(token) is None:
                 raise CheckpointError(f"vlm_extra_tokens names {name}={token!r}, but the tokenizer has no such token")
-        self.image_token_id = backend.token_to_id(extra["image_token"]) if extra else NO_TOKEN
+        self.image_token_id = self.special_id(extra["image_token"]) if extra else NO_TOKEN
         self.eos_token_id = self.special_id(cfg.end_token)
         special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
         # Some tokenizer.json files list them as ordinary tokens, which a user's text could then produce.
@@ -62,7 +62,7 @@ class Tokenizer:
         Tokens it does not have yet get the ids after its last, in the config's order.
         """
         folder = snapshot_path(name_or_folder, revision, [TOKENIZER])
-        return cls._read(folder / TOKENIZER, cfg, (cfg.vlm_extra_tokens or {}).values())
+        return cls._read(folder / TOKENIZER, cfg, cfg.special_tokens.values())
 
     @classmethod
     def _read(cls, path: Path, cfg: VLMConfig, extra: Iterable[str] = ()) -> "Tokenizer":
@@ -107,7 +107,7 @@ class Tokenizer:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _raise_exception
         try:
-            return environment.from_string(self.cfg.lm_chat_template)
+            return environment.from_string(self.cfg.lm_chat_template or "")
         except TemplateError as error:
             raise CheckpointError(f"lm_chat_template is not a valid jinja2 template: {error}") from None
 

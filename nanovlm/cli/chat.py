@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import shlex
@@ -192,7 +193,7 @@ def read_lines(interactive: bool) -> Iterator[str]:
     if interactive:
         start, end = (f"\001{code}\002" if code else "" for code in bold(" ", sys.stdout).split(" "))
         prompt = f"{start}> {end}"  # \001 and \002 tell readline that a code takes no room on the screen
-    else:
+    elif isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 is reported later, with its line
     while True:
         try:

@@ -4,6 +4,7 @@ Exit codes: 0 success, 1 failure, 2 wrong use, 70 a bug in nanovlm, 130 interrup
 """
 
 import argparse
+import io
 import os
 import shlex
 import sys
@@ -84,7 +85,7 @@ def add_verb_flags(verb: ModuleType, parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the verb that args name; whatever it raises becomes a message on standard error and an exit code."""
-    if sys.stdout is not None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a character that the terminal lacks is no failure
     configure_logging()
     try:
