@@ -69,7 +69,7 @@ def parse_messages(messages: Sequence[Message]) -> Chat:
 def preprocess_image(number: int, file: bytes, processor: Processor, max_pixels: int) -> TiledImage:
     """Decode and preprocess the request's image of that number, counted from 1."""
     try:
-        return TiledImage(*processor.preprocess(load_image(file, f"picture {number}", max_pixels)))
+        return TiledImage(*processor.preprocess(load_image(file, f"image {number}", max_pixels)))
     except ImageError as error:
         raise invalid_image(str(error)) from None
 
@@ -85,7 +85,7 @@ def check_image_tokens(images: Sequence[TiledImage], processor: Processor) -> No
     if n_tokens > cfg.lm_max_position_embeddings:
         raise APIError(
             400,
-            f"{len(images)} pictures alone take {n_tokens} tokens, more than lm_max_position_embeddings="
+            f"{len(images)} images alone take {n_tokens} tokens, more than lm_max_position_embeddings="
             f"{cfg.lm_max_position_embeddings}; show fewer",
             code="context_length_exceeded",
             param="messages",

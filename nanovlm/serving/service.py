@@ -152,7 +152,7 @@ class ChatService:
             try:
                 file = await self.fetcher.fetch(url)
             except ImageError as error:
-                raise invalid_image(f"picture {number}: {error}") from None
+                raise invalid_image(f"image {number}: {error}") from None
             images.append(
                 await reservation.run(self._executor, preprocess_image, number, file, processor, self.limits.max_pixels)
             )

@@ -1,98 +1,98 @@
 "use strict";
 
-const at = (id) => document.getElementById(id);
-const FIRST = at("question").placeholder; // is asked of a picture when nothing else is
-const chat = { model: null, picture: null, turns: [], talking: null, key: "" }; // turns: questions and answers so far
+const byId = (id) => document.getElementById(id);
+const DEFAULT_QUESTION = byId("question").placeholder; // asked if the first question about an image is left empty
+const chat = { model: null, image: null, turns: [], generation: null, apiKey: "" }; // image: data URL; turns: [question, answer]
 
-const headers = () => ({ "Content-Type": "application/json", ...(chat.key && { Authorization: `Bearer ${chat.key}` }) });
+function requestHeaders() {
+  return { "Content-Type": "application/json", ...(chat.apiKey && { Authorization: `Bearer ${chat.apiKey}` }) };
+}
 
-async function meet() {
-  const response = await fetch("/v1/models", { headers: headers() });
-  at("key").hidden = response.status !== 401;
+async function loadModel() {
+  const response = await fetch("/v1/models", { headers: requestHeaders() });
+  byId("key-form").hidden = response.status !== 401;
   if (response.status === 401) {
-    at("secret").focus();
-    if (!chat.key) return complain("");
-    throw new Error("That is not this server's key.");
+    byId("api-key").focus();
+    if (!chat.apiKey) return showError("");
+    throw new Error("This is not the server's API key.");
   }
-  if (!response.ok) throw await reason(response);
+  if (!response.ok) throw await responseError(response);
   const [model] = (await response.json()).data;
   chat.model = model.id;
-  at("model").textContent = model.id === "nanovlm" ? "the embedded model" : model.id;
-  at("note").textContent = sentence(model.description);
-  complain("");
+  byId("model").textContent = model.id === "nanovlm" ? "the embedded model" : model.id;
+  byId("note").textContent = toSentence(model.description);
+  showError("");
 }
 
-async function reason(response) {
-  const said = await response.json().catch(() => null);
-  return new Error(said?.error?.message ?? `The server says ${response.status}.`);
+async function responseError(response) {
+  const body = await response.json().catch(() => null);
+  return new Error(body?.error?.message ?? `The server answered with status ${response.status}.`);
 }
 
-const complain = (message) => (at("error").textContent = sentence(message));
-
-function sentence(words) {
-  return words && words[0].toUpperCase() + words.slice(1) + (/[.?!]$/.test(words) ? "" : ".");
+function showError(message) {
+  byId("error").textContent = toSentence(message);
 }
 
-function show(file) {
+function toSentence(text) {
+  return text && text[0].toUpperCase() + text.slice(1) + (/[.?!]$/.test(text) ? "" : ".");
+}
+
+function openImage(file) {
   if (!file) return;
-  chat.talking?.abort();
+  chat.generation?.abort();
   const reader = new FileReader();
-  reader.onerror = () => complain(`${file.name || "The picture"} cannot be read.`);
+  reader.onerror = () => showError(`${file.name || "The image"} cannot be read.`);
   reader.onload = () => {
-    URL.revokeObjectURL(at("picture").src);
-    Object.assign(chat, { picture: reader.result, turns: [] });
-    at("talk").replaceChildren();
-    at("question").placeholder = FIRST;
-    at("picture").src = URL.createObjectURL(file);
-    at("picture").alt = file.name ? `Your picture, ${file.name}` : "Your picture";
-    at("unseen").textContent = `${file.name || "This picture"} is of a kind that browsers do not show. Ask about it all the same.`;
-    arrange(true);
-    complain("");
-    at("spoken").textContent = "The picture is here; ask about it.";
-    at("question").focus();
+    URL.revokeObjectURL(byId("image").src);
+    resetConversation(reader.result);
+    byId("image").src = URL.createObjectURL(file);
+    byId("image").alt = file.name ? `Your image, ${file.name}` : "Your image";
+    byId("no-preview").textContent = `Browsers cannot show ${file.name || "this image"}, but you can ask about it.`;
+    byId("announcement").textContent = "The image is loaded; ask about it.";
+    byId("question").focus();
   };
   reader.readAsDataURL(file);
 }
 
-function arrange(shown) {
-  for (const id of ["picture", "again"]) at(id).hidden = !shown;
-  for (const id of ["file", "drop", "sample"]) at(id).hidden = shown;
-  at("unseen").hidden = true;
+function closeImage() {
+  chat.generation?.abort();
+  resetConversation(null);
+  byId("file").value = "";
+  byId("file").focus();
 }
 
-function startOver() {
-  chat.talking?.abort();
-  Object.assign(chat, { picture: null, turns: [] });
-  at("talk").replaceChildren();
-  at("file").value = "";
-  arrange(false);
-  at("question").placeholder = FIRST;
-  complain("");
-  at("file").focus();
+function resetConversation(image) {
+  Object.assign(chat, { image, turns: [] });
+  byId("conversation").replaceChildren();
+  byId("question").placeholder = DEFAULT_QUESTION;
+  for (const id of ["image", "new-image"]) byId(id).hidden = !image;
+  for (const id of ["file", "drop-zone", "sample"]) byId(id).hidden = Boolean(image);
+  byId("no-preview").hidden = true;
+  showError("");
 }
 
-function messages(question) {
-  const said = chat.turns.flatMap(([asked, answer]) => [
-    { role: "user", content: asked },
+function buildMessages(question) {
+  const messages = chat.turns.flatMap(([question, answer]) => [
+    { role: "user", content: question },
     { role: "assistant", content: answer },
   ]);
-  said.push({ role: "user", content: question });
-  if (chat.picture)
-    said[0].content = [
-      { type: "image_url", image_url: { url: chat.picture } },
-      { type: "text", text: said[0].content },
+  messages.push({ role: "user", content: question });
+  if (chat.image)
+    messages[0].content = [
+      { type: "image_url", image_url: { url: chat.image } },
+      { type: "text", text: messages[0].content },
     ];
-  return said;
+  return messages;
 }
 
-async function* words(response) {
+async function* streamText(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
+  let buffer = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
-    const events = (held + value).split("\n\n");
-    held = events.pop();
+    const events = (buffer + value).split("\n\n");
+    buffer = events.pop();
     for (const event of events) {
       const data = event.slice("data: ".length);
       if (data === "[DONE]") return;
@@ -103,107 +103,116 @@ async function* words(response) {
   }
 }
 
-async function ask(question) {
+function addTurn(question) {
   const turn = document.createElement("li");
-  const [asked, answer] = ["question", "answer"].map((kind) => {
-    const p = document.createElement("p");
-    p.className = kind;
-    return turn.appendChild(p);
+  const [questionText, answer] = ["question", "answer"].map((className) => {
+    const paragraph = document.createElement("p");
+    paragraph.className = className;
+    return turn.appendChild(paragraph);
   });
-  asked.textContent = question;
-  answer.classList.add("saying");
-  at("talk").append(turn);
+  questionText.textContent = question;
+  byId("conversation").append(turn);
   turn.scrollIntoView({ block: "nearest" });
-  complain("");
-  const talking = (chat.talking = new AbortController());
-  busy(true);
+  return { turn, answer };
+}
+
+async function generate(question, signal, onText) {
+  if (!chat.model) await loadModel();
+  const body = JSON.stringify({ model: chat.model, messages: buildMessages(question), stream: true });
+  const response = await fetch("/v1/chat/completions", { method: "POST", headers: requestHeaders(), body, signal });
+  if (!response.ok) throw await responseError(response);
+  for await (const text of streamText(response)) onText(text);
+}
+
+async function ask(question) {
+  const { turn, answer } = addTurn(question);
+  const generation = (chat.generation = new AbortController());
+  answer.classList.add("generating");
+  showError("");
+  setBusy(true);
   try {
-    if (!chat.model) await meet();
-    const body = JSON.stringify({ model: chat.model, messages: messages(question), stream: true });
-    const options = { method: "POST", headers: headers(), body, signal: talking.signal };
-    const response = await fetch("/v1/chat/completions", options);
-    if (!response.ok) throw await reason(response);
-    for await (const piece of words(response)) {
-      answer.textContent += piece;
+    await generate(question, generation.signal, (text) => {
+      answer.textContent += text;
       turn.scrollIntoView({ block: "nearest" });
-    }
+    });
   } catch (error) {
-    if (!talking.signal.aborted) complain(error instanceof TypeError ? "The server cannot be reached." : error.message);
+    if (!generation.signal.aborted)
+      showError(error instanceof TypeError ? "The server cannot be reached." : error.message);
   }
-  answer.classList.remove("saying");
-  chat.talking = null;
-  busy(false);
-  if (!turn.isConnected) return; // another picture has come meanwhile
+  answer.classList.remove("generating");
+  chat.generation = null;
+  setBusy(false);
+  if (!turn.isConnected) return; // another image was opened meanwhile
   if (answer.textContent) {
     chat.turns.push([question, answer.textContent]);
-    at("question").placeholder = "Ask something else.";
-    at("spoken").textContent = answer.textContent; // once, whole: a word at a time would not be heard out
+    byId("question").placeholder = "Ask something else.";
+    byId("announcement").textContent = answer.textContent; // at once: screen readers interrupt text that changes
   } else {
-    if (!talking.signal.aborted && !at("error").textContent) complain("The model said nothing; ask otherwise.");
+    if (!generation.signal.aborted && !byId("error").textContent) showError("The answer is empty; ask differently.");
     turn.remove();
-    at("question").value ||= question;
-    grow();
+    byId("question").value ||= question;
+    fitQuestion();
   }
 }
 
-function busy(yes) {
-  at("send").hidden = yes;
-  at("stop").hidden = !yes;
+function setBusy(busy) {
+  byId("send").hidden = busy;
+  byId("stop").hidden = !busy;
 }
 
-function grow() {
-  const field = at("question");
+function fitQuestion() {
+  const field = byId("question");
   field.style.height = "auto";
   field.style.height = `${field.scrollHeight}px`;
 }
 
-at("ask").addEventListener("submit", (event) => {
+byId("ask-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (chat.talking) return;
-  const question = at("question").value.trim() || (chat.picture && !chat.turns.length ? FIRST : "");
-  if (!question) return complain(chat.picture ? "Ask something." : "Choose a picture, or ask something.");
-  at("question").value = "";
-  grow();
+  if (chat.generation) return;
+  const question = byId("question").value.trim() || (chat.image && !chat.turns.length ? DEFAULT_QUESTION : "");
+  if (!question) return showError(chat.image ? "Ask something." : "Choose an image, or ask something.");
+  byId("question").value = "";
+  fitQuestion();
   ask(question);
 });
-at("question").addEventListener("input", grow);
-at("question").addEventListener("keydown", (event) => {
+byId("question").addEventListener("input", fitQuestion);
+byId("question").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
-    at("ask").requestSubmit();
+    byId("ask-form").requestSubmit();
   }
 });
-document.addEventListener("keydown", (event) => event.key === "Escape" && chat.talking?.abort());
-at("stop").addEventListener("click", () => {
-  chat.talking?.abort();
-  at("question").focus();
+document.addEventListener("keydown", (event) => event.key === "Escape" && chat.generation?.abort());
+byId("stop").addEventListener("click", () => {
+  chat.generation?.abort();
+  byId("question").focus();
 });
-at("again").addEventListener("click", startOver);
-at("file").addEventListener("change", () => show(at("file").files[0]));
-at("picture").addEventListener("error", () => {
-  at("picture").hidden = true;
-  at("unseen").hidden = false;
+byId("new-image").addEventListener("click", closeImage);
+byId("file").addEventListener("change", () => openImage(byId("file").files[0]));
+byId("image").addEventListener("error", () => {
+  byId("image").hidden = true;
+  byId("no-preview").hidden = false;
 });
-at("sample").firstElementChild.addEventListener("click", async () => {
+byId("sample").firstElementChild.addEventListener("click", async () => {
   const response = await fetch("/sample.png");
-  show(new File([await response.blob()], "sample.png", { type: "image/png" }));
+  openImage(new File([await response.blob()], "sample.png", { type: "image/png" }));
 });
 document.addEventListener("paste", (event) => {
-  const file = [...event.clipboardData.files].find((one) => one.type.startsWith("image/"));
-  if (file) {
+  const image = [...event.clipboardData.files].find((file) => file.type.startsWith("image/"));
+  if (image) {
     event.preventDefault();
-    show(file);
+    openImage(image);
   }
 });
-for (const kind of ["dragover", "dragleave", "drop"])
-  document.addEventListener(kind, (event) => {
+for (const type of ["dragover", "dragleave", "drop"])
+  document.addEventListener(type, (event) => {
     event.preventDefault();
-    document.body.classList.toggle("dragged", kind === "dragover");
-    if (kind === "drop") show(event.dataTransfer.files[0]);
+    document.body.classList.toggle("dragging", type === "dragover");
+    if (type === "drop") openImage(event.dataTransfer.files[0]);
   });
-at("key").addEventListener("submit", (event) => {
+byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  chat.key = at("secret").value;
-  meet().then(() => at("question").focus(), (error) => complain(error.message));
+  chat.apiKey = byId("api-key").value;
+  loadModel().then(() => byId("question").focus(), (error) => showError(error.message));
 });
-meet().catch((error) => complain(error.message));
+loadModel().catch((error) => showError(error.message));

@@ -147,7 +147,7 @@ def test_remote_pictures_are_answered_where_allowed(embedded, site):
         messages = user_message(QUESTIONS[0], f"{site.url}/sample.png?x=1")
         response = client.chat.completions.create(model="nanovlm", messages=messages)
         assert response.choices[0].message.content == embedded.caption(SAMPLE)
-        for path, message in (("/none", "picture 1: .* answers 404"), ("/moved", "picture 1: .* has moved")):
+        for path, message in (("/none", "image 1: .* answers 404"), ("/moved", "image 1: .* has moved")):
             with pytest.raises(openai.BadRequestError, match=message):
                 client.chat.completions.create(model="nanovlm", messages=user_message("?", site.url + path))
 
