@@ -15,6 +15,7 @@ standard deviation. It fails if int8 keeps less than 99%.
 
 import io
 import math
+import os
 import sys
 import time
 from collections import Counter
@@ -125,7 +126,7 @@ def measure_turns(captioner: Captioner, n_scenes: int, n_turns: int, seed: str) 
     return right
 
 
-def compare_precisions(n_scenes: int, seed: str, model: str = EMBEDDED) -> dict[str, dict[str, float]]:
+def compare_precisions(n_scenes: int, seed: str, model: str | os.PathLike = EMBEDDED) -> dict[str, dict[str, float]]:
     """Share of right captions, share of float32's right ones kept, and logit error, by precision, on the CPU."""
     rng = Random(f"quantised {seed}")
     scenes = [random_scene(rng) for _ in range(n_scenes)]

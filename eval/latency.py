@@ -18,7 +18,7 @@ equal to the first engine's. The command fails if two engines in float32 decode 
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -80,7 +80,7 @@ class Inputs:
 
     prompts: list[list[int]]  # one per sequence, of equal length
     image: torch.Tensor  # (1, 3, S, S)
-    pictures: dict[int, ImageInput]  # by their size in pixels
+    pictures: Mapping[int, ImageInput]  # by their size in pixels
 
     @classmethod
     def make(cls, cfg: VLMConfig, image_token_id: int, batch_size: int, image_sizes: Sequence[int]) -> "Inputs":
@@ -143,7 +143,7 @@ def stage_contestants(
     """Titles and contestants of a stage: one title, or one per picture."""
     ours = [engine for engine in engines if isinstance(engine, NanoVLMEngine)]
 
-    def timed(calls: dict[str, Callable[[], object]]) -> Contestants:
+    def timed(calls: Mapping[str, Callable[[], object]]) -> Contestants:
         return {name: partial(measure_seconds, call) for name, call in calls.items()}
 
     if stage == "encode":
@@ -155,13 +155,16 @@ def stage_contestants(
     elif stage == "first-token":
         for side, picture in inputs.pictures.items():
             length = len(ours[0].captioner.prepare(picture)[0])
-            calls = {engine.name: partial(engine.first_token, picture) for engine in ours}
-            yield f"first token, {side} px, {length:,} tokens", timed(calls)
+            first = {engine.name: partial(engine.first_token, picture) for engine in ours}
+            yield f"first token, {side} px, {length:,} tokens", timed(first)
     elif stage == "questions":
         side, picture = next(iter(inputs.pictures.items()))
         captioner = ours[-1].captioner
         ask = partial(captioner.ask, picture, QUESTIONS, max_new_tokens=ANSWER_TOKENS)
-        calls = {"single calls": partial(ask_one_by_one, captioner, picture), "one ask": ask}
+        calls: dict[str, Callable[[], object]] = {
+            "single calls": partial(ask_one_by_one, captioner, picture),
+            "one ask": ask,
+        }
         yield f"{len(QUESTIONS)} questions, {side} px, {ours[-1].name}", timed(calls)
     else:
         yield "cold start", timed(cold_start(folder))

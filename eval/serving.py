@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 from statistics import quantiles
+from typing import Any
 
 import openai
 
@@ -54,8 +55,9 @@ async def ask(client: openai.AsyncOpenAI, model: str, url: str) -> Answer:
     """Stream the caption of an image."""
     started, first, text = time.perf_counter(), 0.0, ""
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": PROMPT}]
-    messages = [{"role": "user", "content": parts}]
-    async for chunk in await client.chat.completions.create(model=model, messages=messages, stream=True):
+    messages: Any = [{"role": "user", "content": parts}]
+    stream: Any = await client.chat.completions.create(model=model, messages=messages, stream=True)
+    async for chunk in stream:
         if chunk.choices and chunk.choices[0].delta.content:
             first = first or time.perf_counter() - started
             text += chunk.choices[0].delta.content

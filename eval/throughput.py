@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from time import perf_counter
@@ -70,7 +71,9 @@ def measure_captioning(captioner: Captioner, n: int, seed: str, rounds: int = RO
         images = write_images(Path(name), n, seed)
         rounds = min(rounds, n)
         shares = [images[start::rounds] for start in range(rounds)]
-        captions, failures, busy = {}, [], []
+        captions: dict[str, str] = {}
+        failures: list[str] = []
+        busy: list[float] = []
 
         def one_by_one() -> float:
             share, started = shares.pop(), perf_counter()
@@ -182,7 +185,7 @@ def measure_training(
 ) -> TrainingResult:
     """Steps on two batches in interleaved rounds: the baseline first, then what should be faster."""
     step = make_step(model)
-    timings = interleave({batch.name: lambda b=batch: step(b) for batch in batches}, rounds, log=progress)
+    timings = interleave({batch.name: partial(step, batch) for batch in batches}, rounds, log=progress)
     tokens_per_s = {batch.name: batch.tokens / timings[batch.name].median for batch in batches}
     slow, fast = tokens_per_s.values()
     return TrainingResult(tokens_per_s, fast / slow, min_speedup)

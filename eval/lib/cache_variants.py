@@ -78,10 +78,10 @@ def language_model(
         CacheDesign("static cache", partial(static, step, step)),
     ]
     if export:
-        programs = export_language_model(decoder, capacity)
-        designs.append(CacheDesign("static, exported", partial(static, *_modules(programs, "prefill", "decode"))))
+        prefill, decode = _modules(export_language_model(decoder, capacity), "prefill", "decode")
+        designs.append(CacheDesign("static, exported", partial(static, prefill, decode)))
     return StudyCase(
-        "language model on image and words",
+        "language model on image and text",
         model,
         ids.size(1),
         lambda: model.MP(model.vision_encoder(images)),
@@ -127,9 +127,8 @@ def encoder_decoder(
     ]
     if export:
         programs = export_text_decoder(decoder, xa.size(1), capacity)
-        designs.append(
-            CacheDesign("static, exported", partial(static, *_modules(programs, "cross", "prefill", "decode")))
-        )
+        make_cross, prefill, decode = _modules(programs, "cross", "prefill", "decode")
+        designs.append(CacheDesign("static, exported", partial(static, make_cross, prefill, decode)))
     return StudyCase(
         "encoder-decoder of the same size",
         model,

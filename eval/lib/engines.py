@@ -99,7 +99,7 @@ class TransformersEngine:
             num_key_value_heads=cfg.lm_n_kv_heads,
             max_position_embeddings=cfg.lm_max_position_embeddings,
             rms_norm_eps=cfg.lm_rms_eps,
-            rope_theta=cfg.lm_re_base,
+            rope_theta=cfg.lm_re_base,  # type: ignore[call-arg]  # transformers 5 takes it as transformers 4 did
             tie_word_embeddings=cfg.lm_tie_weights,
         )
         self.model = LlamaForCausalLM(config).eval()
