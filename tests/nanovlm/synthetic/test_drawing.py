@@ -18,7 +18,7 @@ def test_backgrounds_differ_from_all_colors():
 
 
 @pytest.mark.parametrize("size", [(160, 160), (96, 96), (97, 161)])
-def test_pixels_have_the_colour_they_are_said_to_have(scenes, size):
+def test_center_pixels_have_the_color_of_their_shape(scenes, size):
     total = right = 0
     for scene in scenes[:300]:
         image = draw(scene, *size)

@@ -40,7 +40,7 @@ def test_withheld_scene_names_a_withheld_pair():
         assert any(" ".join(pair) in caption(scene) for pair in WITHHELD)
 
 
-def test_things_lie_inside_and_overlap_little(scenes):
+def test_shapes_are_inside_the_image_and_overlap_little(scenes):
     touching = 0
     for scene in scenes:
         for t in scene.shapes:
@@ -53,7 +53,7 @@ def test_things_lie_inside_and_overlap_little(scenes):
     assert 0.05 < touching / len(scenes) < 0.15
 
 
-def test_every_combination_occurs(scenes):
+def test_every_combination_of_attributes_occurs(scenes):
     shapes = [thing for scene in scenes for thing in scene.shapes]
     assert len({(t.color, t.kind, t.size) for t in shapes}) == 2 * (64 - 8)
     assert {(s.background, t.kind) for s in scenes for t in s.shapes} == {(b, s) for b in BACKGROUNDS for s in SHAPES}
