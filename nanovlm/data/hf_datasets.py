@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovlm.data.formats import CHAT_COLUMNS, check_columns, find_columns, passes_ratings, record_to_example
 from nanovlm.data.source import COLUMN_OPTIONS, INSTALL_DATA, ReadOptions, Source, Stream
-from nanovlm.errors import DataError, MissingExtraError
+from nanovlm.errors import DataError, MissingExtraError, TrainingError
 
 
 def open_dataset(path: str, options: ReadOptions, files: Sequence[str] = ()) -> Source | Stream:
@@ -93,7 +93,7 @@ def _stream(path: str, dataset: Any) -> Iterator[dict[str, Any]]:
         for batch in dataset.iter(batch_size=1):
             yield {name: values[0] for name, values in batch.items()}
     except Exception as error:  # the library raises errors of many kinds, from DNS to a broken file
-        raise OSError(
+        raise TrainingError(
             f"the stream of {path} broke off ({_first_line(error)}); rerun the same command to resume from the last "
             "checkpoint"
         ) from None
