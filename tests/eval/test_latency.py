@@ -5,9 +5,10 @@ import json
 import pytest
 
 from eval import latency
-from eval.latency import QUESTIONS, Result, count_same, decode_seconds, failures, main, table
+from eval.latency import QUESTIONS, Result, cold_start, count_same, decode_seconds, failures, main, table
 from eval.lib import roofline
 from eval.lib.shapes import SHAPES
+from nanovlm import EMBEDDED
 
 FAST = ["--rounds", "1", "--tokens", "3", "--dtype", "float32"]
 
@@ -61,11 +62,18 @@ def test_the_table_names_the_environment_once(capsys):
     assert "12 of 12" in out and "1.00x" in out and "of limit" in out
 
 
-def test_cold_start_runs_whole_processes(capsys, monkeypatch):
+def test_a_cold_start_is_a_whole_process(capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert main([*FAST, "--stages", "cold-start", "--json"]) == 0
+    programs = cold_start(EMBEDDED)
+    assert list(programs) == ["import torch", "generate.py"]
+    assert b"ring" in programs["generate.py"]().stdout, "the sample's caption"
+    monkeypatch.setattr(latency, "cold_start", lambda folder: {"import torch": list, "generate.py": list})
+    assert main([*FAST, "--shape", "230M", "--stages", "cold-start", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
-    assert [result["engine"] for result in results] == ["import torch", "generate.py"]
+    assert [(result["stage"], result["engine"]) for result in results] == [
+        ("cold start", "import torch"),
+        ("cold start", "generate.py"),
+    ]
 
 
 def test_a_decode_step_is_timed_without_its_prefill():
