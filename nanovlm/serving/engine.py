@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -86,7 +86,7 @@ class Engine:
         self._commands: queue.SimpleQueue[_Sequence | int | None] = queue.SimpleQueue()  # add, cancel by id, or stop
         self._ids = itertools.count()
         self._handles: dict[int, tuple[int, RequestHandle]] = {}  # only the event loop's thread uses these
-        self._active: dict[int, _Sequence] = {}  # only the engine's thread uses these two
+        self._active: dict[Hashable, _Sequence] = {}  # by id; only the engine's thread uses these two
         self._retries: deque[_Sequence] = deque()
         self._thread = threading.Thread(target=self._run, name="nanovlm-engine", daemon=True)
 
@@ -139,13 +139,13 @@ class Engine:
                     running = self._take_commands()
                     if running and self._active:
                         self._step()
-                except BaseException as error:  # SystemExit, too, would end a thread without a word
+                except BaseException as error:  # SystemExit would end the thread silently
                     self._recover(error)
-        finally:  # whatever ended the thread, nobody waits for it any longer
+        finally:  # requests fail at once instead of waiting for their timeout
             self._fail_all(EngineStoppedError("the engine has stopped"))
 
     def _take_commands(self) -> bool:
-        """Obey all commands, waiting for one if there is nothing to do; False says to stop."""
+        """Process all commands, waiting for one if there is nothing to do; False means stop."""
         while True:
             try:
                 command = self._commands.get(block=not self._active)
@@ -157,7 +157,7 @@ class Engine:
                 self._add(command)
             elif sequence := self._active.pop(command, None):
                 self._batch.cancel(sequence.id)
-        # After the batch has failed as a whole, its sequences run one by one: so the one at fault harms no other.
+        # After a failure of the whole batch, run its sequences one by one to isolate the one that caused it.
         if self._retries and not (self._batch.running or self._batch.waiting):
             sequence = self._retries.popleft()
             if sequence.id in self._active:
@@ -237,7 +237,9 @@ class Engine:
         self._publish([(sequence.id, error)])
 
     def _fail_all(self, error: BaseException) -> None:
-        results: list[tuple[int, TokenOutput | BaseException]] = [(sequence_id, error) for sequence_id in self._active]
+        results: list[tuple[int, TokenOutput | BaseException]] = [
+            (sequence.id, error) for sequence in self._active.values()
+        ]
         while True:  # those that arrived after the last step
             try:
                 command = self._commands.get_nowait()
