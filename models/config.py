@@ -1,28 +1,30 @@
-"""VLMConfig: what a checkpoint's config.json says, under the names nanoVLM gave the fields."""
+"""VLMConfig: a checkpoint's config.json, under nanoVLM's names for the fields."""
 
 import math
 import warnings
 from dataclasses import Field, asdict, dataclass, field, fields
 from typing import get_args
 
+from models.errors import InputError
+
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + "
     "'\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# What files of some era say and nothing here needs to know: kept like unknown keys, but no news.
+# Keys of some format versions that nothing here uses; kept like unknown keys, but without a warning.
 IGNORED_KEYS = {
     "lm_eos_token_id", "IMAGE_TOKEN_LENGTH", "TOTAL_SEQUENCE_LENGTH", "lm_rope_factor", "lm_beta_fast", "lm_beta_slow",
 }  # fmt: skip
 
 
 def extra_tokens(grid: int) -> dict[str, str]:
-    """nanoVLM's names for the tokens of a picture: its places, its global view, and a grid x grid of tiles."""
-    places = range(1, grid + 1)
+    """nanoVLM's extra tokens by name: the image token, the global view, and the positions in a grid x grid of tiles."""
+    sides = range(1, grid + 1)
     return {
         "image_token": "<|image|>",
         "global_image_token": "<|global_image|>",
-        **{f"r{row}c{column}": f"<row_{row}_col_{column}>" for row in places for column in places},
+        **{f"r{row}c{column}": f"<row_{row}_col_{column}>" for row in sides for column in sides},
     }
 
 
@@ -33,15 +35,15 @@ def is_optional(field: Field) -> bool:
 
 @dataclass(frozen=True)
 class VLMConfig:
-    """The shape of a model and how pictures and words are laid out for it; defaults are nanoVLM-460M-8k's.
+    """Sizes of a model and the layout of images and text in its prompts; defaults are nanoVLM-460M-8k's.
 
-    None stands for a key that the model's era did not have; see `format_version`.
+    None stands for a key that the model's format version does not have. Raises InputError for values that do not fit.
     """
 
     vit_hidden_dim: int = 768
     vit_inter_dim: int = 3072
     vit_patch_size: int = 16
-    vit_img_size: int = 512  # the side of one tile, in pixels
+    vit_img_size: int = 512  # side of one tile in pixels
     vit_n_heads: int = 12
     vit_dropout: float = 0.0
     vit_n_blocks: int = 12
@@ -80,29 +82,42 @@ class VLMConfig:
     vlm_checkpoint_path: str = "checkpoints"
     hf_repo_name: str | None = "nanoVLM"
 
-    unknown: dict = field(default_factory=dict)  # keys of config.json that are not ours, kept for the next writer
+    unknown: dict = field(default_factory=dict)  # other keys of config.json, kept when it is written again
 
     def __post_init__(self):
         for f in fields(self):
-            value, kind = getattr(self, f.name), (get_args(f.type) or (f.type,))[0]
-            if value is None and is_optional(f):
-                continue
-            if kind is float and type(value) is int:
-                object.__setattr__(self, f.name, float(value))
-            elif kind in (int, float, bool, str) and type(value) is not kind:
-                raise ValueError(f"{f.name}={value!r} is no {kind.__name__}")
-            elif f.name == "vlm_extra_tokens" and not (
-                isinstance(value, dict) and all(isinstance(token, str) for token in value.values())
-            ):
-                raise ValueError(f"{f.name}={value!r} is no table of names and tokens")
-            if kind is int and not 0 < value < 2**31 and f.name != "extra_token_amount":
-                raise ValueError(f"{f.name}={value} is not a positive number below 2^31")
-            if kind is float and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{f.name}={value} is not a finite number of at least 0")
-            if f.name in ("lm_re_base", "lm_attn_scaling") and value == 0:
-                raise ValueError(f"{f.name}=0 would make all positions or all tokens alike; it must be above 0")
+            if getattr(self, f.name) is not None or not is_optional(f):
+                self._check_field(f)
         if self.vlm_extra_tokens is not None and "image_token" not in self.vlm_extra_tokens:
-            raise ValueError(f"vlm_extra_tokens={self.vlm_extra_tokens} names no image_token")
+            raise InputError(f"vlm_extra_tokens={self.vlm_extra_tokens} names no image_token")
+        if self.vit_cls_flag:
+            raise InputError("vit_cls_flag=true would leave one vector per image; only false is supported")
+        self._check_divisibility()
+        self._set_image_token_length()
+
+    def _check_field(self, f: Field) -> None:
+        """Raise InputError if a field's value has the wrong type or is out of range; an int is a valid float."""
+        name, value, kind = f.name, getattr(self, f.name), (get_args(f.type) or (f.type,))[0]
+        if kind is float and type(value) is int:
+            value = float(value)
+            object.__setattr__(self, name, value)
+        if kind in (int, float, bool, str) and type(value) is not kind:
+            raise InputError(f"{name}={value!r} is not of type {kind.__name__}")
+        if name == "vlm_extra_tokens" and not (
+            isinstance(value, dict) and all(isinstance(token, str) for token in value.values())
+        ):
+            raise InputError(f"{name}={value!r} is not a table of names and tokens")
+        if kind is int and not 0 < value < 2**31 and name != "extra_token_amount":
+            raise InputError(f"{name}={value} is not a positive number below 2^31")
+        if kind is float and not (math.isfinite(value) and value >= 0):
+            raise InputError(f"{name}={value} is not a finite number of at least 0")
+        if name in ("lm_re_base", "lm_attn_scaling") and value == 0:
+            raise InputError(f"{name}=0 would make all positions or all tokens alike; it must be above 0")
+        if name in ("vit_dropout", "lm_dropout") and value >= 1:
+            raise InputError(f"{name}={value} is outside [0, 1)")
+
+    def _check_divisibility(self) -> None:
+        """Raise InputError unless heads, patches, tiles and pixel shuffle divide the sizes they split."""
         for whole, part in (
             ("vit_hidden_dim", "vit_n_heads"),
             ("vit_img_size", "vit_patch_size"),
@@ -111,32 +126,30 @@ class VLMConfig:
             ("max_img_size", "vit_img_size"),
         ):
             if (getattr(self, whole) or 0) % getattr(self, part):
-                raise ValueError(
+                raise InputError(
                     f"{whole}={getattr(self, whole)} is not a multiple of {part}={getattr(self, part)}; change either"
                 )
         if self.lm_head_dim % 2:
-            raise ValueError(
+            raise InputError(
                 f"lm_hidden_dim={self.lm_hidden_dim} over lm_n_heads={self.lm_n_heads} gives heads of "
                 f"{self.lm_head_dim}; rotary positions need an even number"
             )
-        if self.vit_cls_flag:
-            raise ValueError("vit_cls_flag=true would leave one vector per image; only false is supported")
         if self.vit_grid % self.mp_pixel_shuffle_factor:
-            raise ValueError(
+            raise InputError(
                 f"{self.vit_grid} patches a side (vit_img_size={self.vit_img_size} / "
                 f"vit_patch_size={self.vit_patch_size}) is not a multiple of "
                 f"mp_pixel_shuffle_factor={self.mp_pixel_shuffle_factor}"
             )
-        places = (self.vit_grid // self.mp_pixel_shuffle_factor) ** 2
+
+    def _set_image_token_length(self) -> None:
+        """Compute mp_image_token_length if it is not given; InputError if it does not fit the sizes."""
+        n_embeddings = (self.vit_grid // self.mp_pixel_shuffle_factor) ** 2
         if self.mp_image_token_length is None:
-            object.__setattr__(self, "mp_image_token_length", places)
-        if self.mp_image_token_length != places:
-            raise ValueError(
-                f"mp_image_token_length={self.mp_image_token_length}, but an image has {places} embeddings"
+            object.__setattr__(self, "mp_image_token_length", n_embeddings)
+        if self.mp_image_token_length != n_embeddings:
+            raise InputError(
+                f"mp_image_token_length={self.mp_image_token_length}, but an image has {n_embeddings} embeddings"
             )
-        for name in ("vit_dropout", "lm_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is outside [0, 1)")
 
     @property
     def lm_head_dim(self) -> int:
@@ -144,7 +157,7 @@ class VLMConfig:
 
     @property
     def vit_grid(self) -> int:
-        """Patches along one side of a tile."""
+        """Number of patches along one side of a tile."""
         return self.vit_img_size // self.vit_patch_size
 
     @property
@@ -154,14 +167,14 @@ class VLMConfig:
 
     @property
     def end_token(self) -> str:
-        """What ends an answer. The files' own lm_eos_token_id is wrong from the second era on, and read by nobody."""
+        """The token that ends an answer. The files' lm_eos_token_id is wrong from format 2 on, so it is not used."""
         return "<|endoftext|>" if self.format_version == 1 else "<|im_end|>"
 
     @property
     def format_version(self) -> int:
-        """Which of nanoVLM's five layouts of pictures and words this is, told by the keys that its file has.
+        """Which of nanoVLM's five layouts of images and text this is, derived from the keys that are present.
 
-        1: May 2025, 2: from 4 June, 3: from 11 June, 4: from 12 July, 5: from 9 September 2025 to now.
+        1: May 2025, 2: from 4 June, 3: from 11 June, 4: from 12 July, 5: since 9 September 2025.
         """
         if self.vlm_extra_tokens is None:
             return 1
@@ -173,29 +186,30 @@ class VLMConfig:
 
     @classmethod
     def from_dict(cls, raw: dict) -> "VLMConfig":
-        """Read config.json's object of any era: the keys that are not there tell it, and stay away from `to_dict`.
+        """Read the object of a config.json of any format version, which is derived from the missing keys.
 
-        A missing key on which all eras agree has their value; one on which they do not, a size, is an error. Keys that
-        nobody here knows are kept and warned of once, in one line.
+        Missing keys take the value that all versions agree on; a missing size is an InputError. Unknown keys are kept,
+        and one warning names them.
         """
         known = {f.name: f for f in fields(cls) if f.name != "unknown"}
         sizes = [
             key for key, f in known.items() if f.type is int and not is_optional(f) and not key.startswith("lm_max_")
         ]
-        if missing := [key for key in (*sizes, "lm_tokenizer") if key not in raw]:
-            raise ValueError(f"{', '.join(missing)} missing: files of all eras say it, and today's would be a guess")
-        for key in ("vlm_extra_tokens", "lm_chat_template", "max_img_size"):  # these tell the era
+        missing = [key for key in (*sizes, "lm_tokenizer") if key not in raw]
+        if missing:
+            raise InputError(f"{', '.join(missing)} missing; every nanoVLM config.json has these keys")
+        for key in ("vlm_extra_tokens", "lm_chat_template", "max_img_size"):  # `format_version` is derived from these
             if key in raw and raw[key] is None:
-                raise ValueError(f"{key}=None says nothing; give it a value, or leave it out as older files do")
+                raise InputError(f"{key}=None means nothing; give it a value, or leave it out as older files do")
         unknown = {key: value for key, value in raw.items() if key not in known}
-        if news := unknown.keys() - IGNORED_KEYS:
-            names = ", ".join(key for key in unknown if key in news)
-            warnings.warn(f"config.json has keys without meaning here, kept as they are: {names}", stacklevel=2)
+        names = [key for key in unknown if key not in IGNORED_KEYS]
+        if names:
+            warnings.warn(f"config.json has unknown keys, kept as they are: {', '.join(names)}", stacklevel=2)
         values: dict = {key: None for key, f in known.items() if is_optional(f)}
         return cls(**values | {key: value for key, value in raw.items() if key in known}, unknown=unknown)
 
     def to_dict(self) -> dict:
-        """The object to write as config.json: keys that the model's era did not have are left out."""
+        """The object to write as config.json, without the keys that the model's format version does not have."""
         raw = asdict(self)
         unknown = raw.pop("unknown")
         if self.format_version == 1:

@@ -1,4 +1,4 @@
-"""A config is nanoVLM's config.json: its names, its numbers, and a plain word when they do not fit each other."""
+"""VLMConfig reads and writes nanoVLM's config.json, and rejects values that do not fit, naming them."""
 
 import json
 import warnings
@@ -10,7 +10,7 @@ import torch
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
 
-TODAYS_KEYS = """
+CURRENT_KEYS = """
 vit_hidden_dim vit_inter_dim vit_patch_size vit_img_size vit_n_heads vit_dropout vit_n_blocks vit_ln_eps vit_cls_flag
 vit_model_type lm_hidden_dim lm_inter_dim lm_rms_eps lm_re_base lm_max_position_embeddings lm_base_vocab_size
 extra_token_amount lm_vocab_size lm_n_heads lm_n_kv_heads lm_dropout lm_n_blocks lm_attn_scaling lm_max_length
@@ -19,8 +19,10 @@ max_img_size resize_to_max_side_len vlm_extra_tokens vlm_load_backbone_weights v
 """
 
 
-def test_the_fields_are_the_keys_of_nanovlms_file():
-    assert VLMConfig().to_dict().keys() == {f.name for f in fields(VLMConfig)} - {"unknown"} == set(TODAYS_KEYS.split())
+def test_fields_are_the_keys_of_nanovlm():
+    assert (
+        VLMConfig().to_dict().keys() == {f.name for f in fields(VLMConfig)} - {"unknown"} == set(CURRENT_KEYS.split())
+    )
 
 
 SMOLLM2_135M = {"lm_hidden_dim": 576, "lm_inter_dim": 1536, "lm_n_blocks": 30, "lm_n_heads": 9, "lm_n_kv_heads": 3}
@@ -36,21 +38,21 @@ V01 |= {"vlm_extra_tokens": None, "lm_chat_template": None, "max_img_size": None
         ("lusxvr/nanoVLM-222M", SMOLLM2_135M | V01, 222_081_600),
     ],
 )
-def test_a_published_models_numbers_make_its_published_size(name, changes, published):
+def test_parameter_counts_match_the_published_models(name, changes, published):
     with torch.device("meta"):
         model = VisionLanguageModel(VLMConfig(**changes), image_token_id=0)
     assert sum(parameter.numel() for parameter in model.parameters()) == published
     assert (model.cfg.format_version, model.cfg.mp_image_token_length) == ((1, 49) if "222M" in name else (5, 64))
 
 
-def test_a_config_survives_the_disk(tiny_config):
+def test_round_trip_through_json(tiny_config):
     tokens = {"image_token": "i", "global_image_token": "g"}
     cfg = tiny_config(lm_dropout=0.1, lm_tie_weights=False, hf_repo_name="œuvre", vlm_extra_tokens=tokens)
     assert VLMConfig.from_dict(json.loads(json.dumps(cfg.to_dict()))) == cfg
     assert cfg.to_dict() | {"unknown": {}} == asdict(cfg)
 
 
-def test_unknown_keys_are_kept_and_warned_of_once():
+def test_unknown_keys_are_kept_and_named_in_one_warning():
     raw = VLMConfig().to_dict() | {"vit_flavour": [1, {"sweet": None}], "unknown": 5}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -59,14 +61,14 @@ def test_unknown_keys_are_kept_and_warned_of_once():
     assert len(caught) == 1 and "vit_flavour, unknown" in str(caught[0].message)
 
 
-def test_a_known_file_warns_of_nothing():
+def test_a_known_file_gives_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         VLMConfig.from_dict(VLMConfig().to_dict())
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "parts"),
     [
         ({"vit_n_heads": 5}, ["vit_hidden_dim=16", "vit_n_heads=5"]),
         ({"vit_img_size": 18}, ["vit_img_size=18", "vit_patch_size=4"]),
@@ -84,10 +86,10 @@ def test_a_known_file_warns_of_nothing():
         ({"vit_cls_flag": True}, ["vit_cls_flag=true"]),
     ],
 )
-def test_numbers_that_do_not_fit_are_all_named(tiny_config, changes, told):
+def test_values_that_do_not_fit_are_named(tiny_config, changes, parts):
     with pytest.raises(ValueError) as error:
         tiny_config(**changes)
-    assert all(part in str(error.value) for part in told), error.value
+    assert all(part in str(error.value) for part in parts), error.value
     assert "\n" not in str(error.value)
 
 
@@ -105,17 +107,17 @@ def test_numbers_that_do_not_fit_are_all_named(tiny_config, changes, told):
         ("lm_chat_template", ["a"], "str"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused(tiny_config, field, value, kind):
-    with pytest.raises(ValueError, match=f"^{field}=.* is no {kind}$"):
+def test_a_value_of_the_wrong_type_raises(tiny_config, field, value, kind):
+    with pytest.raises(ValueError, match=f"^{field}=.* is not of type {kind}$"):
         tiny_config(**{field: value})
 
 
-def test_a_whole_number_will_do_for_a_float(tiny_config):
+def test_an_int_is_accepted_for_a_float(tiny_config):
     assert repr(tiny_config(lm_re_base=100).lm_re_base) == "100.0"
 
 
 @pytest.mark.parametrize("tokens", [{"global_image_token": "g"}, {}, None, 5, ["image_token"], {"image_token": 1}])
-def test_a_table_of_tokens_without_one_for_images_is_refused(tiny_config, tokens):
+def test_extra_tokens_without_an_image_token_raise(tiny_config, tokens):
     with pytest.raises(ValueError, match=r"^vlm_extra_tokens=.* (image_token|table|nothing)") as error:
         VLMConfig.from_dict(tiny_config().to_dict() | {"vlm_extra_tokens": tokens})
     assert "\n" not in str(error.value)
