@@ -1,4 +1,4 @@
-"""The facade says the same however it is asked: whole, in pieces, in a batch, again; and an import says nothing."""
+"""Captioner: caption, stream, samples, ask and captions agree; bad input raises; importing has no side effects."""
 
 import io
 import random
@@ -19,7 +19,7 @@ from nanovlm.errors import CheckpointError, ImageError, InputError
 from nanovlm.processor import Processor
 from support import ROOT
 
-WARM = SamplingParams(temperature=1.5, seed=3)
+SAMPLED = SamplingParams(temperature=1.5, seed=3)
 
 
 def noise(width, height, seed=0):
@@ -36,22 +36,22 @@ def pictures():
     return [noise(100, 60, seed=1), noise(96, 96, seed=2), Image.new("RGB", (20, 70), "red"), noise(300, 200, seed=3)]
 
 
-def test_three_lines_caption_a_picture(model_folder, pictures, tmp_path):
+def test_caption_of_a_file_equals_caption_of_an_image(model_folder, pictures, tmp_path):
     pictures[0].save(tmp_path / "picture.png")
     captioner = Captioner.from_pretrained(model_folder)
-    said = captioner.caption(tmp_path / "picture.png", max_new_tokens=8)
-    assert isinstance(said, str) and said == captioner.caption(pictures[0], "Describe this picture.", max_new_tokens=8)
+    text = captioner.caption(tmp_path / "picture.png", max_new_tokens=8)
+    assert isinstance(text, str) and text == captioner.caption(pictures[0], "Describe this picture.", max_new_tokens=8)
 
 
-def test_a_path_bytes_a_file_and_a_picture_are_captioned_alike(captioner, pictures, tmp_path):
+def test_every_image_source_gives_the_same_caption(captioner, pictures, tmp_path):
     pictures[0].save(tmp_path / "picture.png")
     data = (tmp_path / "picture.png").read_bytes()
     sources = [tmp_path / "picture.png", str(tmp_path / "picture.png"), data, io.BytesIO(data), pictures[0]]
     assert len({captioner.caption(source, max_new_tokens=6) for source in sources}) == 1
 
 
-def test_the_pieces_of_a_stream_are_the_caption(captioner, pictures):
-    for sampling in (SamplingParams(), WARM, SamplingParams(repetition_penalty=1.5)):
+def test_streamed_pieces_join_to_the_caption(captioner, pictures):
+    for sampling in (SamplingParams(), SAMPLED, SamplingParams(repetition_penalty=1.5)):
         for picture in pictures:
             options = {"max_new_tokens": 24, "sampling": sampling}
             pieces = list(captioner.stream(picture, **options))
@@ -59,7 +59,7 @@ def test_the_pieces_of_a_stream_are_the_caption(captioner, pictures):
             assert captioner.samples(picture, **options) == ["".join(pieces)]
 
 
-def test_a_stream_comes_as_it_is_found(captioner, pictures, monkeypatch):
+def test_stream_decodes_lazily(captioner, pictures, monkeypatch):
     steps = []
     decode = captioner.model.decode
     monkeypatch.setattr(captioner.model, "decode", lambda *inputs: steps.append(1) or decode(*inputs))
@@ -71,36 +71,36 @@ def test_a_stream_comes_as_it_is_found(captioner, pictures, monkeypatch):
     assert len(steps) < 12
 
 
-def test_a_batch_says_what_each_says_alone(captioner, pictures):
-    shown = [*pictures, None, pictures[:2], (pictures[3],)]
+def test_batched_captions_match_single_captions(captioner, pictures):
+    inputs_of_rows = [*pictures, None, pictures[:2], (pictures[3],)]
     prompts = ["Describe this picture.", "What?", "How many are there? " * 4, "?", "Hi!", "Which?", "<|im_end|>"]
-    alone = [captioner.caption(picture, prompt, max_new_tokens=16) for picture, prompt in zip(shown, prompts)]
+    alone = [captioner.caption(picture, prompt, max_new_tokens=16) for picture, prompt in zip(inputs_of_rows, prompts)]
     for batch_size in (1, 3, 16):
         options = {"batch_size": batch_size, "max_new_tokens": 16}
-        assert list(captioner.captions(shown, prompts, **options)) == alone
+        assert list(captioner.captions(inputs_of_rows, prompts, **options)) == alone
     one_prompt = [captioner.caption(picture, "?", max_new_tokens=16) for picture in pictures]
     assert list(captioner.captions(pictures, "?", max_new_tokens=16)) == one_prompt
-    assert len(set(alone)) == len(alone), "captions that are all alike prove nothing"
+    assert len(set(alone)) == len(alone), "equal captions would prove nothing"
     assert list(captioner.captions([])) == []
 
 
 QUESTIONS = ["Describe this picture.", "What?", "How many are there? " * 4, "?", "What?", "<|im_end|>", "Hi!", "Which?"]
 
 
-def test_questions_asked_together_are_answered_as_alone(captioner, tiled, pictures):
+def test_ask_matches_single_questions(captioner, tiled, pictures):
     for one in (captioner, Captioner(*tiled)):
-        for shown in (pictures[0], pictures[:2], None):
-            alone = [one.caption(shown, question, max_new_tokens=12) for question in QUESTIONS]
-            assert one.ask(shown, QUESTIONS, max_new_tokens=12) == alone
-            assert one.ask(shown, QUESTIONS[:1], max_new_tokens=12) == alone[:1]
-            assert len(set(alone)) > 5, "answers that are all alike prove nothing"
+        for inputs_of_rows in (pictures[0], pictures[:2], None):
+            alone = [one.caption(inputs_of_rows, question, max_new_tokens=12) for question in QUESTIONS]
+            assert one.ask(inputs_of_rows, QUESTIONS, max_new_tokens=12) == alone
+            assert one.ask(inputs_of_rows, QUESTIONS[:1], max_new_tokens=12) == alone[:1]
+            assert len(set(alone)) > 5, "equal answers would prove nothing"
     assert captioner.ask(pictures[0], []) == []
-    wary = SamplingParams(repetition_penalty=1.5)
-    alone = [captioner.caption(pictures[0], question, max_new_tokens=12, sampling=wary) for question in QUESTIONS]
-    assert captioner.ask(pictures[0], QUESTIONS, max_new_tokens=12, sampling=wary) == alone
+    penalized = SamplingParams(repetition_penalty=1.5)
+    alone = [captioner.caption(pictures[0], question, max_new_tokens=12, sampling=penalized) for question in QUESTIONS]
+    assert captioner.ask(pictures[0], QUESTIONS, max_new_tokens=12, sampling=penalized) == alone
 
 
-def test_questions_asked_together_read_the_picture_once(captioner, pictures, monkeypatch):
+def test_ask_encodes_and_prefills_the_image_once(captioner, pictures, monkeypatch):
     model, seen, read = captioner.model, [], []
     monkeypatch.setattr(
         model.vision_encoder, "forward", lambda x, f=model.vision_encoder.forward: seen.append(len(x)) or f(x)
@@ -116,22 +116,22 @@ def test_questions_asked_together_read_the_picture_once(captioner, pictures, mon
     assert stats.answers == len(QUESTIONS) and len(QUESTIONS) <= stats.new_tokens <= 2 * len(QUESTIONS)
 
 
-def test_one_prompt_is_no_list_of_prompts(captioner, pictures):
+def test_ask_refuses_a_single_prompt(captioner, pictures):
     with pytest.raises(ValueError, match="ask takes a list of prompts, not 'What\\?'; for one prompt use caption"):
         captioner.ask(pictures[0], "What?")
 
 
-def test_a_picture_can_cost_less(model_folder, tiled, pictures):
-    spare = Captioner.from_pretrained(model_folder, "cpu", "float32", max_tiles=1, upscale=False)
-    assert (spare.processor.max_tiles, spare.processor.upscale) == (1, False)
+def test_max_tiles_and_upscale_limit_prompt_tokens(model_folder, tiled, pictures):
+    limited = Captioner.from_pretrained(model_folder, "cpu", "float32", max_tiles=1, upscale=False)
+    assert (limited.processor.max_tiles, limited.processor.upscale) == (1, False)
     model, processor = tiled
-    few = Captioner(model, Processor(processor.cfg, processor.tokenizer, max_tiles=4))
+    limited_tiles = Captioner(model, Processor(processor.cfg, processor.tokenizer, max_tiles=4))
     costs = []
-    for captioner in (Captioner(model, processor), few):
+    for captioner in (Captioner(model, processor), limited_tiles):
         captioner.caption(pictures[0], max_new_tokens=1)
         list(captioner.stream(pictures[0], max_new_tokens=1, stats=(stats := Stats())))
         costs.append(stats.prompt_tokens)
-    assert costs[0] - costs[1] == (13 - 5) * (4 + 1), "13 images of 4 tokens and a name become 5"
+    assert costs[0] - costs[1] == (13 - 5) * (4 + 1), "13 tiles of 4 tokens and a name become 5"
 
 
 def test_captions_of_generators_equal_captions_of_lists(captioner, pictures):
@@ -177,7 +177,7 @@ def test_captions_takes_several_images(captioner, pictures):
         next(captioner.captions(pictures, batch_size=0))
 
 
-def test_a_saved_model_loads_again(captioner, pictures, tmp_path):
+def test_save_pretrained_round_trip(captioner, pictures, tmp_path):
     captioner.save_pretrained(tmp_path / "saved")
     again = Captioner.from_pretrained(tmp_path / "saved", "cpu", "float32")
     assert again.caption(pictures[0], max_new_tokens=12) == captioner.caption(pictures[0], max_new_tokens=12)
@@ -185,7 +185,7 @@ def test_a_saved_model_loads_again(captioner, pictures, tmp_path):
     assert state.keys() == saved.keys() and all(torch.equal(state[name], saved[name]) for name in state)
 
 
-def test_several_pictures_are_one_question(captioner, pictures):
+def test_several_images_in_one_prompt(captioner, pictures):
     first, second = pictures[0], pictures[3]
     options = {"prompt": "Which?", "max_new_tokens": 12}
     both = captioner.caption([first, second], **options)
@@ -195,7 +195,7 @@ def test_several_pictures_are_one_question(captioner, pictures):
     assert captioner.caption([], **options) == captioner.caption(None, **options)
 
 
-def test_the_same_seed_says_the_same(captioner, pictures):
+def test_samples_are_reproducible_by_seed(captioner, pictures):
     def samples(seed):
         sampling = SamplingParams(temperature=1.5, seed=seed)
         return captioner.samples(pictures[0], n=4, max_new_tokens=12, sampling=sampling)
@@ -205,10 +205,10 @@ def test_the_same_seed_says_the_same(captioner, pictures):
     torch.manual_seed(1)
     assert samples(5) == first != samples(6)
     assert len(set(first)) == 4
-    assert len(set(captioner.samples(pictures[0], n=3, max_new_tokens=12))) == 1, "greedy samples are alike"
+    assert len(set(captioner.samples(pictures[0], n=3, max_new_tokens=12))) == 1, "greedy samples are equal"
 
 
-def test_stats_count_what_happened(captioner, pictures, monkeypatch):
+def test_stats_match_the_calls_of_the_model(captioner, pictures, monkeypatch):
     prefills, steps = [], []
     prefill, decode = captioner.model.prefill, captioner.model.decode
     monkeypatch.setattr(captioner.model, "prefill", lambda *inputs: prefills.append(inputs[0]) or prefill(*inputs))
@@ -219,7 +219,7 @@ def test_stats_count_what_happened(captioner, pictures, monkeypatch):
         stats, sampling = Stats(), SamplingParams(temperature=2.0, seed=seed)
         captioner.samples(pictures[0], n=3, max_new_tokens=40, sampling=sampling, stats=stats)
         inputs = captioner.processor([[pictures[0]]], [nanovlm.PROMPT])
-        assert [ids.shape for ids in prefills] == [inputs["input_ids"].shape], "the prompt is read once"
+        assert [ids.shape for ids in prefills] == [inputs["input_ids"].shape], "the prompt is prefilled once"
         assert stats.prompt_tokens == inputs["input_ids"].numel()
         ids = captioner.model.generate(**inputs, max_new_tokens=40, sampling=sampling, eos_token_id=eos, n_samples=3)
         lengths = [row.index(eos) + 1 if eos in row else len(row) for row in ids.tolist()]
@@ -231,20 +231,20 @@ def test_stats_count_what_happened(captioner, pictures, monkeypatch):
     assert ended_apart, "no sample ended before the others"
 
 
-def test_one_token_has_no_speed(captioner, pictures):
+def test_one_token_has_no_decoding_speed(captioner, pictures):
     stats = Stats()
     captioner.caption(pictures[0], max_new_tokens=1)
     list(captioner.stream(pictures[0], max_new_tokens=1, stats=stats))
     assert stats.new_tokens == 1 and stats.tokens_per_s == 0 and stats.total_s == stats.first_token_s > 0
 
 
-def test_an_answer_that_ends_at_once_is_empty(captioner, pictures, monkeypatch):
+def test_immediate_end_token_is_an_empty_answer(captioner, pictures, monkeypatch):
     first = captioner.model.generate(**captioner.processor([[pictures[0]]], [nanovlm.PROMPT]), max_new_tokens=1)
     monkeypatch.setattr(captioner.tokenizer, "eos_token_id", first.item())
     assert captioner.caption(pictures[0]) == "" == captioner.samples(pictures[0])[0]
 
 
-def test_a_prompt_beyond_the_models_positions_is_refused_with_its_numbers(captioner, pictures):
+def test_too_long_prompt_raises_input_error(captioner, pictures):
     for refuse in (
         lambda: captioner.check_prompt("word " * 1100, 1),
         lambda: captioner.caption(pictures[0], "word " * 1100),
@@ -255,14 +255,14 @@ def test_a_prompt_beyond_the_models_positions_is_refused_with_its_numbers(captio
     captioner.check_prompt("word", 900)
 
 
-def test_a_picture_that_cannot_be_read_is_a_picture_error(captioner, tmp_path):
+def test_unreadable_image_raises_image_error(captioner, tmp_path):
     with pytest.raises(ImageError, match=r"no\.png: No such file"):
         captioner.caption(tmp_path / "no.png")
     with pytest.raises(TypeError, match="not int"):
         captioner.caption(3)
 
 
-def test_a_device_or_precision_that_is_not_there_is_an_error_that_says_what_is(monkeypatch, model_folder):
+def test_unavailable_device_or_dtype_names_the_available_ones(monkeypatch, model_folder):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     cpu = torch.device("cpu")
@@ -280,14 +280,14 @@ def test_a_device_or_precision_that_is_not_there_is_an_error_that_says_what_is(m
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_model_in_half_precision_speaks_too(model_folder, pictures, dtype):
+def test_half_precision_generates(model_folder, pictures, dtype):
     captioner = Captioner.from_pretrained(model_folder, "cpu", dtype)
     assert captioner.model.dtype == getattr(torch, dtype)
     both = list(captioner.captions(pictures[:2], max_new_tokens=4))
     assert len(both) == 2 and all(isinstance(text, str) for text in both)
 
 
-def test_a_folder_without_one_of_its_files_names_it(model_folder, tmp_path):
+def test_missing_file_of_a_folder_is_named(model_folder, tmp_path):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         folder = tmp_path / name
         shutil.copytree(model_folder, folder)
@@ -300,7 +300,7 @@ def test_a_folder_without_one_of_its_files_names_it(model_folder, tmp_path):
 # -------------------------------------------------------------------------------------------------- imports
 
 
-QUIET = """
+IMPORTS = """
 import random, socket, sys
 def refuse(*args, **kwargs): raise AssertionError("the network")
 socket.socket.connect = socket.getaddrinfo = socket.create_connection = refuse
@@ -321,8 +321,8 @@ assert random.getstate() == before
 
 
 @pytest.mark.parametrize("what", ["alone", "torch"])
-def test_an_import_says_nothing_seeds_nothing_and_calls_nobody(what):
-    code = QUIET if what == "alone" else "import torch; torch.manual_seed(0x3A7C9)\n" + QUIET
+def test_import_has_no_side_effects(what):
+    code = IMPORTS if what == "alone" else "import torch; torch.manual_seed(0x3A7C9)\n" + IMPORTS
     run = subprocess.run([sys.executable, "-W", "error", "-c", code, what], cwd=ROOT, capture_output=True, timeout=120)
     assert (run.returncode, run.stdout, run.stderr) == (0, b"", b"")
 

@@ -1,4 +1,4 @@
-"""The model that ships: small, true on fresh scenes, and made by the recipe beside it."""
+"""The embedded model: its size, its accuracy on fresh scenes, and its training recipe."""
 
 import math
 import re
@@ -23,36 +23,36 @@ def captioner():
     return Captioner.from_pretrained(dtype="float32")
 
 
-def test_it_fits_in_ten_megabytes_with_its_card():
+def test_model_and_card_fit_in_ten_megabytes():
     files = {path.name: path for path in EMBEDDED.iterdir()}
     assert files.keys() == {"config.json", "model.safetensors", "tokenizer.json", "sample.png", "README.md"}
     assert sum(path.stat().st_size for path in files.values()) <= 10e6
 
 
-def test_its_config_and_tokenizer_are_the_recipes(captioner):
+def test_config_and_tokenizer_match_the_recipe(captioner):
     tokenizer = make_tokenizer()
     assert captioner.model.cfg == make_config(tokenizer)
     assert captioner.tokenizer.backend.get_vocab() == tokenizer.get_vocab()
 
 
-def test_forgetting_hides_words_that_an_answer_has_said_and_nothing_else(captioner):
-    """Not the prompt, not the first word of an answer, not what is asked for; about a fifth of the rest."""
+def test_word_dropout_replaces_only_earlier_answer_words(captioner):
+    """Prompts, the first word of an answer and the targets stay; about a fifth of the other words is replaced."""
     rng = Random("forget")
     rows = [encode(scene_example(random_scene(rng), rng, 5, (96, 96)), captioner.processor) for _ in range(20)]
-    hidden = said = 0
+    hidden = answers = 0
     for row in rows:
         later = drop_words(row, rng, 0.2)
         assert (later.targets, later.mask) == (row.targets, row.mask)
         for t, (before, after) in enumerate(zip(row.ids, later.ids)):
             follows = t > 0 and row.targets[t - 1] == before and row.mask[t - 1] == row.mask[t]
-            said += follows
+            answers += follows
             hidden += before != after
             assert before == after or (follows and after == 0)
-    assert 0.15 < hidden / said < 0.25
+    assert 0.15 < hidden / answers < 0.25
 
 
-def test_scenes_in_unnamed_colours_teach_no_colour(captioner):
-    """Nothing drawn is near a named colour, and no colour's name is read or asked for; shapes and places are."""
+def test_unnamed_colors_are_never_trained_as_words(captioner):
+    """No shape has nearly a named color, and no color's name is an input or a target; shapes and positions are."""
     rng = Random("unnamed")
     names, words = recipe.color_token_ids(captioner.tokenizer), set(recipe.COLORS)
     for _ in range(30):
@@ -63,32 +63,36 @@ def test_scenes_in_unnamed_colours_teach_no_colour(captioner):
             words.isdisjoint(re.findall(r"\w+", prompt + " " + answer)) for prompt, answer in example.qa_pairs[1:]
         )
         row = encode(example, captioner.processor)
-        bare = recipe.mask_tokens(row, names)
-        assert names & set(row.targets) and not names & (set(bare.ids) | set(bare.targets))
-        changed = [i for i, (a, b) in enumerate(zip(row.targets, bare.targets)) if a != b]
+        masked = recipe.mask_tokens(row, names)
+        assert names & set(row.targets) and not names & (set(masked.ids) | set(masked.targets))
+        changed = [i for i, (a, b) in enumerate(zip(row.targets, masked.targets)) if a != b]
         assert changed == [i for i, a in enumerate(row.targets) if a in names]
-        assert captioner.tokenizer.encode(f" {scene.shapes[0].kind}")[0] in bare.targets
+        assert captioner.tokenizer.encode(f" {scene.shapes[0].kind}")[0] in masked.targets
 
 
-def test_a_conversation_is_the_same_words_in_another_order_each_after_the_others(captioner):
+def test_conversation_is_a_permutation_of_the_questions_in_sequence(captioner):
     example = scene_example(random_scene(rng := Random("talk")), rng, 8, (96, 96))
-    talks = [recipe.as_conversation(example, rng) for _ in range(4)]
-    assert all(sorted(talk.qa_pairs) == sorted(example.qa_pairs) for talk in talks)
-    assert len({tuple(talk.qa_pairs) for talk in talks}) == 4
+    conversations = [recipe.as_conversation(example, rng) for _ in range(4)]
+    assert all(sorted(conversation.qa_pairs) == sorted(example.qa_pairs) for conversation in conversations)
+    assert len({tuple(conversation.qa_pairs) for conversation in conversations}) == 4
     assert (
-        len(set(encode(talks[0], captioner.processor).mask)) == 2 < len(set(encode(example, captioner.processor).mask))
+        len(set(encode(conversations[0], captioner.processor).mask))
+        == 2
+        < len(set(encode(example, captioner.processor).mask))
     )
 
 
-def test_conversations_begin_at_their_scheduled_step_and_change_no_earlier_batch(captioner):
+def test_conversations_start_at_their_scheduled_step(captioner):
     batches, first = partial(recipe.batches, captioner.processor, batch_size=8, seed=0), max(recipe.CONVERSATION_SHARE)
     branches = [[len(row.unique()) for row in batches()(step)["attention_mask"]] for step in (first - 1, first)]
-    assert min(branches[0]) > 3 >= min(branches[1]) and max(branches[1]) > 3, "0, 1 and 2 are a conversation"
+    assert min(branches[0]) > 3 >= min(branches[1]) and max(branches[1]) > 3, (
+        "a conversation has the mask values 0, 1 and 2 only"
+    )
     without = batches(conversation_share={0: 0.0})
     assert torch.equal(batches()(first - 1)["input_ids"], without(first - 1)["input_ids"])
 
 
-def test_the_sample_is_a_drawn_scene_and_is_told_right(captioner):
+def test_sample_is_a_drawn_scene_with_the_right_caption(captioner):
     scene = random_scene(Random("sample 21"))
     with Image.open(SAMPLE) as sample:
         assert ImageChops.difference(sample, draw(scene, *sample.size)).getbbox() is None
@@ -96,8 +100,8 @@ def test_the_sample_is_a_drawn_scene_and_is_told_right(captioner):
         assert captioner.caption(SAMPLE, prompt) == caption(scene)
 
 
-def test_cached_and_uncached_answers_are_the_same(captioner):
-    """On pictures and prompts in one padded batch, to the last token."""
+def test_cached_answers_match_uncached(captioner):
+    """For a padded batch, to the last token."""
     rng = Random("cached")
     pictures = [[draw(random_scene(rng))] for _ in range(4)]
     inputs = captioner.processor(pictures, ["Describe this picture.", "How many objects are there?"] * 2)
@@ -106,23 +110,23 @@ def test_cached_and_uncached_answers_are_the_same(captioner):
     assert torch.equal(cached, captioner.model.generate(**inputs, **options, use_kv_cache=False))
 
 
-def test_fresh_scenes_are_told_right(captioner):
-    """A sample of what `python -m eval.captions` measures; with 60 of each, far below its bars."""
+def test_fresh_scenes_are_captioned_right(captioner):
+    """A small sample of what `python -m eval.captions` measures, with lower thresholds."""
     result = measure(captioner, 60, 2, "test")
     assert result["captions"]["right"] >= 54
     assert result["withheld"]["right"] >= 50
     assert result["questions"]["right"] >= 108
 
 
-def test_it_names_scenes_it_never_saw_at_four_to_three():
+def test_4_to_3_scenes_are_captioned_right():
     scenes = [random_scene(Random(f"test {i}"), withheld=i % 2 == 1) for i in range(100)]
-    said = Captioner.from_pretrained().captions([draw(scene, 160, 120) for scene in scenes])
-    assert sum(text == caption(scene) for text, scene in zip(said, scenes)) >= 80
+    answers = Captioner.from_pretrained().captions([draw(scene, 160, 120) for scene in scenes])
+    assert sum(text == caption(scene) for text, scene in zip(answers, scenes)) >= 80
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_thousand_fresh_scenes_are_told_as_well_as_the_bars_ask(dtype):
+def test_a_thousand_fresh_scenes_reach_the_required_shares(dtype):
     result = measure(Captioner.from_pretrained(dtype=dtype), 1000, 3, "slow")
     shares = {name: result[name]["right"] / result[name]["of"] for name in ("captions", "withheld", "questions")}
     assert shares["captions"] >= 0.96 and shares["withheld"] >= 0.90 and shares["questions"] >= 0.95, shares

@@ -1,6 +1,6 @@
-"""nanoVLM's config.json and prompts changed four times; a checkpoint of each era is read as that era's code read it.
+"""Format versions: nanoVLM's config.json and prompts changed four times, and every version is read as its code read it.
 
-What is expected is written out by hand below, era by era, and put together without the processor or the cache.
+The expected prompts are written out by hand below, and the answers are computed without the processor or the cache.
 """
 
 import json
@@ -25,16 +25,16 @@ from nanovlm.data.examples import IGNORE_INDEX, Example, collate, encode
 from nanovlm.errors import CheckpointError
 from support.checkpoints import BASE_SIZE, EMBEDDING, HEAD, INV_FREQ, raw_config, stock_model, stock_shapes, tiles
 
-ERAS = (1, 2, 3, 4, 5)
+VERSIONS = (1, 2, 3, 4, 5)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>", "<filename>"]
 
 
-# ------------------------------------------------------------------------------------------- the files of an era
+# ------------------------------------------------------------------------------------------- checkpoints of every version
 
 
 @pytest.fixture(scope="module")
-def lent(tmp_path_factory):
-    """The folder of a tokenizer like SmolLM2's, which knows nothing of pictures: what lm_tokenizer names."""
+def backbone_tokenizer(tmp_path_factory):
+    """A folder with a tokenizer like SmolLM2's, without image tokens, which lm_tokenizer names."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -57,12 +57,12 @@ def lent(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def published(lent, tmp_path_factory):
-    """Makes the folder of a random checkpoint of an era, in the format of the published ones."""
+def make_checkpoint(backbone_tokenizer, tmp_path_factory):
+    """Write a random checkpoint of a version, in the format of the published ones."""
 
     def make(format_version):
-        folder = tmp_path_factory.mktemp(f"era{format_version}")
-        raw = raw_config(format_version) | {"lm_tokenizer": str(lent)}
+        folder = tmp_path_factory.mktemp(f"v{format_version}")
+        raw = raw_config(format_version) | {"lm_tokenizer": str(backbone_tokenizer)}
         (folder / "config.json").write_text(json.dumps(raw, indent=4))
         chance = torch.Generator().manual_seed(format_version)
         state = {}
@@ -77,17 +77,17 @@ def published(lent, tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="module", params=ERAS, ids="era{}".format)
+@pytest.fixture(scope="module", params=VERSIONS, ids="v{}".format)
 def format_version(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def captioner(format_version, published):
-    return Captioner.from_pretrained(published(format_version), "cpu", "float32")
+def captioner(format_version, make_checkpoint):
+    return Captioner.from_pretrained(make_checkpoint(format_version), "cpu", "float32")
 
 
-def test_a_file_tells_its_era_and_is_written_as_it_was_read(format_version):
+def test_config_tells_its_format_version_and_round_trips(format_version):
     raw = raw_config(format_version)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -97,17 +97,22 @@ def test_a_file_tells_its_era_and_is_written_as_it_was_read(format_version):
     assert again == cfg and again.format_version == format_version and again.to_dict() == raw
 
 
-def test_an_eras_unknown_keys_are_kept_too(format_version):
+def test_unknown_keys_are_kept(format_version):
     raw = raw_config(format_version) | {"vit_flavour": "sweet"}
     with pytest.warns(UserWarning, match="kept as they are: vit_flavour$"):
         cfg = VLMConfig.from_dict(raw)
     assert cfg.to_dict() == raw and cfg.format_version == format_version
 
 
-def test_todays_defaults_tell_no_era():
-    """An early file with today's numbers in it is still early, and a key less makes a file older, not newer."""
+def test_keys_decide_the_format_version_not_their_values():
+    """An old file with today's numbers is still old, and removing a key makes a file older, not newer."""
     raw = raw_config(5)
-    for key, format_version in (("resize_to_max_side_len", 5), ("max_img_size", 3), ("lm_chat_template", 2), ("hf_repo_name", 2)):
+    for key, format_version in (
+        ("resize_to_max_side_len", 5),
+        ("max_img_size", 3),
+        ("lm_chat_template", 2),
+        ("hf_repo_name", 2),
+    ):
         del raw[key]
         assert VLMConfig.from_dict(raw).format_version == format_version and VLMConfig.from_dict(raw).to_dict() == raw
     del raw["mp_image_token_length"]
@@ -128,18 +133,21 @@ def test_todays_defaults_tell_no_era():
 
 
 def noise(size, seed=0):
-    """A picture of a colour of its own, so that it can be told from others however small it is squeezed."""
+    """An image with a mean color of its own, so that it differs from others even at one tile."""
     chance = random.Random(seed)
     solid = Image.new("RGB", size, tuple(chance.randbytes(3)))
     return Image.blend(Image.frombytes("RGB", size, chance.randbytes(size[0] * size[1] * 3)), solid, 0.6)
 
 
 ONE, WIDE, TALL, BIG = (16, 16), (30, 14), (30, 48), (64, 60)  # 1 x 1, 1 x 2, 3 x 2 and 4 x 4 tiles of 16 pixels
-SHOWN = {"none": [], "1x1": [ONE], "1x2": [WIDE], "3x2": [TALL], "4x4": [BIG], "several": [WIDE, ONE, TALL]}
+IMAGE_SETS = {"none": [], "1x1": [ONE], "1x2": [WIDE], "3x2": [TALL], "4x4": [BIG], "several": [WIDE, ONE, TALL]}
 
 
-def pictures_of(shown):
-    return [noise(size, seed) for seed, size in enumerate(SHOWN[shown], start=10 * list(SHOWN).index(shown))]
+def make_images(image_set):
+    return [
+        noise(size, seed)
+        for seed, size in enumerate(IMAGE_SETS[image_set], start=10 * list(IMAGE_SETS).index(image_set))
+    ]
 
 
 I = "<|image|>" * 4  # noqa: E741
@@ -159,18 +167,18 @@ MARKUP = {
     },
 }  # fmt: skip
 MARKUP |= {1: MARKUP[2], 3: MARKUP[2]}
-ASKED = "What is this?"
+QUESTION = "What is this?"
 
 
-def written(format_version, shown, asked=ASKED) -> str:
-    """A prompt as that era's code put it together before the tokenizer saw it."""
+def prompt_text(format_version, image_set, question=QUESTION) -> str:
+    """The text of a prompt before tokenization, as that version's code wrote it."""
     if format_version < 3:
-        return f"{MARKUP[format_version][shown]}Question: {asked} Answer:"
-    return f"<|im_start|>user\n{MARKUP[format_version][shown]}{asked}<|im_end|>\n<|im_start|>assistant\n"
+        return f"{MARKUP[format_version][image_set]}Question: {question} Answer:"
+    return f"<|im_start|>user\n{MARKUP[format_version][image_set]}{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def stock_tokenizer(folder, raw):
-    """What stock nanoVLM makes of lm_tokenizer, by transformers."""
+    """The tokenizer that stock nanoVLM makes of lm_tokenizer, by transformers."""
     tokens = raw.get("vlm_extra_tokens", {})
     return AutoTokenizer.from_pretrained(
         folder, extra_special_tokens=tokens, chat_template=raw.get("lm_chat_template", "none")
@@ -178,7 +186,7 @@ def stock_tokenizer(folder, raw):
 
 
 def stock_ids(format_version, text, reference) -> list[int]:
-    """Ids of a prompt; where the first era's has <|image|>, which its tokenizer does not know, -1."""
+    """Ids of a prompt; in version 1, whose tokenizer has no <|image|>, -1 in the image positions."""
     if format_version > 1:
         return reference.encode(text, add_special_tokens=False)
     places, rest = text.count("<|image|>"), text.replace("<|image|>", "")
@@ -186,76 +194,74 @@ def stock_ids(format_version, text, reference) -> list[int]:
 
 
 def stock_pixels(format_version, picture):
-    """One picture's images, (n, 3, 16, 16), as that era's code made them."""
+    """The tiles of one image, (n, 3, 16, 16), as that version's code made them."""
     if format_version < 4:
         return transforms.Compose([transforms.Resize((16, 16)), transforms.ToTensor()])(picture)[None]
     width, height = {ONE: (16, 16), WIDE: (32, 16), TALL: (32, 48), BIG: (64, 64)}[picture.size]
     whole = transforms.ToTensor()(picture.resize((width, height), Image.Resampling.BICUBIC))
     images = [whole[:, y : y + 16, x : x + 16] for y in range(0, height, 16) for x in range(0, width, 16)]
     if format_version == 5 and len(images) > 1:
-        squeezed = torch.nn.functional.interpolate(whole[None], (16, 16), mode="bilinear", antialias=True)
-        images.insert(0, squeezed[0])
+        global_view = torch.nn.functional.interpolate(whole[None], (16, 16), mode="bilinear", antialias=True)
+        images.insert(0, global_view[0])
     return torch.stack(images)
 
 
-@pytest.mark.parametrize("shown", SHOWN)
-def test_prompts_are_what_the_era_read(format_version, captioner, lent, shown):
-    pictures = pictures_of(shown)
-    inputs = captioner.processor([pictures], [ASKED])
-    reference = stock_tokenizer(lent, raw_config(format_version))
-    expected = stock_ids(format_version, written(format_version, shown), reference)
+@pytest.mark.parametrize("image_set", IMAGE_SETS)
+def test_prompts_match_the_original_code(format_version, captioner, backbone_tokenizer, image_set):
+    pictures = make_images(image_set)
+    inputs = captioner.processor([pictures], [QUESTION])
+    reference = stock_tokenizer(backbone_tokenizer, raw_config(format_version))
+    expected = stock_ids(format_version, prompt_text(format_version, image_set), reference)
     assert inputs["input_ids"].tolist() == [expected]
     assert inputs["attention_mask"].eq(1).all()
     place = -1 if format_version == 1 else BASE_SIZE
     assert captioner.tokenizer.image_token_id == place
     n_images = {1: 1, 2: 1, 3: 1, 4: {"1x1": 1, "1x2": 2, "3x2": 6, "4x4": 16, "several": 9}}
     n_images[5] = {"1x1": 1, "1x2": 3, "3x2": 7, "4x4": 17, "several": 11}
-    if shown == "none":
+    if image_set == "none":
         assert inputs["images"] is None and place not in expected
     else:
-        n = n_images[format_version][shown] if format_version > 3 else len(pictures)
+        n = n_images[format_version][image_set] if format_version > 3 else len(pictures)
         assert len(inputs["images"]) == n and expected.count(place) == 4 * n
 
 
-@pytest.mark.parametrize("shown", [shown for shown in SHOWN if shown != "none"])
-def test_pixels_are_what_the_era_saw(format_version, captioner, shown):
-    pictures = pictures_of(shown)
-    images = captioner.processor([pictures], [ASKED])["images"]
+@pytest.mark.parametrize("image_set", [image_set for image_set in IMAGE_SETS if image_set != "none"])
+def test_pixels_match_the_original_code(format_version, captioner, image_set):
+    pictures = make_images(image_set)
+    images = captioner.processor([pictures], [QUESTION])["images"]
     expected = torch.cat([stock_pixels(format_version, picture) for picture in pictures])
     assert images.shape == expected.shape and images.dtype == torch.float32
     assert torch.allclose(images, expected, atol=1e-6) and 0 <= images.min() <= images.max() <= 1
-    assert len({tuple(image.flatten().tolist()) for image in images}) == len(images), "images that can be told apart"
+    assert len({tuple(image.flatten().tolist()) for image in images}) == len(images), "all tiles differ"
 
 
-def test_a_users_image_tokens_are_text_in_every_era(captioner):
+def test_special_tokens_in_a_question_are_plain_text(captioner):
     tokenizer = captioner.tokenizer
-    asked = "<|image|><|im_end|><|endoftext|><row_1_col_1>"
-    read, plain = captioner.processor.encode_prompt([], asked), captioner.processor.encode_prompt([], "Hi")
+    question = "<|image|><|im_end|><|endoftext|><row_1_col_1>"
+    read, plain = captioner.processor.encode_prompt([], question), captioner.processor.encode_prompt([], "Hi")
     special = {tokenizer.backend.token_to_id(t) for t in ("<|image|>", "<|im_end|>", "<|endoftext|>", "<row_1_col_1>")}
     assert [id for id in read if id in special] == [id for id in plain if id in special]
-    assert asked in tokenizer.decode(read)
+    assert question in tokenizer.decode(read)
 
 
-def test_a_history_is_read_by_the_template_or_refused_in_one_line(format_version, captioner, lent):
-    """The first two eras were trained on single questions; from the third on the template lays out any turns."""
-    history = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": "A star."}]
+def test_history_uses_the_template_or_raises_input_error(format_version, captioner, backbone_tokenizer):
+    """Versions 1 and 2 were trained on single questions; later ones lay out any turns by their template."""
+    history = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "A star."}]
     history.append({"role": "user", "content": "Where?"})
     if format_version < 3:
         with pytest.raises(ValueError, match="^a chat of 3 messages, but config.json has no lm_chat_template: .*$"):
             captioner.tokenizer.encode_chat(history)
     else:
-        reference = stock_tokenizer(lent, raw_config(format_version))
+        reference = stock_tokenizer(backbone_tokenizer, raw_config(format_version))
         expected = reference.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
         assert captioner.tokenizer.encode_chat(history) == expected
     for prompt in (history, history[0], None):
-        with pytest.raises(
-            ValueError, match=f"^a prompt is one string, not {type(prompt).__name__}; .*$"
-        ):
+        with pytest.raises(ValueError, match=f"^a prompt is one string, not {type(prompt).__name__}; .*$"):
             captioner.caption(noise(ONE), prompt)
 
 
-def test_a_picture_that_the_config_would_blow_up_is_one_line(published):
-    folder = published(5)
+def test_too_large_max_img_size_is_one_line(make_checkpoint):
+    folder = make_checkpoint(5)
     raw = json.loads((folder / "config.json").read_text())
     changes = {"max_img_size": 2**24, "resize_to_max_side_len": True}
     (folder / "config.json").write_text(json.dumps(raw | changes))
@@ -267,41 +273,41 @@ def test_a_picture_that_the_config_would_blow_up_is_one_line(published):
 
 
 @torch.no_grad()
-def said_plainly(format_version, model, reference, shown, max_new_tokens, penalty=1.0) -> list[int]:
-    """A greedy answer without processor, embed or cache: pieces of words and pictures in a row, read as a whole."""
-    pictures = pictures_of(shown)
+def recomputed_answer(format_version, model, reference, image_set, max_new_tokens, penalty=1.0) -> list[int]:
+    """A greedy answer without processor, embed or cache, from text and image embeddings concatenated by hand."""
+    pictures = make_images(image_set)
     images = torch.cat([stock_pixels(format_version, picture) for picture in pictures]) if pictures else []
-    looked = [model.MP(model.vision_encoder(image[None]))[0] for image in images]
+    encoded = [model.MP(model.vision_encoder(image[None]))[0] for image in images]
     pieces, seen = [], set()
-    for k, part in enumerate(written(format_version, shown).split(I)):
+    for k, part in enumerate(prompt_text(format_version, image_set).split(I)):
         ids = reference.encode(part, add_special_tokens=False) if part else []
         seen |= set(ids)
-        pieces += [looked[k - 1]] if k else []
+        pieces += [encoded[k - 1]] if k else []
         pieces.append(model.decoder.token_embedding(torch.tensor(ids, dtype=torch.long)))
-    x, said = torch.cat(pieces)[None], []
-    while len(said) < max_new_tokens and (0 if format_version == 1 else 2) not in said:
+    x, answer = torch.cat(pieces)[None], []
+    while len(answer) < max_new_tokens and (0 if format_version == 1 else 2) not in answer:
         hidden, _ = model.decoder(x, use_cache=False)
         logits = model.decoder.head(hidden[0, -1])
         for id in seen:
             logits[id] = logits[id] / penalty if logits[id] > 0 else logits[id] * penalty
-        said.append(int(logits.argmax()))
-        seen.add(said[-1])
-        x = torch.cat([x, model.decoder.token_embedding(torch.tensor([[said[-1]]]))], dim=1)
-    return said
+        answer.append(int(logits.argmax()))
+        seen.add(answer[-1])
+        x = torch.cat([x, model.decoder.token_embedding(torch.tensor([[answer[-1]]]))], dim=1)
+    return answer
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
-def test_a_checkpoint_of_every_era_says_what_a_plain_recomputation_says(format_version, captioner, lent, penalty):
-    reference, answers = stock_tokenizer(lent, raw_config(format_version)), []
-    for shown in SHOWN:
-        pictures = pictures_of(shown)
-        expected = said_plainly(format_version, captioner.model, reference, shown, 8, penalty)
+def test_answers_match_a_plain_recomputation(format_version, captioner, backbone_tokenizer, penalty):
+    reference, answers = stock_tokenizer(backbone_tokenizer, raw_config(format_version)), []
+    for image_set in IMAGE_SETS:
+        pictures = make_images(image_set)
+        expected = recomputed_answer(format_version, captioner.model, reference, image_set, 8, penalty)
         sampling = SamplingParams(repetition_penalty=penalty)
-        said = captioner.caption(pictures, ASKED, max_new_tokens=8, sampling=sampling)
+        answer = captioner.caption(pictures, QUESTION, max_new_tokens=8, sampling=sampling)
         end = captioner.tokenizer.eos_token_id
         assert end == (0 if format_version == 1 else 2) and end == reference.convert_tokens_to_ids(SPECIAL[end])
-        assert said == reference.decode([id for id in expected if id != end], skip_special_tokens=True)
-        inputs = captioner.processor([pictures], [ASKED])
+        assert answer == reference.decode([id for id in expected if id != end], skip_special_tokens=True)
+        inputs = captioner.processor([pictures], [QUESTION])
         for cached in (True, False):
             ids = captioner.model.generate(
                 **inputs, max_new_tokens=8, sampling=sampling, eos_token_id=end, use_kv_cache=cached
@@ -311,31 +317,31 @@ def test_a_checkpoint_of_every_era_says_what_a_plain_recomputation_says(format_v
     assert len(set(answers)) > 3, "answers that do not depend on the picture prove nothing"
 
 
-def test_a_row_of_a_mixed_batch_says_what_it_says_alone(captioner):
-    pictures = [pictures_of(shown) for shown in SHOWN]
-    together = list(captioner.captions(pictures, ASKED, max_new_tokens=6))
-    assert together == [captioner.caption(row, ASKED, max_new_tokens=6) for row in pictures]
+def test_padded_row_matches_unpadded(captioner):
+    pictures = [make_images(image_set) for image_set in IMAGE_SETS]
+    together = list(captioner.captions(pictures, QUESTION, max_new_tokens=6))
+    assert together == [captioner.caption(row, QUESTION, max_new_tokens=6) for row in pictures]
 
 
-def test_training_reads_what_generation_reads(captioner):
+def test_training_prompts_match_generation_prompts(captioner):
     model, processor = captioner.model, captioner.processor
-    answers = [(ASKED, "A star."), ("How many are there? " * 3, "one"), ("?", "")]
-    examples = [Example(pictures_of(shown), answers) for shown in ("none", "1x1", "3x2", "several")]
+    answers = [(QUESTION, "A star."), ("How many are there? " * 3, "one"), ("?", "")]
+    examples = [Example(make_images(image_set), answers) for image_set in ("none", "1x1", "3x2", "several")]
     losses = []
     for example in examples:
         row = encode(example, processor)
         assert sum(mask == 1 for mask in row.mask) >= row.ids.count(captioner.tokenizer.image_token_id)
-        for question, (asked, answer) in enumerate(answers):
-            inputs = processor([example.images], [asked])
+        for n, (question, answer) in enumerate(answers):
+            inputs = processor([example.images], [question])
             read = inputs["input_ids"][0].tolist()
-            said = [*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id]
-            seen = [i for i, branch in enumerate(row.mask) if branch in (1, question + 2)]
-            assert [row.ids[i] for i in seen] == (read + said)[:-1]
-            assert [row.targets[i] for i in seen] == [IGNORE_INDEX] * (len(read) - 1) + said
+            answer = [*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id]
+            seen = [i for i, branch in enumerate(row.mask) if branch in (1, n + 2)]
+            assert [row.ids[i] for i in seen] == (read + answer)[:-1]
+            assert [row.targets[i] for i in seen] == [IGNORE_INDEX] * (len(read) - 1) + answer
             with torch.no_grad():
-                logits, _ = model(torch.tensor([(read + said)[:-1]]), inputs["images"])
+                logits, _ = model(torch.tensor([(read + answer)[:-1]]), inputs["images"])
             likely = logits[0, len(read) - 1 :].log_softmax(-1)
-            losses += [-likely[i, id].item() for i, id in enumerate(said)]
+            losses += [-likely[i, id].item() for i, id in enumerate(answer)]
     model.zero_grad()
     _, packed = model(**collate([encode(example, processor) for example in examples]))
     assert abs(packed.item() - sum(losses) / len(losses)) < 1e-4
@@ -344,13 +350,13 @@ def test_training_reads_what_generation_reads(captioner):
     model.zero_grad()
 
 
-def test_a_conversation_goes_on_after_what_was_said(format_version, captioner):
-    processor, turns = captioner.processor, [(ASKED, "A star."), ("Red?", "Yes."), ("?", "No.")]
-    for shown in ("none", "1x1", "several"):
-        pictures, ids = pictures_of(shown), []
-        for k, (asked, answer) in enumerate(turns):
+def test_history_continues_after_earlier_answers(format_version, captioner):
+    processor, turns = captioner.processor, [(QUESTION, "A star."), ("Red?", "Yes."), ("?", "No.")]
+    for image_set in ("none", "1x1", "several"):
+        pictures, ids = make_images(image_set), []
+        for k, (question, answer) in enumerate(turns):
             ids += captioner.tokenizer.encode("\n") if k and format_version > 2 else []
-            ids += processor([[] if k else pictures], [asked])["input_ids"][0].tolist()
+            ids += processor([[] if k else pictures], [question])["input_ids"][0].tolist()
             ids += [*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id]
         row = encode(Example(pictures, turns, multi_turn=True), processor)
         assert [*row.ids, row.targets[-1]] == ids
@@ -359,23 +365,26 @@ def test_a_conversation_goes_on_after_what_was_said(format_version, captioner):
 # ------------------------------------------------------------------------------------------ written, read again
 
 
-def test_a_folder_written_again_keeps_its_era_and_words_and_needs_nothing_else(format_version, captioner, tmp_path):
+def test_rewritten_folder_keeps_version_and_tokenizer_and_is_self_contained(format_version, captioner, tmp_path):
     folder = tmp_path / "again"
     save_checkpoint(folder, captioner.model, captioner.tokenizer.to_json())
     raw = json.loads((folder / "config.json").read_text())
-    assert raw == raw_config(format_version) | {"lm_tokenizer": raw["lm_tokenizer"]} and load_config(folder).format_version == format_version
+    assert (
+        raw == raw_config(format_version) | {"lm_tokenizer": raw["lm_tokenizer"]}
+        and load_config(folder).format_version == format_version
+    )
     raw["lm_tokenizer"] = "nobody-here/no-such-model"
     (folder / "config.json").write_text(json.dumps(raw))
     again = Captioner.from_pretrained(folder, "cpu", "float32")
     theirs, ours = captioner.model.state_dict(), again.model.state_dict()
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
-    assert again.caption(noise(TALL), ASKED) == captioner.caption(noise(TALL), ASKED)
+    assert again.caption(noise(TALL), QUESTION) == captioner.caption(noise(TALL), QUESTION)
 
 
-def test_stock_nanovlm_loads_what_is_written(format_version, captioner, published, tmp_path):
+def test_stock_nanovlm_loads_written_weights(format_version, captioner, make_checkpoint, tmp_path):
     folder = tmp_path / "ours"
     save_checkpoint(folder, captioner.model, captioner.tokenizer.to_json())
-    for path in (folder, published(format_version)):
+    for path in (folder, make_checkpoint(format_version)):
         stock = stock_model(captioner.model.cfg)
         assert load_strictly(stock, path / "model.safetensors", strict=True) == (set(), [])
         ours = captioner.model.state_dict()
@@ -383,15 +392,16 @@ def test_stock_nanovlm_loads_what_is_written(format_version, captioner, publishe
         assert torch.allclose(stock.decoder.rotary_embd.inv_freq, torch.tensor([1.0, 100000**-0.5]), rtol=1e-6, atol=0)
 
 
-def test_stock_nanovlm_reads_the_tokenizer_beside_the_weights(format_version, captioner, lent, tmp_path):
+def test_stock_nanovlm_reads_the_written_tokenizer(format_version, captioner, backbone_tokenizer, tmp_path):
     save_checkpoint(tmp_path / "ours", captioner.model, captioner.tokenizer.to_json())
     raw = raw_config(format_version)
-    ours, lent = AutoTokenizer.from_pretrained(tmp_path / "ours"), stock_tokenizer(lent, raw)
+    ours = AutoTokenizer.from_pretrained(tmp_path / "ours")
+    backbone_tokenizer = stock_tokenizer(backbone_tokenizer, raw)
     stock = stock_tokenizer(tmp_path / "ours", raw)
     assert ours.eos_token_id == stock.eos_token_id == captioner.tokenizer.eos_token_id
-    for shown in SHOWN:
-        text = written(format_version, shown)
-        assert ours.encode(text) == stock.encode(text) == lent.encode(text)
+    for image_set in IMAGE_SETS:
+        text = prompt_text(format_version, image_set)
+        assert ours.encode(text) == stock.encode(text) == backbone_tokenizer.encode(text)
     for name, token in raw.get("vlm_extra_tokens", {}).items():
         assert getattr(ours, name) == getattr(stock, name) == token
     if format_version > 2:
@@ -439,9 +449,9 @@ def plain(texts):
 
 
 @pytest.mark.parametrize("format_version", [1, 5])
-def test_transformers_reads_thousands_of_strings_the_same(published, lent, format_version):
-    tokenizer = Captioner.from_pretrained(published(format_version), "cpu", "float32").tokenizer
-    reference = stock_tokenizer(lent, raw_config(format_version))
+def test_thousands_of_strings_match_transformers(make_checkpoint, backbone_tokenizer, format_version):
+    tokenizer = Captioner.from_pretrained(make_checkpoint(format_version), "cpu", "float32").tokenizer
+    reference = stock_tokenizer(backbone_tokenizer, raw_config(format_version))
     extra = raw_config(format_version).get("vlm_extra_tokens", {}).values()
     assert len(tokenizer) == len(reference) == BASE_SIZE + len(extra)
     for id, token in enumerate(extra, start=BASE_SIZE):
@@ -460,9 +470,9 @@ def test_transformers_reads_thousands_of_strings_the_same(published, lent, forma
     assert seen > 500
 
 
-def test_transformers_renders_chats_the_same(published, lent):
-    tokenizer = Captioner.from_pretrained(published(5), "cpu", "float32").tokenizer
-    reference = stock_tokenizer(lent, raw_config(5))
+def test_chats_match_transformers(make_checkpoint, backbone_tokenizer):
+    tokenizer = Captioner.from_pretrained(make_checkpoint(5), "cpu", "float32").tokenizer
+    reference = stock_tokenizer(backbone_tokenizer, raw_config(5))
     messages, roles = [], ("system", "user", "assistant")
     for i, text in enumerate(plain(strings(1000, EMOJI + SPACES + WORDS, seed=2))):
         messages = [*messages, {"role": roles[i % 3], "content": text}][-3:]
@@ -472,29 +482,35 @@ def test_transformers_renders_chats_the_same(published, lent):
 
 
 @pytest.mark.parametrize(
-    ("format_version", "changes", "told"),
+    ("format_version", "changes", "expected_parts"),
     [
         (2, {"vlm_extra_tokens": {"image_token": ""}}, ["vlm_extra_tokens", "image_token=''"]),
         (1, {"lm_vocab_size": BASE_SIZE - 1}, [f"an id {BASE_SIZE - 1}", f"lm_vocab_size={BASE_SIZE - 1}"]),
         (4, {"lm_vocab_size": BASE_SIZE + 16}, [f"an id {BASE_SIZE + 16}", f"lm_vocab_size={BASE_SIZE + 16}"]),
     ],
 )
-def test_a_borrowed_tokenizer_that_disagrees_with_the_config_is_one_line(published, lent, format_version, changes, told):
-    folder = published(format_version)
+def test_backbone_tokenizer_that_contradicts_the_config_is_one_line(
+    make_checkpoint, backbone_tokenizer, format_version, changes, expected_parts
+):
+    folder = make_checkpoint(format_version)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | changes))
     with pytest.raises(CheckpointError) as error:
         Captioner.from_pretrained(folder, "cpu", "float32")
-    assert all(part in str(error.value) for part in [str(lent / "tokenizer.json"), *told]), error.value
+    assert all(part in str(error.value) for part in [str(backbone_tokenizer / "tokenizer.json"), *expected_parts]), (
+        error.value
+    )
     assert "\n" not in str(error.value)
 
 
-def test_a_shipped_tokenizer_decides_and_must_have_every_token(format_version, captioner, published, tmp_path):
+def test_shipped_tokenizer_must_have_every_token(format_version, captioner, make_checkpoint, tmp_path):
     """It is not added to: a token that it lacks, or has an id too high for, is an error that names both files' word."""
-    folder, words = published(format_version), json.loads(captioner.tokenizer.to_json())
+    folder, words = make_checkpoint(format_version), json.loads(captioner.tokenizer.to_json())
     (folder / "tokenizer.json").write_text(json.dumps(words))
     assert Captioner.from_pretrained(folder, "cpu", "float32").caption(noise(ONE)) == captioner.caption(noise(ONE))
-    lost = {1: "<|endoftext|>", 2: "<|image|>", 3: "<|im_end|>", 4: "<row_4_col_4>", 5: "<|global_image|>"}[format_version]
+    lost = {1: "<|endoftext|>", 2: "<|image|>", 3: "<|im_end|>", 4: "<row_4_col_4>", 5: "<|global_image|>"}[
+        format_version
+    ]
     (folder / "tokenizer.json").write_text(json.dumps(words).replace(lost, "<|lost|>"))
     with pytest.raises(CheckpointError) as error:
         Captioner.from_pretrained(folder, "cpu", "float32")

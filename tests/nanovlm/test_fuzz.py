@@ -1,9 +1,8 @@
-"""Ten thousand damaged pictures: each is a picture or a PictureError, through the library and through a folder.
+"""Ten thousand damaged files: each is an image or an ImageError, by load_image and in a folder.
 
-    python tests/test_fuzz.py 0 10000    # those by their numbers; the last line names the last one begun
+    python tests/nanovlm/test_fuzz.py 0 10000    # by number; the last line names the last file opened
 
-They come out of the same numbers every time, and are opened by another process: a decoder that crashes takes only that
-with it, and one that hangs is ended.
+A number always gives the same file. Files are opened in another process, which a decoder may crash or hang.
 """
 
 import io
@@ -22,9 +21,9 @@ from nanovlm.errors import ImageError
 from nanovlm.image_processing import load_image
 from support import ROOT, noise
 
-pytestmark = pytest.mark.usefixtures("standing")
+pytestmark = pytest.mark.usefixtures("workdir")
 
-KINDS = {  # ending -> what Pillow is asked to write
+KINDS = {  # suffix -> mode and options of Pillow's save
     "png": [("RGB", {}), ("RGBA", {}), ("P", {}), ("I;16", {}), ("1", {}), ("LA", {"optimize": True})],
     "jpg": [("RGB", {}), ("L", {}), ("CMYK", {}), ("RGB", {"progressive": True}), ("RGB", {"exif": 6})],
     "webp": [("RGB", {}), ("RGBA", {"lossless": True}), ("RGB", {"animated": True}), ("RGB", {"exif": 6})],
@@ -34,11 +33,11 @@ KINDS = {  # ending -> what Pillow is asked to write
     "bmp": [("RGB", {}), ("P", {}), ("1", {}), ("RGBA", {})],
 }
 FORMATS = {"jpg": "jpeg"}
-TELLING = [0, 1, 0x7F, 0x80, 0xFF]  # bytes on which lengths and counts turn
+BOUNDARY_BYTES = [0, 1, 0x7F, 0x80, 0xFF]  # bytes on which lengths and counts turn
 
 
 @cache
-def whole(kind: str, which: int) -> bytes:
+def valid_file(kind: str, which: int) -> bytes:
     """A valid file."""
     mode, options = KINDS[kind][which]
     picture, options, file = noise(23 + 7 * which, 31, which), dict(options), io.BytesIO()
@@ -58,11 +57,11 @@ def whole(kind: str, which: int) -> bytes:
     return file.getvalue()
 
 
-def damaged(number: int) -> tuple[str, bytes]:
-    """The ending and the bytes of a file that was valid once; every twentieth still is."""
+def damaged_file(number: int) -> tuple[str, bytes]:
+    """Suffix and bytes of a damaged file; every twentieth is left valid."""
     rng = Random(f"fuzz {number}")
     kind = list(KINDS)[number % len(KINDS)]
-    data = bytearray(whole(kind, rng.randrange(len(KINDS[kind]))))
+    data = bytearray(valid_file(kind, rng.randrange(len(KINDS[kind]))))
     for _ in range(rng.choice((1, 1, 2, 4, 16)) if number % 20 else 0):
         # half of the damage is where the headers are
         at = rng.randrange(min(len(data), 80) if rng.random() < 0.5 else len(data))
@@ -71,7 +70,7 @@ def damaged(number: int) -> tuple[str, bytes]:
             case 0:
                 data[at] ^= 1 << rng.randrange(8)
             case 1:
-                data[at : at + length] = bytes([rng.choice(TELLING)]) * len(data[at : at + length])
+                data[at : at + length] = bytes([rng.choice(BOUNDARY_BYTES)]) * len(data[at : at + length])
             case 2:
                 data[at : at + length] = rng.randbytes(len(data[at : at + length]))
             case 3:
@@ -81,18 +80,18 @@ def damaged(number: int) -> tuple[str, bytes]:
             case 5:
                 del data[max(at, 8) :]
             case 6:
-                other = whole(kind, rng.randrange(len(KINDS[kind])))
+                other = valid_file(kind, rng.randrange(len(KINDS[kind])))
                 data[at:] = other[min(at, len(other) - 1) :]
         data = data or bytearray(b"\0")
     return kind, bytes(data)
 
 
-def survive(start: int, stop: int) -> None:
-    """Open them, saying of each that it was begun, and what became of it."""
+def open_files(start: int, stop: int) -> None:
+    """Open the files, printing each number before and each outcome after."""
     for number in range(start, stop):
         print(number, end=" ", flush=True)
         try:
-            picture = load_image(damaged(number)[1])
+            picture = load_image(damaged_file(number)[1])
         except ImageError as error:
             assert len(str(error).splitlines()) == 1
             print("refused", flush=True)
@@ -105,7 +104,11 @@ def outcomes(start: int, stop: int, timeout: float) -> list[str]:
     run = [sys.executable, __file__, str(start), str(stop)]
     try:
         done = subprocess.run(
-            run, capture_output=True, text=True, timeout=timeout, env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+            run,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
         )
     except subprocess.TimeoutExpired as error:
         pytest.fail(f"hangs, or takes too long, at {(error.stdout or b'').splitlines()[-1]}")
@@ -117,19 +120,19 @@ def outcomes(start: int, stop: int, timeout: float) -> list[str]:
 @pytest.mark.parametrize(
     ("start", "stop"), [(0, 400), *(pytest.param(n, n + 2000, marks=pytest.mark.slow) for n in range(0, 10_000, 2000))]
 )
-def test_a_damaged_file_is_a_picture_or_an_error(start, stop):
+def test_damaged_file_is_an_image_or_an_image_error(start, stop):
     found = outcomes(start, stop, timeout=60 + (stop - start) / 10)
     assert len(found) == stop - start
     assert set(found) == {"opened", "refused"} and found.count("refused") > len(found) / 5
-    assert all(found[n] == "opened" for n in range(stop - start) if (start + n) % 20 == 0), "the whole ones"
+    assert all(found[n] == "opened" for n in range(stop - start) if (start + n) % 20 == 0), "the valid files"
 
 
 @pytest.mark.parametrize("n", [30, pytest.param(600, marks=pytest.mark.slow)])
-def test_a_folder_of_damaged_files_is_captioned_but_for_those_refused(generate, standing, n):
+def test_folder_of_damaged_files_is_captioned_except_unreadable_ones(generate, workdir, n):
     refused = set()
     Path("fuzz").mkdir()
     for number in range(n):
-        kind, data = damaged(number)
+        kind, data = damaged_file(number)
         Path("fuzz", name := f"{number}.{kind}").write_bytes(data)
         try:
             load_image(data)
@@ -145,4 +148,4 @@ def test_a_folder_of_damaged_files_is_captioned_but_for_those_refused(generate, 
 
 
 if __name__ == "__main__":
-    survive(int(sys.argv[1]), int(sys.argv[2]))
+    open_files(int(sys.argv[1]), int(sys.argv[2]))

@@ -36,7 +36,7 @@ def calls(monkeypatch):
     return calls
 
 
-def test_one_commit_holds_the_models_files_and_its_card(calls, model_folder, tmp_path):
+def test_one_commit_holds_model_files_and_card(calls, model_folder, tmp_path):
     (model_folder / "pytorch_model.bin").write_bytes(b"a pickle")
     (model_folder / "README.md").write_text("notes of my own")
     try:
@@ -60,23 +60,23 @@ def test_one_commit_holds_the_models_files_and_its_card(calls, model_folder, tmp
     assert "Two days of luck." in card and "| exact | 97.9% |" in card and "notes of my own" not in card
 
 
-def test_a_private_repository_is_made_private(calls, model_folder):
+def test_private_repository(calls, model_folder):
     push_to_hub(model_folder, "me/model", private=True)
     assert calls[1][2]["private"] is True
 
 
-def test_a_folder_without_stocks_fourth_file_is_a_model_too(calls):
+def test_tokenizer_config_is_optional(calls):
     push_to_hub(EMBEDDED, "me/model")
     assert calls[2][2].keys() == {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
 
 
-def test_a_branch_is_made_and_written_to(calls, model_folder):
+def test_revision_creates_the_branch_and_commits_to_it(calls, model_folder):
     push_to_hub(model_folder, "me/model", revision="tuned")
     assert [call[0] for call in calls] == ["HfApi", "create_repo", "create_branch", "create_commit"]
     assert calls[2][1:] == ("me/model", {"branch": "tuned", "exist_ok": True}) and calls[3][3] == "tuned"
 
 
-def test_the_stand_in_takes_what_the_hub_takes():
+def test_fake_api_has_the_real_signatures():
     """The parameters that the calls above name are the real client's."""
     wanted = {"create_repo": {"private", "exist_ok"}, "create_branch": {"branch", "exist_ok"}}
     wanted |= {"create_commit": {"operations", "commit_message", "revision"}}
@@ -85,7 +85,7 @@ def test_the_stand_in_takes_what_the_hub_takes():
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_nothing_is_sent_of_a_folder_that_is_no_model(calls, tmp_path, model_folder, name):
+def test_incomplete_folder_is_not_uploaded(calls, tmp_path, model_folder, name):
     for path in model_folder.iterdir():
         if path.name != name:
             (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -94,7 +94,7 @@ def test_nothing_is_sent_of_a_folder_that_is_no_model(calls, tmp_path, model_fol
     assert calls == []
 
 
-def test_the_card_is_one_that_the_hub_reads(tiny_config):
+def test_card_is_parsed_by_the_hub_client(tiny_config):
     cfg = tiny_config(vit_model_type="google/siglip2-base-patch16-512", lm_model_type=str(EMBEDDED))
     card = ModelCard(model_card(cfg, "me/model", license="mit"))
     card_data = card.data.to_dict()
@@ -104,6 +104,6 @@ def test_the_card_is_one_that_the_hub_reads(tiny_config):
     assert "Recipe" not in card.text and "Results" not in card.text
 
 
-def test_a_model_made_from_nothing_names_no_base(tiny_config):
+def test_card_without_backbones_names_no_base_model(tiny_config):
     card = ModelCard(model_card(load_config(EMBEDDED), "me/model"))
     assert "base_model" not in card.data.to_dict() and "license" not in card.data.to_dict()

@@ -84,7 +84,7 @@ def png(width, height):
 # ------------------------------------------------------------------------------------------------- sources
 
 
-def test_a_path_bytes_a_file_and_a_picture_say_the_same(tmp_path):
+def test_every_source_gives_the_same_pixels(tmp_path):
     drawn().save(tmp_path / "a.png")
     data = (tmp_path / "a.png").read_bytes()
     with open(tmp_path / "a.png", "rb") as file, Image.open(tmp_path / "a.png") as lazy:
@@ -95,7 +95,7 @@ def test_a_path_bytes_a_file_and_a_picture_say_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("by_path", [True, False])
-def test_a_pipe_is_a_source(by_path):
+def test_pipe_is_read(by_path):
     read, write = os.pipe()
     with open(write, "wb") as sink:
         sink.write(encoded(drawn(), "PNG"))  # fits into the pipe's buffer
@@ -103,7 +103,7 @@ def test_a_pipe_is_a_source(by_path):
         assert load_image(f"/dev/fd/{read}" if by_path else pipe).tobytes() == drawn().tobytes()
 
 
-def test_the_callers_picture_stays_as_it_was():
+def test_the_callers_image_is_not_changed():
     source = drawn().convert("RGBA")
     source.info["note"] = "mine"
     result = load_image(source)
@@ -114,7 +114,7 @@ def test_the_callers_picture_stays_as_it_was():
     assert same_mode.tobytes() == drawn().tobytes()
 
 
-def test_what_is_no_source_is_a_type_error():
+def test_other_types_raise_type_error():
     with pytest.raises(TypeError, match="not int"):
         load_image(3)
 
@@ -128,7 +128,7 @@ LOSSY = {"JPEG": {"quality": 95}, "AVIF": {"quality": 95}, "GIF": {}, "MPO": {"q
 
 
 @pytest.mark.parametrize("format", LOSSLESS | LOSSY)
-def test_a_format_pillow_writes_is_read_back(tmp_path, format):
+def test_every_format_of_pillow_is_read(tmp_path, format):
     picture = drawn(64, 64)
     path = tmp_path / "picture"  # the content tells the format, not the name
     try:
@@ -144,7 +144,7 @@ def test_a_format_pillow_writes_is_read_back(tmp_path, format):
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "La", "RGBa"])
-def test_a_transparent_picture_lies_on_white(mode):
+def test_transparent_image_is_composed_on_white(mode):
     picture = Image.new("RGBA", (6, 4), (0, 0, 0, 255))
     picture.paste((40, 40, 40, 0), (2, 0, 4, 4))  # hidden grey must not shine through
     picture.paste((0, 0, 0, 128), (4, 0, 6, 4))
@@ -161,7 +161,7 @@ def test_a_transparent_picture_lies_on_white(mode):
 
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "TIFF", "TGA", "ICO"])
-def test_a_file_with_alpha_lies_on_white(format):
+def test_file_with_alpha_is_composed_on_white(format):
     picture = Image.new("RGBA", (32, 32), (10, 200, 30, 255))
     picture.paste((0, 0, 0, 0), (0, 0, 16, 32))
     options = {"WEBP": {"lossless": True}, "ICO": {"sizes": [(32, 32)]}}.get(format, {})
@@ -169,7 +169,7 @@ def test_a_file_with_alpha_lies_on_white(format):
     assert result.getpixel((5, 5)) == (255, 255, 255) and result.getpixel((20, 5)) == (10, 200, 30)
 
 
-def test_a_palette_with_transparent_entries_lies_on_white(tmp_path):
+def test_transparent_palette_entries_are_composed_on_white(tmp_path):
     picture = Image.new("P", (3, 1))
     picture.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
     for x in range(3):
@@ -185,7 +185,7 @@ def test_a_palette_with_transparent_entries_lies_on_white(tmp_path):
     ("mode", "clear", "opaque", "seen"),
     [("L", 7, 8, 8), ("RGB", (7, 7, 7), (7, 8, 7), (7, 8, 7)), ("I;16", 0x1234, 0x1235, 18), ("1", 0, 255, 255)],
 )
-def test_a_transparent_colour_lies_on_white(tmp_path, mode, clear, opaque, seen):
+def test_transparent_color_is_composed_on_white(tmp_path, mode, clear, opaque, seen):
     picture = Image.new(mode, (2, 1), clear)
     picture.putpixel((1, 0), opaque)
     picture.save(tmp_path / "a.png", transparency=clear)
@@ -194,7 +194,7 @@ def test_a_transparent_colour_lies_on_white(tmp_path, mode, clear, opaque, seen)
     assert result.getpixel((1, 0)) == (seen if mode == "RGB" else (seen,) * 3)
 
 
-def test_palette_grey_and_one_bit_keep_their_colours(tmp_path):
+def test_palette_grey_and_one_bit_keep_their_colors(tmp_path):
     quantized = drawn().quantize(16)
     quantized.save(tmp_path / "p.png")
     assert distance(load_image(tmp_path / "p.png"), quantized.convert("RGB")) == 0
@@ -224,7 +224,7 @@ def test_deep_grey_is_scaled_not_clipped(mode, format):
     assert result.getchannel(1).tobytes() == result.getchannel(2).tobytes() == result.getchannel(0).tobytes()
 
 
-def test_integers_beyond_16_bits_are_held_at_the_ends():
+def test_integers_beyond_16_bits_are_clamped():
     source = Image.frombytes("I", (3, 1), struct.pack("=3i", -5, 70_000, 2**31 - 1))
     assert list(load_image(source).getchannel(0).tobytes()) == [0, 255, 255]
 
@@ -242,22 +242,22 @@ def test_integers_beyond_16_bits_are_held_at_the_ends():
         ([-3e38, 0.0, 3e38], [0, 128, 255]),
     ],
 )
-def test_floats_spread_over_the_greys(tmp_path, values, grey):
+def test_floats_are_scaled_to_8_bits(tmp_path, values, grey):
     Image.frombytes("F", (3, 1), struct.pack("=3f", *values)).save(tmp_path / "f.tif")
     assert list(load_image(tmp_path / "f.tif").getchannel(2).tobytes()) == grey
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV"])
-def test_other_colour_spaces_come_back_as_rgb(mode):
+def test_other_color_spaces_are_converted(mode):
     assert distance(load_image(drawn().convert(mode)), drawn()) < 3
 
 
-def test_a_cmyk_jpeg_is_not_a_negative(tmp_path):
+def test_cmyk_jpeg_is_not_inverted(tmp_path):
     drawn().convert("CMYK").save(tmp_path / "a.jpg", quality=95)
     assert distance(load_image(tmp_path / "a.jpg"), drawn()) < 4
 
 
-def test_lab_comes_back_as_rgb():
+def test_lab_is_converted():
     profiles = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
     lab = ImageCms.profileToProfile(drawn(), *profiles, outputMode="LAB")
     assert distance(load_image(lab), drawn()) < 4
@@ -265,7 +265,7 @@ def test_lab_comes_back_as_rgb():
 
 
 @pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF", "MPO", "AVIF"])
-def test_of_an_animation_the_first_frame_counts(format):
+def test_first_frame_of_an_animation_is_read(format):
     frames = [Image.new("RGB", (32, 24), colour) for colour in ("red", "lime", "blue")]
     options = {"lossless": True} if format == "WEBP" else {}
     source = encoded(frames[0], format, save_all=True, append_images=frames[1:], **options)
@@ -278,14 +278,14 @@ def test_of_an_animation_the_first_frame_counts(format):
 
 
 def as_stored(upright, orientation):
-    """What a camera held another way stores: written out pixel by pixel from the EXIF standard's table."""
+    """The pixels that a turned camera stores, from the EXIF standard's table."""
     width, height = upright.size
     size = (width, height) if orientation < 5 else (height, width)
     stored = Image.new("RGB", size)
     for x in range(width):
         for y in range(height):
             left, top, right, bottom = x, y, width - 1 - x, height - 1 - y
-            # where the standard says "the 0th row is the visual right side" and so on, a place is (column, row)
+            # where the standard says "the 0th row is the visual right side" and so on, a position is (column, row)
             place = [(left, top), (right, top), (right, bottom), (left, bottom)]
             place += [(top, left), (top, right), (bottom, right), (bottom, left)]
             stored.putpixel(place[orientation - 1], upright.getpixel((x, y)))
@@ -300,18 +300,18 @@ def exif_of(orientation):
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_picture_stands_upright(tmp_path, orientation, format):
+def test_exif_orientation_is_applied_once(tmp_path, orientation, format):
     upright = drawn()
     options = {"JPEG": {"quality": 95}, "WEBP": {"lossless": True}, "AVIF": {"quality": 95}}.get(format, {})
     as_stored(upright, orientation).save(tmp_path / "a", format, exif=exif_of(orientation), **options)
     assert distance(load_image(tmp_path / "a"), upright) < 4
     with Image.open(tmp_path / "a") as lazy:
         once = load_image(lazy)
-    assert distance(load_image(once), upright) < 4, "opened twice, turned twice"
+    assert distance(load_image(once), upright) < 4, "the orientation was applied twice"
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\0", exif_of(99).tobytes()])
-def test_broken_exif_does_not_spoil_a_picture(exif, capfd):
+def test_broken_exif_is_ignored(exif, capfd):
     source = encoded(drawn(), "JPEG", exif=exif, quality=95)
     with warnings.catch_warnings(record=True) as leaked:
         warnings.simplefilter("always")
@@ -319,7 +319,7 @@ def test_broken_exif_does_not_spoil_a_picture(exif, capfd):
     assert leaked == [] and capfd.readouterr() == ("", "")
 
 
-def test_exif_that_cannot_be_parsed_does_not_spoil_a_picture():
+def test_unparsable_exif_is_ignored():
     text = PngImagePlugin.PngInfo()
     text.add_text("Raw profile type exif", "\nexif\n8\nno hexadecimal")
     for options in ({"pnginfo": text}, {"exif": b"garbage!"}):
@@ -333,7 +333,7 @@ def test_exif_that_cannot_be_parsed_does_not_spoil_a_picture():
 # ------------------------------------------------------------------------------------------------ refusals
 
 
-def test_what_is_not_there_is_named(tmp_path):
+def test_missing_file_is_named(tmp_path):
     assert refusal(tmp_path / "no.png") == f"{tmp_path / 'no.png'}: No such file or directory"
     refusal("no.png", "no.png: No such file")
     refusal(tmp_path, str(tmp_path), "a folder")
@@ -343,7 +343,7 @@ def test_what_is_not_there_is_named(tmp_path):
     refusal("two\nlines.png", "two\\nlines.png")
 
 
-def test_a_file_without_permission_is_named(tmp_path, monkeypatch):
+def test_file_without_permission_is_named(tmp_path, monkeypatch):
     def denied(path, mode):  # chmod does not stop root, as whom tests may run
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -351,7 +351,7 @@ def test_a_file_without_permission_is_named(tmp_path, monkeypatch):
     assert refusal("a.png") == "a.png: Permission denied"
 
 
-def test_a_source_without_a_path_has_a_name_too(tmp_path):
+def test_source_without_a_path_has_a_name(tmp_path):
     refusal(b"no picture", "picture: not a picture")
     refusal(b"no picture", "<stdin>: not a picture", name="<stdin>")
     refusal(io.BytesIO(b"no picture"), "picture: not a picture")
@@ -363,7 +363,7 @@ def test_a_source_without_a_path_has_a_name_too(tmp_path):
     refusal(stdin, "<stdin>: not a picture")
 
 
-def test_what_is_no_picture_is_refused(tmp_path):
+def test_other_files_raise_image_error(tmp_path):
     (tmp_path / "empty.png").touch()
     refusal(tmp_path / "empty.png", "empty.png: an empty file")
     refusal(b"", "an empty file")
@@ -377,7 +377,7 @@ DAMAGED = {format: options for format, options in (LOSSLESS | LOSSY).items() if 
 
 
 @pytest.mark.parametrize("format", DAMAGED)
-def test_a_truncated_picture_is_refused_in_one_line(format, capfd):
+def test_truncated_file_raises_image_error(format, capfd):
     source = encoded(noise(64, 64), format, **DAMAGED[format])
     for cut in (1, 4, 10, 20, 40, 100, len(source) // 4, len(source) // 2):
         refusal(source[:cut], "picture: ")
@@ -388,7 +388,7 @@ def test_a_truncated_picture_is_refused_in_one_line(format, capfd):
 
 
 @pytest.mark.parametrize("format", DAMAGED)
-def test_a_corrupt_picture_is_a_picture_or_a_refusal(format, capfd):
+def test_corrupt_file_is_an_image_or_an_image_error(format, capfd):
     source = encoded(noise(64, 64), format, **DAMAGED[format])
     for seed in range(30):
         chance, damaged = random.Random(seed), bytearray(source)
@@ -400,7 +400,7 @@ def test_a_corrupt_picture_is_a_picture_or_a_refusal(format, capfd):
 
 
 @pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits"])
-def test_libtiff_does_not_speak_beside_us(compression, capfd):
+def test_libtiff_prints_nothing(compression, capfd):
     source = encoded(noise(64, 64), "TIFF", compression=compression)
     for start in (20, 200, 600):
         with maybe_refused():
@@ -408,7 +408,7 @@ def test_libtiff_does_not_speak_beside_us(compression, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_pillows_log_does_not_speak_beside_us(capfd, monkeypatch):
+def test_pillow_logs_nothing(capfd, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own would hide what a user sees
     source = encoded(noise(), "TIFF")
     three_samples = struct.pack("<HHIH", 277, 3, 1, 3)
@@ -417,13 +417,13 @@ def test_pillows_log_does_not_speak_beside_us(capfd, monkeypatch):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_bomb_is_refused_by_its_header(tmp_path):
+def test_decompression_bomb_is_refused_by_its_header(tmp_path):
     (tmp_path / "bomb.png").write_bytes(png(60_000, 60_000))
     line = refusal(tmp_path / "bomb.png", "bomb.png: ", "178,956,970 pixels", "scale it down")
     assert "3600000000" in line
 
 
-def test_our_own_limit_holds_whatever_pillows_is(monkeypatch):
+def test_pixel_limit_is_independent_of_pillows(monkeypatch):
     source = png(20_000, 10_000)
     for limit in (None, 10**9):
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
@@ -435,7 +435,7 @@ def test_our_own_limit_holds_whatever_pillows_is(monkeypatch):
     refusal(drawn(), "48 x 32 is more than 1,535 pixels")
 
 
-def test_a_picture_needs_pixels_and_a_shape(tmp_path):
+def test_empty_or_extremely_narrow_images_are_refused(tmp_path):
     for size in ((0, 0), (0, 5), (5, 0)):
         refusal(Image.new("RGB", size), f"{size[0]} x {size[1]} is a picture without pixels")
     refusal(png(0, 5), "picture: ")
@@ -446,7 +446,7 @@ def test_a_picture_needs_pixels_and_a_shape(tmp_path):
     assert load_image(Image.new("L", (1, 1))).size == (1, 1)
 
 
-def test_reading_leaves_warnings_and_pillow_as_they_were():
+def test_threads_restore_warnings_and_pillow_settings():
     source = encoded(drawn(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\0")
     before = (list(warnings.filters), Image.MAX_IMAGE_PIXELS)
     ended = []
@@ -467,7 +467,7 @@ def test_reading_leaves_warnings_and_pillow_as_they_were():
     assert ended == [None] * 6 and before == (list(warnings.filters), Image.MAX_IMAGE_PIXELS)
 
 
-def test_silence_ends_with_the_last_decode():
+def test_logging_and_libtiff_are_restored_after_the_last_decode():
     """The host process keeps its own logging of Pillow and its own libtiff error handler."""
     set_handler, log = images._libtiff_handler_setter(), logging.getLogger("PIL")
     own = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)(lambda *message: None)
@@ -526,11 +526,11 @@ def test_no_file_stays_open(tmp_path, data):
         ((64, 64), 64, 128, True, (128, 128)),
     ],
 )
-def test_sizes_known_by_hand(size, tile, max_side, to_max_side, expected):
+def test_resized_sizes_computed_by_hand(size, tile, max_side, to_max_side, expected):
     assert resized_size(*size, tile, max_side, to_max_side) == expected
 
 
-def test_the_size_is_the_exact_one_but_for_the_floats():
+def test_resized_size_matches_exact_arithmetic_up_to_rounding():
     chance = random.Random(0)
     differ = 0
     for _ in range(3000):
@@ -550,7 +550,7 @@ def test_the_size_is_the_exact_one_but_for_the_floats():
     assert differ < 60
 
 
-def test_a_largest_side_of_broken_tiles_is_refused():
+def test_max_side_must_be_a_multiple_of_the_tile():
     with pytest.raises(ValueError, match="max_side=1000 must be a multiple of tile=512"):
         resized_size(10, 10, 512, 1000, False)
 
@@ -559,13 +559,13 @@ def test_a_largest_side_of_broken_tiles_is_refused():
 
 
 def values(picture):
-    """A picture as a tensor (3, H, W) in [0, 1], by another path than ours."""
+    """An image as a tensor (3, H, W) in [0, 1], computed independently."""
     width, height = picture.size
     data = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
     return data.view(height, width, 3).permute(2, 0, 1).float() / 255
 
 
-def test_without_a_largest_side_the_whole_picture_is_one_tile():
+def test_without_max_side_the_image_is_one_tile():
     tiles, grid = preprocess(noise(100, 60), tile=32)
     assert grid == (1, 1) and tiles.shape == (1, 3, 32, 32) and tiles.dtype == torch.float32
     assert torch.equal(tiles[0], values(noise(100, 60).resize((32, 32), Image.Resampling.BILINEAR)))
@@ -585,7 +585,7 @@ def test_without_a_largest_side_the_whole_picture_is_one_tile():
     ],
 )
 @pytest.mark.parametrize("global_view", [True, False])
-def test_tiles_put_together_are_the_resized_picture(size, to_max_side, grid, global_view):
+def test_tiles_join_to_the_resized_image(size, to_max_side, grid, global_view):
     picture = noise(*size)
     tiles, got = preprocess(picture, tile=32, max_side=128, to_max_side=to_max_side, global_view=global_view)
     rows, columns = grid
@@ -602,20 +602,20 @@ def test_tiles_put_together_are_the_resized_picture(size, to_max_side, grid, glo
 
 
 @pytest.mark.parametrize(("max_side", "size"), [(2**20, "1048576 x 524288"), (2**31 - 512, "2147483136 x 1073741824")])
-def test_a_small_picture_is_not_blown_up_beyond_the_limit(max_side, size):
+def test_resizing_beyond_the_pixel_limit_is_refused(max_side, size):
     with pytest.raises(ValueError, match=f"^a picture of 40 x 20 would be resized to {size}, .*max_side={max_side}"):
         preprocess(noise(40, 20), tile=512, max_side=max_side, to_max_side=True)
     tiles, grid = preprocess(noise(40, 20), tile=512, max_side=max_side)
     assert grid == (1, 1) and len(tiles) == 1
 
 
-def test_the_global_view_shows_the_whole_picture():
+def test_global_view_is_the_whole_image():
     tiles, _ = preprocess(drawn(256, 128), tile=64, max_side=256, global_view=True)
     assert torch.allclose(tiles[0, :, 5, 5], torch.tensor([220, 30, 40]) / 255, atol=0.02)
     assert torch.allclose(tiles[0, :, 5, 58], torch.tensor([30, 60, 210]) / 255, atol=0.02)
 
 
-def test_pixels_are_normalised_only_when_asked():
+def test_pixels_are_normalized_only_with_mean_and_std():
     options = {"tile": 32, "max_side": 64, "global_view": True}
     plain, _ = preprocess(noise(60, 40), **options)
     scaled, _ = preprocess(noise(60, 40), **options, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
@@ -626,6 +626,6 @@ def test_pixels_are_normalised_only_when_asked():
         preprocess(noise(), tile=32, std=0.5)
 
 
-def test_pixels_are_made_from_rgb_only():
+def test_preprocess_takes_rgb_only():
     with pytest.raises(ValueError, match="RGB images, not RGBA: read the image with load_image"):
         preprocess(noise().convert("RGBA"), tile=32)
