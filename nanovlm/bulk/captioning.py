@@ -144,33 +144,38 @@ class _Worker:
 
     def _step(self) -> Iterator[list[Result]]:
         """Decode one token of every image in the batch; yield those that have finished, then those that failed."""
-        outputs: list[TokenOutput] = []
-        errors: dict[str, BaseException | None] = {}
         started = time.perf_counter()
         try:
-            outputs = self.batch.step()
-        except PrefillError as error:
-            errors = {error.key: error.__cause__}
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            errors = self._reduce_batch(error)
+            outputs, failures = self._decode()
         finally:
             self.bulk.model_seconds[self.index] += time.perf_counter() - started
         if finished := [result for output in outputs for result in self._collect(output)]:
             yield finished
-        for path, error in (errors | {output.key: output.error for output in outputs if output.error}).items():
+        for path, error in failures.items():
             self.token_ids.pop(path, None)
             yield [(path, _image_failure(error))]
 
+    def _decode(self) -> tuple[list[TokenOutput], dict[str, BaseException | None]]:
+        """The next tokens, and the errors of images that have none."""
+        try:
+            outputs = self.batch.step()
+        except PrefillError as error:
+            return [], {str(error.key): error.__cause__}
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return [], self._reduce_batch(error)
+        return outputs, {str(output.key): output.error for output in outputs if output.error}
+
     def _collect(self, output: TokenOutput) -> list[Result]:
         """Add a token to its image's caption; the caption if that was its last token."""
+        path = str(output.key)
         if output.finished in (None, "length"):
-            self.token_ids[output.key].append(output.token_id)
+            self.token_ids[path].append(output.token_id)
         if output.finished not in ("stop", "length"):
             return []
         self.limit.record_success()
-        return [(output.key, self.captioner.tokenizer.decode(self.token_ids.pop(output.key)))]
+        return [(path, self.captioner.tokenizer.decode(self.token_ids.pop(path)))]
 
     def _reduce_batch(self, error: Exception) -> dict[str, BaseException | None]:
         """Start again with half as many images after running out of memory; an image that was alone fails."""

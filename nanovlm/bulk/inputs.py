@@ -63,7 +63,7 @@ def _images_of(name: str, missing: list[tuple[str, str]]) -> list[str]:
 def _images_in(folder: str, missing: list[tuple[str, str]]) -> list[str]:
     unreadable: list[OSError] = []
     paths = [os.path.join(folder, path) for path in list_images(folder, unreadable.append)]
-    missing += [(error.filename, error.strerror) for error in unreadable]
+    missing += [(error.filename, str(error.strerror)) for error in unreadable]
     if not paths and not unreadable:
         missing.append((folder, "a folder without images"))
     return paths

@@ -66,7 +66,7 @@ class Sidecars:
         self.folder, self.existing = folder, existing
         self.owners: dict[str, str] = {}  # the image of each .txt
         self.log = None if existing == "skip" else ResumeLog(folder / "captions.run", settings)
-        self.resume_log = self.log.path if self.log is not None else None
+        self.resume_log: Path | None = self.log.path if self.log is not None else None
         if self.log is not None:
             self._check_last_entry(self.log)
 
@@ -135,7 +135,7 @@ class Table:
         self.path, self.folder, self.existing = path, path.parent, existing
         _check_writable(path)
         self.log = ResumeLog(path.with_name(f"{path.name}.run"), settings)
-        self.resume_log = self.log.path
+        self.resume_log: Path | None = self.log.path
         self._read()
         has_texts = all(row.get("text") for row in self.rows.values())
         self.appends_lines = self.jsonl is not None and existing == "skip" and has_texts

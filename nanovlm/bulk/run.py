@@ -52,7 +52,7 @@ def caption_images(
 
 def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Mapping[str, object]) -> dict[str, str]:
     """What tells an interrupted run from another one."""
-    settings = {"existing": output.existing, "prefix": output.prefix, "suffix": output.suffix}
+    settings: dict[str, object] = {"existing": output.existing, "prefix": output.prefix, "suffix": output.suffix}
     settings |= {"prompt": options.prompt, "max_new_tokens": options.max_new_tokens, **asdict(options.sampling)}
     return {name: str(value) for name, value in {**settings, **model_settings}.items()}
 
