@@ -1,4 +1,4 @@
-"""`nanovlm caption FOLDER`: every picture gets its caption once, whatever becomes of the others or of the process."""
+"""`nanovlm caption FOLDER`: every image is captioned once, even if others fail or the process is killed."""
 
 import csv
 import json
@@ -19,21 +19,26 @@ from nanovlm.bulk.outputs import write_table
 from nanovlm.bulk.resume_log import JsonlLog, ResumeLog
 from nanovlm.data import ReadOptions, open_source
 from nanovlm.data.folders import read_table
-from support import ROOT, noise
-from support.cli import NAMES, SHORT, refused, stdin_of
+from support import ROOT, noise_image
+from support.cli import FAST_FLAGS, IMAGE_NAMES, assert_usage_error, set_stdin
 
-pytestmark = pytest.mark.usefixtures("standing")
+pytestmark = pytest.mark.usefixtures("workdir")
 
 TABLES = ["captions.jsonl", "captions.csv", "captions.parquet"]
 
 
 class Killed(BaseException):
-    """What kill -9 does, as far as a process that sees nothing of it can tell."""
+    """What `kill -9` does to a process, as far as its files can tell."""
 
 
 @pytest.fixture
-def texts(folder, said):
-    return {name: said(str(folder / name))[0].strip() for name in NAMES}
+def folder(image_folder):
+    return image_folder
+
+
+@pytest.fixture
+def texts(folder, captions_of):
+    return {name: captions_of(str(folder / name))[0].strip() for name in IMAGE_NAMES}
 
 
 def sidecars(folder):
@@ -45,7 +50,7 @@ def beside(texts):
 
 
 def read(path):
-    """A table's texts by name, each name once, through other eyes than ours."""
+    """The texts of a table by file name, each name once, read without our own code."""
     if path.suffix == ".parquet":
         rows = parquet.read_table(path).to_pylist()
     elif path.suffix == ".csv":
@@ -58,109 +63,116 @@ def read(path):
 
 
 def litter(folder):
-    """What a run may not leave behind."""
+    """Files that a run must not leave behind."""
     return [p.name for p in folder.rglob("*") if p.name.endswith(".lock") or ".tmp" in p.name]
 
 
-# ------------------------------------------------------------------------------------------------- what comes out
+# ------------------------------------------------------------------------------------------------- what is written
 
 
-def test_a_folder_gets_a_text_beside_each_picture(generate, folder, texts):
+def test_a_folder_gets_a_txt_beside_each_image(generate, folder, texts):
     code, out, err = generate(folder)
     assert (code, out) == (0, "") and err.splitlines()[-1].startswith("5 captioned in ")
     assert sidecars(folder) == beside(texts) and not litter(folder)
-    learned = open_source(str(folder), ReadOptions())
-    assert {learned.keys[i]: learned[i].qa_pairs[0][1] for i in range(len(learned))} == texts
+    source = open_source(str(folder), ReadOptions())
+    assert {source.keys[i]: source[i].qa_pairs[0][1] for i in range(len(source))} == texts
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_a_table_names_each_picture_and_its_caption(generate, folder, texts, table):
+def test_a_table_names_each_image_and_its_caption(generate, folder, texts, table):
     code, out, _ = generate(folder, "--out", folder / table, "--batch-size", "2")
     assert (code, out) == (0, "") and read(folder / table) == texts
     assert not sidecars(folder) and not litter(folder)
-    generate(folder, "--out", table)  # elsewhere, the names are from there
+    generate(folder, "--out", table)  # in another folder, to which the names are relative
     assert read(Path(table)) == {f"pictures/{name}": text for name, text in texts.items()}
 
 
 @pytest.mark.parametrize("existing", ["append", "prepend"])
 @pytest.mark.parametrize("where", ["txt", *TABLES])
-def test_the_same_words_are_not_added_twice(generate, folder, texts, where, existing):
+def test_the_same_command_adds_nothing_twice(generate, folder, texts, where, existing):
     out = where if where == "txt" else folder / where
-    record = folder / ("captions.run" if where == "txt" else f"{where}.run")
+    resume_log = folder / ("captions.run" if where == "txt" else f"{where}.run")
 
     def now():
         if where == "txt":
-            return {name: (folder / name).with_suffix(".txt").read_text().strip() for name in NAMES}
-        return {name: text for name, text in read(out).items() if name in NAMES}
+            return {name: (folder / name).with_suffix(".txt").read_text().strip() for name in IMAGE_NAMES}
+        return {name: text for name, text in read(out).items() if name in IMAGE_NAMES}
 
     add = ["--existing", existing, "--out", out]
     assert generate(folder, *add)[0] == 0 and now() == texts
-    noise(33, 44, 3).save(folder / "new.png")
+    noise_image(33, 44, 3).save(folder / "new.png")
     code, _, err = generate(folder, *add)
     assert code == 0 and "1 captioned" in err and now() == texts
-    assert err.splitlines()[-1].endswith(f"5 were done by this command before; to do them again, remove {record}")
+    assert err.splitlines()[-1].endswith(f"5 were done by this command before; to do them again, remove {resume_log}")
     (folder / "new.png").unlink()
     assert generate(folder, *add, "--suffix", "!")[0] == 0, "another command"
     twice = {name: EXPECTED[existing].format(old=text, new=f"{text}!") for name, text in texts.items()}
     assert now() == twice
-    record.unlink()
+    resume_log.unlink()
     assert generate(folder, *add, "--suffix", "!")[0] == 0
-    assert now() == {name: EXPECTED[existing].format(old=twice[name], new=f"{texts[name]}!") for name in NAMES}
+    assert now() == {name: EXPECTED[existing].format(old=twice[name], new=f"{texts[name]}!") for name in IMAGE_NAMES}
     if where == "txt":
         (folder / "a.txt").unlink()
-        assert generate(folder, *add, "--suffix", "!")[0] == 0 and now()["a.png"] == f"{texts['a.png']}!", "not there"
+        assert generate(folder, *add, "--suffix", "!")[0] == 0 and now()["a.png"] == f"{texts['a.png']}!", (
+            "a deleted caption is written again"
+        )
     else:
         rows = [row | {"text": "mine"} for row in read_table(out)]
         write_table(out, rows)
         assert generate(folder, *add, "--suffix", "!")[0] == 0 and set(now().values()) == {"mine"}
     assert generate(folder, "--existing", "overwrite", "--out", out)[0] == 0
-    assert now() == texts and not record.exists() and not litter(folder)
+    assert now() == texts and not resume_log.exists() and not litter(folder)
 
 
 @pytest.mark.parametrize("where", ["txt", "all.csv"])
-def test_two_runs_at_once_are_refused(generate, folder, texts, where, monkeypatch):
-    """Another process holds what it writes to; that of a killed one holds nobody up."""
+def test_two_runs_at_once_are_refused(generate, folder, texts, where):
+    """Another process holds the lock; once it is killed, its lock file blocks nobody."""
     lock = folder / (".captions.lock" if where == "txt" else f".{where}.lock")
     holds = f"import sys, pathlib; sys.path.insert(0, {str(ROOT)!r})\nfrom nanovlm.bulk.resume_log import file_lock\n"
     holds += f"with file_lock(pathlib.Path({str(lock)!r}), 'x'): print('held', flush=True), sys.stdin.read()"
     other = subprocess.Popen([sys.executable, "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdout.readline() == b"held\n" and lock.exists()
-    place = folder if where == "txt" else folder / where
-    refused(generate(folder, "--out", where if where == "txt" else place), f"{place}: another run writes", "wait for")
+    target = folder if where == "txt" else folder / where
+    assert_usage_error(
+        generate(folder, "--out", where if where == "txt" else target), f"{target}: another run writes", "wait for"
+    )
     assert not sidecars(folder)
     other.kill(), other.communicate()
-    assert lock.exists() and generate(folder, "--out", where if where == "txt" else place)[0] == 0
-    assert (sidecars(folder) == beside(texts)) if where == "txt" else (read(place) == texts)
+    assert lock.exists() and generate(folder, "--out", where if where == "txt" else target)[0] == 0
+    assert (sidecars(folder) == beside(texts)) if where == "txt" else (read(target) == texts)
     assert not litter(folder)
 
 
-def test_metadata_is_at_once_a_training_set(generate, folder, texts):
+def test_metadata_is_a_training_set(generate, folder, texts):
     assert generate(folder, "--out", folder / "metadata.jsonl")[0] == 0
-    learned = open_source(str(folder), ReadOptions())
-    assert {learned.keys[i]: learned[i].qa_pairs[0][1] for i in range(len(learned))} == texts
+    source = open_source(str(folder), ReadOptions())
+    assert {source.keys[i]: source[i].qa_pairs[0][1] for i in range(len(source))} == texts
 
 
-def test_prefix_suffix_and_length_are_said(generate, folder, said):
+def test_prefix_suffix_and_length(generate, folder, captions_of):
     assert generate(folder, "--prefix", "foo, ", "--suffix", " (ai)", "--length", "short")[0] == 0
-    asked = {name: said(str(folder / name), "Describe this picture in a few words.")[0].strip() for name in NAMES}
-    assert sidecars(folder) == beside({name: f"foo, {text} (ai)" for name, text in asked.items()})
+    expected = {
+        name: captions_of(str(folder / name), "Describe this picture in a few words.")[0].strip()
+        for name in IMAGE_NAMES
+    }
+    assert sidecars(folder) == beside({name: f"foo, {text} (ai)" for name, text in expected.items()})
 
 
-def test_lists_patterns_and_names_are_folders_too(generate, folder, texts, monkeypatch):
+def test_lists_patterns_and_names_are_captioned_together(generate, folder, texts, monkeypatch):
     odd = "pictures/two\nlines.png"
     Path(odd).write_bytes((folder / "a.png").read_bytes())
-    stdin_of(b"pictures/a.png\0" + odd.encode() + b"\0pictures/deep\0", monkeypatch)
+    set_stdin(b"pictures/a.png\0" + odd.encode() + b"\0pictures/deep\0", monkeypatch)
     assert generate("--from-file", "-", "pictures/*.jpg", "pictures/../pictures/a.png", "--out", "all.jsonl")[0] == 0
-    found = read(Path("all.jsonl"))
-    assert set(found) == {f"pictures/{name}" for name in NAMES if name != "d.gif"} | {odd}
-    assert found[odd] == found["pictures/a.png"] == texts["a.png"]
+    captions = read(Path("all.jsonl"))
+    assert set(captions) == {f"pictures/{name}" for name in IMAGE_NAMES if name != "d.gif"} | {odd}
+    assert captions[odd] == captions["pictures/a.png"] == texts["a.png"]
     Path("names").write_text("pictures/d.gif\n\npictures/a.png\n")
     assert generate("--list", "names", "--out", "listed.csv")[0] == 0
     assert set(read(Path("listed.csv"))) == {"pictures/d.gif", "pictures/a.png"}
     assert generate("good.png", "--out", "txt")[0] == 0 and Path("good.txt").is_file()
 
 
-def test_models_of_an_early_era_caption_folders_too(generate, folder, model_folder, tmp_path):
+def test_models_of_the_first_format_caption_folders(generate, folder, model_folder, tmp_path):
     (old := tmp_path / "old").mkdir()
     for path in model_folder.iterdir():
         (old / path.name).write_bytes(path.read_bytes())
@@ -171,7 +183,7 @@ def test_models_of_an_early_era_caption_folders_too(generate, folder, model_fold
     assert generate(folder, model=old)[0] == 0 and len(sidecars(folder)) == 5
 
 
-# ------------------------------------------------------------------------------------- captions that are there already
+# ------------------------------------------------------------------------------------------- existing captions
 
 
 EXPECTED = {"skip": "{old}", "overwrite": "{new}", "append": "{old} {new}", "prepend": "{new} {old}"}
@@ -179,7 +191,7 @@ EXPECTED = {"skip": "{old}", "overwrite": "{new}", "append": "{old} {new}", "pre
 
 @pytest.mark.parametrize("existing", EXPECTED)
 @pytest.mark.parametrize("where", ["txt", *TABLES])
-def test_captions_that_are_there_become_what_was_asked(generate, folder, texts, where, existing):
+def test_existing_captions_are_skipped_overwritten_or_added_to(generate, folder, texts, where, existing):
     old = {"a.png": "old words", "d.gif": "older"}
     if where == "txt":
         for name, text in old.items():
@@ -191,17 +203,17 @@ def test_captions_that_are_there_become_what_was_asked(generate, folder, texts, 
     assert code == 0 and ("2 had captions already" in err) == (existing == "skip")
     expected = texts | {name: EXPECTED[existing].format(old=text, new=texts[name]) for name, text in old.items()}
     if where == "txt":
-        found = {name: (folder / name).with_suffix(".txt").read_text().strip() for name in NAMES}
-        assert found == expected
+        written = {name: (folder / name).with_suffix(".txt").read_text().strip() for name in IMAGE_NAMES}
+        assert written == expected
     else:
-        assert read(folder / where) == expected | {"x.png": "x"}, "rows of other pictures stay"
+        assert read(folder / where) == expected | {"x.png": "x"}, "rows of other images stay"
         assert "label" in {**read_table(folder / where)[0]}, "and so do other columns"
     assert not litter(folder)
 
 
-def test_a_second_run_does_not_even_read_the_model(generate, folder, monkeypatch):
+def test_a_second_run_does_not_load_the_model(generate, folder, monkeypatch):
     generate(folder), generate(folder, "--out", "all.csv")
-    monkeypatch.setattr(Captioner, "from_pretrained", lambda *args: pytest.fail("read"))
+    monkeypatch.setattr(Captioner, "from_pretrained", lambda *args: pytest.fail("loaded"))
     for where in ([], ["--out", "all.csv"]):
         assert generate(folder, *where) == (0, "", "5 had captions already\n")
 
@@ -251,22 +263,20 @@ def test_a_killed_run_resumes_and_captions_nothing_twice(generate, folder, texts
     assert code == 0 and not litter(folder) and 0 < kills < 12
     assert len(captioned) <= 5 + kills, "but for the one that was about to be written"
     expected = texts | {"a.png": EXPECTED[existing].format(old="old", new=texts["a.png"])}
-    found = {Path(k).stem: v.strip() for k, v in sidecars(folder).items()} if where == "txt" else read(out)
-    assert found == ({Path(name).stem: text for name, text in expected.items()} if where == "txt" else expected)
+    written = {Path(k).stem: v.strip() for k, v in sidecars(folder).items()} if where == "txt" else read(out)
+    assert written == ({Path(name).stem: text for name, text in expected.items()} if where == "txt" else expected)
 
 
 @pytest.mark.parametrize("then", EXPECTED)
 @pytest.mark.parametrize("where", ["txt", *TABLES])
-def test_a_caption_edited_after_an_interrupted_run_is_kept(
-    generate, folder, texts, monkeypatch, where, then
-):
+def test_a_caption_edited_after_an_interrupted_run_is_kept(generate, folder, texts, monkeypatch, where, then):
     """Ctrl-C after one image of --existing append, an edit by hand, and then another command or the same."""
     out = where if where == "txt" else folder / where
     if where == "txt":
-        for name in NAMES:
+        for name in IMAGE_NAMES:
             (folder / name).with_suffix(".txt").write_text("old\n")
     else:
-        write_table(out, [{"file_name": name, "text": "old"} for name in NAMES])
+        write_table(out, [{"file_name": name, "text": "old"} for name in IMAGE_NAMES])
     add, added = ResumeLog.add, []
 
     def interrupted(log, file_name, **fields):
@@ -289,25 +299,25 @@ def test_a_caption_edited_after_an_interrupted_run_is_kept(
     expected = {key: EXPECTED[then].format(old="old", new=text) for key, text in texts.items()}
     expected[name] = "mine" if then == "append" else EXPECTED[then].format(old="mine", new=texts[name])
     if where == "txt":
-        assert {key: (folder / key).with_suffix(".txt").read_text().strip() for key in NAMES} == expected
+        assert {key: (folder / key).with_suffix(".txt").read_text().strip() for key in IMAGE_NAMES} == expected
     else:
         assert read(out) == expected
     assert code == 0 and ("5 had captions already" in err) == (then == "skip")
 
 
 @pytest.mark.parametrize("cut", range(1, 60, 7))
-def test_a_torn_last_line_is_mended(generate, folder, texts, cut):
+def test_an_unfinished_last_line_is_repaired(generate, folder, texts, cut):
     table = folder / "captions.jsonl"
     generate(folder, "--out", table)
     os.truncate(table, table.stat().st_size - cut)
     assert generate(folder, "--out", table)[0] == 0 and read(table) == texts
 
 
-def test_a_file_that_is_not_ours_stays_as_it_is(generate, folder):
+def test_a_table_that_is_not_ours_is_refused_and_kept(generate, folder):
     table = folder / "captions.jsonl"
     for content, words in (("hello\nworld", "line 1"), ('{"a": 1}\n', "file_name"), ("[1]\n", "not an object")):
         table.write_text(content)
-        refused(generate(folder, "--out", table), str(table), words)
+        assert_usage_error(generate(folder, "--out", table), str(table), words)
         assert table.read_text() == content
 
 
@@ -329,11 +339,11 @@ def test_other_settings_are_another_run(generate, folder, texts, monkeypatch):
     assert sorted(text[:2] for text in read(table).values()) == ["1 ", "2 ", "2 ", "2 ", "2 "]
 
 
-def test_kill_9_leaves_whole_files_and_the_next_run_goes_on(folder, model_folder, said):
+def test_kill_9_leaves_complete_files_and_the_next_run_resumes(folder, model_folder, captions_of):
     for i in range(60):
-        noise(40, 40, seed=i).save(folder / f"n{i:02}.png")
+        noise_image(40, 40, seed=i).save(folder / f"n{i:02}.png")
     command = [sys.executable, "-c", "import sys; from nanovlm.cli.main import main; sys.exit(main())", "caption"]
-    command += [str(folder), "--model", str(model_folder), *SHORT, "--batch-size", "2"]
+    command += [str(folder), "--model", str(model_folder), *FAST_FLAGS, "--batch-size", "2"]
     quiet = {
         "stdout": subprocess.DEVNULL,
         "stderr": subprocess.PIPE,
@@ -344,28 +354,28 @@ def test_kill_9_leaves_whole_files_and_the_next_run_goes_on(folder, model_folder
     while len(list(folder.glob("[!.]*.txt"))) < 8 and time.monotonic() < until and run.poll() is None:
         time.sleep(0.002)
     run.send_signal(signal.SIGKILL)
-    _, told = run.communicate()
+    _, err = run.communicate()
     first = {p: (p.stat().st_mtime_ns, p.read_text()) for p in folder.rglob("[!.]*.txt")}
-    assert run.returncode == -signal.SIGKILL and 8 <= len(first) < 65, told.decode()
+    assert run.returncode == -signal.SIGKILL and 8 <= len(first) < 65, err.decode()
     for path, (_, text) in first.items():
-        (picture,) = (p for p in folder.rglob(f"{path.stem}.*") if p.suffix != ".txt")
-        assert text == said(str(picture))[0].strip() + "\n"
+        (image,) = (p for p in folder.rglob(f"{path.stem}.*") if p.suffix != ".txt")
+        assert text == captions_of(str(image))[0].strip() + "\n"
     run = subprocess.run(command, timeout=300, **quiet)
     assert run.returncode == 0 and f"{len(first)} had captions already" in run.stderr.decode()
     assert len(list(folder.rglob("[!.]*.txt"))) == 65
     assert all((p.stat().st_mtime_ns, p.read_text()) == was for p, was in first.items()), "nothing is captioned twice"
 
 
-# --------------------------------------------------------------------------------------------------------- bad pictures
+# ----------------------------------------------------------------------------------------------------------- failures
 
 
 @pytest.mark.parametrize("where", ["txt", *TABLES])
-def test_bad_pictures_are_listed_and_stop_nobody(generate, folder, texts, where):
+def test_images_that_fail_are_listed_and_do_not_stop_the_run(generate, folder, texts, where):
     whole = (folder / "a.png").read_bytes()
     (folder / "torn.png").write_bytes(whole[: len(whole) // 2])
     (folder / "words.jpg").write_text("hello")
     (folder / "empty.webp").touch()
-    noise(3, 1000).save(folder / "thread.bmp")
+    noise_image(3, 1000).save(folder / "thread.bmp")
     (folder / "nowhere.png").symlink_to("missing")
     os.mkfifo(folder / "pipe.png")
     Path("none").mkdir()
@@ -386,8 +396,8 @@ def test_bad_pictures_are_listed_and_stop_nobody(generate, folder, texts, where)
     assert generate(folder, "--out", out)[0] == 0 and not (folder / "failures.jsonl").exists()
 
 
-def test_names_that_collide_are_not_written_over(generate, folder, texts):
-    noise(30, 30, 9).save(folder / "a.jpg")
+def test_two_images_do_not_share_a_txt(generate, folder, texts):
+    noise_image(30, 30, 9).save(folder / "a.jpg")
     for _ in range(2):
         code, _, err = generate(folder)
         assert code == 1 and "a.png: a.txt is the caption of a.jpg" in err
@@ -396,7 +406,7 @@ def test_names_that_collide_are_not_written_over(generate, folder, texts):
     assert generate(folder, "--out", "all.jsonl")[0] == 0
 
 
-def test_a_name_that_is_no_text_has_a_place_in_jsonl(generate, folder, texts):
+def test_a_file_name_that_is_not_unicode_goes_into_jsonl(generate, folder, texts):
     (folder / os.fsdecode(b"\xff.png")).write_bytes((folder / "a.png").read_bytes())
     assert generate(folder, "--out", folder / "all.jsonl")[0] == 0
     assert read(folder / "all.jsonl") == texts | {"\udcff.png": texts["a.png"]}
@@ -405,13 +415,13 @@ def test_a_name_that_is_no_text_has_a_place_in_jsonl(generate, folder, texts):
     assert generate(folder)[0] == 0 and (folder / os.fsdecode(b"\xff.txt")).is_file()
 
 
-def test_a_folder_that_may_not_be_written_is_told_before_any_work(generate, folder, monkeypatch):
+def test_a_read_only_folder_is_reported_before_any_work(generate, folder, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "deep")
     code, _, err = generate(folder)
     assert code == 1 and "ünï-🙂.png: its folder is not writable" in err and len(sidecars(folder)) == 4
 
 
-def test_failures_that_cannot_be_written_are_told_all_the_same(generate, folder, texts):
+def test_failures_are_reported_even_if_their_file_cannot_be_written(generate, folder, texts):
     (folder / "failures.jsonl").mkdir()
     (folder / "words.png").write_text("hello")
     code, _, err = generate(folder)
@@ -453,32 +463,7 @@ def test_a_bug_stops_the_run_and_keeps_what_was_finished(generate, folder, texts
     assert code == 0 and f"{len(first)} had captions already" in err and sidecars(folder) == beside(texts)
 
 
-def test_a_picture_too_large_for_the_memory_stops_nobody(generate, folder, texts, monkeypatch):
-    embed, whole = Captioner.prepare, []
-
-    def prepare(captioner, picture, prompt):
-        ids, (images,) = embed(captioner, picture, prompt)
-        if picture.endswith("d.gif"):
-            images.fill_(2.0)
-        return ids, [images]
-
-    def read(encoder, images):
-        whole.append(len(images))
-        if (images == 2).all(-1).all(-1).all(-1).any():
-            raise RuntimeError("can't allocate memory")
-        return forward(encoder, images)
-
-    from models.vision_transformer import VisionTransformer
-
-    forward = VisionTransformer.forward
-    monkeypatch.setattr(Captioner, "prepare", prepare)
-    monkeypatch.setattr(VisionTransformer, "forward", read)
-    code, _, err = generate(folder)
-    assert code == 1 and "d.gif: can't allocate memory" in err and "4 captioned" in err
-    assert sidecars(folder) == beside({name: text for name, text in texts.items() if name != "d.gif"})
-
-
-def test_a_full_disk_ends_the_run(generate, folder, monkeypatch):
+def test_a_full_disk_stops_the_run(generate, folder, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
@@ -490,13 +475,13 @@ def test_a_full_disk_ends_the_run(generate, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("existing", ["skip", "overwrite", "append"])
-def test_a_picture_is_not_taken_for_its_own_caption(generate, folder, existing):
+def test_a_caption_never_replaces_its_image(generate, folder, existing):
     (folder / "a.txt").write_bytes(whole := (folder / "a.png").read_bytes())
     code, _, err = generate(folder / "a.txt", "--out", "txt", "--existing", existing)
     assert code == 1 and "a.txt: its caption would replace it" in err and (folder / "a.txt").read_bytes() == whole
 
 
-def test_an_old_caption_that_is_no_text_is_not_added_to(generate, folder, texts):
+def test_an_old_caption_that_is_not_utf8_is_kept(generate, folder, texts):
     (folder / "a.txt").write_bytes("été".encode("latin-1"))
     code, _, err = generate(folder, "--existing", "append")
     assert code == 1 and "a.png: a.txt is not UTF-8 text" in err and "4 captioned" in err
@@ -506,11 +491,11 @@ def test_an_old_caption_that_is_no_text_is_not_added_to(generate, folder, texts)
 @pytest.mark.parametrize("ends", ["\n", "\r\n", "\0"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_lists_of_all_systems_are_read(generate, folder, texts, monkeypatch, ends, encoding):
-    names = [f"pictures/{name}" for name in NAMES]
+    names = [f"pictures/{name}" for name in IMAGE_NAMES]
     text = ends.join(["", *names[:2], "  ", "", *names[2:], ""])
     if ends == "\0" and encoding == "utf-16":
         return  # nobody writes that
-    stdin_of(text.encode(encoding), monkeypatch)
+    set_stdin(text.encode(encoding), monkeypatch)
     code, _, err = generate("--from-file", "-")
     assert code == 0 and "5 captioned" in err and sidecars(folder) == beside(texts)
 
@@ -534,37 +519,39 @@ DAMAGED = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 @pytest.mark.parametrize("existing", ["skip", "append"])
-def test_a_table_that_cannot_be_continued_is_told_before_any_work(generate, folder, name, existing):
+def test_a_damaged_table_is_reported_before_any_work(generate, folder, name, existing):
     content, words = DAMAGED[name]
     if isinstance(content, list):
         parquet.write_table(pyarrow.Table.from_pylist(content), name)
     else:
         Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
     before = Path(name).read_bytes()
-    refused(generate(folder, "--out", name, "--existing", existing), name, words)
+    assert_usage_error(generate(folder, "--out", name, "--existing", existing), name, words)
     assert Path(name).read_bytes() == before and not litter(Path("."))
 
 
 @pytest.mark.parametrize("content", ['{"a": 1}\n', '{"settings": {}}\n{"b": 2}\n', "words\n"])
 def test_a_file_with_the_name_of_the_resume_log_is_kept(generate, folder, content):
     append = ["--existing", "append"]
-    for place, argv in ((folder / "captions.run", append), (Path("all.csv.run"), ["--out", "all.csv"])):
-        place.write_text(content)
-        refused(generate(folder, *argv), place.name)
-        assert place.read_text() == content
+    for target, argv in ((folder / "captions.run", append), (Path("all.csv.run"), ["--out", "all.csv"])):
+        target.write_text(content)
+        assert_usage_error(generate(folder, *argv), target.name)
+        assert target.read_text() == content
     assert generate(folder)[0] == 0 and (folder / "captions.run").read_text() == content, "sidecars that skip need none"
 
 
-def test_a_table_that_may_not_be_written_is_told_before_any_work(generate, folder, monkeypatch):
+def test_a_read_only_table_is_reported_before_any_work(generate, folder, monkeypatch):
     access = os.access
     for closed in (".", "all.jsonl"):
         Path("all.jsonl").touch()
         monkeypatch.setattr(os, "access", lambda path, mode: str(path) != closed and access(path, mode))  # noqa: B023
-        refused(generate(folder, "--out", "all.jsonl"), "all.jsonl is not writable")
+        assert_usage_error(generate(folder, "--out", "all.jsonl"), "all.jsonl is not writable")
     for make in (os.mkdir, os.mkfifo):
         make(f"{make.__name__}.jsonl")
-        refused(generate(folder, "--out", f"{make.__name__}.jsonl"), f"{make.__name__}.jsonl exists and is not a file")
-    refused(generate(folder, "--out", "good.png/all.jsonl"), "good.png/all.jsonl: its folder cannot be made")
+        assert_usage_error(
+            generate(folder, "--out", f"{make.__name__}.jsonl"), f"{make.__name__}.jsonl exists and is not a file"
+        )
+    assert_usage_error(generate(folder, "--out", "good.png/all.jsonl"), "good.png/all.jsonl: its folder cannot be made")
 
 
 @pytest.mark.parametrize(
@@ -588,10 +575,10 @@ def test_a_table_that_may_not_be_written_is_told_before_any_work(generate, folde
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_use_is_one_line(generate, folder, argv, words):
-    refused(generate(*argv), words)
+def test_wrong_use_is_reported_in_one_line(generate, folder, argv, words):
+    assert_usage_error(generate(*argv), words)
     assert not sidecars(folder)
 
 
-def test_the_sample_is_no_folder(generate):
+def test_the_sample_image_gets_no_file(generate):
     assert generate(SAMPLE)[0] == 0 and not SAMPLE.with_suffix(".txt").exists()

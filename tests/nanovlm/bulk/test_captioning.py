@@ -22,9 +22,9 @@ from nanovlm.bulk.captioning import (
 from nanovlm.bulk.options import BulkOptions
 from nanovlm.bulk.prefetch import Prefetch
 from nanovlm.errors import ImageError, InputError
-from support.cli import NAMES
+from support.cli import IMAGE_NAMES
 
-pytestmark = pytest.mark.usefixtures("standing")
+pytestmark = pytest.mark.usefixtures("workdir")
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def captioner(model_folder):
 
 
 @pytest.fixture
-def images(folder):
-    return [str(folder / name) for name in NAMES]
+def images(image_folder):
+    return [str(image_folder / name) for name in IMAGE_NAMES]
 
 
 def many(path, n):
@@ -194,9 +194,7 @@ def test_a_consumer_that_stops_ends_the_iterators_and_has_missed_little():
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-ALLOCATOR = (
-    "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: 9 bytes"
-)
+ALLOCATOR = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: 9 bytes"
 
 
 @pytest.mark.parametrize(
@@ -248,12 +246,30 @@ def test_a_bug_in_the_prefill_stops_the_run_with_its_own_error(captioner, images
     def broken(*args):
         raise error
 
-    monkeypatch.setattr(captioner.model, "embed", broken)
-    if hasattr(captioner, "inference"):
-        monkeypatch.setattr(captioner.inference, "embed", broken)
+    monkeypatch.setattr(captioner.inference, "embed", broken)
     with pytest.raises(type(error)) as raised:
         list(BulkCaptioner(captioner, options(), workers=1).captions(images))
     assert raised.value is error
+
+
+def test_an_image_too_large_for_memory_does_not_stop_the_run(captioner, images, monkeypatch):
+    expected = dict(BulkCaptioner(captioner, options(), workers=1).captions(images))
+    prepare, embed = captioner.prepare, captioner.inference.embed
+
+    def mark(path, prompt):
+        ids, (tiles,) = prepare(path, prompt)
+        return ids, [tiles.fill_(2.0) if path == images[4] else tiles]
+
+    def small_memory(ids, tiles):
+        if (tiles == 2).flatten(1).all(1).any():
+            raise RuntimeError(ALLOCATOR)
+        return embed(ids, tiles)
+
+    monkeypatch.setattr(captioner, "prepare", mark)
+    monkeypatch.setattr(captioner.inference, "embed", small_memory)
+    results = dict(BulkCaptioner(captioner, options(batch_size=5), workers=1).captions(images))
+    assert "can't allocate memory" in str(results.pop(images[4]))
+    assert results == {path: text for path, text in expected.items() if path != images[4]}
 
 
 # ------------------------------------------------------------------------------------------------------- out of memory

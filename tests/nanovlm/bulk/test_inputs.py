@@ -1,0 +1,58 @@
+"""Finding the images that names, folders, patterns and lists refer to."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from nanovlm.bulk.inputs import find_images, is_pattern, names_several, read_names
+from nanovlm.errors import UsageError
+from support.cli import IMAGE_NAMES
+
+
+@pytest.fixture(autouse=True)
+def folder(image_folder):
+    return image_folder
+
+
+def test_folders_and_patterns_give_their_images_once():
+    images = find_images(["pictures/d.gif", "pictures", "pictures/../pictures/a.png", "pictures/*.png"])
+    assert images.paths[0] == "pictures/d.gif" and images.missing == []
+    assert sorted(images.paths) == sorted(f"pictures/{name}" for name in IMAGE_NAMES)
+
+
+def test_a_pattern_may_match_folders_and_ignores_other_files():
+    assert sorted(find_images(["pictures/**"]).paths) == sorted(f"pictures/{name}" for name in IMAGE_NAMES)
+    assert find_images(["pictures/de*"]).paths == [f"pictures/{name}" for name in sorted(IMAGE_NAMES) if "deep" in name]
+
+
+def test_names_without_images_are_missing_with_a_reason(tmp_path):
+    Path("none").mkdir()
+    images = find_images(["none", "x*.png", "gone.png"])
+    assert images.paths == ["gone.png"], "reading it gives the reason"
+    assert images.missing == [("none", "a folder without images"), ("x*.png", "a pattern that matches no image")]
+
+
+def test_a_file_with_a_glob_character_in_its_name_is_a_file():
+    Path("[1].png").write_bytes(Path("good.png").read_bytes())
+    assert not is_pattern("[1].png") and is_pattern("[2].png")
+    assert find_images(["[1].png"]).paths == ["[1].png"]
+    assert names_several(["pictures"]) and names_several(["good.png", "*.png"]) and not names_several(["[1].png"])
+
+
+@pytest.mark.parametrize(
+    "content", [b"a.png\nb c.png\n\n", b"a.png\r\nb c.png", b"a.png\0b c.png\0", b"\xef\xbb\xbfa.png\nb c.png"]
+)
+def test_lists_hold_a_name_per_line_or_zero_byte(content):
+    Path("names").write_bytes(content)
+    assert read_names("names") == ["a.png", "b c.png"]
+
+
+def test_a_name_that_is_not_unicode_is_kept():
+    Path("names").write_bytes(b"\xff.png\n")
+    assert [os.fsencode(name) for name in read_names("names")] == [b"\xff.png"]
+
+
+def test_a_list_that_cannot_be_read_is_a_usage_error():
+    with pytest.raises(UsageError, match="list of names 'nowhere': No such file"):
+        read_names("nowhere")

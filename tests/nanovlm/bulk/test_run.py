@@ -1,0 +1,91 @@
+"""`caption_images`, the Python interface of captioning many images, and its progress report."""
+
+import logging
+import sys
+
+import pytest
+
+from models.decoding import SamplingParams
+from nanovlm import Captioner
+from nanovlm.bulk import BulkOptions, OutputOptions, caption_images
+from nanovlm.bulk.run import Progress, run_settings
+from nanovlm.data.jsonl import read_jsonl
+from nanovlm.errors import UsageError
+from support.cli import IMAGE_NAMES, FakeTerminal
+
+
+@pytest.fixture
+def captioner(model_folder):
+    return Captioner.from_pretrained(model_folder, "cpu", "float32")
+
+
+@pytest.fixture
+def folder(image_folder):
+    return image_folder
+
+
+def test_a_folder_is_captioned_from_python(captioner, folder, captions_of):
+    output = OutputOptions(folder / "metadata.jsonl", prefix="foo ", suffix=".")
+    (folder / "bad.png").write_text("hello")
+    report = caption_images(captioner, [str(folder)], BulkOptions(max_new_tokens=6), output)
+    texts = {row["file_name"]: row["text"] for row in read_jsonl(folder / "metadata.jsonl")}
+    assert texts == {name: f"foo {captions_of(str(folder / name))[0].strip()}." for name in IMAGE_NAMES}
+    assert (report.captioned, report.already_done, report.failed) == (5, 0, 1)
+    assert report.seconds > 0 and 0 < report.utilization <= 1 and report.per_minute > 0
+    assert [row["file_name"] for row in read_jsonl(report.failures)] == ["bad.png"]
+
+
+def test_the_model_is_loaded_only_if_an_image_has_no_caption(captioner, folder):
+    loaded = []
+
+    def load():
+        loaded.append(1)
+        return captioner
+
+    for _ in range(2):
+        report = caption_images(load, [str(folder)], BulkOptions(max_new_tokens=2))
+    assert len(loaded) == 1 and (report.captioned, report.already_done, report.seconds) == (0, 5, 0.0)
+
+
+def test_a_batch_size_below_one_is_refused():
+    with pytest.raises(UsageError, match="batch size 0"):
+        BulkOptions(batch_size=0)
+
+
+def test_runs_are_the_same_whatever_the_batch_size():
+    def settings(model="a", sampling=None, **options):
+        sampling = sampling or SamplingParams()
+        return run_settings(BulkOptions(sampling=sampling, **options), OutputOptions(), {"model": model})
+
+    assert settings(batch_size=1) == settings(batch_size=2)
+    others = [
+        settings(prompt="?"),
+        settings("b"),
+        settings(sampling=SamplingParams(seed=1)),
+        settings(max_new_tokens=3),
+    ]
+    assert all(other != settings() for other in others)
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(caplog):
+    caplog.set_level(logging.INFO)
+    clock = [0.0]
+    with Progress(200, clock=lambda: clock[0]) as progress:
+        for _ in range(200):
+            clock[0] += 1
+            progress.update(failed=0)
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 6 and lines[0] == "30/200 images, 60 per minute, 3 minutes left"
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(sys, "stderr", terminal := FakeTerminal())
+    monkeypatch.delenv("TERM", raising=False)
+    clock = [0.0]
+    with Progress(4, clock=lambda: clock[0]) as progress:
+        for failed in (0, 0, 1, 1):
+            clock[0] += 60
+            progress.update(failed)
+        progress.bar.refresh()
+    assert "4/4" in terminal.getvalue() and "1 failed" in terminal.getvalue() and not caplog.records
