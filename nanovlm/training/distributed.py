@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before a group exists: its functions' defaults would keep the group, and gloo's threads
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.errors import InputError
@@ -39,6 +36,9 @@ class DistributedContext:
         if self.owns_group:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
+            # Imported before a group exists: defaults of its functions would keep the group, and gloo's threads, alive.
+            from torch.distributed import nn as _  # noqa: F401
+
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
     @property
@@ -67,16 +67,18 @@ class DistributedContext:
         process whose batch has no images still takes part when the vision encoder's weights are gathered and its
         gradients are summed.
         """
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise InputError(f"fsdp=True needs a newer torch than {torch.__version__}; omit fsdp, or upgrade torch")
         self.sharded, mesh = True, init_device_mesh(self.device.type, (self.world_size,))
-        for module in (*model.decoder.blocks, model):
+        modules: list[Any] = [*model.decoder.blocks, model]  # fully_shard makes each an FSDPModule
+        for module in modules:
             fully_shard(module, mesh=mesh)
             module.set_gradient_divide_factor(1.0)  # the loss is already divided by the tokens of all processes
             module.set_force_sum_reduction_for_comms(True)
-        model.set_reduce_scatter_unused_params(True)
+        modules[-1].set_reduce_scatter_unused_params(True)
 
     def sum_gradients(self, model: VisionLanguageModel, n_images: int) -> None:
         """Sum each gradient over the processes; one that no process has stays None, as in a single process.
@@ -93,14 +95,16 @@ class DistributedContext:
         trained = [p for p in model.parameters() if p.requires_grad]
         counts = self.sum(*[p.grad is not None for p in trained])
         used = [p for p, count in zip(trained, counts) if count]
-        for p in used:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        messages = [p.grad for p in used if p.nbytes >= self.max_bucketed_bytes]
-        if small := [p for p in used if p.nbytes < self.max_bucketed_bytes]:
-            bucket = torch.cat([p.grad.flatten() for p in small])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in used]
+        small = [i for i, gradient in enumerate(gradients) if gradient.nbytes < self.max_bucketed_bytes]
+        messages = [gradient for gradient in gradients if gradient.nbytes >= self.max_bucketed_bytes]
+        if small:
+            bucket = torch.cat([gradients[i].flatten() for i in small])
             messages.append(bucket)
-            for p, gradient in zip(small, bucket.split([p.numel() for p in small])):
-                p.grad = gradient.view_as(p)  # a view, so that it holds the sum afterwards
+            for i, part in zip(small, bucket.split([gradients[i].numel() for i in small])):
+                gradients[i] = part.view_as(used[i])  # a view, so that it holds the sum afterwards
+        for p, gradient in zip(used, gradients):
+            p.grad = gradient
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in messages]:
             work.wait()
 
@@ -114,10 +118,18 @@ class DistributedContext:
         """The full tensors by name on the main process, {} elsewhere; every process must call it."""
         gathered = {}
         for name, tensor in tensors:
-            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            tensor = self.full_tensor(tensor)
             if self.is_main:
                 gathered[name] = tensor
         return gathered
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        """The tensor, assembled if it is sharded; every process must call it."""
+        if not self.sharded:
+            return tensor
+        from torch.distributed.tensor import DTensor
+
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def full_model(self, model: VisionLanguageModel, cfg: TrainConfig) -> VisionLanguageModel:
         """The model, or on the main process an unsharded copy of a sharded one; every process must call it."""
@@ -168,6 +180,10 @@ def exit_status(code: Any) -> int:
 def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
     """The tensor on the device of other, and sharded as other is."""
     tensor = tensor.to(other.device)
+    if type(other) in (Tensor, nn.Parameter):
+        return tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     if isinstance(other, DTensor) and tensor.ndim:
         return distribute_tensor(tensor, other.device_mesh, other.placements, src_data_rank=None)
     return tensor

@@ -160,11 +160,11 @@ def check_folder(folder: Path, data: Sequence[str]) -> None:
 
 
 def fingerprint(training: Sequence[Subset]) -> str:
-    """Identifies the examples: each source's path, share, number of examples and a digest of them (`Source.fingerprint`)."""
+    """Identifies the examples: of each source its path, share, number of examples and a digest of their fingerprints."""
     parts = []
     for subset in training:
         part = subset.source.path if subset.weight is None else f"{subset.source.path}@{subset.weight:g}"
-        if not subset.source.endless:
+        if isinstance(subset.source, Source) and not subset.source.endless:
             digest = blake2b(digest_size=4)
             for index in subset.indices:
                 digest.update(subset.source.fingerprint(index).encode("utf-8", "surrogatepass") + b"\0")

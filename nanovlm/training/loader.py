@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from nanovlm.errors import NanoVLMError
 from nanovlm.training.signals import ignore_stop_signals
 
-Batch = dict[str, Tensor | None]  # the arguments of VisionLanguageModel.forward
+Batch = dict[str, Any]  # the arguments of VisionLanguageModel.forward: tensors, and None for images of text only
 
 PREFETCH = 4  # batches that each worker prepares ahead
 
@@ -48,7 +48,7 @@ def load_batches(get_batch: Callable[[int], Batch], numbers: range, num_workers:
         yield map(_raise_error, items)
     finally:  # workers ignore signals, and would live as long as an error's traceback refers to the iterator
         if num_workers:
-            items._shutdown_workers()
+            items._shutdown_workers()  # type: ignore[attr-defined]  # there is no public way
 
 
 def _raise_error(item: Batch | Exception) -> Batch:

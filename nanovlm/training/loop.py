@@ -169,7 +169,7 @@ class Trainer:
         loss, tokens = context.sum(loss, sum(count_tokens(batch) for batch in inputs))
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-        grad_norm = (norm.full_tensor() if context.sharded else norm).item()
+        grad_norm = context.full_tensor(norm).item()
         self._check_finite(step, loss, grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -183,17 +183,21 @@ class Trainer:
         if not (task.validation or task.caption_images):
             return None, []
         model = context.full_model(self.model.eval(), self.cfg)
-        loss = tokens = 0.0
-        for i in context.shard_indices(self.cfg.validation_batches) if task.validation else ():
-            batch = to_device(task.validation(i), model.device)
-            n = count_answer_tokens(batch)
-            with autocast(model.device, self.dtype):
-                loss += n * model(**batch)[1].item()
-            tokens += n
-        loss, tokens = context.sum(loss, tokens)
+        loss = self._validation_loss(model, task.validation) if task.validation else None
         captions = [text for _, text in task.caption_images(model)] if task.caption_images and context.is_main else []
         self.model.train()
-        return loss / tokens if tokens else None, captions
+        return loss, captions
+
+    def _validation_loss(self, model: VisionLanguageModel, get_batch: Callable[[int], Batch]) -> float | None:
+        total = tokens = 0.0
+        for i in self.context.shard_indices(self.cfg.validation_batches):
+            batch = to_device(get_batch(i), model.device)
+            n = count_answer_tokens(batch)
+            with autocast(model.device, self.dtype):
+                total += n * model(**batch)[1].item()
+            tokens += n
+        total, tokens = self.context.sum(total, tokens)
+        return total / tokens if tokens else None
 
     def save(self, step: int) -> None:
         """Write the checkpoint of `step` steps; every process must call it."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -31,7 +32,7 @@ def adamw(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:
     The "rate" of a parameter group is that of its part of the model, a multiple of the step's learning rate.
     """
     embeddings = {id(model.decoder.token_embedding.weight), id(model.vision_encoder.patch_embedding.position_embedding)}
-    groups = []
+    groups: list[dict[str, Any]] = []
     for part, rate in cfg.rates.items():
         trained = [p for p in getattr(model, part).parameters() if p.requires_grad]
         decayed = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]

@@ -24,7 +24,7 @@ def write_report(folder: Path, images: Sequence[Image.Image] = ()) -> Path:
     metrics = read_metrics(folder / METRICS)
     captions = [entry["captions"] for entry in metrics if "captions" in entry]
     rows = -(-len(images) // COLUMNS) if captions else 0
-    figure = Figure(figsize=(WIDTH, CURVES_HEIGHT + ROW_HEIGHT * rows), layout="constrained")
+    figure: Any = Figure(figsize=(WIDTH, CURVES_HEIGHT + ROW_HEIGHT * rows), layout="constrained")
     if rows:
         above, below = figure.subfigures(2, 1, height_ratios=[CURVES_HEIGHT, ROW_HEIGHT * rows])
         plot_captions(below, rows, images, captions[0], captions[-1])

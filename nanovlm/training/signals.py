@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class TrainingInterrupted(SystemExit):
@@ -17,7 +18,7 @@ def catch_stop_signals() -> Iterator[list[int]]:
     In a thread other than the main thread, where Python allows no handlers, signals act as usual.
     """
     received: list[int] = []
-    handlers = {}
+    handlers: dict[int, Any] = {}
 
     def restore() -> None:
         for number, handler in handlers.items():

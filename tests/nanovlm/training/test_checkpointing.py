@@ -235,7 +235,8 @@ from support import TINY
 def batch(i):
     draw = torch.Generator().manual_seed(i)
     ids = [3] * 4 + torch.randint(4, 40, (9,), generator=draw).tolist()
-    return collate([EncodedExample(ids, [-100] * 6 + ids[7:] + [4], [1] * 13, [torch.rand(1, 3, 16, 16, generator=draw)])])
+    image = torch.rand(1, 3, 16, 16, generator=draw)
+    return collate([EncodedExample(ids, [-100] * 6 + ids[7:] + [4], [1] * 13, [image])])
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The training loop on two plain images and their colours: it learns, it is reproducible, and each checkpoint is a model."""
+"""Training on plain images and their colours: it learns, it is reproducible, and each checkpoint is a model."""
 
 import json
 import math
@@ -72,7 +72,7 @@ def without(entry, *names):
 
 
 def files(folder):
-    """The contents of a folder: texts and, bit for bit, tensors (the order of a header's metadata is left to chance)."""
+    """The contents of a folder: texts and, bit for bit, tensors (a header's metadata has no fixed order)."""
     contents = {}
     for path in folder.rglob("*.*"):
         name = str(path.relative_to(folder))

@@ -1,4 +1,4 @@
-"""What a run tells is what it did: losses computed another way, nothing said twice or forgotten after a stop."""
+"""The metrics of a run, against losses computed another way; a resumed run writes none twice and forgets none."""
 
 import builtins
 import json
@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from nanovlm.errors import TrainingError
 from nanovlm.training.config import TrainConfig
+from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loop import train
-from nanovlm.training.metrics import read_metrics, truncate
+from nanovlm.training.metrics import MetricsLogger, StepMetrics, read_metrics, truncate
 from nanovlm.training.report import write_report
 from support.logs import log_lines
 
@@ -20,12 +21,12 @@ CFG = TrainConfig(
     max_steps=6, lr=3e-3, warmup_steps=2, save_every=3, log_every=2, validate_every=2, validation_batches=3,
     num_workers=0, dtype="float32",
 )  # fmt: skip
-PICTURES = [Image.new(mode, (40, 30), colour) for mode, colour in (("RGB", "red"), ("L", 99), ("RGBA", "blue"))]
+IMAGES = [Image.new(mode, (40, 30), colour) for mode, colour in (("RGB", "red"), ("L", 99), ("RGBA", "blue"))]
 
 
-def show(model):
-    """Pictures, and words that tell which model saw them."""
-    return [(picture, f"{i} {model.MP.proj.weight.sum().item():.6f}") for i, picture in enumerate(PICTURES)]
+def caption_images(model):
+    """Images, and captions that depend on the weights."""
+    return [(image, f"{i} {model.MP.proj.weight.sum().item():.6f}") for i, image in enumerate(IMAGES)]
 
 
 @pytest.fixture
@@ -46,19 +47,38 @@ def held_out(words_and_images):
 
 def test_every_step_is_a_line_of_numbers(learn, tiny_model, words_and_images, tmp_path):
     lines = learn(tmp_path)
-    told = read_metrics(tmp_path / "metrics.jsonl")
-    assert [entry["step"] for entry in told] == [1, 2, 3, 4, 5, 6]
-    assert all(entry.keys() == {"step", "loss", "lr", "grad_norm", "tokens_per_s", "memory"} for entry in told)
-    assert [entry["lr"] for entry in told] == [CFG.lr_at(step) for step in range(6)]
+    entries = read_metrics(tmp_path / "metrics.jsonl")
+    assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5, 6]
+    assert all(entry.keys() == {"step", "loss", "lr", "grad_norm", "tokens_per_s", "memory"} for entry in entries)
+    assert [entry["lr"] for entry in entries] == [CFG.lr_at(step) for step in range(6)]
     model = tiny_model()
     _, loss = model(**words_and_images(0))
     loss.backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
-    assert told[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
-    assert told[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    assert all(entry["tokens_per_s"] > 0 and 2**20 < entry["memory"] < 2**40 for entry in told)
-    assert lines[1].startswith(f"step 4/6  loss {(told[2]['loss'] + told[3]['loss']) / 2:.4f}  ")
+    assert entries[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert entries[0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert all(entry["tokens_per_s"] > 0 and 2**20 < entry["memory"] < 2**40 for entry in entries)
+    assert lines[1].startswith(f"step 4/6  loss {(entries[2]['loss'] + entries[3]['loss']) / 2:.4f}  ")
     assert all(" tokens/s  " in line and " MiB  " in line for line in lines)
+
+
+def test_pace_is_measured_by_the_clock(tmp_path):
+    """Steps of half a second, and an evaluation of ten seconds that counts only in the mean of the progress line."""
+    now = [0.0]
+    context = DistributedContext(torch.device("cpu"))
+    cfg = replace(CFG, max_steps=12, log_every=2)
+    logger = MetricsLogger(tmp_path, cfg, first_step=8, context=context, clock=lambda: now[0])
+    with log_lines() as lines:
+        for step in (9, 10):
+            now[0] += 0.5
+            logger.log_step(StepMetrics(step, loss=2.0, lr=0.1, grad_norm=1.0, tokens=100))
+            if step == 9:
+                now[0] += 10
+                logger.log_evaluation(step, 1.5, [])
+    entries = read_metrics(tmp_path / "metrics.jsonl")
+    assert [entry.get("tokens_per_s") for entry in entries] == [200.0, None, 200.0]
+    assert lines[0] == "step 9/12  validation loss 1.5000"
+    assert lines[1].startswith("step 10/12  loss 2.0000  lr 1.0e-01  5.50 s/step  18 tokens/s  ")
 
 
 def test_the_validation_loss_is_the_mean_over_all_held_out_answers(learn, tiny_model, words_and_images, tmp_path):
@@ -66,64 +86,64 @@ def test_the_validation_loss_is_the_mean_over_all_held_out_answers(learn, tiny_m
     model = tiny_model(**shape)
     with log_lines() as lines:
         train(model, "{}", words_and_images, CFG, tmp_path, validation=batch)
-    found = [entry for entry in read_metrics(tmp_path / "metrics.jsonl") if "validation_loss" in entry]
-    assert [entry["step"] for entry in found] == [0, 2, 4, 6]
-    for entry, one in ((found[0], tiny_model(**shape)), (found[-1], model)):
+    evaluations = [entry for entry in read_metrics(tmp_path / "metrics.jsonl") if "validation_loss" in entry]
+    assert [entry["step"] for entry in evaluations] == [0, 2, 4, 6]
+    for entry, one in ((evaluations[0], tiny_model(**shape)), (evaluations[-1], model)):
         losses = []
         with torch.no_grad():
             for held in (batch(i) for i in range(3)):
-                likely = one.eval()(**held)[0].log_softmax(-1)
-                places = (held["targets"] != -100).nonzero().tolist()
-                losses += [-likely[b, t, held["targets"][b, t]].item() for b, t in places]
+                log_probs = one.eval()(**held)[0].log_softmax(-1)
+                positions = (held["targets"] != -100).nonzero().tolist()
+                losses += [-log_probs[b, t, held["targets"][b, t]].item() for b, t in positions]
         assert entry["validation_loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
-    assert f"step 6/6  validation loss {found[-1]['validation_loss']:.4f}" in lines
+    assert f"step 6/6  validation loss {evaluations[-1]['validation_loss']:.4f}" in lines
 
 
-def test_looking_changes_nothing(learn, words_and_images, tmp_path):
-    learn(tmp_path / "blind")
-    learn(tmp_path / "seeing", validation=held_out(words_and_images), caption_images=show)
-    blind, seeing = (load_file(tmp_path / run / "model.safetensors") for run in ("blind", "seeing"))
-    assert all(torch.equal(blind[name], seeing[name]) for name in blind)
+def test_evaluation_changes_no_weights(learn, words_and_images, tmp_path):
+    learn(tmp_path / "without")
+    learn(tmp_path / "with", validation=held_out(words_and_images), caption_images=caption_images)
+    without, with_evaluation = (load_file(tmp_path / run / "model.safetensors") for run in ("without", "with"))
+    assert all(torch.equal(without[name], with_evaluation[name]) for name in without)
 
 
-def test_a_resumed_run_tells_what_an_uninterrupted_one_tells(learn, words_and_images, tmp_path):
-    def dies(i):
+def test_a_resumed_run_writes_the_metrics_of_an_uninterrupted_one(learn, words_and_images, tmp_path):
+    def failing(i):
         if i == 5:
             raise MemoryError
         return words_and_images(i)
 
-    def told(folder):
-        return [{k: v for k, v in entry.items() if k not in ("tokens_per_s", "memory")}
-                for entry in read_metrics(folder / "metrics.jsonl")]  # fmt: skip
+    def metrics(folder):
+        entries = read_metrics(folder / "metrics.jsonl")
+        return [{k: v for k, v in entry.items() if k not in ("tokens_per_s", "memory")} for entry in entries]
 
-    options = {"validation": held_out(words_and_images), "caption_images": show}
+    options = {"validation": held_out(words_and_images), "caption_images": caption_images}
     learn(tmp_path / "whole", **options)
     with pytest.raises(MemoryError):
-        learn(tmp_path / "run", batch=dies, **options)
-    assert told(tmp_path / "run")[-1]["step"] == 5
+        learn(tmp_path / "run", batch=failing, **options)
+    assert metrics(tmp_path / "run")[-1]["step"] == 5
     learn(tmp_path / "run", **options)
-    assert told(tmp_path / "run") == told(tmp_path / "whole")
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
-def test_a_line_that_was_cut_off_is_forgotten(tmp_path):
+def test_an_unfinished_line_is_ignored(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     assert [entry["step"] for entry in read_metrics(path)] == [1, 2, 3]
     truncate(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
     truncate(tmp_path / "new", 2)
-    assert (tmp_path / "new").read_text() == "", "so that a folder that cannot be written is found at once"
+    assert (tmp_path / "new").read_text() == "", "so that a folder without write permission is noticed at the start"
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "new"}
 
 
-def test_an_overflow_is_null_since_json_knows_no_infinity(learn, tmp_path):
+def test_an_overflow_is_null_because_json_has_no_infinity(learn, tmp_path):
     learn(tmp_path, replace(CFG, dtype="float16", max_steps=1))
     (entry,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert entry["grad_norm"] is None and entry["loss"] > 0
 
 
-def test_numbers_that_cannot_be_written_stop_with_a_sentence(learn, words_and_images, tmp_path):
-    def fills(i):
+def test_metrics_that_cannot_be_written_stop_the_run_with_one_line(learn, words_and_images, tmp_path):
+    def fill_disk(i):
         if i == 4:
             (tmp_path / "metrics.jsonl").unlink()
             (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
@@ -132,7 +152,7 @@ def test_numbers_that_cannot_be_written_stop_with_a_sentence(learn, words_and_im
     with pytest.raises(
         TrainingError, match="No space left on device; free some disk space and .* from .*step-3"
     ) as caught:
-        learn(tmp_path, batch=fills)
+        learn(tmp_path, batch=fill_disk)
     assert "\n" not in str(caught.value)
 
 
@@ -142,35 +162,35 @@ def test_tensorboard_shows_the_same_curves(learn, words_and_images, tmp_path):
     learn(tmp_path, replace(CFG, tensorboard=True), validation=held_out(words_and_images))
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     for name in ("loss", "lr", "grad_norm", "validation_loss"):
-        told = [(entry["step"], entry[name]) for entry in read_metrics(tmp_path / "metrics.jsonl") if name in entry]
-        assert [(e.step, e.value) for e in board.Scalars(name)] == [(step, pytest.approx(x)) for step, x in told]
+        entries = [(entry["step"], entry[name]) for entry in read_metrics(tmp_path / "metrics.jsonl") if name in entry]
+        assert [(e.step, e.value) for e in board.Scalars(name)] == [(step, pytest.approx(x)) for step, x in entries]
 
 
-def test_the_report_shows_curves_and_pictures_with_their_first_and_last_captions(learn, tmp_path, monkeypatch):
+def test_the_report_shows_curves_and_images_with_their_first_and_last_captions(learn, tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(
         Figure, "savefig", lambda figure, *args, **kw: (drawn.append(figure), save(figure, *args, **kw))
     )
-    learn(tmp_path, caption_images=show)
+    learn(tmp_path, caption_images=caption_images)
     captions = [entry["captions"] for entry in read_metrics(tmp_path / "metrics.jsonl") if "captions" in entry]
     assert len(captions) == 4 and captions[0] != captions[-1]
     titles = [axes.get_title(loc="left") for axes in drawn[0].axes]
-    for before, after, picture in zip(captions[0], captions[-1], PICTURES):
+    for before, after, image in zip(captions[0], captions[-1], IMAGES):
         axes = drawn[0].axes[titles.index(f"before: {before}\nafter: {after}")]
         shown = axes.images[0].get_array()
-        assert shown.shape == (30, 40, 3) and tuple(shown[0, 0]) == picture.convert("RGB").getpixel((0, 0))
+        assert shown.shape == (30, 40, 3) and tuple(shown[0, 0]) == image.convert("RGB").getpixel((0, 0))
     (losses,) = [axes for axes in drawn[0].axes if axes.get_title() == "loss"]
-    told = [entry["loss"] for entry in read_metrics(tmp_path / "metrics.jsonl") if "loss" in entry]
-    assert list(losses.lines[0].get_ydata()) == told
+    losses_written = [entry["loss"] for entry in read_metrics(tmp_path / "metrics.jsonl") if "loss" in entry]
+    assert list(losses.lines[0].get_ydata()) == losses_written
     assert Image.open(tmp_path / "report.png").size == (1200, 680)
     (tmp_path / "report.png").unlink()
     write_report(tmp_path)
     assert Image.open(tmp_path / "report.png").size == (1200, 320)
 
 
-def test_without_matplotlib_there_is_no_report_but_a_line_and_a_model(learn, tmp_path, monkeypatch):
+def test_without_matplotlib_there_is_a_warning_instead_of_a_report(learn, tmp_path, monkeypatch):
     load = builtins.__import__
 
     def missing(name, *args):
@@ -179,6 +199,6 @@ def test_without_matplotlib_there_is_no_report_but_a_line_and_a_model(learn, tmp
         return load(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    lines = learn(tmp_path, caption_images=show)
+    lines = learn(tmp_path, caption_images=caption_images)
     assert lines[-1] == "no report.png: No module named 'matplotlib'; pip install 'nanovlm[eval]'"
     assert (tmp_path / "model.safetensors").exists() and not (tmp_path / "report.png").exists()

@@ -1,4 +1,4 @@
-"""How a step moves the weights: parts at their own rates, batches cut in pieces, and precision, against plain paths."""
+"""Rates of parts, gradient accumulation, clipping, gradient checkpointing and precision, each against a plain path."""
 
 import json
 import math
@@ -19,7 +19,7 @@ CFG = TrainConfig(
     max_steps=2, lr=1e-3, warmup_steps=0, decay=0, weight_decay=0, dtype="float32", num_workers=0, log_every=9
 )
 PARTS = {"vision_rate": "vision_encoder.", "projector_rate": "MP.", "language_rate": "decoder."}
-ALONE = DistributedContext(torch.device("cpu"))
+CONTEXT = DistributedContext(torch.device("cpu"))
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
 
 
@@ -27,19 +27,19 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def deltas(model, before):
+def changes_since(model, before):
     return {name: p.detach() - before[name] for name, p in model.named_parameters()}
 
 
 @pytest.fixture
 def learn(tiny_model, words_and_images, tmp_path):
-    """Train a tiny model so; what moved, by how much."""
+    """Train a tiny model; returns the change of each weight."""
 
     def learn(cfg, batch=words_and_images, **changes):
         model = tiny_model(**changes)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         train(model, "{}", batch, cfg, tmp_path)
-        return deltas(model, before)
+        return changes_since(model, before)
 
     return learn
 
@@ -58,10 +58,10 @@ def test_each_part_has_its_own_rate(learn, tmp_path, slow, prefix):
 
 
 @pytest.mark.parametrize(("frozen", "prefix"), PARTS.items())
-def test_a_rate_of_0_freezes_a_part_which_needs_no_memory_then(learn, tmp_path, frozen, prefix):
-    to_device = learn(replace(CFG, **{frozen: 0.0}, weight_decay=0.1))
+def test_a_rate_of_0_freezes_a_part_and_keeps_no_moments_of_it(learn, tmp_path, frozen, prefix):
+    changes = learn(replace(CFG, **{frozen: 0.0}, weight_decay=0.1))
     moments = load_file(tmp_path / "checkpoints/step-2/optimizer.safetensors")
-    for name, delta in to_device.items():
+    for name, delta in changes.items():
         assert bool(delta.any()) != name.startswith(prefix)
         assert (f"{name}/exp_avg" in moments) != name.startswith(prefix)
 
@@ -70,21 +70,21 @@ def test_a_frozen_encoder_keeps_no_graph_and_gets_no_gradients(tiny_model, words
     model, cfg = tiny_model(), replace(CFG, vision_rate=0.0)
     freeze(model, cfg)
     assert not model.vision_encoder(torch.rand(1, 3, 16, 16)).requires_grad
-    backward(model, [words_and_images(0)], torch.float32, UNSCALED, ALONE)
+    backward(model, [words_and_images(0)], torch.float32, UNSCALED, CONTEXT)
     assert all((p.grad is None) == name.startswith("vision_encoder.") for name, p in model.named_parameters())
     freeze(model, CFG)
     assert model.vision_encoder(torch.rand(1, 3, 16, 16)).requires_grad
 
 
-def test_words_alone_teach_a_projector_nothing_and_stop_nothing(learn, words_and_images):
+def test_a_batch_without_images_leaves_the_projector_unchanged(learn, words_and_images):
     only = replace(CFG, vision_rate=0.0, language_rate=0.0)
     assert not any(delta.any() for delta in learn(only, lambda i: words_and_images(i, images=False)).values())
 
 
-# --------------------------------------------------------------------------------------- one batch in several pieces
+# --------------------------------------------------------------------------------------- gradient accumulation
 
 
-def test_pieces_of_a_batch_give_the_loss_and_gradients_of_the_whole(tiny_model, words_and_images):
+def test_accumulated_batches_give_the_loss_and_gradients_of_the_whole(tiny_model, words_and_images):
     """The pieces have answers of different lengths, so the mean of their losses would be another number."""
     pieces = [words_and_images(i, lengths) for i, lengths in enumerate([(30, 31), (4, 2), (9, 6)])]
     width = max(piece["input_ids"].size(1) for piece in pieces)
@@ -96,31 +96,31 @@ def test_pieces_of_a_batch_give_the_loss_and_gradients_of_the_whole(tiny_model, 
     whole["images"] = torch.cat([piece["images"] for piece in pieces])
     one, many = tiny_model(), tiny_model()
     one(**whole)[1].backward()
-    loss = backward(many, pieces, torch.float32, UNSCALED, ALONE)
+    loss = backward(many, pieces, torch.float32, UNSCALED, CONTEXT)
     assert loss == pytest.approx(one(**whole)[1].item(), abs=1e-5)
     assert loss != pytest.approx(sum(one(**piece)[1].item() for piece in pieces) / 3, abs=1e-3)
     for name, gradient in gradients(one).items():
         torch.testing.assert_close(gradients(many)[name], gradient, atol=1e-5, rtol=1e-5)
 
 
-def test_a_step_learns_from_as_many_batches_as_it_accumulates(learn, words_and_images):
-    asked = []
+def test_a_step_reads_gradient_accumulation_steps_batches(learn, words_and_images):
+    numbers = []
 
     def batch(i):
-        asked.append(i)
+        numbers.append(i)
         return words_and_images(i)
 
     learn(replace(CFG, max_steps=2, gradient_accumulation_steps=3), batch)
-    assert asked == [0, 1, 2, 3, 4, 5]
+    assert numbers == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_batch_without_an_answer_is_an_error_and_no_nan(learn, words_and_images):
-    def silent(i):
+def test_a_batch_without_an_answer_is_an_error(learn, words_and_images):
+    def without_answers(i):
         batch = words_and_images(i)
         return batch | {"targets": torch.full_like(batch["targets"], -100)}
 
     with pytest.raises(TrainingError, match="no answer tokens"):
-        learn(CFG, silent)
+        learn(CFG, without_answers)
 
 
 def test_gradients_are_clipped(learn, tmp_path):
@@ -134,8 +134,8 @@ def test_gradients_are_clipped(learn, tmp_path):
 # ------------------------------------------------------------------------------------------------ memory and precision
 
 
-def kept(model, batch):
-    """How many numbers a forward pass keeps for the way back."""
+def saved_bytes(model, batch):
+    """Bytes that a forward pass saves for the backward pass, and the loss."""
     sizes = {}
 
     def keep(tensor):
@@ -155,7 +155,7 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_model, word
         cfg = replace(CFG, gradient_checkpointing=checkpointing, compile=compiled and checkpointing)
         with accelerated(model, cfg):
             torch.manual_seed(0)  # what is dropped, is dropped in both computations
-            size, loss = kept(model, batch)
+            size, loss = saved_bytes(model, batch)
             if not compiled:
                 loss.backward()
             else:  # a compiled block drops other numbers
@@ -169,12 +169,22 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_model, word
         torch.testing.assert_close(recomputed[name], plain[name], atol=1e-5 * compiled, rtol=1e-5 * compiled)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_are_compiled_only_while_training(tiny_model, checkpointing):
+    model = tiny_model()
+    blocks = (*model.vision_encoder.blocks, *model.decoder.blocks)
+    before = [dict(vars(block)) for block in blocks]
+    with accelerated(model, replace(CFG, compile=True, gradient_checkpointing=checkpointing)):
+        assert all("forward" in vars(block) for block in blocks)
+    assert [dict(vars(block)) for block in blocks] == before
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_step_in_half_precision_goes_the_same_way(tiny_model, words_and_images, dtype):
     precise, half = tiny_model(), tiny_model()
-    exact = backward(precise, [words_and_images(0)], torch.float32, UNSCALED, ALONE)
+    exact = backward(precise, [words_and_images(0)], torch.float32, UNSCALED, CONTEXT)
     scaler = torch.amp.GradScaler("cpu", init_scale=256, enabled=dtype == "float16")
-    loss = backward(half, [words_and_images(0)], getattr(torch, dtype), scaler, ALONE)
+    loss = backward(half, [words_and_images(0)], getattr(torch, dtype), scaler, CONTEXT)
     assert loss == pytest.approx(exact, rel=0.02) and loss != exact
     optimizer = adamw(half, CFG)
     scaler.unscale_(optimizer)
@@ -185,8 +195,8 @@ def test_a_step_in_half_precision_goes_the_same_way(tiny_model, words_and_images
 
 def test_an_overflow_in_float16_skips_a_step_and_halves_the_scale(learn, tmp_path):
     """The first scale is 65,536, and this model's gradients times that exceed float16's 65,504."""
-    to_device = learn(replace(CFG, dtype="float16", max_steps=1))
-    assert not any(delta.any() for delta in to_device.values())
+    changes = learn(replace(CFG, dtype="float16", max_steps=1))
+    assert not any(delta.any() for delta in changes.values())
     state = json.loads((tmp_path / "checkpoints/step-1/training.json").read_text())
     assert state["scaler"]["scale"] == 32768
 
