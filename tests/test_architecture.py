@@ -42,25 +42,11 @@ KNOWN_IMPORTS: set[str] = {
 }
 KNOWN_PRIVATE: set[str] = set()
 KNOWN_NAMES: set[str] = {
-    "eval.lib.cache_timing: said",
-    "eval.sort_task: said",
     "eval.speedup: told",
     "models.checkpoint: told",
     "models.convert.backbones: told",
     "models.inference.aot_compile: told",
     "models.lora: told",
-    "nanovlm.serving.app: desk",
-    "nanovlm.serving.chat_format: said",
-    "nanovlm.serving.engine: said",
-    "nanovlm.serving.engine: told",
-    "nanovlm.serving.server: desk",
-    "nanovlm.serving.service: said",
-    "nanovlm.serving.service: shelf",
-    "nanovlm.synthetic.captions: told",
-    "nanovlm.training.checkpointing: told",
-    "nanovlm.training.finetuning: said",
-    "nanovlm.training.memory: told",
-    "nanovlm.training.report: told",
 }
 
 
