@@ -10,21 +10,31 @@ from safetensors.torch import load_file, save_file
 
 from models.checkpoint import load_config, load_model, save_checkpoint
 from models.errors import CheckpointError
-from models.lora import PARTS, WORDS, LoRALinear, adapt, adapters, learning_whole, merge, read_adapters, write_adapters
+from models.lora import (
+    EMBEDDINGS,
+    PARTS,
+    LoRALinear,
+    adapt,
+    adapters,
+    fully_trained,
+    merge,
+    read_adapters,
+    write_adapters,
+)
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import train
 
 
 @pytest.fixture
 def adapted(tiny_model):
-    """Makes the tiny model with adapters that have learnt something, in these parts, and with words that have."""
+    """Make the tiny model with adapters, and optionally embeddings, that have been trained."""
 
-    def make(parts=PARTS, rank=3, alpha=12.0, words=False, **changes):
+    def make(parts=PARTS, rank=3, alpha=12.0, embeddings=False, **changes):
         model = tiny_model(**changes)
         torch.manual_seed(5)
-        adapt(model, rank, alpha, parts, words)
+        adapt(model, rank, alpha, parts, embeddings)
         with torch.no_grad():
-            for p in learning_whole(model).values():
+            for p in fully_trained(model).values():
                 p.add_(torch.randn_like(p), alpha=0.1)
             for module in adapters(model).values():
                 module.lora_B.weight.normal_(std=0.1)
@@ -34,7 +44,7 @@ def adapted(tiny_model):
 
 
 @torch.no_grad()
-def test_an_adapter_adds_nothing_at_first(tiny_model, words_and_images):
+def test_an_untrained_adapter_changes_nothing(tiny_model, words_and_images):
     model, batch = tiny_model(), words_and_images(0)
     before = model(**batch)[0]
     adapt(model, rank=2, alpha=4)
@@ -42,7 +52,7 @@ def test_an_adapter_adds_nothing_at_first(tiny_model, words_and_images):
 
 
 @pytest.mark.parametrize("parts", [("decoder",), ("vision_encoder",), ("MP",), PARTS], ids=str)
-def test_only_the_adapters_of_the_parts_named_learn(tiny_model, words_and_images, parts):
+def test_only_adapters_of_the_given_parts_are_trained(tiny_model, words_and_images, parts):
     model = tiny_model()
     adapt(model, 2, 4, parts)
     assert {name.split(".")[0] for name in adapters(model)} == set(parts)
@@ -54,7 +64,7 @@ def test_only_the_adapters_of_the_parts_named_learn(tiny_model, words_and_images
 
 
 @torch.no_grad()
-def test_merging_leaves_a_plain_model_that_says_the_same(adapted, tiny_model, words_and_images, tmp_path):
+def test_a_merged_model_is_plain_and_computes_the_same(adapted, tiny_model, words_and_images, tmp_path):
     model, batch = adapted(), words_and_images(0)
     plain = merge(model)
     assert not adapters(plain) and plain.state_dict().keys() == tiny_model().state_dict().keys()
@@ -71,7 +81,7 @@ def test_merging_leaves_a_plain_model_that_says_the_same(adapted, tiny_model, wo
 
 @pytest.mark.parametrize("parts", [("decoder",), PARTS], ids=str)
 @torch.no_grad()
-def test_peft_reads_what_we_write(adapted, tiny_model, words_and_images, tmp_path, parts):
+def test_peft_loads_our_adapters(adapted, tiny_model, words_and_images, tmp_path, parts):
     model, batch = adapted(parts), words_and_images(0)
     write_adapters(tmp_path, model, base="me/mine")
     theirs = PeftModel.from_pretrained(tiny_model(), tmp_path)  # warns of any name missing or left over
@@ -81,7 +91,7 @@ def test_peft_reads_what_we_write(adapted, tiny_model, words_and_images, tmp_pat
 
 
 @torch.no_grad()
-def test_the_names_are_those_that_peft_writes(adapted, tiny_model, tmp_path):
+def test_tensor_names_are_those_of_peft(adapted, tiny_model, tmp_path):
     ours = adapted(("decoder",))
     write_adapters(tmp_path, ours)
     cfg = LoraConfig(r=3, lora_alpha=12, target_modules=r"decoder\.blocks\..*_proj", init_lora_weights=False)
@@ -97,7 +107,7 @@ def test_the_names_are_those_that_peft_writes(adapted, tiny_model, tmp_path):
 
 
 @torch.no_grad()
-def test_we_read_what_peft_writes(tiny_model, words_and_images, tmp_path):
+def test_we_load_adapters_of_peft(tiny_model, words_and_images, tmp_path):
     cfg = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "fc1", "proj"], init_lora_weights=False)
     theirs, batch = get_peft_model(tiny_model(), cfg).eval(), words_and_images(0)
     theirs.save_pretrained(tmp_path)
@@ -111,19 +121,19 @@ TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
 
 @TIED
 @pytest.mark.parametrize("parts", [PARTS, ("decoder",), ("vision_encoder", "MP")], ids=str)
-def test_words_learn_in_full_where_the_decoder_learns(tiny_model, words_and_images, parts, tied):
-    adapt(model := tiny_model(lm_tie_weights=tied), 2, 4, parts, words=True)
+def test_embeddings_are_trained_in_full_with_the_decoder(tiny_model, words_and_images, parts, tied):
+    adapt(model := tiny_model(lm_tie_weights=tied), 2, 4, parts, embeddings=True)
     model(**words_and_images(0))[1].backward()
-    known = {f"{name}.weight" for name in WORDS} if "decoder" in parts else set()
-    assert learning_whole(model).keys() == known
+    known = {f"{name}.weight" for name in EMBEDDINGS} if "decoder" in parts else set()
+    assert fully_trained(model).keys() == known
     for name, p in model.named_parameters(remove_duplicate=False):
         assert (p.grad is not None) == p.requires_grad == (".lora_" in name or name in known)
 
 
 @TIED
 @torch.no_grad()
-def test_peft_reads_words_that_learnt_and_merges_them(adapted, tiny_model, words_and_images, tmp_path, tied):
-    model, batch = adapted(words=True, lm_tie_weights=tied), words_and_images(0)
+def test_peft_loads_and_merges_our_trained_embeddings(adapted, tiny_model, words_and_images, tmp_path, tied):
+    model, batch = adapted(embeddings=True, lm_tie_weights=tied), words_and_images(0)
     write_adapters(tmp_path, model)
     theirs = PeftModel.from_pretrained(tiny_model(lm_tie_weights=tied), tmp_path)
     torch.testing.assert_close(theirs(**batch)[0], model(**batch)[0], atol=1e-5, rtol=1e-5)
@@ -135,11 +145,13 @@ def test_peft_reads_words_that_learnt_and_merges_them(adapted, tiny_model, words
 
 @TIED
 @torch.no_grad()
-def test_words_that_peft_taught_are_read_and_written_as_it_does(tiny_model, words_and_images, tmp_path, tied):
-    cfg = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], modules_to_save=list(WORDS), init_lora_weights=False)
+def test_embeddings_trained_by_peft_are_read_and_written_alike(tiny_model, words_and_images, tmp_path, tied):
+    cfg = LoraConfig(
+        r=2, lora_alpha=6, target_modules=["q_proj"], modules_to_save=list(EMBEDDINGS), init_lora_weights=False
+    )
     theirs, batch = get_peft_model(tiny_model(lm_tie_weights=tied), cfg).eval(), words_and_images(0)
-    words = [theirs.get_submodule(f"base_model.model.{name}.modules_to_save.default") for name in WORDS]
-    for i, module in enumerate(words):
+    embeddings = [theirs.get_submodule(f"base_model.model.{name}.modules_to_save.default") for name in EMBEDDINGS]
+    for i, module in enumerate(embeddings):
         module.weight.add_(torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(i * (not tied))))
     theirs.save_pretrained(tmp_path)
     read_adapters(tmp_path, ours := tiny_model(lm_tie_weights=tied))
@@ -149,19 +161,19 @@ def test_words_that_peft_taught_are_read_and_written_as_it_does(tiny_model, word
     again, before = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "ours", tmp_path))
     assert again.keys() == before.keys() and all(torch.equal(again[name], before[name]) for name in before)
     if tied:  # PEFT lets them learn apart, unless told not to
-        words[1].weight.add_(1)
+        embeddings[1].weight.add_(1)
         theirs.save_pretrained(tmp_path)
-        with pytest.raises(CheckpointError, match=r"holds another .* than its twin.*lm_tie_weights=true"):
+        with pytest.raises(CheckpointError, match=r"different weights for .* tied twin.*lm_tie_weights=true"):
             read_adapters(tmp_path, tiny_model())
 
 
-def test_words_come_back_to_a_model_whose_words_learn_and_to_no_other(adapted, tiny_model, words_and_images, tmp_path):
-    write_adapters(tmp_path, model := adapted(words=True))
-    adapt(again := tiny_model(), 3, 12.0, words=True)
+def test_trained_embeddings_load_only_into_a_model_that_trains_them(adapted, tiny_model, words_and_images, tmp_path):
+    write_adapters(tmp_path, model := adapted(embeddings=True))
+    adapt(again := tiny_model(), 3, 12.0, embeddings=True)
     read_adapters(tmp_path, again)
     batch = words_and_images(0)
     assert torch.equal(again(**batch)[0], model(**batch)[0])
-    with pytest.raises(CheckpointError, match=r"holds decoder\.head\.weight, which this model does not learn"):
+    with pytest.raises(CheckpointError, match=r"holds decoder\.head\.weight, which this model does not train"):
         read_adapters(tmp_path, adapted())
     write_adapters(tmp_path, adapted())
     with pytest.raises(CheckpointError, match=r"decoder\.token_embedding\.weight is missing"):
@@ -169,7 +181,7 @@ def test_words_come_back_to_a_model_whose_words_learn_and_to_no_other(adapted, t
 
 
 @torch.no_grad()
-def test_adapters_come_back_bit_for_bit(adapted, tiny_model, words_and_images, tmp_path):
+def test_round_trip_is_bit_exact(adapted, tiny_model, words_and_images, tmp_path):
     model, fresh, batch = adapted(), tiny_model(), words_and_images(0)
     write_adapters(tmp_path, model)
     read_adapters(tmp_path, fresh)
@@ -197,7 +209,7 @@ def test_generation_uses_the_adapters(adapted, words_and_images):
     ],
     ids=str,
 )
-def test_what_these_adapters_can_not_be_is_one_line(adapted, tiny_model, tmp_path, change, told):
+def test_unsupported_adapters_raise_in_one_line(adapted, tiny_model, tmp_path, change, told):
     write_adapters(tmp_path, adapted())
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -206,11 +218,11 @@ def test_what_these_adapters_can_not_be_is_one_line(adapted, tiny_model, tmp_pat
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_adapters_of_another_model_or_none_are_one_line(adapted, tiny_model, tmp_path):
+def test_adapters_of_another_model_raise_in_one_line(adapted, tiny_model, tmp_path):
     with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
         read_adapters(tmp_path, tiny_model())
     write_adapters(tmp_path, adapted())
-    with pytest.raises(CheckpointError, match=r"adapts decoder\.blocks\.1\..*, which this model has not"):
+    with pytest.raises(CheckpointError, match=r"adapts decoder\.blocks\.1\..*, which this model does not have"):
         read_adapters(tmp_path, tiny_model(lm_n_blocks=1))
     adapt(other := tiny_model(), 2, 12.0)
     with pytest.raises(CheckpointError, match="r=3 and lora_alpha=12.0, but this model has 2 and 12.0"):
@@ -221,12 +233,12 @@ def test_adapters_of_another_model_or_none_are_one_line(adapted, tiny_model, tmp
         read_adapters(tmp_path, other)
 
 
-def test_a_model_is_adapted_once_and_with_a_rank(tiny_model, adapted):
+def test_invalid_ranks_and_parts_raise(tiny_model, adapted):
     for wrong, told in (
         (lambda: adapt(adapted(), 2, 4), "merge them first"),
         (lambda: adapt(tiny_model(), 0, 4), "rank=0"),
         (lambda: adapt(tiny_model(), 25, 4), "rank=25 is more than 24"),
-        (lambda: adapt(tiny_model(), 2, 4, ["head"]), "head: no part"),
+        (lambda: adapt(tiny_model(), 2, 4, ["head"]), "head: not a part"),
     ):
         with pytest.raises(ValueError, match=told):
             wrong()
@@ -236,12 +248,20 @@ def test_a_model_is_adapted_once_and_with_a_rank(tiny_model, adapted):
 
 
 CFG = TrainConfig(
-    max_steps=3, lr=1e-2, warmup_steps=0, decay=0, lora_rank=2, vision_rate=0, save_every=3, dtype="float32", num_workers=0
+    max_steps=3,
+    lr=1e-2,
+    warmup_steps=0,
+    decay=0,
+    lora_rank=2,
+    vision_rate=0,
+    save_every=3,
+    dtype="float32",
+    num_workers=0,
 )
 
 
 @torch.no_grad()
-def test_training_leaves_a_plain_model_and_the_adapters_that_make_it(tiny_model, words_and_images, tmp_path):
+def test_training_writes_a_plain_model_and_its_adapters(tiny_model, words_and_images, tmp_path):
     trained = train(tiny_model(), "{}", words_and_images, CFG, tmp_path)
     batch = words_and_images(9)
     read = load_model(tmp_path, load_config(tmp_path), 3)
@@ -255,19 +275,19 @@ def test_training_leaves_a_plain_model_and_the_adapters_that_make_it(tiny_model,
     assert kinds == {"decoder.token_embedding.weight"}, "tied to the head"
 
 
-def test_adapters_go_on_only_from_the_model_that_they_began_with(tiny_model, words_and_images, tmp_path):
+def test_training_resumes_adapters_only_on_their_base_model(tiny_model, words_and_images, tmp_path):
     train(tiny_model(), "{}", words_and_images, CFG, tmp_path)
     for model, cfg, told in (
         (tiny_model(seed=1), CFG, "start from the same model as before"),
         (tiny_model(), replace(CFG, lora_rank=4), "r=2 and lora_alpha=16.0, but this model has 4"),
-        (tiny_model(), replace(CFG, lora_words=False), "which this model does not learn"),
+        (tiny_model(), replace(CFG, lora_words=False), "which this model does not train"),
         (tiny_model(), replace(CFG, lora_rank=0), "was trained with lora_rank=2; resume with the same"),
     ):
         with pytest.raises(CheckpointError, match=told):
             train(model, "{}", words_and_images, cfg, tmp_path)
 
 
-def test_the_weights_of_adapted_parts_keep_their_names(adapted, tiny_model):
+def test_adapted_weights_keep_their_names(adapted, tiny_model):
     names = {name for name in adapted().state_dict() if ".lora_" not in name}
     assert names == set(tiny_model().state_dict())
     assert isinstance(adapted().decoder.blocks[0].attn.q_proj, LoRALinear)
