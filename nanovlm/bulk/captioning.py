@@ -6,8 +6,8 @@ A large model has one worker. A small model on a CPU has a worker per core, each
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from queue import SimpleQueue
 from threading import Event, Semaphore, Thread
 from typing import TypeVar
@@ -52,12 +52,12 @@ class BulkCaptioner:
         """The share of time in which the model ran, mean over workers."""
         return sum(self.model_seconds) / (self.seconds * self.n_workers) if self.seconds else 0.0
 
-    def captions(self, paths: Iterable[str], window: int | None = None) -> Iterator[Result]:
+    def captions(self, paths: Iterable[str], window: int | None = None) -> Generator[Result, None, None]:
         """Yield each path with its caption, or with the error that left it without one, as they finish.
 
         Errors of one image are those of its file (`ImageError`, `OSError`), of its size, or a lack of memory for it
         alone. Any other error is a bug: it is raised, after the captions that were finished. At most window images
-        wait for the model.
+        wait for the model. Close the generator to stop early.
         """
         started = time.perf_counter()
         threads = min(MAX_PREFETCH_THREADS, available_cores())
@@ -65,14 +65,15 @@ class BulkCaptioner:
         try:
             with self._worker_threads(), Prefetch(paths, self._prepare, window, threads) as prefetch:
                 runs = [_Worker(self, i, prefetch).run() for i in range(self.n_workers)]
-                for results in merge_iterators(runs, self.batch_size) if len(runs) > 1 else runs[0]:
-                    yield from results
+                with closing(merge_iterators(runs, self.batch_size) if len(runs) > 1 else runs[0]) as batches:
+                    for results in batches:
+                        yield from results
         finally:
             self.seconds = time.perf_counter() - started
 
     def default_window(self) -> int:
         """How many images may wait for the model: some batches, within the pixel budget."""
-        image_bytes = self.tiles * 3 * self.captioner.model.cfg.vit_img_size**2 * 4
+        image_bytes = self.tiles * 3 * self.captioner.inference.cfg.vit_img_size**2 * 4
         return max(2, min(4 * self.batch_size, PIXEL_BUDGET // image_bytes))
 
     @contextmanager
@@ -95,7 +96,7 @@ class BulkCaptioner:
 
 def default_workers(captioner: Captioner) -> int:
     """One worker, or for a small model on a CPU one for each of some cores."""
-    model = captioner.model
+    model = captioner.inference
     small = model.device.type == "cpu" and sum(weight.nbytes for weight in model.parameters()) < SMALL_MODEL_BYTES
     return min(available_cores(), MAX_WORKERS) if small else 1
 
@@ -110,7 +111,7 @@ class _Worker:
         self.token_ids: dict[str, list[int]] = {}  # of each image in the batch
         self.batch = self._new_batch()
 
-    def run(self) -> Iterator[list[Result]]:
+    def run(self) -> Generator[list[Result], None, None]:
         while True:
             yield from self._admit()
             if not self.token_ids:
@@ -208,7 +209,7 @@ class BatchLimit:
                 self.size, self.successes = min(2 * self.size, self.maximum), 0
 
 
-def merge_iterators(iterators: Sequence[Iterator[Item]], max_pending: int) -> Iterator[Item]:
+def merge_iterators(iterators: Sequence[Iterator[Item]], max_pending: int) -> Generator[Item, None, None]:
     """Yield what all iterators yield, each run by a thread of its own, as it comes.
 
     At most max_pending items wait for the consumer, so a run that is stopped loses little. An error of one iterator
@@ -257,12 +258,12 @@ def merge_iterators(iterators: Sequence[Iterator[Item]], max_pending: int) -> It
 
 
 def is_image_failure(error: BaseException | None) -> bool:
-    """Whether an error is of one image, its file or its size; any other is a bug."""
+    """Whether an error concerns one image, its file or its size; any other is a bug."""
     return isinstance(error, (NanoVLMError, OSError)) or (error is not None and is_out_of_memory(error))
 
 
 def _image_failure(error: BaseException | None) -> Exception:
-    """The error, if it is of one image; any other is raised."""
+    """The error, if it concerns one image; any other is raised."""
     if not isinstance(error, Exception) or not is_image_failure(error):
         raise error or RuntimeError("an image failed without an error")
     return error

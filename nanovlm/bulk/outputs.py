@@ -19,6 +19,7 @@ from models.checkpoint import atomic_write
 from nanovlm.bulk.options import OutputOptions
 from nanovlm.bulk.resume_log import JsonlLog, ResumeLog, json_line, relative
 from nanovlm.data.folders import read_table
+from nanovlm.data.source import first_few
 from nanovlm.errors import DataError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -210,10 +211,7 @@ class Table:
             elif _text(row) != entry["text"]:
                 changed.append(name)
         if changed:
-            names = f"{', '.join(changed[:3])}{', ...' if len(changed) > 3 else ''}"
-            logger.warning(
-                "%s: %d texts changed since they were read; they are kept: %s", self.path, len(changed), names
-            )
+            logger.warning("%s: kept %d texts that changed meanwhile: %s", self.path, len(changed), first_few(changed))
         with atomic_write(self.path) as new:
             write_table(new, self.all_rows)
 

@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def caption_images(
 
 
 def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Mapping[str, object]) -> dict[str, str]:
-    """What tells an interrupted run from another one."""
+    """What decides whether two runs are the same."""
     settings: dict[str, object] = {"existing": output.existing, "prefix": output.prefix, "suffix": output.suffix}
     settings |= {"prompt": options.prompt, "max_new_tokens": options.max_new_tokens, **asdict(options.sampling)}
     return {name: str(value) for name, value in {**settings, **model_settings}.items()}
@@ -60,9 +60,8 @@ def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Ma
 def _lock_files(output: OutputOptions, folders: Sequence[str]) -> dict[str, Path]:
     """Each file or folder that the run writes to, and the lock file that keeps other runs away."""
     if output.table is None:
-        return {
-            name: Path(name, ".captions.lock") for name in {os.path.realpath(name): name for name in folders}.values()
-        }
+        distinct = {os.path.realpath(name): name for name in folders}
+        return {name: Path(name, ".captions.lock") for name in distinct.values()}
     try:
         output.table.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -105,9 +104,9 @@ def _write_captions(
 ) -> int:
     """Write the caption of each image as soon as it is finished; returns how many were written."""
     captioned, already_failed = 0, failures.count
-    with Progress(len(paths)) as progress:
+    with Progress(len(paths)) as progress, closing(bulk.captions(paths)) as results:
         try:
-            for path, result in bulk.captions(paths):
+            for path, result in results:
                 error = result if isinstance(result, Exception) else _write(output, path, options.decorate(result))
                 if error is None:
                     captioned += 1
@@ -121,7 +120,7 @@ def _write_captions(
 
 
 def _write(output: Output, path: str, caption: str) -> Exception | None:
-    """Write a caption; returns the error if it is of this image alone."""
+    """Write a caption; returns the error if it concerns this image alone."""
     try:
         output.write(path, caption)
     except (NanoVLMError, OSError) as error:

@@ -142,7 +142,7 @@ def print_captions(args: argparse.Namespace, generation: GenerationOptions) -> i
             failed += 1
         else:
             if args.stats:
-                print_error(format_stats(stats, load_seconds, captioner.model.device))
+                print_error(format_stats(stats, load_seconds, captioner.inference.device))
     return 1 if failed else 0
 
 

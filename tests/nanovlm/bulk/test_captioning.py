@@ -111,12 +111,12 @@ def test_several_workers_compute_with_one_thread_each(captioner, images, monkeyp
 
 
 def test_a_small_model_has_a_worker_for_each_usable_core(captioner, monkeypatch):
-    assert sum(weight.nbytes for weight in captioner.model.parameters()) < SMALL_MODEL_BYTES
+    assert sum(weight.nbytes for weight in captioner.inference.parameters()) < SMALL_MODEL_BYTES
     for cores, workers in ((1, 1), (3, 3), (64, 4)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
         assert default_workers(captioner) == workers
     big = torch.nn.Parameter(torch.empty(SMALL_MODEL_BYTES // 4))
-    monkeypatch.setattr(captioner.model, "parameters", lambda: iter([big]))
+    monkeypatch.setattr(captioner.inference, "parameters", lambda: iter([big]))
     assert default_workers(captioner) == 1
 
 

@@ -112,7 +112,7 @@ def test_a_table_edited_during_the_run_keeps_the_edits(folder, existing, caplog)
         files.edit(a="mine", x="edited", c="added")
         output.finish()
         assert files.texts() == {"a": "mine", "b": "new", "c": "added", "x": "edited"}
-        assert "1 texts changed" in caplog.text and "a.png" in caplog.text
+        assert "kept 1 texts that changed" in caplog.text and "a.png" in caplog.text
 
 
 def test_a_sidecar_written_during_a_run_that_skips_is_kept(folder, caplog):
