@@ -1,4 +1,4 @@
-"""Every door that README.md shows is opened here as it stands there."""
+"""README.md and docs/ hold what they show: commands parse, Python blocks run, links and paths exist."""
 
 import re
 import shlex
@@ -6,52 +6,89 @@ import subprocess
 import sys
 import tomllib
 
-from nanovlm.cli.main import VERBS, Parser
+import pytest
 from support import ROOT
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+from nanovlm.cli.main import VERBS, Parser
+
+README = ROOT / "README.md"
+PAGES = sorted([README, ROOT / "CONTRIBUTING.md", ROOT / "nanovlm/assets/README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = [page for page in PAGES if page.exists()]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(page, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_the_python_block_says_what_the_sample_shows(capsys, monkeypatch):
+def commands(page) -> list[str]:
+    """The last command of every line in the page's bash blocks, without comments."""
+    lines = [line.split(" #")[0] for block in blocks(page, "bash") for line in block.splitlines()]
+    return [re.split(r"\||&&", line)[-1].strip() for line in lines if line.strip()]
+
+
+def verb_and_flags(command: str) -> tuple[str, list[str]] | None:
+    words = shlex.split(command)
+    if match := re.search(r"(?:generate|train)\.py$", next((w for w in words if w.endswith(".py")), "")):
+        script = match[0]
+        return "caption" if script == "generate.py" else "train", words[[w.endswith(script) for w in words].index(True) + 1 :]
+    if words[:1] == ["nanovlm"] and len(words) > 1 and not words[1].startswith("-"):
+        return words[1], words[2:]
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_shown_parses(page):
+    for command in commands(page):
+        if found := verb_and_flags(command):
+            verb, flags = found
+            parser = Parser()
+            VERBS[verb].add_flags(parser)
+            parser.parse_args([flag for flag in flags if flag not in ("VERB", "--help")])
+
+
+def test_the_readme_shows_every_verb():
+    shown = {found[0] for command in commands(README) if (found := verb_and_flags(command))}
+    assert shown == set(VERBS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_command_exists(page):
+    for name in re.findall(r"python -m (eval\.\w+)", page.read_text(encoding="utf-8")):
+        assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_python_blocks_run(page, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    (block,) = blocks("python")
-    exec(block, {})
-    told, colour = capsys.readouterr().out.splitlines()
-    assert told in README
-    assert colour == "green"
+    for block in blocks(page, "python"):
+        exec(block, {})
+    assert capsys.readouterr().out
 
 
-def test_the_first_command_prints_the_output_below_it():
-    out = subprocess.run([sys.executable, "generate.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert blocks("bash")[0].endswith("python generate.py\n") and blocks("text")[0] == out
+def test_the_readme_caption_is_what_the_first_command_prints():
+    run = subprocess.run([sys.executable, "generate.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert blocks(README, "bash")[0].endswith("python generate.py\n") and blocks(README, "text")[0] == run.stdout
 
 
-def test_every_flag_shown_exists():
-    lines = [line.split("#")[0] for block in blocks("bash") for line in block.splitlines()]
-    calls = [call for line in lines if (call := re.search(r"(generate|train)\.py ([^&]+)$", line.split("|")[-1]))]
-    assert len(calls) > 5
-    for call in calls:
-        parser = Parser()
-        VERBS["caption" if call[1] == "generate" else "train"].add_flags(parser)
-        parser.parse_args(shlex.split(call[2]))
-    installed = [shlex.split(line.split("|")[-1]) for line in lines if re.search(r"(^|\| )nanovlm ", line)]
-    assert {words[1] for words in installed} >= {"caption", "chat", "export"}
-    for words in installed + [shlex.split(verb.EXAMPLE) for verb in VERBS.values()]:
-        parser = Parser()
-        VERBS[words[1]].add_flags(parser)
-        parser.parse_args(words[2:])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text):
+        assert (page.parent / target).exists(), target
+    for path in re.findall(r"`((?:models|nanovlm|eval|tests|docs)/[\w/.]*)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 160
 
 
 def test_the_second_command_is_what_ci_runs():
-    (command,) = [block.strip() for block in blocks("bash") if "pytest" in block]
+    (command,) = [block.strip() for block in blocks(README, "bash") if "pytest" in block]
     assert command.replace("pip install", "pip install --quiet") in (ROOT / ".ci/run").read_text()
 
 
 def test_the_wheel_holds_every_package():
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    there = {str(path.parent.relative_to(ROOT)).replace("/", ".") for name in ("models", "nanovlm") for path in (ROOT / name).rglob("__init__.py")}
-    assert set(packages) == there
+    inits = [path for name in ("models", "nanovlm") for path in (ROOT / name).rglob("__init__.py")]
+    assert set(packages) == {".".join(path.parent.relative_to(ROOT).parts) for path in inits}
