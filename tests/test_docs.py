@@ -53,7 +53,7 @@ def test_the_readme_shows_every_verb():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_module_command_exists(page):
-    for name in re.findall(r"python -m (eval\.\w+)", page.read_text(encoding="utf-8")):
+    for name in re.findall(r"python -m (eval\.[a-z_]+)\b", page.read_text(encoding="utf-8")):
         assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
 
 
@@ -75,7 +75,7 @@ def test_links_and_paths_exist(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", text):
         assert (page.parent / target).exists(), target
-    for path in re.findall(r"`((?:models|nanovlm|eval|tests|docs)/[\w/.]*)`", text):
+    for path in re.findall(r"`((?:models|nanovlm|eval|tests|docs)/[a-z0-9_/.]*)`", text):
         assert (ROOT / path).exists(), path
 
 

@@ -442,10 +442,10 @@ def test_without_a_tokenizer_the_image_token_follows_the_base_vocabulary(pair):
     assert (model.image_token_id, model.cfg.lm_vocab_size) == (40, 42)
 
 
-def test_the_readme_begins_a_model_in_one_call(tmp_path, monkeypatch):
-    """Its Hub ids are folders here: resolve takes a folder first."""
-    readme = ROOT / "README.md"
-    blocks = re.findall(r"```py\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+def test_the_documented_call_starts_a_model_from_backbones(tmp_path, monkeypatch):
+    """The page's Hub ids are folders here: snapshot_path takes a folder first."""
+    page = ROOT / "docs/python.md"
+    blocks = re.findall(r"```py\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     (block,) = (block for block in blocks if "from_backbones" in block)
     vision, language = re.findall(r'"([\w-]+/[\w.-]*\d[\w.-]*)"', block)
     monkeypatch.chdir(tmp_path)
