@@ -7,9 +7,9 @@ import sys
 import tomllib
 
 import pytest
-from support import ROOT
 
 from nanovlm.cli.main import VERBS, Parser
+from support import ROOT
 
 README = ROOT / "README.md"
 PAGES = sorted([README, ROOT / "CONTRIBUTING.md", ROOT / "nanovlm/assets/README.md", *(ROOT / "docs").glob("*.md")])
@@ -30,7 +30,9 @@ def verb_and_flags(command: str) -> tuple[str, list[str]] | None:
     words = shlex.split(command)
     if match := re.search(r"(?:generate|train)\.py$", next((w for w in words if w.endswith(".py")), "")):
         script = match[0]
-        return "caption" if script == "generate.py" else "train", words[[w.endswith(script) for w in words].index(True) + 1 :]
+        return "caption" if script == "generate.py" else "train", words[
+            [w.endswith(script) for w in words].index(True) + 1 :
+        ]
     if words[:1] == ["nanovlm"] and len(words) > 1 and not words[1].startswith("-"):
         return words[1], words[2:]
     return None
