@@ -1,8 +1,6 @@
 """The errors of `models.errors`, and those of images, data and the command line."""
 
-import sys
-
-from models.errors import CheckpointError, CompileError, InputError, NanoVLMError
+from models.errors import CheckpointError, CompileError, InputError, NanoVLMError, is_out_of_memory
 
 __all__ = [
     "CheckpointError",
@@ -42,16 +40,3 @@ class MissingExtraError(NanoVLMError, ImportError):
     """An optional dependency is missing; the message names the extra to install."""
 
     exit_code = 2
-
-
-ALLOCATOR_ERRORS = ("can't allocate memory", "not enough memory", "out of memory")  # torch's on Linux, Windows, MPS
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that main memory, or an accelerator's, is full."""
-    if isinstance(error, MemoryError):
-        return True
-    torch = sys.modules.get("torch")  # torch raised nothing if nobody imported it
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in ALLOCATOR_ERRORS)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.decoding import GREEDY, SamplingParams, token_presence_mask
-from models.errors import InputError, NanoVLMError
+from models.errors import InputError, NanoVLMError, is_out_of_memory
 from models.language_model import rope_cos_sin
 from models.vision_language_model import VisionLanguageModel
 
@@ -121,9 +121,9 @@ class ContinuousBatch:
         """Prefill some of the waiting prompts into free slots, then decode one token of every running request.
 
         A prefilled prompt gets two tokens in its first step. PrefillError names a prompt that was dropped. A request
-        that cannot be decoded ends with `finished="error"`; the others continue. Running out of memory raises
-        MemoryError or torch.OutOfMemoryError: cancel some requests and step again. After any of these exceptions the
-        batch is intact, and no token is lost.
+        that cannot be decoded ends with `finished="error"`; the others continue. Running out of memory raises the
+        allocator's error (see `is_out_of_memory`): cancel some requests and step again. After any of these exceptions
+        the batch is intact, and no token is lost.
         """
         self._outputs += self._prefill(self._next_prompts())
         self._compact()
@@ -207,9 +207,9 @@ class ContinuousBatch:
         requests = self._slots[start:stop]
         try:
             logits = self._decode_logits(requests, start)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             if len(requests) == 1:
                 self._slots[start] = None
                 self._outputs.append(TokenOutput(requests[0].key, -1, "error", error))
