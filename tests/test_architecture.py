@@ -44,9 +44,7 @@ KNOWN_PRIVATE: set[str] = set()
 KNOWN_NAMES: set[str] = {
     "eval.speedup: told",
     "models.checkpoint: told",
-    "models.convert.backbones: told",
     "models.inference.aot_compile: told",
-    "models.lora: told",
 }
 
 

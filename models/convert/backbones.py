@@ -1,7 +1,7 @@
-"""A new model from a pretrained SigLIP and a pretrained Llama: their names and settings as tables, and what is refused.
+"""Build a new model from a pretrained SigLIP and a pretrained Llama.
 
-Both are read from folders or Hub ids as transformers writes them, safetensors only, in one file or several. What our
-modules would load but compute otherwise is refused with the key and its value.
+Both are read as transformers writes them, from folders or Hub ids, safetensors only, in one file or several. A setting
+with which our modules would compute something else raises CheckpointError with its key and value.
 """
 
 import os
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 FILES = (CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER)
 POSITIONS, EMBEDDING, HEAD = "patch_embedding.position_embedding", "token_embedding.weight", "head.weight"
 
-# Their name -> ours, None for what has no place here. Their q, k and v become the rows of our qkv_proj.
+# Their tensor name -> ours, None for tensors that are not used. Their q, k and v become the rows of our qkv_proj.
 SIGLIP = {
     rf"(?:model\.)?(?:vision_tower\.)?(?:vision_model\.)?(?:{theirs})": ours
     for theirs, ours in {
@@ -52,7 +53,7 @@ LLAMA = {
     r"(?:model\.)?layers\.(\d+)\.self_attn\.rotary_emb\.inv_freq": None,
 }
 
-# Our field -> their key, and what a missing key means in transformers.
+# Our field -> their key, and its default in transformers.
 SIGLIP_CONFIG = {
     "vit_hidden_dim": ("hidden_size", 768),
     "vit_inter_dim": ("intermediate_size", 3072),
@@ -73,7 +74,7 @@ LLAMA_CONFIG = {
     "lm_tie_weights": ("tie_word_embeddings", False),
 }
 
-# Their key -> the only value that our modules compute.
+# Their key -> the only value that our modules support.
 SIGLIP_ONLY = {"hidden_act": "gelu_pytorch_tanh", "num_channels": 3, "quantization_config": None}
 LLAMA_ONLY = {
     "model_type": "llama",
@@ -89,12 +90,12 @@ LLAMA_ONLY = {
 
 @dataclass(frozen=True)
 class Backbones:
-    """A SigLIP and a Llama, found and understood: where they are, and the config of the model they make."""
+    """A SigLIP and a Llama on disk, and the config of the model that they make together."""
 
     vision: Path
     language: Path
     cfg: VLMConfig
-    grid: int  # places along a side for which vision has positions; cfg.vit_grid may be another number
+    grid: int  # patches along a side in the SigLIP checkpoint; cfg.vit_grid may differ
 
 
 def from_backbones(
@@ -104,7 +105,7 @@ def from_backbones(
     dtype: torch.dtype = torch.float32,
     **options,
 ) -> VisionLanguageModel:
-    """`find_backbones` with the options, then `read_backbones`."""
+    """Build a model by `find_backbones` with the options and `read_backbones`."""
     return read_backbones(find_backbones(vision, language, **options), image_token_id, dtype)
 
 
@@ -115,73 +116,94 @@ def find_backbones(
     language_revision: str | None = None,
     **changes,
 ) -> Backbones:
-    """Find both, folders or Hub ids (and a branch, tag or commit there), and derive the config of what they make.
+    """Locate or download both backbones, at given Hub revisions, and derive the config of the combined model.
 
-    `changes` are fields of VLMConfig, such as mp_pixel_shuffle_factor, and have the last word. Unless changed, a
-    picture has at most 3 x 3 tiles and nanoVLM's extra tokens. Another vit_img_size resizes the grid of positions. A
-    CheckpointError says what does not fit.
+    `changes` are fields of VLMConfig and take precedence. By default an image has at most 3 x 3 tiles and the prompt
+    nanoVLM's extra tokens. A changed vit_img_size resizes the position embeddings. Raises CheckpointError if the
+    backbones or the changes do not fit.
     """
-    sees_in, says_in = snapshot_path(vision, vision_revision, FILES), snapshot_path(language, language_revision, FILES)
-    sees, says = _siglip_settings(sees_in / CONFIG), _llama_settings(says_in / CONFIG)
-    names = {"vit_model_type": str(vision), "lm_model_type": str(language), "lm_tokenizer": str(language)}
-    fields = {"mp_pixel_shuffle_factor": 4, "vlm_extra_tokens": extra_tokens(8), **names, **sees, **says, **changes}
-    derived = {}
+    vision_folder = snapshot_path(vision, vision_revision, FILES)
+    language_folder = snapshot_path(language, language_revision, FILES)
+    vision_fields = _siglip_settings(vision_folder / CONFIG)
+    fields = {
+        "mp_pixel_shuffle_factor": 4,
+        "vlm_extra_tokens": extra_tokens(8),
+        "vit_model_type": str(vision),
+        "lm_model_type": str(language),
+        "lm_tokenizer": str(language),
+        **vision_fields,
+        **_llama_settings(language_folder / CONFIG),
+        **changes,
+    }
     try:
-        derived["extra_token_amount"] = len(fields["vlm_extra_tokens"])
-        derived["lm_vocab_size"] = fields["lm_base_vocab_size"] + derived["extra_token_amount"]
-        derived["max_img_size"] = 3 * fields["vit_img_size"]
-        places = fields["vit_img_size"] // fields["vit_patch_size"] // fields["mp_pixel_shuffle_factor"]
-        derived["mp_image_token_length"] = places**2
-        derived["lm_max_length"] = min(VLMConfig.lm_max_length, fields["lm_max_position_embeddings"])
-        cfg, grid = VLMConfig(**derived | fields), sees["vit_img_size"] // sees["vit_patch_size"]
+        cfg = VLMConfig(**_derived_fields(fields) | fields)
+        grid = vision_fields["vit_img_size"] // vision_fields["vit_patch_size"]
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{vision} and {language} make no model: {error}") from None
     if cfg.lm_n_blocks + cfg.vit_n_blocks > MOST_BLOCKS:
-        told = f"{vision} and {language}, of {cfg.vit_n_blocks} and {cfg.lm_n_blocks} blocks"
-        raise CheckpointError(f"{told}: more than {MOST_BLOCKS} in all")
-    if cfg.lm_vocab_size < cfg.lm_base_vocab_size:
+        blocks = f"{cfg.vit_n_blocks} and {cfg.lm_n_blocks} blocks"
+        raise CheckpointError(f"{vision} and {language}, of {blocks}: more than {MOST_BLOCKS} in all")
+    if cfg.lm_base_vocab_size is not None and cfg.lm_vocab_size < cfg.lm_base_vocab_size:
         raise CheckpointError(
-            f"lm_vocab_size={cfg.lm_vocab_size} is less than the {cfg.lm_base_vocab_size} tokens that {language} knows"
+            f"lm_vocab_size={cfg.lm_vocab_size} is less than the {cfg.lm_base_vocab_size} tokens of {language}"
         )
-    return Backbones(sees_in, says_in, cfg, grid)
+    return Backbones(vision_folder, language_folder, cfg, grid)
+
+
+def _derived_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of VLMConfig that follow from the given ones."""
+    n_extra_tokens = len(fields["vlm_extra_tokens"])
+    side = fields["vit_img_size"] // fields["vit_patch_size"] // fields["mp_pixel_shuffle_factor"]
+    return {
+        "extra_token_amount": n_extra_tokens,
+        "lm_vocab_size": fields["lm_base_vocab_size"] + n_extra_tokens,
+        "max_img_size": 3 * fields["vit_img_size"],
+        "mp_image_token_length": side**2,
+        "lm_max_length": min(VLMConfig.lm_max_length, fields["lm_max_position_embeddings"]),
+    }
 
 
 def read_backbones(
-    found: Backbones, image_token_id: int | None = None, dtype: torch.dtype = torch.float32
+    backbones: Backbones, image_token_id: int | None = None, dtype: torch.dtype = torch.float32
 ) -> VisionLanguageModel:
-    """A model that sees as found.vision and speaks as found.language, in eval mode; what joins them is to be trained.
+    """Load both backbones into a new model in eval mode; its projector is randomly initialized.
 
-    image_token_id is the tokenizer's id of the image token, by default its place after the base vocabulary. The
+    image_token_id is the tokenizer's id of the image token, by default its index behind the base vocabulary. The
     projector and the rows of extra tokens, N(0, 0.02), are drawn from torch's global generator.
     """
-    cfg = found.cfg
+    cfg = backbones.cfg
     if image_token_id is None:
-        image_token_id = cfg.lm_base_vocab_size + list(cfg.vlm_extra_tokens).index("image_token")
+        image_token_id = base_vocab_size(cfg) + list(cfg.special_tokens).index("image_token")
     with torch.device("meta"):
         model = VisionLanguageModel(cfg, image_token_id)
-    sees, says = _read_siglip(found, model, dtype), _read_llama(found, model, dtype)
-    state = {f"vision_encoder.{name}": tensor for name, tensor in sees.items()}
-    state |= {f"decoder.{name}": tensor for name, tensor in says.items()}
+    state = {f"vision_encoder.{name}": tensor for name, tensor in _read_siglip(backbones, model, dtype).items()}
+    state |= {f"decoder.{name}": tensor for name, tensor in _read_llama(backbones, model, dtype).items()}
     state["MP.proj.weight"] = ModalityProjector(cfg).apply(init_weights).proj.weight.detach().to(dtype)
     model.load_state_dict(state, assign=True)
     model.decoder.tie_weights()
     return model.eval()
 
 
+def base_vocab_size(cfg: VLMConfig) -> int:
+    """Size of the language model's vocabulary without extra tokens."""
+    return cfg.lm_vocab_size if cfg.lm_base_vocab_size is None else cfg.lm_base_vocab_size
+
+
 def translate(name: str, table: Mapping[str, str | None]) -> str | None:
-    """The name that the table gives, None for a tensor without a place; a CheckpointError if it does not know it."""
+    """Rename a tensor by a table of regular expressions; None if it is not used, CheckpointError if none matches."""
     for pattern, replacement in table.items():
-        if match := re.fullmatch(pattern, name):
+        match = re.fullmatch(pattern, name)
+        if match:
             return replacement and match.expand(replacement)
     raise CheckpointError(f"tensor {name!r} has no place in this architecture")
 
 
 def _siglip_settings(path: Path) -> dict:
-    whole = read_object(path)
-    raw = whole.get("vision_config", whole)
+    config = read_object(path)
+    raw = config.get("vision_config", config)
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: vision_config={raw!r} is no object of settings")
-    kind = raw.get("model_type", whole.get("model_type"))
+        raise CheckpointError(f"{path}: vision_config={raw!r} is not an object of settings")
+    kind = raw.get("model_type", config.get("model_type"))
     if "num_patches" in raw or str(kind).startswith("siglip2"):
         raise CheckpointError(
             f"{path}: model_type={kind!r} with num_patches={raw.get('num_patches', 256)} is NaFlex, whose images have "
@@ -205,79 +227,98 @@ def _llama_settings(path: Path) -> dict:
         rope = raw.get(key) or {}
         plain = isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) == "default"
         if not plain or rope.get("partial_rotary_factor", 1) != 1:
-            raise CheckpointError(f"{path}: {key}={rope} changes RoPE, of which only the default is computed here")
+            raise CheckpointError(f"{path}: {key}={rope} changes RoPE, of which only the default is supported")
         theta = rope.get("rope_theta", theta)
     return fields | {"lm_n_kv_heads": raw.get("num_key_value_heads") or heads, "lm_re_base": theta}
 
 
 def _settings(path: Path, raw: dict, only: dict, fields: dict) -> dict:
-    """Our fields out of their config.json, unless something in it is not what our modules compute."""
+    """Our fields from their config.json; CheckpointError for a value that our modules do not support."""
     for key, value in only.items():
         if raw.get(key, value) != value:
-            raise CheckpointError(f"{path}: {key}={raw[key]!r}, but only {value!r} is computed here")
+            raise CheckpointError(f"{path}: {key}={raw[key]!r}, but only {value!r} is supported")
     values = {ours: raw.get(theirs, default) for ours, (theirs, default) in fields.items()}
     for ours, (theirs, default) in fields.items():
         if not isinstance(values[ours], int if type(default) is int else (type(default), int)):
-            raise CheckpointError(f"{path}: {theirs}={values[ours]!r} is no {type(default).__name__}")
+            raise CheckpointError(f"{path}: {theirs}={values[ours]!r} is not of type {type(default).__name__}")
     return values
 
 
-def _read_siglip(found: Backbones, model: VisionLanguageModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.vision_encoder.state_dict().items()}
-    wanted[POSITIONS] = (found.grid**2, found.cfg.vit_hidden_dim)
-    joined = {name: [name.replace("qkv", part) for part in "qkv"] for name in wanted if "qkv_proj" in name}
-    for name, parts in joined.items():
-        rows, *columns = wanted.pop(name)
-        wanted |= dict.fromkeys(parts, (rows // 3, *columns))
-    state = _read(found.vision, SIGLIP, wanted, dtype)
-    state[POSITIONS] = resize_positions(state[POSITIONS], found.cfg.vit_grid)[None]
-    return state | {name: torch.cat([state.pop(part) for part in parts]) for name, parts in joined.items()}
+def _read_siglip(backbones: Backbones, model: VisionLanguageModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.vision_encoder.state_dict().items()}
+    shapes[POSITIONS] = (backbones.grid**2, backbones.cfg.vit_hidden_dim)
+    fused = {name: [name.replace("qkv", part) for part in "qkv"] for name in shapes if "qkv_proj" in name}
+    for name, parts in fused.items():
+        rows, *columns = shapes.pop(name)
+        shapes |= dict.fromkeys(parts, (rows // 3, *columns))
+    state = _read(backbones.vision, SIGLIP, shapes, dtype)
+    state[POSITIONS] = resize_positions(state[POSITIONS], backbones.cfg.vit_grid)[None]
+    return state | {name: torch.cat([state.pop(part) for part in parts]) for name, parts in fused.items()}
 
 
-def _read_llama(found: Backbones, model: VisionLanguageModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    cfg = found.cfg
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.decoder.state_dict().items()}
-    wanted[EMBEDDING] = wanted[HEAD] = (cfg.lm_base_vocab_size, cfg.lm_hidden_dim)
-    state = _read(found.language, LLAMA, wanted, dtype, cfg.lm_tie_weights)
+def _read_llama(backbones: Backbones, model: VisionLanguageModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    cfg = backbones.cfg
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.decoder.state_dict().items()}
+    shapes[EMBEDDING] = shapes[HEAD] = (base_vocab_size(cfg), cfg.lm_hidden_dim)
+    state = _read(backbones.language, LLAMA, shapes, dtype, cfg.lm_tie_weights)
     state[EMBEDDING] = grow(state[EMBEDDING], cfg.lm_vocab_size)
     state[HEAD] = state[EMBEDDING] if cfg.lm_tie_weights else grow(state[HEAD], cfg.lm_vocab_size)
     return state
 
 
-def _read(folder: Path, table, wanted: dict[str, tuple[int, ...]], dtype, tied=False) -> dict[str, Tensor]:
-    """The wanted tensors, under our names, of the shapes given; those already in dtype stay memory-mapped."""
+def _read(
+    folder: Path,
+    table: Mapping[str, str | None],
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    tied: bool = False,
+) -> dict[str, Tensor]:
+    """Read the tensors of the given names (ours) and shapes; those stored in dtype stay memory-mapped."""
     with ExitStack() as stack:
         try:
             files = _open(folder, stack)
-            source = {ours: name for name in files if (ours := translate(name, table))}
+            names = {translate(name, table): name for name in files}
+            source = {ours: name for ours, name in names.items() if ours is not None}
             if tied:
-                wanted = {name: shape for name, shape in wanted.items() if name != HEAD}
-                if HEAD in source and EMBEDDING in source:
-                    head, embedding = (files[source[name]].get_tensor(source[name]) for name in (HEAD, EMBEDDING))
-                    if not torch.equal(head, embedding):
-                        raise CheckpointError(
-                            f"tie_word_embeddings=true, but {source[HEAD]} and {source[EMBEDDING]} differ"
-                        )
-                if HEAD in source:  # either name of a tied pair will do
-                    source[EMBEDDING] = source.pop(HEAD)
-            if missing := sorted(wanted.keys() - source.keys()):
-                raise CheckpointError(f"{len(missing)} tensors are missing, first the one for {missing[0]}")
-            if surplus := sorted(source.keys() - wanted.keys()):
-                raise CheckpointError(
-                    f"{len(surplus)} tensors are more than {CONFIG} has a place for, first {source[surplus[0]]!r}"
-                )
-            for name, shape in wanted.items():
-                if (found := tuple(files[source[name]].get_slice(source[name]).get_shape())) != shape:
-                    raise CheckpointError(f"{source[name]} is {found}, but {CONFIG} asks for {shape}")
-            return {name: files[source[name]].get_tensor(source[name]).to(dtype) for name in wanted}
+                shapes = {name: shape for name, shape in shapes.items() if name != HEAD}
+                _use_tied_head(files, source)
+            _check_tensors(files, source, shapes)
+            return {name: files[source[name]].get_tensor(source[name]).to(dtype) for name in shapes}
         except CheckpointError as error:
             raise CheckpointError(f"{folder}: {error}") from None
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: a weight file cannot be read, it may be truncated: {error}") from None
 
 
-def _open(folder: Path, stack: ExitStack) -> dict:
-    """Each tensor's name -> the open safetensors file that holds it: one, or as many as the index names."""
+def _use_tied_head(files: dict[str, Any], source: dict[str, str]) -> None:
+    """Let source name one tensor for tied embedding and head: a file may have either, or both if they are equal."""
+    if HEAD not in source:
+        return
+    if EMBEDDING in source:
+        head, embedding = (files[source[name]].get_tensor(source[name]) for name in (HEAD, EMBEDDING))
+        if not torch.equal(head, embedding):
+            raise CheckpointError(f"tie_word_embeddings=true, but {source[HEAD]} and {source[EMBEDDING]} differ")
+    source[EMBEDDING] = source.pop(HEAD)
+
+
+def _check_tensors(files: dict[str, Any], source: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError unless source has exactly the tensors of the given shapes."""
+    missing = sorted(shapes.keys() - source.keys())
+    if missing:
+        raise CheckpointError(f"{len(missing)} tensors are missing, first the one for {missing[0]}")
+    surplus = sorted(source.keys() - shapes.keys())
+    if surplus:
+        raise CheckpointError(
+            f"{len(surplus)} tensors are more than {CONFIG} has a place for, first {source[surplus[0]]!r}"
+        )
+    for name, shape in shapes.items():
+        stored = tuple(files[source[name]].get_slice(source[name]).get_shape())
+        if stored != shape:
+            raise CheckpointError(f"{source[name]} is {stored}, but {CONFIG} asks for {shape}")
+
+
+def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Each tensor's name -> the open safetensors file that contains it; one file, or those that the index names."""
     names = {WEIGHTS}
     if not (folder / WEIGHTS).exists():
         if not (folder / INDEX).exists():
@@ -289,7 +330,7 @@ def _open(folder: Path, stack: ExitStack) -> dict:
         if not isinstance(weight_map, dict) or any(Path(name).name != name for name in weight_map.values()):
             raise CheckpointError(f"{INDEX} has no weight_map of tensors to files beside it")
         names = set(weight_map.values())
-    files = {}
+    files: dict[str, Any] = {}
     for name in sorted(names):
         file = stack.enter_context(safe_open(folder / name, framework="pt", device="cpu"))
         files |= dict.fromkeys(file.keys(), file)
@@ -297,7 +338,7 @@ def _open(folder: Path, stack: ExitStack) -> dict:
 
 
 def resize_positions(positions: Tensor, side: int) -> Tensor:
-    """Position embeddings of a square grid, (N, D), for a grid of side x side, (side^2, D): bicubic interpolation."""
+    """Resize position embeddings of a square grid (N, D) to side x side, (side^2, D), by bicubic interpolation."""
     old = round(len(positions) ** 0.5)
     if old == side:
         return positions
@@ -307,6 +348,6 @@ def resize_positions(positions: Tensor, side: int) -> Tensor:
 
 
 def grow(weight: Tensor, rows: int) -> Tensor:
-    """(n, D) with more rows, N(0, 0.02), for tokens that the backbone did not know: (rows, D); the old ones stay."""
+    """Extend weight (n, D) to (rows, D) by random rows, N(0, 0.02), for tokens that the backbone does not have."""
     new = torch.randn(rows - len(weight), weight.size(1)) * 0.02
     return torch.cat([weight, new.to(weight.dtype)])

@@ -1,14 +1,17 @@
-"""A model under the names and settings of transformers' SmolVLM, which are Idefics3's (Laurençon et al. 2024).
+"""Write a model under the names and settings of transformers' SmolVLM, which are Idefics3's (Laurençon et al. 2024).
 
-That layout is the road to everything that reads transformers' files: vLLM, and llama.cpp's converter to GGUF. The
-network is the same one; the one thing that differs is the scale of pixels, and the first convolution absorbs it.
+vLLM and llama.cpp's converter to GGUF read that layout. The network is the same; only the scale of the pixels differs,
+which the patch convolution absorbs.
 """
+
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from models.config import VLMConfig
 from models.convert.backbones import translate
+from models.errors import InputError
 from models.vision_language_model import VisionLanguageModel
 
 # Our name -> theirs. The rows of our qkv_proj become their q, k and v.
@@ -32,10 +35,10 @@ NAMES = {
 
 
 def smolvlm_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
-    """The model's tensors under their names; of a tied pair the embedding alone.
+    """The model's tensors under SmolVLM's names; of a tied pair only the embedding.
 
-    Our encoder reads pixels x in [0, 1], theirs y = 2x - 1, as SigLIP did: they drop an image that is all 0, which
-    would be a black one. W x + b is (W / 2) y + (b + sum W / 2), so the patch convolution says the same of both.
+    Our encoder reads pixels x in [0, 1], SmolVLM's reads y = 2x - 1, as SigLIP does, and its processor would drop an
+    image of zeros. Since W x + b = (W / 2) y + (b + sum W / 2), the patch convolution is rescaled.
     """
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     if model.cfg.lm_tie_weights:
@@ -48,19 +51,21 @@ def smolvlm_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
     for name in [name for name in state if "qkv_proj" in name]:
         rows = state.pop(name).chunk(3)
         state |= {name.replace("qkv", part): tensor for part, tensor in zip("qkv", rows)}
-    return {translate(name, NAMES): tensor for name, tensor in state.items()}
+    return {cast(str, translate(name, NAMES)): tensor for name, tensor in state.items()}  # NAMES drops no tensor
 
 
 def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> dict:
-    """The object for their config.json; a ValueError says why there can be none."""
+    """The object for SmolVLM's config.json; InputError for a model that SmolVLM cannot express."""
     if cfg.format_version != 5:
-        raise ValueError(f"a model of era {cfg.format_version}, before September 2025: SmolVLM's processor knows no such layout")
+        raise InputError(
+            f"a model of format {cfg.format_version}, before September 2025: SmolVLM's processor has no such layout"
+        )
     if cfg.lm_attn_scaling != 1:
-        raise ValueError(f"lm_attn_scaling={cfg.lm_attn_scaling}: SmolVLM's attention has no such factor, only 1")
-    if not patches_keep_their_places(cfg.vit_grid):
-        raise ValueError(
+        raise InputError(f"lm_attn_scaling={cfg.lm_attn_scaling}: SmolVLM's attention has no such factor, only 1")
+    if not patches_keep_their_positions(cfg.vit_grid):
+        raise InputError(
             f"{cfg.vit_grid} patches a side (vit_img_size={cfg.vit_img_size} / vit_patch_size={cfg.vit_patch_size}): "
-            "SmolVLM's rounding would give two of them the same place; 14, 16, 24, 27 and 32 are well"
+            "SmolVLM's rounding would give two of them the same position; 14, 16, 24, 27 and 32 work"
         )
     ends = {"eos_token_id": eos_token_id, "pad_token_id": eos_token_id, "bos_token_id": None}
     return {
@@ -104,9 +109,9 @@ def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> di
     }
 
 
-def patches_keep_their_places(grid: int) -> bool:
-    """Whether Idefics3's float arithmetic, which sorts patches into fractions of a side, sorts each into its own."""
+def patches_keep_their_positions(grid: int) -> bool:
+    """Whether Idefics3's position ids, computed by bucketing fractions of a side, are exact for this grid."""
     fractions = torch.arange(grid, dtype=torch.float32) * (1.0 / torch.tensor(grid))
     boundaries = torch.arange(1 / grid, 1.0, 1 / grid)
-    places = torch.bucketize(fractions.clamp(max=1.0 - 1e-6), boundaries, right=True)
-    return torch.equal(places, torch.arange(grid))
+    positions = torch.bucketize(fractions.clamp(max=1.0 - 1e-6), boundaries, right=True)
+    return torch.equal(positions, torch.arange(grid))

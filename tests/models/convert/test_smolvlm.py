@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers.models.smolvlm import processing_smolvlm
 
 from models.checkpoint import save_checkpoint
-from models.convert.smolvlm import patches_keep_their_places, smolvlm_config, smolvlm_tensors
+from models.convert.smolvlm import patches_keep_their_positions, smolvlm_config, smolvlm_tensors
 from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.cli import main as cli
 from nanovlm.export import chat_template, export_smolvlm
@@ -148,7 +148,7 @@ def test_what_smolvlm_can_not_compute_is_refused_in_one_line(tmp_path, tiled, ca
 
 def test_a_model_of_an_earlier_era_is_refused(tiny_config):
     tokens = {"image_token": "<|image|>"}
-    with pytest.raises(ValueError, match=r"a model of era 4, before September 2025"):
+    with pytest.raises(ValueError, match=r"a model of format 4, before September 2025"):
         smolvlm_config(tiny_config(vlm_extra_tokens=tokens, extra_token_amount=1), 3, 2)
 
 
@@ -167,7 +167,7 @@ def test_which_grids_fold_is_known_from_their_own_code(grid):
         embeddings.patch_embedding.bias.zero_()
         embeddings.position_embedding.weight.copy_(torch.arange(grid**2)[:, None])
         places = embeddings(torch.zeros(1, 3, grid, grid), torch.ones(1, grid, grid, dtype=torch.bool)).flatten()
-    assert (places.tolist() == list(range(grid**2))) == patches_keep_their_places(grid)
+    assert (places.tolist() == list(range(grid**2))) == patches_keep_their_positions(grid)
 
 
 @pytest.mark.parametrize("argv", [["nowhere/at-all/x", "--out", "x"], [str(SAMPLE), "--out", "x"]])
