@@ -11,6 +11,7 @@ from nanovlm.errors import ImageError, NanoVLMError
 from nanovlm.image_processing import load_image
 from nanovlm.processor import Processor
 from nanovlm.serving.errors import APIError
+from nanovlm.serving.image_urls import decode_data_url
 from nanovlm.serving.protocol import Message
 
 
@@ -27,14 +28,6 @@ class Chat:
 class ModelInputs:
     input_ids: Tensor  # (T,)
     images: Tensor | None  # (N, 3, S, S)
-
-
-@dataclass(frozen=True)
-class TiledImage:
-    """One preprocessed image."""
-
-    tiles: Tensor  # (n, 3, S, S)
-    grid: tuple[int, int]  # rows and columns
 
 
 def parse_messages(messages: Sequence[Message]) -> Chat:
@@ -66,36 +59,44 @@ def parse_messages(messages: Sequence[Message]) -> Chat:
     return Chat(image_urls, list(zip(texts[:-1:2], texts[1::2])), texts[-1])
 
 
-def preprocess_image(number: int, file: bytes, processor: Processor, max_pixels: int) -> TiledImage:
-    """Decode and preprocess the request's image of that number, counted from 1."""
+def prepare_inputs(chat: Chat, files: Sequence[str | bytes], processor: Processor, max_pixels: int) -> ModelInputs:
+    """Preprocess a chat and its images, each a file or a data URL. Threads may do it."""
+    tiles: list[Tensor] = []
+    grids: list[tuple[int, int]] = []
+    for number, file in enumerate(files, 1):
+        image_tiles, grid = preprocess(number, file, processor, max_pixels)
+        tiles.append(image_tiles)
+        grids.append(grid)
+        check_image_tokens(tiles, processor)
     try:
-        return TiledImage(*processor.preprocess(load_image(file, f"image {number}", max_pixels)))
+        ids = processor.encode_prompt(grids, chat.question, chat.history)
+    except NanoVLMError as error:  # the model has no chat template, or the template refuses this chat
+        raise APIError(400, str(error), param="messages") from None
+    return ModelInputs(torch.tensor(ids), torch.cat(tiles) if tiles else None)
+
+
+def preprocess(number: int, file: str | bytes, processor: Processor, max_pixels: int) -> tuple[Tensor, tuple[int, int]]:
+    """The tiles (n, 3, S, S) of the request's image of that number, counted from 1, and their grid."""
+    name = f"image {number}"
+    try:
+        data = decode_data_url(file) if isinstance(file, str) else file
     except ImageError as error:
+        raise invalid_image(f"{name}: {error}") from None
+    try:
+        return processor.preprocess(load_image(data, name, max_pixels))
+    except ImageError as error:  # begins with the name
         raise invalid_image(str(error)) from None
 
 
 def invalid_image(message: str) -> APIError:
-    return APIError(400, message, code="invalid_image", param="messages")
+    return APIError(400, message, "invalid_image", "messages")
 
 
-def check_image_tokens(images: Sequence[TiledImage], processor: Processor) -> None:
+def check_image_tokens(tiles: Sequence[Tensor], processor: Processor) -> None:
     """Refuse more images than the context holds, before they fill the memory."""
     cfg = processor.cfg
-    n_tokens = sum(len(image.tiles) for image in images) * cfg.mp_image_token_length
+    n_tokens = sum(map(len, tiles)) * cfg.mp_image_token_length
     if n_tokens > cfg.lm_max_position_embeddings:
-        raise APIError(
-            400,
-            f"{len(images)} images alone take {n_tokens} tokens, more than lm_max_position_embeddings="
-            f"{cfg.lm_max_position_embeddings}; show fewer",
-            code="context_length_exceeded",
-            param="messages",
-        )
-
-
-def build_inputs(chat: Chat, images: Sequence[TiledImage], processor: Processor) -> ModelInputs:
-    """Tokenize a chat, and join the tiles of all its images."""
-    try:
-        ids = processor.encode_prompt([image.grid for image in images], chat.question, chat.history)
-    except NanoVLMError as error:  # the model has no chat template, or the template refuses this chat
-        raise APIError(400, str(error), param="messages") from None
-    return ModelInputs(torch.tensor(ids), torch.cat([image.tiles for image in images]) if images else None)
+        limit = f"lm_max_position_embeddings={cfg.lm_max_position_embeddings}"
+        message = f"{len(tiles)} images alone take {n_tokens} tokens, more than {limit}; show fewer"
+        raise APIError(400, message, "context_length_exceeded", "messages")

@@ -60,7 +60,7 @@ class PublicTransport(httpx.AsyncHTTPTransport):
 
 
 class ImageFetcher:
-    """Returns the file behind an image URL, of at most max_bytes if it is remote.
+    """Fetches remote images.
 
     resolve and is_public replace the look-up of host names and the rule about their addresses.
     """
@@ -68,26 +68,21 @@ class ImageFetcher:
     def __init__(
         self,
         *,
-        max_bytes: int,
         allow_remote: bool = False,
         timeout_s: float = FETCH_TIMEOUT_S,
         resolve: Resolver = resolve,
         is_public: Callable[[str], bool] = is_public,
     ):
-        self.max_bytes, self.allow_remote, self.timeout_s = max_bytes, allow_remote, timeout_s
-        self.resolve, self.is_public = resolve, is_public
+        self.allow_remote, self.timeout_s, self.resolve, self.is_public = allow_remote, timeout_s, resolve, is_public
 
     @cached_property
     def ssl_context(self) -> ssl.SSLContext:
         return ssl.create_default_context()
 
-    async def fetch(self, url: str) -> bytes:
-        """The file that a URL holds or names; ImageError says why there is none."""
-        scheme = url[:5].lower()
-        if scheme == "data:":
-            return await asyncio.to_thread(decode_data_url, url)
+    async def fetch(self, url: str, max_bytes: int) -> bytes:
+        """The file behind an http(s) URL; ImageError says why there is none."""
         shown = repr(url[:MAX_SHOWN_URL])
-        if scheme not in ("http:", "https"):
+        if url[:5].lower() not in ("http:", "https"):
             raise ImageError(f"{shown} is not an image URL; send data:image/png;base64,...")
         if not self.allow_remote:
             raise ImageError(
@@ -96,7 +91,7 @@ class ImageFetcher:
             )
         try:
             async with asyncio.timeout(self.timeout_s) as timeout:
-                return await self._get(url)
+                return await self._get(url, max_bytes)
         except TimeoutError:
             if not timeout.expired():
                 raise
@@ -109,7 +104,7 @@ class ImageFetcher:
                 raise ImageError(f"{shown} cannot be trusted: {reason}") from None
             raise ImageError(f"{shown} cannot be fetched: {error or type(error).__name__}") from None
 
-    async def _get(self, address: str) -> bytes:
+    async def _get(self, address: str, max_bytes: int) -> bytes:
         url = httpx.URL(address)
         if not url.host or url.userinfo:
             raise ImageError(f"{address[:MAX_SHOWN_URL]!r} must name a host, and no user")
@@ -126,9 +121,14 @@ class ImageFetcher:
             data = bytearray()
             async for chunk in response.aiter_raw():  # never unpacked: few bytes could become many
                 data += chunk
-                if len(data) > self.max_bytes:
-                    raise ImageError(f"a remote image of more than {self.max_bytes:,} bytes; scale it down first")
+                if len(data) > max_bytes:
+                    limit = f"{max_bytes:,} bytes; the images of a request share its size limit"
+                    raise ImageError(f"a remote image of more than {limit}")
             return bytes(data)
+
+
+def is_data_url(url: str) -> bool:
+    return url[:5].lower() == "data:"
 
 
 def decode_data_url(url: str) -> bytes:

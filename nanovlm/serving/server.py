@@ -63,7 +63,7 @@ def serve(
     captioner: Captioner, name: str, listening_socket: socket.socket, options: ServerOptions, description: str = ""
 ) -> None:
     """Serve a model under a name until SIGINT or SIGTERM; running answers are finished first."""
-    fetcher = ImageFetcher(max_bytes=options.limits.max_body_bytes, allow_remote=options.allow_remote)
+    fetcher = ImageFetcher(allow_remote=options.allow_remote)
     serve_service(ChatService(captioner, name, options.limits, fetcher=fetcher), listening_socket, options, description)
 
 

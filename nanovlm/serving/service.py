@@ -13,21 +13,12 @@ from starlette.responses import JSONResponse, Response
 from models.inference.continuous_batching import ContinuousBatch
 from nanovlm.captioner import Captioner
 from nanovlm.errors import ImageError
-from nanovlm.serving.admission import Admission, Limits, PixelBudget, PixelReservation
-from nanovlm.serving.chat_format import (
-    Chat,
-    ModelInputs,
-    TiledImage,
-    build_inputs,
-    check_image_tokens,
-    invalid_image,
-    parse_messages,
-    preprocess_image,
-)
+from nanovlm.serving.admission import Admission, Limits, PixelBudget
+from nanovlm.serving.chat_format import Chat, invalid_image, parse_messages, prepare_inputs
 from nanovlm.serving.connection import cancel_on_disconnect, read_body, request_deadline
 from nanovlm.serving.engine import Engine
 from nanovlm.serving.errors import APIError, as_api_error
-from nanovlm.serving.image_urls import ImageFetcher
+from nanovlm.serving.image_urls import ImageFetcher, is_data_url
 from nanovlm.serving.metrics import Metrics
 from nanovlm.serving.protocol import ChatCompletionRequest, CompletionFormat
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
@@ -54,7 +45,7 @@ class ChatService:
     ):
         self.captioner, self.name, self.limits = captioner, name, limits or Limits()
         self.engine = engine or Engine(lambda: new_batch(captioner, self.limits.max_num_seqs))
-        self.fetcher = fetcher or ImageFetcher(max_bytes=self.limits.max_body_bytes)
+        self.fetcher = fetcher or ImageFetcher()
         self.admission = Admission(self.limits.max_num_seqs + self.limits.max_pending)
         self.metrics = Metrics(lambda: self.engine.num_running, lambda: self.num_waiting)
         image_bytes = captioner.processor.max_tiles_per_image * 3 * captioner.processor.cfg.vit_img_size**2 * 4
@@ -135,8 +126,11 @@ class ChatService:
         self.admission.acquire_more(request.n - 1, request_scope)
         sampling, chat = request.sampling_params(), parse_messages(request.messages)
         request.messages.clear()  # from here on only chat holds the encoded images
-        reservation = await self.pixel_budget.acquire(len(chat.image_urls), request_scope)
-        inputs = await self._prepare(chat, reservation)
+        files = await self._fetch_images(chat)
+        reservation = await self.pixel_budget.acquire(len(files), request_scope)
+        inputs = await reservation.run(
+            self._executor, prepare_inputs, chat, files, self.captioner.processor, self.limits.max_pixels
+        )
         max_tokens = self._max_tokens(request, len(inputs.input_ids))
         handle = self.engine.submit(inputs.input_ids, inputs.images, max_tokens, sampling)
         request_scope.callback(handle.cancel)
@@ -146,18 +140,21 @@ class ChatService:
     def model_not_found(self, name: str) -> APIError:
         return APIError(404, f"no model {name!r} here, only {self.name!r}", "model_not_found", "model")
 
-    async def _prepare(self, chat: Chat, reservation: PixelReservation) -> ModelInputs:
-        processor, images = self.captioner.processor, list[TiledImage]()
+    async def _fetch_images(self, chat: Chat) -> list[str | bytes]:
+        """The files of remote images; data URLs remain as they are, since a thread decodes them faster."""
+        files: list[str | bytes] = []
+        free_bytes = self.limits.max_body_bytes
         for number, url in enumerate(chat.image_urls, 1):
+            if is_data_url(url):
+                files.append(url)
+                continue
             try:
-                file = await self.fetcher.fetch(url)
+                file = await self.fetcher.fetch(url, free_bytes)
             except ImageError as error:
                 raise invalid_image(f"image {number}: {error}") from None
-            images.append(
-                await reservation.run(self._executor, preprocess_image, number, file, processor, self.limits.max_pixels)
-            )
-            check_image_tokens(images, processor)
-        return await reservation.run(self._executor, build_inputs, chat, images, processor)
+            files.append(file)
+            free_bytes -= len(file)
+        return files
 
     def _max_tokens(self, request: ChatCompletionRequest, prompt_tokens: int) -> int:
         """How many tokens to generate for each sequence; APIError if the context has no room for them."""

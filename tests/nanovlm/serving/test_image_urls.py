@@ -16,6 +16,7 @@ import pytest
 
 from nanovlm import SAMPLE
 from nanovlm.errors import ImageError
+from nanovlm.serving.admission import Limits
 from nanovlm.serving.image_urls import ImageFetcher
 from support.serving import QUESTIONS, RunningServer, user_message
 
@@ -93,12 +94,12 @@ class LocalNames:
 def fetch(url, *, max_bytes=10**6, **options):
     """What a fetcher returns for a URL; local addresses count as public unless is_public says otherwise."""
     options = {"allow_remote": True, "is_public": lambda address: True} | options
-    return asyncio.run(ImageFetcher(max_bytes=max_bytes, **options).fetch(url))
+    return asyncio.run(ImageFetcher(**options).fetch(url, max_bytes))
 
 
 def fetch_from_public(url, **options):
     """The same with the real rule about public addresses."""
-    return asyncio.run(ImageFetcher(max_bytes=1000, allow_remote=True, timeout_s=1, **options).fetch(url))
+    return asyncio.run(ImageFetcher(allow_remote=True, timeout_s=1, **options).fetch(url, 1000))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_proxies_of_the_environment_are_not_used(site, monkeypatch):
 
 
 def test_remote_pictures_are_answered_where_allowed(embedded, site):
-    fetcher = ImageFetcher(max_bytes=10**6, allow_remote=True, is_public=lambda address: True)
+    fetcher = ImageFetcher(allow_remote=True, is_public=lambda address: True)
     with RunningServer(embedded, fetcher=fetcher) as server, server.client() as client:
         messages = user_message(QUESTIONS[0], f"{site.url}/sample.png?x=1")
         response = client.chat.completions.create(model="nanovlm", messages=messages)
@@ -150,6 +151,17 @@ def test_remote_pictures_are_answered_where_allowed(embedded, site):
         for path, message in (("/none", "image 1: .* answers 404"), ("/moved", "image 1: .* has moved")):
             with pytest.raises(openai.BadRequestError, match=message):
                 client.chat.completions.create(model="nanovlm", messages=user_message("?", site.url + path))
+
+
+def test_remote_images_share_the_size_limit_of_a_request(embedded, site):
+    fetcher = ImageFetcher(allow_remote=True, is_public=lambda address: True)
+    size = len(SAMPLE.read_bytes())
+    with RunningServer(embedded, Limits(max_body_bytes=2 * size + 9), fetcher=fetcher) as server:
+        for n, status in ((2, 200), (3, 400)):
+            messages = user_message("?", *[f"{site.url}/sample.png?x=1"] * n)
+            response = server.post({"model": "nanovlm", "messages": messages, "max_tokens": 1})
+            assert response.status_code == status
+        assert "image 3: a remote image of more than 9 bytes" in response.json()["error"]["message"]
 
 
 def test_size_and_time_are_limited(site):
