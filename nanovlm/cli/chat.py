@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         check_chat_template(captioner)
         chat = Chat(captioner, generation, args.pictures, images)
     except InputError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error)) from error
     interactive = is_terminal(sys.stdin) and is_terminal(sys.stdout)
     if interactive:
         print_error("/help lists the commands; ctrl-d leaves")

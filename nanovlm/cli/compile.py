@@ -11,10 +11,16 @@ EXAMPLE = "nanovlm compile out/mine --quantize int8"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", nargs="?", default=EMBEDDED, metavar="MODEL", help="a folder or a Hub id (the embedded model)")
+    add(
+        "model",
+        nargs="?",
+        default=EMBEDDED,
+        metavar="MODEL",
+        help="a folder or a Hub id, owner/name (default: the embedded model)",
+    )
     add("--revision", help="branch, tag or commit of a Hub model")
     add("--dtype", default="auto", choices=DTYPES)
-    add("--quantize", choices=("int8",), help="for a language model with weights of 8 bits")
+    add("--quantize", choices=("int8",), help="compile for weights in 8 bits")
     parser.set_defaults(device="cpu", compile=True)
 
 

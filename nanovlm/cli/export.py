@@ -11,8 +11,8 @@ logger = logging.getLogger(__name__)
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a folder or a Hub id (owner/name)")
-    add("--out", required=True, metavar="FOLDER", help="folder to write")
+    add("model", metavar="MODEL", help="a folder or a Hub id, owner/name")
+    add("--out", required=True, metavar="FOLDER", help="folder for the exported files")
     add("--revision", help="branch, tag or commit of a Hub model")
     add(
         "--dtype",
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, args.revision)
         export_smolvlm(captioner, args.out)
     except (NanoVLMError, ValueError) as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error)) from error
     for note in export_notes(captioner.model.cfg):
         logger.warning("note: %s", note)
     return 0

@@ -27,12 +27,22 @@ def add_renamed(parser: Any, old_flag: str, **options: Any) -> None:
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `ModelOptions`, without --compile."""
     add = parser.add_argument
-    add("--model", default=EMBEDDED, metavar="FOLDER_OR_HUB_ID", help="a folder or owner/name (the embedded model)")
+    add(
+        "--model",
+        default=EMBEDDED,
+        metavar="FOLDER_OR_HUB_ID",
+        help="a folder or a Hub id, owner/name (default: the embedded model)",
+    )
     add("--revision", help="branch, tag or commit of a Hub model")
     add("--device", default="auto", choices=DEVICES)
     add("--dtype", default="auto", choices=DTYPES)
-    add("--quantize", choices=("int8",), help="store the language model's weights in 8 bits")
-    add("--max-tiles", type=int, metavar="N", help="split a picture into at most N tiles: faster, coarser (all)")
+    add("--quantize", choices=("int8",), help="store the language model's weights in 8 bits (default: as --dtype)")
+    add(
+        "--max-tiles",
+        type=int,
+        metavar="N",
+        help="split a picture into at most N tiles: faster, less detail (default: as many as the model was trained with)",
+    )
     add("--no-upscale", dest="upscale", action="store_false", help="do not enlarge a picture to get more tiles of it")
 
 
@@ -113,7 +123,7 @@ class GenerationOptions:
         try:
             sampling = SamplingParams(**{name: getattr(args, name) for name in SamplingParams.__dataclass_fields__})
         except ValueError as error:
-            raise UsageError(str(error)) from None
+            raise UsageError(str(error)) from error
         return cls(max_new_tokens, sampling)
 
     def as_kwargs(self) -> dict[str, Any]:
@@ -146,7 +156,7 @@ def load_captioner(
         for prompt in prompts:
             captioner.check_prompt(prompt, max_new_tokens)
     except (CheckpointError, ValueError) as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error)) from error
     except RuntimeError as error:
         if not options.compile:
             raise
