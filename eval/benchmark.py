@@ -27,7 +27,7 @@ from torch import Tensor
 from eval.lib.command import progress
 from eval.lib.hardware import environment
 from eval.lib.timing import synchronize
-from models.inference.cpu_kernels import onednn_pays_off, use_onednn
+from models.inference.cpu_kernels import onednn_pays_off, replace_linears
 from models.mingpt import GPT, SIZES, GPT_kv, GPTConfig
 from nanovlm.cli.main import Parser
 from nanovlm.device import choose_device
@@ -46,7 +46,10 @@ def twins(size: str, device: torch.device, vocab_size: int = VOCABULARY) -> tupl
     with torch.device("meta"):
         gpt_kv = GPT_kv(gpt.config).eval()
     gpt_kv.load_state_dict(gpt.state_dict(), assign=True)
-    return use_onednn(gpt, onednn_pays_off()), use_onednn(gpt_kv, onednn_pays_off())
+    if onednn_pays_off():
+        replace_linears(gpt)
+        replace_linears(gpt_kv)
+    return gpt, gpt_kv
 
 
 @torch.inference_mode()

@@ -138,7 +138,7 @@ def compare_precisions(n_scenes: int, seed: str, model: str | os.PathLike = EMBE
         right = [answer == truth for answer, truth in zip(answers, truths)]
         inputs = captioner.processor.collate([captioner.prepare(image) for image in images[:BATCH_SIZE]])
         with torch.inference_mode():
-            logits = captioner.model.prefill(**inputs)[0].float()
+            logits = captioner.inference.prefill(**inputs)[0].float()
         if name == "float32":
             reference_right, reference_logits = right, logits
         kept = sum(here and there for here, there in zip(right, reference_right))
@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, quantize=args.quantize)
     except NanoVLMError as error:
         parser.error(str(error))
-    where = environment(captioner.model.device, captioner.model.dtype)
+    where = environment(captioner.inference.device, captioner.inference.dtype)
     if args.turns:
         right = measure_turns(captioner, args.scenes, args.turns, args.seed)
         return report({"of": args.scenes, "right": right}, turns_table(right, args.scenes), where, args.json)

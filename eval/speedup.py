@@ -29,8 +29,7 @@ from eval.lib.command import make_parser, positive, progress, report
 from eval.lib.hardware import environment
 from eval.lib.shapes import SHAPES
 from eval.sort_task import SortTask, sort_task, summary
-from models.inference.cpu_kernels import onednn_pays_off, use_onednn
-from models.inference.fused_decode_step import use_step
+from models.inference.cpu_kernels import onednn_pays_off, replace_linears
 from models.kv_study.encoder_decoder import EncoderDecoder
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT, SAMPLE
@@ -69,7 +68,6 @@ def table(time_designs: StudyResult) -> str:
 def embedded(device: torch.device, dtype: str) -> tuple[VisionLanguageModel, Tensor, Tensor]:
     """The model that ships, and what it reads of the sample picture: ids (1, T), images (1, 3, S, S)."""
     captioner = Captioner.from_pretrained(EMBEDDED, device.type, dtype)
-    use_step(captioner.model, None)  # the caches are what is studied, so decoding is the blocks' own
     inputs = captioner.processor([[load_image(SAMPLE)]], [PROMPT])
     return captioner.model, inputs["input_ids"], inputs["images"]
 
@@ -119,8 +117,8 @@ def main(argv: list[str] | None = None) -> int:
     words, most = ids[:, ids[0] != model.image_token_id], max(args.lengths)
 
     twin = EncoderDecoder(model.cfg).to(device, model.dtype).eval()
-    for module in (model, twin):
-        use_onednn(module, args.onednn)
+    for module in (model, twin) if args.onednn else ():
+        replace_linears(module)
     progress("preparing" + ", exporting five graphs" * args.export)
     subjects = (
         language_model(model, ids, images, most, args.export),

@@ -140,6 +140,8 @@ def load_model(
         state[EMBEDDING] = state[HEAD]
     model.load_state_dict(state, assign=True)
     model.decoder.tie_weights()
+    if torch.device(device).type == "cpu" and dtype != torch.float32:  # float32 weights stay mapped
+        model.decoder.pack_projections()
     return model.eval()
 
 

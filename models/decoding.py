@@ -1,9 +1,11 @@
-"""From logits to tokens: how one is chosen, and the one loop that asks for the next."""
+"""From logits to tokens: sampling, and the one generation loop."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from models.errors import InputError
@@ -11,14 +13,14 @@ from models.errors import InputError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Chooses a token per row. The default is greedy; the filters apply in the order of the fields."""
+    """How a token is chosen from logits. The default is greedy; the filters apply in the order of the fields."""
 
-    repetition_penalty: float = 1.0  # > 1 makes tokens that were read or said less likely (Keskar et al. 2019)
+    repetition_penalty: float = 1.0  # > 1 makes tokens of the prompt and the output less likely (Keskar et al. 2019)
     temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # keep the k likeliest; 0 keeps all
-    top_p: float = 1.0  # keep the likeliest that make up p (Holtzman et al. 2019); 1 keeps all
-    min_p: float = 0.0  # keep those with at least min_p times the likeliest's probability (Nguyen et al. 2024)
-    seed: int | None = None  # None draws from torch's own generator
+    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
+    top_p: float = 1.0  # keep the most likely tokens of total probability p (Holtzman et al. 2019); 1 keeps all
+    min_p: float = 0.0  # keep those with at least min_p times the highest probability (Nguyen et al. 2024)
+    seed: int | None = None  # None uses torch's global generator
 
     def __post_init__(self):
         for name, fits, limits in (
@@ -41,39 +43,39 @@ class SamplingParams:
             logits, ids = logits.topk(self.top_k)
         elif self.top_p < 1 or self.min_p:
             logits, ids = logits.sort(descending=True, stable=True)
-        else:  # nothing to leave out, so nothing to sort
+        else:  # no filter, so no sorting
             return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
         probs = logits.softmax(-1)
         dropped = probs < self.min_p * probs[:, :1]
-        if self.top_p < 1:  # at 1 the sum's rounding would drop the unlikeliest
+        if self.top_p < 1:  # at 1, rounding of the sum would drop the least likely
             dropped |= probs.cumsum(-1) - probs >= self.top_p
-        dropped[:, 0] = False  # the likeliest always stays
+        dropped[:, 0] = False  # the most likely token always stays
         chosen = torch.multinomial(probs.masked_fill(dropped, 0.0), 1, generator=generator)
         return ids.gather(-1, chosen).squeeze(-1)
 
     def apply_repetition_penalty(self, logits: Tensor, seen: Tensor) -> Tensor:
         """Make the tokens marked in seen (B, vocabulary) bool less likely."""
-        penalised = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
-        return torch.where(seen, penalised, logits)
+        penalized = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
+        return torch.where(seen, penalized, logits)
 
 
 GREEDY = SamplingParams()
 
 
 def token_presence_mask(ids: Tensor, vocabulary: int, counted: Tensor | None = None) -> Tensor:
-    """Which tokens stand in ids (B, T), at the places where counted (B, T) bool is True: (B, vocabulary) bool."""
+    """Which tokens occur in ids (B, T), at the positions where counted (B, T) bool is True: (B, vocabulary) bool."""
     if counted is not None:
         ids = ids.masked_fill(~counted, vocabulary)
-    found = torch.zeros(len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device)
-    return found.scatter_(1, ids, True)[:, :vocabulary]
+    present = torch.zeros(len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device)
+    return present.scatter_(1, ids, True)[:, :vocabulary]
 
 
-def check_counts(max_new_tokens: int, n_samples: int) -> None:
-    """Raise ValueError for a generation of fewer than no tokens, or fewer than one sample."""
+def validate_counts(max_new_tokens: int, n_samples: int) -> None:
+    """Raise InputError for a negative number of tokens, or less than one sample."""
     if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens} is negative")
+        raise InputError(f"max_new_tokens={max_new_tokens} is negative")
     if n_samples < 1:
-        raise ValueError(f"n_samples={n_samples} is less than 1")
+        raise InputError(f"n_samples={n_samples} is less than 1")
 
 
 def generate_tokens(
@@ -85,10 +87,10 @@ def generate_tokens(
     eos_token_id: int | None = None,
     seen: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """Choose from logits (B, vocabulary), yield ids (B,), ask step(ids) for the next logits, and so on.
+    """The generation loop: choose ids (B,) from logits (B, vocabulary), yield them, get the next logits of step(ids).
 
-    Ends after max_new_tokens or when every row has said eos_token_id; a row that has keeps saying it. No step
-    is taken whose logits nobody needs. seen, (B, vocabulary) bool, marks what the repetition penalty finds said.
+    It ends after max_new_tokens, or when every row has produced eos_token_id; a finished row repeats it. No step is
+    computed whose logits are not used. seen, (B, vocabulary) bool, marks tokens for the repetition penalty.
     """
     generator = None
     if sampling.seed is not None:
@@ -107,3 +109,96 @@ def generate_tokens(
         if not remaining or (eos_token_id is not None and ended.all()):
             return
         logits = step(ids)
+
+
+class Decodable(Protocol):
+    """What `stream_tokens` needs of a model; see `models.vision_language_model.VisionLanguageModel`."""
+
+    @property
+    def image_token_id(self) -> int: ...
+    def embed(self, input_ids: Tensor, images: Tensor | None = None) -> Tensor: ...
+    def embed_tokens(self, input_ids: Tensor) -> Tensor: ...
+    def prefill(self, input_ids: Tensor, images: Tensor | None, attention_mask: Tensor | None, prefix: Any) -> Any: ...
+    def prefill_embeds(self, embeds: Tensor, attention_mask: Tensor | None = None) -> Any: ...
+    def decode(self, ids: Tensor, prefix: Any) -> Any: ...
+    def validate_length(self, prompt: int, max_new_tokens: int) -> None: ...
+
+
+@torch.inference_mode()
+def stream_tokens(
+    model: Decodable,
+    input_ids: Tensor,
+    images: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int = 64,
+    sampling: SamplingParams = GREEDY,
+    eos_token_id: int | None = None,
+    n_samples: int = 1,
+    shared_prefix_length: int = 0,
+    use_kv_cache: bool = True,
+) -> Iterator[Tensor]:
+    """Yield token ids, (B * n_samples,), as they are chosen; the samples of a prompt are neighbors.
+
+    A prompt is prefilled once, however many samples continue it. The first shared_prefix_length ids of the rows, if
+    that many are equal and hold all images, are prefilled once for all rows. use_kv_cache=False computes everything
+    again for every token: the reference for the cache.
+    """
+    validate_counts(max_new_tokens, n_samples)
+    model.validate_length(input_ids.size(1), max_new_tokens)
+    if max_new_tokens == 0:
+        return
+    rows = torch.arange(input_ids.size(0), device=input_ids.device).repeat_interleave(n_samples)
+    begin = _begin_cached if use_kv_cache else _begin_uncached
+    logits, step = begin(model, input_ids, images, attention_mask, rows, shared_prefix_length)
+    seen = None
+    if sampling.repetition_penalty != 1:
+        counted = input_ids != model.image_token_id
+        if attention_mask is not None:
+            counted &= attention_mask != 0
+        seen = token_presence_mask(input_ids, logits.size(-1), counted)[rows]
+    yield from generate_tokens(
+        logits, step, sampling=sampling, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, seen=seen
+    )
+
+
+def collect_tokens(stream: Iterable[Tensor], n_rows: int, like: Tensor) -> Tensor:
+    """All that a stream of (n_rows,) ids yields, (n_rows, T_new); like gives dtype and device if it yields nothing."""
+    columns = list(stream)
+    return torch.stack(columns, dim=1) if columns else like.new_empty(n_rows, 0)
+
+
+def _begin_cached(model: Decodable, input_ids, images, attention_mask, rows: Tensor, shared: int):
+    """Prefill: the logits after the prompt, and a function from ids to the next logits that keeps the cache."""
+    prefix = None
+    if shared:
+        _, prefix = model.prefill(input_ids[:1, :shared], images, None, None)
+        prefix, images = prefix.rows(torch.zeros_like(input_ids[:, 0])), None
+    own_mask = None if attention_mask is None else attention_mask[:, shared:]
+    logits, prefix = model.prefill(input_ids[:, shared:], images, own_mask, prefix)
+    if len(rows) > len(input_ids):
+        logits, prefix = logits[rows], prefix.rows(rows)
+
+    def step(ids: Tensor) -> Tensor:
+        nonlocal prefix
+        logits, prefix = model.decode(ids, prefix)
+        return logits
+
+    return logits, step
+
+
+def _begin_uncached(model: Decodable, input_ids, images, attention_mask, rows: Tensor, shared: int):
+    """The same without a cache: every step computes the whole sequence again."""
+    if shared and images is not None:  # every row has them
+        images = images.repeat(len(input_ids), 1, 1, 1)
+    x = model.embed(input_ids, images)[rows]
+    mask = None if attention_mask is None else attention_mask[rows]
+    logits, _ = model.prefill_embeds(x, mask)
+
+    def step(ids: Tensor) -> Tensor:
+        nonlocal x, mask
+        x = torch.cat([x, model.embed_tokens(ids[:, None])], dim=1)
+        mask = None if mask is None else F.pad(mask, (0, 1), value=1)
+        return model.prefill_embeds(x, mask)[0]
+
+    return logits, step

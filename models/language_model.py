@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from models.attention import attention
 from models.cache import KVCache
 from models.config import VLMConfig
+from models.errors import InputError
 
 
 class RMSNorm(nn.Module):
@@ -142,6 +143,23 @@ class LanguageModel(nn.Module):
         if self.cfg.lm_tie_weights:
             self.head.weight = self.token_embedding.weight
 
+    @torch.no_grad()
+    def pack_projections(self) -> None:
+        """Store each block's q, k and v adjacent in memory, and its gate and up, so that one product can read each.
+
+        Only the place in memory changes. `InferenceModel` decodes faster with packed weights, above all in bfloat16.
+        """
+        for block in self.blocks:
+            for linears in (
+                (block.attn.q_proj, block.attn.k_proj, block.attn.v_proj),
+                (block.mlp.gate_proj, block.mlp.up_proj),
+            ):
+                for name in dict(linears[0].named_parameters()):
+                    parameters = [linear.get_parameter(name) for linear in linears]
+                    parts = torch.cat([p.detach() for p in parameters]).split([len(p) for p in parameters])
+                    for parameter, part in zip(parameters, parts):
+                        parameter.data = part
+
     def forward(
         self,
         x: Tensor,
@@ -158,12 +176,12 @@ class LanguageModel(nn.Module):
         """
         T, past = x.size(1), kv_cache[0].length if kv_cache else 0
         if start_pos != past:
-            raise ValueError(f"start_pos={start_pos}, but the cache holds {past} tokens")
+            raise InputError(f"start_pos={start_pos}, but the cache holds {past} tokens")
         if attention_mask is not None and attention_mask.size(1) != past + T:
-            raise ValueError(f"attention_mask covers {attention_mask.size(1)} tokens, not {past} cached + {T} new")
+            raise InputError(f"attention_mask covers {attention_mask.size(1)} tokens, not {past} cached + {T} new")
         if past + T > self.cfg.lm_max_position_embeddings:
             limit = self.cfg.lm_max_position_embeddings
-            raise ValueError(f"{past + T} tokens exceed lm_max_position_embeddings={limit}; shorten the prompt")
+            raise InputError(f"{past + T} tokens exceed lm_max_position_embeddings={limit}; shorten the prompt")
         if self.cfg.lm_use_tokens:
             x = self.token_embedding(x)
 

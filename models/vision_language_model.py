@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models.cache import KVCache
 from models.config import VLMConfig
-from models.decoding import GREEDY, SamplingParams, check_counts, generate_tokens, token_presence_mask
+from models.decoding import GREEDY, SamplingParams, collect_tokens, stream_tokens
 from models.errors import InputError
 from models.language_model import LanguageModel
 from models.modality_projector import ModalityProjector
@@ -50,9 +50,9 @@ class VisionLanguageModel(nn.Module):
     def __init__(self, cfg: VLMConfig, image_token_id: int):
         super().__init__()
         if cfg.lm_use_tokens:
-            raise ValueError("lm_use_tokens=true makes the decoder read ids; with pictures it must read embeddings")
+            raise InputError("lm_use_tokens=true makes the decoder read ids; with pictures it must read embeddings")
         if not -1 <= image_token_id < cfg.lm_vocab_size:
-            raise ValueError(f"image_token_id={image_token_id} is outside lm_vocab_size={cfg.lm_vocab_size}")
+            raise InputError(f"image_token_id={image_token_id} is outside lm_vocab_size={cfg.lm_vocab_size}")
         self.cfg, self.image_token_id = cfg, image_token_id
         self.vision_encoder = VisionTransformer(cfg)
         self.MP = ModalityProjector(cfg)
@@ -86,6 +86,10 @@ class VisionLanguageModel(nn.Module):
         pictures = self.MP(self.vision_encoder(images.to(self.dtype)))
         return x.masked_scatter(places[..., None], pictures.to(x.dtype))
 
+    def embed_tokens(self, input_ids: Tensor) -> Tensor:
+        """Embeddings (B, T, C) of ids (B, T), an image token's id being an ordinary one."""
+        return self.decoder.token_embedding(input_ids)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -116,24 +120,27 @@ class VisionLanguageModel(nn.Module):
         """
         if attention_mask is not None and bool((attention_mask == 1).all()):
             attention_mask = None
-        return self._read(self.embed(input_ids, images), attention_mask, prefix)
+        return self.prefill_embeds(self.embed(input_ids, images), attention_mask, prefix)
 
     def decode(self, ids: Tensor, prefix: PrefillState) -> tuple[Tensor, PrefillState]:
-        """Read one more token per row, ids (B,): next logits (B, vocabulary) and the longer prefix."""
-        return self._read(self.decoder.token_embedding(ids[:, None]), None, prefix)
+        """Append one token per row, ids (B,): next logits (B, vocabulary) and the longer prefix."""
+        return self.prefill_embeds(self.embed_tokens(ids[:, None]), None, prefix)
 
-    def _read(self, x: Tensor, mask: Tensor | None, prefix: PrefillState | None) -> tuple[Tensor, PrefillState]:
-        """Continue prefix with embeddings x (B, T, C); mask (B, T) is of x alone."""
-        kv_cache, past, start_pos = (
-            (prefix.kv_cache, prefix.attention_mask, prefix.length) if prefix else (None, None, 0)
-        )
+    def prefill_embeds(
+        self, embeds: Tensor, attention_mask: Tensor | None = None, prefix: PrefillState | None = None
+    ) -> tuple[Tensor, PrefillState]:
+        """`prefill` of embeddings (B, T, C); attention_mask (B, T) covers these alone."""
+        mask, kv_cache, start_pos = attention_mask, None, 0
+        if prefix is not None:
+            kv_cache, start_pos = prefix.kv_cache, prefix.length
+        past = None if prefix is None else prefix.attention_mask
         if past is not None or mask is not None:
-            halves = ((past, start_pos), (mask, x.size(1)))
-            mask = torch.cat([x.new_ones(len(x), n, dtype=torch.long) if m is None else m for m, n in halves], dim=1)
-        hidden, kv_cache = self.decoder(x, mask, kv_cache, start_pos)
+            parts = ((past, start_pos), (mask, embeds.size(1)))
+            ones = embeds.new_ones(1, dtype=torch.long)
+            mask = torch.cat([ones.expand(len(embeds), n) if part is None else part for part, n in parts], dim=1)
+        hidden, kv_cache = self.decoder(embeds, mask, kv_cache, start_pos)
         return self.decoder.head(hidden[:, -1]), PrefillState(kv_cache, mask)
 
-    @torch.inference_mode()
     def stream(
         self,
         input_ids: Tensor,
@@ -144,63 +151,28 @@ class VisionLanguageModel(nn.Module):
         sampling: SamplingParams = GREEDY,
         eos_token_id: int | None = None,
         n_samples: int = 1,
-        shared: int = 0,
+        shared_prefix_length: int = 0,
         use_kv_cache: bool = True,
     ) -> Iterator[Tensor]:
-        """Yield token ids, (B * n_samples,), as they are chosen; a prompt's samples are neighbours.
-
-        The prompt is read once, however many samples continue it. So are the first shared ids of every row, if that
-        many are alike and hold all images. use_kv_cache=False reads everything again for every token: the reference
-        that the cache is held against.
-        """
-        check_counts(max_new_tokens, n_samples)
-        self.validate_length(input_ids.size(1), max_new_tokens)
-        if max_new_tokens == 0:
-            return
-        rows = torch.arange(input_ids.size(0), device=input_ids.device).repeat_interleave(n_samples)
-        if use_kv_cache:
-            prefix = None
-            if shared:
-                _, prefix = self.prefill(input_ids[:1, :shared], images)
-                prefix, images = prefix.rows(torch.zeros_like(input_ids[:, 0])), None
-            own = None if attention_mask is None else attention_mask[:, shared:]
-            logits, prefix = self.prefill(input_ids[:, shared:], images, own, prefix)
-            if n_samples > 1:
-                logits, prefix = logits[rows], prefix.rows(rows)
-
-            def step(ids: Tensor) -> Tensor:
-                nonlocal prefix
-                logits, prefix = self.decode(ids, prefix)
-                return logits
-        else:
-            if shared and images is not None:  # every row reads them again
-                images = images.repeat(len(input_ids), 1, 1, 1)
-            x = self.embed(input_ids, images)[rows]
-            mask = None if attention_mask is None else attention_mask[rows]
-            logits, _ = self._read(x, mask, None)
-
-            def step(ids: Tensor) -> Tensor:
-                nonlocal x, mask
-                x = torch.cat([x, self.decoder.token_embedding(ids[:, None])], dim=1)
-                mask = None if mask is None else F.pad(mask, (0, 1), value=1)
-                return self._read(x, mask, None)[0]
-
-        seen = None
-        if sampling.repetition_penalty != 1:
-            counted = input_ids != self.image_token_id  # an image's places say no token
-            if attention_mask is not None:
-                counted &= attention_mask != 0
-            seen = token_presence_mask(input_ids, logits.size(-1), counted)[rows]
-        yield from generate_tokens(
-            logits, step, sampling=sampling, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, seen=seen
+        """Yield token ids, (B * n_samples,), as they are chosen; see `models.decoding.stream_tokens`."""
+        return stream_tokens(
+            self,
+            input_ids,
+            images,
+            attention_mask,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            eos_token_id=eos_token_id,
+            n_samples=n_samples,
+            shared_prefix_length=shared_prefix_length,
+            use_kv_cache=use_kv_cache,
         )
 
     def generate(self, input_ids: Tensor, *args, **kwargs) -> Tensor:
         """All that `stream` yields with the same arguments, (B * n_samples, T_new)."""
-        columns = list(self.stream(input_ids, *args, **kwargs))
-        if not columns:
-            return input_ids.new_empty(len(input_ids) * kwargs.get("n_samples", 1), 0)
-        return torch.stack(columns, dim=1)
+        return collect_tokens(
+            self.stream(input_ids, *args, **kwargs), len(input_ids) * kwargs.get("n_samples", 1), input_ids
+        )
 
     def validate_images(self, input_ids: Tensor, images: Tensor | None) -> None:
         """Raise InputError unless images (N, 3, S, S) fill the places that ids (..., T) have for them."""

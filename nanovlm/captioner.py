@@ -13,7 +13,7 @@ from torch import Tensor
 from models.checkpoint import load_config, load_model, save_checkpoint, snapshot_path
 from models.convert.backbones import find_backbones, read_backbones
 from models.decoding import GREEDY, SamplingParams
-from models.inference.inference_model import make_fast
+from models.inference.inference_model import InferenceModel
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, PROMPT
@@ -53,12 +53,13 @@ class Captioner:
     `inference` generates; `model` is the plain `VisionLanguageModel`.
     """
 
-    def __init__(self, model: VisionLanguageModel, processor: Processor):
+    def __init__(self, model: VisionLanguageModel | InferenceModel, processor: Processor):
         self.inference, self.processor, self.tokenizer = model, processor, processor.tokenizer
 
     @property
     def model(self) -> VisionLanguageModel:
-        return self.inference
+        """The plain model, to train, convert or save. InputError if `quantize=` released its weights."""
+        return self.inference.model if isinstance(self.inference, InferenceModel) else self.inference
 
     @classmethod
     def from_pretrained(
@@ -90,7 +91,10 @@ class Captioner:
         cfg = load_config(folder)
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
         model = load_model(folder, cfg, tokenizer.image_token_id, torch_dtype, torch_device)
-        return cls(make_fast(model, quantize == "int8", compile), Processor(cfg, tokenizer, max_tiles, upscale))
+        inference = InferenceModel(model, quantize=quantize, compile=compile)
+        if quantize:
+            inference.release_source()
+        return cls(inference, Processor(cfg, tokenizer, max_tiles, upscale))
 
     @classmethod
     def from_backbones(
@@ -218,7 +222,7 @@ class Captioner:
         mask = inputs["attention_mask"]
         stats = stats or Stats()
         stats.answers = len(mask) * n_samples
-        stats.prompt_tokens = int(mask.sum()) - inputs.get("shared", 0) * (len(mask) - 1)
+        stats.prompt_tokens = int(mask.sum()) - inputs.get("shared_prefix_length", 0) * (len(mask) - 1)
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "sampling": sampling,

@@ -131,7 +131,7 @@ class Processor:
             shared_columns = torch.tensor(prefix, dtype=torch.long).expand(len(rows), -1)
             batch[name] = torch.cat([shared_columns, batch[name]], dim=1)
         images_tensor = torch.cat([one for one, _ in tiles]) if tiles else None
-        return batch | {"images": images_tensor, "shared": shared}
+        return batch | {"images": images_tensor, "shared_prefix_length": shared}
 
     def _encode_completion(self, n_images: int, question: str, history: Sequence[tuple[str, str]]) -> list[int]:
         """The layout of format versions 1 and 2, which have no chat template."""

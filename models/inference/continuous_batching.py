@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models.decoding import GREEDY, SamplingParams, token_presence_mask
 from models.errors import InputError, NanoVLMError, is_out_of_memory
+from models.inference.inference_model import InferenceModel
 from models.language_model import rope_cos_sin
 from models.vision_language_model import VisionLanguageModel
 
@@ -73,7 +74,9 @@ class ContinuousBatch:
     order. Not thread-safe: nothing may be added or cancelled while a step runs.
     """
 
-    def __init__(self, model: VisionLanguageModel, *, max_num_seqs: int = 16, eos_token_id: int | None = None):
+    def __init__(
+        self, model: VisionLanguageModel | InferenceModel, *, max_num_seqs: int = 16, eos_token_id: int | None = None
+    ):
         if max_num_seqs < 1:
             raise InputError(f"max_num_seqs={max_num_seqs} is less than 1")
         self.model, self.max_num_seqs, self.eos_token_id = model, max_num_seqs, eos_token_id
@@ -131,6 +134,10 @@ class ContinuousBatch:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def _network(self) -> VisionLanguageModel:
+        """The layers to compute with; an InferenceModel's follow changes of its weights."""
+        return self.model.network if isinstance(self.model, InferenceModel) else self.model
+
     def _next_prompts(self) -> list[_Request]:
         """The first waiting prompt and later ones of about its length, as many as there are free slots."""
         free = self.max_num_seqs - self.running
@@ -175,14 +182,15 @@ class ContinuousBatch:
         pad = int(model.image_token_id == 0)  # any id but the image token's
         ids = torch.nn.utils.rnn.pad_sequence([r.input_ids for r in requests], batch_first=True, padding_value=pad)
         images = [request.images for request in requests if request.images is not None]
+        network = self._network()
         x = model.embed(ids.to(device), torch.cat(images).to(device) if images else None)
-        hidden, caches = model.decoder(x)
+        hidden, caches = network.decoder(x)
         index, T = torch.tensor(slots, device=device), x.size(1)
         for block, kv in zip(self._cache, caches):
             block[0][index, :, :T], block[1][index, :, :T] = kv.key, kv.value
         self._cache[:, :, slots, :, T:] = 0  # an infinity left there would reach this request as 0 * inf
         last = torch.tensor(lengths, device=device) - 1
-        logits = model.decoder.head(hidden[torch.arange(len(requests), device=device), last])
+        logits = network.decoder.head(hidden[torch.arange(len(requests), device=device), last])
         self._slots += [None] * (max(slots) + 1 - len(self._slots))
         for slot, request, length in zip(slots, requests, lengths):
             self._slots[slot], request.length, request.images = request, length, None
@@ -231,10 +239,11 @@ class ContinuousBatch:
         positions, slots = positions.to(model.device), torch.arange(n, device=model.device)
         mask = (torch.arange(span, device=model.device) <= positions[:, None])[:, None, None]
         cos, sin = rope_cos_sin(positions[:, None, None], model.cfg)
-        x = model.decoder.token_embedding(torch.tensor([[request.last] for request in requests], device=model.device))
-        for block, (key, value) in zip(model.decoder.blocks, self._cache[:, :, start : start + n, :, :span]):
+        decoder = self._network().decoder
+        x = decoder.token_embedding(torch.tensor([[request.last] for request in requests], device=model.device))
+        for block, (key, value) in zip(decoder.blocks, self._cache[:, :, start : start + n, :, :span]):
             x, _ = block(x, cos, sin, mask, _SlotKV(key, value, slots, positions))
-        return model.decoder.head(model.decoder.norm(x[:, -1]))
+        return decoder.head(decoder.norm(x[:, -1]))
 
     def _reserve(self, n_slots: int, n_tokens: int) -> None:
         """Make the cache large enough, with room to grow into. It may shrink when nothing runs."""
@@ -246,7 +255,7 @@ class ContinuousBatch:
             n_slots = max(min(2 * n_slots, self.max_num_seqs), old.size(2)) if n_slots > old.size(2) else old.size(2)
             n_tokens = max(n_tokens, old.size(4) * 5 // 4) if n_tokens > old.size(4) else old.size(4)
         capacity = min(-(-n_tokens // CACHE_GROWTH) * CACHE_GROWTH, cfg.lm_max_position_embeddings)
-        weight = self.model.decoder.norm.weight
+        weight = self._network().decoder.norm.weight
         new = weight.new_zeros(cfg.lm_n_blocks, 2, n_slots, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim)
         if keep:
             new[:, :, : old.size(2), :, : old.size(4)] = old

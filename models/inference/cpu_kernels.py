@@ -1,39 +1,92 @@
-"""Matrix products by oneDNN: float32, where torch would ask MKL, which is slow on other makers' processors, and biases.
+"""CPU kernels, and every private torch API that inference calls, each with a public fallback.
 
-On AMD's, MKL takes nearly twice as long for large weights: compare `python -m eval.speedup --shape 222M --onednn` with
-`--no-onednn`. bfloat16 goes to oneDNN by itself, but torch makes a bias one more pass over the result.
+On AMD's processors torch computes float32 products by MKL, which takes nearly twice as long there as oneDNN for large
+weights. bfloat16 products use oneDNN anyway, but torch adds a bias in a second pass over the result.
+
+NANOVLM_NO_PRIVATE_KERNELS=1 in the environment forces the public fallbacks, for tests and for a torch that changed.
 """
 
+import os
 import platform
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.attention import needs_grad_or_graph
+
 CPUINFO = Path("/proc/cpuinfo")
-LARGE = 300_000  # entries of a weight; below, calling oneDNN costs more than it saves
+MIN_ONEDNN_ENTRIES = 300_000  # of a weight; calling oneDNN for a smaller one costs more than it saves
 
 
-class OneDNNLinear(nn.Linear):
-    """An nn.Linear with the same weights. What needs a gradient or a graph goes the usual way."""
+def private_kernels_allowed() -> bool:
+    return os.environ.get("NANOVLM_NO_PRIVATE_KERNELS") != "1"
+
+
+def has_onednn_linear() -> bool:
+    """Whether this torch has oneDNN's linear with a fused activation."""
+    return private_kernels_allowed() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def has_int8_kernel() -> bool:
+    """Whether this torch has a product with int8 weights for CPUs."""
+    return private_kernels_allowed() and hasattr(torch, "_weight_int8pack_mm")
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear by oneDNN, for float32 and bfloat16 without gradients."""
+    if not has_onednn_linear():
+        return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def onednn_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear and GELU (tanh approximation) in one pass over the result."""
+    if not has_onednn_linear():
+        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], "tanh")
+
+
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """x (N, in) times the transpose of int8 weight (out, in) with scale (out,) per row: (N, out)."""
+    if not has_int8_kernel():
+        return F.linear(x, weight.to(x.dtype)) * scale
+    return torch._weight_int8pack_mm(x, weight, scale)
+
+
+class OneDNNLinear(nn.Module):
+    """A linear layer that shares its parameters with an nn.Linear and multiplies by oneDNN."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., out_features)."""
-        fits = x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and self.bias is not None)
-        other = not fits or x.device.type != "cpu" or self.weight.dtype != x.dtype
-        if other or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return super().forward(x)
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        if x.dtype != self.weight.dtype or needs_grad_or_graph():
+            return F.linear(x, self.weight, self.bias)
+        return onednn_linear(x, self.weight, self.bias)
 
 
-def use_onednn(model: nn.Module, on: bool = True) -> nn.Module:
-    """Make every LARGE nn.Linear of model an OneDNNLinear, or with on=False back; names and weights stay. In place."""
-    old, new = (nn.Linear, OneDNNLinear) if on else (OneDNNLinear, nn.Linear)
-    for module in model.modules():
-        if type(module) is old and module.weight.numel() >= LARGE:
-            module.__class__ = new
-    return model
+def replace_linears(module: nn.Module) -> nn.Module:
+    """Replace, in place, every large nn.Linear inside module that oneDNN multiplies faster. Parameters are shared."""
+    if has_onednn_linear():
+        for parent in list(module.modules()):
+            for name, child in parent.named_children():
+                if type(child) is nn.Linear and _faster_by_onednn(child):
+                    setattr(parent, name, OneDNNLinear(child))
+    return module
+
+
+def _faster_by_onednn(linear: nn.Linear) -> bool:
+    weight = linear.weight
+    suits = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and linear.bias is not None)
+    return suits and weight.device.type == "cpu" and weight.numel() >= MIN_ONEDNN_ENTRIES
 
 
 def cpu_info(field: str) -> str:
@@ -52,6 +105,50 @@ def made_by(maker: str) -> bool:
 
 
 def onednn_pays_off() -> bool:
-    """Whether this processor is one on which torch's own choice, MKL, is slow, and oneDNN is there."""
-    there = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return there and made_by("AuthenticAMD") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    """Whether torch would use MKL on a processor on which oneDNN is faster."""
+    available = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return available and made_by("AuthenticAMD") and has_onednn_linear()
+
+
+def check_compiler() -> None:
+    """Raise RuntimeError if Inductor finds no C++ compiler."""
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+    except ImportError:  # moved in another version of torch, which then reports the failure itself
+        return
+    get_cpp_compiler()
+
+
+def save_aoti_package(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Compile an exported program to a package without weights, whose code reads the thread count when it runs."""
+    configs: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+
+
+def load_aoti_package(path: Path, weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
+    """The function in a package. It reads the weights in place, so the caller must keep them alive.
+
+    `torch._inductor.aoti_load_package` does the same, but imports the compiler, which takes two seconds.
+    """
+    loader: Any = None
+    if private_kernels_allowed():
+        try:
+            loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)  # type: ignore[attr-defined]
+        except (AttributeError, TypeError):  # another signature, in another version of torch
+            loader = None
+    if loader is None:
+        package: Any = torch._inductor.aoti_load_package(str(path))
+        names = (
+            package.get_constant_fqns() if hasattr(package, "get_constant_fqns") else package.loader.get_constant_fqns()
+        )
+        constants = {name: weights[name] for name in names}
+        load = package.load_constants if hasattr(package, "load_constants") else package.loader.load_constants
+        load(constants, check_full_update=True, user_managed=True)
+        return package
+    constants = {name: weights[name] for name in loader.get_constant_fqns()}
+    loader.load_constants(constants, False, True, True)  # not inactive, all of them, and the caller keeps them
+
+    def run(ids: Tensor, position: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+        return loader.boxed_run([ids, position, *keys, *values])[0]
+
+    return run

@@ -1,50 +1,51 @@
-"""A vision encoder for CPUs: GELU inside the product before it, in bfloat16, and a few patches at a time.
+"""The vision encoder on CPUs: GELU fused into the product before it in bfloat16, and few patches at a time.
 
-The inner tensor of an MLP is the widest of the encoder. oneDNN applies GELU to a number while it is at hand; torch
-writes the tensor, reads it again and writes it again. `python -m eval.pictures` measures what all of it saves.
+The hidden tensor of an MLP is the widest of the encoder. oneDNN applies GELU while it writes that tensor; torch alone
+writes it, reads it again and writes it again. `python -m eval.pictures` measures the effect.
 """
 
 import torch
 from torch import Tensor, nn
 
-from models.attention import needs_grad_or_graph
-from models.inference.cpu_kernels import OneDNNLinear
+from models.inference.cpu_kernels import OneDNNLinear, has_onednn_linear, onednn_linear_gelu
 from models.vision_transformer import MLP, VisionTransformer
 
-FEWEST = 16  # patches; fewer have nothing to gain
-TOGETHER = 1024  # patches that go through the encoder at once; the tensors of more leave the processor's cache
-PLAIN = (nn.Linear, OneDNNLinear)  # whose weights are what they multiply by
+MIN_FUSED_PATCHES = 16  # fewer gain nothing
+MAX_CHUNK_PATCHES = 1024  # of one pass through the encoder; tensors of more patches leave the processor's cache
 
 
-def usual(x: Tensor) -> bool:
-    """Whether x takes the encoder's own way: on other devices, and where a gradient or a graph is wanted."""
-    return x.device.type != "cpu" or needs_grad_or_graph()
+class FusedMLP(nn.Module):
+    """A vision MLP in bfloat16 whose first product and GELU are one operation. It shares the MLP's modules."""
 
+    def __init__(self, mlp: MLP):
+        super().__init__()
+        self.mlp = mlp
 
-class FusedMLP(MLP):
     def forward(self, x: Tensor) -> Tensor:
-        few = x.numel() < FEWEST * x.size(-1)
-        if usual(x) or few or x.dtype != torch.bfloat16 or type(self.fc1) not in PLAIN:
-            return super().forward(x)
-        inner = torch.ops.mkldnn._linear_pointwise(x, self.fc1.weight, self.fc1.bias, "gelu", [], "tanh")
-        return self.dropout(self.fc2(inner))
+        fc1 = self.mlp.fc1
+        if x.numel() < MIN_FUSED_PATCHES * x.size(-1):
+            return self.mlp(x)
+        return self.mlp.fc2(onednn_linear_gelu(x, fc1.weight, fc1.bias))
 
 
-class FusedVisionTransformer(VisionTransformer):
+class ChunkedVisionTransformer(nn.Module):
+    """A vision encoder that is given at most MAX_CHUNK_PATCHES patches at once."""
+
+    def __init__(self, encoder: VisionTransformer):
+        super().__init__()
+        self.encoder = encoder
+
     def forward(self, images: Tensor) -> Tensor:
-        if usual(images):
-            return super().forward(images)
-        few = images.split(max(1, TOGETHER // self.patch_embedding.position_embedding.size(1)))
-        return torch.cat([VisionTransformer.forward(self, some) for some in few])
+        n_patches = self.encoder.patch_embedding.position_embedding.size(1)
+        chunks = images.split(max(1, MAX_CHUNK_PATCHES // n_patches))
+        return torch.cat([self.encoder(chunk) for chunk in chunks])
 
 
-CLASSES = {MLP: FusedMLP, VisionTransformer: FusedVisionTransformer}
-
-
-def use_fused(model: nn.Module, on: bool = True) -> nn.Module:
-    """Make those modules of model the fused ones, or with on=False back; names and weights stay. In place."""
-    classes = CLASSES if on else {new: old for old, new in CLASSES.items()}
-    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        for module in model.modules():
-            module.__class__ = classes.get(type(module), type(module))
-    return model
+def fuse_vision(encoder: VisionTransformer) -> ChunkedVisionTransformer:
+    """The encoder with fused MLPs, which replace its own, in chunks; for CPUs and for inference only."""
+    for block in encoder.blocks:
+        mlp = block.mlp
+        plain = type(mlp) is MLP and type(mlp.fc1) in (nn.Linear, OneDNNLinear)
+        if plain and mlp.fc1.weight.dtype == torch.bfloat16 and has_onednn_linear():
+            block.mlp = FusedMLP(mlp)
+    return ChunkedVisionTransformer(encoder)

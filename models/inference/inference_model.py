@@ -1,24 +1,277 @@
-"""All that makes a model fast on the device and in the precision that it is in; README has the table."""
+"""InferenceModel: a VisionLanguageModel as fast as its device, precision and quantization allow."""
 
-from models.inference.aot_compile import use_package
-from models.inference.cpu_kernels import onednn_pays_off, use_onednn
-from models.inference.fused_decode_step import use_joined
-from models.inference.fused_vision import use_fused
-from models.inference.quantization import use_int8
-from models.vision_language_model import VisionLanguageModel
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from models.config import VLMConfig
+from models.decoding import GREEDY, SamplingParams, collect_tokens, stream_tokens
+from models.errors import CompileError, InputError
+from models.inference.aot_compile import compile_decode, load_compiled_decode
+from models.inference.cpu_kernels import onednn_pays_off, replace_linears
+from models.inference.decode_step import DecodeStep
+from models.inference.fused_decode_step import DecodeFunction, FusedDecodeStep
+from models.inference.fused_vision import fuse_vision
+from models.inference.live_weights import Fingerprint, share_modules
+from models.inference.quantization import quantize_int8
+from models.language_model import LanguageModel
+from models.vision_language_model import PrefillState, VisionLanguageModel
+
+logger = logging.getLogger(__name__)
 
 
-def make_fast(model: VisionLanguageModel, int8: bool = False, compile: bool | None = None) -> VisionLanguageModel:
-    """Make a model that is to generate as fast as it can be. In place, once.
+class InferenceModel:
+    """Generates what a VisionLanguageModel generates, up to rounding, as fast as possible; for inference only.
 
-    int8 makes the language model's weights 8 bits long. compile=True compiles the decode step, None uses what was
-    compiled, False does not: see `models.inference.aot_compile`. Raises RuntimeError if nothing can be compiled.
+    It never changes the model. It builds a private network whose modules are made for inference and whose parameters
+    are the model's own. When the model's modules or parameters change, the next call rebuilds the network: after
+    `load_state_dict`, `read_adapters`, `.to(...)` or an assignment, results follow the new weights. The one change that
+    goes unseen is an edit through `tensor.data` of a quantized model: call `refresh` after it.
+
+    quantize="int8" quantizes the linear layers of the language model. compile=True compiles the decode step on a CPU,
+    which takes a minute or two once (see `models.inference.aot_compile`); None uses a step compiled before, False does
+    not. Raises InputError for other values, CompileError if the step cannot be compiled.
     """
-    if int8:
-        use_int8(model.decoder)
-    if onednn_pays_off():
-        use_onednn(model)
-    use_fused(model)
-    if compile is False or not use_package(model, build=bool(compile)):
-        use_joined(model)
-    return model
+
+    def __init__(self, model: VisionLanguageModel, *, quantize: str | None = None, compile: bool | None = None):
+        if quantize not in (None, "int8"):
+            raise InputError(f"quantize={quantize!r} is not supported; use 'int8' or None")
+        self._source: VisionLanguageModel | None = model
+        self._quantize, self._compile = quantize, compile
+        self._lock = threading.Lock()
+        self._state = _build(model, quantize, compile)
+
+    @property
+    def model(self) -> VisionLanguageModel:
+        """The model whose weights this one follows. InputError if they were released."""
+        if self._source is None:
+            raise InputError(
+                "the floating-point weights were released after quantization; "
+                "load the model without quantize= to train, convert or save it"
+            )
+        return self._source
+
+    @property
+    def network(self) -> VisionLanguageModel:
+        """The private network with the current weights; for code that drives the layers itself. Do not train it."""
+        return self._current().network
+
+    @property
+    def cfg(self) -> VLMConfig:
+        return self._state.network.cfg
+
+    @property
+    def image_token_id(self) -> int:
+        return self._state.network.image_token_id
+
+    @property
+    def device(self) -> torch.device:
+        return (self._source or self._state.network).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return (self._source or self._state.network).dtype
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that inference reads."""
+        return self._state.network.parameters()
+
+    def refresh(self) -> None:
+        """Rebuild everything that is derived from the model's weights, without looking for a change."""
+        if self._source is not None:
+            self._state = _build(self._source, self._quantize, self._recompile)
+
+    def release_source(self) -> None:
+        """Forget the floating-point model, which is free once nobody else holds it. InputError if not quantized."""
+        if self._quantize is None:
+            raise InputError("release_source needs quantize=; without it, inference uses the model's own weights")
+        self._source = None
+        self._state = replace(self._state, fingerprint=None, decoder_fingerprint=None)
+
+    @torch.no_grad()
+    def embed(self, input_ids: Tensor, images: Tensor | None = None) -> Tensor:
+        """See `VisionLanguageModel.embed`."""
+        return self.network.embed(input_ids, images)
+
+    @torch.no_grad()
+    def embed_tokens(self, input_ids: Tensor) -> Tensor:
+        """See `VisionLanguageModel.embed_tokens`."""
+        return self.network.embed_tokens(input_ids)
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        input_ids: Tensor,
+        images: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        prefix: PrefillState | None = None,
+    ) -> tuple[Tensor, PrefillState]:
+        """See `VisionLanguageModel.prefill`."""
+        network = self.network
+        self._check_prefix(prefix)
+        return network.prefill(input_ids, images, attention_mask, prefix)
+
+    @torch.no_grad()
+    def prefill_embeds(
+        self, embeds: Tensor, attention_mask: Tensor | None = None, prefix: PrefillState | None = None
+    ) -> tuple[Tensor, PrefillState]:
+        """See `VisionLanguageModel.prefill_embeds`."""
+        network = self.network
+        self._check_prefix(prefix)
+        return network.prefill_embeds(embeds, attention_mask, prefix)
+
+    @torch.no_grad()
+    def decode(self, ids: Tensor, prefix: PrefillState) -> tuple[Tensor, PrefillState]:
+        """See `VisionLanguageModel.decode`. A single sequence without padding takes the compiled or the fused step."""
+        state = self._current(decoder_only=True)
+        self._check_prefix(prefix)
+        full = prefix.length >= self.cfg.lm_max_position_embeddings  # the network raises the error
+        if state.step is None or len(ids) > 1 or prefix.attention_mask is not None or full:
+            return state.network.decode(ids, prefix)
+        kv_cache = [kv.reserve(1) for kv in prefix.kv_cache]
+        keys, values = zip(*(kv.buffer for kv in kv_cache))
+        position = torch.tensor([prefix.length], device=ids.device)
+        return state.step(ids, position, keys, values), PrefillState(kv_cache)
+
+    def stream(
+        self,
+        input_ids: Tensor,
+        images: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = 64,
+        sampling: SamplingParams = GREEDY,
+        eos_token_id: int | None = None,
+        n_samples: int = 1,
+        shared_prefix_length: int = 0,
+        use_kv_cache: bool = True,
+    ) -> Iterator[Tensor]:
+        """See `VisionLanguageModel.stream`."""
+        return stream_tokens(
+            self,
+            input_ids,
+            images,
+            attention_mask,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            eos_token_id=eos_token_id,
+            n_samples=n_samples,
+            shared_prefix_length=shared_prefix_length,
+            use_kv_cache=use_kv_cache,
+        )
+
+    def generate(self, input_ids: Tensor, *args, **kwargs) -> Tensor:
+        """See `VisionLanguageModel.generate`."""
+        return collect_tokens(
+            self.stream(input_ids, *args, **kwargs), len(input_ids) * kwargs.get("n_samples", 1), input_ids
+        )
+
+    def validate_images(self, input_ids: Tensor, images: Tensor | None) -> None:
+        """See `VisionLanguageModel.validate_images`."""
+        self._state.network.validate_images(input_ids, images)
+
+    def validate_length(self, prompt: int, max_new_tokens: int) -> None:
+        """See `VisionLanguageModel.validate_length`."""
+        self._state.network.validate_length(prompt, max_new_tokens)
+
+    def __getstate__(self) -> dict:
+        """What deepcopy and pickle take along: the model, or the private network once the model was released."""
+        network = self._state.network if self._source is None else None
+        return {"model": self._source, "network": network, "quantize": self._quantize, "compile": self._compile}
+
+    def __setstate__(self, state: dict) -> None:
+        self._source, self._quantize, self._compile = state["model"], state["quantize"], state["compile"]
+        self._lock = threading.Lock()
+        if self._source is None:
+            self._state = _with_step(state["network"], self._recompile, None)
+        else:
+            self._state = _build(self._source, self._quantize, self._recompile)
+
+    @property
+    def _recompile(self) -> bool | None:
+        """The compile option for a rebuild, which uses what was compiled but never stops for minutes to compile."""
+        return None if self._compile else self._compile
+
+    def _current(self, decoder_only: bool = False) -> "_State":
+        """The derived state, rebuilt if the weights have changed since the last call."""
+        state = self._state
+        if self._source is None or state.is_current(decoder_only):
+            return state
+        with self._lock:
+            if self._state is state:
+                logger.info("the model's weights have changed; inference is set up anew")
+                self._state = _build(self._source, self._quantize, self._recompile)
+                if self._compile and not self._state.compiled:
+                    logger.warning(
+                        "no compiled decode step fits the changed model; InferenceModel(compile=True) makes one"
+                    )
+        return self._state
+
+    def _check_prefix(self, prefix: PrefillState | None) -> None:
+        if prefix is None:
+            return
+        key, dtype, device = prefix.kv_cache[0].key, self.dtype, self.device
+        if key.dtype != dtype or key.device != device:
+            raise InputError(
+                f"the prefix was computed in {key.dtype} on {key.device}, but the model is now in {dtype} on {device}; "
+                "prefill the prompt again"
+            )
+
+
+@dataclass(frozen=True)
+class _State:
+    """All that is derived from a model's weights."""
+
+    network: VisionLanguageModel
+    step: DecodeFunction | None
+    compiled: bool
+    fingerprint: Fingerprint | None  # None once the model was released
+    decoder_fingerprint: Fingerprint | None
+
+    def is_current(self, decoder_only: bool) -> bool:
+        fingerprint = self.decoder_fingerprint if decoder_only else self.fingerprint
+        return fingerprint is None or fingerprint.matches()
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _build(model: VisionLanguageModel, quantize: str | None, compile: bool | None) -> _State:
+    fingerprints = Fingerprint(model, bool(quantize)), Fingerprint(model.decoder, bool(quantize))
+    network = share_modules(model).eval()
+    if quantize:
+        quantize_int8(network.decoder)
+        network.decoder.pack_projections()
+    if model.device.type == "cpu":
+        if onednn_pays_off():
+            replace_linears(network)
+        network.vision_encoder = fuse_vision(network.vision_encoder)
+    return _with_step(network, compile, fingerprints)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _with_step(
+    network: VisionLanguageModel, compile: bool | None, fingerprints: tuple[Fingerprint, Fingerprint] | None
+) -> _State:
+    step = _compiled_step(network.decoder, compile) if compile is not False else None
+    compiled = step is not None
+    if step is None and FusedDecodeStep.supports(network.decoder):
+        step = FusedDecodeStep(network.decoder)
+    return _State(network, step, compiled, *(fingerprints or (None, None)))
+
+
+def _compiled_step(decoder: LanguageModel, compile: bool | None) -> DecodeFunction | None:
+    """The compiled decode step: compiled now if need be and compile is True, else only if it is in the cache."""
+    if decoder.norm.weight.device.type != "cpu":
+        return torch.compile(DecodeStep(decoder), mode="reduce-overhead") if compile else None
+    step = load_compiled_decode(decoder)
+    if step is None and compile:
+        path = compile_decode(decoder)
+        step = load_compiled_decode(decoder)
+        if step is None:
+            raise CompileError(f"{path} was compiled, but cannot be loaded")
+    return step

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from models.attention import attention
 from models.cache import KVCache
 from models.config import VLMConfig
-from models.decoding import GREEDY, SamplingParams, check_counts, generate_tokens, token_presence_mask
+from models.decoding import GREEDY, SamplingParams, generate_tokens, token_presence_mask, validate_counts
 from models.errors import InputError
 from models.vision_transformer import VisionTransformer
 
@@ -216,7 +216,7 @@ class EncoderDecoder(nn.Module):
         use_kv_cache: bool = True,
     ) -> Iterator[Tensor]:
         """Yield ids (N * n_samples,) token by token, for prompts of equal length, ids (N, T), one per image."""
-        check_counts(max_new_tokens, n_samples)
+        validate_counts(max_new_tokens, n_samples)
         self.decoder.positions(0, input_ids.size(1) + max(0, max_new_tokens - 1))  # raises if they are too many
         if max_new_tokens == 0:
             return

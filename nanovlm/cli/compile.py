@@ -29,5 +29,5 @@ def run(args: argparse.Namespace) -> int:
     from models.inference.aot_compile import package_path
 
     captioner = load_captioner(ModelOptions.from_args(args))
-    print(package_path(captioner.model.decoder))
+    print(package_path(captioner.inference.network.decoder))
     return 0

@@ -100,7 +100,7 @@ def test_what_rows_share_is_read_once_and_they_say_the_same(tiny_model, monkeypa
     alone = [model.generate(torch.tensor([head + words]), image, **asked) for words in questions]
     ids = torch.tensor([head + [0] * (3 - len(words)) + words for words in questions])
     mask = torch.tensor([[1] * len(head) + [0] * (3 - len(words)) + [1] * len(words) for words in questions])
-    inputs = {"input_ids": ids, "attention_mask": mask, "images": image, "shared": len(head)}
+    inputs = {"input_ids": ids, "attention_mask": mask, "images": image, "shared_prefix_length": len(head)}
     assert torch.equal(model.generate(**inputs, **asked, use_kv_cache=False), torch.cat(alone))
     prefill, read = model.prefill, []
     monkeypatch.setattr(model, "prefill", lambda x, *rest: read.append(tuple(x.shape)) or prefill(x, *rest))
@@ -194,10 +194,10 @@ def test_greedy_samples_of_a_prompt_are_neighbours_and_alike(tiny_model):
 def reads(monkeypatch):
     """The shape, (rows, tokens), of everything that a decoder is given to read from now on."""
     shapes = []
-    forward = VisionLanguageModel._read
+    forward = VisionLanguageModel.prefill_embeds
     monkeypatch.setattr(
         VisionLanguageModel,
-        "_read",
+        "prefill_embeds",
         lambda self, x, *args: shapes.append(tuple(x.shape[:2])) or forward(self, x, *args),
     )
     return shapes

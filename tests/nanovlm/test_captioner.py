@@ -61,8 +61,8 @@ def test_streamed_pieces_join_to_the_caption(captioner, pictures):
 
 def test_stream_decodes_lazily(captioner, pictures, monkeypatch):
     steps = []
-    decode = captioner.model.decode
-    monkeypatch.setattr(captioner.model, "decode", lambda *inputs: steps.append(1) or decode(*inputs))
+    decode = captioner.inference.decode
+    monkeypatch.setattr(captioner.inference, "decode", lambda *inputs: steps.append(1) or decode(*inputs))
     stream = captioner.stream(pictures[0], max_new_tokens=24)
     assert steps == []
     next(stream)
@@ -101,7 +101,7 @@ def test_ask_matches_single_questions(captioner, tiled, pictures):
 
 
 def test_ask_encodes_and_prefills_the_image_once(captioner, pictures, monkeypatch):
-    model, seen, read = captioner.model, [], []
+    model, seen, read = captioner.inference.network, [], []
     monkeypatch.setattr(
         model.vision_encoder, "forward", lambda x, f=model.vision_encoder.forward: seen.append(len(x)) or f(x)
     )
@@ -210,9 +210,9 @@ def test_samples_are_reproducible_by_seed(captioner, pictures):
 
 def test_stats_match_the_calls_of_the_model(captioner, pictures, monkeypatch):
     prefills, steps = [], []
-    prefill, decode = captioner.model.prefill, captioner.model.decode
-    monkeypatch.setattr(captioner.model, "prefill", lambda *inputs: prefills.append(inputs[0]) or prefill(*inputs))
-    monkeypatch.setattr(captioner.model, "decode", lambda *inputs: steps.append(1) or decode(*inputs))
+    prefill, decode = captioner.inference.prefill, captioner.inference.decode
+    monkeypatch.setattr(captioner.inference, "prefill", lambda *inputs: prefills.append(inputs[0]) or prefill(*inputs))
+    monkeypatch.setattr(captioner.inference, "decode", lambda *inputs: steps.append(1) or decode(*inputs))
     eos, ended_apart = captioner.tokenizer.eos_token_id, 0
     for seed in range(6):
         prefills.clear(), steps.clear()

@@ -170,7 +170,7 @@ def test_questions_share_their_common_prefix(tiled):
     _, processor = tiled
     images, texts = [noise(*TALL, 1), noise(*SQUARE, 2)], ["Which?", "Where is it? " * 3, "Which one?"]
     batch = processor.encode_questions(images, texts)
-    shared, mask = batch["shared"], batch["attention_mask"]
+    shared, mask = batch["shared_prefix_length"], batch["attention_mask"]
     assert len(batch["images"]) == 8 and mask[:, :shared].all() and mask[:, -1].all()
     for row, text in enumerate(texts):
         alone = processor([images], [text])

@@ -1,73 +1,83 @@
-"""oneDNN's products are those of torch's own way, up to rounding, and nothing else of a model changes."""
+"""CPU kernels compute what torch's public functions compute, up to rounding, and can be switched off."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from models.inference.cpu_kernels import OneDNNLinear, made_by, onednn_pays_off, use_onednn
-from models.kv_study.static_cache import export_language_model
+from models.inference import cpu_kernels
+from models.inference.cpu_kernels import (
+    OneDNNLinear,
+    has_int8_kernel,
+    has_onednn_linear,
+    int8_linear,
+    made_by,
+    onednn_linear,
+    onednn_linear_gelu,
+    onednn_pays_off,
+    replace_linears,
+)
+
+needs_onednn = pytest.mark.skipif(not has_onednn_linear(), reason="this torch has no oneDNN linear")
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_small(monkeypatch):
-    monkeypatch.setattr("models.inference.cpu_kernels.LARGE", 0)
+@pytest.fixture(params=["private", "public"])
+def kernels(request, monkeypatch):
+    """Runs a test with the private kernels, if this torch has them, and with their public fallbacks."""
+    if request.param == "public":
+        monkeypatch.setenv("NANOVLM_NO_PRIVATE_KERNELS", "1")
+        assert not has_onednn_linear() and not has_int8_kernel()
+    return request.param
 
 
-there = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch was built without oneDNN")
-
-
-@there
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1, 24), (3, 24), (24,), (2, 5, 24), (0, 24), (2, 3, 4, 24)])
-def test_products_are_those_of_the_usual_way(shape, bias):
-    linear = nn.Linear(24, 40, bias=bias)
-    x = torch.randn(shape)
-    wanted = linear(x).detach()
-    use_onednn(module := nn.Sequential(linear))
-    with torch.inference_mode():
-        torch.testing.assert_close(module(x), wanted)
-        wide = torch.randn(*shape[:-1], 48)[..., ::2]
-        torch.testing.assert_close(module(wide), nn.functional.linear(wide, linear.weight, linear.bias))
+def test_linear_kernels_match_public_functions(kernels, shape, bias, dtype):
+    linear = nn.Linear(24, 40, bias=bias).to(dtype)
+    tolerance = {} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    for x in (torch.randn(shape, dtype=dtype), torch.randn(*shape[:-1], 48, dtype=dtype)[..., ::2]):
+        wanted = F.linear(x, linear.weight, linear.bias)
+        torch.testing.assert_close(onednn_linear(x, linear.weight, linear.bias), wanted, **tolerance)
+        torch.testing.assert_close(OneDNNLinear(linear)(x), wanted, **tolerance)
+        gelu = F.gelu(wanted, approximate="tanh")
+        torch.testing.assert_close(onednn_linear_gelu(x, linear.weight, linear.bias), gelu, **tolerance)
 
 
-def test_small_weights_stay_as_they_are(monkeypatch):
-    monkeypatch.setattr("models.inference.cpu_kernels.LARGE", 24 * 40)
-    model = use_onednn(nn.Sequential(nn.Linear(24, 40), nn.Linear(24, 39)))
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_kernel_matches_dequantized_weights(kernels, dtype):
+    weight = torch.randint(-127, 128, (40, 32), dtype=torch.int8)
+    scale, x = torch.rand(40).to(dtype) / 100, torch.randn(3, 32).to(dtype)
+    wanted = F.linear(x.float(), weight.float() * scale.float()[:, None])
+    torch.testing.assert_close(int8_linear(x, weight, scale).float(), wanted, rtol=0.02, atol=0.02)
+
+
+@needs_onednn
+def test_only_large_linears_are_replaced(monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "MIN_ONEDNN_ENTRIES", 24 * 40)
+    linears = [nn.Linear(24, 40), nn.Linear(24, 39)]
+    model = replace_linears(nn.Sequential(*linears))
     assert [type(linear) for linear in model] == [OneDNNLinear, nn.Linear]
+    assert model[0].weight is linears[0].weight and model[0].bias is linears[0].bias
+    monkeypatch.setenv("NANOVLM_NO_PRIVATE_KERNELS", "1")
+    assert type(replace_linears(nn.Sequential(nn.Linear(24, 40)))[0]) is nn.Linear
 
 
-@there
-def test_a_model_says_the_same_and_keeps_its_names(tiny_model):
-    model, usual = tiny_model(), tiny_model()
-    assert use_onednn(model) is model
-    assert isinstance(model.MP.proj, OneDNNLinear) and type(model.decoder.norm) is type(usual.decoder.norm)
-    ids, images = torch.tensor([[5, 3, 3, 3, 3, 7, 9]]), torch.rand(1, 3, 16, 16)
-    for use_kv_cache in (True, False):
-        said = [m.generate(ids, images, max_new_tokens=20, use_kv_cache=use_kv_cache) for m in (model, usual)]
-        assert torch.equal(*said)
-    assert model.state_dict().keys() == usual.state_dict().keys()
-    use_onednn(model, on=False)
-    assert not any(isinstance(module, OneDNNLinear) for module in model.modules())
+@needs_onednn
+def test_gradients_flow_through_onednn_linears():
+    linear = nn.Linear(24, 40)
+    OneDNNLinear(linear)(torch.randn(3, 24)).sum().backward()
+    assert linear.weight.grad.abs().sum() > 0
 
 
-@there
-def test_gradients_other_precisions_and_graphs_go_the_usual_way(tiny_model):
-    model = use_onednn(tiny_model())
-    ids, images = torch.tensor([[5, 3, 3, 3, 3, 7, 9]]), torch.rand(1, 3, 16, 16)
-    _, loss = model(ids, images, targets=ids)
-    loss.backward()
-    assert model.MP.proj.weight.grad.abs().sum() > 0
-    graphs = export_language_model(model.decoder, capacity=16).values()
-    assert not any("mkldnn" in str(node.target) for graph in graphs for node in graph.graph.nodes)
-    assert model.bfloat16().generate(ids, images, max_new_tokens=3).shape == (1, 3)
-
-
-def test_it_pays_off_on_amds_processors_only(monkeypatch, tmp_path):
+def test_onednn_pays_off_on_amd_processors_only(monkeypatch, tmp_path):
     for maker, wanted in (("AuthenticAMD", True), ("GenuineIntel", False)):
         (tmp_path / "cpuinfo").write_text(f"vendor_id : {maker}\n")
-        monkeypatch.setattr("models.inference.cpu_kernels.CPUINFO", tmp_path / "cpuinfo")
-        monkeypatch.setattr("models.inference.cpu_kernels.made_by", made_by.__wrapped__)
+        monkeypatch.setattr(cpu_kernels, "CPUINFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr(cpu_kernels, "made_by", made_by.__wrapped__)
         monkeypatch.setattr("torch.backends.mkl.is_available", lambda: True)
-        assert onednn_pays_off() == (wanted and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
+        assert onednn_pays_off() == (wanted and has_onednn_linear())
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: False)
     assert not onednn_pays_off()

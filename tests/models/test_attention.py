@@ -1,0 +1,30 @@
+"""Chunked attention gives what plain attention gives."""
+
+import pytest
+import torch
+
+import models.attention as attention_module
+
+
+def relative_error(got, wanted):
+    return ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("queries", "keys", "groups"), [(40, 40, 4), (40, 40, 2), (33, 33, 1), (8, 8, 2), (5, 40, 2)])
+def test_chunked_attention_matches_attention(monkeypatch, causal, masked, queries, keys, groups):
+    if causal and (masked or queries != keys):
+        pytest.skip("causal is for sequences without a past or a mask")
+    for name in ("ROWS", "FEWEST"):
+        monkeypatch.setattr(attention_module, name, 8)
+    q = torch.randn(3, 4, queries, 16)
+    k, v = torch.randn(2, 3, groups, keys, 16)
+    mask = torch.rand(3, 1, queries, keys) < 0.6 if masked else None
+    if masked:
+        mask[..., 0] = True  # each query sees a key
+    wanted = attention_module.attention(q, k, v, mask, causal)
+    with torch.inference_mode():
+        got = attention_module.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, causal)
+    assert got.dtype == torch.bfloat16 and got.shape == wanted.shape
+    assert relative_error(got, wanted) < 0.01
