@@ -106,15 +106,3 @@ def tiled(model_and_processor, tiny_config):
         torch.manual_seed(0)
         model = VisionLanguageModel(cfg, tokenizer.image_token_id)
         return randomize(model).eval(), Processor(cfg, tokenizer)
-
-
-@pytest.fixture(scope="session")
-def words_and_images(make_batch):
-    """The former name of `make_batch`."""
-    return make_batch
-
-
-@pytest.fixture(scope="session")
-def speaker(model_and_processor):
-    """The former name of `model_and_processor`."""
-    return model_and_processor

@@ -44,19 +44,19 @@ def adapted(tiny_model):
 
 
 @torch.no_grad()
-def test_an_untrained_adapter_changes_nothing(tiny_model, words_and_images):
-    model, batch = tiny_model(), words_and_images(0)
+def test_an_untrained_adapter_changes_nothing(tiny_model, make_batch):
+    model, batch = tiny_model(), make_batch(0)
     before = model(**batch)[0]
     adapt(model, rank=2, alpha=4)
     assert torch.equal(model(**batch)[0], before)
 
 
 @pytest.mark.parametrize("parts", [("decoder",), ("vision_encoder",), ("MP",), PARTS], ids=str)
-def test_only_adapters_of_the_given_parts_are_trained(tiny_model, words_and_images, parts):
+def test_only_adapters_of_the_given_parts_are_trained(tiny_model, make_batch, parts):
     model = tiny_model()
     adapt(model, 2, 4, parts)
     assert {name.split(".")[0] for name in adapters(model)} == set(parts)
-    model(**words_and_images(0))[1].backward()
+    model(**make_batch(0))[1].backward()
     for name, p in model.named_parameters():
         assert (p.grad is not None) == p.requires_grad == (".lora_" in name)
     linear = {name for name, module in tiny_model().named_modules() if isinstance(module, torch.nn.Linear)}
@@ -64,8 +64,8 @@ def test_only_adapters_of_the_given_parts_are_trained(tiny_model, words_and_imag
 
 
 @torch.no_grad()
-def test_a_merged_model_is_plain_and_computes_the_same(adapted, tiny_model, words_and_images, tmp_path):
-    model, batch = adapted(), words_and_images(0)
+def test_a_merged_model_is_plain_and_computes_the_same(adapted, tiny_model, make_batch, tmp_path):
+    model, batch = adapted(), make_batch(0)
     plain = merge(model)
     assert not adapters(plain) and plain.state_dict().keys() == tiny_model().state_dict().keys()
     exact = adapted().double()  # float32 rounds too much to tell a merge that is nearly right
@@ -81,8 +81,8 @@ def test_a_merged_model_is_plain_and_computes_the_same(adapted, tiny_model, word
 
 @pytest.mark.parametrize("parts", [("decoder",), PARTS], ids=str)
 @torch.no_grad()
-def test_peft_loads_our_adapters(adapted, tiny_model, words_and_images, tmp_path, parts):
-    model, batch = adapted(parts), words_and_images(0)
+def test_peft_loads_our_adapters(adapted, tiny_model, make_batch, tmp_path, parts):
+    model, batch = adapted(parts), make_batch(0)
     write_adapters(tmp_path, model, base="me/mine")
     theirs = PeftModel.from_pretrained(tiny_model(), tmp_path)  # warns of any name missing or left over
     torch.testing.assert_close(theirs(**batch)[0], model(**batch)[0], atol=1e-5, rtol=1e-5)
@@ -107,9 +107,9 @@ def test_tensor_names_are_those_of_peft(adapted, tiny_model, tmp_path):
 
 
 @torch.no_grad()
-def test_we_load_adapters_of_peft(tiny_model, words_and_images, tmp_path):
+def test_we_load_adapters_of_peft(tiny_model, make_batch, tmp_path):
     cfg = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "fc1", "proj"], init_lora_weights=False)
-    theirs, batch = get_peft_model(tiny_model(), cfg).eval(), words_and_images(0)
+    theirs, batch = get_peft_model(tiny_model(), cfg).eval(), make_batch(0)
     theirs.save_pretrained(tmp_path)
     read_adapters(tmp_path, ours := tiny_model())
     assert len(adapters(ours)) == 5 and not any(p.requires_grad for n, p in ours.named_parameters() if "lora" not in n)
@@ -121,9 +121,9 @@ TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
 
 @TIED
 @pytest.mark.parametrize("parts", [PARTS, ("decoder",), ("vision_encoder", "MP")], ids=str)
-def test_embeddings_are_trained_in_full_with_the_decoder(tiny_model, words_and_images, parts, tied):
+def test_embeddings_are_trained_in_full_with_the_decoder(tiny_model, make_batch, parts, tied):
     adapt(model := tiny_model(lm_tie_weights=tied), 2, 4, parts, embeddings=True)
-    model(**words_and_images(0))[1].backward()
+    model(**make_batch(0))[1].backward()
     known = {f"{name}.weight" for name in EMBEDDINGS} if "decoder" in parts else set()
     assert fully_trained(model).keys() == known
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -132,8 +132,8 @@ def test_embeddings_are_trained_in_full_with_the_decoder(tiny_model, words_and_i
 
 @TIED
 @torch.no_grad()
-def test_peft_loads_and_merges_our_trained_embeddings(adapted, tiny_model, words_and_images, tmp_path, tied):
-    model, batch = adapted(embeddings=True, lm_tie_weights=tied), words_and_images(0)
+def test_peft_loads_and_merges_our_trained_embeddings(adapted, tiny_model, make_batch, tmp_path, tied):
+    model, batch = adapted(embeddings=True, lm_tie_weights=tied), make_batch(0)
     write_adapters(tmp_path, model)
     theirs = PeftModel.from_pretrained(tiny_model(lm_tie_weights=tied), tmp_path)
     torch.testing.assert_close(theirs(**batch)[0], model(**batch)[0], atol=1e-5, rtol=1e-5)
@@ -145,11 +145,11 @@ def test_peft_loads_and_merges_our_trained_embeddings(adapted, tiny_model, words
 
 @TIED
 @torch.no_grad()
-def test_embeddings_trained_by_peft_are_read_and_written_alike(tiny_model, words_and_images, tmp_path, tied):
+def test_embeddings_trained_by_peft_are_read_and_written_alike(tiny_model, make_batch, tmp_path, tied):
     cfg = LoraConfig(
         r=2, lora_alpha=6, target_modules=["q_proj"], modules_to_save=list(EMBEDDINGS), init_lora_weights=False
     )
-    theirs, batch = get_peft_model(tiny_model(lm_tie_weights=tied), cfg).eval(), words_and_images(0)
+    theirs, batch = get_peft_model(tiny_model(lm_tie_weights=tied), cfg).eval(), make_batch(0)
     embeddings = [theirs.get_submodule(f"base_model.model.{name}.modules_to_save.default") for name in EMBEDDINGS]
     for i, module in enumerate(embeddings):
         module.weight.add_(torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(i * (not tied))))
@@ -167,11 +167,11 @@ def test_embeddings_trained_by_peft_are_read_and_written_alike(tiny_model, words
             read_adapters(tmp_path, tiny_model())
 
 
-def test_trained_embeddings_load_only_into_a_model_that_trains_them(adapted, tiny_model, words_and_images, tmp_path):
+def test_trained_embeddings_load_only_into_a_model_that_trains_them(adapted, tiny_model, make_batch, tmp_path):
     write_adapters(tmp_path, model := adapted(embeddings=True))
     adapt(again := tiny_model(), 3, 12.0, embeddings=True)
     read_adapters(tmp_path, again)
-    batch = words_and_images(0)
+    batch = make_batch(0)
     assert torch.equal(again(**batch)[0], model(**batch)[0])
     with pytest.raises(CheckpointError, match=r"holds decoder\.head\.weight, which this model does not train"):
         read_adapters(tmp_path, adapted())
@@ -181,8 +181,8 @@ def test_trained_embeddings_load_only_into_a_model_that_trains_them(adapted, tin
 
 
 @torch.no_grad()
-def test_round_trip_is_bit_exact(adapted, tiny_model, words_and_images, tmp_path):
-    model, fresh, batch = adapted(), tiny_model(), words_and_images(0)
+def test_round_trip_is_bit_exact(adapted, tiny_model, make_batch, tmp_path):
+    model, fresh, batch = adapted(), tiny_model(), make_batch(0)
     write_adapters(tmp_path, model)
     read_adapters(tmp_path, fresh)
     assert torch.equal(fresh(**batch)[0], model(**batch)[0])
@@ -191,9 +191,9 @@ def test_round_trip_is_bit_exact(adapted, tiny_model, words_and_images, tmp_path
     assert torch.equal(empty(**batch)[0], model(**batch)[0])
 
 
-def test_generation_uses_the_adapters(adapted, words_and_images):
+def test_generation_uses_the_adapters(adapted, make_batch):
     model = adapted()
-    ids, images = words_and_images(0, (5,))["input_ids"][:, :9], torch.rand(1, 3, 16, 16)
+    ids, images = make_batch(0, (5,))["input_ids"][:, :9], torch.rand(1, 3, 16, 16)
     said = model.generate(ids, images, max_new_tokens=6)
     assert torch.equal(said, merge(model).generate(ids, images, max_new_tokens=6))
 
@@ -261,9 +261,9 @@ CFG = TrainConfig(
 
 
 @torch.no_grad()
-def test_training_writes_a_plain_model_and_its_adapters(tiny_model, words_and_images, tmp_path):
-    trained = train(tiny_model(), "{}", words_and_images, CFG, tmp_path)
-    batch = words_and_images(9)
+def test_training_writes_a_plain_model_and_its_adapters(tiny_model, make_batch, tmp_path):
+    trained = train(tiny_model(), "{}", make_batch, CFG, tmp_path)
+    batch = make_batch(9)
     read = load_model(tmp_path, load_config(tmp_path), 3)
     assert torch.equal(read(**batch)[0], trained(**batch)[0])
     read_adapters(tmp_path, again := tiny_model())
@@ -275,8 +275,8 @@ def test_training_writes_a_plain_model_and_its_adapters(tiny_model, words_and_im
     assert kinds == {"decoder.token_embedding.weight"}, "tied to the head"
 
 
-def test_training_resumes_adapters_only_on_their_base_model(tiny_model, words_and_images, tmp_path):
-    train(tiny_model(), "{}", words_and_images, CFG, tmp_path)
+def test_training_resumes_adapters_only_on_their_base_model(tiny_model, make_batch, tmp_path):
+    train(tiny_model(), "{}", make_batch, CFG, tmp_path)
     for model, cfg, told in (
         (tiny_model(seed=1), CFG, "start from the same model as before"),
         (tiny_model(), replace(CFG, lora_rank=4), "r=2 and lora_alpha=16.0, but this model has 4"),
@@ -284,7 +284,7 @@ def test_training_resumes_adapters_only_on_their_base_model(tiny_model, words_an
         (tiny_model(), replace(CFG, lora_rank=0), "was trained with lora_rank=2; resume with the same"),
     ):
         with pytest.raises(CheckpointError, match=told):
-            train(model, "{}", words_and_images, cfg, tmp_path)
+            train(model, "{}", make_batch, cfg, tmp_path)
 
 
 def test_adapted_weights_keep_their_names(adapted, tiny_model):

@@ -29,7 +29,7 @@ from models.mingpt import (
     append_kv,
     next_token,
 )
-from support import randomise
+from support import randomize
 
 FEW_EXAMPLES = settings(deadline=None, derandomize=True, max_examples=40)
 VOCAB_SIZE = 30
@@ -39,7 +39,7 @@ def make_pair(seed=0, **changes):
     shape = {"n_layer": 2, "n_head": 3, "n_embd": 12, "vocab_size": VOCAB_SIZE, "block_size": 16}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        gpt = randomise(GPT(GPTConfig(**shape | changes))).eval()
+        gpt = randomize(GPT(GPTConfig(**shape | changes))).eval()
     gpt_kv = GPT_kv(gpt.config).eval()
     gpt_kv.load_state_dict(gpt.state_dict())
     return gpt, gpt_kv
@@ -335,7 +335,7 @@ def gpt2(tmp_path_factory):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = GPT2Config(vocab_size=VOCAB_SIZE, n_positions=16, n_embd=12, n_layer=2, n_head=3)
-        model = randomise(GPT2LMHeadModel(config)).eval()
+        model = randomize(GPT2LMHeadModel(config)).eval()
     model.save_pretrained(folder := tmp_path_factory.mktemp("gpt2"))
     return model, folder
 

@@ -22,11 +22,6 @@ def workdir(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def standing(workdir):
-    """The former name of `workdir`."""
-
-
-@pytest.fixture
 def generate(model_folder, monkeypatch, capsys):
     """Run generate.py in this process, with `model_folder` unless given another: exit code, stdout, stderr."""
 
@@ -68,12 +63,6 @@ def captions_of(model_folder):
     return captions_of
 
 
-@pytest.fixture(scope="module")
-def said(captions_of):
-    """The former name of `captions_of`."""
-    return captions_of
-
-
 @pytest.fixture
 def image_folder(workdir):
     """The folder `pictures` with five images of several formats and sizes, some in subfolders, and a text file."""
@@ -83,9 +72,3 @@ def image_folder(workdir):
         noise_image(40 + 30 * seed, 90 - 10 * seed, seed).save(path)
     Path("pictures/notes.md").write_text("no picture")
     return Path("pictures")
-
-
-@pytest.fixture
-def folder(image_folder):
-    """The former name of `image_folder`."""
-    return image_folder

@@ -22,7 +22,7 @@ from support import ROOT
 SAMPLED = SamplingParams(temperature=1.5, seed=3)
 
 
-def noise(width, height, seed=0):
+def noise_image(width, height, seed=0):
     return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
 
 
@@ -33,7 +33,12 @@ def captioner(model_folder):
 
 @pytest.fixture(scope="module")
 def pictures():
-    return [noise(100, 60, seed=1), noise(96, 96, seed=2), Image.new("RGB", (20, 70), "red"), noise(300, 200, seed=3)]
+    return [
+        noise_image(100, 60, seed=1),
+        noise_image(96, 96, seed=2),
+        Image.new("RGB", (20, 70), "red"),
+        noise_image(300, 200, seed=3),
+    ]
 
 
 def test_caption_of_a_file_equals_caption_of_an_image(model_folder, pictures, tmp_path):

@@ -7,14 +7,14 @@ from models.decoding import SamplingParams
 from nanovlm import Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.errors import InputError
-from support import noise
+from support import noise_image
 
 QUESTIONS = ["What is this?", "How many are there? <|image|>", "?", "And where is the ring, if there is any?", "?"]
 
 
 @pytest.fixture(params=["one tile", "many tiles"])
-def captioner(request, speaker, tiled):
-    return Captioner(*(speaker if request.param == "one tile" else tiled))
+def captioner(request, model_and_processor, tiled):
+    return Captioner(*(model_and_processor if request.param == "one tile" else tiled))
 
 
 def recomputed_answer(session, question, history, **options):
@@ -37,7 +37,7 @@ def recomputed_answer(session, question, history, **options):
     "sampling", [SamplingParams(), SamplingParams(temperature=1.5, seed=4, repetition_penalty=1.3)]
 )
 def test_every_turn_is_answered_as_if_all_were_read_recomputed_answer(captioner, n, sampling):
-    session = ChatSession(captioner, [noise(50, 30, seed) for seed in range(n)])
+    session = ChatSession(captioner, [noise_image(50, 30, seed) for seed in range(n)])
     options = {"max_new_tokens": 7, "sampling": sampling}
     for turn, question in enumerate(QUESTIONS):
         before = list(session.history)
@@ -47,7 +47,7 @@ def test_every_turn_is_answered_as_if_all_were_read_recomputed_answer(captioner,
 
 
 def test_images_are_encoded_once_and_turns_prefill_only_new_tokens(captioner, monkeypatch):
-    session, encoded = ChatSession(captioner, [noise(50, 30)]), []
+    session, encoded = ChatSession(captioner, [noise_image(50, 30)]), []
     encode = captioner.model.vision_encoder.forward
     monkeypatch.setattr(captioner.model.vision_encoder, "forward", lambda x: encoded.append(len(x)) or encode(x))
     prefilled, tokenizer = [], captioner.tokenizer
@@ -62,7 +62,7 @@ def test_images_are_encoded_once_and_turns_prefill_only_new_tokens(captioner, mo
 
 
 def test_chat_continues_after_an_interrupted_answer(captioner):
-    session = ChatSession(captioner, [noise(50, 30)])
+    session = ChatSession(captioner, [noise_image(50, 30)])
     pieces = session.ask("What?", max_new_tokens=30)
     partial = next(pieces) + next(pieces)
     pieces.close()
@@ -72,7 +72,7 @@ def test_chat_continues_after_an_interrupted_answer(captioner):
 
 
 def test_reset_clears_history_and_keeps_encoded_images(captioner, monkeypatch):
-    session = ChatSession(captioner, [noise(50, 30)])
+    session = ChatSession(captioner, [noise_image(50, 30)])
     first = ["".join(session.ask(question, max_new_tokens=7)) for question in QUESTIONS[:3]]
     session.reset()
     monkeypatch.setattr(captioner.model.vision_encoder, "forward", lambda x: pytest.fail("encoded again"))

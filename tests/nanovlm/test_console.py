@@ -47,15 +47,15 @@ def test_import_configures_no_logging():
 
 
 def test_bold_only_on_terminals_without_no_color(monkeypatch):
-    class Terminal:
+    class FakeTerminal:
         def isatty(self):
             return True
 
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
-    assert bold("x", Terminal()) == "\033[1mx\033[0m" and bold("x", io.StringIO()) == "x"
+    assert bold("x", FakeTerminal()) == "\033[1mx\033[0m" and bold("x", io.StringIO()) == "x"
     monkeypatch.setenv("TERM", "dumb")
-    assert bold("x", Terminal()) == "x"
+    assert bold("x", FakeTerminal()) == "x"
     monkeypatch.delenv("TERM")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert bold("x", Terminal()) == "x"
+    assert bold("x", FakeTerminal()) == "x"

@@ -19,7 +19,7 @@ from PIL import Image
 
 from nanovlm.errors import ImageError
 from nanovlm.image_processing import load_image
-from support import ROOT, noise
+from support import ROOT, noise_image
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -40,7 +40,7 @@ BOUNDARY_BYTES = [0, 1, 0x7F, 0x80, 0xFF]  # bytes on which lengths and counts t
 def valid_file(kind: str, which: int) -> bytes:
     """A valid file."""
     mode, options = KINDS[kind][which]
-    picture, options, file = noise(23 + 7 * which, 31, which), dict(options), io.BytesIO()
+    picture, options, file = noise_image(23 + 7 * which, 31, which), dict(options), io.BytesIO()
     if mode == "I;16":
         picture = picture.convert("I").point(lambda v: v * 257).convert("I;16")
     elif mode == "LA":
@@ -48,7 +48,7 @@ def valid_file(kind: str, which: int) -> bytes:
     else:
         picture = picture.convert(mode)
     if options.pop("animated", False):
-        options |= {"save_all": True, "append_images": [noise(*picture.size, seed) for seed in (8, 9)]}
+        options |= {"save_all": True, "append_images": [noise_image(*picture.size, seed) for seed in (8, 9)]}
     if "exif" in options:
         exif = Image.Exif()
         exif[0x0112] = options["exif"]

@@ -37,7 +37,7 @@ def drawn(width=48, height=32):
     return picture
 
 
-def noise(width=40, height=30, seed=0):
+def noise_image(width=40, height=30, seed=0):
     return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
 
 
@@ -378,7 +378,7 @@ DAMAGED = {format: options for format, options in (LOSSLESS | LOSSY).items() if 
 
 @pytest.mark.parametrize("format", DAMAGED)
 def test_truncated_file_raises_image_error(format, capfd):
-    source = encoded(noise(64, 64), format, **DAMAGED[format])
+    source = encoded(noise_image(64, 64), format, **DAMAGED[format])
     for cut in (1, 4, 10, 20, 40, 100, len(source) // 4, len(source) // 2):
         refusal(source[:cut], "picture: ")
     for cut in (len(source) * 3 // 4, len(source) - 20, len(source) - 1):  # the end may be dispensable
@@ -389,7 +389,7 @@ def test_truncated_file_raises_image_error(format, capfd):
 
 @pytest.mark.parametrize("format", DAMAGED)
 def test_corrupt_file_is_an_image_or_an_image_error(format, capfd):
-    source = encoded(noise(64, 64), format, **DAMAGED[format])
+    source = encoded(noise_image(64, 64), format, **DAMAGED[format])
     for seed in range(30):
         chance, damaged = random.Random(seed), bytearray(source)
         for _ in range(8):
@@ -401,7 +401,7 @@ def test_corrupt_file_is_an_image_or_an_image_error(format, capfd):
 
 @pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits"])
 def test_libtiff_prints_nothing(compression, capfd):
-    source = encoded(noise(64, 64), "TIFF", compression=compression)
+    source = encoded(noise_image(64, 64), "TIFF", compression=compression)
     for start in (20, 200, 600):
         with maybe_refused():
             load_image(source[:start] + b"damaged!" * 20 + source[start + 160 :])
@@ -410,7 +410,7 @@ def test_libtiff_prints_nothing(compression, capfd):
 
 def test_pillow_logs_nothing(capfd, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own would hide what a user sees
-    source = encoded(noise(), "TIFF")
+    source = encoded(noise_image(), "TIFF")
     three_samples = struct.pack("<HHIH", 277, 3, 1, 3)
     assert three_samples in source
     refusal(source.replace(three_samples, struct.pack("<HHIH", 277, 3, 1, 9)), "not a picture")
@@ -566,10 +566,10 @@ def values(picture):
 
 
 def test_without_max_side_the_image_is_one_tile():
-    tiles, grid = preprocess(noise(100, 60), tile=32)
+    tiles, grid = preprocess(noise_image(100, 60), tile=32)
     assert grid == (1, 1) and tiles.shape == (1, 3, 32, 32) and tiles.dtype == torch.float32
-    assert torch.equal(tiles[0], values(noise(100, 60).resize((32, 32), Image.Resampling.BILINEAR)))
-    assert torch.equal(preprocess(noise(32, 32), tile=32, global_view=True)[0][0], values(noise(32, 32)))
+    assert torch.equal(tiles[0], values(noise_image(100, 60).resize((32, 32), Image.Resampling.BILINEAR)))
+    assert torch.equal(preprocess(noise_image(32, 32), tile=32, global_view=True)[0][0], values(noise_image(32, 32)))
 
 
 @pytest.mark.parametrize(
@@ -586,7 +586,7 @@ def test_without_max_side_the_image_is_one_tile():
 )
 @pytest.mark.parametrize("global_view", [True, False])
 def test_tiles_join_to_the_resized_image(size, to_max_side, grid, global_view):
-    picture = noise(*size)
+    picture = noise_image(*size)
     tiles, got = preprocess(picture, tile=32, max_side=128, to_max_side=to_max_side, global_view=global_view)
     rows, columns = grid
     resized = picture.resize((columns * 32, rows * 32), Image.Resampling.BICUBIC)
@@ -604,8 +604,8 @@ def test_tiles_join_to_the_resized_image(size, to_max_side, grid, global_view):
 @pytest.mark.parametrize(("max_side", "size"), [(2**20, "1048576 x 524288"), (2**31 - 512, "2147483136 x 1073741824")])
 def test_resizing_beyond_the_pixel_limit_is_refused(max_side, size):
     with pytest.raises(ValueError, match=f"^a picture of 40 x 20 would be resized to {size}, .*max_side={max_side}"):
-        preprocess(noise(40, 20), tile=512, max_side=max_side, to_max_side=True)
-    tiles, grid = preprocess(noise(40, 20), tile=512, max_side=max_side)
+        preprocess(noise_image(40, 20), tile=512, max_side=max_side, to_max_side=True)
+    tiles, grid = preprocess(noise_image(40, 20), tile=512, max_side=max_side)
     assert grid == (1, 1) and len(tiles) == 1
 
 
@@ -617,15 +617,15 @@ def test_global_view_is_the_whole_image():
 
 def test_pixels_are_normalized_only_with_mean_and_std():
     options = {"tile": 32, "max_side": 64, "global_view": True}
-    plain, _ = preprocess(noise(60, 40), **options)
-    scaled, _ = preprocess(noise(60, 40), **options, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
+    plain, _ = preprocess(noise_image(60, 40), **options)
+    scaled, _ = preprocess(noise_image(60, 40), **options, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
     shape = (1, 3, 1, 1)
     expected = (plain - torch.tensor([0.5, 0.4, 0.3]).view(shape)) / torch.tensor([0.5, 0.25, 0.2]).view(shape)
     assert torch.allclose(scaled, expected, atol=1e-6)
     with pytest.raises(ValueError, match="mean=None and std=0.5 must be given together"):
-        preprocess(noise(), tile=32, std=0.5)
+        preprocess(noise_image(), tile=32, std=0.5)
 
 
 def test_preprocess_takes_rgb_only():
     with pytest.raises(ValueError, match="RGB images, not RGBA: read the image with load_image"):
-        preprocess(noise().convert("RGBA"), tile=32)
+        preprocess(noise_image().convert("RGBA"), tile=32)

@@ -15,7 +15,7 @@ START = 1
 R1C1, R1C2, R2C1, R2C2, R3C1, R3C2 = 514, 515, 522, 523, 530, 531  # eight to a row
 
 
-def noise(width, height, seed=0):
+def noise_image(width, height, seed=0):
     return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
 
 
@@ -29,7 +29,7 @@ def processor(tiled):
 
 def encode_one(processor, sizes, prompt="Hi?"):
     """The ids of one row, and its number of tiles."""
-    inputs = processor([[noise(*size, seed) for seed, size in enumerate(sizes)]], [prompt])
+    inputs = processor([[noise_image(*size, seed) for seed, size in enumerate(sizes)]], [prompt])
     assert inputs["attention_mask"].eq(1).all() and len(inputs["input_ids"]) == 1
     return inputs["input_ids"][0].tolist(), 0 if inputs["images"] is None else len(inputs["images"])
 
@@ -73,11 +73,11 @@ def test_several_images_are_numbered_from_0(processor):
 
 
 def test_tiles_are_in_the_order_of_their_tokens(processor):
-    tall = noise(*TALL)
-    inputs = processor([[noise(*SQUARE), tall]], ["?"])
+    tall = noise_image(*TALL)
+    inputs = processor([[noise_image(*SQUARE), tall]], ["?"])
     resized = tall.resize((32, 48), Image.Resampling.BICUBIC)
     tiles = [resized.crop((x, y, x + 16, y + 16)) for y in (0, 16, 32) for x in (0, 16)]
-    for image, tile in zip(inputs["images"], [noise(*SQUARE), None, *tiles]):
+    for image, tile in zip(inputs["images"], [noise_image(*SQUARE), None, *tiles]):
         if tile is not None:
             flat = torch.tensor(list(tile.tobytes())).view(16, 16, 3).permute(2, 0, 1)
             assert torch.equal(image, flat / 255)
@@ -86,7 +86,7 @@ def test_tiles_are_in_the_order_of_their_tokens(processor):
 def test_every_image_token_gets_an_embedding(tiled):
     model, processor = tiled
     for sizes in ([], [SQUARE], [WIDE], [TALL], [TALL, SQUARE, WIDE], [(500, 400)]):
-        inputs = processor([[noise(*size) for size in sizes]], ["What is this <|image|>?"])
+        inputs = processor([[noise_image(*size) for size in sizes]], ["What is this <|image|>?"])
         x = model.embed(inputs["input_ids"], inputs["images"])
         image_tokens = inputs["input_ids"] == IMAGE
         assert int(image_tokens.sum()) == 4 * (0 if inputs["images"] is None else len(inputs["images"]))
@@ -97,7 +97,13 @@ def test_every_image_token_gets_an_embedding(tiled):
 
 def test_padded_row_matches_unpadded(tiled):
     model, processor = tiled
-    pictures = [[], [noise(*TALL, 1)], [noise(*WIDE, 2), noise(*SQUARE, 3), noise(*SQUARE, 4)], [noise(*SQUARE, 5)], []]
+    pictures = [
+        [],
+        [noise_image(*TALL, 1)],
+        [noise_image(*WIDE, 2), noise_image(*SQUARE, 3), noise_image(*SQUARE, 4)],
+        [noise_image(*SQUARE, 5)],
+        [],
+    ]
     prompts = ["What is 1 + 1?", "Describe this picture.", "Which one? " * 5, "?", "A longer question. " * 12]
     batch = processor(pictures, prompts)
     mask = batch["attention_mask"]
@@ -112,22 +118,22 @@ def test_padded_row_matches_unpadded(tiled):
 
 def test_missing_tile_token_is_named(processor):
     narrow = Processor(replace(processor.cfg, vlm_extra_tokens=extra_tokens(2)), processor.tokenizer)
-    narrow([[noise(*WIDE)]], ["?"])
+    narrow([[noise_image(*WIDE)]], ["?"])
     with pytest.raises(ValueError, match="3 x 2 tiles, but vlm_extra_tokens has no r3c2"):
-        narrow([[noise(*TALL)]], ["?"])
+        narrow([[noise_image(*TALL)]], ["?"])
     with pytest.raises(ValueError, match="2 rows of images, but 1 prompts"):
         narrow([[], []], ["?"])
 
 
-def test_single_tile_model_resizes_any_image_to_one_tile(speaker):
-    _, processor = speaker
+def test_single_tile_model_resizes_any_image_to_one_tile(model_and_processor):
+    _, processor = model_and_processor
     for size in ((96, 96), (300, 90), (1092, 1092), (7, 400)):  # the resize rule would give 1092 x 1092 two tiles
         ids, images = encode_one(processor, [size])
         assert images == 1 and ids.count(IMAGE) == 36 and ids.count(GLOBAL) == 1
 
 
 def tile_count_and_grid(processor, size):
-    images, grid = processor.preprocess(noise(*size))
+    images, grid = processor.preprocess(noise_image(*size))
     return len(images), grid
 
 
@@ -155,10 +161,10 @@ def test_upscale_false_keeps_small_images_small(processor):
     assert tile_count_and_grid(large, (500, 400)) == tile_count_and_grid(small, (500, 400)) == (17, (4, 4))
 
 
-def test_max_tiles_changes_nothing_for_a_single_tile_model(speaker):
-    _, processor = speaker
+def test_max_tiles_changes_nothing_for_a_single_tile_model(model_and_processor):
+    _, processor = model_and_processor
     limited = Processor(processor.cfg, processor.tokenizer, max_tiles=1, upscale=False)
-    assert torch.equal(limited.preprocess(noise(300, 90))[0], processor.preprocess(noise(300, 90))[0])
+    assert torch.equal(limited.preprocess(noise_image(300, 90))[0], processor.preprocess(noise_image(300, 90))[0])
 
 
 def test_max_tiles_of_0_is_an_error(processor):
@@ -168,7 +174,7 @@ def test_max_tiles_of_0_is_an_error(processor):
 
 def test_questions_share_their_common_prefix(tiled):
     _, processor = tiled
-    images, texts = [noise(*TALL, 1), noise(*SQUARE, 2)], ["Which?", "Where is it? " * 3, "Which one?"]
+    images, texts = [noise_image(*TALL, 1), noise_image(*SQUARE, 2)], ["Which?", "Where is it? " * 3, "Which one?"]
     batch = processor.encode_questions(images, texts)
     shared, mask = batch["shared_prefix_length"], batch["attention_mask"]
     assert len(batch["images"]) == 8 and mask[:, :shared].all() and mask[:, -1].all()

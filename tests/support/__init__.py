@@ -31,6 +31,3 @@ def randomize(model: torch.nn.Module) -> torch.nn.Module:
 def noise_image(width=60, height=40, seed=0):
     """An image of random pixels."""
     return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
-
-
-randomise, noise = randomize, noise_image  # their former names

@@ -62,8 +62,3 @@ def read_or_eof(file):
 
 
 IMAGE_NAMES = ["a.png", "b two.jpg", "deep/ünï-🙂.png", "deep/er/c.webp", "d.gif"]
-
-
-# their former names
-SHORT, NAMES, Terminal = FAST_FLAGS, IMAGE_NAMES, FakeTerminal
-user_runs, stdin_of, refused, read_or_end = run_program, set_stdin, assert_usage_error, read_or_eof

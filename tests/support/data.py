@@ -11,13 +11,13 @@ import pytest
 from nanovlm.data import ReadOptions, Source, open_source
 from nanovlm.errors import NanoVLMError
 from nanovlm.image_processing import load_image
-from support import noise
+from support import noise_image
 
 OPTIONS = ReadOptions(prompt="What?")
 
 
 def image(seed):
-    return noise(20, 16, seed)
+    return noise_image(20, 16, seed)
 
 
 def png(seed):

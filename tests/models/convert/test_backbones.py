@@ -379,7 +379,7 @@ def test_with_its_tokenizer_it_is_a_models_folder(tmp_path, pair):
     save_checkpoint(tmp_path / "model", captioner.model, tokenizer.to_json())
     shutil.rmtree(tmp_path / "llama")
     again = Captioner.from_pretrained(tmp_path / "model", "cpu", "float32")
-    said = [speaker.caption(SAMPLE, max_new_tokens=8) for speaker in (captioner, again)]
+    said = [model_and_processor.caption(SAMPLE, max_new_tokens=8) for model_and_processor in (captioner, again)]
     assert said[0] == said[1]
     cfg = load_config(tmp_path / "model")
     assert cfg == captioner.model.cfg

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from models.decoding import SamplingParams
 from models.kv_study.encoder_decoder import EncoderDecoder, TextDecoder, TextPrefillState
 from models.kv_study.hook_cache import HookCache, install_kv_cache_hooks
-from support import randomise
+from support import randomize
 
 
 def chunked_logits(decoder, ids, xa, cuts):
@@ -47,7 +47,7 @@ def whisper_decoder():
     """OpenAI's decoder with random weights, and ours with the same weights, loaded strictly."""
     whisper = pytest.importorskip("whisper.model", reason="openai-whisper is in the extra `test`")
     torch.manual_seed(0)
-    theirs = randomise(whisper.TextDecoder(50, 16, 24, 4, 3)).eval()
+    theirs = randomize(whisper.TextDecoder(50, 16, 24, 4, 3)).eval()
     ours = TextDecoder(50, 16, 24, 4, 3).eval()
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
@@ -88,7 +88,7 @@ def test_chunked_prefill_matches_a_single_pass(data):
     n_images, beams, length = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 8))
     cuts = sorted(draw(st.sets(st.integers(1, max(1, length - 1)), max_size=3))) if length > 1 else []
     torch.manual_seed(draw(st.integers(0, 999)))
-    decoder = randomise(TextDecoder(20, 8, 8 * n_head, n_head, n_layer)).eval()
+    decoder = randomize(TextDecoder(20, 8, 8 * n_head, n_head, n_layer)).eval()
     ids, xa = torch.randint(20, (n_images * beams, length)), torch.randn(n_images, 5, 8 * n_head)
     with torch.no_grad():
         whole = decoder(ids, xa.repeat_interleave(beams, 0))

@@ -10,7 +10,7 @@ from models.config import CHATML
 from nanovlm.data.examples import IGNORE_INDEX, Example, ExampleError, collate, encode, encode_checked
 from nanovlm.processor import Processor
 from nanovlm.tokenizer import Tokenizer
-from support import noise
+from support import noise_image
 
 PAIRS = [
     ("What is this?", "A red star."),
@@ -19,11 +19,11 @@ PAIRS = [
     ("Is it red?", "yes"),
 ]
 EXAMPLES = {
-    "one tile": Example([noise(16, 16)], PAIRS),
-    "tiles": Example([noise(30, 48, 1)], PAIRS[1:]),
-    "two images": Example([noise(30, 14, 2), noise(16, 16, 3)], PAIRS[:2]),
+    "one tile": Example([noise_image(16, 16)], PAIRS),
+    "tiles": Example([noise_image(30, 48, 1)], PAIRS[1:]),
+    "two images": Example([noise_image(30, 14, 2), noise_image(16, 16, 3)], PAIRS[:2]),
     "no image": Example([], PAIRS),
-    "special tokens as text": Example([noise(16, 16, 4)], [("What is <|image|>?", "It is <|im_end|>, as text.")]),
+    "special tokens as text": Example([noise_image(16, 16, 4)], [("What is <|image|>?", "It is <|im_end|>, as text.")]),
 }
 TURNS = [("What is this?", "A red star."), ("Is it red?", "yes"), ("Where\nis it? <|im_end|>", "To the left.")]
 
@@ -74,7 +74,7 @@ def test_loss_is_the_mean_over_all_answer_tokens_asked_alone(tiled):
     assert abs(loss.item() - sum(losses) / len(losses)) < 1e-5
 
 
-@pytest.mark.parametrize("images", [[], [noise(16, 16)]])
+@pytest.mark.parametrize("images", [[], [noise_image(16, 16)]])
 def test_example_without_an_answer_is_refused_by_name(images, processor):
     with pytest.raises(ExampleError, match=r"holiday/7\.png has no answer to learn"):
         encode(Example(images, [], name="holiday/7.png"), processor)
@@ -113,7 +113,7 @@ def test_padding_changes_no_loss(tiled):
     assert abs(loss.item() - sum(losses) / len(losses)) < 1e-5
 
 
-@pytest.mark.parametrize("images", [[], [noise(16, 16)], [noise(30, 14, 2), noise(16, 16, 3)]])
+@pytest.mark.parametrize("images", [[], [noise_image(16, 16)], [noise_image(30, 14, 2), noise_image(16, 16, 3)]])
 def test_turn_reads_what_generation_reads_after_the_turns_before(images, processor):
     row = encode(Example(images, TURNS, multi_turn=True), processor)
     ids = [*row.ids, row.targets[-1]]
@@ -141,7 +141,7 @@ def test_conversation_that_the_chat_template_changes_is_refused(processor):
 
 
 def test_conversation_of_one_turn_equals_a_question(processor):
-    question, turn = (encode(Example([noise(16, 16)], TURNS[:1], multi_turn=m), processor) for m in (False, True))
+    question, turn = (encode(Example([noise_image(16, 16)], TURNS[:1], multi_turn=m), processor) for m in (False, True))
     assert (question.ids, question.targets, question.mask) == (turn.ids, turn.targets, turn.mask)
 
 
@@ -156,7 +156,7 @@ def test_conversation_of_one_turn_equals_a_question(processor):
 )
 def test_example_that_would_teach_something_else_is_refused(processor, prompt, answer, message):
     with pytest.raises(ExampleError) as error:
-        encode_checked(Example([noise(16, 16)], [("Hi", "Ho"), (prompt, answer)], "a.png"), processor)
+        encode_checked(Example([noise_image(16, 16)], [("Hi", "Ho"), (prompt, answer)], "a.png"), processor)
     assert str(error.value).startswith("a.png ") and message in str(error.value) and "\n" not in str(error.value)
 
 

@@ -13,7 +13,7 @@ from nanovlm.data import Batches, Mixture, Source, Stream, Subset, split
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.errors import DataError
 from nanovlm.image_processing import random_crop
-from support import noise
+from support import noise_image
 
 
 def make_example(record, name):
@@ -180,7 +180,7 @@ def test_batches_are_a_pure_function_and_can_be_pickled(tiled):
 
 
 def test_only_images_shown_before_are_cropped(tiled):
-    image = noise(40, 30)
+    image = noise_image(40, 30)
     make = lambda record, name: Example([image], [("?", str(record))], name)  # noqa: E731
     small, endless = Source("small", range(6), make), Source("endless", range(10**6), make, endless=True)
     mixture = Mixture([Subset(small, range(6)), Subset(endless, range(10**6), 0.4)], 0)

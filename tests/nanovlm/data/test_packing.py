@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from models.language_model import PACK_STRIDE, build_attention_mask
 from nanovlm.data.examples import EncodedExample, Example, collate, encode
 from nanovlm.data.packing import join, pack
-from support import noise
+from support import noise_image
 
 PAIRS = [("What is this?", "A red star."), ("How many stars are there? " * 3, "one"), ("?", ""), ("Is it?", "yes")]
 EXAMPLES = [
-    Example([noise(16, 16, 0)], PAIRS),
+    Example([noise_image(16, 16, 0)], PAIRS),
     Example([], PAIRS[:2]),
-    Example([noise(30, 48, 1)], PAIRS[1:]),
-    Example([noise(30, 14, 2), noise(16, 16, 3)], PAIRS[:2]),
+    Example([noise_image(30, 48, 1)], PAIRS[1:]),
+    Example([noise_image(30, 14, 2), noise_image(16, 16, 3)], PAIRS[:2]),
     Example([], PAIRS[3:]),
-    Example([noise(16, 16, 4)], PAIRS[3:]),
+    Example([noise_image(16, 16, 4)], PAIRS[3:]),
 ]
 
 

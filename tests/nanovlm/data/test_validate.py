@@ -5,11 +5,11 @@ import pytest
 from nanovlm.data import Source, Subset
 from nanovlm.data.examples import Example
 from nanovlm.data.validate import check_data
-from support import noise
+from support import noise_image
 
 PAIRS = [("What is this?", "A red star."), ("Is it red?", "yes")]
 RECORDS = {
-    "questions": Example([noise(16, 16)], PAIRS),
+    "questions": Example([noise_image(16, 16)], PAIRS),
     "conversation": Example([], PAIRS, multi_turn=True),
     "empty": Example([], [("What?", " ")]),
 }

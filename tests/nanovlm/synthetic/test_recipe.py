@@ -24,14 +24,14 @@ DIGESTS = {
 
 
 @pytest.mark.parametrize(("pack", "step"), DIGESTS)
-def test_training_data_are_those_of_the_published_weights(speaker, pack, step):
-    batch = batches(speaker[1], batch_size=4, seed=0, pack=pack)(step)
+def test_training_data_are_those_of_the_published_weights(model_and_processor, pack, step):
+    batch = batches(model_and_processor[1], batch_size=4, seed=0, pack=pack)(step)
     tokens = b"".join(batch[name].numpy().tobytes() for name in ("input_ids", "targets", "attention_mask"))
     assert blake2b(tokens, digest_size=8).hexdigest() == DIGESTS[pack, step]
 
 
-def test_a_batch_is_a_pure_function_of_seed_and_step(speaker):
-    _, processor = speaker
+def test_a_batch_is_a_pure_function_of_seed_and_step(model_and_processor):
+    _, processor = model_and_processor
     one, other = (batches(processor, batch_size=2, seed=3) for _ in range(2))
     other(4)
     for a, b in zip(one(5).values(), other(5).values()):
@@ -43,8 +43,8 @@ def test_a_batch_is_a_pure_function_of_seed_and_step(speaker):
     assert not torch.equal(one(5)["images"], batches(processor, batch_size=2, seed=4)(5)["images"])
 
 
-def test_packed_batch_has_the_same_loss_in_fewer_rows(speaker):
-    model, processor = speaker
+def test_packed_batch_has_the_same_loss_in_fewer_rows(model_and_processor):
+    model, processor = model_and_processor
     padded, packed = (batches(processor, batch_size=6, seed=0, pack=length)(0) for length in (0, 600))
     assert len(packed["input_ids"]) < len(padded["input_ids"]) == len(packed["images"]) == 6
     with torch.no_grad():

@@ -14,7 +14,7 @@ from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext, run_and_exit
 from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.signals import TrainingInterrupted
-from support import TINY, randomise
+from support import TINY, randomize
 from support.logs import log_lines
 
 DEFAULTS = {
@@ -51,7 +51,7 @@ def run(
 
     # the initial weights of other processes must not count; adapters start from the model as it is
     torch.manual_seed(0 if settings.get("lora_rank") else int(os.environ.get("RANK", 0)))
-    model = randomise(VisionLanguageModel(VLMConfig(**TINY), 3))
+    model = randomize(VisionLanguageModel(VLMConfig(**TINY), 3))
     context = DistributedContext(model.device, **({"max_bucketed_bytes": bucket} if bucket else {}))
     task = TrainingTask(get_batch, "{}", folder, validation=lambda i: get_batch(N_VALIDATION // rows + i))
     with log_lines() as lines:

@@ -37,10 +37,10 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def learn(tiny_model, words_and_images):
+def learn(tiny_model, make_batch):
     """Train a tiny model with dropout into a folder; returns the lines it logged."""
 
-    def learn(folder, cfg=CFG, batch=words_and_images, seed=0, **options):
+    def learn(folder, cfg=CFG, batch=make_batch, seed=0, **options):
         with log_lines() as lines:
             train(tiny_model(seed, lm_dropout=0.1, vit_dropout=0.1), "{}", batch, cfg, folder, **options)
         return lines
@@ -83,11 +83,11 @@ def checkpoints(folder):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_resumed_run_equals_uninterrupted_bit_for_bit(learn, words_and_images, tmp_path, variant):
+def test_resumed_run_equals_uninterrupted_bit_for_bit(learn, make_batch, tmp_path, variant):
     cfg = replace(CFG, **VARIANTS[variant])
     learn(tmp_path / "whole", cfg)
     torch.manual_seed(3)  # leaves torch's generator elsewhere
-    failing = before_batch((cfg.max_steps - 2) * cfg.gradient_accumulation_steps, fail, words_and_images)
+    failing = before_batch((cfg.max_steps - 2) * cfg.gradient_accumulation_steps, fail, make_batch)
     with pytest.raises(MemoryError):
         learn(tmp_path / "run", cfg, failing)
     assert learn(tmp_path / "run", cfg)[0] == f"resumed {tmp_path / 'run'} at step {3 if cfg.max_steps == 6 else 9}"
@@ -99,10 +99,10 @@ def test_resumed_run_equals_uninterrupted_bit_for_bit(learn, words_and_images, t
     assert states[0] == states[1] and bool(states[0]["scaler"]) == (variant == "float16")
 
 
-def test_checkpoint_of_the_first_version_is_resumed(learn, words_and_images, tmp_path, uninterrupted):
+def test_checkpoint_of_the_first_version_is_resumed(learn, make_batch, tmp_path, uninterrupted):
     """Its training.json names the settings as that version did."""
     with pytest.raises(MemoryError):
-        learn(tmp_path, batch=before_batch(4, fail, words_and_images))
+        learn(tmp_path, batch=before_batch(4, fail, make_batch))
     file = tmp_path / "checkpoints/step-3/training.json"
     state = json.loads(file.read_text())
     new = state["config"]
@@ -142,11 +142,11 @@ def test_an_old_checkpoint_is_removed_only_after_the_new_one_is_complete(learn, 
     assert seen == [[], ["step-2"], ["step-2", "step-4"], []], "the last one is the model itself"
 
 
-def test_a_diverged_run_names_the_checkpoints_to_go_back_to(learn, words_and_images, tmp_path):
+def test_a_diverged_run_names_the_checkpoints_to_go_back_to(learn, make_batch, tmp_path):
     cfg = replace(CFG, save_every=2, keep_checkpoints=2)
 
     def poisoned(i):
-        batch = words_and_images(i)
+        batch = make_batch(i)
         return batch | {"images": batch["images"] * float("nan")} if i == 5 else batch
 
     with pytest.raises(TrainingError, match="step 5 has loss nan.* lower lr=0.003 and run again to resume") as caught:
@@ -165,10 +165,10 @@ def test_a_diverged_run_names_the_checkpoints_to_go_back_to(learn, words_and_ima
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_a_checkpoint_and_exits(learn, words_and_images, tmp_path, uninterrupted, number, code):
+def test_a_signal_saves_a_checkpoint_and_exits(learn, make_batch, tmp_path, uninterrupted, number, code):
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with pytest.raises(TrainingInterrupted) as end:
-        learn(tmp_path, batch=before_batch(1, lambda: os.kill(os.getpid(), number), words_and_images))
+        learn(tmp_path, batch=before_batch(1, lambda: os.kill(os.getpid(), number), make_batch))
     assert end.value.code == code
     assert checkpoints(tmp_path) == ["step-2"]
     assert learn(tmp_path)[0].endswith("at step 2")
@@ -176,7 +176,7 @@ def test_a_signal_saves_a_checkpoint_and_exits(learn, words_and_images, tmp_path
     assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 
 
-def test_a_second_signal_stops_at_once(learn, words_and_images, tmp_path):
+def test_a_second_signal_stops_at_once(learn, make_batch, tmp_path):
     def twice():
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
@@ -185,14 +185,14 @@ def test_a_second_signal_stops_at_once(learn, words_and_images, tmp_path):
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
-            learn(tmp_path, batch=before_batch(1, twice, words_and_images))
+            learn(tmp_path, batch=before_batch(1, twice, make_batch))
     finally:
         signal.signal(signal.SIGINT, usual)
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_signal_during_the_last_step_lets_the_run_finish(learn, words_and_images, tmp_path):
-    learn(tmp_path, batch=before_batch(5, lambda: os.kill(os.getpid(), signal.SIGTERM), words_and_images))
+def test_a_signal_during_the_last_step_lets_the_run_finish(learn, make_batch, tmp_path):
+    learn(tmp_path, batch=before_batch(5, lambda: os.kill(os.getpid(), signal.SIGTERM), make_batch))
     assert (tmp_path / "model.safetensors").exists()
 
 
@@ -308,11 +308,11 @@ def test_a_checkpoint_without_its_optimizer_is_not_left_behind(learn, tmp_path, 
     assert tensors(tmp_path) == uninterrupted
 
 
-def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(learn, words_and_images, tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(learn, make_batch, tmp_path):
     (tmp_path / "file").write_text("mine")
     remedy = "file cannot be written: .*File exists.*; correct that and run the same command again to start over"
     with pytest.raises(TrainingError, match=remedy):
-        learn(tmp_path / "file", batch=before_batch(0, fail, words_and_images))
+        learn(tmp_path / "file", batch=before_batch(0, fail, make_batch))
 
 
 DAMAGES = [
@@ -349,12 +349,12 @@ def test_a_run_past_a_damaged_checkpoint_replaces_it(learn, tmp_path, uninterrup
 
 
 @pytest.mark.parametrize("change", [{"lm_n_blocks": 3}, {"lm_inter_dim": 40}, {"lm_re_base": 50.0}], ids=str)
-def test_a_folder_of_another_model_is_refused_and_left_alone(tiny_model, words_and_images, tmp_path, change):
+def test_a_folder_of_another_model_is_refused_and_left_alone(tiny_model, make_batch, tmp_path, change):
     cfg = replace(CFG, max_steps=3)
-    train(tiny_model(), "{}", words_and_images, cfg, tmp_path)
+    train(tiny_model(), "{}", make_batch, cfg, tmp_path)
     before = tensors(tmp_path)
     with pytest.raises(CheckpointError, match="step-3") as caught:
-        train(tiny_model(**change), "{}", words_and_images, cfg, tmp_path)
+        train(tiny_model(**change), "{}", make_batch, cfg, tmp_path)
     ((name, value),) = change.items()
     message = str(caught.value)
     assert f"a model with {name}={getattr(tiny_model().cfg, name)}, but this one has {name}={value}" in message
@@ -381,9 +381,9 @@ def test_adapters_are_resumed_only_with_the_model_they_were_trained_on(learn, tm
         learn(tmp_path, cfg, seed=1)
 
 
-def test_a_part_without_gradients_yet_is_resumed(learn, words_and_images, tmp_path):
+def test_a_part_without_gradients_yet_is_resumed(learn, make_batch, tmp_path):
     def text_only(i):
-        return words_and_images(i, images=False)
+        return make_batch(i, images=False)
 
     learn(tmp_path, replace(CFG, max_steps=3), text_only)
     assert learn(tmp_path, CFG)[0].startswith("resumed")

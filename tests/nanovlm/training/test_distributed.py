@@ -133,9 +133,9 @@ def test_torchrun_starts_the_processes(folder, tmp_path):
         torch.testing.assert_close(ours[name], whole[name], atol=1e-5, rtol=1e-5)
 
 
-def test_fsdp_needs_several_processes(tiny_model, words_and_images, tmp_path):
+def test_fsdp_needs_several_processes(tiny_model, make_batch, tmp_path):
     with pytest.raises(InputError, match="this is one; start it by torchrun"):
-        train(tiny_model(), "{}", words_and_images, TrainConfig(fsdp=True, num_workers=0), tmp_path)
+        train(tiny_model(), "{}", make_batch, TrainConfig(fsdp=True, num_workers=0), tmp_path)
 
 
 def test_a_process_under_torchrun_exits_at_once_with_its_code(monkeypatch):

@@ -27,14 +27,14 @@ from nanovlm.training.config import ADAPTERS, FINETUNING, SCENES
 from nanovlm.training.finetuning import prepare
 from nanovlm.training.loop import Trainer
 from nanovlm.training.memory import memory_errors
-from support.cli import refused
+from support.cli import assert_usage_error
 
 QUICK = ["--max-steps", "3", "--batch-size", "4", "--num-workers", "0", "--device", "cpu", "--out", "out"]
 LABEL = "A photograph of my cat."
 
 
 @pytest.fixture(autouse=True)
-def standing(tmp_path, monkeypatch):
+def workdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
 
@@ -288,14 +288,14 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
 )
 def test_wrong_use_is_one_line_before_any_work(train, flags, words):
     scenes(4)
-    refused(train(*flags.split()), *words, program="train.py")
+    assert_usage_error(train(*flags.split()), *words, program="train.py")
     assert not Path("out").exists()
 
 
 def test_a_model_without_checkpoints_is_not_overwritten(train):
     scenes(2)
     shutil.copytree(EMBEDDED, "begun")
-    refused(
+    assert_usage_error(
         train("--data", "mine", *QUICK, "--model", "begun", "--out", "begun"), "begun holds a model", program="train.py"
     )
     assert Path("begun/model.safetensors").read_bytes() == Path(EMBEDDED, "model.safetensors").read_bytes()
@@ -304,7 +304,7 @@ def test_a_model_without_checkpoints_is_not_overwritten(train):
 def test_without_tensorboard_its_flag_names_the_extra(train, monkeypatch):
     scenes(2)
     monkeypatch.setattr("nanovlm.cli.train.find_spec", lambda name: None)
-    refused(train("--data", "mine", *QUICK, "--tensorboard"), "nanovlm[tensorboard]", program="train.py")
+    assert_usage_error(train("--data", "mine", *QUICK, "--tensorboard"), "nanovlm[tensorboard]", program="train.py")
 
 
 def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(train):

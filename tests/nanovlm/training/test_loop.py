@@ -27,9 +27,9 @@ CFG = TrainConfig(
 
 
 @pytest.fixture(scope="module")
-def processor(speaker, tiny_config):
+def processor(model_and_processor, tiny_config):
     """For a model of one tile whose dropout draws numbers at every step."""
-    tokenizer = speaker[1].tokenizer
+    tokenizer = model_and_processor[1].tokenizer
     cfg = tiny_config(
         max_img_size=16,
         vlm_extra_tokens=extra_tokens(0),

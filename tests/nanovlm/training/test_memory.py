@@ -29,19 +29,19 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def estimate(tiny_model, words_and_images):
+def estimate(tiny_model, make_batch):
     """The estimate for a tiny model with changed settings; made once for several tests."""
 
     @cache
     def estimate(**changes):
-        return estimate_memory(tiny_model(lm_dropout=0.1), words_and_images, replace(CFG, **changes))
+        return estimate_memory(tiny_model(lm_dropout=0.1), make_batch, replace(CFG, **changes))
 
     return estimate
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_rehearsed_step_needs_what_a_real_step_needs(tiny_model, words_and_images, estimate, variant):
-    cfg, model, batch = replace(CFG, **VARIANTS[variant]), tiny_model(lm_dropout=0.1).train(), words_and_images(0)
+def test_a_rehearsed_step_needs_what_a_real_step_needs(tiny_model, make_batch, estimate, variant):
+    cfg, model, batch = replace(CFG, **VARIANTS[variant]), tiny_model(lm_dropout=0.1).train(), make_batch(0)
     freeze(model, cfg)
     dtype = torch.bfloat16 if variant == "bfloat16" else torch.float32
     with LiveMemory(len(batch["images"]) * 4) as memory, accelerated(model, cfg):
@@ -70,14 +70,14 @@ def test_the_estimate_sees_what_saves_memory(estimate):
     assert estimate(lora_rank=2).peak - estimate(lora_rank=2).process < plain.peak - plain.process
 
 
-def test_the_largest_of_the_first_batches_counts(tiny_model, words_and_images):
-    estimated = estimate_memory(tiny_model(), lambda i: words_and_images(i, (40 if i == 5 else 9, 6)), CFG)
+def test_the_largest_of_the_first_batches_counts(tiny_model, make_batch):
+    estimated = estimate_memory(tiny_model(), lambda i: make_batch(i, (40 if i == 5 else 9, 6)), CFG)
     assert estimated.tokens == 2 * 48
 
 
-def test_an_estimate_is_one_line_and_leaves_the_model_as_it_was(tiny_model, words_and_images):
+def test_an_estimate_is_one_line_and_leaves_the_model_as_it_was(tiny_model, make_batch):
     model = tiny_model()
-    estimate = estimate_memory(model, words_and_images, replace(CFG, lora_rank=2))
+    estimate = estimate_memory(model, make_batch, replace(CFG, lora_rank=2))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), tiny_model().parameters(), strict=True))
     line = str(estimate)
     assert line.startswith(f"{estimate.parameters:,} parameters, {estimate.trained:,} of them trained")

@@ -30,10 +30,10 @@ def caption_images(model):
 
 
 @pytest.fixture
-def learn(tiny_model, words_and_images):
+def learn(tiny_model, make_batch):
     """Train a tiny model into folder; the lines it logged."""
 
-    def learn(folder, cfg=CFG, batch=words_and_images, **options):
+    def learn(folder, cfg=CFG, batch=make_batch, **options):
         with log_lines() as lines:
             train(tiny_model(), "{}", batch, cfg, folder, **options)
         return lines
@@ -41,18 +41,18 @@ def learn(tiny_model, words_and_images):
     return learn
 
 
-def held_out(words_and_images):
-    return lambda i: words_and_images(100 + i, (4 + 9 * i, 6))
+def held_out(make_batch):
+    return lambda i: make_batch(100 + i, (4 + 9 * i, 6))
 
 
-def test_every_step_is_a_line_of_numbers(learn, tiny_model, words_and_images, tmp_path):
+def test_every_step_is_a_line_of_numbers(learn, tiny_model, make_batch, tmp_path):
     lines = learn(tmp_path)
     entries = read_metrics(tmp_path / "metrics.jsonl")
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5, 6]
     assert all(entry.keys() == {"step", "loss", "lr", "grad_norm", "tokens_per_s", "memory"} for entry in entries)
     assert [entry["lr"] for entry in entries] == [CFG.lr_at(step) for step in range(6)]
     model = tiny_model()
-    _, loss = model(**words_and_images(0))
+    _, loss = model(**make_batch(0))
     loss.backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
     assert entries[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
@@ -81,11 +81,11 @@ def test_pace_is_measured_by_the_clock(tmp_path):
     assert lines[1].startswith("step 10/12  loss 2.0000  lr 1.0e-01  5.50 s/step  18 tokens/s  ")
 
 
-def test_the_validation_loss_is_the_mean_over_all_held_out_answers(learn, tiny_model, words_and_images, tmp_path):
-    batch, shape = held_out(words_and_images), {"lm_dropout": 0.5}
+def test_the_validation_loss_is_the_mean_over_all_held_out_answers(learn, tiny_model, make_batch, tmp_path):
+    batch, shape = held_out(make_batch), {"lm_dropout": 0.5}
     model = tiny_model(**shape)
     with log_lines() as lines:
-        train(model, "{}", words_and_images, CFG, tmp_path, validation=batch)
+        train(model, "{}", make_batch, CFG, tmp_path, validation=batch)
     evaluations = [entry for entry in read_metrics(tmp_path / "metrics.jsonl") if "validation_loss" in entry]
     assert [entry["step"] for entry in evaluations] == [0, 2, 4, 6]
     for entry, one in ((evaluations[0], tiny_model(**shape)), (evaluations[-1], model)):
@@ -99,24 +99,24 @@ def test_the_validation_loss_is_the_mean_over_all_held_out_answers(learn, tiny_m
     assert f"step 6/6  validation loss {evaluations[-1]['validation_loss']:.4f}" in lines
 
 
-def test_evaluation_changes_no_weights(learn, words_and_images, tmp_path):
+def test_evaluation_changes_no_weights(learn, make_batch, tmp_path):
     learn(tmp_path / "without")
-    learn(tmp_path / "with", validation=held_out(words_and_images), caption_images=caption_images)
+    learn(tmp_path / "with", validation=held_out(make_batch), caption_images=caption_images)
     without, with_evaluation = (load_file(tmp_path / run / "model.safetensors") for run in ("without", "with"))
     assert all(torch.equal(without[name], with_evaluation[name]) for name in without)
 
 
-def test_a_resumed_run_writes_the_metrics_of_an_uninterrupted_one(learn, words_and_images, tmp_path):
+def test_a_resumed_run_writes_the_metrics_of_an_uninterrupted_one(learn, make_batch, tmp_path):
     def failing(i):
         if i == 5:
             raise MemoryError
-        return words_and_images(i)
+        return make_batch(i)
 
     def metrics(folder):
         entries = read_metrics(folder / "metrics.jsonl")
         return [{k: v for k, v in entry.items() if k not in ("tokens_per_s", "memory")} for entry in entries]
 
-    options = {"validation": held_out(words_and_images), "caption_images": caption_images}
+    options = {"validation": held_out(make_batch), "caption_images": caption_images}
     learn(tmp_path / "whole", **options)
     with pytest.raises(MemoryError):
         learn(tmp_path / "run", batch=failing, **options)
@@ -142,12 +142,12 @@ def test_an_overflow_is_null_because_json_has_no_infinity(learn, tmp_path):
     assert entry["grad_norm"] is None and entry["loss"] > 0
 
 
-def test_metrics_that_cannot_be_written_stop_the_run_with_one_line(learn, words_and_images, tmp_path):
+def test_metrics_that_cannot_be_written_stop_the_run_with_one_line(learn, make_batch, tmp_path):
     def fill_disk(i):
         if i == 4:
             (tmp_path / "metrics.jsonl").unlink()
             (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-        return words_and_images(i)
+        return make_batch(i)
 
     with pytest.raises(
         TrainingError, match="No space left on device; free some disk space and .* from .*step-3"
@@ -156,10 +156,10 @@ def test_metrics_that_cannot_be_written_stop_the_run_with_one_line(learn, words_
     assert "\n" not in str(caught.value)
 
 
-def test_tensorboard_shows_the_same_curves(learn, words_and_images, tmp_path):
+def test_tensorboard_shows_the_same_curves(learn, make_batch, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    learn(tmp_path, replace(CFG, tensorboard=True), validation=held_out(words_and_images))
+    learn(tmp_path, replace(CFG, tensorboard=True), validation=held_out(make_batch))
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     for name in ("loss", "lr", "grad_norm", "validation_loss"):
         entries = [(entry["step"], entry[name]) for entry in read_metrics(tmp_path / "metrics.jsonl") if name in entry]

@@ -32,10 +32,10 @@ def changes_since(model, before):
 
 
 @pytest.fixture
-def learn(tiny_model, words_and_images, tmp_path):
+def learn(tiny_model, make_batch, tmp_path):
     """Train a tiny model; returns the change of each weight."""
 
-    def learn(cfg, batch=words_and_images, **changes):
+    def learn(cfg, batch=make_batch, **changes):
         model = tiny_model(**changes)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         train(model, "{}", batch, cfg, tmp_path)
@@ -66,27 +66,27 @@ def test_a_rate_of_0_freezes_a_part_and_keeps_no_moments_of_it(learn, tmp_path, 
         assert (f"{name}/exp_avg" in moments) != name.startswith(prefix)
 
 
-def test_a_frozen_encoder_keeps_no_graph_and_gets_no_gradients(tiny_model, words_and_images):
+def test_a_frozen_encoder_keeps_no_graph_and_gets_no_gradients(tiny_model, make_batch):
     model, cfg = tiny_model(), replace(CFG, vision_rate=0.0)
     freeze(model, cfg)
     assert not model.vision_encoder(torch.rand(1, 3, 16, 16)).requires_grad
-    backward(model, [words_and_images(0)], torch.float32, UNSCALED, CONTEXT)
+    backward(model, [make_batch(0)], torch.float32, UNSCALED, CONTEXT)
     assert all((p.grad is None) == name.startswith("vision_encoder.") for name, p in model.named_parameters())
     freeze(model, CFG)
     assert model.vision_encoder(torch.rand(1, 3, 16, 16)).requires_grad
 
 
-def test_a_batch_without_images_leaves_the_projector_unchanged(learn, words_and_images):
+def test_a_batch_without_images_leaves_the_projector_unchanged(learn, make_batch):
     only = replace(CFG, vision_rate=0.0, language_rate=0.0)
-    assert not any(delta.any() for delta in learn(only, lambda i: words_and_images(i, images=False)).values())
+    assert not any(delta.any() for delta in learn(only, lambda i: make_batch(i, images=False)).values())
 
 
 # --------------------------------------------------------------------------------------- gradient accumulation
 
 
-def test_accumulated_batches_give_the_loss_and_gradients_of_the_whole(tiny_model, words_and_images):
+def test_accumulated_batches_give_the_loss_and_gradients_of_the_whole(tiny_model, make_batch):
     """The pieces have answers of different lengths, so the mean of their losses would be another number."""
-    pieces = [words_and_images(i, lengths) for i, lengths in enumerate([(30, 31), (4, 2), (9, 6)])]
+    pieces = [make_batch(i, lengths) for i, lengths in enumerate([(30, 31), (4, 2), (9, 6)])]
     width = max(piece["input_ids"].size(1) for piece in pieces)
     fillers = {"input_ids": 0, "targets": -100, "attention_mask": 0}
     whole = {
@@ -103,20 +103,20 @@ def test_accumulated_batches_give_the_loss_and_gradients_of_the_whole(tiny_model
         torch.testing.assert_close(gradients(many)[name], gradient, atol=1e-5, rtol=1e-5)
 
 
-def test_a_step_reads_gradient_accumulation_steps_batches(learn, words_and_images):
+def test_a_step_reads_gradient_accumulation_steps_batches(learn, make_batch):
     numbers = []
 
     def batch(i):
         numbers.append(i)
-        return words_and_images(i)
+        return make_batch(i)
 
     learn(replace(CFG, max_steps=2, gradient_accumulation_steps=3), batch)
     assert numbers == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_batch_without_an_answer_is_an_error(learn, words_and_images):
+def test_a_batch_without_an_answer_is_an_error(learn, make_batch):
     def without_answers(i):
-        batch = words_and_images(i)
+        batch = make_batch(i)
         return batch | {"targets": torch.full_like(batch["targets"], -100)}
 
     with pytest.raises(TrainingError, match="no answer tokens"):
@@ -148,8 +148,8 @@ def saved_bytes(model, batch):
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_model, words_and_images, compiled):
-    batch, found = words_and_images(0), []
+def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_model, make_batch, compiled):
+    batch, found = make_batch(0), []
     for checkpointing in (False, True):
         model = tiny_model(lm_dropout=0.1, vit_dropout=0.1).train()
         cfg = replace(CFG, gradient_checkpointing=checkpointing, compile=compiled and checkpointing)
@@ -180,11 +180,11 @@ def test_blocks_are_compiled_only_while_training(tiny_model, checkpointing):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_step_in_half_precision_goes_the_same_way(tiny_model, words_and_images, dtype):
+def test_a_step_in_half_precision_goes_the_same_way(tiny_model, make_batch, dtype):
     precise, half = tiny_model(), tiny_model()
-    exact = backward(precise, [words_and_images(0)], torch.float32, UNSCALED, CONTEXT)
+    exact = backward(precise, [make_batch(0)], torch.float32, UNSCALED, CONTEXT)
     scaler = torch.amp.GradScaler("cpu", init_scale=256, enabled=dtype == "float16")
-    loss = backward(half, [words_and_images(0)], getattr(torch, dtype), scaler, CONTEXT)
+    loss = backward(half, [make_batch(0)], getattr(torch, dtype), scaler, CONTEXT)
     assert loss == pytest.approx(exact, rel=0.02) and loss != exact
     optimizer = adamw(half, CFG)
     scaler.unscale_(optimizer)
