@@ -1,45 +1,48 @@
-"""One step of generation with and without a key/value cache, for minGPT's twins at growing contexts.
+"""One generation step of minGPT with and without a KV cache, at growing contexts.
 
     python -m eval.benchmark
 
-Without: GPT reads all T tokens. With: GPT_kv reads the last one, behind a cache of T - 1. Both see the same ids, share
-their weights (random, of GPT-2's vocabulary), compute in float32, on AMD's CPUs by oneDNN (models/inference/cpu_kernels.py), and
-choose the likeliest next token; that they choose the same is checked before anything is timed. Sizes are counted as
-minGPT does, without lm_head.
+Without a cache, GPT reads all T tokens. With one, GPT_kv reads the last token behind a cache of T - 1. Both read the
+same ids with the same random weights (GPT-2's vocabulary) in float32 and choose the token with the highest logit; that
+they choose the same one is checked before timing. On AMD CPUs both use oneDNN (models/inference/cpu_kernels.py).
+Parameters are counted as minGPT does, without lm_head.
 
-Figures are medians of rounds in which both take turns. Every timed step with a cache starts from the same value of
-T - 1 tokens, made just before, untimed, by a step that reads token T - 1: as in any generation, there is room behind
-that cache. What the room costs is not in these figures: each time a cache has doubled, its tokens are copied once.
+Figures are medians of interleaved rounds. Every timed step with a cache starts from the same T - 1 tokens, which an
+untimed step has just cached, so that the cache has room for one more token. Growing it is not timed: each time a cache
+has doubled, its tokens are copied once.
 """
 
 import argparse
-import os
 import sys
-import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor
 
-from eval.lib.command import progress
+from eval.lib.command import positive, progress
 from eval.lib.hardware import environment
-from eval.lib.timing import synchronize
+from eval.lib.timing import interleave, measure_seconds
+from models.checkpoint import atomic_write
 from models.inference.cpu_kernels import onednn_pays_off, replace_linears
 from models.mingpt import GPT, SIZES, GPT_kv, GPTConfig
 from nanovlm.cli.main import Parser
+from nanovlm.console import print_error
 from nanovlm.device import choose_device
+from nanovlm.errors import NanoVLMError
 
-VOCABULARY, BLOCK_SIZE = 50257, 2048
+VOCAB_SIZE, BLOCK_SIZE = 50257, 2048
 CONTEXTS = (64, 128, 256, 512, 1024, 1536)
 HEADER = f"{'Context T':<12}{'no KV (ms)':>14}{'KV (ms)':>12}{'speedup':>12}"
-LINE = "-" * len(HEADER)  # 50
+LINE = "-" * len(HEADER)
 
 
-def twins(size: str, device: torch.device, vocab_size: int = VOCABULARY) -> tuple[GPT, GPT_kv]:
-    """GPT and GPT_kv of a size, on the same weights, which are the same in every run."""
+class MismatchError(NanoVLMError):
+    """The steps with and without a cache chose different tokens."""
+
+
+def make_models(size: str, device: torch.device, vocab_size: int = VOCAB_SIZE) -> tuple[GPT, GPT_kv]:
+    """GPT and GPT_kv of a size with shared weights, the same in every run."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         gpt = GPT(GPTConfig(size, vocab_size=vocab_size, block_size=BLOCK_SIZE)).to(device).eval()
@@ -54,97 +57,78 @@ def twins(size: str, device: torch.device, vocab_size: int = VOCABULARY) -> tupl
 
 @torch.inference_mode()
 def time_step(gpt: GPT, gpt_kv: GPT_kv, idx: Tensor, rounds: int) -> tuple[float, float]:
-    """Median ms to choose the token after idx (1, T): reading all T, and reading the last behind a cache of T - 1."""
+    """Median ms to choose the token after idx (1, T): reading all of it, and the last token behind a cache of T - 1.
 
-    def without():
-        return gpt(idx)[0][:, -1].argmax(-1)
-
-    def cached():
-        return gpt_kv(idx, kv_cache=cache)[0][:, -1].argmax(-1)
-
-    def timed(step: Callable[[], Tensor]) -> float:
-        synchronize(idx.device)
-        started = time.perf_counter()
-        step()
-        synchronize(idx.device)
-        return 1000 * (time.perf_counter() - started)
-
+    Raises MismatchError if the chosen tokens differ.
+    """
     _, _, prefix = gpt_kv(idx[:, :-2])
     _, _, cache = gpt_kv(idx[:, :-1], kv_cache=prefix)
-    if without().item() != cached().item():
-        raise RuntimeError(f"with and without a cache, the token after {idx.size(1)} differs")
-    slow, fast = [], []
-    for _ in range(rounds):
-        slow.append(timed(without))
+
+    def uncached_step() -> Tensor:
+        return gpt(idx)[0][:, -1].argmax(-1)
+
+    def cached_step() -> Tensor:
+        return gpt_kv(idx, kv_cache=cache)[0][:, -1].argmax(-1)
+
+    def time_cached() -> float:
+        nonlocal cache
         _, _, cache = gpt_kv(idx[:, :-1], kv_cache=prefix)
-        fast.append(timed(cached))
-    return median(slow), median(fast)
+        return measure_seconds(cached_step, idx.device)
+
+    if uncached_step().item() != cached_step().item():
+        raise MismatchError(f"with and without a cache, the token after {idx.size(1)} differs")
+    contestants = {"no KV": lambda: measure_seconds(uncached_step, idx.device), "KV": time_cached}
+    timings = interleave(contestants, rounds, warmup=0)  # the check above has warmed up both
+    return 1000 * timings["no KV"].median, 1000 * timings["KV"].median
 
 
 def benchmark(
-    sizes: list[str],
-    contexts: list[int],
-    device: torch.device,
-    rounds: int = 15,
-    vocab_size: int = VOCABULARY,
-    log: Callable[[str], None] = progress,
+    sizes: Sequence[str], contexts: Sequence[int], device: torch.device, rounds: int = 15, vocab_size: int = VOCAB_SIZE
 ) -> str:
-    """The table, as benchmark_results.txt holds it."""
-    log(environment(device))
+    """The table as benchmark_results.txt holds it."""
+    progress(environment(device))
     lines = [f"device: {device.type}"]
     for size in sizes:
-        gpt, gpt_kv = twins(size, device, vocab_size)
-        n_parameters = sum(p.numel() for p in gpt.transformer.parameters())
+        gpt, gpt_kv = make_models(size, device, vocab_size)
+        n_parameters = sum(parameter.numel() for parameter in gpt.transformer.parameters())
         lines += [f"{size} ({n_parameters / 1e6:.1f}M params)", HEADER, LINE]
         ids = torch.randint(vocab_size, (1, max(contexts)), generator=torch.Generator().manual_seed(1)).to(device)
         for T in contexts:
-            slow, fast = time_step(gpt, gpt_kv, ids[:, :T], rounds)
-            lines.append(f"{T:<12}{slow:>14.2f}{fast:>12.2f}{slow / fast:>11.2f}x")
-            log(f"{size:12}{lines[-1]}")
+            uncached_ms, cached_ms = time_step(gpt, gpt_kv, ids[:, :T], rounds)
+            lines.append(f"{T:<12}{uncached_ms:>14.2f}{cached_ms:>12.2f}{uncached_ms / cached_ms:>11.2f}x")
+            progress(f"{size:12}{lines[-1]}")
     return "\n".join(lines) + "\n"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write text to path; whoever reads path meanwhile finds all of the old or all of the new."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)  # temporary files are private, results are not
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def main(argv: list[str] | None = None) -> int:
+def make_benchmark_parser() -> Parser:
     parser = Parser(prog="eval.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--out", type=Path, default=Path("benchmark_results.txt"), metavar="FILE", help="(benchmark_results.txt)")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="(auto)")
-    add(
-        "--sizes", nargs="+", default=["gpt-mini", "gpt2"], choices=tuple(SIZES), metavar="SIZE", help="(gpt-mini gpt2)"
-    )
-    add("--contexts", nargs="+", type=int, default=CONTEXTS, metavar="T", help=f"({' '.join(map(str, CONTEXTS))})")
-    add("--rounds", type=int, default=15, metavar="N", help="timings of each side, of which the median counts (15)")
-    add("--vocabulary", type=int, default=VOCABULARY, metavar="N", help=f"({VOCABULARY}, GPT-2's)")
+    out, sizes = Path("benchmark_results.txt"), ["gpt-mini", "gpt2"]
+    add("--out", type=Path, default=out, metavar="FILE", help=f"(default: {out})")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="(default: auto)")
+    add("--sizes", nargs="+", default=sizes, choices=tuple(SIZES), help=f"(default: {' '.join(sizes)})")
+    contexts = " ".join(map(str, CONTEXTS))
+    add("--contexts", nargs="+", type=int, default=CONTEXTS, metavar="T", help=f"(default: {contexts})")
+    add("--rounds", type=positive, default=15, metavar="N", help="timings of each step (default: 15)")
+    add("--vocabulary", type=positive, default=VOCAB_SIZE, metavar="N", help=f"tokens (default: {VOCAB_SIZE}, GPT-2's)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_benchmark_parser()
     args = parser.parse_args(argv)
     if not all(3 <= T <= BLOCK_SIZE for T in args.contexts):
         parser.error(f"--contexts {' '.join(map(str, args.contexts))}: each must be from 3 to {BLOCK_SIZE}")
-    if min(args.rounds, args.vocabulary) < 1:
-        parser.error(f"--rounds {args.rounds} and --vocabulary {args.vocabulary} must be 1 or more")
     if not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
     try:
         device = choose_device(args.device)
-    except ValueError as error:
-        parser.error(str(error))
-    try:
         table = benchmark(args.sizes, args.contexts, device, args.rounds, args.vocabulary)
-        write_whole(args.out, table)
-    except (OSError, RuntimeError) as error:
-        print(f"eval.benchmark: {error}", file=sys.stderr)
-        return 1
+        with atomic_write(args.out) as path:
+            path.write_text(table, encoding="utf-8")
+    except (NanoVLMError, OSError) as error:
+        print_error(f"{parser.prog}: {error}")
+        return error.exit_code if isinstance(error, NanoVLMError) else 1
     print(table, end="")
     return 0
 

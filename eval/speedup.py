@@ -1,16 +1,17 @@
-"""How much faster a key/value cache makes generation, by every design in this repository, and that it says the same.
+"""How much a KV cache speeds up generation, by every cache design in this repository, with a check of the output.
 
     python -m eval.speedup                # the embedded model, about two minutes on 2 CPU cores
     python -m eval.speedup --shape 222M   # a published shape with random weights
 
-Two models tell about one picture: the product's, whose language model reads image and words in one sequence, and an
-encoder-decoder of the same measures with random weights, which looks at the image by cross-attention. All designs take
-turns; each figure is the median over rounds, +- half the distance between the fastest and the slowest. A generation is
-timed from the pixels to its last token, in one run for all lengths; its end token is ignored, so that it goes on.
+Two models generate text about one image: the product's, whose language model reads image and text in one sequence, and
+an encoder-decoder of the same size with random weights, which reads the image by cross-attention. All designs run in
+interleaved rounds; each figure is a median, +- half the distance between the fastest and the slowest round. A
+generation is timed from the pixels to its last token, in one run for all lengths; its end token is ignored.
 
-"grows as" says how the time after the first token grows between the last two lengths: n^2 where everything is read
-again for every token, n^1 where each is read once. Beside it stands the same of the floating-point operations that
-theory counts (eval/lib/flops.py). Last, minGPT's twins learn to sort and must agree on every input (eval/sort_task.py).
+"grows as" is the growth of the time after the first token between the last two lengths: n^2 where every step reads all
+tokens again, n^1 where each token is read once. Beside it is the growth of the floating-point operations in theory
+(eval/lib/flops.py). Last, minGPT's two models learn to sort and must agree on every input (eval/sort_task.py). The
+command fails if a design yields other tokens than no cache in float32.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from eval.lib.cache_timing import StudyResult, time_designs
-from eval.lib.cache_variants import UNCACHED, encoder_decoder, language_model
+from eval.lib.cache_variants import UNCACHED, StudyCase, encoder_decoder, language_model
 from eval.lib.command import make_parser, positive, progress, report
 from eval.lib.hardware import environment
 from eval.lib.shapes import SHAPES
@@ -34,117 +35,137 @@ from models.kv_study.encoder_decoder import EncoderDecoder
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT, SAMPLE
 from nanovlm.captioner import Captioner
+from nanovlm.cli.main import Parser
 from nanovlm.device import DTYPES, choose_device
+from nanovlm.errors import NanoVLMError
 from nanovlm.image_processing import load_image
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
+TEXT_TOKENS = 16  # of a published shape's prompt, after the image
 PUBLISHED = "published for nanoVLM's per-block cache (Hugging Face's blog, June 2025: \"38% speedup\")"
 PUBLISHED_SPEEDUP = 1.38
 
 
-def table(time_designs: StudyResult) -> str:
-    """The study for a terminal; under each design, how many times faster it is than none."""
+def table(result: StudyResult) -> str:
+    """One model's designs; below each, its speedup over no cache."""
     lines = [
-        f"{time_designs.model}: {time_designs.parameters / 1e6:.1f}M parameters, a prompt of {time_designs.prompt_tokens} tokens; "
-        f"vision {time_designs.vision_ms:.2f} ms, prefill {time_designs.prefill_ms:.2f} ms",
-        f"{'new tokens, ms':22}" + "".join(f"{n:>16}" for n in time_designs.lengths)
+        f"{result.model}: {result.parameters / 1e6:.1f}M parameters, a prompt of {result.prompt_tokens} tokens; "
+        f"vision {result.vision_ms:.2f} ms, prefill {result.prefill_ms:.2f} ms",
+        f"{'new tokens, ms':22}" + "".join(f"{n:>16}" for n in result.lengths)
         + f"{'ms/token':>10}{'grows as':>10}{'FLOPs as':>10}  same ids",
     ]  # fmt: skip
-    uncached = next(curve for curve in time_designs.curves if curve.design == UNCACHED)
-    for curve in time_designs.curves:
+    uncached = next(curve for curve in result.curves if curve.design == UNCACHED)
+    for curve in result.curves:
         cells = (f"{ms:,.1f} ±{half:,.1f}" for ms, half in zip(curve.total_ms, curve.spread_ms))
-        growth = (f"n^{e:.2f}" for e in (curve.exponent, curve.flops_exponent))
+        growth = (f"n^{exponent:.2f}" for exponent in (curve.exponent, curve.flops_exponent))
         lines.append(
             f"{curve.design:22}" + "".join(f"{cell:>16}" for cell in cells)
-            + f"{curve.token_ms:>10.2f}" + "".join(f"{e:>10}" for e in growth)
-            + f"  {curve.same_ids} of {max(time_designs.lengths)}"
+            + f"{curve.token_ms:>10.2f}" + "".join(f"{text:>10}" for text in growth)
+            + f"  {curve.same_ids} of {max(result.lengths)}"
         )  # fmt: skip
         if curve is not uncached:
-            gains = (slow / fast for slow, fast in zip(uncached.total_ms, curve.total_ms))
-            lines.append(f"{'  times faster':22}" + "".join(f"{gain:>15.2f}x" for gain in gains))
+            speedups = (slow / fast for slow, fast in zip(uncached.total_ms, curve.total_ms))
+            lines.append(f"{'  times faster':22}" + "".join(f"{speedup:>15.2f}x" for speedup in speedups))
     return "\n".join(lines)
 
 
-def embedded(device: torch.device, dtype: str) -> tuple[VisionLanguageModel, Tensor, Tensor]:
-    """The model that ships, and what it reads of the sample picture: ids (1, T), images (1, 3, S, S)."""
+def embedded_model(device: torch.device, dtype: str) -> tuple[VisionLanguageModel, Tensor, Tensor]:
+    """The embedded model, with the sample image and the default prompt: ids (1, T), images (1, 3, S, S)."""
     captioner = Captioner.from_pretrained(EMBEDDED, device.type, dtype)
     inputs = captioner.processor([[load_image(SAMPLE)]], [PROMPT])
     return captioner.model, inputs["input_ids"], inputs["images"]
 
 
-def random_shape(name: str, device: torch.device, dtype: str) -> tuple[VisionLanguageModel, Tensor, Tensor]:
-    """A published shape with random weights, one image of noise and 16 words."""
-    cfg, _ = SHAPES[name]
-    words = torch.randint(cfg.lm_vocab_size, (1, 16))
-    ids = torch.cat([words.new_full((1, cfg.mp_image_token_length), -1), words], dim=1)
+def random_model(shape: str, device: torch.device, dtype: str) -> tuple[VisionLanguageModel, Tensor, Tensor]:
+    """A published shape with random weights, a random image and 16 random text tokens."""
+    cfg, _ = SHAPES[shape]
+    text = torch.randint(cfg.lm_vocab_size, (1, TEXT_TOKENS))
+    ids = torch.cat([text.new_full((1, cfg.mp_image_token_length), -1), text], dim=1)
     model = VisionLanguageModel(cfg, image_token_id=-1)
     return model.to(device, DTYPES[dtype]).eval(), ids, torch.rand(1, 3, cfg.vit_img_size, cfg.vit_img_size)
 
 
-def flags() -> argparse.ArgumentParser:
+def make_cases(
+    model: VisionLanguageModel, ids: Tensor, images: Tensor, max_new_tokens: int, *, onednn: bool, export: bool
+) -> tuple[StudyCase, StudyCase]:
+    """The product's model, and an encoder-decoder of its size with random weights, each with all designs."""
+    twin = EncoderDecoder(model.cfg).to(model.device, model.dtype).eval()
+    if onednn:
+        replace_linears(model)
+        replace_linears(twin)
+    text = ids[:, ids[0] != model.image_token_id]
+    progress("preparing, exporting five graphs" if export else "preparing")
+    return (
+        language_model(model, ids, images, max_new_tokens, export),
+        encoder_decoder(twin, text, images[:1], max_new_tokens, export),
+    )
+
+
+def make_speedup_parser() -> Parser:
     parser = make_parser("speedup", __doc__)
-    add = parser.add_argument
-    add("--shape", choices=tuple(SHAPES), help="a published shape with random weights (the embedded model)")
-    add("--lengths", nargs="+", type=int, default=LENGTHS, metavar="N", help=f"({' '.join(map(str, LENGTHS))})")
-    add("--rounds", type=positive, default=5, metavar="N", help="of all designs in turn, for their medians (5)")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="(auto)")
-    add("--dtype", default="float32", choices=tuple(DTYPES), help="lower ones may choose other ids (float32)")
-    add("--onednn", action=argparse.BooleanOptionalAction, default=onednn_pays_off(), help="float32 by oneDNN (on AMD)")
-    add("--export", action=argparse.BooleanOptionalAction, default=True, help="the exported graphs too (yes)")
-    add("--sort-task", action=argparse.BooleanOptionalAction, default=True, help="the sorting task too (yes)")
-    add("--plot", type=Path, metavar="FILE.png", help="draw it; needs the extra eval")
+    add, switch = parser.add_argument, argparse.BooleanOptionalAction
+    lengths = " ".join(map(str, LENGTHS))
+    add("--shape", choices=tuple(SHAPES), help="a published shape, random weights (default: the embedded model)")
+    add("--lengths", nargs="+", type=int, default=LENGTHS, metavar="N", help=f"new tokens (default: {lengths})")
+    add("--rounds", type=positive, default=5, metavar="N", help="interleaved rounds (default: 5)")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="(default: auto)")
+    add("--dtype", default="float32", choices=tuple(DTYPES), help="lower ones may choose other ids (default: float32)")
+    add("--onednn", action=switch, default=onednn_pays_off(), help="float32 products by oneDNN (default: on AMD)")
+    add("--export", action=switch, default=True, help="measure the exported graphs too (default: yes)")
+    add("--sort-task", action=switch, default=True, help="run the sorting task too (default: yes)")
+    add("--plot", type=Path, metavar="FILE.png", help="draw a figure; needs the extra eval")
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = flags()
-    args = parser.parse_args(argv)
+def check_flags(parser: Parser, args: argparse.Namespace) -> None:
     if len(args.lengths) < 2 or min(args.lengths) < 2 or sorted(set(args.lengths)) != list(args.lengths):
         parser.error(f"--lengths {' '.join(map(str, args.lengths))}: give two or more, rising, from 2 on")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error('--plot needs matplotlib: pip install "nanovlm[eval]"')
     if args.plot and not args.plot.parent.is_dir():
         parser.error(f"--plot {args.plot}: there is no folder {args.plot.parent}")
+
+
+def failures(results: Sequence[StudyResult], sorting: SortTask | None, dtype: torch.dtype) -> list[str]:
+    """Designs whose tokens differ from those without a cache; below float32, rounding may change them."""
+    messages = []
+    for result in results if dtype == torch.float32 else ():
+        for curve in result.curves:
+            if curve.same_ids < max(result.lengths):
+                messages.append(f"{result.model}: {curve.design} differs from {UNCACHED} after {curve.same_ids} tokens")
+    return messages + (sorting.failures if sorting else [])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_speedup_parser()
+    args = parser.parse_args(argv)
+    check_flags(parser, args)
+    torch.manual_seed(0)
     try:
         device = choose_device(args.device)
-        torch.manual_seed(0)
-        make = random_shape if args.shape else embedded
-        model, ids, images = make(*[args.shape] * bool(args.shape), device, args.dtype)
+        if args.shape:
+            model, ids, images = random_model(args.shape, device, args.dtype)
+        else:
+            model, ids, images = embedded_model(device, args.dtype)
         model.validate_length(ids.size(1), max(args.lengths))
-    except ValueError as error:
+    except NanoVLMError as error:
         parser.error(str(error))
     ids, images = ids.to(device), images.to(device, model.dtype)
-    words, most = ids[:, ids[0] != model.image_token_id], max(args.lengths)
-
-    twin = EncoderDecoder(model.cfg).to(device, model.dtype).eval()
-    for module in (model, twin) if args.onednn else ():
-        replace_linears(module)
-    progress("preparing" + ", exporting five graphs" * args.export)
-    subjects = (
-        language_model(model, ids, images, most, args.export),
-        encoder_decoder(twin, words, images[:1], most, args.export),
-    )
-    studies = [time_designs(subject, args.lengths, args.rounds, device) for subject in subjects]
+    cases = make_cases(model, ids, images, max(args.lengths), onednn=args.onednn, export=args.export)
+    results = [time_designs(case, args.lengths, args.rounds, device) for case in cases]
     sorting = sort_task() if args.sort_task else None
 
     where = environment(device, model.dtype)
     if args.plot:
         from eval.lib.plot import draw
 
-        draw(studies, where, args.plot)
-    found = {"studies": [asdict(one) for one in studies], "sort_task": sorting and asdict(sorting)}
-    text = "\n\n".join([*map(table, studies), f"{PUBLISHED}: {PUBLISHED_SPEEDUP:.2f}x"])
+        draw(results, where, args.plot)
+    data = {"studies": [asdict(result) for result in results], "sort_task": asdict(sorting) if sorting else None}
+    data["published_speedup"] = PUBLISHED_SPEEDUP
+    text = "\n\n".join([*map(table, results), f"{PUBLISHED}: {PUBLISHED_SPEEDUP:.2f}x"])
     text += f"\n{summary(sorting)}" if sorting else ""
     where += f"; medians of {args.rounds} rounds"
-    found["published_speedup"] = PUBLISHED_SPEEDUP
-    return report(found, text, where, args.json, failures(studies, sorting, model.dtype))
-
-
-def failures(studies: Sequence[StudyResult], sorting: SortTask | None, dtype: torch.dtype) -> list[str]:
-    """Where a cache changed what is said. Below float32 rounding may, and the table tells where."""
-    differ = [(s.model, c.design, c.same_ids) for s in studies for c in s.curves if c.same_ids < max(s.lengths)]
-    told = [f"{model}: {design} differs from {UNCACHED} after {n} tokens" for model, design, n in differ]
-    return told * (dtype == torch.float32) + (sorting.failures if sorting else [])
+    return report(data, text, where, args.json, failures(results, sorting, model.dtype))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class NanoVLMEngine:
 
     def __init__(self, name: str, captioner: Captioner, weight_bytes: int = 4, plain: bool = False):
         self.name, self.captioner, self.weight_bytes, self.plain = name, captioner, weight_bytes, plain
-        self.model: Any = captioner.model if plain else getattr(captioner, "inference", captioner.model)
+        self.model: Any = captioner.model if plain else captioner.inference
         self.dtype = self.model.dtype
         self.state: PrefillState | None = None
 

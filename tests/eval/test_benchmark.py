@@ -1,11 +1,12 @@
-"""The benchmark's table has the form that is read elsewhere, and both its sides do what they say."""
+"""eval.benchmark: the table's exact form, and what each side of the comparison reads."""
 
 import re
 
 import pytest
 import torch
 
-from eval.benchmark import main, time_step, twins, write_whole
+from eval import benchmark
+from eval.benchmark import MismatchError, main, make_models, time_step
 
 TINY = ["--sizes", "gpt-nano", "gpt-micro", "--contexts", "3", "64", "128", "--rounds", "3", "--vocabulary", "40"]
 CPU = torch.device("cpu")
@@ -31,57 +32,57 @@ def test_the_table_has_exactly_its_form(tmp_path, capsys):
             assert (slow - 0.006) / (fast + 0.006) - 0.01 <= speedup <= (slow + 0.006) / (fast - 0.006) + 0.01
 
 
-def test_sizes_are_counted_as_mingpt_counts_them():
-    gpt, gpt_kv = twins("gpt-nano", CPU, vocab_size=40)
+def test_parameters_are_counted_as_mingpt_counts_them():
+    gpt, gpt_kv = make_models("gpt-nano", CPU, vocab_size=40)
     block = 12 * 48 * 48 + 13 * 48
     assert sum(p.numel() for p in gpt.transformer.parameters()) == (40 + 2048) * 48 + 3 * block + 2 * 48
     assert all(p.data_ptr() == q.data_ptr() for p, q in zip(gpt.parameters(), gpt_kv.parameters()))
 
 
-def test_each_side_reads_what_it_says_it_reads():
-    """Without a cache all T tokens; with one the last, always behind the same T - 1, whose history is not copied."""
-    gpt, gpt_kv = twins("gpt-nano", CPU, vocab_size=40)
+def test_one_side_reads_all_tokens_and_the_other_the_last():
+    """With a cache always behind the same T - 1 tokens, which are not copied."""
+    gpt, gpt_kv = make_models("gpt-nano", CPU, vocab_size=40)
     idx = torch.randint(40, (1, 9), generator=torch.Generator().manual_seed(0))
-    read, wide, steps = [], [], []
-    gpt.transformer.wte.register_forward_hook(lambda m, args, out: wide.append(out.size(1)))
-    gpt_kv.transformer.wte.register_forward_hook(lambda m, args, out: read.append(args[0].tolist()[0]))
+    tokens, lengths, unchanged = [], [], []
+    gpt.transformer.wte.register_forward_hook(lambda m, args, out: lengths.append(out.size(1)))
+    gpt_kv.transformer.wte.register_forward_hook(lambda m, args, out: tokens.append(args[0].tolist()[0]))
 
-    def watch(attn, args, out):
+    def check_cache(attn, args, out):
         if args[0].size(1) == 1 and args[1][0].size(1) == 8:
             (k_before, v_before), (k, v) = args[1], out[1]
-            steps.append(torch.equal(k[:, :8], k_before) and torch.equal(v[:, :8], v_before))
+            unchanged.append(torch.equal(k[:, :8], k_before) and torch.equal(v[:, :8], v_before))
             assert k.data_ptr() == k_before.data_ptr() and v.data_ptr() == v_before.data_ptr() and k.size(1) == 9
 
-    gpt_kv.transformer.h[0].attn.register_forward_hook(watch)
+    gpt_kv.transformer.h[0].attn.register_forward_hook(check_cache)
     time_step(gpt, gpt_kv, idx, rounds=4)
     ids = idx[0].tolist()
-    assert wide == [9] * 5
-    assert read == [ids[:7]] + [[ids[7]], [ids[8]]] * 5
-    assert steps == [True] * 5
+    assert lengths == [9] * 5
+    assert tokens == [ids[:7]] + [[ids[7]], [ids[8]]] * 5
+    assert unchanged == [True] * 5
 
 
-def test_sides_that_choose_differently_are_no_benchmark(tmp_path, capsys, monkeypatch):
-    def different(size, device, vocab_size):
-        gpt, gpt_kv = twins(size, device, vocab_size)
+def test_models_that_choose_different_tokens_are_not_compared(tmp_path, capsys, monkeypatch):
+    def make_different_models(size, device, vocab_size):
+        gpt, gpt_kv = make_models(size, device, vocab_size)
         gpt_kv.lm_head.weight = torch.nn.Parameter(-gpt.lm_head.weight)
         return gpt, gpt_kv
 
-    monkeypatch.setattr("eval.benchmark.twins", different)
+    with pytest.raises(MismatchError):
+        time_step(*make_different_models("gpt-nano", CPU, 40), torch.tensor([[1, 2, 3]]), 1)
+    monkeypatch.setattr(benchmark, "make_models", make_different_models)
     assert main([*TINY, "--out", str(tmp_path / "results.txt")]) == 1
     out, err = capsys.readouterr()
     assert not out and "with and without a cache, the token after 3 differs" in err
     assert not list(tmp_path.iterdir())
 
 
-def test_results_are_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_results_replace_the_file_whole(tmp_path):
     path = tmp_path / "results.txt"
-    write_whole(path, "old\n")
-    write_whole(path, "new\n")
-    assert path.read_text() == "new\n" and path.stat().st_mode & 0o777 == 0o644
-    monkeypatch.setattr("os.replace", lambda *args: (_ for _ in ()).throw(OSError("no space")))
-    with pytest.raises(OSError, match="no space"):
-        write_whole(path, "newer\n")
-    assert path.read_text() == "new\n" and list(tmp_path.iterdir()) == [path]
+    path.write_text("old\n" * 1000)
+    flags = ["--sizes", "gpt-nano", "--contexts", "3", "--rounds", "1", "--vocabulary", "40"]
+    assert main([*flags, "--device", "cpu", "--out", str(path)]) == 0
+    assert path.read_text().startswith("device: cpu\n") and "old" not in path.read_text()
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
