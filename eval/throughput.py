@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             captioner, rounds = load_captioner(args.model, args.shape, args.device, args.dtype), args.rounds or ROUNDS
             data = measure_captioning(captioner, args.images, args.seed, rounds)
             failures = [f"no caption for {reason}" for reason in data["failed"]]
-            device, dtype = captioner.model.device, captioner.model.dtype
+            device, dtype = captioner.inference.device, captioner.inference.dtype
             text, where = captioning_table(data), environment(device, dtype)
     except NanoVLMError as error:
         parser.error(str(error))
