@@ -109,14 +109,18 @@ class _Worker:
         self.captioner, self.options = bulk.captioner, bulk.options
         self.limit = BatchLimit(bulk.batch_size)
         self.token_ids: dict[str, list[int]] = {}  # of each image in the batch
+        self.postponed: list[str] = []  # images that did not fit into memory beside the others
         self.batch = self._new_batch()
 
     def run(self) -> Generator[list[Result], None, None]:
         while True:
             yield from self._admit()
-            if not self.token_ids:
+            if self.token_ids:
+                yield from self._step()
+            elif self.postponed:
+                self._restart([], 1)
+            else:
                 return
-            yield from self._step()
 
     def _new_batch(self) -> ContinuousBatch:
         return ContinuousBatch(
@@ -161,7 +165,7 @@ class _Worker:
         try:
             outputs = self.batch.step()
         except PrefillError as error:
-            return [], {str(error.key): error.__cause__}
+            return [], self._prefill_failed(str(error.key), error.__cause__)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -178,27 +182,38 @@ class _Worker:
         self.limit.record_success()
         return [(path, self.captioner.tokenizer.decode(self.token_ids.pop(path)))]
 
+    def _prefill_failed(self, path: str, error: BaseException | None) -> dict[str, BaseException | None]:
+        """Postpone an image for which there is no memory beside others; alone, it fails."""
+        if error is None or not is_out_of_memory(error) or len(self.token_ids) == 1:
+            return {path: error}
+        del self.token_ids[path]
+        self.postponed.append(path)
+        self.limit.reduce(len(self.token_ids))
+        return {}
+
     def _reduce_batch(self, error: Exception) -> dict[str, BaseException | None]:
         """Start again with half as many images after running out of memory; an image that was alone fails."""
         paths = list(self.token_ids)
-        self.limit.reduce(len(paths))
-        self.batch, self.token_ids = self._new_batch(), {}
-        if len(paths) == 1:
-            return {paths[0]: error}
-        self.prefetch.put_back(reversed(paths))
-        return {}
+        self._restart(paths if len(paths) > 1 else [], max(1, len(paths) // 2))
+        return {path: error for path in paths if len(paths) == 1}
+
+    def _restart(self, paths: list[str], batch_size: int) -> None:
+        """Prepare these and the postponed images once more, for a new and smaller batch."""
+        self.prefetch.put_back(reversed(paths + self.postponed))
+        self.limit.reduce(batch_size)
+        self.batch, self.token_ids, self.postponed = self._new_batch(), {}, []
 
 
 class BatchLimit:
-    """How many images run at once: halved after running out of memory, doubled again after a while without."""
+    """How many images run at once: fewer after running out of memory, twice as many after a while without."""
 
     def __init__(self, maximum: int):
         self.size = self.maximum = maximum
         self.successes, self.patience = 0, OOM_PATIENCE
 
-    def reduce(self, running: int) -> None:
-        """Take half of the number that ran out of memory, and wait longer than before to grow back."""
-        self.size = max(1, running // 2)
+    def reduce(self, size: int) -> None:
+        """Take a smaller size, and wait longer than before to grow back."""
+        self.size = size
         self.successes, self.patience = 0, min(2 * self.patience, MAX_OOM_PATIENCE)
 
     def record_success(self) -> None:

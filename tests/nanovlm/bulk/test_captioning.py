@@ -290,6 +290,22 @@ def test_running_out_of_memory_halves_the_batch(captioner, images, monkeypatch, 
     assert dict(bulk.captions(images)) == expected and sum(size > 2 for size in sizes) == 1
 
 
+def test_an_image_that_does_not_fit_beside_others_is_captioned_later(captioner, images, monkeypatch):
+    """Prefilling runs out of memory as long as two others are in the batch."""
+    expected = dict(BulkCaptioner(captioner, options(6), workers=1).captions(images))
+    embed, batches, failed = captioner.inference.embed, [], []
+    before_each_step(monkeypatch, batches.append)
+
+    def small_memory(ids, tiles=None):
+        if batches[-1].running + len(ids) > 2:
+            failed.append(len(ids))
+            raise RuntimeError(ALLOCATOR)
+        return embed(ids, tiles)
+
+    monkeypatch.setattr(captioner.inference, "embed", small_memory)
+    assert dict(BulkCaptioner(captioner, options(6, batch_size=5), workers=1).captions(images)) == expected and failed
+
+
 def test_an_image_that_is_alone_in_the_batch_fails(captioner, images, monkeypatch):
     def no_memory(batch):
         raise MemoryError
@@ -317,7 +333,7 @@ def test_a_reduced_batch_grows_back(captioner, images, monkeypatch):
 def test_a_batch_that_keeps_failing_grows_back_ever_later():
     limit, waits = BatchLimit(8), []
     for _ in range(6):
-        limit.reduce(8)
+        limit.reduce(4)
         successes = 0
         while limit.size < 8:
             limit.record_success()
