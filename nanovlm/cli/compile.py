@@ -27,7 +27,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile the decode step unless that was done before, and print the file's name."""
     from models.inference.aot_compile import package_path
+    from models.inference.inference_model import InferenceModel
 
-    captioner = load_captioner(ModelOptions.from_args(args))
-    print(package_path(captioner.inference.network.decoder))
+    inference = load_captioner(ModelOptions.from_args(args)).inference
+    assert isinstance(inference, InferenceModel)  # from_pretrained makes nothing else
+    print(package_path(inference.network.decoder))
     return 0

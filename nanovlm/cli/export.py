@@ -24,13 +24,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from nanovlm.captioner import Captioner
-    from nanovlm.errors import NanoVLMError, UsageError
+    from nanovlm.errors import InputError, UsageError
     from nanovlm.export import export_notes, export_smolvlm
 
     try:
         captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, args.revision)
         export_smolvlm(captioner, args.out)
-    except (NanoVLMError, ValueError) as error:
+    except InputError as error:
         raise UsageError(str(error)) from error
     for note in export_notes(captioner.model.cfg):
         logger.warning("note: %s", note)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovlm.console import print_error
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS
-from nanovlm.errors import CheckpointError, UsageError
+from nanovlm.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from models.decoding import SamplingParams
@@ -122,7 +122,7 @@ class GenerationOptions:
             raise UsageError(f"--max-new-tokens {max_new_tokens} is less than 1")
         try:
             sampling = SamplingParams(**{name: getattr(args, name) for name in SamplingParams.__dataclass_fields__})
-        except ValueError as error:
+        except InputError as error:
             raise UsageError(str(error)) from error
         return cls(max_new_tokens, sampling)
 
@@ -155,12 +155,8 @@ def load_captioner(
         )
         for prompt in prompts:
             captioner.check_prompt(prompt, max_new_tokens)
-    except (CheckpointError, ValueError) as error:
+    except InputError as error:  # a flag's value, or a prompt that is too long: wrong use, before any work
         raise UsageError(str(error)) from error
-    except RuntimeError as error:
-        if not options.compile:
-            raise
-        raise UsageError(f"--compile: {str(error).splitlines()[0]}") from None
     if options.model == EMBEDDED and own_images:
         print_error(EMBEDDED_NOTE)
     return captioner

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from nanovlm import Captioner, image_processing
 from nanovlm.cli import caption as captioning
 from nanovlm.cli import options
+from nanovlm.errors import InputError
 from support.cli import assert_usage_error, flag_names, run_program
 
 pytestmark = pytest.mark.usefixtures("workdir")
@@ -45,7 +46,7 @@ def test_tile_flags_reach_from_pretrained(generate, monkeypatch):
 
     def from_pretrained(*args, max_tiles, upscale, **others):
         given.append((max_tiles, upscale))
-        raise ValueError("enough")
+        raise InputError("enough")
 
     monkeypatch.setattr(Captioner, "from_pretrained", from_pretrained)
     for flags in ([], ["--max-tiles", "3"], ["--no-upscale"]):
