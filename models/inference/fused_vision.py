@@ -1,7 +1,7 @@
 """The vision encoder on CPUs: GELU fused into the product before it in bfloat16, and few patches at a time.
 
 The hidden tensor of an MLP is the widest of the encoder. oneDNN applies GELU while it writes that tensor; torch alone
-writes it, reads it again and writes it again. `python -m eval.pictures` measures the effect.
+writes it, reads it again and writes it again. `python -m eval.latency` measures the effect.
 """
 
 import torch

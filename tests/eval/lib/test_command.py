@@ -39,10 +39,10 @@ def test_results_are_printed_as_text_or_as_one_object_with_failures(capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "message"),
     [(["--n", "0"], "--n: 0 must be 1 or more"), (["--n", "x"], "'x'"), (["b", "c"], "'c' is none of 'a', 'b'")],
 )
-def test_wrong_numbers_and_names_are_one_line(argv, words, capsys):
+def test_wrong_numbers_and_names_are_one_line(argv, message, capsys):
     parser = make_parser("name", "what it is")
     parser.add_argument("--n", type=positive)
     parser.add_argument("names", nargs="*", type=one_of(["a", "b"]))
@@ -50,4 +50,4 @@ def test_wrong_numbers_and_names_are_one_line(argv, words, capsys):
     with pytest.raises(SystemExit, match="2"):
         parser.parse_args(argv)
     err = capsys.readouterr().err
-    assert err.startswith("eval.name: ") and words in err and err.count("\n") == 1
+    assert err.startswith("eval.name: ") and message in err and err.count("\n") == 1
