@@ -177,6 +177,7 @@ def test_page_asks_for_the_key_of_a_server_that_needs_one(embedded, open_page):
 def test_page_fits_the_screen_and_has_enough_contrast(served, open_page, scheme, width):
     page = open_page(served, color_scheme=scheme, viewport={"width": width, "height": 700})
     page.get_by_role("button", name="Try the sample image").click()
+    sync_api.expect(page.get_by_label("Your question")).to_be_focused()  # the image is loaded
     ask(page)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     color = "(name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim()"
