@@ -160,7 +160,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from eval.lib.plot import draw
 
         draw(results, where, args.plot)
-    data = {"studies": [asdict(result) for result in results], "sort_task": asdict(sorting) if sorting else None}
+    data: dict[str, object] = {
+        "studies": [asdict(result) for result in results],
+        "sort_task": asdict(sorting) if sorting else None,
+    }
     data["published_speedup"] = PUBLISHED_SPEEDUP
     text = "\n\n".join([*map(table, results), f"{PUBLISHED}: {PUBLISHED_SPEEDUP:.2f}x"])
     text += f"\n{summary(sorting)}" if sorting else ""
