@@ -41,6 +41,7 @@ class KVCache:
     @property
     def buffer(self) -> tuple[Tensor, Tensor]:
         """What a cache that was reserved is the beginning of: its keys and values, and room that was never NaN."""
+        assert self._buffer is not None  # only a reserved cache has one
         return self._buffer.key, self._buffer.value
 
     def first(self, n: int) -> "KVCache":

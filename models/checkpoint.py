@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import reduce
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -95,15 +96,15 @@ def load_model(
     """
     path = Path(folder) / WEIGHTS
     if cfg.lm_n_blocks + cfg.vit_n_blocks > MOST_BLOCKS:
-        told = f"lm_n_blocks={cfg.lm_n_blocks} and vit_n_blocks={cfg.vit_n_blocks}"
-        raise CheckpointError(f"{Path(folder) / CONFIG}: {told} are more than {MOST_BLOCKS} in all")
+        blocks = f"lm_n_blocks={cfg.lm_n_blocks} and vit_n_blocks={cfg.vit_n_blocks}"
+        raise CheckpointError(f"{Path(folder) / CONFIG}: {blocks} are more than {MOST_BLOCKS} in all")
     try:
         with torch.device("meta"), skip_init():
             model = VisionLanguageModel(cfg, image_token_id)
     except RuntimeError:  # more bytes than 64 bits can count
-        sees, says = ("vit_hidden_dim", "vit_inter_dim", "vit_patch_size"), ("lm_hidden_dim", "lm_inter_dim")
-        told = ", ".join(f"{key}={getattr(cfg, key)}" for key in (*sees, *says, "lm_vocab_size"))
-        raise CheckpointError(f"{Path(folder) / CONFIG}: no computer holds a model of {told}") from None
+        keys = ("vit_hidden_dim", "vit_inter_dim", "vit_patch_size", "lm_hidden_dim", "lm_inter_dim", "lm_vocab_size")
+        sizes = ", ".join(f"{key}={getattr(cfg, key)}" for key in keys)
+        raise CheckpointError(f"{Path(folder) / CONFIG}: no computer holds a model of {sizes}") from None
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if cfg.lm_tie_weights:
         del wanted[EMBEDDING]
@@ -129,8 +130,9 @@ def load_model(
                     raise CheckpointError(f"{path}: {name} is {found}, but {CONFIG} asks for {shape}")
         state = {}
         for name, tensor in tensors(path, source):
-            if told := wrong_numbers(tensor, dtype):
-                raise CheckpointError(f"{path}: {name} {told}")
+            problem = wrong_numbers(tensor, dtype)
+            if problem:
+                raise CheckpointError(f"{path}: {name} {problem}")
             state[name] = tensor.to(device, dtype)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {WEIGHTS}; a model is a folder with {CONFIG} and {WEIGHTS}") from None
@@ -198,7 +200,9 @@ def save_checkpoint(
         write_checkpoint_files(new, model, tokenizer, dtype)
 
 
-def write_checkpoint_files(folder: Path, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None) -> None:
+def write_checkpoint_files(
+    folder: Path, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None
+) -> None:
     """Write the files of a model so that stock nanoVLM, which is strict, loads them too.
 
     dtype is what the weights are stored in; None keeps the model's own. transformers' AutoTokenizer, with which stock
@@ -211,10 +215,10 @@ def write_checkpoint_files(folder: Path, model: VisionLanguageModel, tokenizer: 
         metadata[EMBEDDING] = HEAD
     state[INV_FREQ] = inverse_frequencies(model.cfg.lm_head_dim, model.cfg.lm_re_base)
     save_file(state, folder / WEIGHTS, metadata)
-    words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": model.cfg.end_token}
-    words |= {"extra_special_tokens": model.cfg.vlm_extra_tokens or {}, "chat_template": model.cfg.lm_chat_template}
+    tokenizer_config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": model.cfg.end_token}
+    tokenizer_config |= {"extra_special_tokens": model.cfg.special_tokens, "chat_template": model.cfg.lm_chat_template}
     (folder / TOKENIZER).write_text(tokenizer, encoding="utf-8")
-    for name, values in ((CONFIG, model.cfg.to_dict()), (TOKENIZER_CONFIG, words)):
+    for name, values in ((CONFIG, model.cfg.to_dict()), (TOKENIZER_CONFIG, tokenizer_config)):
         (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 

@@ -207,5 +207,6 @@ def init_weights(module: nn.Module) -> None:
     elif isinstance(module, PatchEmbedding):  # reads pixels in [0, 1] as if they had been centred to [-1, 1]
         weight = module.conv.weight
         nn.init.normal_(weight, std=2 * weight[0].numel() ** -0.5)
+        assert module.conv.bias is not None  # PatchEmbedding makes one
         module.conv.bias.copy_(-0.5 * weight.sum((1, 2, 3)))
         nn.init.normal_(module.position_embedding, std=0.5)

@@ -42,8 +42,6 @@ KNOWN_IMPORTS: set[str] = {
 }
 KNOWN_PRIVATE: set[str] = set()
 KNOWN_NAMES: set[str] = {
-    "models.checkpoint: told",
-    "models.inference.aot_compile: told",
 }
 
 

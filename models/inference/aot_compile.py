@@ -32,12 +32,10 @@ SHAPE_FIELDS = (
     "lm_hidden_dim", "lm_inter_dim", "lm_n_heads", "lm_n_kv_heads", "lm_n_blocks", "lm_vocab_size", "lm_rms_eps",
     "lm_re_base", "lm_attn_scaling",
 )  # fmt: skip
-KNOWN_MODULES = (
+KNOWN_MODULES = {
     *(type_ for type_ in vars(language_model).values() if isinstance(type_, type)),
-    nn.Linear,
-    nn.Embedding,
-)
-KNOWN_MODULES = {*KNOWN_MODULES, nn.Dropout, nn.ModuleList, OneDNNLinear, Int8Linear}
+    nn.Linear, nn.Embedding, nn.Dropout, nn.ModuleList, OneDNNLinear, Int8Linear,
+}  # fmt: skip
 
 
 def package_path(decoder: LanguageModel) -> Path:
@@ -45,8 +43,8 @@ def package_path(decoder: LanguageModel) -> Path:
 
     The folder is $NANOVLM_CACHE, or nanovlm in $XDG_CACHE_HOME or ~/.cache.
     """
-    folder = os.environ.get("NANOVLM_CACHE")
-    folder = Path(folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanovlm"))
+    given = os.environ.get("NANOVLM_CACHE")
+    folder = Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanovlm"))
     return folder / f"decode-{_shape(decoder)}-{_digest(_environment())}-{torch.get_num_threads()}t.pt2"
 
 

@@ -82,7 +82,7 @@ class ContinuousBatch:
         self.model, self.max_num_seqs, self.eos_token_id = model, max_num_seqs, eos_token_id
         self._waiting: dict[Hashable, _Request] = {}
         self._slots: list[_Request | None] = []  # None where a request has ended
-        self._cache: Tensor | None = None  # (n_blocks, 2, slots, n_kv_heads, capacity, head_dim)
+        self._cache = torch.empty(0, 0, 0, 0, 0, 0)  # (n_blocks, 2, slots, n_kv_heads, capacity, head_dim)
         self._outputs: list[TokenOutput] = []  # of the current step; an exception leaves them to the next one
 
     @property
@@ -212,7 +212,7 @@ class ContinuousBatch:
         """
         if start == stop:
             return
-        requests = self._slots[start:stop]
+        requests = [request for request in self._slots[start:stop] if request is not None]
         try:
             logits = self._decode_logits(requests, start)
         except Exception as error:
@@ -248,16 +248,15 @@ class ContinuousBatch:
     def _reserve(self, n_slots: int, n_tokens: int) -> None:
         """Make the cache large enough, with room to grow into. It may shrink when nothing runs."""
         cfg, old = self.model.cfg, self._cache
-        if old is not None and n_slots <= old.size(2) and n_tokens <= old.size(4):
+        if n_slots <= old.size(2) and n_tokens <= old.size(4):
             return
-        keep = old is not None and bool(self._slots)
-        if keep:
+        if self._slots:
             n_slots = max(min(2 * n_slots, self.max_num_seqs), old.size(2)) if n_slots > old.size(2) else old.size(2)
             n_tokens = max(n_tokens, old.size(4) * 5 // 4) if n_tokens > old.size(4) else old.size(4)
         capacity = min(-(-n_tokens // CACHE_GROWTH) * CACHE_GROWTH, cfg.lm_max_position_embeddings)
         weight = self._network().decoder.norm.weight
         new = weight.new_zeros(cfg.lm_n_blocks, 2, n_slots, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim)
-        if keep:
+        if self._slots:
             new[:, :, : old.size(2), :, : old.size(4)] = old
         self._cache = new
 

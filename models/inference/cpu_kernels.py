@@ -133,7 +133,7 @@ def load_aoti_package(path: Path, weights: Mapping[str, Tensor]) -> Callable[...
     loader: Any = None
     if private_kernels_allowed():
         try:
-            loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)  # type: ignore[attr-defined]
+            loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         except (AttributeError, TypeError):  # another signature, in another version of torch
             loader = None
     if loader is None:

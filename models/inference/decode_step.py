@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.inference.quantization import Int8Linear
 from models.language_model import Block, LanguageModel, rope_cos_sin
 
 
@@ -17,14 +18,15 @@ def materialize(x: Tensor) -> Tensor:
     return torch.cat(x.chunk(2, dim=-1), dim=-1)
 
 
-def gemv(linear: nn.Module, x: Tensor) -> Tensor:
+def gemv(linear: nn.Linear | Int8Linear, x: Tensor) -> Tensor:
     """The matrix-vector product of a linear layer without bias, nn.Linear or Int8Linear, in float32.
 
     x (in_features,) to (out_features,).
     """
-    if linear.weight.is_floating_point():  # two rows at once keep more memory channels busy
-        return torch.cat([(rows.float() * x.float()).sum(-1) for rows in linear.weight.chunk(2)])
-    return (linear.weight.float() * x.float()).sum(-1) * linear.scale.float()
+    if isinstance(linear, Int8Linear):
+        return (linear.weight.float() * x.float()).sum(-1) * linear.scale.float()
+    # two rows at once keep more memory channels busy
+    return torch.cat([(rows.float() * x.float()).sum(-1) for rows in linear.weight.chunk(2)])
 
 
 def apply_rope_materialized(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

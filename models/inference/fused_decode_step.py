@@ -69,19 +69,19 @@ class FusedDecodeStep:
         return self.head(_rms_norm(x, decoder.norm.weight, eps))
 
 
-def concat_linears(*linears: nn.Module) -> Matmul:
+def concat_linears(*linears: nn.Linear | Int8Linear) -> Matmul:
     """A function that gives the outputs of linear layers on one input, concatenated.
 
     If the layers are of one plain kind and their weights are adjacent in memory, it is a single product.
     """
-    kinds = {type(linear) for linear in linears}
+    kinds: set[type] = {type(linear) for linear in linears}
     weights = [linear.weight for linear in linears]
     if any(getattr(linear, "bias", None) is not None for linear in linears):
         kinds = set()
     if kinds == {nn.Linear} and (weight := adjacent(weights)) is not None:
         return partial(F.linear, weight=weight)
     if kinds == {Int8Linear} and (weight := adjacent(weights)) is not None:
-        if (scale := adjacent([linear.scale for linear in linears])) is not None:
+        if (scale := adjacent([linear.scale for linear in linears if isinstance(linear, Int8Linear)])) is not None:
             return partial(int8_matmul, weight=weight, scale=scale)
     if len(linears) == 1:
         return linears[0].forward if kinds == {OneDNNLinear} else linears[0]

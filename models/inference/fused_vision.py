@@ -4,6 +4,8 @@ The hidden tensor of an MLP is the widest of the encoder. oneDNN applies GELU wh
 writes it, reads it again and writes it again. `python -m eval.latency` measures the effect.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -47,5 +49,5 @@ def fuse_vision(encoder: VisionTransformer) -> ChunkedVisionTransformer:
         mlp = block.mlp
         plain = type(mlp) is MLP and type(mlp.fc1) in (nn.Linear, OneDNNLinear)
         if plain and mlp.fc1.weight.dtype == torch.bfloat16 and has_onednn_linear():
-            block.mlp = FusedMLP(mlp)
+            block.mlp = cast(MLP, FusedMLP(mlp))
     return ChunkedVisionTransformer(encoder)

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from models.inference.live_weights import Fingerprint, share_modules
 from models.inference.quantization import quantize_int8
 from models.language_model import LanguageModel
 from models.vision_language_model import PrefillState, VisionLanguageModel
+from models.vision_transformer import VisionTransformer
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +250,7 @@ def _build(model: VisionLanguageModel, quantize: str | None, compile: bool | Non
     if model.device.type == "cpu":
         if onednn_pays_off():
             replace_linears(network)
-        network.vision_encoder = fuse_vision(network.vision_encoder)
+        network.vision_encoder = cast(VisionTransformer, fuse_vision(network.vision_encoder))
     return _with_step(network, compile, fingerprints)
 
 
