@@ -232,24 +232,7 @@ def merge_iterators(iterators: Sequence[Iterator[Item]], max_pending: int) -> Ge
     """
     queue: SimpleQueue[tuple[Item] | BaseException | None] = SimpleQueue()  # (item,), and how the iterator ended
     free, stopped = Semaphore(max_pending), Event()
-
-    def consume(iterator: Iterator[Item]) -> None:
-        end = None
-        try:
-            for item in iterator:
-                free.acquire()
-                queue.put((item,))
-                if stopped.is_set():
-                    break
-        except BaseException as error:
-            end = error
-        queue.put(end)
-
-    def stop() -> None:
-        stopped.set()
-        free.release(len(iterators))
-
-    threads = [Thread(target=consume, args=(iterator,)) for iterator in iterators]
+    threads = [Thread(target=_consume, args=(iterator, queue, free, stopped)) for iterator in iterators]
     for thread in threads:
         thread.start()
     running, first_error = len(threads), None
@@ -263,13 +246,29 @@ def merge_iterators(iterators: Sequence[Iterator[Item]], max_pending: int) -> Ge
             running -= 1
             if entry is not None:
                 first_error = first_error or entry
-                stop()
+                stopped.set()
+                free.release(len(threads))
     finally:
-        stop()
+        stopped.set()
+        free.release(len(threads))
         for thread in threads:
             thread.join()
     if first_error is not None:
         raise first_error
+
+
+def _consume(iterator: Iterator[Item], queue: SimpleQueue, free: Semaphore, stopped: Event) -> None:
+    """Put the items of an iterator into a queue, then None or the error that ended it."""
+    end = None
+    try:
+        for item in iterator:
+            free.acquire()
+            queue.put((item,))
+            if stopped.is_set():
+                break
+    except BaseException as error:
+        end = error
+    queue.put(end)
 
 
 def is_image_failure(error: BaseException | None) -> bool:
