@@ -188,7 +188,7 @@ class Captioner:
     ) -> Iterator[str]:
         """One answer per image, in order: with one prompt for all images, or one for each.
 
-        images and prompt may be generators: they are read batch_size at a time, when the answers are asked for.
+        images and prompt may be generators: they are consumed lazily, batch_size at a time.
         """
         if isinstance(images, (str, bytes, os.PathLike, Image.Image)):
             raise InputError("captions takes several images, such as a list; for one image use caption")

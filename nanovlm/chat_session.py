@@ -77,7 +77,7 @@ class ChatSession:
 
     @torch.inference_mode()
     def _generate(self, ids: list[int], logits: Tensor, max_new_tokens: int, sampling: SamplingParams) -> Iterator[int]:
-        """Yield the answer's ids without its end token; each enters the cache when the next is asked for."""
+        """Yield the answer's ids without its end token; each enters the cache when the next one is requested."""
         model, eos = self.captioner.inference, self.captioner.tokenizer.eos_token_id
         seen = None
         if sampling.repetition_penalty != 1:

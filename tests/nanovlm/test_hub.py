@@ -1,4 +1,4 @@
-"""What is uploaded is the model, its tokenizer and its card: when asked, in one commit, and nothing besides."""
+"""push_to_hub: model, tokenizer and card in one commit, and nothing else."""
 
 import inspect
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from nanovlm.hub import model_card, push_to_hub
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What a stand-in for HfApi was asked to do."""
+    """The calls of a fake HfApi."""
     calls = []
 
     class Api:

@@ -188,10 +188,10 @@ parts = st.tuples(st.sampled_from(EMOJI), st.slices(12))  # of their ids, most o
 @given(st.lists(st.integers(0, 577) | written | parts | st.sampled_from(SPECIAL), max_size=30))
 @example([("🙂", slice(0, 2)), "x", ("🙂", slice(0, 3)), END, ("🙂", slice(3, 4)), ("漢字", slice(1, 5))])
 @example(["\ufffd", END, "a", ("\ufffd", slice(0, 2)), "\ufffd\ufffd"])
-def test_streamed_pieces_of_random_ids_join_to_the_text(tokenizer, said):
+def test_streamed_pieces_of_random_ids_join_to_the_text(tokenizer, tokens):
     """Random tokens, bytes that are not UTF-8, special tokens within a character."""
     ids = []
-    for piece in said:
+    for piece in tokens:
         match piece:
             case int():
                 ids.append(piece)
@@ -207,7 +207,7 @@ LLAMA = ("▁", "▁ring", "ring", "s", "▁é", "▁▁", "\n", "<s>")
 
 @few
 @given(st.lists(st.sampled_from([*LLAMA, "🙂", "€"]), max_size=30))
-def test_streaming_keeps_spaces_of_sentencepiece_decoders(tokenizer, said):
+def test_streaming_keeps_spaces_of_sentencepiece_decoders(tokenizer, tokens):
     """Its decoder drops the space before the first word, and its tokens for bytes are called <0xE2>."""
     vocabulary = [*(f"<0x{byte:02X}>" for byte in range(256)), *LLAMA]
     backend = type(tokenizer.backend)(models.BPE({token: id for id, token in enumerate(vocabulary)}, []))
@@ -217,7 +217,7 @@ def test_streaming_keeps_spaces_of_sentencepiece_decoders(tokenizer, said):
     cfg = replace(tokenizer.cfg, vlm_extra_tokens={"image_token": "<image>"}, lm_vocab_size=300)
     backend.add_special_tokens(["<s>", "<image>", cfg.end_token])
     llama, ids = Tokenizer(backend, cfg), []
-    for piece in said:
+    for piece in tokens:
         ids += [vocabulary.index(piece)] if piece in LLAMA else piece.encode()
     streamed = list(llama.stream(ids))
     assert "".join(streamed) == llama.decode(ids) and not any("\ufffd" in piece for piece in streamed)
@@ -284,10 +284,10 @@ def test_broken_template_raises_checkpoint_error(tokenizer, template):
 def test_template_is_sandboxed(tokenizer):
     for template in ("{{ ''.__class__ }}!", "{{ '{0.__class__}'.format(1) }}!"):
         try:
-            said = tokenizer.decode(with_template(tokenizer, template).encode_chat(user("hello")))
+            text = tokenizer.decode(with_template(tokenizer, template).encode_chat(user("hello")))
         except CheckpointError:
             continue
-        assert said == "!"
+        assert text == "!"
 
 
 BROKEN_FILES = {

@@ -81,9 +81,9 @@ def test_several_prompts_are_answered_in_order(generate, captions_of):
     code, out, err = generate("good.png", *flags)
     assert (code, out, err) == (0, "".join(f"{line}\n" for line in lines["good.png"]), "")
     code, out, err = generate("good.png", "fine.jpg", *flags, "--json")
-    told = [[row[key] for key in ("picture", "prompt", "text")] for row in map(json.loads, out.splitlines())]
+    results = [[row[key] for key in ("picture", "prompt", "text")] for row in map(json.loads, out.splitlines())]
     assert (code, err) == (0, "")
-    assert told == [[name, prompt, line] for name, found in lines.items() for prompt, line in zip(prompts, found)]
+    assert results == [[name, prompt, line] for name, found in lines.items() for prompt, line in zip(prompts, found)]
 
 
 @pytest.mark.parametrize(

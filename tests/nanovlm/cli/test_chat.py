@@ -38,10 +38,10 @@ def chat(model_folder, capsys, monkeypatch):
 
 def test_each_line_is_answered_by_a_line(chat, model_folder):
     captioner = Captioner.from_pretrained(model_folder, "cpu", "float32")
-    conversation = ChatSession(captioner, ["good.png"])
-    asked = ["What is it?", "And now?", "Où? 🙂"]
-    answers = ["".join(conversation.ask(question, max_new_tokens=6)) for question in asked]
-    assert chat("\n".join(asked) + "\n\n", "good.png") == (0, "".join(f"{text}\n" for text in answers), "")
+    session = ChatSession(captioner, ["good.png"])
+    questions = ["What is it?", "And now?", "Où? 🙂"]
+    answers = ["".join(session.ask(question, max_new_tokens=6)) for question in questions]
+    assert chat("\n".join(questions) + "\n\n", "good.png") == (0, "".join(f"{text}\n" for text in answers), "")
     assert chat("Hello?\n")[0] == 0, "without a picture, too"
 
 
@@ -52,8 +52,8 @@ def test_commands_change_images_and_reset_history(chat):
     _, both, _ = chat("Describe it.\n", "good.png", "fine two.jpg", *more)
     _, answers, _ = chat("Describe it.\n", "good.png", *more)
     assert len({alone, both, answers}) == 3
-    asked = ["", "/image fine two.jpg\n", "/image good.png 'fine two.jpg'\n", "/reset\n"]
-    code, out, err = chat("Describe it.\n".join([*asked, "/help\n"]), "good.png", *more)
+    questions = ["", "/image fine two.jpg\n", "/image good.png 'fine two.jpg'\n", "/reset\n"]
+    code, out, err = chat("Describe it.\n".join([*questions, "/help\n"]), "good.png", *more)
     assert (code, out) == (0, answers + alone + both + both)
     assert all(f"/{word} " in err for word in ("image", "reset", "save", "help"))
 

@@ -64,7 +64,7 @@ def test_embedded_model_prints_its_limits_once_for_own_images(generate, model_fo
     monkeypatch.setattr(options, "EMBEDDED", model_folder)
     monkeypatch.setattr(captioning, "SAMPLE", Path("good.png"))
     code, out, err = generate("good.png", "fine.jpg", model=None)
-    assert (code, out, "") == generate("good.png", "fine.jpg"), "who names a model is told nothing"
+    assert (code, out, "") == generate("good.png", "fine.jpg"), "no note with --model"
     assert len(err.splitlines()) == 1 and "drawn scenes" in err and "--model" in err
     assert generate(model=None) == generate("good.png"), "its own sample needs no note"
 
@@ -83,7 +83,7 @@ def test_missing_device_is_one_error_line(generate, monkeypatch, device):
         (["--max-new-tokens", "1020"], "lm_max_position_embeddings=1024"),
         (["--prompt", "a\udcff"], "not valid Unicode text"),
     ],
-    ids=["too long", "too much asked", "no text"],
+    ids=["too long", "too many new tokens", "no text"],
 )
 def test_prompt_too_long_for_any_image_is_one_error_line(generate, argv, words):
     assert_usage_error(generate("good.png", *argv), words)
@@ -172,7 +172,7 @@ def test_unknown_config_keys_are_one_note(generate, model_folder, tmp_path):
     code, out, err = generate("good.png", model=folder)
     assert (code, out) == generate("good.png")[:2]
     assert len(err.splitlines()) == 1 and "brand_new" in err
-    assert "lm_eos_token_id" not in err  # files of every era say it, and nothing needs it: no news
+    assert "lm_eos_token_id" not in err  # files of every version have it, and nothing needs it
 
 
 def test_help_lists_every_flag(generate):

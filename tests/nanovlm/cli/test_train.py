@@ -29,7 +29,18 @@ def test_required_flags(train, argv):
     assert_usage_error(train(*argv), "required", program="train.py")
 
 
-TINY_RUN = ["--recipe", "scenes", "--max-steps", "2", "--batch-size", "1", "--num-workers", "0", "--no-compile", "--out"]
+TINY_RUN = [
+    "--recipe",
+    "scenes",
+    "--max-steps",
+    "2",
+    "--batch-size",
+    "1",
+    "--num-workers",
+    "0",
+    "--no-compile",
+    "--out",
+]
 
 
 def test_trained_model_is_used_by_generate_and_resumed_by_train(generate, train):
