@@ -1,1 +1,29 @@
-"""Tensors: the vision-language model, its caches, its decoding loop and its checkpoints."""
+"""Tensors: the vision-language model, its caches, its generation loop and its checkpoints.
+
+>>> from models import VisionLanguageModel
+>>> model = VisionLanguageModel.from_pretrained("lusxvr/nanoVLM-230M-8k")
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from models.cache import KVCache
+    from models.config import VLMConfig
+    from models.decoding import SamplingParams
+    from models.vision_language_model import VisionLanguageModel
+
+__all__ = ["KVCache", "SamplingParams", "VLMConfig", "VisionLanguageModel"]
+
+_LAZY = {  # imported on first use: importing torch takes seconds
+    "KVCache": "models.cache",
+    "SamplingParams": "models.decoding",
+    "VLMConfig": "models.config",
+    "VisionLanguageModel": "models.vision_language_model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

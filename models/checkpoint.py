@@ -1,33 +1,45 @@
-"""A folder is a model: config.json, model.safetensors and tokenizer.json, read strictly and written atomically."""
+"""Checkpoint folders: config.json, model.safetensors and tokenizer.json; read strictly, written atomically.
+
+This module knows state dicts, not model classes; `VisionLanguageModel.from_pretrained` and `save_pretrained` use it.
+"""
 
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from models.config import VLMConfig
 from models.errors import CheckpointError
 from models.language_model import inverse_frequencies
-from models.vision_language_model import VisionLanguageModel
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"  # nothing here reads it, see write_files
-AT_ONCE = 8  # tensors of one mapping
-MOST_BLOCKS = 1000  # the deepest models have a few hundred; a million would take an hour to refuse otherwise
+TOKENIZER_CONFIG = "tokenizer_config.json"  # written for stock nanoVLM, see write_checkpoint_files
+MAX_MAPPED_TENSORS = 8  # of one mapping of the file
+MAX_BLOCKS = 1000  # the deepest models have a few hundred; refusing a million by building it would take an hour
 HEAD, EMBEDDING, INV_FREQ = "decoder.head.weight", "decoder.token_embedding.weight", "decoder.rotary_embd.inv_freq"
+NO_IMAGE_TOKEN = -1  # nanoVLM v0.1 has no token for images
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class HasWeights(Protocol):
+    """A model as `save_checkpoint` sees it."""
+
+    @property
+    def cfg(self) -> VLMConfig: ...
+    def state_dict(self) -> dict[str, Any]: ...
 
 
 def snapshot_path(
@@ -35,12 +47,12 @@ def snapshot_path(
     revision: str | None = None,
     files: Sequence[str] = (CONFIG, "*.safetensors", TOKENIZER),
 ) -> Path:
-    """The local folder of a model: itself, or a Hub id's files, downloaded unless they are in the Hub's cache."""
+    """The local folder of a model: the folder itself, or the snapshot of a Hub id, downloaded unless it is cached."""
     folder = Path(name_or_folder)
     name = str(name_or_folder)
     if folder.is_dir():
         if revision:
-            raise CheckpointError(f"{name} is a folder, which has no revision {revision!r}; leave the revision away")
+            raise CheckpointError(f"{name} is a folder, which has no revision {revision!r}; leave revision away")
         return folder
     if folder.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         kind = "a file, not a folder" if folder.exists() else "neither a folder nor a Hub id like owner/name"
@@ -50,7 +62,7 @@ def snapshot_path(
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
-    except Exception as error:  # many kinds, from DNS to disk; none of them is a bug here
+    except Exception as error:  # of many kinds, from DNS to disk
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{name}: no such folder, and the Hub could not be reached or has no such model ({reason}); "
@@ -58,8 +70,8 @@ def snapshot_path(
         ) from error
 
 
-def load_config(folder: Path) -> VLMConfig:
-    """The config of the model in folder; anything wrong with it is a CheckpointError."""
+def load_config(folder: str | os.PathLike) -> VLMConfig:
+    """The config of the model in folder. Raises CheckpointError if it cannot be used."""
     path = Path(folder) / CONFIG
     raw = read_object(path)
     try:
@@ -69,7 +81,7 @@ def load_config(folder: Path) -> VLMConfig:
 
 
 def read_object(path: Path) -> dict:
-    """The object in a JSON file of a model's folder; anything wrong with it is a CheckpointError."""
+    """The object in a JSON file of a model's folder. Raises CheckpointError if there is none."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -83,105 +95,118 @@ def read_object(path: Path) -> dict:
     return raw
 
 
-def load_model(
-    folder: Path,
-    cfg: VLMConfig,
-    image_token_id: int,
+def find_image_token_id(folder: str | os.PathLike, cfg: VLMConfig) -> int:
+    """The id of the image token: from tokenizer.json, or without one by nanoVLM's rule for extra tokens.
+
+    NO_IMAGE_TOKEN if cfg names none. Raises CheckpointError if the tokenizer does not know the token.
+    """
+    if cfg.vlm_extra_tokens is None:
+        return NO_IMAGE_TOKEN
+    token, path = cfg.vlm_extra_tokens["image_token"], Path(folder) / TOKENIZER
+    if not path.exists():  # the extra tokens follow the base vocabulary, in their order
+        base = cfg.lm_vocab_size if cfg.lm_base_vocab_size is None else cfg.lm_base_vocab_size
+        return base + list(cfg.vlm_extra_tokens).index("image_token")
+    raw = read_object(path)
+    try:
+        ids = {entry["content"]: entry["id"] for entry in raw.get("added_tokens") or ()}
+        vocabulary = raw["model"]["vocab"]
+        if isinstance(vocabulary, list):  # Unigram: pieces with scores
+            vocabulary = {piece: i for i, (piece, _) in enumerate(vocabulary)}
+        image_token_id = ids.get(token, vocabulary.get(token))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a {TOKENIZER} of the tokenizers library: {error!r}") from None
+    if type(image_token_id) is not int:
+        raise CheckpointError(
+            f"{path}: vlm_extra_tokens names image_token={token!r}, but the tokenizer has no such token"
+        )
+    return image_token_id
+
+
+def read_state_dict(
+    folder: str | os.PathLike,
+    shapes: Shapes,
+    *,
+    tied: bool,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-) -> VisionLanguageModel:
-    """The model in folder, in eval mode; every tensor must be there, with its shape, and no other.
+) -> dict[str, Tensor]:
+    """The tensors of these names and shapes from a folder's model.safetensors; it must hold all of them and no other.
 
-    Names and shapes are compared before anything is allocated; weights already in dtype stay memory-mapped.
+    Names and shapes are compared before anything is allocated. Weights already in dtype stay memory-mapped on a CPU.
+    If head and embedding are tied, the file may hold either or, if they are equal, both. Raises CheckpointError.
     """
     path = Path(folder) / WEIGHTS
-    if cfg.lm_n_blocks + cfg.vit_n_blocks > MOST_BLOCKS:
-        blocks = f"lm_n_blocks={cfg.lm_n_blocks} and vit_n_blocks={cfg.vit_n_blocks}"
-        raise CheckpointError(f"{Path(folder) / CONFIG}: {blocks} are more than {MOST_BLOCKS} in all")
+    wanted = {name: shape for name, shape in shapes.items() if not (tied and name == EMBEDDING)}
     try:
-        with torch.device("meta"), skip_init():
-            model = VisionLanguageModel(cfg, image_token_id)
-    except RuntimeError:  # more bytes than 64 bits can count
-        keys = ("vit_hidden_dim", "vit_inter_dim", "vit_patch_size", "lm_hidden_dim", "lm_inter_dim", "lm_vocab_size")
-        sizes = ", ".join(f"{key}={getattr(cfg, key)}" for key in keys)
-        raise CheckpointError(f"{Path(folder) / CONFIG}: no computer holds a model of {sizes}") from None
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if cfg.lm_tie_weights:
-        del wanted[EMBEDDING]
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            names = set(file.keys()) - {INV_FREQ}
-            alike = sorted(wanted, key=lambda name: name.split(".")[::-1])  # mapped together, let go of together
-            source = {name: name for name in alike}
-            if cfg.lm_tie_weights and EMBEDDING in names:  # either name of a tied pair will do, both if they agree
-                if HEAD in names and not torch.equal(file.get_tensor(EMBEDDING), file.get_tensor(HEAD)):
-                    raise CheckpointError(f"{path}: lm_tie_weights=true, but {EMBEDDING} and {HEAD} differ")
-                if HEAD not in names:
-                    source[HEAD] = EMBEDDING
-                names = (names - {EMBEDDING}) | {HEAD}
-            if missing := sorted(wanted.keys() - names):
-                raise CheckpointError(f"{path} lacks {len(missing)} tensors that {CONFIG} asks for, first {missing[0]}")
-            if surplus := sorted(names - wanted.keys()):
-                raise CheckpointError(
-                    f"{path} has {len(surplus)} tensors that {CONFIG} has no place for, first {surplus[0]!r}"
-                )
-            for name, shape in wanted.items():
-                if (found := tuple(file.get_slice(source[name]).get_shape())) != shape:
-                    raise CheckpointError(f"{path}: {name} is {found}, but {CONFIG} asks for {shape}")
+        source = _match_names(path, wanted, tied)
         state = {}
-        for name, tensor in tensors(path, source):
-            problem = wrong_numbers(tensor, dtype)
-            if problem:
-                raise CheckpointError(f"{path}: {name} {problem}")
+        for name, tensor in _mapped_tensors(path, source):
+            if reason := why_unusable(tensor, dtype):
+                raise CheckpointError(f"{path}: {name} {reason}")
             state[name] = tensor.to(device, dtype)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {WEIGHTS}; a model is a folder with {CONFIG} and {WEIGHTS}") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}") from None
-    if cfg.lm_tie_weights:
+    if tied:
         state[EMBEDDING] = state[HEAD]
-    model.load_state_dict(state, assign=True)
-    model.decoder.tie_weights()
-    if torch.device(device).type == "cpu" and dtype != torch.float32:  # float32 weights stay mapped
-        model.decoder.pack_projections()
-    return model.eval()
+    return state
 
 
-class skip_init(TorchFunctionMode):
-    """`with Undrawn():` modules are made without drawing weights, for which torch imports its compiler on meta."""
+def _match_names(path: Path, wanted: Shapes, tied: bool) -> dict[str, str]:
+    """Each wanted name with the file's name for it, in the order in which to read them."""
+    with safe_open(path, framework="pt", device="cpu") as file:
+        names = set(file.keys()) - {INV_FREQ}
+        order = sorted(wanted, key=lambda name: name.split(".")[::-1])  # equal kinds are mapped and released together
+        source = {name: name for name in order}
+        if tied and EMBEDDING in names:
+            if HEAD in names and not torch.equal(file.get_tensor(EMBEDDING), file.get_tensor(HEAD)):
+                raise CheckpointError(f"{path}: lm_tie_weights=true, but {EMBEDDING} and {HEAD} differ")
+            if HEAD not in names:
+                source[HEAD] = EMBEDDING
+            names = (names - {EMBEDDING}) | {HEAD}
+        compare_names(wanted, names, str(path))
+        for name, shape in wanted.items():
+            found = tuple(file.get_slice(source[name]).get_shape())
+            if found != shape:
+                raise CheckpointError(f"{path}: {name} is {found}, but {CONFIG} asks for {shape}")
+    return source
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
-            return kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
+
+def compare_names(wanted: Collection[str], found: Collection[str], path: str) -> None:
+    """Raise CheckpointError unless both hold the same names."""
+    if missing := sorted(set(wanted) - set(found)):
+        raise CheckpointError(f"{path} lacks {len(missing)} tensors that {CONFIG} asks for, first {missing[0]}")
+    if surplus := sorted(set(found) - set(wanted)):
+        raise CheckpointError(f"{path} has {len(surplus)} tensors that {CONFIG} has no place for, first {surplus[0]!r}")
 
 
-def tensors(path: Path, source: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Of each name the tensor that the file calls source[name], memory-mapped.
+def _mapped_tensors(path: Path, source: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Each name with the tensor that the file calls source[name], memory-mapped.
 
-    What was read of a mapping stays in memory with it, beside the copies in another dtype: so there are many mappings,
-    each of which goes when nobody holds its tensors.
+    What was read of a mapping stays in memory as long as the mapping, beside a copy in another dtype. So there are many
+    mappings, and each one ends when its tensors are released.
     """
     with open(path, "rb") as first:
-        for start in range(0, len(source), AT_ONCE):
+        for start in range(0, len(source), MAX_MAPPED_TENSORS):
             with safe_open(path, framework="pt", device="cpu") as file:
                 if not os.path.samestat(os.fstat(first.fileno()), os.stat(path)):
                     raise CheckpointError(f"{path} was replaced while it was read; try again")
-                for name in islice(source, start, start + AT_ONCE):
+                for name in islice(source, start, start + MAX_MAPPED_TENSORS):
                     yield name, file.get_tensor(source[name])
 
 
-def checkpoint_dtype(folder: Path) -> torch.dtype:
-    """What the weights in folder are stored in; of several dtypes, the smallest that holds them all."""
+def checkpoint_dtype(folder: str | os.PathLike) -> torch.dtype:
+    """The dtype of the weights in folder; of several, the smallest that can represent them all."""
     with safe_open(Path(folder) / WEIGHTS, framework="pt", device="cpu") as file:
-        found = {file.get_tensor(name).dtype for name in set(file.keys()) - {INV_FREQ}}
-    return reduce(torch.promote_types, found)
+        dtypes = {file.get_tensor(name).dtype for name in set(file.keys()) - {INV_FREQ}}
+    return reduce(torch.promote_types, dtypes)
 
 
-def wrong_numbers(tensor: Tensor, dtype: torch.dtype) -> str:
-    """Say why a tensor's numbers can be no weights in dtype: not finite, or none at all. "" where they can.
+def why_unusable(tensor: Tensor, dtype: torch.dtype) -> str:
+    """Why the values of a tensor cannot be weights in dtype: not finite, or not floating-point. "" if they can.
 
-    Reads the weights once, where they are, and copies nothing.
+    Reads the values once, in place, and copies nothing.
     """
     if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return f"is stored as {tensor.dtype}, not as floating-point numbers of 16 bits or more"
@@ -193,20 +218,20 @@ def wrong_numbers(tensor: Tensor, dtype: torch.dtype) -> str:
 
 
 def save_checkpoint(
-    folder: str | os.PathLike, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None
+    folder: str | os.PathLike, model: HasWeights, tokenizer: str | None, dtype: torch.dtype | None = None
 ) -> None:
-    """Write model and tokenizer (tokenizer.json's text) as a folder, atomically: see `atomic_dir`, `write_checkpoint_files`."""
+    """Write a model's folder atomically; see `write_checkpoint_files` and `atomic_dir`."""
     with atomic_dir(folder) as new:
         write_checkpoint_files(new, model, tokenizer, dtype)
 
 
 def write_checkpoint_files(
-    folder: Path, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None
+    folder: Path, model: HasWeights, tokenizer: str | None, dtype: torch.dtype | None = None
 ) -> None:
-    """Write the files of a model so that stock nanoVLM, which is strict, loads them too.
+    """Write config, weights and tokenizer so that stock nanoVLM, which is strict, loads them too.
 
-    dtype is what the weights are stored in; None keeps the model's own. transformers' AutoTokenizer, with which stock
-    reads the tokenizer, learns from a fourth file what config.json says to us; then lm_tokenizer can be the folder.
+    tokenizer is the text of tokenizer.json; None writes no tokenizer. dtype is that of the stored weights; None keeps
+    the model's. Stock reads the tokenizer by transformers' AutoTokenizer, which needs a tokenizer_config.json.
     """
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
     metadata = {"format": "pt"}
@@ -215,16 +240,49 @@ def write_checkpoint_files(
         metadata[EMBEDDING] = HEAD
     state[INV_FREQ] = inverse_frequencies(model.cfg.lm_head_dim, model.cfg.lm_re_base)
     save_file(state, folder / WEIGHTS, metadata)
-    tokenizer_config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": model.cfg.end_token}
-    tokenizer_config |= {"extra_special_tokens": model.cfg.special_tokens, "chat_template": model.cfg.lm_chat_template}
-    (folder / TOKENIZER).write_text(tokenizer, encoding="utf-8")
-    for name, values in ((CONFIG, model.cfg.to_dict()), (TOKENIZER_CONFIG, tokenizer_config)):
+    objects: dict[str, dict] = {CONFIG: model.cfg.to_dict()}
+    if tokenizer is not None:
+        (folder / TOKENIZER).write_text(tokenizer, encoding="utf-8")
+        objects[TOKENIZER_CONFIG] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": model.cfg.end_token,
+            "extra_special_tokens": model.cfg.special_tokens,
+            "chat_template": model.cfg.lm_chat_template,
+        }
+    for name, values in objects.items():
         (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def upload_checkpoint(
+    folder: Path,
+    repo_id: str,
+    *,
+    card: str | None = None,
+    private: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+) -> str:
+    """Upload the model's files in folder, and no other, to the Hub as one commit; returns the commit's URL.
+
+    The repository owner/name, and the branch named by revision, are created if needed. card is the text of README.md.
+    Without token, that of `hf auth login` is used.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    names = [name for name in (CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG) if (folder / name).is_file()]
+    operations = [CommitOperationAdd(name, str(folder / name)) for name in names]
+    if card is not None:
+        operations.append(CommitOperationAdd("README.md", card.encode("utf-8")))
+    api = HfApi(token=token)
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    return api.create_commit(repo_id, operations, commit_message="Upload model", revision=revision).commit_url
 
 
 @contextmanager
 def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
-    """`with atomic_write(path) as new:` write the file `new`; it replaces `path` at the end, or vanishes after an error.
+    """`with atomic_write(path) as new:` write the file `new`; at the end it replaces `path`, after an error it is removed.
 
     `new` is in the folder of `path`, which must exist, and has the same suffix. The mode follows the umask.
     """
@@ -242,7 +300,7 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
 
 @contextmanager
 def atomic_dir(path: str | os.PathLike) -> Iterator[Path]:
-    """`with atomic_dir(path) as new:` fill the folder `new`; it becomes `path` at the end, or vanishes after an error.
+    """`with atomic_dir(path) as new:` fill the folder `new`; at the end it becomes `path`, after an error it is removed.
 
     If `path` exists already, its files of the same names are replaced one by one, each atomically, and others stay.
     Modes follow the umask.

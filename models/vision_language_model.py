@@ -1,17 +1,32 @@
-"""Picture in, words out: vision encoder, projector and language model on one sequence of embeddings."""
+"""The vision-language model: vision encoder, projector and language model on one sequence of embeddings."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from models.cache import KVCache
+from models.checkpoint import (
+    CONFIG,
+    MAX_BLOCKS,
+    TOKENIZER,
+    find_image_token_id,
+    load_config,
+    read_state_dict,
+    save_checkpoint,
+    snapshot_path,
+    upload_checkpoint,
+    write_checkpoint_files,
+)
 from models.config import VLMConfig
 from models.decoding import GREEDY, SamplingParams, collect_tokens, stream_tokens
-from models.errors import InputError
+from models.errors import CheckpointError, InputError
 from models.language_model import LanguageModel
 from models.modality_projector import ModalityProjector
 from models.vision_transformer import PatchEmbedding, VisionTransformer
@@ -19,54 +34,87 @@ from models.vision_transformer import PatchEmbedding, VisionTransformer
 
 @dataclass(frozen=True)
 class PrefillState:
-    """A sequence read so far: what attention remembers of it, and which of its places are padding."""
+    """A prefilled batch of sequences: the keys and values of every block, and which positions are padding."""
 
     kv_cache: list[KVCache]  # one per block
-    attention_mask: Tensor | None = None  # (B, length); None when nothing is padding
+    attention_mask: Tensor | None = None  # (B, length); None without padding
 
     @property
     def length(self) -> int:
         return self.kv_cache[0].length
 
     def first(self, n: int) -> "PrefillState":
-        """The sequence up to its n-th token."""
+        """The first n positions."""
         if n == self.length:
             return self
         mask = None if self.attention_mask is None else self.attention_mask[:, :n]
         return PrefillState([kv.first(n) for kv in self.kv_cache], mask)
 
     def rows(self, index: Tensor) -> "PrefillState":
-        """The chosen rows, index (B_new,), in that order and as often as named; a copy."""
+        """A copy of the rows index (B_new,), in that order; a row may occur more than once."""
         mask = None if self.attention_mask is None else self.attention_mask[index]
         return PrefillState([kv.rows(index) for kv in self.kv_cache], mask)
 
 
 class VisionLanguageModel(nn.Module):
-    """SigLIP's encoder, a pixel-shuffle projector and a Llama-shaped decoder, as nanoVLM joins them.
+    """nanoVLM: a SigLIP encoder, a pixel-shuffle projector and a Llama decoder.
 
-    image_token_id marks the places of images in a prompt; -1, where the vocabulary has no token for them.
+    image_token_id marks the positions of images in a prompt; -1 where the vocabulary has no token for them.
+    `models.convert.backbones.from_backbones` makes a new model from pretrained backbones.
     """
 
     def __init__(self, cfg: VLMConfig, image_token_id: int):
         super().__init__()
         if cfg.lm_use_tokens:
-            raise InputError("lm_use_tokens=true makes the decoder read ids; with pictures it must read embeddings")
+            raise InputError("lm_use_tokens=true makes the decoder read ids; with images it must read embeddings")
         if not -1 <= image_token_id < cfg.lm_vocab_size:
             raise InputError(f"image_token_id={image_token_id} is outside lm_vocab_size={cfg.lm_vocab_size}")
         self.cfg, self.image_token_id = cfg, image_token_id
+        self.tokenizer_json: str | None = None  # the text of tokenizer.json, for save_pretrained
         self.vision_encoder = VisionTransformer(cfg)
         self.MP = ModalityProjector(cfg)
         self.decoder = LanguageModel(cfg)
-        if self.device.type != "meta":  # where there is nothing to initialise, and torch would import its compiler to
+        if self.device.type != "meta":  # there is nothing to initialize there, and torch would import its compiler
             self.apply(init_weights)
             nn.init.normal_(self.decoder.head.weight, std=0.02)  # like the embedding, which it may be
 
     @classmethod
-    def from_backbones(cls, vision: str | PathLike, language: str | PathLike, **options) -> "VisionLanguageModel":
-        """A new model of a pretrained SigLIP and a pretrained Llama: see `models.convert.backbones.from_backbones`."""
-        from models.convert.backbones import from_backbones  # which imports this module
+    def from_pretrained(
+        cls,
+        name_or_folder: str | PathLike,
+        *,
+        revision: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+    ) -> "VisionLanguageModel":
+        """Load a folder or a Hub id (owner/name, at a branch, tag or commit), in eval mode. Raises CheckpointError.
 
-        return from_backbones(vision, language, **options)
+        Weights stored in dtype stay memory-mapped on a CPU in float32; in other dtypes they are packed for decoding.
+        """
+        folder = snapshot_path(name_or_folder, revision)
+        cfg = load_config(folder)
+        model = load_model(folder, cfg, find_image_token_id(folder, cfg), dtype, device)
+        path = folder / TOKENIZER
+        model.tokenizer_json = path.read_text(encoding="utf-8") if path.exists() else None
+        return model
+
+    def save_pretrained(
+        self, folder: str | PathLike, *, tokenizer: str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Write config.json, model.safetensors and the tokenizer atomically, as `from_pretrained` and nanoVLM load them.
+
+        tokenizer is the text of a tokenizer.json, by default the one that the model was loaded with, if any. dtype is
+        that of the stored weights, by default the model's.
+        """
+        save_checkpoint(folder, self, tokenizer or self.tokenizer_json, dtype)
+
+    def push_to_hub(
+        self, repo_id: str, *, private: bool = False, revision: str | None = None, token: str | None = None
+    ) -> str:
+        """Upload what `save_pretrained` writes to the Hub repository owner/name; returns the commit's URL."""
+        with TemporaryDirectory() as folder:
+            write_checkpoint_files(Path(folder), self, self.tokenizer_json)
+            return upload_checkpoint(Path(folder), repo_id, private=private, revision=revision, token=token)
 
     @property
     def device(self) -> torch.device:
@@ -77,14 +125,14 @@ class VisionLanguageModel(nn.Module):
         return self.MP.proj.weight.dtype
 
     def embed(self, input_ids: Tensor, images: Tensor | None = None) -> Tensor:
-        """Embeddings (B, T, C) of ids (B, T); images (N, 3, S, S) take the image tokens' places in reading order."""
+        """Embeddings (B, T, C) of ids (B, T); images (N, 3, S, S) replace image tokens in reading order."""
         self.validate_images(input_ids, images)
-        places = input_ids == self.image_token_id
-        x = self.decoder.token_embedding(input_ids.masked_fill(places, 0))  # 0 is any id: images replace it
+        is_image = input_ids == self.image_token_id
+        x = self.decoder.token_embedding(input_ids.masked_fill(is_image, 0))  # any id will do there
         if images is None or not len(images):
             return x
-        pictures = self.MP(self.vision_encoder(images.to(self.dtype)))
-        return x.masked_scatter(places[..., None], pictures.to(x.dtype))
+        image_embeds = self.MP(self.vision_encoder(images.to(self.dtype)))
+        return x.masked_scatter(is_image[..., None], image_embeds.to(x.dtype))
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
         """Embeddings (B, T, C) of ids (B, T), an image token's id being an ordinary one."""
@@ -97,9 +145,9 @@ class VisionLanguageModel(nn.Module):
         attention_mask: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits (B, T, vocabulary) and, given targets, their mean cross-entropy; for training, keeps no cache.
+        """Logits (B, T, vocabulary) and, with targets, their mean cross-entropy; for training, without a cache.
 
-        targets (B, T) holds at each place the id that should follow it, -100 where nothing is asked.
+        targets (B, T) holds at each position the id that should follow; -100 is ignored.
         """
         hidden, _ = self.decoder(self.embed(input_ids, images), attention_mask, use_cache=False)
         logits = self.decoder.head(hidden)
@@ -114,9 +162,9 @@ class VisionLanguageModel(nn.Module):
         attention_mask: Tensor | None = None,
         prefix: PrefillState | None = None,
     ) -> tuple[Tensor, PrefillState]:
-        """Read a prompt, ids (B, T), or continue a prefix with it: last logits (B, vocabulary) and the new prefix.
+        """Process a prompt, ids (B, T), after a prefix if given: logits (B, vocabulary) of its last token and the new prefix.
 
-        attention_mask (B, T) is 0 at padding, which stands on the left. The prefix given can be used again.
+        attention_mask (B, T) is 0 at padding, which is on the left. The given prefix stays valid and can be continued again.
         """
         if attention_mask is not None and bool((attention_mask == 1).all()):
             attention_mask = None
@@ -175,28 +223,70 @@ class VisionLanguageModel(nn.Module):
         )
 
     def validate_images(self, input_ids: Tensor, images: Tensor | None) -> None:
-        """Raise InputError unless images (N, 3, S, S) fill the places that ids (..., T) have for them."""
+        """Raise InputError unless images (N, 3, S, S) match the image tokens of ids (..., T) in number."""
         wanted = int((input_ids == self.image_token_id).sum())
         given = 0 if images is None else len(images) * self.cfg.mp_image_token_length
         if wanted != given:
             raise InputError(f"the prompt holds {wanted} image tokens, but the images give {given} embeddings")
 
     def validate_length(self, prompt: int, max_new_tokens: int) -> None:
-        """Raise InputError if a prompt of so many tokens and its answer exceed the model's positions."""
+        """Raise InputError if a prompt of that length and max_new_tokens exceed the model's positions."""
         limit = self.cfg.lm_max_position_embeddings
-        if prompt + max_new_tokens - 1 > limit:  # the last token chosen is never read
+        if prompt + max_new_tokens - 1 > limit:  # the last token generated is not processed
             raise InputError(
                 f"a prompt of {prompt} tokens and max_new_tokens={max_new_tokens} exceed "
                 f"lm_max_position_embeddings={limit}; shorten either"
             )
 
 
+def load_model(
+    folder: str | PathLike,
+    cfg: VLMConfig,
+    image_token_id: int,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> VisionLanguageModel:
+    """The model in a local folder, in eval mode; for callers that have read its config and tokenizer already."""
+    path = Path(folder) / CONFIG
+    if cfg.lm_n_blocks + cfg.vit_n_blocks > MAX_BLOCKS:
+        blocks = f"lm_n_blocks={cfg.lm_n_blocks} and vit_n_blocks={cfg.vit_n_blocks}"
+        raise CheckpointError(f"{path}: {blocks} are more than {MAX_BLOCKS} in all")
+    try:
+        model = empty_model(cfg, image_token_id)
+    except RuntimeError:  # more bytes than 64 bits can count
+        names = ("vit_hidden_dim", "vit_inter_dim", "vit_patch_size", "lm_hidden_dim", "lm_inter_dim", "lm_vocab_size")
+        sizes = ", ".join(f"{name}={getattr(cfg, name)}" for name in names)
+        raise CheckpointError(f"{path}: a model of {sizes} is larger than any memory") from None
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    state = read_state_dict(folder, shapes, tied=cfg.lm_tie_weights, dtype=dtype, device=device)
+    model.load_state_dict(state, assign=True)
+    model.decoder.tie_weights()
+    if model.device.type == "cpu" and dtype != torch.float32:
+        model.decoder.pack_projections()
+    return model.eval()
+
+
+def empty_model(cfg: VLMConfig, image_token_id: int) -> VisionLanguageModel:
+    """A model on the meta device, without memory for weights, to load a state dict into."""
+    with torch.device("meta"), _SkipInit():
+        return VisionLanguageModel(cfg, image_token_id)
+
+
+class _SkipInit(TorchFunctionMode):
+    """Leaves weights of new modules uninitialized; on the meta device torch would import its compiler to draw them."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 @torch.no_grad()
 def init_weights(module: nn.Module) -> None:
     """Embeddings N(0, 0.02), matrices N(0, 1/fan_in) (LeCun et al. 1998), biases 0.
 
-    nanoVLM's 0.02 for every matrix suits widths near 2,500; at a width of 192 it lets so little of the picture
-    through that training first learns for hundreds of steps to speak without looking.
+    nanoVLM's 0.02 for every matrix suits widths near 2,500. At a width of 192 so little of the image passes the projector
+    that training spends its first hundreds of steps on text alone.
     """
     if isinstance(module, nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
@@ -204,7 +294,7 @@ def init_weights(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=module.in_features**-0.5)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
-    elif isinstance(module, PatchEmbedding):  # reads pixels in [0, 1] as if they had been centred to [-1, 1]
+    elif isinstance(module, PatchEmbedding):  # pixels in [0, 1] act as if they were in [-1, 1]
         weight = module.conv.weight
         nn.init.normal_(weight, std=2 * weight[0].numel() ** -0.5)
         assert module.conv.bias is not None  # PatchEmbedding makes one

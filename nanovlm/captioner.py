@@ -10,11 +10,11 @@ from typing import Any, cast
 from PIL import Image
 from torch import Tensor
 
-from models.checkpoint import load_config, load_model, save_checkpoint, snapshot_path
+from models.checkpoint import load_config, snapshot_path
 from models.convert.backbones import find_backbones, read_backbones
 from models.decoding import GREEDY, SamplingParams
 from models.inference.inference_model import InferenceModel
-from models.vision_language_model import VisionLanguageModel
+from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.errors import InputError
@@ -114,7 +114,7 @@ class Captioner:
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
         """Write config, weights and tokenizer, atomically, as `from_pretrained` and stock nanoVLM load them."""
-        save_checkpoint(folder, self.model, self.tokenizer.to_json())
+        self.model.save_pretrained(folder, tokenizer=self.tokenizer.to_json())
 
     def check_prompt(self, prompt: str, max_new_tokens: int) -> None:
         """Raise InputError if the prompt and max_new_tokens exceed the model's context even without an image."""

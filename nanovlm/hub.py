@@ -4,12 +4,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, load_config
+from models.checkpoint import CONFIG, TOKENIZER, WEIGHTS, load_config, upload_checkpoint
 from models.config import VLMConfig
 from nanovlm.errors import CheckpointError
 
 REQUIRED_FILES = (CONFIG, WEIGHTS, TOKENIZER)
-OPTIONAL_FILES = (TOKENIZER_CONFIG,)  # stock nanoVLM reads it
 
 
 def push_to_hub(
@@ -35,18 +34,8 @@ def push_to_hub(
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} has no {name}; nothing was uploaded")
 
-    from huggingface_hub import CommitOperationAdd, HfApi
-
     card = model_card(cfg, repo_id, recipe=recipe, results=results, license=license)
-    names = [*REQUIRED_FILES, *(name for name in OPTIONAL_FILES if (folder / name).is_file())]
-    operations = [CommitOperationAdd(name, str(folder / name)) for name in names]
-    operations.append(CommitOperationAdd("README.md", card.encode("utf-8")))
-    api = HfApi(token=token)
-    api.create_repo(repo_id, private=private, exist_ok=True)
-    if revision is not None:
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    commit = api.create_commit(repo_id, operations, commit_message="Upload model", revision=revision)
-    return commit.commit_url
+    return upload_checkpoint(folder, repo_id, card=card, private=private, revision=revision, token=token)
 
 
 def model_card(

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.checkpoint import CONFIG, MOST_BLOCKS, TOKENIZER, WEIGHTS, read_object, snapshot_path
+from models.checkpoint import CONFIG, MAX_BLOCKS, TOKENIZER, WEIGHTS, read_object, snapshot_path
 from models.config import VLMConfig, extra_tokens
 from models.errors import CheckpointError
 from models.modality_projector import ModalityProjector
-from models.vision_language_model import VisionLanguageModel, init_weights
+from models.vision_language_model import VisionLanguageModel, empty_model, init_weights
 
 INDEX = "model.safetensors.index.json"
 FILES = (CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER)
@@ -140,9 +140,9 @@ def find_backbones(
         grid = vision_fields["vit_img_size"] // vision_fields["vit_patch_size"]
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{vision} and {language} make no model: {error}") from None
-    if cfg.lm_n_blocks + cfg.vit_n_blocks > MOST_BLOCKS:
+    if cfg.lm_n_blocks + cfg.vit_n_blocks > MAX_BLOCKS:
         blocks = f"{cfg.vit_n_blocks} and {cfg.lm_n_blocks} blocks"
-        raise CheckpointError(f"{vision} and {language}, of {blocks}: more than {MOST_BLOCKS} in all")
+        raise CheckpointError(f"{vision} and {language}, of {blocks}: more than {MAX_BLOCKS} in all")
     if cfg.lm_base_vocab_size is not None and cfg.lm_vocab_size < cfg.lm_base_vocab_size:
         raise CheckpointError(
             f"lm_vocab_size={cfg.lm_vocab_size} is less than the {cfg.lm_base_vocab_size} tokens of {language}"
@@ -174,8 +174,7 @@ def read_backbones(
     cfg = backbones.cfg
     if image_token_id is None:
         image_token_id = base_vocab_size(cfg) + list(cfg.special_tokens).index("image_token")
-    with torch.device("meta"):
-        model = VisionLanguageModel(cfg, image_token_id)
+    model = empty_model(cfg, image_token_id)
     state = {f"vision_encoder.{name}": tensor for name, tensor in _read_siglip(backbones, model, dtype).items()}
     state |= {f"decoder.{name}": tensor for name, tensor in _read_llama(backbones, model, dtype).items()}
     state["MP.proj.weight"] = ModalityProjector(cfg).apply(init_weights).proj.weight.detach().to(dtype)

@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.checkpoint import atomic_dir, load_config, load_model, read_object, write_checkpoint_files
+from models.checkpoint import atomic_dir, load_config, read_object, write_checkpoint_files
 from models.lora import adapters, merge, read_adapters, write_adapters
-from models.vision_language_model import VisionLanguageModel
+from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.errors import CheckpointError, TrainingError
 from nanovlm.training.config import upgrade_settings
 from nanovlm.training.distributed import shard_like

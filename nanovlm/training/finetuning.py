@@ -13,8 +13,8 @@ from typing import Any
 
 from PIL import Image
 
-from models.checkpoint import WEIGHTS, checkpoint_dtype, load_config, load_model, snapshot_path
-from models.vision_language_model import VisionLanguageModel
+from models.checkpoint import WEIGHTS, checkpoint_dtype, load_config, snapshot_path
+from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm import EMBEDDED
 from nanovlm.data import Batches, Mixture, ReadOptions, Source, Stream, Subset, open_source, split
 from nanovlm.data.examples import ExampleError

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from safetensors.torch import load_model as load_strictly
 
 import models.checkpoint as checkpoint
-from models.checkpoint import atomic_dir, atomic_write, load_config, load_model, save_checkpoint, snapshot_path
+from models.checkpoint import atomic_dir, atomic_write, load_config, save_checkpoint, snapshot_path
 from models.errors import CheckpointError
+from models.vision_language_model import load_model
 from support.checkpoints import EMBEDDING, HEAD, INV_FREQ, stock_model, stock_shapes
 
 TOKENIZER = '{"model": "ünïcode"}'
@@ -163,18 +164,18 @@ def test_weights_that_are_no_floating_point_numbers_are_refused(folder, rewrite,
 
 
 def test_a_model_replaced_while_it_is_read_is_told_and_not_mixed(folder, tiny_model, monkeypatch):
-    check, calls = checkpoint.wrong_numbers, []
+    check, calls = checkpoint.why_unusable, []
 
-    def wrong_numbers(*inputs):
+    def why_unusable(*inputs):
         if not calls:
             save_checkpoint(folder, tiny_model(seed=1), TOKENIZER)
         calls.append(1)
         return check(*inputs)
 
-    monkeypatch.setattr(checkpoint, "wrong_numbers", wrong_numbers)
+    monkeypatch.setattr(checkpoint, "why_unusable", why_unusable)
     with pytest.raises(CheckpointError, match="was replaced while it was read; try again"):
         read(folder)
-    assert len(calls) == checkpoint.AT_ONCE
+    assert len(calls) == checkpoint.MAX_MAPPED_TENSORS
     assert same(bits(read(folder)), bits(tiny_model(seed=1)))
 
 
@@ -212,7 +213,7 @@ def test_an_absurd_config_is_refused_before_anything_is_allocated(folder, tiny_c
         ),
         (
             {"vit_patch_size": 2**29, "vit_img_size": 2**30, "max_img_size": 2**30},
-            ["no computer holds", "vit_patch_size=536870912"],
+            ["larger than any memory", "vit_patch_size=536870912"],
         ),
     ],
 )

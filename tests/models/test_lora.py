@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from models.checkpoint import load_config, load_model, save_checkpoint
+from models.checkpoint import load_config, save_checkpoint
 from models.errors import CheckpointError
 from models.lora import (
     EMBEDDINGS,
@@ -21,6 +21,7 @@ from models.lora import (
     read_adapters,
     write_adapters,
 )
+from models.vision_language_model import load_model
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import train
 

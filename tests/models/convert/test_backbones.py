@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import models.convert.backbones as backbones
-from models.checkpoint import load_config, load_model, read_object, save_checkpoint
+from models.checkpoint import load_config, read_object, save_checkpoint
 from models.config import extra_tokens
-from models.convert.backbones import find_backbones, grow, resize_positions, translate
+from models.convert.backbones import find_backbones, from_backbones, grow, resize_positions, translate
 from models.errors import CheckpointError
-from models.vision_language_model import VisionLanguageModel
+from models.vision_language_model import load_model
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.tokenizer import Tokenizer
 from support import ROOT
@@ -101,7 +101,7 @@ def test_they_see_and_speak_as_before(tmp_path, shards, tied):
     sees.save_pretrained(tmp_path / "siglip", max_shard_size=shards)
     says.save_pretrained(tmp_path / "llama", max_shard_size=shards)
     assert (tmp_path / "llama" / "model.safetensors.index.json").exists() == (shards == "4KB")
-    model = VisionLanguageModel.from_backbones(tmp_path / "siglip", tmp_path / "llama", **FOLD)
+    model = from_backbones(tmp_path / "siglip", tmp_path / "llama", **FOLD)
     assert not model.training and all(parameter.requires_grad for parameter in model.parameters())
     assert (model.decoder.head.weight is model.decoder.token_embedding.weight) == tied
     assert_sees(model, sees)
@@ -147,7 +147,7 @@ def test_siglip2_of_fixed_resolution_is_a_whole_siglip(tmp_path, pair):
     config = transformers.SiglipConfig(vision_config=SEES, text_config=TEXT)
     theirs = shaken(transformers.SiglipModel(config))
     theirs.save_pretrained(tmp_path)
-    assert_sees(VisionLanguageModel.from_backbones(tmp_path, pair[1], **FOLD), theirs.vision_model)
+    assert_sees(from_backbones(tmp_path, pair[1], **FOLD), theirs.vision_model)
 
 
 @pytest.mark.parametrize("prefix", ["", "vision_model.", "model.vision_model.", "vision_tower.vision_model."])
@@ -155,20 +155,20 @@ def test_every_prefix_is_known(copies, prefix):
     theirs = transformers.SiglipVisionModel.from_pretrained(copies[0]).eval()
     rest = {"logit_scale": torch.ones(1), "text_model.head.weight": torch.ones(2, 2)}
     rename(copies[0], prefix, drop="vision_model.", **rest)
-    assert_sees(VisionLanguageModel.from_backbones(*copies, **FOLD), theirs)
+    assert_sees(from_backbones(*copies, **FOLD), theirs)
 
 
 def test_llama_may_come_without_its_head_and_prefix(tmp_path, pair):
     theirs = llama(tie_word_embeddings=True)
     theirs.model.save_pretrained(tmp_path)
     assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
-    assert_says(VisionLanguageModel.from_backbones(pair[0], tmp_path, **FOLD), theirs)
+    assert_says(from_backbones(pair[0], tmp_path, **FOLD), theirs)
 
 
 def test_both_spellings_of_rope_theta_are_read(copies):
     theirs = transformers.LlamaForCausalLM.from_pretrained(copies[1]).eval()
     edit(copies[1], rope_parameters=None, rope_theta=100.0)
-    model = VisionLanguageModel.from_backbones(*copies, **FOLD)
+    model = from_backbones(*copies, **FOLD)
     assert model.cfg.lm_re_base == 100
     assert_says(model, theirs)
 
@@ -178,14 +178,14 @@ def test_of_a_tied_pair_either_name_will_do_and_both_if_they_agree(tmp_path, pai
     theirs.save_pretrained(tmp_path)
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     rename(tmp_path, "", **{"lm_head.weight": embedding.clone()})
-    assert_says(VisionLanguageModel.from_backbones(pair[0], tmp_path, **FOLD), theirs)
+    assert_says(from_backbones(pair[0], tmp_path, **FOLD), theirs)
     state = load_file(tmp_path / "model.safetensors")
     del state["model.embed_tokens.weight"]
     save_file(state, tmp_path / "model.safetensors")
-    assert_says(VisionLanguageModel.from_backbones(pair[0], tmp_path, **FOLD), theirs)
+    assert_says(from_backbones(pair[0], tmp_path, **FOLD), theirs)
     rename(tmp_path, "", **{"model.embed_tokens.weight": embedding + 1})
     with pytest.raises(CheckpointError, match=r"tie_word_embeddings=true, but lm_head.weight and .* differ"):
-        VisionLanguageModel.from_backbones(pair[0], tmp_path, **FOLD)
+        from_backbones(pair[0], tmp_path, **FOLD)
 
 
 def test_more_rows_keep_the_old_ones():
@@ -204,7 +204,7 @@ def test_new_rows_and_projector_follow_the_callers_seed(tmp_path, pair, tied):
     states = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        states.append(VisionLanguageModel.from_backbones(pair[0], tmp_path, **FOLD).state_dict())
+        states.append(from_backbones(pair[0], tmp_path, **FOLD).state_dict())
     drawn = {"MP.proj.weight", "decoder.token_embedding.weight", "decoder.head.weight"}
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert {name for name in states[0] if not torch.equal(states[0][name], states[2][name])} == drawn
@@ -215,7 +215,7 @@ def test_new_rows_and_projector_follow_the_callers_seed(tmp_path, pair, tied):
 @pytest.mark.parametrize("side", [8, 24, 32])
 def test_another_image_size_interpolates_the_positions_as_transformers_does(pair, side):
     theirs = transformers.SiglipVisionModel.from_pretrained(pair[0]).eval()
-    model = VisionLanguageModel.from_backbones(*pair, vit_img_size=side, **FOLD)
+    model = from_backbones(*pair, vit_img_size=side, **FOLD)
     assert model.cfg.max_img_size == 3 * side and model.cfg.mp_image_token_length == (side // 8) ** 2
     assert_sees(model, theirs)
 
@@ -231,11 +231,11 @@ def test_an_image_size_that_is_no_multiple_of_the_patch_keeps_the_grid_that_it_h
     theirs.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="vit_img_size=18 is not a multiple of vit_patch_size=4"):
         find_backbones(tmp_path, pair[1], **FOLD)
-    assert_sees(VisionLanguageModel.from_backbones(tmp_path, pair[1], vit_img_size=16, **FOLD), theirs)
+    assert_sees(from_backbones(tmp_path, pair[1], vit_img_size=16, **FOLD), theirs)
 
 
 def test_other_precisions_are_read(pair):
-    model = VisionLanguageModel.from_backbones(*pair, dtype=torch.bfloat16, **FOLD)
+    model = from_backbones(*pair, dtype=torch.bfloat16, **FOLD)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
@@ -259,7 +259,7 @@ REFUSED = {
 def test_a_llama_that_would_compute_something_else_is_refused(copies, key):
     edit(copies[1], **{key: REFUSED[key]})
     with pytest.raises(CheckpointError) as error:
-        VisionLanguageModel.from_backbones(*copies, **FOLD)
+        from_backbones(*copies, **FOLD)
     said = str(error.value)
     shown = REFUSED[key] if isinstance(REFUSED[key], (int, dict)) else repr(REFUSED[key])
     assert f"{copies[1]}/config.json: {key}={shown}" in said and "\n" not in said
@@ -354,7 +354,7 @@ DAMAGED = {
 def test_what_is_damaged_or_does_not_fit_is_one_line(copies, what):
     changes = damage(what, *copies)
     with pytest.raises(CheckpointError, match=DAMAGED[what]) as error:
-        VisionLanguageModel.from_backbones(*copies, **FOLD, **changes)
+        from_backbones(*copies, **FOLD, **changes)
     assert "\n" not in str(error.value)
 
 
@@ -406,7 +406,7 @@ def hub(pair, tmp_path, monkeypatch):
 
 def test_a_revision_of_either_is_what_is_read(hub, pair):
     main, v1 = (
-        VisionLanguageModel.from_backbones(
+        from_backbones(
             "some/siglip", "some/llama", vision_revision="abc", language_revision=revision, **FOLD
         )
         for revision in (None, "v1")
@@ -438,7 +438,7 @@ def test_each_is_asked_for_once_and_its_settings_are_read_once(hub, monkeypatch)
 
 def test_without_a_tokenizer_the_image_token_follows_the_base_vocabulary(pair):
     tokens = extra_tokens(0)
-    model = VisionLanguageModel.from_backbones(*pair, vlm_extra_tokens=tokens, max_img_size=16, **FOLD)
+    model = from_backbones(*pair, vlm_extra_tokens=tokens, max_img_size=16, **FOLD)
     assert (model.image_token_id, model.cfg.lm_vocab_size) == (40, 42)
 
 

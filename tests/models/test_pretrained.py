@@ -1,0 +1,161 @@
+"""from_pretrained, save_pretrained and push_to_hub of the model itself, without tokenizers or images."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file
+from safetensors.torch import load_model as load_strictly
+
+import models
+from models.checkpoint import find_image_token_id, load_config
+from models.errors import CheckpointError
+from models.vision_language_model import VisionLanguageModel
+from nanovlm import EMBEDDED
+from nanovlm.tokenizer import Tokenizer
+from support import ROOT
+from support.checkpoints import stock_model
+
+
+def test_models_exports_its_classes_on_first_use():
+    assert models.VisionLanguageModel is VisionLanguageModel
+    assert {getattr(models, name).__name__ for name in models.__all__} == set(models.__all__)
+    code = "import sys, models; assert 'torch' not in sys.modules; from models import KVCache; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    with pytest.raises(AttributeError, match="nothing"):
+        models.nothing  # noqa: B018
+
+
+def test_loading_needs_neither_nanovlm_nor_tokenizers():
+    code = (
+        "import sys; from models import VisionLanguageModel; "
+        f"assert VisionLanguageModel.from_pretrained({str(EMBEDDED)!r}).image_token_id > 0; "
+        "print({'nanovlm', 'tokenizers', 'transformers', 'PIL', 'torchvision', 'torch._dynamo'} & sys.modules.keys())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_model_is_loaded_bit_for_bit(tmp_path, dtype):
+    model = VisionLanguageModel.from_pretrained(EMBEDDED, dtype=dtype)
+    assert model.dtype == dtype and not model.training and model.cfg == load_config(EMBEDDED)
+    model.save_pretrained(tmp_path / "mine")
+    again = VisionLanguageModel.from_pretrained(str(tmp_path / "mine"), dtype=dtype)
+    assert again.cfg == model.cfg and again.image_token_id == model.image_token_id
+    state, wanted = again.state_dict(), model.state_dict()
+    assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted)
+    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == names
+    read = (tmp_path / "mine" / "tokenizer.json").read_text(encoding="utf-8")
+    assert read == (EMBEDDED / "tokenizer.json").read_text(encoding="utf-8")
+    assert load_strictly(stock_model(model.cfg), tmp_path / "mine" / "model.safetensors", strict=True) == (set(), [])
+
+
+def test_a_model_without_a_tokenizer_is_saved_without_one(tmp_path, tiny_model):
+    tiny_model().save_pretrained(tmp_path / "a", dtype=torch.float16)
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {"config.json", "model.safetensors"}
+    assert load_file(tmp_path / "a" / "model.safetensors")["MP.proj.weight"].dtype == torch.float16
+    tiny_model().save_pretrained(tmp_path / "b", tokenizer="{}")
+    assert (tmp_path / "b" / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_hub_id_is_loaded_at_its_revision(monkeypatch):
+    calls = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: calls.append((name, how)) or EMBEDDED)
+    VisionLanguageModel.from_pretrained("lusxvr/nanoVLM-230M-8k", revision="v1")
+    assert [(name, how["revision"]) for name, how in calls] == [("lusxvr/nanoVLM-230M-8k", "v1")]
+    with pytest.raises(CheckpointError, match="neither a folder nor a Hub id"):
+        VisionLanguageModel.from_pretrained("no/such/folder")
+
+
+def test_a_model_is_pushed_with_its_files_when_asked(monkeypatch):
+    calls = []
+
+    class Api:
+        def __init__(self, token):
+            calls.append(("token", token))
+
+        def create_repo(self, repo_id, **options):
+            calls.append((repo_id, options))
+
+        def create_branch(self, repo_id, **options):
+            calls.append((repo_id, options))
+
+        def create_commit(self, repo_id, operations, commit_message, revision):
+            files = {}
+            for operation in operations:
+                with operation.as_file() as file:
+                    files[operation.path_in_repo] = file.read()
+            calls.append((repo_id, files, revision))
+            return SimpleNamespace(commit_url="https://hub/commit")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    model = VisionLanguageModel.from_pretrained(EMBEDDED)
+    assert not calls
+    assert model.push_to_hub("me/model", private=True, revision="tuned", token="t") == "https://hub/commit"
+    *before, (repo_id, files, revision) = calls
+    assert before == [
+        ("token", "t"),
+        ("me/model", {"private": True, "exist_ok": True}),
+        ("me/model", {"branch": "tuned", "exist_ok": True}),
+    ]
+    assert (repo_id, revision) == ("me/model", "tuned")
+    assert files.keys() == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert json.loads(files["config.json"]) == model.cfg.to_dict()
+
+
+# ------------------------------------------------------------------------------------------------- the image token
+
+
+def tokenizer_json(kind, added):
+    """The text of a tokenizer of some kind that knows three words, and `<|image|>` as an added token or as a word."""
+    words = ["a", "b", "<|endoftext|>", "<|im_end|>"] + ["<|image|>"] * (not added)
+    if kind == "unigram":
+        model = tokenizers.models.Unigram([(word, 0.0) for word in words], unk_id=0)
+    else:
+        model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="a")
+    backend = tokenizers.Tokenizer(model)
+    if added:
+        backend.add_special_tokens(["<|image|>"])
+    return backend.to_str()
+
+
+@pytest.mark.parametrize("kind", ["words", "unigram"])
+@pytest.mark.parametrize("added", [True, False])
+def test_the_image_token_is_found_as_the_tokenizer_finds_it(tmp_path, tiny_config, kind, added):
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json(kind, added))
+    cfg = tiny_config(vlm_extra_tokens={"image_token": "<|image|>"})
+    assert find_image_token_id(tmp_path, cfg) == Tokenizer.from_pretrained(tmp_path, cfg).image_token_id == 4
+    cfg = load_config(EMBEDDED)
+    assert find_image_token_id(EMBEDDED, cfg) == Tokenizer.from_pretrained(EMBEDDED, cfg).image_token_id
+
+
+def test_without_a_tokenizer_extra_tokens_follow_the_base_vocabulary(tmp_path, tiny_config):
+    tokens = {"other": "<x>", "image_token": "<|image|>"}
+    cfg = tiny_config(vlm_extra_tokens=tokens, lm_base_vocab_size=38, extra_token_amount=2, lm_vocab_size=40)
+    assert find_image_token_id(tmp_path, cfg) == 39
+    first = tiny_config(vlm_extra_tokens=None, lm_chat_template=None, max_img_size=None)
+    assert first.format_version == 1 and find_image_token_id(tmp_path, first) == -1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (tokenizer_json("words", False).replace("<|image|>", "<x>"), "the tokenizer has no such token"),
+        ("{}", "is not a tokenizer.json"),
+        ('{"model": {"vocab": 5}}', "is not a tokenizer.json"),
+        ('{"model": {"vocab": [1]}}', "is not a tokenizer.json"),
+        ("[]", "holds list, not an object"),
+        ("nonsense", "cannot be read"),
+    ],
+)
+def test_a_tokenizer_without_the_image_token_is_one_line(tmp_path, tiny_config, text, message):
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message) as error:
+        find_image_token_id(tmp_path, tiny_config())
+    assert "tokenizer.json" in str(error.value) and "\n" not in str(error.value)
