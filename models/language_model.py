@@ -170,8 +170,8 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, list[KVCache]]:
         """Read x, ids (B, T) or embeddings (B, T, C), from start_pos on; also return each block's longer cache.
 
-        attention_mask, (B, T_past + T) integers, is explained at `build_attention_mask`; with it, a token's position is the
-        number of tokens that it sees before itself, so padding shifts nothing. start_pos must be the length of
+        attention_mask, (B, T_past + T) integers, is explained at `build_attention_mask`; with it, a token's position is
+        the number of tokens that it sees before itself, so padding shifts nothing. start_pos must be the length of
         the cache. use_cache=False returns no caches and keeps none alive.
         """
         T, past = x.size(1), kv_cache[0].length if kv_cache else 0

@@ -34,7 +34,7 @@ def _check_models_package() -> None:
     spec = importlib.util.find_spec("models")
     expected = Path(__file__).resolve().parent.parent / "models" / "__init__.py"
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != expected:
-        found = "no package" if spec is None else spec.origin or list(spec.submodule_search_locations or ())[0]
+        found = "no package" if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()))
         raise ImportError(
             f"nanovlm needs its own package `models` in {expected.parent}, but `import models` finds {found}; "
             "run from another directory, or put nanovlm's folder first in PYTHONPATH"

@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -136,7 +136,7 @@ def _transformers_name(name: str) -> str:
 class LlamaCppEngine:
     """The same decoder in llama.cpp, from a GGUF file."""
 
-    gguf_types = {torch.float32: "F32", torch.bfloat16: "BF16"}
+    gguf_types: ClassVar = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
     def __init__(self, decoder: LanguageModel, gguf_type: str, folder: Path, batch_size: int):
         try:

@@ -2,8 +2,8 @@
 
 A package holds no weights, so all models of a shape share it. Compiling takes a minute or two and a C++ compiler,
 loading a tenth of a second. Code for a fixed number of threads is 5% to 7% faster than code that asks for the number
-when it runs, so packages for several numbers stand side by side. Without one for the current number, a package for fewer
-threads is used.
+when it runs, so packages for several numbers stand side by side. Without one for the current number, a package for
+fewer threads is used.
 """
 
 import hashlib
@@ -121,7 +121,7 @@ def load_compiled_decode(decoder: LanguageModel) -> DecodeFunction | None:
 
 
 def _with_fewer_threads(wanted: Path) -> Path | None:
-    """The package like the wanted one, but for the next lower number of threads; more threads than set would disturb."""
+    """The package like the wanted one, but for the next lower number of threads; a higher one would slow it down."""
     stem, _, threads = wanted.stem.rpartition("-")
     for fewer in range(int(threads.removesuffix("t")) - 1, 0, -1):
         path = wanted.with_name(f"{stem}-{fewer}t.pt2")

@@ -56,7 +56,7 @@ class _Request:
 
 
 class _SlotKV:
-    """A KVCache to which each slot appends one token at its own position; key and value are views of the shared cache."""
+    """A KVCache to which each slot appends one token at its own position; key and value are views of one cache."""
 
     def __init__(self, key: Tensor, value: Tensor, slots: Tensor, positions: Tensor):
         self.key, self.value, self.slots, self.positions = key, value, slots, positions

@@ -80,8 +80,9 @@ def concat_linears(*linears: nn.Linear | Int8Linear) -> Matmul:
         kinds = set()
     if kinds == {nn.Linear} and (weight := adjacent(weights)) is not None:
         return partial(F.linear, weight=weight)
-    if kinds == {Int8Linear} and (weight := adjacent(weights)) is not None:
-        if (scale := adjacent([linear.scale for linear in linears if isinstance(linear, Int8Linear)])) is not None:
+    if kinds == {Int8Linear}:
+        weight, scale = adjacent(weights), adjacent([x.scale for x in linears if isinstance(x, Int8Linear)])
+        if weight is not None and scale is not None:
             return partial(int8_matmul, weight=weight, scale=scale)
     if len(linears) == 1:
         return linears[0].forward if kinds == {OneDNNLinear} else linears[0]

@@ -41,7 +41,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--max-tiles",
         type=int,
         metavar="N",
-        help="split a picture into at most N tiles: faster, less detail (default: as many as the model was trained with)",
+        help="split a picture into at most N tiles: faster, less detail (default: as many as in training)",
     )
     add("--no-upscale", dest="upscale", action="store_false", help="do not enlarge a picture to get more tiles of it")
 

@@ -160,7 +160,7 @@ def check_folder(folder: Path, data: Sequence[str]) -> None:
 
 
 def fingerprint(training: Sequence[Subset]) -> str:
-    """Identifies the examples: of each source its path, share, number of examples and a digest of their fingerprints."""
+    """Identify the examples by each source's path, share, number of examples and a digest of their fingerprints."""
     parts = []
     for subset in training:
         part = subset.source.path if subset.weight is None else f"{subset.source.path}@{subset.weight:g}"

@@ -28,7 +28,7 @@ def test_the_table_shows_shares_intervals_and_misses(monkeypatch, capsys):
     def measure(captioner, *args):
         misses = [("captions", "Describe it.", "A red ring.", "A blue ring.")] * 2
         kinds = {"How many": {"right": 100, "of": 100}}
-        return dict.fromkeys(captions.SPLITS, {"right": 98, "of": 100}) | {"kinds": kinds, "missed": misses}
+        return {split: {"right": 98, "of": 100} for split in captions.SPLITS} | {"kinds": kinds, "missed": misses}
 
     monkeypatch.setattr(captions, "measure", measure)
     assert main(["--misses", "1", "--dtype", "float32"]) == 0

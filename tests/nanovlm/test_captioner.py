@@ -318,7 +318,8 @@ if "torch" in sys.argv:
     seed, state, threads = torch.initial_seed(), torch.random.get_rng_state(), torch.get_num_threads()
     import models.attention, models.cache, models.checkpoint, models.config, models.decoding, models.language_model
     import models.modality_projector, models.vision_language_model, models.vision_transformer
-    import nanovlm.cli.caption, nanovlm.cli.main, nanovlm.data.examples, nanovlm.processor, nanovlm.training.loop, nanovlm.synthetic.recipe
+    import nanovlm.cli.caption, nanovlm.cli.main, nanovlm.data.examples, nanovlm.processor
+    import nanovlm.synthetic.recipe, nanovlm.training.loop
     assert torch.initial_seed() == seed == 0x3A7C9 and torch.equal(torch.random.get_rng_state(), state)
     assert torch.get_num_threads() == threads and torch.get_default_dtype() == torch.float32
 assert random.getstate() == before

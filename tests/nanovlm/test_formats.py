@@ -29,7 +29,7 @@ VERSIONS = (1, 2, 3, 4, 5)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>", "<filename>"]
 
 
-# ------------------------------------------------------------------------------------------- checkpoints of every version
+# ----------------------------------------------------------------------------------------- checkpoints of every version
 
 
 @pytest.fixture(scope="module")

@@ -238,7 +238,8 @@ def test_characters_missing_in_the_encoding_are_escaped(generate, monkeypatch):
 def test_captioning_does_not_import_the_compiler():
     """torch imports its own, and torchvision does, too: each takes longer than all that is done for a caption."""
     heavy = {"torchvision", "torch._dynamo", "torch._inductor"}
-    code = f"import sys; from nanovlm.cli.main import run_verb; run_verb('caption', []); print({heavy} & sys.modules.keys())"
+    code = "import sys; from nanovlm.cli.main import run_verb; run_verb('caption', []); "
+    code += f"print({heavy} & sys.modules.keys())"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "set()"
 
