@@ -282,7 +282,7 @@ def upload_checkpoint(
 
 @contextmanager
 def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
-    """`with atomic_write(path) as new:` write the file `new`; at the end it replaces `path`, after an error it is removed.
+    """`with atomic_write(path) as new:` write the file `new`, which replaces `path` at the end and vanishes on an error.
 
     `new` is in the folder of `path`, which must exist, and has the same suffix. The mode follows the umask.
     """
@@ -300,7 +300,7 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
 
 @contextmanager
 def atomic_dir(path: str | os.PathLike) -> Iterator[Path]:
-    """`with atomic_dir(path) as new:` fill the folder `new`; at the end it becomes `path`, after an error it is removed.
+    """`with atomic_dir(path) as new:` fill the folder `new`, which becomes `path` at the end and vanishes on an error.
 
     If `path` exists already, its files of the same names are replaced one by one, each atomically, and others stay.
     Modes follow the umask.

@@ -101,7 +101,7 @@ class VisionLanguageModel(nn.Module):
     def save_pretrained(
         self, folder: str | PathLike, *, tokenizer: str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Write config.json, model.safetensors and the tokenizer atomically, as `from_pretrained` and nanoVLM load them.
+        """Write config.json, model.safetensors and tokenizer atomically, as `from_pretrained` and nanoVLM load them.
 
         tokenizer is the text of a tokenizer.json, by default the one that the model was loaded with, if any. dtype is
         that of the stored weights, by default the model's.
@@ -162,9 +162,9 @@ class VisionLanguageModel(nn.Module):
         attention_mask: Tensor | None = None,
         prefix: PrefillState | None = None,
     ) -> tuple[Tensor, PrefillState]:
-        """Process a prompt, ids (B, T), after a prefix if given: logits (B, vocabulary) of its last token and the new prefix.
+        """Process a prompt, ids (B, T), after an optional prefix: last logits (B, vocabulary) and the new prefix.
 
-        attention_mask (B, T) is 0 at padding, which is on the left. The given prefix stays valid and can be continued again.
+        attention_mask (B, T) is 0 at padding, which is on the left. The given prefix can be continued again.
         """
         if attention_mask is not None and bool((attention_mask == 1).all()):
             attention_mask = None
@@ -285,8 +285,8 @@ class _SkipInit(TorchFunctionMode):
 def init_weights(module: nn.Module) -> None:
     """Embeddings N(0, 0.02), matrices N(0, 1/fan_in) (LeCun et al. 1998), biases 0.
 
-    nanoVLM's 0.02 for every matrix suits widths near 2,500. At a width of 192 so little of the image passes the projector
-    that training spends its first hundreds of steps on text alone.
+    nanoVLM's 0.02 for every matrix suits widths near 2,500. At a width of 192 so little of the image passes the
+    projector that training spends its first hundreds of steps on text alone.
     """
     if isinstance(module, nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)

@@ -33,16 +33,6 @@ DIALECT = {
     "era",
 }  # names of the first version; docs/architecture.md has the new
 
-# Violations that are still being removed. An entry that is no longer needed must be deleted here.
-KNOWN_CIRCLES: set[str] = set()
-KNOWN_IMPORTS: set[str] = set()
-
-
-def check(violations: set[str], known: set[str]) -> None:
-    """Fail for violations that are not known, and for known ones that are gone."""
-    assert not violations - known
-    assert not known - violations, "these violations are gone; delete them from KNOWN in tests/test_architecture.py"
-
 
 def within(module: str, *packages: str) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
@@ -76,7 +66,7 @@ def test_the_graph_counts_imports_inside_functions_but_not_for_type_checking(tmp
 
 
 def test_there_are_no_import_circles():
-    check({" ".join(circle) for circle in GRAPH.circles}, KNOWN_CIRCLES)
+    assert not GRAPH.circles
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
@@ -98,14 +88,14 @@ def test_only_entry_points_and_eval_import_the_command_line():
         for module, target in edges()
         if within(target, "nanovlm.cli") and not within(module, *entry_points)
     }
-    check(violations, {entry for entry in KNOWN_IMPORTS if "imports nanovlm.cli" in entry})
+    assert not violations
 
 
 def test_the_core_imports_no_add_on():
     violations = {
         f"{module} imports {target}" for module, target in edges() if module in CORE and within(target, *ADD_ONS)
     }
-    check(violations, {entry for entry in KNOWN_IMPORTS if entry.partition(" ")[0] in CORE})
+    assert not violations
 
 
 def test_the_core_is_complete():

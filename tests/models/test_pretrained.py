@@ -24,7 +24,8 @@ from support.checkpoints import stock_model
 def test_models_exports_its_classes_on_first_use():
     assert models.VisionLanguageModel is VisionLanguageModel
     assert {getattr(models, name).__name__ for name in models.__all__} == set(models.__all__)
-    code = "import sys, models; assert 'torch' not in sys.modules; from models import KVCache; assert 'torch' in sys.modules"
+    code = "import sys, models; assert 'torch' not in sys.modules; "
+    code += "from models import KVCache; assert 'torch' in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     with pytest.raises(AttributeError, match="nothing"):
         models.nothing  # noqa: B018
