@@ -282,7 +282,7 @@ def upload_checkpoint(
 
 @contextmanager
 def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
-    """`with atomic_write(path) as new:` write the file `new`, which replaces `path` at the end and vanishes on an error.
+    """`with atomic_write(path) as new:` write the file `new`; it replaces `path` at the end and vanishes on an error.
 
     `new` is in the folder of `path`, which must exist, and has the same suffix. The mode follows the umask.
     """

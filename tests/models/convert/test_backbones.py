@@ -406,9 +406,7 @@ def hub(pair, tmp_path, monkeypatch):
 
 def test_a_revision_of_either_is_what_is_read(hub, pair):
     main, v1 = (
-        from_backbones(
-            "some/siglip", "some/llama", vision_revision="abc", language_revision=revision, **FOLD
-        )
+        from_backbones("some/siglip", "some/llama", vision_revision="abc", language_revision=revision, **FOLD)
         for revision in (None, "v1")
     )
     assert torch.equal(main.decoder.norm.weight + 1, v1.decoder.norm.weight)
