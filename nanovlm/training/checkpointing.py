@@ -99,6 +99,8 @@ def save_checkpoint(folder: Path, step: int, keep: int, write: Callable[[Path], 
     Afterwards the oldest checkpoints are removed; `keep` stay.
     """
     path = folder / "checkpoints" / f"step-{step}"
+    for leftover in path.parent.glob(".*.tmp"):  # of a run that was killed while it wrote a checkpoint
+        shutil.rmtree(leftover, ignore_errors=True)
     older = [other for other in checkpoint_paths(folder) if _step_of(other) < step]
     with write_errors(folder):
         if path.exists():  # a damaged one; the run was resumed from an older one

@@ -21,7 +21,7 @@ from nanovlm.training.config import TrainConfig
 from nanovlm.training.optimizer import accelerated, freeze
 
 SAMPLED_BATCHES = 8  # of which the largest is used
-MALLOC_OVERHEAD = 0.4  # share of a step's memory that glibc's malloc does not return; 0.3 to 0.7 were measured on CPUs
+MALLOC_OVERHEAD = 0.7  # memory that glibc's malloc does not return, as a share of a step's; 0.3 to 1.0 were measured
 
 
 @dataclass(frozen=True)

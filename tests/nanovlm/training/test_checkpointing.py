@@ -142,6 +142,12 @@ def test_an_old_checkpoint_is_removed_only_after_the_new_one_is_complete(learn, 
     assert seen == [[], ["step-2"], ["step-2", "step-4"], []], "the last one is the model itself"
 
 
+def test_what_a_killed_save_left_behind_is_removed(learn, tmp_path):
+    (tmp_path / "checkpoints/.0123456789abcdef.tmp").mkdir(parents=True)
+    learn(tmp_path)
+    assert os.listdir(tmp_path / "checkpoints") == ["step-6"]
+
+
 def test_a_diverged_run_names_the_checkpoints_to_go_back_to(learn, make_batch, tmp_path):
     cfg = replace(CFG, save_every=2, keep_checkpoints=2)
 

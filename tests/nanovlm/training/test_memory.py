@@ -116,6 +116,7 @@ from nanovlm.data.examples import EncodedExample, collate
 from nanovlm.device import peak_memory
 from nanovlm.training.memory import estimate_memory
 from nanovlm.training.config import TrainConfig
+from nanovlm.training.loop import train
 
 settings = json.loads(sys.argv[2])
 rows = settings.pop("rows")
