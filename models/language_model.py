@@ -1,6 +1,6 @@
-"""A Llama-shaped decoder: rotary positions, grouped-query attention, one key/value cache per block.
+"""The Llama decoder: rotary position embeddings, grouped-query attention, one KV cache per block.
 
-The architecture is LLaMA's (Touvron et al. 2023) as SmolLM2 uses it; names are those of nanoVLM's checkpoints.
+The architecture is LLaMA's (Touvron et al. 2023) as in SmolLM2; module names are those of nanoVLM's checkpoints.
 """
 
 from typing import cast
@@ -16,7 +16,7 @@ from models.errors import InputError
 
 
 class RMSNorm(nn.Module):
-    """Zhang and Sennrich 2019; computed in float32 whatever the weights are."""
+    """RMSNorm (Zhang and Sennrich 2019), computed in float32 for weights of any dtype."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -28,42 +28,45 @@ class RMSNorm(nn.Module):
 
 
 def inverse_frequencies(head_dim: int, base: float, device: torch.device | None = None) -> Tensor:
-    """RoPE's angle per position for each pair of channels, (head_dim / 2,) float32 (Su et al. 2021)."""
+    """RoPE's frequencies (radians per position) of the channel pairs, (head_dim / 2,) float32 (Su et al. 2021)."""
     return 1.0 / base ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
 
 
-def rope_cos_sin(positions: Tensor, cfg: VLMConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin, (..., head_dim) float32, of the angles at integer positions (...).
+def rope_cos_sin(positions: Tensor, cfg: VLMConfig, frequencies: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """cos and sin, (..., head_dim) float32, of the rotation at integer positions (...).
 
-    Made anew for each call: a table in the model would lose precision with `model.bfloat16()`.
+    Computed for each call: a buffer in the model would lose precision with `model.bfloat16()`.
     """
-    angles = positions.float()[..., None] * inverse_frequencies(cfg.lm_head_dim, cfg.lm_re_base, positions.device)
+    if frequencies is None:
+        frequencies = inverse_frequencies(cfg.lm_head_dim, cfg.lm_re_base, positions.device)
+    angles = positions.float()[..., None] * frequencies
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos() * cfg.lm_attn_scaling, angles.sin() * cfg.lm_attn_scaling
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel i of x (B, H, T, D) with channel i + D/2 by its angle; cos and sin (T, D) or (B, 1, T, D)."""
+    """Rotate channels i and i + D/2 of x (B, H, T, D); cos and sin (T, D) or (B, 1, T, D)."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).type_as(x)
 
 
-PACK_STRIDE = 2**20  # from one sample of a packed row to the next, in attention_mask
+PACK_STRIDE = 2**20  # in attention_mask, between consecutive samples of a packed row
 
 
 def build_attention_mask(attention_mask: Tensor, n_new: int) -> Tensor:
-    """Which tokens each of the last n_new may see: (B, 1, n_new, T) bool from a mask (B, T) over all of them.
+    """Which positions each of the last n_new may attend to: (B, 1, n_new, T) bool from a mask (B, T) over all.
 
-    0 is padding, 1 a token. Higher numbers are branches: a token of branch n sees the ones and its own branch,
-    so a picture (1) can be followed by many questions (2, 3, ...) that neither see nor shift each other. A row may
-    hold several such samples: the second's numbers are larger by PACK_STRIDE, the third's by twice that.
+    0 is padding, 1 a token of the shared prefix. Higher numbers are continuations: a token of continuation n attends
+    to the prefix and to its own continuation, so one image (1) can have many questions (2, 3, ...) that do not affect
+    each other. A row may pack several samples: numbers of the second are larger by PACK_STRIDE, of the third by twice
+    that.
     """
     of_query, of_key = attention_mask[:, None, -n_new:, None], attention_mask[:, None, None, :]
     position = torch.arange(attention_mask.size(1), device=attention_mask.device)
     query, key = position[-n_new:, None], position[None, :]
-    trunk = of_query // PACK_STRIDE * PACK_STRIDE + 1
-    seen = (key <= query) & (of_key != 0) & ((of_key == of_query) | (of_key == trunk))
-    return seen | (key == query)  # padding sees itself, which keeps its softmax finite
+    prefix = of_query // PACK_STRIDE * PACK_STRIDE + 1
+    visible = (key <= query) & (of_key != 0) & ((of_key == of_query) | (of_key == prefix))
+    return visible | (key == query)  # padding attends to itself, which keeps its softmax finite
 
 
 class Attention(nn.Module):
@@ -81,7 +84,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, block_kv_cache: KVCache | None = None
     ) -> tuple[Tensor, KVCache]:
-        """Continue the cache with x (B, T, C); mask (B or 1, 1, T, T_past + T) bool, None for plain causal."""
+        """Attend from x (B, T, C) to the cache and x; mask (B or 1, 1, T, T_past + T) bool, None for causal."""
         B, T, C = x.shape
         q = self.q_proj(x).view(B, T, self.n_heads, self.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
@@ -90,7 +93,7 @@ class Attention(nn.Module):
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         kv = KVCache(k, v) if block_kv_cache is None else block_kv_cache.append(k, v)
 
-        causal = mask is None and T > 1  # right only without a past, which is why chunks bring a mask
+        causal = mask is None and T > 1  # correct without a past only; with one, several tokens come with a mask
         y = attention(q, kv.key, kv.value, mask, causal, self.dropout.p if self.training else 0.0)
         return self.dropout(self.out_proj(y.transpose(1, 2).reshape(B, T, C))), kv
 
@@ -125,7 +128,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Reads tokens (lm_use_tokens) and returns logits, or reads embeddings and returns hidden states."""
+    """The decoder: from embeddings to hidden states, or with lm_use_tokens from ids to logits."""
 
     blocks: list[Block]  # an nn.ModuleList, typed by its elements
 
@@ -139,7 +142,7 @@ class LanguageModel(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Make head and embedding one parameter, if the config says so."""
+        """Make head and embedding one parameter if cfg.lm_tie_weights."""
         if self.cfg.lm_tie_weights:
             self.head.weight = self.token_embedding.weight
 
@@ -154,6 +157,8 @@ class LanguageModel(nn.Module):
                 (block.attn.q_proj, block.attn.k_proj, block.attn.v_proj),
                 (block.mlp.gate_proj, block.mlp.up_proj),
             ):
+                if len({type(linear) for linear in linears}) > 1:  # some have adapters
+                    continue
                 for name in dict(linears[0].named_parameters()):
                     parameters = [linear.get_parameter(name) for linear in linears]
                     parts = torch.cat([p.detach() for p in parameters]).split([len(p) for p in parameters])
@@ -168,11 +173,11 @@ class LanguageModel(nn.Module):
         start_pos: int = 0,
         use_cache: bool = True,
     ) -> tuple[Tensor, list[KVCache]]:
-        """Read x, ids (B, T) or embeddings (B, T, C), from start_pos on; also return each block's longer cache.
+        """Process x, ids (B, T) or embeddings (B, T, C), from position start_pos on; also return each block's cache.
 
-        attention_mask, (B, T_past + T) integers, is explained at `build_attention_mask`; with it, a token's position is
-        the number of tokens that it sees before itself, so padding shifts nothing. start_pos must be the length of
-        the cache. use_cache=False returns no caches and keeps none alive.
+        attention_mask (B, T_past + T), integers, is that of `build_attention_mask`. With it, a token's position is the
+        number of tokens before it that it attends to, so padding shifts nothing. start_pos must be the cache's length.
+        use_cache=False returns no caches. Raises InputError if lengths do not match or exceed the model's positions.
         """
         T, past = x.size(1), kv_cache[0].length if kv_cache else 0
         if start_pos != past:

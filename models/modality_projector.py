@@ -1,19 +1,20 @@
-"""From patches of a picture to embeddings the language model reads: pixel shuffle and one Linear."""
+"""The modality projector: from image patches to embeddings of the language model, by pixel shuffle and a Linear."""
 
 from torch import Tensor, nn
 
 from models.config import VLMConfig
+from models.errors import InputError
 
 
 def pixel_shuffle(x: Tensor, factor: int) -> Tensor:
-    """Fold each factor x factor square of patches into one: (N, P*P, C) -> (N, (P/factor)^2, C*factor^2).
+    """Merge each factor x factor square of patches into one: (N, P*P, C) -> (N, (P/factor)^2, C*factor^2).
 
-    The channel order is Idefics3's (Laurencon et al. 2024), which the checkpoints were trained with.
+    The channel order is Idefics3's (Laurencon et al. 2024), as in the checkpoints.
     """
     N, patches, C = x.shape
     side = round(patches**0.5)
     if side * side != patches or side % factor:
-        raise ValueError(f"{patches} patches are no square of a multiple of {factor} a side")
+        raise InputError(f"{patches} patches are not a square whose side is a multiple of {factor}")
     x = x.view(N, side // factor, factor, side // factor, factor, C).transpose(2, 3)
     return x.reshape(N, (side // factor) ** 2, C * factor**2)
 

@@ -1,4 +1,4 @@
-"""SigLIP's vision transformer (Zhai et al. 2023): conv patches, learned positions, pre-norm blocks."""
+"""SigLIP's vision transformer (Zhai et al. 2023): patches by convolution, learned positions, pre-norm blocks."""
 
 from typing import cast
 
@@ -17,7 +17,7 @@ class PatchEmbedding(nn.Module):
         self.position_embedding = nn.Parameter(torch.empty(1, cfg.vit_grid**2, cfg.vit_hidden_dim))
 
     def forward(self, images: Tensor) -> Tensor:
-        patches = self.conv(images).flatten(2).transpose(1, 2).contiguous()  # or every block would copy its input
+        patches = self.conv(images).flatten(2).transpose(1, 2).contiguous()  # else every block copies its input
         return patches + self.position_embedding
 
 

@@ -9,7 +9,7 @@ NANOVLM_NO_PRIVATE_KERNELS=1 in the environment forces the public fallbacks, for
 import os
 import platform
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,13 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     if not has_int8_kernel():
         return F.linear(x, weight.to(x.dtype)) * scale
     return torch._weight_int8pack_mm(x, weight, scale)
+
+
+def int8_linear_function(weight: Tensor, scale: Tensor) -> Callable[[Tensor], Tensor]:
+    """`int8_linear` of one weight, with the choice of the kernel made once; for loops over small inputs."""
+    if not has_int8_kernel():
+        return partial(int8_linear, weight=weight, scale=scale)
+    return partial(torch._weight_int8pack_mm, mat2=weight, scales=scale)
 
 
 class OneDNNLinear(nn.Module):

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.inference.cpu_kernels import OneDNNLinear
-from models.inference.quantization import Int8Linear, int8_matmul
-from models.language_model import MLP, Attention, Block, LanguageModel, RMSNorm, rope_cos_sin
+from models.inference.quantization import Int8Linear, int8_gemv
+from models.language_model import MLP, Attention, Block, LanguageModel, RMSNorm, inverse_frequencies, rope_cos_sin
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # float64 keeps its precision in the blocks only
 
@@ -27,7 +27,8 @@ class FusedDecodeStep:
     """A DecodeFunction that computes what the decoder's blocks compute, with their weights."""
 
     def __init__(self, decoder: LanguageModel):
-        self.decoder = decoder
+        self.decoder, cfg = decoder, decoder.cfg
+        self.frequencies = inverse_frequencies(cfg.lm_head_dim, cfg.lm_re_base)
         self.head = concat_linears(decoder.head)
         self.blocks = []
         for block in decoder.blocks:
@@ -53,7 +54,7 @@ class FusedDecodeStep:
         """ids (1,) at position (1,): logits (1, vocabulary); keys and values (1, n_kv_heads, capacity, D) per block."""
         decoder, cfg, here = self.decoder, self.decoder.cfg, int(position)
         n_q, n_kv, D, eps = cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_head_dim, cfg.lm_rms_eps
-        cos, sin = rope_cos_sin(position, cfg)
+        cos, sin = rope_cos_sin(position, cfg, self.frequencies)
         sin = torch.cat([-sin[:, : D // 2], sin[:, D // 2 :]], dim=-1)
         x = decoder.token_embedding(ids)
         for (norm1, norm2, qkv_proj, out_proj, gate_up_proj, down_proj), key, value in zip(self.blocks, keys, values):
@@ -83,7 +84,7 @@ def concat_linears(*linears: nn.Linear | Int8Linear) -> Matmul:
     if kinds == {Int8Linear}:
         weight, scale = adjacent(weights), adjacent([x.scale for x in linears if isinstance(x, Int8Linear)])
         if weight is not None and scale is not None:
-            return partial(int8_matmul, weight=weight, scale=scale)
+            return int8_gemv(weight, scale)
     if len(linears) == 1:
         return linears[0].forward if kinds == {OneDNNLinear} else linears[0]
     matmuls = [concat_linears(linear) for linear in linears]

@@ -113,30 +113,30 @@ class InferenceModel:
         prefix: PrefillState | None = None,
     ) -> tuple[Tensor, PrefillState]:
         """See `VisionLanguageModel.prefill`."""
-        network = self.network
-        self._check_prefix(prefix)
-        return network.prefill(input_ids, images, attention_mask, prefix)
+        state = self._current()
+        state.check_prefix(prefix)
+        return state.network.prefill(input_ids, images, attention_mask, prefix)
 
     @torch.no_grad()
     def prefill_embeds(
         self, embeds: Tensor, attention_mask: Tensor | None = None, prefix: PrefillState | None = None
     ) -> tuple[Tensor, PrefillState]:
         """See `VisionLanguageModel.prefill_embeds`."""
-        network = self.network
-        self._check_prefix(prefix)
-        return network.prefill_embeds(embeds, attention_mask, prefix)
+        state = self._current()
+        state.check_prefix(prefix)
+        return state.network.prefill_embeds(embeds, attention_mask, prefix)
 
     @torch.no_grad()
     def decode(self, ids: Tensor, prefix: PrefillState) -> tuple[Tensor, PrefillState]:
         """See `VisionLanguageModel.decode`. A single sequence without padding takes the compiled or the fused step."""
         state = self._current(decoder_only=True)
-        self._check_prefix(prefix)
-        full = prefix.length >= self.cfg.lm_max_position_embeddings  # the network raises the error
+        state.check_prefix(prefix)
+        full = prefix.length >= state.network.cfg.lm_max_position_embeddings  # the network raises the error
         if state.step is None or len(ids) > 1 or prefix.attention_mask is not None or full:
             return state.network.decode(ids, prefix)
         kv_cache = [kv.reserve(1) for kv in prefix.kv_cache]
         keys, values = zip(*(kv.buffer for kv in kv_cache))
-        position = torch.tensor([prefix.length], device=ids.device)
+        position = torch.full((1,), prefix.length, device=ids.device)
         return state.step(ids, position, keys, values), PrefillState(kv_cache)
 
     def stream(
@@ -213,22 +213,14 @@ class InferenceModel:
                     )
         return self._state
 
-    def _check_prefix(self, prefix: PrefillState | None) -> None:
-        if prefix is None:
-            return
-        key, dtype, device = prefix.kv_cache[0].key, self.dtype, self.device
-        if key.dtype != dtype or key.device != device:
-            raise InputError(
-                f"the prefix was computed in {key.dtype} on {key.device}, but the model is now in {dtype} on {device}; "
-                "prefill the prompt again"
-            )
-
 
 @dataclass(frozen=True)
 class _State:
     """All that is derived from a model's weights."""
 
     network: VisionLanguageModel
+    dtype: torch.dtype  # of the decoder's activations, and their device
+    device: torch.device
     step: DecodeFunction | None
     compiled: bool
     fingerprint: Fingerprint | None  # None once the model was released
@@ -237,6 +229,17 @@ class _State:
     def is_current(self, decoder_only: bool) -> bool:
         fingerprint = self.decoder_fingerprint if decoder_only else self.fingerprint
         return fingerprint is None or fingerprint.matches()
+
+    def check_prefix(self, prefix: PrefillState | None) -> None:
+        """Raise InputError for a prefix in another dtype or on another device."""
+        if prefix is None:
+            return
+        key = prefix.kv_cache[0].key
+        if key.dtype != self.dtype or key.device != self.device:
+            raise InputError(
+                f"the prefix was computed in {key.dtype} on {key.device}, but the model is now in {self.dtype} on "
+                f"{self.device}; prefill the prompt again"
+            )
 
 
 @torch.inference_mode(False)
@@ -263,7 +266,8 @@ def _with_step(
     compiled = step is not None
     if step is None and FusedDecodeStep.supports(network.decoder):
         step = FusedDecodeStep(network.decoder)
-    return _State(network, step, compiled, *(fingerprints or (None, None)))
+    weight = network.decoder.norm.weight
+    return _State(network, weight.dtype, weight.device, step, compiled, *(fingerprints or (None, None)))
 
 
 def _compiled_step(decoder: LanguageModel, compile: bool | None) -> DecodeFunction | None:

@@ -1,7 +1,7 @@
 """Using a model's weights from other modules, and noticing when they change."""
 
 import copy
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -26,30 +26,34 @@ def _share(module, copies: dict):
 
 
 class Fingerprint:
-    """Tells whether a module tree has other submodules or parameters than before, or stores these elsewhere."""
+    """Tells whether a module tree has other submodules or parameters than before, or stores these elsewhere.
+
+    `matches` is called for every decoded token, so it does its work in few calls of C functions.
+    """
 
     def __init__(self, root: nn.Module, values: bool = False):
         """values=True notices edits of the numbers, too; for those who hold copies of them."""
-        tables: list[dict] = []
-        for module in root.modules():
-            tables += [module._modules, module._parameters, module._buffers]
-        self._tables = [table for table in tables for _ in table]
-        self._keys = [key for table in tables for key in table]
-        self._entries = [table[key] for table in tables for key in table]
-        self._children = [module._modules for module in root.modules() if module._modules]
-        self._tensors = [entry for entry in self._entries if isinstance(entry, Tensor)]
+        every = [t for module in root.modules() for t in (module._modules, module._parameters, module._buffers)]
+        self._tables = [table for table in every if table]
+        self._snapshots = [dict(table) for table in self._tables]
+        self._tensors = [entry for table in self._tables for entry in table.values() if isinstance(entry, Tensor)]
+        self._single = [
+            (t, k, e) for t in self._tables for k, e in t.items() if isinstance(e, Tensor) and e.numel() < 2
+        ]
         self._versioned = [tensor for tensor in self._tensors if values and not tensor.is_inference()]
-        self._held = [tensor.detach() for tensor in self._versioned]  # so that no new storage gets an old one's address
-        self._snapshot = self._read()
+        self._held = [tensor.detach() for tensor in self._tensors]  # so that no new storage gets an old one's address
+        self._storage = self._read_storage()
 
     def matches(self) -> bool:
-        same_entries = all(map(is_, map(dict.get, self._tables, self._keys), self._entries))
-        return same_entries and self._read() == self._snapshot
+        try:
+            same_entries = self._tables == self._snapshots
+        except RuntimeError:  # of comparing two different tensors of several elements; the same one is not compared
+            return False
+        same_entries = same_entries and all(table[key] is entry for table, key, entry in self._single)
+        return same_entries and self._read_storage() == self._storage
 
-    def _read(self) -> tuple[list, ...]:
+    def _read_storage(self) -> tuple[list, ...]:
         return (
-            list(map(len, self._children)),
             list(map(Tensor.data_ptr, self._tensors)),
-            list(map(attrgetter("dtype"), self._tensors)),
             list(map(attrgetter("_version"), self._versioned)),
         )

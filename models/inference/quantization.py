@@ -1,11 +1,14 @@
 """Weight-only int8 quantization: each row of a matrix is integers from -127 to 127 times one scale."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.errors import InputError
-from models.inference.cpu_kernels import has_int8_kernel, int8_linear
+from models.inference.cpu_kernels import has_int8_kernel, int8_linear, int8_linear_function
 from models.lora import LoRALinear
 
 MAX_KERNEL_ROWS = 4  # of the input; for more, converting the weights to floating point first is faster
@@ -41,6 +44,13 @@ def int8_matmul(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
     else:
         y = F.linear(x, weight.to(x.dtype)) * scale
     return y if bias is None else y + bias
+
+
+def int8_gemv(weight: Tensor, scale: Tensor) -> Callable[[Tensor], Tensor]:
+    """`int8_matmul` for x (1, in), with the kernel chosen in advance: a decode step calls it four times per block."""
+    if weight.size(1) % 32 == 0 and weight.device.type == "cpu" and scale.dtype in KERNEL_DTYPES:
+        return int8_linear_function(weight, scale)
+    return partial(int8_matmul, weight=weight, scale=scale)
 
 
 def quantize_int8(module: nn.Module) -> nn.Module:

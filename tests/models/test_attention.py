@@ -16,7 +16,7 @@ def relative_error(got, wanted):
 def test_chunked_attention_matches_attention(monkeypatch, causal, masked, queries, keys, groups):
     if causal and (masked or queries != keys):
         pytest.skip("causal is for sequences without a past or a mask")
-    for name in ("ROWS", "FEWEST"):
+    for name in ("CHUNK_QUERIES", "MIN_CHUNKED_KEYS"):
         monkeypatch.setattr(attention_module, name, 8)
     q = torch.randn(3, 4, queries, 16)
     k, v = torch.randn(2, 3, groups, keys, 16)

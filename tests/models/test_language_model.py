@@ -234,8 +234,8 @@ def test_each_way_of_attending_is_the_textbooks(monkeypatch, H, groups, T, S, ki
         assert (attention(*half, *said).float() - textbook(*half, mask)).norm() < 0.01 * expected.norm()
 
     leaves, gradients = [x.requires_grad_() for x in (q, k, v)], []
-    for longest in (attention_module.LONGEST_EXPLICIT, 0):  # written out, then SDPA
-        monkeypatch.setattr(attention_module, "LONGEST_EXPLICIT", longest)
+    for longest in (attention_module.MAX_MATH_KEYS, 0):  # math, then SDPA
+        monkeypatch.setattr(attention_module, "MAX_MATH_KEYS", longest)
         y = attention(q, k, v, *said)
         torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
         gradients.append(torch.autograd.grad((y * y.detach().cos()).sum(), leaves))

@@ -74,5 +74,5 @@ def test_pixel_shuffle_puts_the_rows_of_a_square_one_after_another():
 
 @pytest.mark.parametrize(("patches", "factor"), [(15, 1), (16, 3), (36, 4)])
 def test_patches_that_make_no_squares_are_refused(patches, factor):
-    with pytest.raises(ValueError, match=f"{patches} patches .* {factor} a side"):
+    with pytest.raises(ValueError, match=f"{patches} patches .* multiple of {factor}"):
         pixel_shuffle(torch.zeros(1, patches, 2), factor)
