@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.decoding import SamplingParams
+from models.errors import InputError
 from models.kv_study.encoder_decoder import EncoderDecoder, TextDecoder, TextPrefillState
 from models.kv_study.hook_cache import HookCache, install_kv_cache_hooks
 from support import randomize
@@ -18,7 +19,7 @@ def chunked_logits(decoder, ids, xa, cuts):
     cache, logits = HookCache(), []
     for start, stop in zip([0, *cuts], [*cuts, ids.size(1)]):
         with install_kv_cache_hooks(decoder, cache) as extended:
-            logits.append(decoder(ids[:, start:stop], xa, start_pos=cache.length))
+            logits.append(decoder(ids[:, start:stop], xa))
         cache = extended
     return torch.cat(logits, 1), cache
 
@@ -212,6 +213,89 @@ def test_hooks_are_removed_after_an_error_and_the_past_is_unchanged(encoder_deco
         again = decoder(ids[:, :1], xa, start_pos=5)
     torch.testing.assert_close(again, decoder(torch.cat([ids, ids[:, :1]], 1), xa)[:, -1:], atol=1e-4, rtol=1e-4)
     assert (extended.length, past.length) == (6, 5)
+
+
+@torch.no_grad()
+def test_the_hook_cache_derives_start_pos_and_refuses_another_one(encoder_decoder):
+    decoder, xa = encoder_decoder.decoder, encoder_decoder.encode(torch.rand(2, 3, 16, 16))
+    ids = torch.randint(0, 40, (2, 7))
+    whole = decoder(ids, xa)
+    with install_kv_cache_hooks(decoder) as cache:
+        pieces = [decoder(ids[:, :4], xa), decoder(ids[:, 4:5], xa), decoder(ids[:, 5:6], xa, 5)]
+        for call in (
+            lambda: decoder(ids[:, 6:], xa, start_pos=0),
+            lambda: decoder(ids[:, 6:], xa, 5),
+            lambda: decoder(x=ids[:, 6:], xa=xa, start_pos=7),
+        ):
+            with pytest.raises(InputError, match=r"start_pos=\d, but the cache holds 6 tokens; leave start_pos out"):
+                call()
+        pieces.append(decoder(x=ids[:, 6:], xa=xa))
+        assert cache.length == 7
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("inference", [True, False])
+def test_the_hook_cache_refuses_another_image(encoder_decoder, inference):
+    """In the same context, in one that continues a past, after `rows`, and after a change in place."""
+    decoder = encoder_decoder.decoder
+    with torch.inference_mode(inference):
+        xa, other = encoder_decoder.encode(torch.rand(2, 3, 16, 16)).split(1)
+        ids = torch.randint(0, 40, (2, 5))
+        with install_kv_cache_hooks(decoder) as past:
+            decoder(ids[:, :4], xa)
+            for wrong in (other, torch.cat([xa, other]), xa.double()):
+                with pytest.raises(InputError, match=r"xa \(\d, 16, 24\) is not the one .* without `past`"):
+                    decoder(ids[:, 4:], wrong)
+            expected = decoder(ids[:, 4:], xa.clone())  # equal values are the same image
+        assert past.length == 5
+        with install_kv_cache_hooks(decoder, past.rows(torch.tensor([1, 1]))), pytest.raises(InputError, match="xa"):
+            decoder(ids[:, 4:], other)
+        torch.testing.assert_close(expected, decoder(ids, xa)[:, 4:], atol=1e-4, rtol=1e-4)
+        xa = xa.clone()
+        with install_kv_cache_hooks(decoder):
+            decoder(ids, xa)
+            xa += 1
+            with pytest.raises(InputError, match="xa"):
+                decoder(ids[:, :1], xa)
+
+
+def test_what_the_hook_cache_holds_is_detached(encoder_decoder):
+    """Gradients of a call are those of its new tokens; the past and the image's keys and values are constants."""
+    decoder, xa = encoder_decoder.decoder, torch.randn(1, 5, 24, requires_grad=True)
+    ids = torch.randint(0, 40, (1, 6))
+    with install_kv_cache_hooks(decoder) as cache:
+        (prompt_grad,) = torch.autograd.grad(decoder(ids[:, :4], xa).square().sum(), xa)
+        expected = decoder(ids[:, 4:], xa)
+        assert not any(kv.requires_grad for kv in [*cache.self_kv.values(), *cache.cross_kv.values(), cache.xa])
+        (key_grad,) = torch.autograd.grad(expected.square().sum(), decoder.blocks[0].attn.key.weight)
+    assert prompt_grad.any() and key_grad.any()
+    torch.testing.assert_close(expected, decoder(ids, xa)[:, 4:], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_failed_call_leaves_the_hook_cache_as_it_was(encoder_decoder):
+    """The call may be repeated in the same context. Blocks and `forward` called past the decoder's hooks raise."""
+    decoder, xa = encoder_decoder.decoder, encoder_decoder.encode(torch.rand(1, 3, 16, 16))
+    ids = torch.randint(0, 40, (1, 6))
+
+    def fail(module, args):
+        raise ArithmeticError
+
+    with install_kv_cache_hooks(decoder) as cache:
+        for start, stop in ((0, 4), (4, 6)):
+            interrupt = decoder.blocks[-1].mlp.register_forward_pre_hook(fail)
+            with pytest.raises(ArithmeticError):
+                decoder(ids[:, start:stop], xa if start else xa + 1)
+            interrupt.remove()
+            assert cache.length == start
+            logits = decoder(ids[:, start:stop], xa)
+        with pytest.raises(RuntimeError, match="call the decoder itself"):
+            decoder.forward(ids[:, :1], xa, 6)
+        with pytest.raises(RuntimeError, match="call the decoder itself"):
+            decoder.blocks[0](torch.randn(1, 1, 24), xa)
+    torch.testing.assert_close(logits, decoder(ids, xa)[:, 4:], atol=1e-4, rtol=1e-4)
+    assert count_hooks(decoder) == 0
 
 
 @torch.no_grad()
