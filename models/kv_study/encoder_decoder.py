@@ -5,6 +5,7 @@ decoder weights load unchanged. The keys and values of cross-attention are compu
 tokens and by all sequences about that image.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -125,7 +126,7 @@ class TextDecoder(nn.Module):
     def forward(self, x: Tensor, xa: Tensor, start_pos: int = 0) -> Tensor:
         """Logits (B, T, n_vocab) float32 of ids x (B, T) at positions start_pos, start_pos + 1, ...
 
-        xa (N, S, n_state) are the encoded images.
+        xa (N, S, n_state) are the encoded images or recordings.
         """
         x = self.embed(x, self.positions(start_pos, x.size(1)))
         for block in self.blocks:
@@ -169,31 +170,18 @@ class TextDecoder(nn.Module):
         return F.linear(self.ln(x), self.token_embedding.weight).float()
 
 
-class EncoderDecoder(nn.Module):
-    """An encoder-decoder captioner of the sizes in a VLMConfig: vit_* for the encoder, lm_* for the decoder."""
+class Seq2SeqModel(nn.Module, ABC):
+    """Generation by an encoder and a decoder that reads what it encodes through cross-attention."""
 
-    def __init__(self, cfg: VLMConfig):
-        super().__init__()
-        self.cfg = cfg
-        self.vision_encoder = VisionTransformer(cfg)
-        nn.init.normal_(self.vision_encoder.patch_embedding.position_embedding, std=0.02)
-        self.bridge = nn.Linear(cfg.vit_hidden_dim, cfg.lm_hidden_dim, bias=False)
-        self.decoder = TextDecoder(
-            cfg.lm_vocab_size, cfg.lm_max_position_embeddings, cfg.lm_hidden_dim, cfg.lm_n_heads, cfg.lm_n_blocks
-        )
+    decoder: TextDecoder
 
-    def encode(self, images: Tensor) -> Tensor:
-        """Encode images (N, 3, S, S) to what the decoder attends to, (N, patches, C)."""
-        return self.bridge(self.vision_encoder(images))
+    @abstractmethod
+    def encode(self, inputs: Tensor) -> Tensor:
+        """Encode N inputs, images or audio, to what the decoder attends to, (N, S, C)."""
 
-    def forward(self, input_ids: Tensor, images: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return logits (B, T, vocabulary), and the mean loss if targets (B, T) are given; -100 is ignored."""
-        logits = self.decoder(input_ids, self.encode(images))
-        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    def prefill(self, input_ids: Tensor, images: Tensor) -> tuple[Tensor, TextPrefillState]:
-        """Encode images (N, 3, S, S) and a prompt, ids (N * n, T): logits (N * n, vocabulary) and the state."""
-        return self._next_logits(input_ids, TextPrefillState(self.decoder.project_cross_kv(self.encode(images))))
+    def prefill(self, input_ids: Tensor, inputs: Tensor) -> tuple[Tensor, TextPrefillState]:
+        """Encode N inputs and a prompt, ids (N * n, T): logits (N * n, vocabulary) and the state."""
+        return self._next_logits(input_ids, TextPrefillState(self.decoder.project_cross_kv(self.encode(inputs))))
 
     def decode(self, ids: Tensor, state: TextPrefillState) -> tuple[Tensor, TextPrefillState]:
         """Compute one more token per sequence, ids (B,): logits (B, vocabulary) and the extended state."""
@@ -207,7 +195,7 @@ class EncoderDecoder(nn.Module):
     def stream(
         self,
         input_ids: Tensor,
-        images: Tensor,
+        inputs: Tensor,
         *,
         max_new_tokens: int = 64,
         sampling: SamplingParams = GREEDY,
@@ -215,22 +203,22 @@ class EncoderDecoder(nn.Module):
         n_samples: int = 1,
         use_kv_cache: bool = True,
     ) -> Iterator[Tensor]:
-        """Yield ids (N * n_samples,) token by token, for prompts of equal length, ids (N, T), one per image."""
+        """Yield ids (N * n_samples,) token by token, for prompts of equal length, ids (N, T), one per input."""
         validate_counts(max_new_tokens, n_samples)
         self.decoder.positions(0, input_ids.size(1) + max(0, max_new_tokens - 1))  # raises if they are too many
         if max_new_tokens == 0:
             return
         rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(n_samples)
         run = self._cached_steps if use_kv_cache else self._uncached_steps
-        logits, step = run(input_ids, images, rows)
+        logits, step = run(input_ids, inputs, rows)
         seen = None if sampling.repetition_penalty == 1 else token_presence_mask(input_ids, logits.size(-1))[rows]
         yield from generate_tokens(
             logits, step, sampling=sampling, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, seen=seen
         )
 
-    def _cached_steps(self, input_ids: Tensor, images: Tensor, rows: Tensor) -> tuple[Tensor, Step]:
+    def _cached_steps(self, input_ids: Tensor, inputs: Tensor, rows: Tensor) -> tuple[Tensor, Step]:
         """Logits after the prompt, and the step from new ids to the next logits, which computes only the new ids."""
-        logits, state = self.prefill(input_ids, images)
+        logits, state = self.prefill(input_ids, inputs)
         if len(rows) > len(input_ids):
             logits, state = logits[rows], state.rows(rows)
 
@@ -241,9 +229,9 @@ class EncoderDecoder(nn.Module):
 
         return logits, step
 
-    def _uncached_steps(self, input_ids: Tensor, images: Tensor, rows: Tensor) -> tuple[Tensor, Step]:
+    def _uncached_steps(self, input_ids: Tensor, inputs: Tensor, rows: Tensor) -> tuple[Tensor, Step]:
         """The same, with a step that computes the whole sequence again."""
-        x, xa = input_ids[rows], self.encode(images)
+        x, xa = input_ids[rows], self.encode(inputs)
 
         def step(ids: Tensor) -> Tensor:
             nonlocal x
@@ -252,9 +240,32 @@ class EncoderDecoder(nn.Module):
 
         return self.decoder(x, xa)[:, -1], step
 
-    def generate(self, input_ids: Tensor, images: Tensor, **kwargs) -> Tensor:
+    def generate(self, input_ids: Tensor, inputs: Tensor, **kwargs) -> Tensor:
         """Return all tokens that `stream` yields, (N * n_samples, T_new)."""
-        columns = list(self.stream(input_ids, images, **kwargs))
+        columns = list(self.stream(input_ids, inputs, **kwargs))
         if not columns:
             return input_ids.new_empty(len(input_ids) * kwargs.get("n_samples", 1), 0)
         return torch.stack(columns, dim=1)
+
+
+class EncoderDecoder(Seq2SeqModel):
+    """An encoder-decoder captioner of the sizes in a VLMConfig: vit_* for the encoder, lm_* for the decoder."""
+
+    def __init__(self, cfg: VLMConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.vision_encoder = VisionTransformer(cfg)
+        nn.init.normal_(self.vision_encoder.patch_embedding.position_embedding, std=0.02)
+        self.bridge = nn.Linear(cfg.vit_hidden_dim, cfg.lm_hidden_dim, bias=False)
+        self.decoder = TextDecoder(
+            cfg.lm_vocab_size, cfg.lm_max_position_embeddings, cfg.lm_hidden_dim, cfg.lm_n_heads, cfg.lm_n_blocks
+        )
+
+    def encode(self, inputs: Tensor) -> Tensor:
+        """Encode images (N, 3, S, S) to what the decoder attends to, (N, patches, C)."""
+        return self.bridge(self.vision_encoder(inputs))
+
+    def forward(self, input_ids: Tensor, images: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return logits (B, T, vocabulary), and the mean loss if targets (B, T) are given; -100 is ignored."""
+        logits = self.decoder(input_ids, self.encode(images))
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())

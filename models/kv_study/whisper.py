@@ -1,0 +1,139 @@
+"""Whisper (Radford et al. 2022): its audio encoder and log-mel spectrogram, before the decoder of encoder_decoder.py.
+
+Parameter names are those of openai/whisper's model.py, whose checkpoints load unchanged. Audio needs no cache of its
+own: the encoder runs once, and its keys and values for cross-attention are computed once per recording.
+"""
+
+import math
+import os
+import pickle
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.errors import CheckpointError, InputError
+from models.kv_study.encoder_decoder import MultiHeadAttention, Seq2SeqModel, TextDecoder
+
+SAMPLE_RATE = 16_000  # Hz
+N_FFT = 400  # samples in a window of 25 ms
+HOP_LENGTH = 160  # samples from window to window, 10 ms
+DIMENSIONS = (
+    "n_mels", "n_audio_ctx", "n_audio_state", "n_audio_head", "n_audio_layer",
+    "n_vocab", "n_text_ctx", "n_text_state", "n_text_head", "n_text_layer",
+)  # fmt: skip
+
+
+class EncoderBlock(nn.Module):
+    """Pre-norm block of the encoder: attention without a mask, and an MLP."""
+
+    def __init__(self, n_state: int, n_head: int):
+        super().__init__()
+        self.attn = MultiHeadAttention(n_state, n_head)
+        self.attn_ln = nn.LayerNorm(n_state)
+        self.mlp = nn.Sequential(nn.Linear(n_state, 4 * n_state), nn.GELU(), nn.Linear(4 * n_state, n_state))
+        self.mlp_ln = nn.LayerNorm(n_state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attn_ln(x)
+        x = x + self.attn(y, y)
+        return x + self.mlp(self.mlp_ln(x))
+
+
+class AudioEncoder(nn.Module):
+    """Two convolutions, of which the second halves the frames, sinusoidal positions, and blocks."""
+
+    positional_embedding: Tensor
+
+    def __init__(self, n_mels: int, n_ctx: int, n_state: int, n_head: int, n_layer: int):
+        super().__init__()
+        self.conv1 = nn.Conv1d(n_mels, n_state, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv1d(n_state, n_state, kernel_size=3, stride=2, padding=1)
+        self.register_buffer("positional_embedding", sinusoids(n_ctx, n_state))
+        self.blocks = nn.ModuleList(EncoderBlock(n_state, n_head) for _ in range(n_layer))
+        self.ln_post = nn.LayerNorm(n_state)
+
+    def forward(self, mel: Tensor) -> Tensor:
+        """Encode mel (N, n_mels, 2 * n_ctx): (N, n_ctx, n_state). InputError for another number of frames."""
+        n_mels, n_frames = self.conv1.in_channels, 2 * len(self.positional_embedding)
+        if mel.dim() != 3 or mel.shape[1:] != (n_mels, n_frames):
+            raise InputError(f"mel has shape {tuple(mel.shape)}, not (N, {n_mels}, {n_frames}); `log_mel` makes it")
+        x = F.gelu(self.conv2(F.gelu(self.conv1(mel)))).transpose(1, 2) + self.positional_embedding
+        for block in self.blocks:
+            x = block(x)
+        return self.ln_post(x)
+
+
+class Whisper(Seq2SeqModel):
+    """Whisper of the sizes in `dims`, a checkpoint's dictionary; its inputs are mel spectrograms."""
+
+    def __init__(self, dims: dict[str, int]):
+        super().__init__()
+        self.dims = dims
+        sizes = [dims[name] for name in DIMENSIONS]
+        self.encoder = AudioEncoder(*sizes[:5])
+        self.decoder = TextDecoder(*sizes[5:])
+
+    def encode(self, inputs: Tensor) -> Tensor:
+        """Encode mel spectrograms (N, n_mels, 2 * n_audio_ctx): (N, n_audio_ctx, n_state)."""
+        return self.encoder(inputs.type_as(self.decoder.ln.weight))
+
+    def log_mel(self, audio: Tensor) -> Tensor:
+        """What `encode` takes of audio (N, samples), which is cut or filled with silence to the model's 30 seconds."""
+        n_samples = 2 * self.dims["n_audio_ctx"] * HOP_LENGTH
+        audio = F.pad(audio[..., :n_samples], (0, max(0, n_samples - audio.size(-1))))
+        return log_mel(audio, self.dims["n_mels"])
+
+
+def load_whisper(folder_or_file: str | os.PathLike) -> Whisper:
+    """Load a checkpoint of openai-whisper, such as tiny.pt, or the only one in a folder, in float32 and eval mode.
+
+    Raises CheckpointError for a file that is none.
+    """
+    path = Path(folder_or_file)
+    files = sorted(path.glob("*.pt")) if path.is_dir() else [path]
+    if len(files) != 1:
+        raise CheckpointError(f"{path} holds {len(files)} .pt files; name the checkpoint's file")
+    try:
+        checkpoint = torch.load(files[0], map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{files[0]} cannot be read as a Whisper checkpoint: {error}") from None
+    if not isinstance(checkpoint, dict) or not {"dims", "model_state_dict"} <= checkpoint.keys():
+        raise CheckpointError(f"{files[0]} is no checkpoint of openai-whisper: it lacks `dims` or `model_state_dict`")
+    if missing := set(DIMENSIONS) - checkpoint["dims"].keys():
+        raise CheckpointError(f"{files[0]} is no checkpoint of openai-whisper: its `dims` lack {sorted(missing)}")
+    model = Whisper(checkpoint["dims"])
+    try:
+        model.load_state_dict(checkpoint["model_state_dict"])
+    except RuntimeError as error:  # load_state_dict's only error: names or shapes differ
+        raise CheckpointError(f"{files[0]} does not match its `dims`: {error}") from None
+    return model.eval()
+
+
+def log_mel(audio: Tensor, n_mels: int = 80) -> Tensor:
+    """Log-mel spectrogram of audio (..., samples), float32 at SAMPLE_RATE: (..., n_mels, samples // HOP_LENGTH)."""
+    window = torch.hann_window(N_FFT, device=audio.device)
+    power = torch.stft(audio, N_FFT, HOP_LENGTH, window=window, return_complex=True)[..., :-1].abs() ** 2
+    log = (mel_filters(n_mels).to(audio.device) @ power).clamp(min=1e-10).log10()
+    return (torch.maximum(log, log.amax((-2, -1), keepdim=True) - 8) + 4) / 4
+
+
+@lru_cache
+def mel_filters(n_mels: int) -> Tensor:
+    """Triangular filters (n_mels, N_FFT // 2 + 1) of equal area, equally spaced on Slaney's scale, as in librosa."""
+    bins = torch.linspace(0, SAMPLE_RATE / 2, N_FFT // 2 + 1, dtype=torch.float64)
+    step = math.log(6.4) / 27  # the scale is linear to 1000 Hz, mel 15, and logarithmic beyond
+    mels = torch.linspace(0, 15 + math.log(SAMPLE_RATE / 2 / 1000) / step, n_mels + 2, dtype=torch.float64)
+    hertz = torch.where(mels < 15, mels * 200 / 3, 1000 * torch.exp(step * (mels - 15)))
+    distance, width = bins - hertz[:, None], hertz.diff()[:, None]
+    rising, falling = distance[:-2] / width[:-1], -distance[2:] / width[1:]
+    return (torch.minimum(rising, falling).clamp(min=0) * 2 / (hertz[2:] - hertz[:-2])[:, None]).float()
+
+
+def sinusoids(length: int, channels: int) -> Tensor:
+    """Positional embeddings (length, channels): sines of `channels / 2` frequencies, then their cosines."""
+    rates = torch.exp(-math.log(10_000) / (channels // 2 - 1) * torch.arange(channels // 2))
+    angles = torch.arange(length)[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=1)

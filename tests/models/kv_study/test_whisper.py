@@ -1,0 +1,94 @@
+"""Our Whisper loads the checkpoints of openai-whisper and computes what the package computes."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from models.errors import CheckpointError, InputError
+from models.kv_study.hook_cache import install_kv_cache_hooks
+from models.kv_study.whisper import load_whisper, log_mel, mel_filters
+from support import randomize
+
+whisper = pytest.importorskip("whisper", reason="openai-whisper is in the extra `test`")
+DIMS = whisper.ModelDimensions(80, 6, 24, 4, 2, 50, 16, 24, 4, 3)
+AUDIO = torch.randn(2, 2000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.1], [0.001]])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The file of a random Whisper in float16, as OpenAI stores it, and the package's model of that file."""
+    torch.manual_seed(0)
+    model = randomize(whisper.model.Whisper(DIMS)).half()
+    file = tmp_path_factory.mktemp("whisper") / "tiny.pt"
+    torch.save({"dims": asdict(DIMS), "model_state_dict": model.state_dict()}, file)
+    return file, whisper.load_model(str(file), device="cpu").eval()
+
+
+@pytest.mark.parametrize("n_mels", [80, 128])
+def test_log_mel_matches_openai_whisper(n_mels):
+    """The filters are computed here and read from a file there."""
+    torch.testing.assert_close(mel_filters(n_mels), whisper.audio.mel_filters("cpu", n_mels), atol=1e-8, rtol=1e-5)
+    for row in (*AUDIO, torch.zeros(1600), torch.sin(torch.arange(16_000) / 5)):
+        torch.testing.assert_close(log_mel(row, n_mels), whisper.log_mel_spectrogram(row, n_mels), atol=1e-5, rtol=1e-5)
+    alone = torch.stack([log_mel(row, n_mels) for row in AUDIO])
+    torch.testing.assert_close(log_mel(AUDIO, n_mels), alone)  # each recording has its own loudest moment
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("named", ["file", "folder"])
+def test_a_checkpoint_computes_what_openai_whisper_computes(checkpoint, named):
+    """From the audio to the logits, also with the hook cache."""
+    file, theirs = checkpoint
+    model = load_whisper(file if named == "file" else file.parent)
+    mel = torch.stack([whisper.log_mel_spectrogram(whisper.pad_or_trim(row, 12 * 160)) for row in AUDIO])
+    torch.testing.assert_close(model.log_mel(AUDIO), mel, atol=1e-5, rtol=1e-5)
+    expected, xa = theirs.embed_audio(mel), model.encode(mel)
+    torch.testing.assert_close(xa, expected, atol=1e-4, rtol=1e-4)
+    ids = torch.randint(50, (2, 9))
+    with install_kv_cache_hooks(model.decoder):
+        logits = torch.cat([model.decoder(chunk, xa) for chunk in ids.split([5, 1, 3], 1)], 1)
+    torch.testing.assert_close(logits, theirs.logits(ids, expected), atol=1e-3, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_generate_returns_the_ids_of_openai_whisper(checkpoint):
+    """With their cache, greedily, and ours, for recordings of different lengths in one batch."""
+    file, theirs = checkpoint
+    model, prompt = load_whisper(file), torch.tensor([[1, 2, 3], [1, 2, 4]])
+    mel = model.log_mel(AUDIO)
+    cache, hooks = theirs.install_kv_cache_hooks()
+    ids = new = prompt
+    for _ in range(10):
+        new = theirs.decoder(new, theirs.embed_audio(mel), kv_cache=cache)[:, -1:].argmax(-1)
+        ids = torch.cat([ids, new], 1)
+    for hook in hooks:
+        hook.remove()
+    expected = ids[:, 3:]
+    assert len({tuple(row) for row in expected.tolist()}) == 2, "the test needs recordings with different answers"
+    assert torch.equal(model.generate(prompt, mel, max_new_tokens=10), expected)
+    assert torch.equal(model.generate(prompt, mel, max_new_tokens=10, use_kv_cache=False), expected)
+
+
+def test_other_files_and_other_audio_raise(checkpoint, tmp_path):
+    file, _ = checkpoint
+    model = load_whisper(file)
+    with pytest.raises(InputError, match=r"mel has shape \(1, 80, 11\), not \(N, 80, 12\); `log_mel` makes it"):
+        model.encode(torch.zeros(1, 80, 11))
+    with pytest.raises(CheckpointError, match=r"holds 0 \.pt files"):
+        load_whisper(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_whisper(tmp_path / "missing.pt")
+    (tmp_path / "text.pt").write_text("no checkpoint")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_whisper(tmp_path)
+    content = torch.load(file)
+    for broken, message in (
+        ([1], "lacks `dims`"),
+        ({"model_state_dict": {}}, "lacks `dims`"),
+        (content | {"dims": {"n_mels": 80}}, r"lack \['n_audio_ctx'"),
+        (content | {"model_state_dict": {}}, "does not match its `dims`"),
+    ):
+        torch.save(broken, tmp_path / "text.pt")
+        with pytest.raises(CheckpointError, match=message):
+            load_whisper(tmp_path / "text.pt")
