@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from models.cache import KVCache
+from models.cache import KVCache, capacity_for, storage_bytes
 
 
 def tokens(n, rows=2):
@@ -33,13 +33,36 @@ def test_every_cache_of_a_family_tree_says_what_was_put_there(mode, seed):
 
 
 @torch.no_grad()
-def test_appending_one_by_one_copies_each_token_a_few_times_at_most():
+def test_appending_one_by_one_copies_each_token_a_few_times_and_wastes_less_than_a_quarter():
     caches = [KVCache(tokens(5), tokens(5))]
-    for _ in range(1000):
+    for _ in range(2000):
         caches.append(caches[-1].append(tokens(1), tokens(1)))
     moves = [a for a, b in pairwise(caches) if a.key.data_ptr() != b.key.data_ptr()]
-    assert sum(cache.length for cache in moves) <= 2 * caches[-1].length
-    assert len(moves) <= 10
+    assert sum(cache.length for cache in moves) <= 9 * caches[-1].length
+    assert len(moves) <= 35
+    assert all(cache.bytes_allocated <= 1.25 * cache.bytes_used for cache in caches if cache.length >= 128)
+
+
+def test_a_capacity_has_room_for_one_more_token_and_little_beyond():
+    for n in range(1, 2000):
+        capacity = capacity_for(n)
+        assert n < capacity <= n * 9 / 8 + 16 and capacity % 16 == 0
+
+
+@torch.no_grad()
+def test_bytes_are_those_of_the_tokens_and_of_the_storages():
+    cache = KVCache(tokens(40), tokens(40))
+    per_token = 2 * 2 * 3 * 4 * 4  # keys and values, rows, heads, channels, bytes of float32
+    assert cache.bytes_used == cache.bytes_allocated == 40 * per_token
+    longer = cache.append(tokens(1), tokens(1))
+    assert longer.bytes_used == 41 * per_token and longer.bytes_allocated == capacity_for(41) * per_token
+    first = longer.first(3)
+    assert first.bytes_used == 3 * per_token and first.bytes_allocated == longer.bytes_allocated, "it keeps all alive"
+
+
+def test_a_storage_that_tensors_share_counts_once():
+    x = torch.zeros(6, 4)
+    assert storage_bytes([x[:2], x[2:], torch.zeros(3)]) == 6 * 4 * 4 + 3 * 4
 
 
 @torch.no_grad()
