@@ -1,1 +1,1 @@
-"""The KV caching study: an encoder-decoder, a cache installed by hooks, and static caches for export."""
+"""The KV caching study: an encoder-decoder, and caches by hooks, of fixed size, paged, in int8, and with a window."""

@@ -1,0 +1,39 @@
+"""What a block of the language model asks of a cache, so that other designs take the place of `models.cache.KVCache`.
+
+`Attention.forward` calls `append` once per step and reads `key` and `value` of what it returns, and the model reads
+`length`; nothing else. A new design is therefore a class with these four names, and the blocks stay as they are. Give
+the model one empty cache per block: `model.prefill(ids, images, prefix=prefill_state([Int8KV() for _ in blocks]))`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from models.cache import KVCache
+from models.vision_language_model import PrefillState
+
+
+class BlockCache(Protocol):
+    """The cache of one block; `rows` is for beam search and for several answers to one prompt."""
+
+    @property
+    def key(self) -> Tensor: ...  # (B, n_kv_heads, S, head_dim), rotary positions applied
+    @property
+    def value(self) -> Tensor: ...  # likewise
+    @property
+    def length(self) -> int: ...  # tokens read, which is the position of the next one
+    @property
+    def nbytes(self) -> int: ...  # memory in use
+    def append(self, key: Tensor, value: Tensor) -> "BlockCache": ...
+    def rows(self, index: Tensor) -> "BlockCache": ...
+
+
+def block_caches(caches: Sequence[BlockCache]) -> list[KVCache]:
+    """One cache per block, typed as `LanguageModel.forward` expects them."""
+    return cast(list[KVCache], list(caches))
+
+
+def prefill_state(caches: Sequence[BlockCache]) -> PrefillState:
+    """A prefix to prefill from, of one cache per block; without padding."""
+    return PrefillState(block_caches(caches))

@@ -1,0 +1,137 @@
+"""A paged cache: blocks of a few tokens, found through a block table, shared until somebody writes.
+
+This is the memory manager of vLLM's PagedAttention (Kwon et al. 2023), in PyTorch. Memory is one pool of blocks, each
+with room for block_size tokens. A sequence owns no memory, only a table of block numbers, so less than one block per
+sequence is wasted, sequences of any length share one pool, and a prefix that sequences have in common is stored once:
+each block counts its references, and is free again when nobody refers to it.
+
+Copy-on-write: the last block of a prefix may be half full. The first sequence that continues it writes into the free
+places; another one finds them taken, copies this one block, and continues in its copy. vLLM copies whenever the
+reference count is above 1; to look at the places instead saves the first copy, and makes a cache a value like KVCache.
+
+vLLM's kernel reads the blocks where they are. PyTorch's attention wants one tensor, so `key` and `value` gather the
+blocks, a copy of the cache for every step. Each block of the model has its own pool here; vLLM shares one table.
+"""
+
+import torch
+from torch import Tensor
+
+from models.errors import InputError
+
+
+class BlockPool:
+    """Memory for n_blocks blocks of block_size tokens; keys and values each (n_kv_heads, n_blocks, block_size, D)."""
+
+    def __init__(self, n_blocks: int, block_size: int = 16):
+        if n_blocks < 1 or block_size < 1:
+            raise InputError(f"n_blocks={n_blocks} and block_size={block_size} must be 1 or more")
+        self.n_blocks, self.block_size = n_blocks, block_size
+        self.references, self.filled = [0] * n_blocks, [0] * n_blocks
+        self.free = list(reversed(range(n_blocks)))
+        self.key = self.value = torch.empty(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks that somebody refers to."""
+        return (self.key.nbytes + self.value.nbytes) * (self.n_blocks - len(self.free)) // self.n_blocks
+
+    def reserve(self, like: Tensor) -> None:
+        """Allocate the memory at the first write, when shape, dtype and device are known; like is (B, H, T, D)."""
+        if not self.key.numel():
+            shape = (like.size(1), self.n_blocks, self.block_size, like.size(-1))
+            with torch.inference_mode(False):  # so that it may be written inside and outside of that mode
+                self.key, self.value = (torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(2))
+
+    def take(self) -> int:
+        """A free block, with one reference."""
+        if not self.free:
+            raise InputError(f"all {self.n_blocks} blocks of {self.block_size} tokens are in use; make the pool larger")
+        block = self.free.pop()
+        self.references[block], self.filled[block] = 1, 0
+        return block
+
+    def drop(self, block: int) -> None:
+        """Give up one reference."""
+        self.references[block] -= 1
+        if not self.references[block]:
+            self.free.append(block)
+
+    def copy(self, block: int) -> int:
+        """A new block with the same content; the caller's reference moves to it."""
+        new = self.take()
+        self.key[:, new], self.value[:, new] = self.key[:, block], self.value[:, block]
+        self.drop(block)
+        return new
+
+
+class PagedKV:
+    """One block table per row of the batch, all of the same length. A value: `append` leaves this cache valid.
+
+    Without tables it is empty. To fork is to continue the same cache twice, which copies one block at most.
+    """
+
+    def __init__(self, pool: BlockPool, tables: list[list[int]] | None = None, length: int = 0):
+        self.pool, self.tables, self.length = pool, tables or [], length
+        for table in self.tables:
+            for block in table:
+                pool.references[block] += 1
+        self._index: Tensor | None = None
+
+    def __del__(self):
+        for table in self.tables:
+            for block in table:
+                self.pool.drop(block)
+
+    @property
+    def key(self) -> Tensor:
+        return self._gather(self.pool.key)
+
+    @property
+    def value(self) -> Tensor:
+        return self._gather(self.pool.value)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks in use in the pool, by whichever sequences."""
+        return self.pool.nbytes
+
+    def _gather(self, blocks: Tensor) -> Tensor:
+        """(B, n_kv_heads, length, D) from the pool's (n_kv_heads, n_blocks, block_size, D)."""
+        if self._index is None:
+            self._index = torch.tensor(self.tables, device=blocks.device)
+        gathered = blocks.index_select(1, self._index.flatten())
+        return gathered.view(len(blocks), len(self.tables), -1, blocks.size(-1)).transpose(0, 1)[:, :, : self.length]
+
+    def append(self, key: Tensor, value: Tensor) -> "PagedKV":
+        """This cache and then the new tokens' key and value, (B, n_kv_heads, T_new, D), without gradient."""
+        self.pool.reserve(key)
+        longer = PagedKV(self.pool, [list(table) for table in self.tables or [[]] * len(key)], self.length)
+        for table in longer.tables:
+            longer._make_room(table, key.size(2))
+        positions = torch.arange(self.length, self.length + key.size(2), device=key.device)
+        longer.length += len(positions)
+        longer._index = torch.tensor(longer.tables, device=key.device)
+        blocks = longer._index[:, positions // self.pool.block_size]  # (B, T_new)
+        slots = (positions % self.pool.block_size).expand_as(blocks)
+        self.pool.key[:, blocks, slots] = key.detach().transpose(0, 1)
+        self.pool.value[:, blocks, slots] = value.detach().transpose(0, 1)
+        return longer
+
+    def _make_room(self, table: list[int], n: int) -> None:
+        """Let the table end in places that are this row's to write: copy a block that another one continued."""
+        pool, size = self.pool, self.pool.block_size
+        start, stop = self.length, self.length + n
+        if start % size and pool.filled[table[-1]] != start % size:
+            table[-1] = pool.copy(table[-1])
+        while len(table) * size < stop:
+            table.append(pool.take())
+        for i in range(start // size, len(table)):
+            pool.filled[table[i]] = min(size, stop - i * size)
+
+    def first(self, n: int) -> "PagedKV":
+        """This cache as it was after its first n tokens; copies no token."""
+        return PagedKV(self.pool, [table[: -(-n // self.pool.block_size)] for table in self.tables], n)
+
+    def rows(self, index: Tensor) -> "PagedKV":
+        """The chosen rows of the batch, index (B_new,), as often as named; copies no token."""
+        return PagedKV(self.pool, [self.tables[i] for i in index.tolist()], self.length)

@@ -1,0 +1,172 @@
+"""Beam search on a cache finds what a plain beam search without one finds, and what Whisper's finds."""
+
+import math
+
+import pytest
+import torch
+
+from models.inference import InferenceModel
+from models.kv_study.beam_search import Hypothesis, beam_search, cached_step, generate
+from models.kv_study.block_cache import prefill_state
+from models.kv_study.int8_cache import Int8KV
+from models.kv_study.paged_cache import BlockPool, PagedKV
+
+EOS = 7
+
+
+def sharpen(table):
+    """Next logits after a token, with an end now and then."""
+    table = table * 2
+    table[:, EOS] += 1.5
+    return table
+
+
+def plain_beam_search(next_logits, n_beams, max_new_tokens, eos):
+    """The rules in lists, without a cache: next_logits of all new ids so far. Returns (ids, log_prob) in any order."""
+    beams, finished = [((), 0.0)], []
+    for _ in range(max_new_tokens):
+        scored = []
+        for ids, total in beams:
+            log_probs = next_logits(ids).log_softmax(-1).tolist()
+            scored += [(total + log_prob, ids, token) for token, log_prob in enumerate(log_probs)]
+        beams = []
+        for total, ids, token in sorted(scored, reverse=True):
+            if token == eos:
+                finished.append((ids, total))
+            else:
+                beams.append(((*ids, token), total))
+            if len(beams) == n_beams:
+                break
+        if len(finished) >= n_beams:
+            break
+    finished = finished[:n_beams]
+    return finished + beams[: n_beams - len(finished)]
+
+
+def assert_same(hypotheses, expected):
+    assert {h.ids for h in hypotheses} == {ids for ids, _ in expected}
+    log_probs = dict(expected)
+    assert all(math.isclose(h.log_prob, log_probs[h.ids], abs_tol=1e-3) for h in hypotheses)
+
+
+@pytest.fixture(scope="module")
+def captioner(tiny_model):
+    """A model whose sequences end after some tokens, with an image and a prompt."""
+    model = tiny_model(seed=8)
+    ids = torch.tensor([[5, 3, 3, 3, 3, 9, 11]])
+    return model, ids, torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("n_beams", [1, 2, 4, 7])
+@torch.inference_mode()
+def test_on_the_products_cache_it_equals_a_plain_search_without_a_cache(captioner, n_beams):
+    model, ids, images = captioner
+    found = generate(model, ids, images, n_beams=n_beams, max_new_tokens=12, eos_token_id=EOS)
+    x = model.embed(ids, images)
+
+    def next_logits(new):
+        longer = torch.cat([x, model.embed_tokens(torch.tensor([new], dtype=torch.long))], 1)
+        return model.prefill_embeds(longer)[0][0]
+
+    assert_same(found, plain_beam_search(next_logits, n_beams, 12, EOS))
+    assert [h.score() for h in found] == sorted((h.score() for h in found), reverse=True)
+    assert generate(InferenceModel(model), ids, images, n_beams=n_beams, max_new_tokens=12, eos_token_id=EOS)[
+        0
+    ].ids == (found[0].ids)
+
+
+@torch.inference_mode()
+def test_on_the_encoder_decoder_it_equals_a_plain_search_without_a_cache(encoder_decoder):
+    ids, images = torch.tensor([[4, 5]]), torch.rand(1, 3, 16, 16)
+    found = generate(encoder_decoder, ids, images, n_beams=3, max_new_tokens=10, eos_token_id=EOS)
+    xa = encoder_decoder.encode(images)
+    plain = plain_beam_search(
+        lambda new: encoder_decoder.decoder(torch.cat([ids, torch.tensor([new], dtype=torch.long)], 1), xa)[0, -1],
+        3,
+        10,
+        EOS,
+    )
+    assert_same(found, plain)
+
+
+def test_one_beam_is_greedy(captioner):
+    model, ids, images = captioner
+    best = generate(model, ids, images, n_beams=1, max_new_tokens=9)[0]
+    assert list(best.ids) == model.generate(ids, images, max_new_tokens=9)[0].tolist()
+
+
+@torch.inference_mode()
+def test_paged_blocks_store_what_beams_have_in_common_once(captioner):
+    model, ids, images = captioner
+    pools = [BlockPool(60, block_size=4) for _ in model.decoder.blocks]
+    options = {"n_beams": 5, "max_new_tokens": 16, "eos_token_id": None}
+    logits, state = model.prefill(ids, images, None, prefill_state([PagedKV(pool) for pool in pools]))
+    most = 0
+    step = cached_step(model, state)
+
+    def counted(new, rows):
+        nonlocal most
+        logits = step(new, rows)
+        most = max(most, pools[0].n_blocks - len(pools[0].free))
+        return logits
+
+    assert beam_search(logits, counted, **options) == generate(model, ids, images, **options)
+    assert most < 5 * math.ceil((ids.size(1) + 16) / 4), "less than five separate sequences take"
+
+
+@torch.inference_mode()
+def test_an_int8_cache_searches_too(captioner):
+    model, ids, images = captioner
+    logits, state = model.prefill(ids, images, None, prefill_state([Int8KV() for _ in model.decoder.blocks]))
+    found = beam_search(logits, cached_step(model, state), n_beams=3, max_new_tokens=8)
+    exact = generate(model, ids, images, n_beams=3, max_new_tokens=8)
+    assert abs(found[0].log_prob - exact[0].log_prob) < 0.2
+
+
+@pytest.mark.parametrize("length_penalty", [None, 0.0, 0.6, 1.0])
+@pytest.mark.parametrize("n_beams", [2, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_rules_are_those_of_whisper(seed, n_beams, length_penalty):
+    """Its own BeamSearchDecoder and MaximumLikelihoodRanker, on logits that depend on the last two tokens."""
+    whisper = pytest.importorskip("whisper.decoding")
+    logits = sharpen(torch.randn(20, 20, 20, generator=torch.Generator().manual_seed(seed)))
+
+    class Inference:
+        def rearrange_kv_cache(self, source_indices):
+            pass
+
+    tokens, sums = torch.tensor([[1, 2]] * n_beams), torch.zeros(n_beams)
+    decoder = whisper.BeamSearchDecoder(n_beams, EOS, Inference())
+    for _ in range(10):
+        tokens, completed = decoder.update(tokens, logits[tokens[:, -2], tokens[:, -1]], sums)
+        if completed:
+            break
+    ((candidates), (sums,)) = decoder.finalize(tokens[None], sums[None])
+    new = [[t[2 : t.tolist().index(EOS)] for t in row] for row in candidates]
+    (best,) = whisper.MaximumLikelihoodRanker(length_penalty).rank(new, [sums])
+    expected = tuple(new[0][best].tolist())
+
+    history = [(1, 2)]
+
+    def step(ids, rows):
+        nonlocal history
+        history = [(history[row][-1], token) for row, token in zip(rows.tolist(), ids.tolist())]
+        return torch.stack([logits[pair] for pair in history])
+
+    found = beam_search(
+        logits[1, 2][None], step, n_beams=n_beams, max_new_tokens=10, eos_token_id=EOS, length_penalty=length_penalty
+    )
+    assert_same(found, [(tuple(ids.tolist()), total) for ids, total in zip(new[0], sums)])
+    assert found[0].ids == expected
+
+
+def test_the_penalty_decides_between_short_and_long():
+    short, long = Hypothesis((1,), -2.0), Hypothesis((1, 2, 3, 4), -3.0)
+    assert short.score(0.0) > long.score(0.0) and short.score() < long.score()
+    assert long.score(1.0) == -3.0 / (9 / 6)
+
+
+@pytest.mark.parametrize("options", [{"n_beams": 0, "max_new_tokens": 1}, {"n_beams": 1, "max_new_tokens": 0}])
+def test_counts_below_one_raise(options):
+    with pytest.raises(ValueError, match="must be 1 or more"):
+        beam_search(torch.zeros(1, 4), lambda ids, rows: torch.zeros(1, 4), **options)

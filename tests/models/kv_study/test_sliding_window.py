@@ -1,0 +1,121 @@
+"""A sliding window computes what a window mask computes, in constant memory."""
+
+import pytest
+import torch
+
+from models.errors import InputError
+from models.kv_study.block_cache import block_caches
+from models.kv_study.sliding_window import SlidingWindowKV, forward, window_mask
+from models.mingpt import GPT_kv, GPTConfig
+
+WINDOWS = [(1, 0), (3, 0), (3, 2), (7, 0), (5, 1)]
+
+
+def caches(decoder, window, sinks=0):
+    return [SlidingWindowKV(window, sinks) for _ in decoder.blocks]
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_model):
+    return tiny_model(seed=2).decoder
+
+
+@pytest.mark.parametrize(("window", "sinks"), WINDOWS)
+@pytest.mark.parametrize("chunks", [[6], [1, 1, 4], [2, 9, 1, 3]])
+@torch.no_grad()
+def test_chunks_and_then_tokens_match_a_window_mask_without_a_cache(decoder, window, sinks, chunks):
+    """Tokens are decoded by the language model itself, which knows nothing of windows."""
+    x = torch.randn(2, sum(chunks) + 14, 24)
+    expected = forward(decoder, x, window, sinks)
+    kv_cache, start, parts = caches(decoder, window, sinks), 0, []
+    for n in chunks:
+        parts.append(forward(decoder, x[:, start : start + n], window, sinks, kv_cache))
+        start += n
+    for i in range(start, x.size(1)):
+        y, after = decoder(x[:, i : i + 1], None, block_caches(kv_cache), i)
+        assert all(a is b for a, b in zip(after, kv_cache))
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_greedy_ids_are_those_of_the_mask_and_the_memory_is_constant(tiny_model):
+    model = tiny_model(seed=3)
+    window, ids = 6, torch.randint(4, 40, (2, 9))
+    kv_cache = caches(model.decoder, window, sinks=1)
+    hidden = forward(model.decoder, model.embed_tokens(ids), window, 1, kv_cache)
+    sizes = set()
+    for _ in range(80):  # beyond lm_max_position_embeddings=64
+        plain = forward(model.decoder, model.embed_tokens(ids), window, 1)
+        assert torch.equal(model.decoder.head(hidden[:, -1]).argmax(-1), model.decoder.head(plain[:, -1]).argmax(-1))
+        ids = torch.cat([ids, model.decoder.head(plain[:, -1]).argmax(-1, keepdim=True)], 1)
+        hidden = forward(model.decoder, model.embed_tokens(ids[:, -1:]), window, 1, kv_cache)
+        sizes.add(kv_cache[0].nbytes)
+    assert sizes == {2 * 2 * 2 * (1 + window) * 4 * 4}, "keys and values, rows, heads, tokens, channels, bytes"
+    assert len(ids[0].unique()) > 3
+
+
+def test_the_mask_lets_each_token_see_the_window_and_the_sinks():
+    assert window_mask(torch.arange(6), torch.arange(6), window=2, sinks=1).int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 0, 1, 1, 0, 0],
+        [1, 0, 0, 1, 1, 0],
+        [1, 0, 0, 0, 1, 1],
+    ]
+
+
+@torch.no_grad()
+def test_a_window_as_long_as_the_text_is_plain_attention(decoder):
+    x = torch.randn(2, 12, 24)
+    torch.testing.assert_close(forward(decoder, x, window=12), decoder(x)[0], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_only_one_block_would_forget_what_left_the_window(tiny_model):
+    """Recomputing the last `window` tokens alone, as minGPT does, is another function from two blocks on."""
+    window, x = 5, torch.randn(1, 16, 24)
+    for n_blocks, same in ((1, True), (2, False)):
+        decoder = tiny_model(seed=4, lm_n_blocks=n_blocks).decoder
+        rolling, recomputed = forward(decoder, x, window)[:, -1], decoder(x[:, -window:])[0][:, -1]
+        assert torch.allclose(rolling, recomputed, atol=1e-4) == same
+
+
+def test_beyond_block_size_mingpt_recomputes_as_its_positions_are_absolute():
+    torch.manual_seed(0)
+    model = GPT_kv(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=20, block_size=8)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(30)
+    idx = torch.randint(20, (2, 5))
+    assert torch.equal(model.generate_kv(idx, 20), model.generate(idx, 20))
+    with torch.no_grad():  # a rolling buffer would keep these keys, which were computed at other positions
+        window = torch.randint(20, (1, 8))
+        _, before = model.hidden_states(window[:, :-1])
+        _, after = model.hidden_states(window[:, 1:])
+    assert not torch.allclose(before[0][0][:, 1:], after[0][0][:, :-1], atol=1e-3)
+
+
+@torch.no_grad()
+def test_chosen_rows_are_copies_that_part_ways(decoder):
+    x, more = torch.randn(2, 9, 24), torch.randn(3, 4, 24)
+    kv_cache, index = caches(decoder, 4), torch.tensor([1, 0, 1])
+    forward(decoder, x, 4, 0, kv_cache)
+    for i in range(4):
+        chosen = [cache.rows(index) for cache in kv_cache]
+        y = forward(decoder, torch.cat([x[index], more[:, : i + 1]], 1), 4)[:, -1]
+        for j in range(i + 1):
+            z = forward(decoder, more[:, j : j + 1], 4, 0, chosen)
+        torch.testing.assert_close(z[:, -1], y, atol=1e-5, rtol=1e-5)
+
+
+def test_a_window_of_nothing_raises():
+    with pytest.raises(InputError, match="window=0"):
+        SlidingWindowKV(0)
