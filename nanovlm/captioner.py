@@ -12,7 +12,8 @@ from torch import Tensor
 
 from models.checkpoint import load_config, snapshot_path
 from models.convert.backbones import find_backbones, read_backbones
-from models.decoding import GREEDY, SamplingParams
+from models.decoding import GREEDY, SamplingParams, stream_tokens
+from models.inference.cache_observer import CacheObserver
 from models.inference.inference_model import InferenceModel
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype
@@ -35,6 +36,8 @@ class Stats:
     answers: int = 0
     first_token_s: float = 0.0  # from preprocessing to the first token
     total_s: float = 0.0
+    cache_bytes: int = 0  # of keys and values of prompt and answers, at the end
+    cache_bytes_allocated: int = 0  # the same with unused capacity
 
     @property
     def tokens_per_s(self) -> float:
@@ -230,12 +233,14 @@ class Captioner:
             "n_samples": n_samples,
         }
         last_ids: list[int] = []
-        for ids in self.inference.stream(**inputs, **options):
+        model = CacheObserver(self.inference)
+        for ids in stream_tokens(model, **inputs, **options):
             stats.new_tokens += sum(id != eos for id in last_ids) if last_ids else stats.answers
             last_ids = ids.tolist()
             stats.total_s = time.perf_counter() - started
             stats.first_token_s = stats.first_token_s or stats.total_s
             yield last_ids
+        stats.cache_bytes, stats.cache_bytes_allocated = model.bytes_used, model.bytes_allocated
 
     def _texts(self, steps: Iterator[list[int]]) -> list[str]:
         """The text of each answer, up to its end token."""

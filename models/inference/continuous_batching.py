@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from models.cache import storage_bytes
 from models.decoding import GREEDY, SamplingParams, token_presence_mask
 from models.errors import InputError, NanoVLMError, is_out_of_memory
 from models.inference.inference_model import InferenceModel
@@ -92,6 +93,18 @@ class ContinuousBatch:
     @property
     def running(self) -> int:
         return sum(request is not None for request in self._slots)
+
+    @property
+    def cache_bytes_used(self) -> int:
+        """Bytes of the keys and values of the running requests' tokens."""
+        n_blocks, pair, _, n_kv_heads, _, head_dim = self._cache.shape
+        tokens = sum(request.length for request in tuple(self._slots) if request is not None)
+        return n_blocks * pair * n_kv_heads * head_dim * self._cache.element_size() * tokens
+
+    @property
+    def cache_bytes_allocated(self) -> int:
+        """Bytes of the cache of all slots, which keeps its size when requests end."""
+        return storage_bytes([self._cache])
 
     def add(
         self,

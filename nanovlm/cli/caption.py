@@ -63,7 +63,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_file_flags(parser)
     add_generation_flags(parser)
     add("--json", action="store_true", help="print one object per picture and prompt, with token counts and timings")
-    add("--stats", action="store_true", help="print timings and peak memory on standard error")
+    add(
+        "--stats", action="store_true", help="print timings, the size of the KV cache and peak memory on standard error"
+    )
 
 
 def add_file_flags(parser: argparse.ArgumentParser) -> None:
@@ -197,6 +199,8 @@ def stats_fields(stats: "Stats") -> dict[str, float]:
         "first_token_s": round(stats.first_token_s, 4),
         "total_s": round(stats.total_s, 4),
         "tokens_per_s": round(stats.tokens_per_s, 1),
+        "cache_bytes": stats.cache_bytes,
+        "cache_bytes_allocated": stats.cache_bytes_allocated,
     }
 
 
@@ -206,5 +210,6 @@ def format_stats(stats: "Stats", load_seconds: float, device: "torch.device") ->
     return (
         f"model loaded in {load_seconds:.2f} s; {stats.prompt_tokens} prompt tokens, first token after "
         f"{stats.first_token_s * 1000:.0f} ms, then {stats.tokens_per_s:.0f} tokens/s; "
+        f"KV cache {stats.cache_bytes / 2**20:.2f} MiB of {stats.cache_bytes_allocated / 2**20:.2f} MiB allocated; "
         f"peak memory {peak_memory(device) / 2**20:,.0f} MiB"
     )

@@ -111,6 +111,14 @@ class Engine:
     def num_running(self) -> int:
         return self._batch.running
 
+    @property
+    def cache_bytes_used(self) -> int:
+        return self._batch.cache_bytes_used
+
+    @property
+    def cache_bytes_allocated(self) -> int:
+        return self._batch.cache_bytes_allocated
+
     def submit(
         self, input_ids: Tensor, images: Tensor | None, max_new_tokens: int, sampling: Sequence[SamplingParams]
     ) -> RequestHandle:

@@ -8,9 +8,15 @@ LATENCY_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 class Metrics:
-    """running and waiting return how many sequences are decoded and wait at the moment."""
+    """running and waiting return how many sequences are decoded and wait at the moment; cache_* return bytes."""
 
-    def __init__(self, running: Callable[[], int], waiting: Callable[[], int]):
+    def __init__(
+        self,
+        running: Callable[[], int],
+        waiting: Callable[[], int],
+        cache_used: Callable[[], int],
+        cache_allocated: Callable[[], int],
+    ):
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self.requests = Counter(
@@ -37,6 +43,12 @@ class Metrics:
         )
         Gauge("nanovlm_answers_running", "Sequences being decoded.", registry=registry).set_function(running)
         Gauge("nanovlm_answers_waiting", "Sequences that wait.", registry=registry).set_function(waiting)
+        Gauge(
+            "nanovlm_kv_cache_used_bytes", "Keys and values of the sequences being decoded.", registry=registry
+        ).set_function(cache_used)
+        Gauge(
+            "nanovlm_kv_cache_allocated_bytes", "Memory for keys and values, unused room included.", registry=registry
+        ).set_function(cache_allocated)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -47,7 +47,12 @@ class ChatService:
         self.engine = engine or Engine(lambda: new_batch(captioner, self.limits.max_num_seqs))
         self.fetcher = fetcher or ImageFetcher()
         self.admission = Admission(self.limits.max_num_seqs + self.limits.max_pending)
-        self.metrics = Metrics(lambda: self.engine.num_running, lambda: self.num_waiting)
+        self.metrics = Metrics(
+            lambda: self.engine.num_running,
+            lambda: self.num_waiting,
+            lambda: self.engine.cache_bytes_used,
+            lambda: self.engine.cache_bytes_allocated,
+        )
         image_bytes = captioner.processor.max_tiles_per_image * 3 * captioner.processor.cfg.vit_img_size**2 * 4
         self.pixel_budget = PixelBudget(max(1, pixel_budget_bytes // image_bytes))
         self._executor = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "nanovlm-images")  # each may decode an image

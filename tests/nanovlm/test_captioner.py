@@ -230,6 +230,10 @@ def test_stats_match_the_calls_of_the_model(captioner, pictures, monkeypatch):
         lengths = [row.index(eos) + 1 if eos in row else len(row) for row in ids.tolist()]
         assert stats.new_tokens == sum(lengths) and stats.answers == 3
         assert 0 < stats.first_token_s <= stats.total_s
+        tokens = 3 * (stats.prompt_tokens + max(lengths) - 1)  # the last token is chosen, not read
+        cfg, itemsize = captioner.model.cfg, captioner.model.dtype.itemsize
+        assert stats.cache_bytes == 2 * cfg.lm_n_blocks * cfg.lm_n_kv_heads * cfg.lm_head_dim * tokens * itemsize
+        assert stats.cache_bytes <= stats.cache_bytes_allocated
         later = stats.total_s - stats.first_token_s
         assert stats.tokens_per_s == pytest.approx((sum(lengths) - 3) / later if later else 0)
         ended_apart += len(set(lengths)) > 1

@@ -54,7 +54,13 @@ def test_json_is_one_object_per_image(generate, captions_of):
     records = [json.loads(line) for line in out.split("\n")[:-1]]
     assert [record["picture"] for record in records] == ["good.png", "fine.jpg"]
     kinds = {"picture": str, "prompt": str, "text": str, "prompt_tokens": int, "new_tokens": int}
-    kinds |= {"first_token_s": float, "total_s": float, "tokens_per_s": float}
+    kinds |= {
+        "first_token_s": float,
+        "total_s": float,
+        "tokens_per_s": float,
+        "cache_bytes": int,
+        "cache_bytes_allocated": int,
+    }
     for record in records:
         assert {name: type(value) for name, value in record.items()} == kinds
         assert record["prompt"] == "Où? 🙂" and record["text"] == captions_of(record["picture"], "Où? 🙂")[0]
@@ -104,7 +110,9 @@ def test_stats_are_one_line_per_image_on_stderr(generate):
     code, out, err = generate("good.png", "fine.jpg", "--stats")
     assert code == 0 and out == plain and len(err.splitlines()) == 2
     for line in err.splitlines():
-        assert all(words in line for words in ("model loaded in", "tokens/s", "peak memory", "MiB"))
+        assert all(
+            words in line for words in ("model loaded in", "tokens/s", "KV cache", "allocated", "peak memory", "MiB")
+        )
 
 
 def test_dash_reads_an_image_from_stdin(generate, captions_of, monkeypatch):

@@ -18,3 +18,7 @@ def test_metrics_count_requests_and_tokens(embedded):
     assert sums["nanovlm_prompt_tokens_total"] == response.usage.prompt_tokens
     assert sums["nanovlm_answer_tokens_total"] == response.usage.completion_tokens
     assert sums["nanovlm_answers_running"] == sums["nanovlm_answers_waiting"] == 0
+    cfg, tokens = embedded.model.cfg, response.usage.prompt_tokens
+    per_token = 2 * cfg.lm_n_blocks * cfg.lm_n_kv_heads * cfg.lm_head_dim * embedded.model.dtype.itemsize
+    assert sums["nanovlm_kv_cache_used_bytes"] == 0, "no answer runs"
+    assert sums["nanovlm_kv_cache_allocated_bytes"] >= tokens // 2 * per_token
