@@ -104,7 +104,7 @@ def encoder_decoder(
         with install_kv_cache_hooks(decoder) as cache:
             yield from generate_tokens(
                 decoder(ids, xa)[:, -1],
-                lambda new: decoder(new[:, None], xa, start_pos=cache.length)[:, -1],
+                lambda new: decoder(new[:, None], xa)[:, -1],
                 sampling=GREEDY,
                 max_new_tokens=n,
             )
@@ -126,7 +126,7 @@ def encoder_decoder(
         CacheDesign("static cache", partial(static, decoder.project_cross_kv, step, step)),
     ]
     if export:
-        programs = export_text_decoder(decoder, xa.size(1), capacity)
+        programs = export_text_decoder(decoder, capacity)
         make_cross, prefill, decode = _modules(programs, "cross", "prefill", "decode")
         designs.append(CacheDesign("static, exported", partial(static, make_cross, prefill, decode)))
     return StudyCase(

@@ -18,6 +18,8 @@ from models.kv_study.encoder_decoder import KVPair, TextDecoder
 from models.language_model import LanguageModel, rope_cos_sin
 
 Programs = dict[str, ExportedProgram]
+BATCH = Dim("batch", min=1)
+EXAMPLE_BATCH = 2  # any other but 1, which export would take as a constant
 Step = Callable[[Tensor, Tensor], Tensor]  # ids or embeddings, and start_pos, to logits (B, vocabulary)
 
 
@@ -113,35 +115,42 @@ def text_decoder_cache(decoder: TextDecoder, batch: int, capacity: int) -> list[
 
 
 @torch.no_grad()
-def export_language_model(decoder: LanguageModel, capacity: int, batch: int = 1) -> Programs:
-    """Export `prefill`, of 2 to capacity embeddings, and `decode`, of one id per sequence.
+def export_language_model(decoder: LanguageModel, capacity: int) -> Programs:
+    """Export `prefill`, of 2 to capacity embeddings, and `decode`, of one id per sequence, for any batch.
 
     Inputs are those of LanguageModelStep. `torch.export.save` stores the weights with each program.
     """
-    step, cache = LanguageModelStep(decoder).eval(), language_model_cache(decoder, batch, capacity)
-    mask, start = torch.ones(batch, capacity, dtype=torch.long), torch.tensor(0)
-    x, ids = cache[0][0].new_zeros(batch, 2, decoder.cfg.lm_hidden_dim), torch.zeros(batch, 1, dtype=torch.long)
-    length = {1: Dim("length", min=2, max=capacity)}
-    static = [(None, None)] * len(cache)
+    step, cache = LanguageModelStep(decoder).eval(), language_model_cache(decoder, EXAMPLE_BATCH, capacity)
+    mask, start = torch.ones(EXAMPLE_BATCH, capacity, dtype=torch.long), torch.tensor(0)
+    x = cache[0][0].new_zeros(EXAMPLE_BATCH, 3, decoder.cfg.lm_hidden_dim)
+    ids = torch.zeros(EXAMPLE_BATCH, 1, dtype=torch.long)
+    batch, length = {0: BATCH}, Dim("length", min=2, max=capacity)
+    kv = [(batch, batch)] * len(cache)
     return {
-        "prefill": export(step, (x, mask, start, cache), dynamic_shapes=(length, None, None, static)),
-        "decode": export(step, (ids, mask, start, cache)),
+        "prefill": export(step, (x, mask, start, cache), dynamic_shapes=({0: BATCH, 1: length}, batch, None, kv)),
+        "decode": export(step, (ids, mask, start, cache), dynamic_shapes=(batch, batch, None, kv)),
     }
 
 
 @torch.no_grad()
-def export_text_decoder(decoder: TextDecoder, n_patches: int, capacity: int, batch: int = 1) -> Programs:
-    """Export `cross`, of (batch, n_patches, n_state), `prefill`, of 2 to capacity ids, and `decode`, of one id each."""
-    step, cache = TextDecoderStep(decoder).eval(), text_decoder_cache(decoder, batch, capacity)
-    xa = cache[0][0].new_zeros(batch, n_patches, decoder.positional_embedding.size(1))
+def export_text_decoder(decoder: TextDecoder, capacity: int) -> Programs:
+    """Export `cross`, of encoded images, `prefill`, of 2 to capacity ids, and `decode`, of one id per sequence.
+
+    All take any batch, one sequence per image, and any number of patches. Inputs are those of CrossProjection and
+    TextDecoderStep.
+    """
+    step, cache = TextDecoderStep(decoder).eval(), text_decoder_cache(decoder, EXAMPLE_BATCH, capacity)
+    xa = cache[0][0].new_zeros(EXAMPLE_BATCH, 5, decoder.positional_embedding.size(1))
     cross_kv, start = decoder.project_cross_kv(xa), torch.tensor(0)
-    prompt, ids = torch.zeros(batch, 2, dtype=torch.long), torch.zeros(batch, 1, dtype=torch.long)
-    length = {1: Dim("length", min=2, max=capacity)}
-    static = [(None, None)] * len(cache)
+    prompt, ids = (torch.zeros(EXAMPLE_BATCH, n, dtype=torch.long) for n in (3, 1))
+    batch, length, patches = {0: BATCH}, Dim("length", min=2, max=capacity), Dim("patches", min=1)
+    kv = [(batch, batch)] * len(cache)
+    cross = [({0: BATCH, 2: patches},) * 2] * len(cache)
+    prefill = ({0: BATCH, 1: length}, None, cross, kv)
     return {
-        "cross": export(CrossProjection(decoder).eval(), (xa,)),
-        "prefill": export(step, (prompt, start, cross_kv, cache), dynamic_shapes=(length, None, static, static)),
-        "decode": export(step, (ids, start, cross_kv, cache)),
+        "cross": export(CrossProjection(decoder).eval(), (xa,), dynamic_shapes=({0: BATCH, 1: patches},)),
+        "prefill": export(step, (prompt, start, cross_kv, cache), dynamic_shapes=prefill),
+        "decode": export(step, (ids, start, cross_kv, cache), dynamic_shapes=(batch, None, cross, kv)),
     }
 
 

@@ -40,26 +40,27 @@ def data_dependent_calls(program):
 
 @pytest.fixture(scope="module")
 def language_model(tiny_model):
-    """A model, its exported programs for a batch of two, and the same programs after saving and loading."""
+    """A model, its exported programs, and the same programs after saving and loading."""
     model = tiny_model(seed=5)
-    programs = export_language_model(model.decoder, CAPACITY, batch=2)
+    programs = export_language_model(model.decoder, CAPACITY)
     return model, programs, save_and_load(programs)
 
 
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(temperature=1.0, seed=3)], ids=["greedy", "sampled"]
 )
-@pytest.mark.parametrize("padding", [0, 3])
-def test_exported_language_model_generates_the_same_ids(language_model, sampling, padding):
+@pytest.mark.parametrize(("batch", "padding"), [(2, 0), (2, 3), (1, 0), (5, 2)])
+def test_exported_language_model_generates_the_same_ids(language_model, sampling, batch, padding):
+    """The same graphs serve every batch size."""
     model, _, module = language_model
-    images = torch.rand(2, 3, 16, 16)
-    ids = torch.randint(4, 40, (2, 9))
+    images = torch.rand(batch, 3, 16, 16)
+    ids = torch.randint(4, 40, (batch, 9))
     ids[:, 3:7] = 3
-    mask = torch.ones(2, CAPACITY, dtype=torch.long)
+    mask = torch.ones(batch, CAPACITY, dtype=torch.long)
     ids[0, :padding], mask[0, :padding] = 0, 0
     expected = model.generate(ids, images, mask[:, :9], max_new_tokens=12, sampling=sampling)
 
-    cache = language_model_cache(model.decoder, 2, CAPACITY)
+    cache = language_model_cache(model.decoder, batch, CAPACITY)
     with torch.no_grad():
         x = model.embed(ids, images)
     for _ in range(2):  # the second run must ignore what the first left in the cache
@@ -92,23 +93,49 @@ def test_graph_does_not_branch_on_data_and_writes_the_cache_in_place(language_mo
     assert any("index_copy_" in target for target in targets(program))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_exported_text_decoder_generates_the_same_ids(encoder_decoder, batch):
-    """The keys and values of the images come from a graph of their own, called once."""
-    images, ids = torch.rand(batch, 3, 16, 16), torch.randint(0, 40, (batch, 4))
-    expected = encoder_decoder.generate(ids, images, max_new_tokens=10)
-    programs = export_text_decoder(encoder_decoder.decoder, n_patches=16, capacity=CAPACITY, batch=batch)
-    assert not any(data_dependent_calls(program) for program in programs.values())
-    module, cache = save_and_load(programs), text_decoder_cache(encoder_decoder.decoder, batch, CAPACITY)
-    with torch.no_grad():
-        cross_kv = module["cross"](encoder_decoder.encode(images))
+@pytest.fixture(scope="module")
+def text_decoder(encoder_decoder):
+    """The encoder-decoder's decoder, its exported programs, and the same programs after saving and loading."""
+    programs = export_text_decoder(encoder_decoder.decoder, CAPACITY)
+    return encoder_decoder.decoder, programs, save_and_load(programs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("patches", [1, 2, 16, 100])
+def test_exported_text_decoder_generates_the_same_ids(text_decoder, batch, patches):
+    """One set of graphs for every batch size and number of patches; the keys and values of the images come from one."""
+    decoder, _, module = text_decoder
+    xa, ids = torch.randn(batch, patches, 24), torch.randint(0, 40, (batch, 4))
+    cache, cross_kv = text_decoder_cache(decoder, batch, CAPACITY), module["cross"](xa)
     output = stream(
         lambda ids, start: module["prefill"](ids, start, cross_kv, cache),
         lambda ids, start: module["decode"](ids, start, cross_kv, cache),
         ids,
         max_new_tokens=10,
     )
-    assert torch.equal(torch.stack(list(output), 1), expected)
+    whole = ids
+    for _ in range(10):
+        whole = torch.cat([whole, decoder(whole, xa)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(torch.stack(list(output), 1), whole[:, 4:])
+
+
+def test_exported_text_decoder_generates_what_the_model_generates(text_decoder, encoder_decoder):
+    """From the pixels on, sampled."""
+    _, programs, module = text_decoder
+    assert not any(data_dependent_calls(program) for program in programs.values())
+    images, ids = torch.rand(3, 3, 16, 16), torch.randint(0, 40, (3, 4))
+    options = {"max_new_tokens": 10, "sampling": SamplingParams(temperature=1.0, seed=2)}
+    cache = text_decoder_cache(encoder_decoder.decoder, 3, CAPACITY)
+    with torch.no_grad():
+        cross_kv = module["cross"](encoder_decoder.encode(images))
+    output = stream(
+        lambda ids, start: module["prefill"](ids, start, cross_kv, cache),
+        lambda ids, start: module["decode"](ids, start, cross_kv, cache),
+        ids,
+        **options,
+    )
+    assert torch.equal(torch.stack(list(output), 1), encoder_decoder.generate(ids, images, **options))
 
 
 def test_a_capacity_beyond_the_positions_raises(language_model, encoder_decoder):
