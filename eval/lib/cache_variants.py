@@ -101,7 +101,7 @@ def encoder_decoder(
 
     def hooks(n: int) -> Iterator[Tensor]:
         xa = model.encode(images)
-        with install_kv_cache_hooks(decoder) as cache:
+        with install_kv_cache_hooks(decoder):
             yield from generate_tokens(
                 decoder(ids, xa)[:, -1],
                 lambda new: decoder(new[:, None], xa)[:, -1],
