@@ -6,6 +6,7 @@ tensor. No branch depends on data, so the graphs can be saved, loaded without th
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from torch.export import Dim, ExportedProgram, export
 
 from models.cache import KVCache
 from models.decoding import GREEDY, SamplingParams, generate_tokens
-from models.errors import InputError
+from models.errors import CompileError, InputError
 from models.kv_study.encoder_decoder import KVPair, TextDecoder
 from models.language_model import LanguageModel, rope_cos_sin
 
@@ -152,6 +153,22 @@ def export_text_decoder(decoder: TextDecoder, capacity: int) -> Programs:
         "prefill": export(step, (prompt, start, cross_kv, cache), dynamic_shapes=prefill),
         "decode": export(step, (ids, start, cross_kv, cache), dynamic_shapes=(batch, None, cross, kv)),
     }
+
+
+def compile_programs(programs: Programs, folder: Path) -> None:
+    """Compile each program by AOTInductor to folder/NAME.pt2, which holds the weights and needs torch only.
+
+    A package runs on processors like the one that compiled it; eval/run_compiled.py runs two. Raises CompileError
+    without a C++ compiler.
+    """
+    from torch._inductor import aoti_compile_and_package
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        for name, program in programs.items():
+            aoti_compile_and_package(program, package_path=str(folder / f"{name}.pt2"))
+    except InvalidCxxCompiler:
+        raise CompileError("AOTInductor needs a C++ compiler: install g++, or run the exported programs") from None
 
 
 @torch.no_grad()

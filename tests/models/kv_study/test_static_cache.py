@@ -1,18 +1,25 @@
 """Exported graphs with static caches match the models, also after saving and loading, and do not branch on data."""
 
 import io
+import json
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from models.decoding import SamplingParams
+from models.errors import CompileError
 from models.kv_study.static_cache import (
+    compile_programs,
     export_language_model,
     export_text_decoder,
     language_model_cache,
     stream,
     text_decoder_cache,
 )
+from support import ROOT
 
 CAPACITY = 24
 
@@ -136,6 +143,40 @@ def test_exported_text_decoder_generates_what_the_model_generates(text_decoder, 
         **options,
     )
     assert torch.equal(torch.stack(list(output), 1), encoder_decoder.generate(ids, images, **options))
+
+
+@pytest.mark.slow  # compiling two graphs takes a minute
+def test_compiled_graphs_generate_the_same_ids_without_this_project(language_model, tmp_path):
+    """eval/run_compiled.py runs in an empty folder, with no path to this project, for batches of 2 and 3."""
+    model, programs, _ = language_model
+    compile_programs(programs, tmp_path)
+    script = tmp_path / "run.py"
+    shutil.copy(ROOT / "eval" / "run_compiled.py", script)
+    checks = "\nassert not [name for name in sys.modules if name.partition('.')[0] in ('models', 'nanovlm', 'eval')]\n"
+    script.write_text(script.read_text() + checks)
+    for batch in (2, 3):
+        images, ids = torch.rand(batch, 3, 16, 16), torch.randint(4, 40, (batch, 9))
+        ids[:, 3:7] = 3
+        with torch.no_grad():
+            x = model.embed(ids, images)
+        (key, _), *others = language_model_cache(model.decoder, batch, CAPACITY)
+        torch.save({"x": x, "cache_shape": [1 + len(others), *key.shape[1:]]}, tmp_path / "inputs.pt")
+        run = subprocess.run(
+            [sys.executable, "-I", "run.py", ".", "12"], cwd=tmp_path, env={}, capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        assert json.loads(run.stdout) == model.generate(ids, images, max_new_tokens=12).tolist()
+
+
+def test_a_missing_compiler_raises(language_model, monkeypatch, tmp_path):
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def fail(*args, **options):
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", fail)
+    with pytest.raises(CompileError, match=r"install g\+\+"):
+        compile_programs(language_model[1], tmp_path)
 
 
 def test_a_capacity_beyond_the_positions_raises(language_model, encoder_decoder):
