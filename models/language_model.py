@@ -169,17 +169,18 @@ class LanguageModel(nn.Module):
         self,
         x: Tensor,
         attention_mask: Tensor | None = None,
-        kv_cache: list[KVCache] | None = None,
+        kv_cache: list[KVCache] | list[None] | None = None,
         start_pos: int = 0,
         use_cache: bool = True,
     ) -> tuple[Tensor, list[KVCache]]:
         """Process x, ids (B, T) or embeddings (B, T, C), from position start_pos on; also return each block's cache.
 
         attention_mask (B, T_past + T), integers, is that of `build_attention_mask`. With it, a token's position is the
-        number of tokens before it that it attends to, so padding shifts nothing. start_pos must be the cache's length.
-        use_cache=False returns no caches. Raises InputError if lengths do not match or exceed the model's positions.
+        number of tokens before it that it attends to, so padding shifts nothing. kv_cache has one cache per block; None
+        or [None] * lm_n_blocks is an empty one. start_pos must be the cache's length. use_cache=False returns no caches.
+        Raises InputError if lengths do not match or exceed the model's positions.
         """
-        T, past = x.size(1), kv_cache[0].length if kv_cache else 0
+        T, past = x.size(1), _cached_length(kv_cache, len(self.blocks))
         if start_pos != past:
             raise InputError(f"start_pos={start_pos}, but the cache holds {past} tokens")
         if attention_mask is not None and attention_mask.size(1) != past + T:
@@ -205,3 +206,15 @@ class LanguageModel(nn.Module):
                 caches.append(block_kv_cache)
         x = self.norm(x)
         return (self.head(x) if self.cfg.lm_use_tokens else x), caches
+
+
+def _cached_length(kv_cache: list[KVCache] | list[None] | None, n_blocks: int) -> int:
+    """Number of tokens in kv_cache; InputError if it does not have a cache for every block, or for none."""
+    if not kv_cache:
+        return 0
+    if len(kv_cache) != n_blocks:
+        raise InputError(f"kv_cache has {len(kv_cache)} blocks, but the model {n_blocks}")
+    lengths = {0 if cache is None else cache.length for cache in kv_cache}
+    if len(lengths) > 1:
+        raise InputError(f"the blocks of kv_cache hold different numbers of tokens: {sorted(lengths)}")
+    return lengths.pop()

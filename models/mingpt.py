@@ -3,11 +3,14 @@
 GPT is Karpathy's (github.com/karpathy/minGPT, names included), after GPT-2 (Radford et al. 2019). It recomputes the
 whole sequence for every new token. GPT_kv caches the keys and values of past tokens, a list `[k, v]` per block, and
 computes only the new tokens. Both classes have the same parameters: the state dict of either loads into the other.
+
+The classes and signatures are those of the KV-cache homework at github.com/dataflowr/llm_efficiency, so its checker,
+its scripts and minGPT's Trainer run on this module.
 """
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from textwrap import shorten
 from typing import Any
 
@@ -29,6 +32,8 @@ SIZES = {  # n_layer, n_head, n_embd
 
 
 UNSET: Any = None  # in GPTConfig: a number still to be given, by the caller or by model_type
+Cache = list[list[Tensor]]  # [k, v] per block, each (B, T, C)
+EmptyCache = list[None]  # [None] * n_layer
 
 
 @dataclass
@@ -44,6 +49,12 @@ class GPTConfig:
     embd_pdrop: float = 0.1
     resid_pdrop: float = 0.1
     attn_pdrop: float = 0.1
+
+    @classmethod
+    def from_attributes(cls, config: Any) -> "GPTConfig":
+        """Copy the settings that config, such as minGPT's CfgNode, has; the others keep their defaults."""
+        settings: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)}
+        return cls(**settings)
 
     def complete(self) -> "GPTConfig":
         """Return a copy with every number filled in; ValueError if one is missing or contradicts model_type."""
@@ -61,9 +72,16 @@ class GPTConfig:
         for name in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size"):
             if (getattr(cfg, name) or 0) < 1:
                 raise ValueError(f"{name}={getattr(cfg, name)}; pass a positive number (model_type gives the sizes)")
-        if cfg.n_embd % cfg.n_head:
-            raise ValueError(f"n_embd={cfg.n_embd} is not a multiple of n_head={cfg.n_head}")
         return cfg
+
+
+@dataclass
+class Config(GPTConfig):
+    """The homework's sizes for checking one attention layer or block by hand."""
+
+    n_head: int = 3
+    n_embd: int = 15
+    block_size: int = 11
 
 
 class NewGELU(nn.Module):
@@ -80,6 +98,8 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
+        if config.n_embd % config.n_head:
+            raise ValueError(f"n_embd={config.n_embd} is not a multiple of n_head={config.n_head}")
         self.n_head, self.n_embd = config.n_head, config.n_embd
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
@@ -138,14 +158,20 @@ class Transformer(nn.ModuleDict):
 
 
 class GPT(nn.Module):
-    """minGPT: recomputes the whole context for every generated token."""
+    """minGPT: recomputes the whole context for every generated token.
+
+    config is a GPTConfig or any object with its attributes, such as minGPT's CfgNode. As in minGPT, the sizes that its
+    model_type stands for are written into it.
+    """
 
     block_class: type[Block] = Block
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: Any):
         super().__init__()
-        self.config = config = config.complete()
-        self.block_size = config.block_size
+        given, config = config, GPTConfig.from_attributes(config).complete()
+        given.n_layer, given.n_head, given.n_embd = config.n_layer, config.n_head, config.n_embd
+        self.config = config
+        self.block_size, self.n_layer = config.block_size, config.n_layer
         self.transformer = Transformer({
             "wte": nn.Embedding(config.vocab_size, config.n_embd),
             "wpe": nn.Embedding(config.block_size, config.n_embd),
@@ -167,6 +193,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def get_default_config() -> GPTConfig:
+        """Return a config to fill in by assigning attributes: vocab_size, block_size, and model_type or the sizes."""
         return GPTConfig()
 
     @classmethod
@@ -207,6 +234,19 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.lm_head(self.transformer.ln_f(x))
         return logits, cross_entropy(logits, targets)
+
+    def configure_optimizers(self, train_config: Any) -> torch.optim.AdamW:
+        """AdamW with train_config's learning_rate, betas and weight_decay, as minGPT's Trainer asks for it.
+
+        Only the weights of linear layers decay, not biases, embeddings and layer norms (minGPT, after GPT-2).
+        """
+        no_decay = {p for module in self.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+        no_decay |= {p for p in self.parameters() if p.dim() < 2}
+        groups = [
+            {"params": [p for p in self.parameters() if p not in no_decay], "weight_decay": train_config.weight_decay},
+            {"params": [p for p in self.parameters() if p in no_decay], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=train_config.learning_rate, betas=train_config.betas)
 
     @torch.no_grad()
     def generate(
@@ -341,48 +381,59 @@ class GPT_kv(GPT):
     block_class = Block_kv
 
     def hidden_states(
-        self, idx: Tensor, kv_cache: list[list[Tensor]] | None = None, compute_first: bool = False
-    ) -> tuple[Tensor, list[list[Tensor]]]:
+        self, idx: Tensor, kv_cache: Cache | EmptyCache | None = None, compute_first: bool = False
+    ) -> tuple[Tensor, Cache]:
         """Compute the tokens of idx (B, T) that kv_cache lacks: hidden states (B, T_new, C) and the cache of all T.
 
-        kv_cache holds one [k, v] per block. compute_first ignores it and computes the whole sequence.
+        kv_cache holds one [k, v] per block; None or [None] * n_layer is an empty cache. compute_first ignores it and
+        computes the whole sequence.
         """
-        past = 0 if compute_first or not kv_cache else self._cached_length(idx, kv_cache)
-        x = self.embed(idx, past)
+        cached = None if compute_first else self._check_cache(idx, kv_cache)
+        x = self.embed(idx, cached[0][0].size(1) if cached else 0)
         new_cache = []
         for i, block in enumerate(self.transformer.h):
-            x, block_cache = block(x, kv_cache[i] if kv_cache and past else None)
+            x, block_cache = block(x, cached[i] if cached else None)
             new_cache.append(block_cache)
         return self.transformer.ln_f(x), new_cache
 
-    def _cached_length(self, idx: Tensor, kv_cache: list[list[Tensor]]) -> int:
-        """Number of tokens in kv_cache; ValueError if it does not belong to a proper prefix of idx (B, T)."""
-        n_blocks = len(self.transformer.h)
-        if len(kv_cache) != n_blocks:
-            raise ValueError(f"kv_cache has {len(kv_cache)} blocks, but the model {n_blocks}")
-        B, past, _ = kv_cache[0][0].shape
+    def _check_cache(self, idx: Tensor, kv_cache: Cache | EmptyCache | None) -> Cache | None:
+        """Return kv_cache, None if it is empty; ValueError if it does not belong to a proper prefix of idx (B, T)."""
+        if kv_cache is None:
+            return None
+        if len(kv_cache) != self.n_layer:
+            raise ValueError(
+                f"kv_cache has {len(kv_cache)} blocks, but the model {self.n_layer}; [None] * n_layer is an empty cache"
+            )
+        filled = [block for block in kv_cache if block is not None]
+        if not filled:
+            return None
+        if len(filled) < self.n_layer:
+            raise ValueError(f"kv_cache is empty for some of {self.n_layer} blocks only; fill all of them or none")
+        B, past, _ = filled[0][0].shape
         if len(idx) != B or idx.size(1) <= past:
             raise ValueError(
                 f"idx is {tuple(idx.shape)}, but the cache holds {(B, past)} tokens; "
                 "pass the whole sequence, at least one token longer than the cache"
             )
-        return past
+        return filled
 
-    def forward(  # type: ignore[override]  # returns the cache beside logits and loss
+    def forward(  # type: ignore[override]  # returns the cache beside logits and loss when one is given
         self,
         idx: Tensor,
         targets: Tensor | None = None,
-        kv_cache: list[list[Tensor]] | None = None,
+        kv_cache: Cache | EmptyCache | None = None,
         compute_first: bool = False,
-    ) -> tuple[Tensor, Tensor | None, list[list[Tensor]]]:
-        """Return logits (B, T_new, vocab_size) of the new tokens, their loss given targets (B, T), and the new cache.
+    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Cache]:
+        """Return logits (B, T_new, vocab_size) of the new tokens and their loss given targets (B, T).
 
-        idx (B, T) is the whole sequence, of which only the tokens that kv_cache lacks are computed; compute_first
-        ignores the cache and computes all of them. The given cache is not changed and can be continued again.
+        idx (B, T) is the whole sequence. Without kv_cache all of it is computed. With one, [k, v] per block, only the
+        tokens that it lacks are, and the new cache is returned, too; [None] * n_layer is an empty cache to begin
+        with, and compute_first ignores what the cache holds. The given cache is not changed and can be continued again.
         """
-        x, kv_cache = self.hidden_states(idx, kv_cache, compute_first)
+        x, new_cache = self.hidden_states(idx, kv_cache, compute_first)
         logits = self.lm_head(x)
-        return logits, cross_entropy(logits, None if targets is None else targets[:, -x.size(1) :]), kv_cache
+        loss = cross_entropy(logits, None if targets is None else targets[:, -x.size(1) :])
+        return (logits, loss) if kv_cache is None else (logits, loss, new_cache)
 
     @torch.no_grad()
     def generate_kv(
@@ -394,7 +445,7 @@ class GPT_kv(GPT):
         top_k: int | None = None,
     ) -> Tensor:
         """Return what `generate` returns, but compute each token once as long as block_size tokens suffice."""
-        kv_cache = None
+        kv_cache: Cache | None = None
         for _ in range(max_new_tokens):
             shifted = idx.size(1) > self.block_size  # every token's position changes, so cached keys are wrong
             x, kv_cache = self.hidden_states(idx[:, -self.block_size :], kv_cache, compute_first=shifted)

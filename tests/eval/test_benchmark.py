@@ -18,25 +18,41 @@ def test_the_table_has_exactly_its_form(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out == text and text.endswith("x\n") and "gpt-micro" in err and "torch" in err
 
-    device, *lines = text.splitlines()
-    assert device == "device: cpu" and len(lines) == 2 * (3 + 3)
-    for size, (name, header, dashes, *rows) in zip(("gpt-nano", "gpt-micro"), (lines[:6], lines[6:])):
-        assert re.fullmatch(rf"{size} \(\d+\.\dM params\)", name)
-        assert re.fullmatch(r"Context T +no KV \(ms\) +KV \(ms\) +speedup", header) and len(header) == 50
-        assert dashes == "-" * 50
-        for T, row in zip((3, 64, 128), rows):
-            match = re.fullmatch(r"(\d+) +(\d+\.\d\d) +(\d+\.\d\d) +(\d+\.\d\d)x", row)
-            assert match and len(row) == 50, "columns are aligned"
-            context, slow, fast, speedup = map(float, match.groups())
-            assert context == T and fast > 0
-            assert (slow - 0.006) / (fast + 0.006) - 0.01 <= speedup <= (slow + 0.006) / (fast - 0.006) + 0.01
+    form = text.replace("gpt-nano", "SIZE").replace("gpt-micro", "SIZE")
+    form = re.sub(r"(?<=\()\d+\.\d(?=M params\))", "X.X", form)
+    form = re.sub(r" +\d+\.\d\d(?=x?$)| +\d+\.\d\d(?= )", lambda m: " " * (len(m[0]) - 4) + "X.XX", form, flags=re.M)
+    table = """SIZE  (X.XM params)
+ Context T    no KV (ms)       KV (ms)    speedup
+--------------------------------------------------
+         3          X.XX          X.XX      X.XXx
+        64          X.XX          X.XX      X.XXx
+       128          X.XX          X.XX      X.XXx
+"""
+    assert form == f"device: cpu\n\n{table}\n{table}"
 
 
-def test_parameters_are_counted_as_mingpt_counts_them():
-    gpt, gpt_kv = make_models("gpt-nano", CPU, vocab_size=40)
-    block = 12 * 48 * 48 + 13 * 48
-    assert sum(p.numel() for p in gpt.transformer.parameters()) == (40 + 2048) * 48 + 3 * block + 2 * 48
+def test_the_speedup_is_the_ratio_of_the_two_times(tmp_path, capsys):
+    assert main([*TINY, "--device", "cpu", "--out", str(tmp_path / "results.txt")]) == 0
+    rows = re.findall(r"^ +(\d+) +(\d+\.\d\d) +(\d+\.\d\d) +(\d+\.\d\d)x$", capsys.readouterr().out, re.M)
+    assert [int(row[0]) for row in rows] == [3, 64, 128] * 2
+    for slow, fast, speedup in (map(float, row[1:]) for row in rows):
+        assert fast > 0
+        assert (slow - 0.006) / (fast + 0.006) - 0.01 <= speedup <= (slow + 0.006) / (fast - 0.006) + 0.01
+
+
+def test_all_parameters_are_counted_the_output_head_included(tmp_path, capsys):
+    """And both models share them."""
+    gpt, gpt_kv = make_models("gpt-nano", CPU, vocab_size=1000)
     assert all(p.data_ptr() == q.data_ptr() for p, q in zip(gpt.parameters(), gpt_kv.parameters()))
+    flags = ["--sizes", "gpt-nano", "--contexts", "3", "--rounds", "1", "--vocabulary", "5000"]
+    assert main([*flags, "--device", "cpu", "--out", str(tmp_path / "results.txt")]) == 0
+    block = 12 * 48 * 48 + 13 * 48
+    expected = (5000 + 2048) * 48 + 3 * block + 2 * 48 + 5000 * 48
+    assert f"gpt-nano  ({expected / 1e6:.1f}M params)" in capsys.readouterr().out
+
+
+def test_the_vocabulary_is_the_homeworks():
+    assert benchmark.make_benchmark_parser().parse_args([]).vocabulary == 128
 
 
 def test_one_side_reads_all_tokens_and_the_other_the_last():

@@ -107,6 +107,22 @@ def test_any_portions_are_one_pass(tiny_decoder, cuts, padding):
         assert torch.equal(parts.argmax(-1), whole.argmax(-1))
 
 
+@torch.no_grad()
+def test_a_none_per_block_is_an_empty_cache(tiny_decoder):
+    decoder, ids = tiny_decoder(), words(2, 9)
+    n_blocks = len(decoder.blocks)
+    expected, expected_cache = decoder(ids)
+    for kv_cache in (None, [None] * n_blocks):
+        _, cache = decoder(ids[:, :6], kv_cache=kv_cache)
+        y, cache = decoder(ids[:, 6:], kv_cache=cache, start_pos=6)
+        torch.testing.assert_close(y, expected[:, 6:], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(cache[-1].key, expected_cache[-1].key, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match=f"kv_cache has {n_blocks + 1} blocks, but the model {n_blocks}"):
+        decoder(ids, kv_cache=[None] * (n_blocks + 1))
+    with pytest.raises(ValueError, match=r"different numbers of tokens: \[0, 9\]"):
+        decoder(ids, kv_cache=[None, *expected_cache[1:]])
+
+
 def test_a_wrong_start_is_refused(tiny_decoder):
     decoder = tiny_decoder()
     _, cache = decoder(words(1, 5))

@@ -45,6 +45,11 @@ def make_pair(seed=0, **changes):
     return gpt, gpt_kv
 
 
+def read(gpt_kv, idx):
+    """The cache after reading idx."""
+    return gpt_kv(idx, kv_cache=[None] * gpt_kv.n_layer)[2]
+
+
 def ids(*shape, seed=0):
     return torch.randint(VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(seed))
 
@@ -85,7 +90,7 @@ def test_logits_of_a_chunked_prefill_match_a_single_pass(shape, B, data, grad):
     T = shape["block_size"]
     ends = sorted(data.draw(st.sets(st.integers(1, T), max_size=T))) + [T]
     with torch.set_grad_enabled(grad):
-        pieces, cache, past = [], None, 0
+        pieces, cache, past = [], [None] * gpt_kv.n_layer, 0
         for end in ends:
             if end > past:
                 logits, loss, cache = gpt_kv(ids(B, T)[:, :end], kv_cache=cache)
@@ -111,7 +116,7 @@ def test_loss_and_gradients_match_without_a_cache():
 def test_with_a_cache_the_loss_covers_the_new_tokens_and_gradients_reach_the_cached_ones():
     gpt, gpt_kv = make_pair()
     idx, targets = ids(2, 9), ids(2, 9, seed=1)
-    cache = gpt_kv(idx[:, :6])[2]
+    cache = read(gpt_kv, idx[:, :6])
     loss_kv = gpt_kv(idx, targets, cache)[1]
     new_targets = targets.clone()
     new_targets[:, :6] = -1
@@ -125,9 +130,9 @@ def test_with_a_cache_the_loss_covers_the_new_tokens_and_gradients_reach_the_cac
 @torch.no_grad()
 def test_compute_first_fills_the_cache_from_scratch():
     _, gpt_kv = make_pair()
-    stale = gpt_kv(ids(2, 5, seed=1))[2]
+    stale = read(gpt_kv, ids(2, 5, seed=1))
     logits, _, cache = gpt_kv(ids(2, 9), kv_cache=stale, compute_first=True)
-    fresh, _, fresh_cache = gpt_kv(ids(2, 9))
+    fresh, _, fresh_cache = gpt_kv(ids(2, 9), kv_cache=[None] * 2)
     assert logits.shape == (2, 9, VOCAB_SIZE) and torch.equal(logits, fresh)
     assert all(torch.equal(a, b) for x, y in zip(cache, fresh_cache) for a, b in zip(x, y))
 
@@ -146,7 +151,7 @@ def test_generate_kv_computes_each_token_once_and_the_last_one_not_at_all(n):
 def test_in_bfloat16_both_are_close():
     gpt, gpt_kv = (model.bfloat16() for model in make_pair())
     idx = ids(2, 9)
-    last, _, cache = gpt_kv(idx, kv_cache=gpt_kv(idx[:, :8])[2])
+    last, _, cache = gpt_kv(idx, kv_cache=read(gpt_kv, idx[:, :8]))
     torch.testing.assert_close(last[:, 0], gpt(idx)[0][:, -1], atol=0.2, rtol=0.05)
     assert {t.dtype for block in cache for t in block} == {torch.bfloat16}
 
@@ -190,9 +195,9 @@ def test_one_prefill_can_be_continued_twice(mode):
     start, left, right = ids(2, 4), ids(2, 8, seed=1), ids(2, 8, seed=2)
     left[:, :4] = right[:, :4] = start
     with mode():
-        single_pass = gpt_kv(start)[2]
+        single_pass = read(gpt_kv, start)
         # the buffer of `grown` has space behind it, which only one continuation may use
-        grown = gpt_kv(start, kv_cache=gpt_kv(start[:, :3])[2])[2]
+        grown = gpt_kv(start, kv_cache=read(gpt_kv, start[:, :3]))[2]
         for cache in (single_pass, grown):
             before, caches = copy.deepcopy(cache), {"left": cache, "right": cache}
             for t in range(5, 9):  # alternate, so that each could overwrite the other
@@ -232,7 +237,7 @@ def test_a_modified_cache_is_used_as_modified():
     gpt, gpt_kv = make_pair()
     idx, selected = ids(3, 8), torch.tensor([2, 0])
     for change in ("new list", "in place", "none"):
-        cache = gpt_kv(idx[:, :6], kv_cache=gpt_kv(idx[:, :5])[2])[2]
+        cache = gpt_kv(idx[:, :6], kv_cache=read(gpt_kv, idx[:, :5]))[2]
         assert all(isinstance(block, KVView) for block in cache)
         if change == "new list":
             cache = [[k[selected], v[selected]] for k, v in cache]
@@ -248,7 +253,7 @@ def test_a_modified_cache_is_used_as_modified():
 
 def test_a_cache_can_be_continued_in_another_grad_mode():
     gpt, gpt_kv = make_pair()
-    idx, cache = ids(2, 12), None
+    idx, cache = ids(2, 12), [None] * 2
     modes = [torch.inference_mode, torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad]
     for t, mode in enumerate(modes * 2, start=2):
         with mode():
@@ -472,7 +477,7 @@ def test_an_invalid_config_raises(settings, message):
 @torch.no_grad()
 def test_invalid_arguments_raise():
     gpt, gpt_kv = make_pair()
-    cache = gpt_kv(ids(2, 5))[2]
+    cache = read(gpt_kv, ids(2, 5))
     for call, message in (
         (lambda: gpt(ids(2, 17)), "idx holds 17 tokens, but block_size=16"),
         (lambda: gpt_kv(ids(2, 17), kv_cache=cache), "idx holds 17 tokens, but block_size=16"),
@@ -481,6 +486,8 @@ def test_invalid_arguments_raise():
         (lambda: gpt_kv(ids(2, 5), kv_cache=cache), "idx is (2, 5), but the cache holds (2, 5) tokens"),
         (lambda: gpt_kv(ids(1, 6), kv_cache=cache), "idx is (1, 6), but the cache holds (2, 5) tokens"),
         (lambda: gpt_kv(ids(2, 6), kv_cache=cache[:1]), "kv_cache has 1 blocks, but the model 2"),
+        (lambda: gpt_kv(ids(2, 6), kv_cache=[]), "kv_cache has 0 blocks, but the model 2; [None] * n_layer"),
+        (lambda: gpt_kv(ids(2, 6), kv_cache=[None, cache[1]]), "kv_cache is empty for some of 2 blocks only"),
         (lambda: gpt.generate(ids(1, 3), 1, temperature=0), "temperature=0 must be above 0"),
         (lambda: gpt_kv.generate_kv(ids(1, 3), 1, top_k=0), "top_k=0 must be 1 or more"),
     ):

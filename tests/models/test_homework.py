@@ -1,0 +1,236 @@
+"""models.mingpt is a drop-in for the KV-cache homework (github.com/dataflowr/llm_efficiency): what its checker, its
+scripts and minGPT's Trainer call works here, with its tolerances."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from models.mingpt import GPT, Block, Block_kv, CausalSelfAttention, CausalSelfAttention_kv, Config, GPT_kv, GPTConfig
+from support import randomize
+
+TWINS = [(CausalSelfAttention, CausalSelfAttention_kv), (Block, Block_kv)]
+
+
+class CfgNode:
+    """minGPT's config as its callers see it: attributes and nothing that this project knows."""
+
+    def __init__(self, **settings):
+        vars(self).update(settings)
+
+
+def mingpt_config(**changes):
+    """minGPT's default config with changes."""
+    unset = dict.fromkeys(("n_layer", "n_head", "n_embd", "vocab_size", "block_size"))
+    dropout = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
+    return CfgNode(**{"model_type": "gpt"} | unset | dropout | changes)
+
+
+def homework_config():
+    """Made as the checker does, by assigning to the default config."""
+    config = GPT.get_default_config()
+    config.model_type = None
+    config.n_layer, config.n_head, config.n_embd = 3, 3, 48
+    config.vocab_size, config.block_size = 5, 20
+    return config
+
+
+@pytest.fixture(params=[homework_config, lambda: mingpt_config(**vars(homework_config()))], ids=["ours", "CfgNode"])
+def config(request):
+    return request.param()
+
+
+@pytest.fixture
+def idx():
+    return torch.randint(5, (2, 7), generator=torch.Generator().manual_seed(42))
+
+
+@pytest.fixture
+def x():
+    return torch.randn(4, Config().block_size, Config().n_embd, generator=torch.Generator().manual_seed(42))
+
+
+# ---- the checker: attention and block --------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("plain_class", "cached_class"), TWINS)
+def test_an_uncached_layer_equals_minGPTs_and_returns_its_keys_and_values(plain_class, cached_class, x):
+    plain, cached = randomize(plain_class(Config())).eval(), cached_class(Config()).eval()
+    cached.load_state_dict(plain.state_dict())
+    y, kv_cache = cached(x)
+    torch.testing.assert_close(y, plain(x), atol=1e-5, rtol=0)
+    assert isinstance(kv_cache, list) and [t.shape for t in kv_cache] == [x.shape, x.shape]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer_class", [cached for _, cached in TWINS])
+def test_a_cached_layer_continues_token_by_token_and_from_slices(layer_class, x):
+    layer = randomize(layer_class(Config())).eval()
+    expected, (k, v) = layer(x)
+    last, _ = layer(x[:, [-1]], kv_cache=[k[:, :-1], v[:, :-1]])
+    torch.testing.assert_close(last[:, 0], expected[:, -1], atol=1e-4, rtol=0)
+    kv_cache = None
+    for t in range(x.size(1)):
+        y, kv_cache = layer(x[:, [t]], kv_cache=kv_cache)
+        torch.testing.assert_close(y[:, 0], expected[:, t], atol=1e-4, rtol=0)
+
+
+def test_heads_that_do_not_divide_the_width_raise():
+    for build in (CausalSelfAttention, CausalSelfAttention_kv, Block, Block_kv):
+        with pytest.raises(ValueError, match="n_embd=16 is not a multiple of n_head=3"):
+            build(Config(n_embd=16))
+
+
+# ---- the checker: the model ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_without_a_cache_GPT_kv_returns_logits_and_loss_as_GPT(config, idx):
+    gpt, gpt_kv = randomize(GPT(config)).eval(), GPT_kv(config).eval()
+    gpt_kv.load_state_dict(gpt.state_dict())
+    for targets in (None, idx.roll(-1, 1)):
+        (expected, expected_loss), (logits, loss) = gpt(idx, targets), gpt_kv(idx, targets)
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(loss, expected_loss)
+    logits, loss = gpt_kv(idx, compute_first=True)
+    torch.testing.assert_close(logits, gpt(idx)[0], atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compute_first", [False, True])
+def test_with_a_cache_GPT_kv_also_returns_the_new_cache(config, idx, compute_first):
+    gpt_kv = randomize(GPT_kv(config)).eval()
+    assert gpt_kv.n_layer == config.n_layer
+    expected, _ = gpt_kv(idx)
+    kv_cache = [None] * gpt_kv.n_layer
+    for t in range(1, idx.size(1) + 1):
+        logits, loss, kv_cache = gpt_kv(idx[:, :t], kv_cache=kv_cache, compute_first=compute_first and t == 1)
+        torch.testing.assert_close(logits, expected[:, t - 1 : t], atol=1e-4, rtol=0)
+        assert loss is None and len(kv_cache) == config.n_layer
+        assert all(len(block) == 2 and block[0].shape == block[1].shape == (2, t, 48) for block in kv_cache)
+
+
+@torch.no_grad()
+def test_compute_first_fills_a_stale_cache_anew(config, idx):
+    gpt_kv = randomize(GPT_kv(config)).eval()
+    empty = [None] * config.n_layer
+    expected, _, fresh = gpt_kv(idx, kv_cache=empty, compute_first=True)
+    _, _, stale = gpt_kv(idx[:, :2], kv_cache=empty, compute_first=True)
+    logits, _, kv_cache = gpt_kv(idx, kv_cache=stale, compute_first=True)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(kv_cache, fresh, atol=1e-5, rtol=0)
+    assert empty == [None] * config.n_layer
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}, {"top_k": 3}])
+def test_generate_kv_writes_what_generate_writes(config, idx, options):
+    gpt_kv = randomize(GPT_kv(config)).eval()
+    out = gpt_kv.generate_kv(idx, 8, do_sample=False, **options)
+    assert out.shape == (2, 15) and torch.equal(out[:, :7], idx)
+    assert torch.equal(out, gpt_kv.generate(idx, 8, do_sample=False, **options))
+
+
+# ---- the scripts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_class", [GPT, GPT_kv])
+@pytest.mark.parametrize("make_config", [mingpt_config, GPTConfig], ids=["CfgNode", "ours"])
+def test_the_sizes_of_model_type_are_written_into_the_config(model_class, make_config):
+    """The scripts make a cache of `[None] * config.n_layer` after they have made the model."""
+    config = make_config(model_type="gpt-nano", vocab_size=3, block_size=11)
+    model = model_class(config)
+    assert (config.n_layer, config.n_head, config.n_embd) == (3, 3, 48) and model.n_layer == len(model.transformer.h)
+    assert model_class(config).n_layer == 3, "the same config makes a second model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "model_type=gpt is not one of openai-gpt"),  # minGPT's default, which no size goes by
+        ({"n_layer": 2, "n_head": 2, "n_embd": 8}, "model_type=gpt is not one of"),
+        ({"model_type": None}, "n_layer=None; pass a positive number"),
+        ({"model_type": None, "n_layer": 2, "n_head": 2}, "n_embd=None; pass a positive number"),
+        ({"model_type": "gpt-nano", "n_layer": 2, "n_head": 2, "n_embd": 8}, "n_layer=2, but gpt-nano has 3"),
+        ({"model_type": "gpt-nano", "vocab_size": None}, "vocab_size=None"),
+        ({"model_type": "gpt-nano", "block_size": None}, "block_size=None"),
+        ({"model_type": None, "n_layer": 2, "n_head": 3, "n_embd": 8}, "n_embd=8 is not a multiple of n_head=3"),
+    ],
+)
+def test_where_minGPT_asserts_a_config_raises(changes, message):
+    with pytest.raises(ValueError, match=message):
+        GPT_kv(mingpt_config(**{"vocab_size": 5, "block_size": 20} | changes))
+
+
+def test_where_minGPT_asserts_a_long_sequence_raises(config):
+    for model in (GPT(config), GPT_kv(config)):
+        with pytest.raises(ValueError, match="idx holds 21 tokens, but block_size=20"):
+            model(torch.zeros(1, 21, dtype=torch.long))
+
+
+class Reversed(Dataset):
+    """Write three digits backwards, as x and y of minGPT's datasets."""
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        digits = torch.tensor([index % 2, index // 2 % 2, index // 4 % 2])
+        sequence = torch.cat([digits, digits.flip(0)])
+        y = sequence[1:].clone()
+        y[:2] = -1
+        return sequence[:-1], y
+
+
+def train(model, config, dataset):
+    """The loop of minGPT's Trainer: it knows configure_optimizers and `logits, loss = model(x, y)`."""
+    optimizer = model.configure_optimizers(config)
+    sampler = RandomSampler(dataset, replacement=True, num_samples=config.batch_size * config.max_iters)
+    model.train()
+    for x, y in DataLoader(dataset, sampler=sampler, batch_size=config.batch_size):
+        _, loss = model(x, y)
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_norm_clip)
+        optimizer.step()
+    return loss.item()
+
+
+TRAIN_CONFIG = SimpleNamespace(
+    max_iters=120, batch_size=32, learning_rate=3e-3, betas=(0.9, 0.95), weight_decay=0.1, grad_norm_clip=1.0
+)
+
+
+@pytest.mark.parametrize("model_class", [GPT, GPT_kv])
+def test_minGPTs_trainer_trains_it(model_class):
+    torch.manual_seed(0)
+    model = model_class(mingpt_config(model_type="gpt-nano", vocab_size=2, block_size=5))
+    assert train(model, TRAIN_CONFIG, Reversed()) < 0.1
+    digits = torch.cartesian_prod(*[torch.arange(2)] * 3)
+    generate = model.eval().generate_kv if model_class is GPT_kv else model.eval().generate
+    assert torch.equal(generate(digits, 3, do_sample=False)[:, 3:], digits.flip(1))
+
+
+def test_only_weights_of_linear_layers_decay():
+    model = GPT_kv(homework_config())
+    optimizer = model.configure_optimizers(TRAIN_CONFIG)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.defaults["lr"] == 3e-3 and optimizer.defaults["betas"] == (0.9, 0.95)
+    decayed, others = ({id(p) for p in group["params"]} for group in optimizer.param_groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert decayed == {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    assert decayed | others == {id(p) for p in model.parameters()} and not decayed & others
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+
+@torch.no_grad()
+def test_the_benchmarks_step_repeats_from_one_cache(idx):
+    """The script times the same step again and again, always from the same cache."""
+    gpt, gpt_kv = (cls(GPTConfig("gpt-nano", vocab_size=5, block_size=20)).eval() for cls in (GPT, GPT_kv))
+    gpt_kv.load_state_dict(randomize(gpt).state_dict())
+    _, _, kv_cache = gpt_kv(idx[:, :-1], kv_cache=[None] * gpt_kv.n_layer, compute_first=True)
+    for repetition in range(3):
+        logits, _, _ = gpt_kv(idx, kv_cache=kv_cache, compute_first=False)
+        torch.testing.assert_close(logits[:, -1], gpt(idx)[0][:, -1], msg=f"repetition {repetition}")
