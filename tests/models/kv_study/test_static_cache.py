@@ -5,10 +5,12 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from eval import run_compiled
 from models.decoding import SamplingParams
 from models.errors import CompileError
 from models.kv_study.static_cache import (
@@ -166,6 +168,22 @@ def test_compiled_graphs_generate_the_same_ids_without_this_project(language_mod
         )
         assert run.returncode == 0, run.stderr
         assert json.loads(run.stdout) == model.generate(ids, images, max_new_tokens=12).tolist()
+
+
+def test_the_script_for_compiled_graphs_imports_only_torch_and_takes_any_two_graphs(
+    language_model, monkeypatch, tmp_path
+):
+    """With the exported graphs in place of the compiled ones, which take a minute to make."""
+    model, _, module = language_model
+    imports = [line.split()[1] for line in Path(run_compiled.__file__).read_text().splitlines() if "import " in line]
+    assert set(imports) == {"sys", "pathlib", "torch", "torch._inductor"}
+    ids = torch.randint(4, 40, (3, 9))
+    with torch.no_grad():
+        x = model.embed(ids, None)
+    torch.save({"x": x, "cache_shape": [2, 2, CAPACITY, 4]}, tmp_path / "inputs.pt")
+    monkeypatch.setattr(run_compiled, "aoti_load_package", lambda path: module[Path(path).stem])
+    with torch.no_grad():
+        assert run_compiled.generate(tmp_path, 12) == model.generate(ids, None, max_new_tokens=12).tolist()
 
 
 def test_a_missing_compiler_raises(language_model, monkeypatch, tmp_path):

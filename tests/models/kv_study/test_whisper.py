@@ -1,5 +1,6 @@
 """Our Whisper loads the checkpoints of openai-whisper and computes what the package computes."""
 
+import re
 from dataclasses import asdict
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from models.errors import CheckpointError, InputError
 from models.kv_study.hook_cache import install_kv_cache_hooks
 from models.kv_study.whisper import load_whisper, log_mel, mel_filters
-from support import randomize
+from support import ROOT, randomize
 
 whisper = pytest.importorskip("whisper", reason="openai-whisper is in the extra `test`")
 DIMS = whisper.ModelDimensions(80, 6, 24, 4, 2, 50, 16, 24, 4, 3)
@@ -68,6 +69,23 @@ def test_generate_returns_the_ids_of_openai_whisper(checkpoint):
     assert len({tuple(row) for row in expected.tolist()}) == 2, "the test needs recordings with different answers"
     assert torch.equal(model.generate(prompt, mel, max_new_tokens=10), expected)
     assert torch.equal(model.generate(prompt, mel, max_new_tokens=10, use_kv_cache=False), expected)
+
+
+def test_the_example_of_the_docs_runs(tmp_path, monkeypatch, capsys):
+    """With random weights of a small width and the full vocabulary, and noise in place of a recording."""
+    page = (ROOT / "docs" / "kv-caching.md").read_text(encoding="utf-8")
+    examples = [block for block in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "load_whisper(" in block]
+    if not examples:
+        pytest.skip("docs/kv-caching.md has no example")
+    torch.manual_seed(0)
+    dims = whisper.ModelDimensions(80, 1500, 16, 2, 1, 51865, 448, 16, 2, 1)
+    torch.save(
+        {"dims": asdict(dims), "model_state_dict": whisper.model.Whisper(dims).state_dict()}, tmp_path / "tiny.pt"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(whisper, "load_audio", lambda file: AUDIO[0].numpy())
+    exec(examples[0], {})
+    assert capsys.readouterr().out
 
 
 def test_other_files_and_other_audio_raise(checkpoint, tmp_path):
