@@ -3,26 +3,48 @@
     python -m eval.sort_task
 
 The task is Karpathy's: read six digits from 0 to 2, write them sorted. A quarter of the 729 inputs, chosen by a hash of
-the input, is held out; training stops once all of them are sorted. Then `GPT.generate` and `GPT_kv.generate_kv` answer
-all 729 inputs, greedily and sampled, and must agree. At twelve tokens a cache saves little time.
+the input, is held out; a GPT_kv is trained until all of them are sorted. Then `GPT.generate`, with the same weights,
+and `GPT_kv.generate_kv` answer all 729 inputs, greedily and sampled, and must agree. At twelve tokens a cache saves
+little time, so gpt-mini with random weights also writes 200 tokens with and without it, in interleaved rounds, as the
+script of the homework at github.com/dataflowr/llm_efficiency does.
+
+All of it runs on one CPU thread: at width 48 a second one gains nothing, and on a busy machine it waits for its turn.
 """
 
 import hashlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import fmean, median, pstdev
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from eval.lib.command import make_parser, positive, progress, report
 from eval.lib.hardware import environment
+from eval.lib.timing import interleave, measure_seconds
 from models.mingpt import GPT, GPT_kv, GPTConfig
 
-BATCH_SIZE, LEARNING_RATE, EVAL_INTERVAL = 64, 5e-4, 100  # the first two are minGPT's
+BATCH_SIZE, EVAL_INTERVAL = 64, 100
+TRAIN_CONFIG = SimpleNamespace(learning_rate=5e-4, betas=(0.9, 0.95), weight_decay=0.1)  # minGPT's, as its batch size
+PROMPT, N_TOKENS = [0, 0, 2, 1, 0, 1, 2], 200  # of the long generation, the homework's
 TEMPERATURE = 3.0  # high enough that a confident model still samples different tokens
+
+
+@dataclass(frozen=True)
+class LongGeneration:
+    """Seconds to write n_tokens with gpt-mini, mean and standard deviation over the rounds."""
+
+    n_tokens: int
+    rounds: int
+    generate_s: float
+    generate_std_s: float
+    generate_kv_s: float
+    generate_kv_std_s: float
+    identical: bool
 
 
 @dataclass(frozen=True)
@@ -38,13 +60,25 @@ class SortTask:
     generate_ms: float
     generate_kv_ms: float
     seconds: float
+    long: LongGeneration
 
     @property
     def failures(self) -> list[str]:
         if self.accuracy < 1:
             return [f"not sorted after {self.steps} steps: raise --steps or try another --seed"]
-        identical = self.n_identical == self.n_identical_sampled == self.n_inputs
+        identical = self.n_identical == self.n_identical_sampled == self.n_inputs and self.long.identical
         return [] if identical else ["generate and generate_kv differ: the cache changes the output"]
+
+
+@contextmanager
+def cpu_threads(n: int) -> Iterator[None]:
+    """Run PyTorch on n CPU threads, then on as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def splits(length: int, n_digits: int) -> tuple[Tensor, Tensor]:
@@ -62,7 +96,7 @@ def accuracy(model: GPT, inputs: Tensor) -> float:
 
 def learn(model: GPT, train: Tensor, test: Tensor, max_steps: int, log: Callable[[str], None]) -> int:
     """Train until every test input is sorted, or for max_steps; returns the steps taken."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+    optimizer = model.configure_optimizers(TRAIN_CONFIG)
     for step in range(1, max_steps + 1):
         model.train()
         digits = train[torch.randint(len(train), (BATCH_SIZE,))]
@@ -97,35 +131,67 @@ def compare(model: GPT, twin: GPT_kv, inputs: Tensor, sampled: bool) -> tuple[in
     return n_identical, median(times[0]), median(times[1])
 
 
+@torch.no_grad()
+def time_long_generation(rounds: int, n_tokens: int = N_TOKENS) -> LongGeneration:
+    """Time gpt-mini with random weights, with and without a cache, and compare the greedy tokens."""
+    model = GPT_kv(GPTConfig("gpt-mini", vocab_size=9, block_size=500)).eval()
+    idx = torch.tensor([PROMPT])
+    identical = torch.equal(model.generate(idx, n_tokens), model.generate_kv(idx, n_tokens))  # warms up both
+    contestants = {
+        "generate": lambda: measure_seconds(lambda: model.generate(idx, n_tokens)),
+        "generate_kv": lambda: measure_seconds(lambda: model.generate_kv(idx, n_tokens)),
+    }
+    timings = interleave(contestants, rounds, warmup=0)
+    uncached, cached = timings["generate"].seconds, timings["generate_kv"].seconds
+    return LongGeneration(
+        n_tokens, rounds, round(fmean(uncached), 4), round(pstdev(uncached), 4),
+        round(fmean(cached), 4), round(pstdev(cached), 4), identical,
+    )  # fmt: skip
+
+
 def sort_task(
-    max_steps: int = 5000, length: int = 6, n_digits: int = 3, seed: int = 0, log: Callable[[str], None] = progress
+    max_steps: int = 5000,
+    length: int = 6,
+    n_digits: int = 3,
+    seed: int = 0,
+    log: Callable[[str], None] = progress,
+    rounds: int = 10,
 ) -> SortTask:
-    """Train gpt-nano to sort, then compare `generate` and `generate_kv` on every possible input."""
+    """Train gpt-nano to sort, compare `generate` and `generate_kv` on every input, and time a long generation."""
     started = time.perf_counter()
     train, test = splits(length, n_digits)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), cpu_threads(1):
         torch.manual_seed(seed)
-        model = GPT(GPTConfig("gpt-nano", vocab_size=n_digits, block_size=2 * length - 1))
-        steps = learn(model, train, test, max_steps, log)
-        twin = GPT_kv(model.config).eval()
-        twin.load_state_dict(model.state_dict())
+        trained = GPT_kv(GPTConfig("gpt-nano", vocab_size=n_digits, block_size=2 * length - 1))
+        steps = learn(trained, train, test, max_steps, log)
+        model = GPT(trained.config).eval()
+        model.load_state_dict(trained.state_dict())
         inputs = torch.cat([train, test])
         log(f"comparing generate and generate_kv on {len(inputs)} inputs, greedily, then sampled")
-        n_identical, generate_ms, generate_kv_ms = compare(model, twin, inputs, sampled=False)
-        n_identical_sampled, *_ = compare(model, twin, inputs, sampled=True)
+        n_identical, generate_ms, generate_kv_ms = compare(model, trained, inputs, sampled=False)
+        n_identical_sampled, *_ = compare(model, trained, inputs, sampled=True)
+        log(f"timing {N_TOKENS} tokens of gpt-mini with and without a cache, {rounds} rounds")
+        long = time_long_generation(rounds)
+        share = accuracy(model, test)
     return SortTask(
-        accuracy(model, test), steps, len(test), len(inputs), n_identical, n_identical_sampled,
-        round(generate_ms, 3), round(generate_kv_ms, 3), round(time.perf_counter() - started, 1),
+        share, steps, len(test), len(inputs), n_identical, n_identical_sampled,
+        round(generate_ms, 3), round(generate_kv_ms, 3), round(time.perf_counter() - started, 1), long,
     )  # fmt: skip
 
 
 def summary(result: SortTask) -> str:
     """The result for a terminal."""
+    long = result.long
     return (
         f"gpt-nano, {result.steps} steps: sorts {100 * result.accuracy:.1f}% of {result.n_test} held-out inputs\n"
         f"identical with and without cache, greedy:  {result.n_identical} of {result.n_inputs}\n"
         f"identical with and without cache, sampled: {result.n_identical_sampled} of {result.n_inputs}\n"
-        f"one input, median: generate {result.generate_ms:.2f} ms, generate_kv {result.generate_kv_ms:.2f} ms"
+        f"one input, median: generate {result.generate_ms:.2f} ms, generate_kv {result.generate_kv_ms:.2f} ms\n"
+        f"{long.n_tokens} tokens of gpt-mini, mean of {long.rounds} rounds, one thread:\n"
+        f"  without KV caching: {long.generate_s:.3f} +- {long.generate_std_s:.3f} s\n"
+        f"  with KV caching:    {long.generate_kv_s:.3f} +- {long.generate_kv_std_s:.3f} s, "
+        f"{long.generate_s / long.generate_kv_s:.2f}x, "
+        f"{'the same tokens' if long.identical else 'OTHER TOKENS'}"
     )
 
 
@@ -135,8 +201,11 @@ def main(argv: list[str] | None = None) -> int:
         "--steps", type=positive, default=5000, metavar="N", help="training steps at most (default: 5000)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
+    parser.add_argument(
+        "--rounds", type=positive, default=10, metavar="N", help="timings of the long generation (default: 10)"
+    )
     args = parser.parse_args(argv)
-    result = sort_task(args.steps, seed=args.seed)
+    result = sort_task(args.steps, seed=args.seed, rounds=args.rounds)
     where = f"{environment()}; {result.seconds:.0f} s in all"
     return report(asdict(result), summary(result), where, args.json, result.failures)
 

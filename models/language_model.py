@@ -177,8 +177,8 @@ class LanguageModel(nn.Module):
 
         attention_mask (B, T_past + T), integers, is that of `build_attention_mask`. With it, a token's position is the
         number of tokens before it that it attends to, so padding shifts nothing. kv_cache has one cache per block; None
-        or [None] * lm_n_blocks is an empty one. start_pos must be the cache's length. use_cache=False returns no caches.
-        Raises InputError if lengths do not match or exceed the model's positions.
+        or [None] * lm_n_blocks is an empty one. start_pos must be the cache's length. use_cache=False returns no
+        caches. Raises InputError if lengths do not match or exceed the model's positions.
         """
         T, past = x.size(1), _cached_length(kv_cache, len(self.blocks))
         if start_pos != past:

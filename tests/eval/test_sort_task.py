@@ -1,12 +1,15 @@
 """eval.sort_task: the split is fixed, accuracy counts held-out inputs, and outputs are compared one by one."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from eval.sort_task import SortTask, accuracy, compare, main, sort_task, splits
+from eval.sort_task import LongGeneration, SortTask, accuracy, compare, main, sort_task, splits, time_long_generation
 from models.mingpt import GPT, GPT_kv, GPTConfig
+
+LONG = LongGeneration(200, 10, 2.0, 0.1, 0.5, 0.01, True)
 
 
 def quiet(line):
@@ -64,7 +67,7 @@ def test_a_short_sorting_task_is_learned_and_keeps_the_random_state():
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    result = sort_task(max_steps=1000, length=3, n_digits=2, log=quiet)
+    result = sort_task(max_steps=1000, length=3, n_digits=2, log=quiet, rounds=1)
     assert torch.equal(torch.rand(1), expected)
     assert result.accuracy == 1 and not result.failures
     assert result.n_inputs == result.n_identical == result.n_identical_sampled == 8
@@ -73,11 +76,12 @@ def test_a_short_sorting_task_is_learned_and_keeps_the_random_state():
 def test_a_failure_is_a_sentence_and_exit_code_1(capsys):
     import eval.sort_task as module
 
-    def too_short(max_steps, seed):
-        return sort_task(max_steps, length=3, seed=seed, log=module.progress)
+    def too_short(max_steps, seed, rounds):
+        return sort_task(max_steps, length=3, seed=seed, log=module.progress, rounds=rounds)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "sort_task", too_short)
+        patch.setattr(module, "time_long_generation", lambda rounds: LONG)
         assert main(["--steps", "1", "--json"]) == 1
     out, err = capsys.readouterr()
     record = json.loads(out)
@@ -86,12 +90,39 @@ def test_a_failure_is_a_sentence_and_exit_code_1(capsys):
     assert "not sorted after 1 steps: raise --steps" in err and "step 1 " in err
 
 
-def test_different_outputs_are_a_sentence_and_exit_code_1(capsys, monkeypatch):
-    result = SortTask(1.0, 300, 193, 729, 728, 729, 1.0, 1.0, 9.0)
+@pytest.mark.parametrize(
+    ("n_identical", "long_identical", "message"), [(728, True, "728 of 729"), (729, False, "OTHER TOKENS")]
+)
+def test_different_outputs_are_a_sentence_and_exit_code_1(capsys, monkeypatch, n_identical, long_identical, message):
+    result = SortTask(1.0, 300, 193, 729, n_identical, 729, 1.0, 1.0, 9.0, replace(LONG, identical=long_identical))
     monkeypatch.setattr("eval.sort_task.sort_task", lambda *args, **kwargs: result)
     assert main([]) == 1
     out, err = capsys.readouterr()
-    assert "728 of 729" in out and "the cache changes the output" in err
+    assert message in out and "the cache changes the output" in err
+    assert "without KV caching: 2.000 +- 0.100 s" in out and "with KV caching:    0.500 +- 0.010 s, 4.00x" in out
+
+
+def test_the_long_generation_compares_tokens_and_takes_moments(monkeypatch):
+    seconds = iter([4.0, 1.0, 2.0, 3.0])  # of two interleaved rounds
+    monkeypatch.setattr("eval.sort_task.measure_seconds", lambda function: next(seconds))
+    assert time_long_generation(2, n_tokens=3) == LongGeneration(3, 2, 3.0, 1.0, 2.0, 1.0, True)
+
+
+def test_it_runs_on_one_thread_and_restores_the_count(monkeypatch):
+    counts, before = [], torch.get_num_threads()
+
+    def interrupted(*args):
+        counts.append(torch.get_num_threads())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eval.sort_task.learn", interrupted)
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(KeyboardInterrupt):
+            sort_task(log=quiet)
+        assert counts == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_wrong_flags_are_one_line_and_exit_code_2(capsys):
