@@ -24,7 +24,7 @@ class BlockCache(Protocol):
     @property
     def length(self) -> int: ...  # tokens read, which is the position of the next one
     @property
-    def nbytes(self) -> int: ...  # memory in use
+    def bytes_used(self) -> int: ...  # memory in use
     def append(self, key: Tensor, value: Tensor) -> "BlockCache": ...
     def rows(self, index: Tensor) -> "BlockCache": ...
 

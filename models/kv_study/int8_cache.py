@@ -48,10 +48,10 @@ class Int8KV:
         return self.numbers.value * self.scales.value
 
     @property
-    def nbytes(self) -> int:
+    def bytes_used(self) -> int:
         """Bytes of the cached tokens, scales included."""
         parts = [part for part in (self.numbers, self.scales) if part is not None]
-        return sum(part.key.nbytes + part.value.nbytes for part in parts)
+        return sum(part.bytes_used for part in parts)
 
     def append(self, key: Tensor, value: Tensor) -> "Int8KV":
         """This cache and then the new tokens' key and value, (B, n_kv_heads, T_new, head_dim), which are quantized."""

@@ -31,7 +31,7 @@ class BlockPool:
         self.key = self.value = torch.empty(0)
 
     @property
-    def nbytes(self) -> int:
+    def bytes_used(self) -> int:
         """Bytes of the blocks that somebody refers to."""
         return (self.key.nbytes + self.value.nbytes) * (self.n_blocks - len(self.free)) // self.n_blocks
 
@@ -91,9 +91,9 @@ class PagedKV:
         return self._gather(self.pool.value)
 
     @property
-    def nbytes(self) -> int:
+    def bytes_used(self) -> int:
         """Bytes of all blocks in use in the pool, by whichever sequences."""
-        return self.pool.nbytes
+        return self.pool.bytes_used
 
     def _gather(self, blocks: Tensor) -> Tensor:
         """(B, n_kv_heads, length, D) from the pool's (n_kv_heads, n_blocks, block_size, D)."""

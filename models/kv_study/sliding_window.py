@@ -39,7 +39,7 @@ class SlidingWindowKV:
         self._oldest = sinks  # index of the token to overwrite, once all places are taken
 
     @property
-    def nbytes(self) -> int:
+    def bytes_used(self) -> int:
         """Bytes of the cached tokens."""
         return self.key.nbytes + self.value.nbytes
 

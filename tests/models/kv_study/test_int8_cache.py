@@ -66,5 +66,5 @@ def test_memory_is_head_dim_plus_one_scale_per_vector(tiny_model):
     model = tiny_model()
     _, state = model.prefill(torch.randint(4, 40, (3, 10)), None, None, empty(model))
     vectors = 2 * 3 * 2 * 10  # keys and values, rows, heads, tokens
-    assert [cache.nbytes for cache in state.kv_cache] == 2 * [vectors * (4 + 4)], "4 channels, and a float32"
-    assert Int8KV().nbytes == 0
+    assert [cache.bytes_used for cache in state.kv_cache] == 2 * [vectors * (4 + 4)], "4 channels, and a float32"
+    assert Int8KV().bytes_used == 0
