@@ -20,7 +20,14 @@ from models import language_model
 from models.checkpoint import atomic_write
 from models.errors import CompileError
 from models.inference import decode_step
-from models.inference.cpu_kernels import OneDNNLinear, check_compiler, cpu_info, load_aoti_package, save_aoti_package
+from models.inference.cpu_kernels import (
+    OneDNNLinear,
+    check_compiler,
+    cpu_info,
+    load_aoti_package,
+    packages_read_weights_in_place,
+    save_aoti_package,
+)
 from models.inference.decode_step import DecodeStep
 from models.inference.fused_decode_step import DecodeFunction
 from models.inference.quantization import Int8Linear
@@ -82,6 +89,8 @@ def compile_decode(decoder: LanguageModel) -> Path:
         check_compiler()
     except RuntimeError:
         raise CompileError("compiling needs a C++ compiler: install g++, or leave compile away") from None
+    if not packages_read_weights_in_place():
+        raise CompileError(f"compiling needs a newer torch than {torch.__version__}; upgrade it, or leave compile away")
     cfg, like, path = decoder.cfg, decoder.norm.weight, package_path(decoder)
     cache = [[like.new_zeros(1, cfg.lm_n_kv_heads, 64, cfg.lm_head_dim) for _ in decoder.blocks] for _ in range(2)]
     capacity = [{2: Dim("capacity", min=2)}] * len(decoder.blocks)

@@ -6,6 +6,7 @@ weights. bfloat16 products use oneDNN anyway, but torch adds a bias in a second 
 NANOVLM_NO_PRIVATE_KERNELS=1 in the environment forces the public fallbacks, for tests and for a torch that changed.
 """
 
+import inspect
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -126,9 +127,16 @@ def check_compiler() -> None:
     get_cpp_compiler()
 
 
+def packages_read_weights_in_place() -> bool:
+    """Whether compiled code can use a model's own weights; torch 2.6 copies them, and would miss later changes."""
+    from torch._inductor.package.package import AOTICompiledModel
+
+    return "user_managed" in inspect.signature(AOTICompiledModel.load_constants).parameters
+
+
 def save_aoti_package(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Compile an exported program to a package without weights, whose code reads the thread count when it runs."""
-    configs: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
+    """Compile an exported program to a package without weights, for the current number of threads."""
+    configs: dict[str, Any] = {"aot_inductor.package_constants_in_so": False}
     torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
 
 
@@ -145,12 +153,8 @@ def load_aoti_package(path: Path, weights: Mapping[str, Tensor]) -> Callable[...
             loader = None
     if loader is None:
         package: Any = torch._inductor.aoti_load_package(str(path))
-        names = (
-            package.get_constant_fqns() if hasattr(package, "get_constant_fqns") else package.loader.get_constant_fqns()
-        )
-        constants = {name: weights[name] for name in names}
-        load = package.load_constants if hasattr(package, "load_constants") else package.loader.load_constants
-        load(constants, check_full_update=True, user_managed=True)
+        constants = {name: weights[name] for name in package.get_constant_fqns()}
+        package.load_constants(constants, check_full_update=True, user_managed=True)
         return package
     constants = {name: weights[name] for name in loader.get_constant_fqns()}
     loader.load_constants(constants, False, True, True)  # not inactive, all of them, and the caller keeps them

@@ -19,7 +19,7 @@ from models.kv_study.encoder_decoder import KVPair, TextDecoder
 from models.language_model import LanguageModel, rope_cos_sin
 
 Programs = dict[str, ExportedProgram]
-BATCH = Dim("batch", min=1)
+BATCH = Dim("batch", min=1, max=2**20)  # torch 2.6 refuses a dimension without a limit
 EXAMPLE_BATCH = 2  # any other but 1, which export would take as a constant
 Step = Callable[[Tensor, Tensor], Tensor]  # ids or embeddings, and start_pos, to logits (B, vocabulary)
 

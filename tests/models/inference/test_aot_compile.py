@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models.errors import CompileError
-from models.inference import aot_compile
+from models.inference import aot_compile, cpu_kernels
 from models.inference.aot_compile import compile_decode, load_compiled_decode, package_path
 from models.inference.decode_step import DecodeStep
 from models.inference.inference_model import InferenceModel
@@ -55,6 +55,18 @@ def continuations(model, starts=(3, 7)):
     return [model.generate(torch.arange(4, 4 + start)[None], max_new_tokens=50) for start in starts]
 
 
+needs_packages = pytest.mark.skipif(
+    not cpu_kernels.packages_read_weights_in_place(), reason="packages of this torch copy the weights"
+)
+
+
+def test_packages_that_copy_weights_are_refused(tiny_model, monkeypatch):
+    monkeypatch.setattr(aot_compile, "packages_read_weights_in_place", lambda: False)
+    with pytest.raises(CompileError, match="needs a newer torch than"):
+        compile_decode(tiny_model().decoder)
+
+
+@needs_packages
 def test_a_package_is_compiled_once_and_reads_the_weights_in_place(tiny_model, cache, monkeypatch, caplog):
     model, plain, other = tiny_model(), tiny_model(), tiny_model(seed=1)
     assert load_compiled_decode(model.decoder) is None
