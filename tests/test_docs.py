@@ -94,3 +94,10 @@ def test_the_wheel_holds_every_package():
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     inits = [path for name in ("models", "nanovlm") for path in (ROOT / name).rglob("__init__.py")]
     assert set(packages) == {".".join(path.parent.relative_to(ROOT).parts) for path in inits}
+
+
+def test_the_attention_figure_is_drawn_by_its_script(tmp_path):
+    pytest.importorskip("matplotlib")
+    script, figure = ROOT / "docs/images/attention_squares.py", tmp_path / "squares.png"
+    subprocess.run([sys.executable, script, figure], check=True)
+    assert figure.read_bytes().startswith(b"\x89PNG")
