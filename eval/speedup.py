@@ -10,8 +10,9 @@ generation is timed from the pixels to its last token, in one run for all length
 
 "grows as" is the growth of the time after the first token between the last two lengths: n^2 where every step reads all
 tokens again, n^1 where each token is read once. Beside it is the growth of the floating-point operations in theory
-(eval/lib/flops.py). Last, minGPT's two models learn to sort and must agree on every input (eval/sort_task.py). The
-command fails if a design yields other tokens than no cache in float32.
+(eval/lib/flops.py). A table of all designs follows (eval/lib/cache_table.py): memory, prefill against length, decode
+against batch, and what each can do. Last, minGPT's two models learn to sort and must agree on every input
+(eval/sort_task.py). The command fails if a design yields other tokens than no cache in float32.
 """
 
 import argparse
@@ -20,10 +21,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from eval.lib.cache_table import cache_table, render
 from eval.lib.cache_timing import StudyResult, time_designs
 from eval.lib.cache_variants import UNCACHED, StudyCase, encoder_decoder, language_model
 from eval.lib.command import make_parser, positive, progress, report
@@ -113,6 +116,7 @@ def make_speedup_parser() -> Parser:
     add("--onednn", action=switch, default=onednn_pays_off(), help="float32 products by oneDNN (default: on AMD)")
     add("--export", action=switch, default=True, help="measure the exported graphs too (default: yes)")
     add("--sort-task", action=switch, default=True, help="run the sorting task too (default: yes)")
+    add("--table", action=switch, default=True, help="measure all designs in one table too (default: yes)")
     add("--plot", type=Path, metavar="FILE.png", help="draw a figure; needs the extra eval")
     return parser
 
@@ -153,6 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ids, images = ids.to(device), images.to(device, model.dtype)
     cases = make_cases(model, ids, images, max(args.lengths), onednn=args.onednn, export=args.export)
     results = [time_designs(case, args.lengths, args.rounds, device) for case in cases]
+    twin = cast(EncoderDecoder, cases[1].model)
+    designs = cache_table(model, twin, images) if args.table else None
     sorting = sort_task() if args.sort_task else None
 
     where = environment(device, model.dtype)
@@ -162,13 +168,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw(results, where, args.plot)
     data: dict[str, object] = {
         "studies": [asdict(result) for result in results],
+        "cache_table": asdict(designs) if designs else None,
         "sort_task": asdict(sorting) if sorting else None,
     }
     data["published_speedup"] = PUBLISHED_SPEEDUP
     text = "\n\n".join([*map(table, results), f"{PUBLISHED}: {PUBLISHED_SPEEDUP:.2f}x"])
+    text += f"\n\n{render(designs)}\n" if designs else ""
     text += f"\n{summary(sorting)}" if sorting else ""
+    messages = failures(results, sorting, model.dtype)
+    if designs and model.dtype == torch.float32:
+        messages += designs.failures
     where += f"; medians of {args.rounds} rounds"
-    return report(data, text, where, args.json, failures(results, sorting, model.dtype))
+    return report(data, text, where, args.json, messages)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from eval.lib.cache_timing import Curve, StudyResult
 from eval.speedup import failures, main
 
-QUICK = ["--lengths", "3", "6", "--rounds", "1", "--device", "cpu", "--no-export", "--no-sort-task"]
+QUICK = ["--lengths", "3", "6", "--rounds", "1", "--device", "cpu", "--no-export", "--no-sort-task", "--no-table"]
 
 
 def test_the_report_is_printed_and_plotted(tmp_path, capsys):
