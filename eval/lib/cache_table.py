@@ -84,8 +84,8 @@ def language_model_designs(model: VisionLanguageModel, capacity: int, window: in
 
     def caches(make: Callable[[int], list[BlockCache]], reorder: bool, ids: Tensor) -> Run:
         """Prefill and decode by the product's code on other caches; reorder rows at each step, as beam search does."""
-        state = prefill_state(empty) if (empty := make(len(ids))) else None
-        logits, state = model.prefill(ids[:1] if reorder else ids, None, None, state)
+        prefix = prefill_state(empty) if (empty := make(len(ids))) else None
+        logits, state = model.prefill(ids[:1] if reorder else ids, None, None, prefix)
         order = torch.arange(len(ids), device=ids.device).flip(0)
         if reorder:
             logits, state = logits.expand(len(ids), -1), state.rows(order * 0)
@@ -245,9 +245,9 @@ def measure(
             progress(f"{title}: {axis}, {size}")
     rows = []
     for design in designs:
-        ids, run = greedy(design.start, prompts[:1, :longest], new_tokens)
+        chosen, run = greedy(design.start, prompts[:1, :longest], new_tokens)
         expected, _ = greedy(design.reference or designs[0].start, prompts[:1, :longest], new_tokens)
-        same = next((i for i, (a, b) in enumerate(zip(ids, expected)) if a != b), new_tokens)
+        same = next((i for i, (a, b) in enumerate(zip(chosen, expected)) if a != b), new_tokens)
         rows.append(
             Row(
                 design.name,
