@@ -26,6 +26,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from eval.lib.attribution import attribute, attribution_table
+from eval.lib.cache_memory import compare_heads, memory_table
 from eval.lib.cache_table import cache_table, render
 from eval.lib.cache_timing import StudyResult, time_designs
 from eval.lib.cache_variants import UNCACHED, StudyCase, encoder_decoder, language_model
@@ -47,6 +49,7 @@ LENGTHS = (16, 32, 64, 128, 256, 512)
 TEXT_TOKENS = 16  # of a published shape's prompt, after the image
 PUBLISHED = "published for nanoVLM's per-block cache (Hugging Face's blog, June 2025: \"38% speedup\")"
 PUBLISHED_SPEEDUP = 1.38
+TERMINAL = Path("-")  # --plot without a file
 
 
 def table(result: StudyResult) -> str:
@@ -117,15 +120,19 @@ def make_speedup_parser() -> Parser:
     add("--export", action=switch, default=True, help="measure the exported graphs too (default: yes)")
     add("--sort-task", action=switch, default=True, help="run the sorting task too (default: yes)")
     add("--table", action=switch, default=True, help="measure all designs in one table too (default: yes)")
-    add("--plot", type=Path, metavar="FILE.png", help="draw a figure; needs the extra eval")
+    add("--attribute", action=switch, default=True, help="split minGPT's speedup into its causes (default: yes)")
+    plots = "draw a figure, which needs the extra eval, or without a file in the terminal, which needs the extra plot"
+    add("--plot", nargs="?", type=Path, const=TERMINAL, metavar="FILE.png", help=plots)
     return parser
 
 
 def check_flags(parser: Parser, args: argparse.Namespace) -> None:
     if len(args.lengths) < 2 or min(args.lengths) < 2 or sorted(set(args.lengths)) != list(args.lengths):
         parser.error(f"--lengths {' '.join(map(str, args.lengths))}: give two or more, rising, from 2 on")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error('--plot needs matplotlib: pip install "nanovlm[eval]"')
+    if args.plot:
+        package, extra = ("plotext", "plot") if args.plot == TERMINAL else ("matplotlib", "eval")
+        if importlib.util.find_spec(package) is None:
+            parser.error(f'--plot needs {package}: pip install "nanovlm[{extra}]"')
     if args.plot and not args.plot.parent.is_dir():
         parser.error(f"--plot {args.plot}: there is no folder {args.plot.parent}")
 
@@ -159,21 +166,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = [time_designs(case, args.lengths, args.rounds, device) for case in cases]
     twin = cast(EncoderDecoder, cases[1].model)
     designs = cache_table(model, twin, images) if args.table else None
+    attribution = attribute(device) if args.attribute else []
+    heads = compare_heads(device)
     sorting = sort_task() if args.sort_task else None
 
     where = environment(device, model.dtype)
-    if args.plot:
+    if args.plot and args.plot != TERMINAL:
         from eval.lib.plot import draw
 
         draw(results, where, args.plot)
     data: dict[str, object] = {
         "studies": [asdict(result) for result in results],
         "cache_table": asdict(designs) if designs else None,
+        "attribution": [asdict(row) for row in attribution],
+        "key_value_heads": [asdict(row) for row in heads],
         "sort_task": asdict(sorting) if sorting else None,
     }
     data["published_speedup"] = PUBLISHED_SPEEDUP
-    text = "\n\n".join([*map(table, results), f"{PUBLISHED}: {PUBLISHED_SPEEDUP:.2f}x"])
-    text += f"\n\n{render(designs)}\n" if designs else ""
+    parts = [*map(table, results), f"{PUBLISHED}: {PUBLISHED_SPEEDUP:.2f}x"]
+    parts += [memory_table(f"cache of the {result.model}", result.memory) for result in results]
+    parts.append(memory_table("key and value heads at equal width", heads))
+    parts += [attribution_table(attribution)] if attribution else []
+    if args.plot == TERMINAL:
+        from eval.lib.terminal_plot import draw_in_terminal
+
+        parts += map(draw_in_terminal, results)
+    parts += [f"{render(designs)}\n"] if designs else []
+    text = "\n\n".join(parts)
     text += f"\n{summary(sorting)}" if sorting else ""
     messages = failures(results, sorting, model.dtype)
     if designs and model.dtype == torch.float32:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eval.lib import flops
+from eval.lib.cache_memory import CacheMemory, measure_cache
 from eval.lib.cache_variants import UNCACHED, CacheDesign, StudyCase
 from eval.lib.command import progress
 from eval.lib.timing import interleave, measure_seconds, synchronize
@@ -41,6 +42,7 @@ class StudyResult:
     prefill_ms: float  # reading the prompt, image included, with a cache
     lengths: list[int]
     curves: list[Curve]
+    memory: list[CacheMemory] = field(default_factory=list)  # at the end of the longest length, per caching design
 
 
 @torch.inference_mode()
@@ -70,7 +72,8 @@ def exponent(lengths: Sequence[int], after_first: Sequence[float]) -> float:
 
 def make_curve(name: str, case: StudyCase, runs: list[list[float]], lengths: Sequence[int], same_ids: int) -> Curve:
     """A design's curve; runs hold the time of every token of the longest generation, one list per round."""
-    costs = {n: flops.generation(case.read_cost, case.prompt_tokens, n, cached=name != UNCACHED) for n in (1, *lengths)}
+    read_cost = next(design.read_cost for design in case.designs if design.name == name) or case.read_cost
+    costs = {n: flops.generation(read_cost, case.prompt_tokens, n, cached=name != UNCACHED) for n in (1, *lengths)}
     totals = [[run[n - 1] for run in runs] for n in lengths]
     return Curve(
         design=name,
@@ -101,6 +104,12 @@ def time_designs(
 
     contestants = {design.name: partial(run, design) for design in case.designs}
     interleave(contestants, rounds, warmup=0, log=lambda line: log(f"{case.name}, {longest} tokens, {line}"))
+    tokens = case.prompt_tokens + longest - 1  # the last token is chosen, not read
+    memory = [
+        measure_cache(design.name, design.held.tensors, tokens, case.kv_bytes(tokens), design.held.cross)
+        for design in case.designs
+        if design.held
+    ]
     same = {name: int((ids[name] == ids[UNCACHED]).long().cumprod(0).sum()) for name in ids}
     return StudyResult(
         model=case.name,
@@ -110,4 +119,5 @@ def time_designs(
         prefill_ms=stage_ms(case.prefill, rounds, device),
         lengths=list(lengths),
         curves=[make_curve(name, case, runs[name], lengths, same[name]) for name in runs],
+        memory=memory,
     )

@@ -5,7 +5,7 @@ before.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from eval.lib import flops
-from models.decoding import GREEDY, generate_tokens
-from models.kv_study.encoder_decoder import EncoderDecoder, TextPrefillState
+from eval.lib.cache_memory import kv_bytes
+from models.decoding import GREEDY, generate_tokens, stream_tokens
+from models.inference.cache_observer import CacheObserver
+from models.kv_study.encoder_decoder import EncoderDecoder, KVPair, TextPrefillState
 from models.kv_study.hook_cache import install_kv_cache_hooks
 from models.kv_study.static_cache import (
     LanguageModelStep,
@@ -38,6 +40,21 @@ class CacheDesign:
 
     name: str
     stream: Callable[[int], Iterator[Tensor]]
+    held: "HeldCache | None" = None  # what the last stream cached; None for a design that caches nothing
+    read_cost: flops.ReadCost | None = None  # if it differs from the case's
+
+
+@dataclass
+class HeldCache:
+    """The tensors that a design's last stream cached: of its tokens, and of the image for cross-attention."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    cross: list[Tensor] = field(default_factory=list)
+
+    def keep_static(self, cache: list[KVPair], length: int, cross: list[KVPair] | None = None) -> None:
+        """Keep the first `length` tokens of a static cache."""
+        self.tensors = [tensor[:, :, :length] for pair in cache for tensor in pair]
+        self.cross = [tensor for pair in cross or [] for tensor in pair]
 
 
 @dataclass(frozen=True)
@@ -51,6 +68,7 @@ class StudyCase:
     prefill: Callable[[], object]  # embeddings to the first token, with a cache
     read_cost: flops.ReadCost
     designs: list[CacheDesign]
+    kv_bytes: Callable[[int], int] = lambda tokens: 0  # of so many tokens, by the formula
 
 
 def language_model(
@@ -62,8 +80,14 @@ def language_model(
     with torch.inference_mode():
         x = model.embed(ids, images)
 
-    def static(prefill: Step, decode: Step, n: int) -> Iterator[Tensor]:
+    def per_block(held: HeldCache, n: int) -> Iterator[Tensor]:
+        observer = CacheObserver(model)
+        yield from stream_tokens(observer, ids, images, max_new_tokens=n)
+        held.tensors = observer.tensors
+
+    def static(prefill: Step, decode: Step, held: HeldCache, n: int) -> Iterator[Tensor]:
         cache = language_model_cache(decoder, 1, capacity)
+        held.keep_static(cache, ids.size(1) + n - 1)
         yield from stream(
             lambda x, start: prefill(x, mask, start, cache),
             lambda ids, start: decode(ids, mask, start, cache),
@@ -74,12 +98,12 @@ def language_model(
     step = LanguageModelStep(decoder)
     designs = [
         CacheDesign(UNCACHED, lambda n: model.stream(ids, images, max_new_tokens=n, use_kv_cache=False)),
-        CacheDesign("per-block cache", lambda n: model.stream(ids, images, max_new_tokens=n)),
-        CacheDesign("static cache", partial(static, step, step)),
+        _holding("per-block cache", per_block),
+        _holding("static cache", partial(static, step, step)),
     ]
     if export:
         prefill, decode = _modules(export_language_model(decoder, capacity), "prefill", "decode")
-        designs.append(CacheDesign("static, exported", partial(static, prefill, decode)))
+        designs.append(_holding("static, exported", partial(static, prefill, decode)))
     return StudyCase(
         "language model on image and text",
         model,
@@ -88,6 +112,9 @@ def language_model(
         lambda: decoder.head(decoder(x)[0][:, -1]),
         flops.language_model(model.cfg),
         designs,
+        lambda tokens: kv_bytes(
+            model.cfg.lm_n_blocks, model.cfg.lm_n_kv_heads, model.cfg.lm_head_dim, tokens, 1, model.dtype.itemsize
+        ),
     )
 
 
@@ -99,7 +126,7 @@ def encoder_decoder(
     with torch.inference_mode():
         xa = model.encode(images)
 
-    def hooks(n: int) -> Iterator[Tensor]:
+    def hooks(held: HeldCache, n: int) -> Iterator[Tensor]:
         xa = model.encode(images)
         with install_kv_cache_hooks(decoder):
             yield from generate_tokens(
@@ -108,9 +135,27 @@ def encoder_decoder(
                 sampling=GREEDY,
                 max_new_tokens=n,
             )
+            held.tensors, held.cross = list(cache.self_kv.values()), list(cache.cross_kv.values())
 
-    def static(make_cross: Step, prefill: Step, decode: Step, n: int) -> Iterator[Tensor]:
+    def per_block(once: bool, held: HeldCache, n: int) -> Iterator[Tensor]:
+        """Cached self-attention; the image's keys and values are made once, or again for every token."""
+        xa = model.encode(images)
+        state = TextPrefillState(decoder.project_cross_kv(xa))
+
+        def read(new: Tensor) -> Tensor:
+            nonlocal state
+            if not once and state.self_kv:
+                state = TextPrefillState(decoder.project_cross_kv(xa), state.self_kv)
+            x, state = decoder.forward_cached(new, state)
+            return decoder.logits(x[:, -1])
+
+        yield from generate_tokens(read(ids), lambda new: read(new[:, None]), sampling=GREEDY, max_new_tokens=n)
+        held.tensors = [tensor for kv in state.self_kv or [] for tensor in (kv.key, kv.value)]
+        held.cross = [tensor for pair in state.cross_kv for tensor in pair] if once else []
+
+    def static(make_cross: Step, prefill: Step, decode: Step, held: HeldCache, n: int) -> Iterator[Tensor]:
         cache, cross = text_decoder_cache(decoder, 1, capacity), make_cross(model.encode(images))
+        held.keep_static(cache, ids.size(1) + n - 1, cross)
         yield from stream(
             lambda ids, start: prefill(ids, start, cross, cache),
             lambda ids, start: decode(ids, start, cross, cache),
@@ -121,14 +166,18 @@ def encoder_decoder(
     step = TextDecoderStep(decoder)
     designs = [
         CacheDesign(UNCACHED, lambda n: model.stream(ids, images, max_new_tokens=n, use_kv_cache=False)),
-        CacheDesign("hooks", hooks),
-        CacheDesign("cross-attention once", lambda n: model.stream(ids, images, max_new_tokens=n)),
-        CacheDesign("static cache", partial(static, decoder.project_cross_kv, step, step)),
+        _holding("hooks", hooks),
+        replace(
+            _holding("cross recomputed", partial(per_block, False)),
+            read_cost=flops.text_decoder(model.cfg, xa.size(1), cross_once=False),
+        ),
+        _holding("cross-attention once", partial(per_block, True)),
+        _holding("static cache", partial(static, decoder.project_cross_kv, step, step)),
     ]
     if export:
         programs = export_text_decoder(decoder, capacity)
         make_cross, prefill, decode = _modules(programs, "cross", "prefill", "decode")
-        designs.append(CacheDesign("static, exported", partial(static, make_cross, prefill, decode)))
+        designs.append(_holding("static, exported", partial(static, make_cross, prefill, decode)))
     return StudyCase(
         "encoder-decoder of the same size",
         model,
@@ -137,7 +186,17 @@ def encoder_decoder(
         lambda: decoder.logits(decoder.forward_cached(ids, TextPrefillState(decoder.project_cross_kv(xa)))[0][:, -1]),
         flops.text_decoder(model.cfg, xa.size(1)),
         designs,
-    )
+        lambda tokens: kv_bytes(
+            len(decoder.blocks), decoder.blocks[0].attn.n_head, xa.size(2) // decoder.blocks[0].attn.n_head,
+            tokens, 1, xa.element_size(),
+        ),
+    )  # fmt: skip
+
+
+def _holding(name: str, run: Callable[[HeldCache, int], Iterator[Tensor]]) -> CacheDesign:
+    """A design whose stream leaves its cache in a HeldCache."""
+    held = HeldCache()
+    return CacheDesign(name, partial(run, held), held)
 
 
 def _modules(programs: Programs, *names: str) -> list[nn.Module]:

@@ -9,7 +9,8 @@ import torch
 from eval.lib.cache_timing import Curve, StudyResult
 from eval.speedup import failures, main
 
-QUICK = ["--lengths", "3", "6", "--rounds", "1", "--device", "cpu", "--no-export", "--no-sort-task", "--no-table"]
+QUICK = ["--lengths", "3", "6", "--rounds", "1", "--device", "cpu", "--no-export", "--no-sort-task"]
+QUICK += ["--no-table", "--no-attribute"]
 
 
 def test_the_report_is_printed_and_plotted(tmp_path, capsys):
@@ -22,9 +23,15 @@ def test_the_report_is_printed_and_plotted(tmp_path, capsys):
 def test_the_report_is_one_json_object(capsys):
     assert main([*QUICK, "--json"]) == 0
     results = json.loads(capsys.readouterr().out)
-    assert [len(study["curves"]) for study in results["studies"]] == [3, 4]
+    assert [len(study["curves"]) for study in results["studies"]] == [3, 5]
     assert all(curve["same_ids"] == 6 for study in results["studies"] for curve in study["curves"])
     assert results["published_speedup"] == 1.38 and "torch" in results["environment"]
+
+
+def test_a_plot_without_a_file_is_drawn_in_the_terminal(capsys):
+    assert main([*QUICK, "--plot"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("ms from pixels to the last token") == 2 and out.count(" new tokens\n") == 2 and "\x1b" not in out
 
 
 def test_a_cache_that_changes_the_tokens_is_a_failure_in_float32():
@@ -53,8 +60,9 @@ def test_wrong_flags_are_one_line_and_exit_code_2(flags, message, capsys):
     assert message in err and err.count("\n") == 1
 
 
-def test_without_matplotlib_a_plot_names_its_extra(capsys, monkeypatch):
+def test_without_its_package_a_plot_names_the_extra(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="2"):
-        main(["--plot", "plot.png"])
-    assert "nanovlm[eval]" in capsys.readouterr().err
+    for flags, extra in ((["--plot", "plot.png"], "nanovlm[eval]"), (["--plot"], "nanovlm[plot]")):
+        with pytest.raises(SystemExit, match="2"):
+            main(flags)
+        assert extra in capsys.readouterr().err
