@@ -128,7 +128,7 @@ def encoder_decoder(
 
     def hooks(held: HeldCache, n: int) -> Iterator[Tensor]:
         xa = model.encode(images)
-        with install_kv_cache_hooks(decoder):
+        with install_kv_cache_hooks(decoder) as cache:
             yield from generate_tokens(
                 decoder(ids, xa)[:, -1],
                 lambda new: decoder(new[:, None], xa)[:, -1],
