@@ -49,7 +49,7 @@ class KVCache:
         if buffer is None or not buffer.can_write(self.length, length):
             buffer = _Buffer(self.key, self.value, capacity_for(length))  # first append, a second continuation, or full
         buffer.filled = length
-        return KVCache(buffer.key[..., :length, :], buffer.value[..., :length, :], buffer)
+        return _ReservedCache(buffer, length)
 
     @property
     def buffer(self) -> tuple[Tensor, Tensor]:
@@ -64,6 +64,27 @@ class KVCache:
     def rows(self, index: Tensor) -> "KVCache":
         """A copy of the batch rows index (B_new,), in that order; a row may occur more than once."""
         return KVCache(self.key.index_select(0, index), self.value.index_select(0, index))
+
+
+class _ReservedCache(KVCache):
+    """The first `length` tokens of a buffer. Its views are made on use: a fused decode step uses the buffer alone."""
+
+    __slots__ = ("_length",)
+
+    def __init__(self, buffer: "_Buffer", length: int):
+        self._buffer, self._length = buffer, length
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    def key(self) -> Tensor:  # type: ignore[override]  # read-only here
+        return self.buffer[0][..., : self._length, :]
+
+    @property
+    def value(self) -> Tensor:  # type: ignore[override]
+        return self.buffer[1][..., : self._length, :]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
