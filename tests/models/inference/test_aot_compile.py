@@ -176,9 +176,10 @@ def test_a_miss_is_logged_with_its_reason(tiny_model, compiled, monkeypatch, cap
     assert not caplog.records, "packages of other shapes are no news"
 
 
-def test_without_a_compiler_it_says_so(tiny_model, tmp_path, monkeypatch, cache):
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(tmp_path / "c++"),))
-    with pytest.raises(CompileError, match="needs a C\\+\\+ compiler: install g\\+\\+"):
+@needs_packages
+def test_without_a_compiler_it_says_so(tiny_model, tmp_path, cache):
+    without = torch._inductor.config.patch({"cpp.cxx": (str(tmp_path / "c++"),)})
+    with without, pytest.raises(CompileError, match="needs a C\\+\\+ compiler: install g\\+\\+"):
         compile_decode(tiny_model().decoder)
     assert not cache.exists()
 
