@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from models.inference.cpu_kernels import made_by
+from models.inference.cpu_kernels import cpu_has_amx, cpu_has_bfloat16, made_by
 from nanovlm.errors import InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,9 +53,9 @@ def fast_bfloat16(device: torch.device) -> bool:
     """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type != "cpu" or not torch.cpu._is_avx512_bf16_supported():
+    if device.type != "cpu" or not cpu_has_bfloat16():
         return False
-    return torch.cpu._is_amx_tile_supported() or not made_by("GenuineIntel")
+    return cpu_has_amx() or not made_by("GenuineIntel")
 
 
 def available_cores() -> int:

@@ -112,6 +112,20 @@ def made_by(maker: str) -> bool:
     return maker in cpu_info("vendor_id")
 
 
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies in bfloat16 (AVX-512)."""
+    if private_kernels_allowed() and hasattr(torch.cpu, "_is_avx512_bf16_supported"):
+        return torch.cpu._is_avx512_bf16_supported()
+    return "avx512_bf16" in cpu_info("flags").split()
+
+
+def cpu_has_amx() -> bool:
+    """Whether this CPU multiplies matrices in tiles (AMX)."""
+    if private_kernels_allowed() and hasattr(torch.cpu, "_is_amx_tile_supported"):
+        return torch.cpu._is_amx_tile_supported()
+    return "amx_tile" in cpu_info("flags").split()
+
+
 def onednn_pays_off() -> bool:
     """Whether torch would use MKL on a processor on which oneDNN is faster."""
     available = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()

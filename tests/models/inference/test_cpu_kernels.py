@@ -72,6 +72,17 @@ def test_gradients_flow_through_onednn_linears():
     assert linear.weight.grad.abs().sum() > 0
 
 
+def test_processor_features_are_read_without_private_functions(monkeypatch, tmp_path):
+    has_bfloat16, has_amx = cpu_kernels.cpu_has_bfloat16(), cpu_kernels.cpu_has_amx()
+    monkeypatch.setenv("NANOVLM_NO_PRIVATE_KERNELS", "1")
+    if cpu_kernels.CPUINFO.exists():
+        assert (cpu_kernels.cpu_has_bfloat16(), cpu_kernels.cpu_has_amx()) == (has_bfloat16, has_amx)
+    monkeypatch.setattr(cpu_kernels, "CPUINFO", tmp_path / "cpuinfo")
+    for flags, wanted in (("sse avx512_bf16", (True, False)), ("amx_tile", (False, True)), ("", (False, False))):
+        (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
+        assert (cpu_kernels.cpu_has_bfloat16(), cpu_kernels.cpu_has_amx()) == wanted
+
+
 def test_onednn_pays_off_on_amd_processors_only(monkeypatch, tmp_path):
     for maker, wanted in (("AuthenticAMD", True), ("GenuineIntel", False)):
         (tmp_path / "cpuinfo").write_text(f"vendor_id : {maker}\n")

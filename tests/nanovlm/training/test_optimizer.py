@@ -223,7 +223,7 @@ def test_a_gpu_without_bfloat16_learns_in_float16(monkeypatch):
 )
 def test_a_cpu_computes_in_bfloat16_where_that_is_faster(monkeypatch, maker, bfloat16, amx, auto):
     monkeypatch.setattr(device, "made_by", lambda name: name == maker)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(device, "cpu_has_bfloat16", lambda: bfloat16)
+    monkeypatch.setattr(device, "cpu_has_amx", lambda: amx)
     for choose in (device.choose_dtype, device.choose_training_dtype):
         assert choose("auto", torch.device("cpu")) == auto and choose("bfloat16", torch.device("cpu")) == torch.bfloat16
