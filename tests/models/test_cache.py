@@ -1,4 +1,4 @@
-"""A cache is a value: whoever holds one finds in it what was put there, whatever others made of it since."""
+"""A cache is immutable: its contents stay, however often it is continued."""
 
 import random
 from itertools import pairwise
@@ -19,7 +19,7 @@ def is_same(cache, key, value):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_cache_of_a_family_tree_says_what_was_put_there(mode, seed):
+def test_every_cache_of_a_tree_of_continuations_keeps_its_contents(mode, seed):
     """Forks, forks of forks, and chains that grew after they were forked, against plain concatenation."""
     choose = random.Random(seed)
     with mode():
@@ -66,7 +66,7 @@ def test_a_storage_that_tensors_share_counts_once():
 
 
 @torch.no_grad()
-def test_a_chosen_row_is_the_row_and_its_copies_part_ways():
+def test_selected_rows_are_independent_copies():
     cache = KVCache(tokens(4, rows=3), tokens(4, rows=3)).append(tokens(2, rows=3), tokens(2, rows=3))
     index = torch.tensor([2, 0, 0, 1])
     chosen = cache.rows(index)

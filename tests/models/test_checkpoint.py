@@ -1,4 +1,4 @@
-"""A folder is a model: what was written is read back bit for bit, also by stock nanoVLM; what is broken says so."""
+"""Checkpoint folders: round trips are bit-exact, stock nanoVLM reads them, and errors are one line."""
 
 import json
 import math
@@ -55,7 +55,7 @@ def rewrite(folder):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_was_written_is_read_bit_for_bit(tmp_path, tiny_model, tied, dtype):
+def test_round_trip_is_bit_exact(tmp_path, tiny_model, tied, dtype):
     model = tiny_model(lm_tie_weights=tied).to(dtype)
     save_checkpoint(tmp_path / "a" / "b", model, TOKENIZER)
     again = read(tmp_path / "a" / "b", dtype)
@@ -66,7 +66,7 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path, tiny_model, tied, dtype)
     assert (tmp_path / "a" / "b" / "tokenizer.json").read_text(encoding="utf-8") == TOKENIZER
 
 
-def test_a_file_of_half_precision_is_read_as_float32(tmp_path, tiny_model):
+def test_half_precision_files_load_as_float32(tmp_path, tiny_model):
     model = tiny_model()
     save_checkpoint(tmp_path / "half", model, TOKENIZER, torch.float16)
     assert load_file(tmp_path / "half" / "model.safetensors")["MP.proj.weight"].dtype == torch.float16
@@ -76,7 +76,7 @@ def test_a_file_of_half_precision_is_read_as_float32(tmp_path, tiny_model):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stock_nanovlm_loads_what_is_written(tmp_path, tiny_model, tied, dtype):
+def test_stock_nanovlm_loads_written_checkpoints(tmp_path, tiny_model, tied, dtype):
     model = tiny_model(lm_tie_weights=tied, lm_re_base=100000, lm_hidden_dim=48).to(dtype)
     save_checkpoint(tmp_path / "model", model, TOKENIZER)
     path = tmp_path / "model" / "model.safetensors"
@@ -108,7 +108,7 @@ def test_either_name_of_a_tied_pair_will_do_and_both_if_they_agree(folder, rewri
         read(folder)
 
 
-def test_of_an_untied_pair_both_are_needed(tmp_path, tiny_model):
+def test_an_untied_pair_needs_both_names(tmp_path, tiny_model):
     save_checkpoint(tmp_path / "model", tiny_model(lm_tie_weights=False), TOKENIZER)
     path = tmp_path / "model" / "model.safetensors"
     for name in (HEAD, EMBEDDING):
@@ -125,7 +125,7 @@ def test_a_file_need_not_hold_inv_freq(folder, rewrite):
     assert same(bits(read(folder)), expected)
 
 
-def test_tensors_that_do_not_fit_are_named_with_both_shapes(folder, rewrite):
+def test_mismatched_tensors_are_named_with_both_shapes(folder, rewrite):
     name = "decoder.blocks.1.attn.k_proj.weight"
     rewrite(**{name: torch.zeros(9, 24)})
     with pytest.raises(CheckpointError, match=rf"{name} is \(9, 24\), but config.json asks for \(8, 24\)"):
@@ -140,7 +140,7 @@ def test_tensors_that_do_not_fit_are_named_with_both_shapes(folder, rewrite):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["MP.proj.weight", HEAD, "vision_encoder.blocks.1.ln2.bias"])
-def test_weights_that_are_no_finite_numbers_are_named(folder, rewrite, name, bad):
+def test_nonfinite_weights_are_named(folder, rewrite, name, bad):
     tensor = rewrite()[name]
     tensor.view(-1)[tensor.numel() // 2] = bad
     rewrite(**{name: tensor})
@@ -157,13 +157,13 @@ def test_weights_too_large_for_a_precision_are_refused_in_that_precision_only(fo
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn])
-def test_weights_that_are_no_floating_point_numbers_are_refused(folder, rewrite, dtype):
+def test_weights_of_other_dtypes_are_refused(folder, rewrite, dtype):
     rewrite(**{"MP.proj.weight": torch.ones(24, 64).to(dtype)})
     with pytest.raises(CheckpointError, match=f"MP.proj.weight is stored as {dtype}, not as"):
         read(folder)
 
 
-def test_a_model_replaced_while_it_is_read_is_told_and_not_mixed(folder, tiny_model, monkeypatch):
+def test_a_model_replaced_while_it_is_read_raises(folder, tiny_model, monkeypatch):
     check, calls = checkpoint.why_unusable, []
 
     def why_unusable(*inputs):
@@ -201,7 +201,7 @@ def test_an_absurd_config_is_refused_before_anything_is_allocated(folder, tiny_c
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"lm_n_blocks": 10**9}, ["lm_n_blocks=1000000000", "vit_n_blocks=2", "more than 1000"]),
         ({"vit_n_blocks": 999}, ["vit_n_blocks=999", "lm_n_blocks=2", "more than 1000"]),
@@ -217,14 +217,14 @@ def test_an_absurd_config_is_refused_before_anything_is_allocated(folder, tiny_c
         ),
     ],
 )
-def test_every_absurd_size_is_named_with_its_number(folder, changes, told):
+def test_every_absurd_size_is_named_with_its_number(folder, changes, message):
     raw = json.loads((folder / "config.json").read_text()) | changes
     if "vit_img_size" in changes:  # what it says follows from the sizes
         del raw["mp_image_token_length"]
     (folder / "config.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError) as error:
         read(folder)
-    assert all(part in str(error.value) for part in told) and "\n" not in str(error.value), error.value
+    assert all(part in str(error.value) for part in message) and "\n" not in str(error.value), error.value
 
 
 PROJ = "MP.proj.weight"
@@ -243,7 +243,7 @@ TAMPERED = {
 
 
 @pytest.mark.parametrize("how", TAMPERED)
-def test_a_tampered_header_is_told_in_one_line(folder, how):
+def test_a_tampered_header_raises_in_one_line(folder, how):
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     (n,) = struct.unpack("<Q", whole[:8])
@@ -258,7 +258,7 @@ def test_a_tampered_header_is_told_in_one_line(folder, how):
 
 
 @pytest.mark.parametrize("length", [0, 20, 10**9, 2**63, 2**64 - 1])
-def test_a_header_of_another_length_is_told_in_one_line(folder, length):
+def test_a_header_of_another_length_raises_in_one_line(folder, length):
     path = folder / "model.safetensors"
     path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read, .*$") as error:
@@ -273,7 +273,7 @@ def test_bytes_behind_the_last_tensor_are_refused(folder):
         read(folder)
 
 
-def test_a_name_of_two_lines_is_told_in_one(folder, rewrite):
+def test_a_name_of_two_lines_raises_in_one_line(folder, rewrite):
     rewrite(**{"MP.proj\nbias": torch.zeros(24)})
     with pytest.raises(CheckpointError, match=r"first 'MP.proj\\nbias'$") as error:
         read(folder)
@@ -293,7 +293,7 @@ def truncated(n):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (lambda folder: (folder / "config.json").write_text(""), "config.json cannot be read"),
@@ -316,11 +316,11 @@ def truncated(n):
         (lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}"), "lacks"),
     ],
 )
-def test_a_broken_folder_is_told_in_one_line(folder, damage, told):
+def test_a_broken_folder_raises_in_one_line(folder, damage, message):
     damage(folder)
     with pytest.raises(CheckpointError) as error:
         read(folder)
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def contents(folder):
@@ -328,7 +328,7 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("accident", [OSError("no space left"), KeyboardInterrupt()])
-def test_an_accident_while_writing_leaves_no_trace(folder, tiny_model, monkeypatch, accident):
+def test_an_interrupted_write_leaves_no_trace(folder, tiny_model, monkeypatch, accident):
     def fails(state, path, metadata):
         path.write_bytes(b"half of it")
         raise accident
@@ -348,7 +348,7 @@ def test_a_folder_written_again_holds_the_new_model_and_keeps_other_files(folder
     assert (folder / "README.md").read_text() == "mine" and os.listdir(folder.parent) == ["model"]
 
 
-def test_a_folder_in_the_making_is_not_to_be_seen_under_its_name(tmp_path):
+def test_an_unfinished_folder_is_not_visible_under_its_name(tmp_path):
     with atomic_dir(tmp_path / "model") as new:
         (new / "config.json").write_text("{}")
         assert not (tmp_path / "model").exists() and new.parent == tmp_path
@@ -383,7 +383,7 @@ def test_written_files_follow_the_umask(tmp_path, tiny_model, umask):
         assert path.stat().st_mode & 0o777 == 0o666 & ~umask, path
 
 
-def test_a_folder_is_its_own_model_and_no_name_is_no_model(folder, monkeypatch):
+def test_snapshot_path_takes_folders_and_refuses_other_names(folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert snapshot_path(folder) == snapshot_path(str(folder)) == folder
     with pytest.raises(CheckpointError, match="config.json: a file, not a folder"):
@@ -393,15 +393,15 @@ def test_a_folder_is_its_own_model_and_no_name_is_no_model(folder, monkeypatch):
             snapshot_path(name)
 
 
-def test_a_hub_id_is_asked_of_the_hub_at_its_revision_and_for_what_is_read(folder, monkeypatch):
-    asked = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: asked.append((name, how)) or folder)
+def test_a_hub_id_is_downloaded_at_its_revision(folder, monkeypatch):
+    options = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: options.append((name, how)) or folder)
     assert load_model(snapshot_path("owner/name", "v1"), load_config(folder), 3).cfg == load_config(folder)
     patterns = ["config.json", "*.safetensors", "tokenizer.json"]
-    assert asked == [("owner/name", {"revision": "v1", "allow_patterns": patterns})]
+    assert options == [("owner/name", {"revision": "v1", "allow_patterns": patterns})]
 
 
-def test_offline_a_missing_hub_model_is_one_line_with_the_way_out(tmp_path, monkeypatch):
+def test_a_missing_hub_model_raises_in_one_line_offline(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError) as error:

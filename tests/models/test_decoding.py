@@ -1,4 +1,4 @@
-"""Choosing a token: the filters keep what transformers' keep, and what is kept is drawn by its probability."""
+"""Sampling: the filters keep what those of transformers keep, and tokens are drawn by their probability."""
 
 from itertools import product
 
@@ -28,7 +28,7 @@ def frequencies(sampling, logits):
     ("temperature", "top_k", "top_p", "min_p"),
     [(1.0, 0, 1.0, 0.0), *product([0.5, 2.0], [0, 1, 3, 99], [0.05, 0.6, 0.9], [0.0, 0.3])],
 )
-def test_what_is_kept_and_how_often_is_drawn_is_transformers(temperature, top_k, top_p, min_p):
+def test_filters_and_frequencies_match_transformers(temperature, top_k, top_p, min_p):
     logits = torch.randn(12, generator=torch.Generator().manual_seed(4))
     theirs = LogitsProcessorList(
         [TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)]
@@ -41,13 +41,13 @@ def test_what_is_kept_and_how_often_is_drawn_is_transformers(temperature, top_k,
     assert ((drawn - probs).abs() <= 5 * (probs * (1 - probs) / DRAWS).sqrt()).all()
 
 
-def test_top_p_keeps_no_more_than_make_up_p():
+def test_top_p_keeps_the_fewest_tokens_of_that_probability():
     logits = torch.tensor([0.25, 0.5, 0.125, 0.125]).log2() * torch.tensor(2.0).log()
     for top_p, kept in ((0.5, 1), (0.50001, 2), (0.75, 2), (0.76, 3), (1.0, 4)):
         assert (frequencies(SamplingParams(temperature=1, top_p=top_p), logits) > 0).sum() == kept
 
 
-def test_top_k_keeps_exactly_k_even_of_equals():
+def test_top_k_keeps_exactly_k_tokens_of_equal_probability():
     """transformers would keep all that equal the last one kept, any number of them."""
     kept = frequencies(SamplingParams(temperature=1, top_k=3), torch.tensor([0.0, 1, 1, 1, 1])) > 0
     assert kept.sum() == 3 and not kept[0]
@@ -62,7 +62,7 @@ def test_without_filters_no_token_is_impossible(monkeypatch):
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.0, 1.3, 10.0])
-def test_the_repetition_penalty_is_transformers(penalty):
+def test_repetition_penalty_matches_transformers(penalty):
     logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([[1, 1, 5], [0, 11, 3], [7, 7, 7]])
     seen = torch.zeros(3, 12, dtype=torch.bool).scatter(1, ids, True)
@@ -82,19 +82,19 @@ def test_the_repetition_penalty_is_transformers(penalty):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_likeliest_always_stays_and_these_leave_nothing_else(sampling, dtype):
+def test_the_most_likely_token_always_stays(sampling, dtype):
     logits = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(i)) for i in range(50)]).to(dtype)
     assert torch.equal(sampling(logits), logits.argmax(-1))
 
 
-def test_what_was_read_or_said_is_not_said_again_under_a_huge_penalty():
+def test_a_huge_penalty_excludes_prompt_and_generated_tokens():
     logits = torch.tensor([[5.0, 4, 3, 2, 1], [1.0, 2, 3, 4, 5]])
-    asked = {"sampling": SamplingParams(repetition_penalty=1e6), "max_new_tokens": 4}
-    said = torch.stack(list(generate_tokens(logits, lambda ids: logits, **asked)), dim=1)
-    assert said.tolist() == [[0, 1, 2, 3], [4, 3, 2, 1]]
+    options = {"sampling": SamplingParams(repetition_penalty=1e6), "max_new_tokens": 4}
+    generated = torch.stack(list(generate_tokens(logits, lambda ids: logits, **options)), dim=1)
+    assert generated.tolist() == [[0, 1, 2, 3], [4, 3, 2, 1]]
     read = torch.tensor([[False, True, False, False, False], [False, False, False, False, True]])
-    said = torch.stack(list(generate_tokens(logits, lambda ids: logits, seen=read, **asked)), dim=1)
-    assert said.tolist() == [[0, 2, 3, 4], [3, 2, 1, 0]]
+    generated = torch.stack(list(generate_tokens(logits, lambda ids: logits, seen=read, **options)), dim=1)
+    assert generated.tolist() == [[0, 2, 3, 4], [3, 2, 1, 0]]
 
 
 @pytest.mark.parametrize(

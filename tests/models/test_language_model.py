@@ -1,4 +1,4 @@
-"""The language model is Llama, reads a text in any portions, and lets a token see what it should and nothing else."""
+"""The language model matches Llama, in one pass or in chunks, and masks what a token must not attend to."""
 
 from itertools import pairwise
 
@@ -74,7 +74,7 @@ def words(rows, n, seed=1):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(6, 6), (6, 2), (6, 1), (2, 1), (12, 4)])
 @torch.no_grad()
-def test_it_is_llama(tiny_decoder, n_heads, n_kv_heads, tied):
+def test_logits_match_transformers_llama(tiny_decoder, n_heads, n_kv_heads, tied):
     decoder = tiny_decoder(lm_n_heads=n_heads, lm_n_kv_heads=n_kv_heads, lm_tie_weights=tied)
     theirs = llama(decoder.cfg)
     theirs.load_state_dict({their_name(name): weight for name, weight in decoder.state_dict().items()})
@@ -91,7 +91,7 @@ def test_it_is_llama(tiny_decoder, n_heads, n_kv_heads, tied):
 @settings(deadline=None, derandomize=True, max_examples=20)
 @given(cuts=st.sets(st.integers(1, 63)), padding=st.integers(0, 5))
 @torch.no_grad()
-def test_any_portions_are_one_pass(tiny_decoder, cuts, padding):
+def test_a_chunked_pass_matches_a_single_pass(tiny_decoder, cuts, padding):
     decoder, ids = tiny_decoder(), words(2, 64)
     mask = torch.ones_like(ids) if padding else None
     if padding:
@@ -154,7 +154,7 @@ def test_lm_attn_scaling_scales_the_scores_with_its_square(tiny_decoder):
 
 
 @torch.no_grad()
-def test_nothing_is_dropped_outside_training(tiny_decoder):
+def test_no_dropout_outside_training(tiny_decoder):
     ids = words(2, 20)
     assert torch.equal(tiny_decoder(lm_dropout=0.5)(ids)[0], tiny_decoder()(ids)[0])
     dropping = tiny_decoder(lm_dropout=0.5).train()
@@ -162,7 +162,7 @@ def test_nothing_is_dropped_outside_training(tiny_decoder):
 
 
 @torch.no_grad()
-def test_a_bfloat16_model_turns_its_keys_as_float64_would_even_at_the_last_positions(tiny_decoder):
+def test_a_bfloat16_model_rotates_keys_as_float64_at_the_last_positions(tiny_decoder):
     decoder = tiny_decoder(torch.bfloat16, lm_max_position_embeddings=8192, lm_re_base=100000, lm_n_blocks=1)
     cfg, attn = decoder.cfg, decoder.blocks[0].attn
     past, T, half = 8176, 16, cfg.lm_head_dim // 2
@@ -200,7 +200,7 @@ def test_angles_keep_float32_precision_at_the_last_positions(tiny_config):
     shuffle=st.randoms(use_true_random=False),
 )
 @torch.no_grad()
-def test_a_branch_is_read_as_if_it_alone_followed_the_trunk(tiny_decoder, trunks, branches, shuffle):
+def test_a_continuation_attends_to_itself_and_the_prefix_only(tiny_decoder, trunks, branches, shuffle):
     """Trunks with padding anywhere, branches in any order, even interleaved: the mask of packed training."""
     decoder = tiny_decoder()
     rows = [trunk + shuffle.sample(branches, len(branches)) for trunk in trunks]
@@ -234,25 +234,25 @@ SHAPES = [(6, 6, 1, 9), (6, 2, 1, 9), (6, 2, 7, 7), (4, 1, 7, 7), (3, 3, 7, 7), 
     [(*shape, kind) for shape in SHAPES for kind in ("no mask", "one mask", "mask per row")]
     + [(6, 2, 7, 7, "causal"), (3, 3, 7, 7, "causal")],
 )
-def test_each_way_of_attending_is_the_textbooks(monkeypatch, H, groups, T, S, kind):
+def test_each_attention_implementation_matches_the_definition(monkeypatch, H, groups, T, S, kind):
     q, k, v = qkv(H, groups, T, S)
     mask = torch.rand(2 if kind == "mask per row" else 1, 1, T, S, generator=torch.Generator().manual_seed(1)) > 0.4
     mask[..., 0] = True
-    said = {"no mask": (None,), "causal": (None, True)}.get(kind, (mask,))
-    if said[0] is None:
+    generated = {"no mask": (None,), "causal": (None, True)}.get(kind, (mask,))
+    if generated[0] is None:
         mask = torch.ones(1, 1, T, S, dtype=torch.bool).tril(0 if kind == "causal" else S)
     expected = textbook(q, k, v, mask)
 
-    torch.testing.assert_close(attention(q, k, v, *said), expected, atol=1e-5, rtol=1e-5)  # SDPA, or heads as time
+    torch.testing.assert_close(attention(q, k, v, *generated), expected, atol=1e-5, rtol=1e-5)  # SDPA, or heads as time
     with torch.inference_mode():
-        torch.testing.assert_close(attention(q, k, v, *said), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(attention(q, k, v, *generated), expected, atol=1e-5, rtol=1e-5)
         half = [x.bfloat16() for x in (q, k, v)]  # one token: written out in float32
-        assert (attention(*half, *said).float() - textbook(*half, mask)).norm() < 0.01 * expected.norm()
+        assert (attention(*half, *generated).float() - textbook(*half, mask)).norm() < 0.01 * expected.norm()
 
     leaves, gradients = [x.requires_grad_() for x in (q, k, v)], []
     for longest in (attention_module.MAX_MATH_KEYS, 0):  # math, then SDPA
         monkeypatch.setattr(attention_module, "MAX_MATH_KEYS", longest)
-        y = attention(q, k, v, *said)
+        y = attention(q, k, v, *generated)
         torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
         gradients.append(torch.autograd.grad((y * y.detach().cos()).sum(), leaves))
     for written_out, sdpa in zip(*gradients):

@@ -102,9 +102,11 @@ def test_tensor_names_are_those_of_peft(adapted, tiny_model, tmp_path):
         load_file(tmp_path / "peft/adapter_model.safetensors"),
     )
     assert {k: t.shape for k, t in written.items()} == {k: t.shape for k, t in theirs.items()}
-    told, known = (json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path, tmp_path / "peft"))
-    assert told.keys() <= known.keys()
-    assert set(told["target_modules"]) == set(adapters(ours))
+    config, known = (
+        json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path, tmp_path / "peft")
+    )
+    assert config.keys() <= known.keys()
+    assert set(config["target_modules"]) == set(adapters(ours))
 
 
 @torch.no_grad()
@@ -161,7 +163,7 @@ def test_embeddings_trained_by_peft_are_read_and_written_alike(tiny_model, make_
     write_adapters(tmp_path / "ours", ours)
     again, before = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "ours", tmp_path))
     assert again.keys() == before.keys() and all(torch.equal(again[name], before[name]) for name in before)
-    if tied:  # PEFT lets them learn apart, unless told not to
+    if tied:  # PEFT trains them apart by default
         embeddings[1].weight.add_(1)
         theirs.save_pretrained(tmp_path)
         with pytest.raises(CheckpointError, match=r"different weights for .* tied twin.*lm_tie_weights=true"):
@@ -195,12 +197,12 @@ def test_round_trip_is_bit_exact(adapted, tiny_model, make_batch, tmp_path):
 def test_generation_uses_the_adapters(adapted, make_batch):
     model = adapted()
     ids, images = make_batch(0, (5,))["input_ids"][:, :9], torch.rand(1, 3, 16, 16)
-    said = model.generate(ids, images, max_new_tokens=6)
-    assert torch.equal(said, merge(model).generate(ids, images, max_new_tokens=6))
+    generated = model.generate(ids, images, max_new_tokens=6)
+    assert torch.equal(generated, merge(model).generate(ids, images, max_new_tokens=6))
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"use_dora": True}, "use_dora=True is not supported, only False"),
         ({"peft_type": "IA3"}, "peft_type=IA3 is not supported, only LORA"),
@@ -210,11 +212,11 @@ def test_generation_uses_the_adapters(adapted, make_batch):
     ],
     ids=str,
 )
-def test_unsupported_adapters_raise_in_one_line(adapted, tiny_model, tmp_path, change, told):
+def test_unsupported_adapters_raise_in_one_line(adapted, tiny_model, tmp_path, change, message):
     write_adapters(tmp_path, adapted())
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(CheckpointError, match=told) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         read_adapters(tmp_path, tiny_model())
     assert len(str(caught.value).splitlines()) == 1
 
@@ -235,13 +237,13 @@ def test_adapters_of_another_model_raise_in_one_line(adapted, tiny_model, tmp_pa
 
 
 def test_invalid_ranks_and_parts_raise(tiny_model, adapted):
-    for wrong, told in (
+    for wrong, message in (
         (lambda: adapt(adapted(), 2, 4), "merge them first"),
         (lambda: adapt(tiny_model(), 0, 4), "rank=0"),
         (lambda: adapt(tiny_model(), 25, 4), "rank=25 is more than 24"),
         (lambda: adapt(tiny_model(), 2, 4, ["head"]), "head: not a part"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             wrong()
 
 
@@ -278,13 +280,13 @@ def test_training_writes_a_plain_model_and_its_adapters(tiny_model, make_batch, 
 
 def test_training_resumes_adapters_only_on_their_base_model(tiny_model, make_batch, tmp_path):
     train(tiny_model(), "{}", make_batch, CFG, tmp_path)
-    for model, cfg, told in (
+    for model, cfg, message in (
         (tiny_model(seed=1), CFG, "start from the same model as before"),
         (tiny_model(), replace(CFG, lora_rank=4), "r=2 and lora_alpha=16.0, but this model has 4"),
         (tiny_model(), replace(CFG, lora_words=False), "which this model does not train"),
         (tiny_model(), replace(CFG, lora_rank=0), "was trained with lora_rank=2; resume with the same"),
     ):
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=message):
             train(model, "{}", make_batch, cfg, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""From a prompt to an answer: however it is read, cached, batched or sampled, a model says what it says."""
+"""Generation: caching, batching, chunking and sampling give the same tokens."""
 
 import gc
 from itertools import pairwise
@@ -45,37 +45,37 @@ samplings = st.sampled_from(
 @given(
     shape=shapes(), inputs=prompts, sampling=samplings, n_samples=st.integers(1, 3), eos=st.none() | st.integers(4, 9)
 )
-def test_with_a_cache_it_says_what_it_says_without(tiny_model, shape, inputs, sampling, n_samples, eos):
+def test_generation_with_a_cache_matches_generation_without(tiny_model, shape, inputs, sampling, n_samples, eos):
     model = tiny_model(**shape)
-    asked = {"max_new_tokens": 10, "sampling": sampling, "n_samples": n_samples, "eos_token_id": eos}
-    cached = model.generate(**inputs, **asked)
-    assert torch.equal(cached, model.generate(**inputs, **asked, use_kv_cache=False))
+    options = {"max_new_tokens": 10, "sampling": sampling, "n_samples": n_samples, "eos_token_id": eos}
+    cached = model.generate(**inputs, **options)
+    assert torch.equal(cached, model.generate(**inputs, **options, use_kv_cache=False))
     assert len(cached) == len(inputs["input_ids"]) * n_samples
 
 
 @few_examples
 @given(shape=shapes(), inputs=prompts, penalty=st.sampled_from([1.0, 1.5]))
-def test_a_padded_row_says_what_it_says_alone(tiny_model, shape, inputs, penalty):
-    model, asked = tiny_model(**shape), {"max_new_tokens": 8, "sampling": SamplingParams(repetition_penalty=penalty)}
-    together, logits = model.generate(**inputs, **asked), model.prefill(**inputs)[0]
+def test_a_padded_row_matches_the_unpadded_row(tiny_model, shape, inputs, penalty):
+    model, options = tiny_model(**shape), {"max_new_tokens": 8, "sampling": SamplingParams(repetition_penalty=penalty)}
+    together, logits = model.generate(**inputs, **options), model.prefill(**inputs)[0]
     for row in range(len(together)):
         alone = only_row(inputs, row)
-        assert torch.equal(together[row], model.generate(**alone, **asked)[0])
+        assert torch.equal(together[row], model.generate(**alone, **options)[0])
         close(logits[row], model.prefill(**alone)[0][0])
 
 
 @few_examples
 @given(shape=shapes(), inputs=prompts, cuts=st.sets(st.integers(1, 40)))
-def test_a_prompt_read_in_portions_is_read_as_a_whole(tiny_model, shape, inputs, cuts):
+def test_a_chunked_prefill_matches_a_single_prefill(tiny_model, shape, inputs, cuts):
     model, ids, mask = tiny_model(**shape), inputs["input_ids"], inputs["attention_mask"]
-    places = ids == IMAGE
-    nth = (places.cumsum(-1) - 1) % PER_IMAGE  # within an image, which no cut may part
+    is_image = ids == IMAGE
+    nth = (is_image.cumsum(-1) - 1) % PER_IMAGE  # within an image, which no cut may part
     bounds = [
         0,
-        *(cut for cut in sorted(cuts) if cut < ids.size(1) and not (places & (nth > 0))[:, cut].any()),
+        *(cut for cut in sorted(cuts) if cut < ids.size(1) and not (is_image & (nth > 0))[:, cut].any()),
         ids.size(1),
     ]
-    starts = (places & (nth == 0)).nonzero()[:, 1]  # of each image, in reading order
+    starts = (is_image & (nth == 0)).nonzero()[:, 1]  # of each image, in reading order
 
     whole, expected = model.prefill(**inputs)
     prefix = None
@@ -93,30 +93,30 @@ def test_a_prompt_read_in_portions_is_read_as_a_whole(tiny_model, shape, inputs,
 
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
 @pytest.mark.parametrize("n_samples", [1, 2])
-def test_what_rows_share_is_read_once_and_they_say_the_same(tiny_model, monkeypatch, penalty, n_samples):
+def test_a_shared_prefix_is_prefilled_once(tiny_model, monkeypatch, penalty, n_samples):
     model, head = tiny_model(), [IMAGE] * PER_IMAGE + [5, 9]
     questions, image = [[6], [7, 8, 11], [8, 6]], torch.rand(1, 3, 16, 16)
-    asked = {"max_new_tokens": 8, "sampling": SamplingParams(repetition_penalty=penalty), "n_samples": n_samples}
-    alone = [model.generate(torch.tensor([head + words]), image, **asked) for words in questions]
+    options = {"max_new_tokens": 8, "sampling": SamplingParams(repetition_penalty=penalty), "n_samples": n_samples}
+    alone = [model.generate(torch.tensor([head + words]), image, **options) for words in questions]
     ids = torch.tensor([head + [0] * (3 - len(words)) + words for words in questions])
     mask = torch.tensor([[1] * len(head) + [0] * (3 - len(words)) + [1] * len(words) for words in questions])
     inputs = {"input_ids": ids, "attention_mask": mask, "images": image, "shared_prefix_length": len(head)}
-    assert torch.equal(model.generate(**inputs, **asked, use_kv_cache=False), torch.cat(alone))
+    assert torch.equal(model.generate(**inputs, **options, use_kv_cache=False), torch.cat(alone))
     prefill, read = model.prefill, []
     monkeypatch.setattr(model, "prefill", lambda x, *rest: read.append(tuple(x.shape)) or prefill(x, *rest))
-    assert torch.equal(model.generate(**inputs, **asked), torch.cat(alone))
+    assert torch.equal(model.generate(**inputs, **options), torch.cat(alone))
     assert read == [(1, len(head)), (3, 3)]
 
 
 @torch.inference_mode()
 def continuation(model, logits, prefix, first, n=6):
     """Greedy logits of n steps after the id `first` was put into every row's mouth."""
-    ids, said = torch.full((logits.size(0),), first), []
+    ids, generated = torch.full((logits.size(0),), first), []
     for _ in range(n):
         logits, prefix = model.decode(ids, prefix)
-        said.append(logits)
+        generated.append(logits)
         ids = logits.argmax(-1)
-    return torch.stack(said)
+    return torch.stack(generated)
 
 
 @pytest.mark.parametrize("grown", [0, 3])
@@ -164,27 +164,27 @@ def test_a_model_of_any_precision_runs_every_path(tiny_model, dtype, tied):
     torch.testing.assert_close(logits.float(), reference, atol=close_enough, rtol=0)
 
 
-def test_the_same_seed_samples_the_same_and_another_does_not(tiny_model):
+def test_samples_are_reproducible_by_seed(tiny_model):
     model, inputs = tiny_model(), prompt("tit", "t")
 
-    def said(**changes):
+    def generated(**changes):
         return model.generate(
             **inputs, max_new_tokens=12, n_samples=3, sampling=SamplingParams(**{"temperature": 1.5} | changes)
         )
 
     torch.manual_seed(0)
-    first = said(seed=1)
+    first = generated(seed=1)
     state = torch.get_rng_state()
-    assert torch.equal(first, said(seed=1)) and not torch.equal(first, said(seed=2))
+    assert torch.equal(first, generated(seed=1)) and not torch.equal(first, generated(seed=2))
     assert torch.equal(state, torch.get_rng_state())  # a seed of its own takes nothing from torch's
     assert len({tuple(row.tolist()) for row in first[:3]}) == 3  # one prompt's samples differ
-    unseeded = said()
-    assert not torch.equal(unseeded, said())
+    unseeded = generated()
+    assert not torch.equal(unseeded, generated())
     torch.set_rng_state(state)
-    assert torch.equal(unseeded, said())
+    assert torch.equal(unseeded, generated())
 
 
-def test_greedy_samples_of_a_prompt_are_neighbours_and_alike(tiny_model):
+def test_samples_of_a_prompt_are_adjacent_rows(tiny_model):
     model, inputs = tiny_model(), prompt("tit", "t")
     once = model.generate(**inputs, max_new_tokens=5)
     assert torch.equal(model.generate(**inputs, max_new_tokens=5, n_samples=3), once.repeat_interleave(3, dim=0))
@@ -204,7 +204,7 @@ def reads(monkeypatch):
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 7])
-def test_no_step_is_computed_whose_result_is_thrown_away(tiny_model, reads, n):
+def test_no_unused_step_is_computed(tiny_model, reads, n):
     model, inputs = tiny_model(), prompt("titt", "tt")
     assert model.generate(**inputs, max_new_tokens=n, n_samples=2).shape == (4, n)
     assert reads == [(2, 7)] * (n > 0) + [(4, 1)] * (n - 1)
@@ -214,38 +214,38 @@ def test_no_step_is_computed_whose_result_is_thrown_away(tiny_model, reads, n):
     assert reads == [(2, 7 + i) for i in range(n)]
 
 
-def test_a_token_is_out_before_the_next_is_computed(tiny_model, reads):
+def test_stream_yields_a_token_before_computing_the_next(tiny_model, reads):
     for steps, ids in enumerate(tiny_model().stream(**prompt("tit"), max_new_tokens=5), 1):
         assert ids.shape == (1,) and len(reads) == steps
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_it_stops_when_every_row_has_ended_and_an_ended_row_repeats_its_end(tiny_model, reads, cached):
+def test_generation_stops_when_every_row_has_ended(tiny_model, reads, cached):
     model, inputs = tiny_model(), prompt("titt", "tt", "ttt")
-    asked = {"max_new_tokens": 30, "sampling": SamplingParams(temperature=2.0, seed=3), "use_kv_cache": cached}
-    free = model.generate(**inputs, **asked)
+    options = {"max_new_tokens": 30, "sampling": SamplingParams(temperature=2.0, seed=3), "use_kv_cache": cached}
+    free = model.generate(**inputs, **options)
     eos = next(i for i in range(40) if (free == i).any(-1).all())  # a token that every row says some day
     ends = (free == eos).int().argmax(-1)
     assert 0 < ends.max() < 29 and ends.unique().numel() > 1
 
     reads.clear()
-    said = model.generate(**inputs, **asked, eos_token_id=eos)
-    assert said.size(1) == len(reads) == ends.max() + 1
+    generated = model.generate(**inputs, **options, eos_token_id=eos)
+    assert generated.size(1) == len(reads) == ends.max() + 1
     for row, end in enumerate(ends):
-        assert torch.equal(said[row, : end + 1], free[row, : end + 1])
-        assert (said[row, end:] == eos).all()
+        assert torch.equal(generated[row, : end + 1], free[row, : end + 1])
+        assert (generated[row, end:] == eos).all()
 
 
-def test_padding_counts_as_nothing_said(tiny_model):
-    """What stands under the padding is the very word that a penalty for it would keep from being said."""
+def test_the_repetition_penalty_ignores_padding(tiny_model):
+    """The id under the padding is one that a penalty would exclude."""
     model, inputs = tiny_model(), prompt("ttttt", "tt")
-    asked = {"max_new_tokens": 5, "sampling": SamplingParams(repetition_penalty=1e6)}
-    alone = model.generate(**only_row(inputs, 1), **asked)[0]
+    options = {"max_new_tokens": 5, "sampling": SamplingParams(repetition_penalty=1e6)}
+    alone = model.generate(**only_row(inputs, 1), **options)[0]
     inputs["input_ids"][1, :3] = alone[0]
-    assert torch.equal(model.generate(**inputs, **asked)[1], alone)
+    assert torch.equal(model.generate(**inputs, **options)[1], alone)
 
 
-def test_an_image_token_of_an_answer_is_an_ordinary_token(tiny_model):
+def test_a_generated_image_token_is_an_ordinary_token(tiny_model):
     model, inputs = tiny_model(), prompt("tit")
     with torch.inference_mode():
         logits, _ = model.decode(torch.tensor([IMAGE]), model.prefill(**inputs)[1])
@@ -255,13 +255,13 @@ def test_an_image_token_of_an_answer_is_an_ordinary_token(tiny_model):
 
 
 @pytest.mark.parametrize(("n_images", "given"), [(1, 4), (3, 12), (0, 0)])
-def test_images_without_places_and_places_without_images_are_refused(tiny_model, n_images, given):
+def test_image_tokens_and_images_must_match(tiny_model, n_images, given):
     inputs = prompt("tiit") | {"images": torch.rand(n_images, 3, 16, 16) if n_images else None}
     with pytest.raises(ValueError, match=f"8 image tokens, .* {given} embeddings"):
         tiny_model().generate(**inputs, max_new_tokens=5)
 
 
-def test_images_take_their_places_in_reading_order(tiny_model):
+def test_images_replace_image_tokens_in_reading_order(tiny_model):
     model, inputs = tiny_model(), prompt("ti", "iti")
     x = model.embed(inputs["input_ids"], inputs["images"])
     one, two, three = (model.MP(model.vision_encoder(image[None]))[0] for image in inputs["images"])
@@ -271,7 +271,7 @@ def test_images_take_their_places_in_reading_order(tiny_model):
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_the_last_position_can_be_used_and_none_beyond(tiny_model, cached):
+def test_generation_reaches_the_last_position_and_not_beyond(tiny_model, cached):
     model, inputs = tiny_model(lm_max_position_embeddings=16), prompt("tit")
     ids = model.generate(**inputs, max_new_tokens=11, use_kv_cache=cached)  # 6 + 10 are read, the 11th is not
     with torch.inference_mode():
@@ -299,7 +299,7 @@ def test_forward_keeps_no_cache(tiny_model):
     assert counts[1] == counts[0] and counts[2] == counts[0] + len(model.decoder.blocks)
 
 
-def test_the_loss_is_the_mean_surprise_at_the_places_asked(tiny_model):
+def test_the_loss_is_the_mean_cross_entropy_of_the_targets(tiny_model):
     model, inputs = tiny_model(), prompt("titt", "tt")
     targets = torch.full_like(inputs["input_ids"], -100)
     targets[0, 5], targets[1, -1] = 11, 12

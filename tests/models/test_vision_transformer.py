@@ -1,4 +1,4 @@
-"""The vision encoder is SigLIP's, the projector folds patches as Idefics3 does."""
+"""The vision encoder matches SigLIP, the projector Idefics3's pixel shuffle."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def our_weight(name, ours):
 
 @pytest.mark.parametrize(("n_heads", "n_blocks", "img_size"), [(1, 1, 16), (4, 3, 32), (2, 2, 8)])
 @torch.no_grad()
-def test_it_is_siglip(tiny_model, n_heads, n_blocks, img_size):
+def test_features_match_transformers_siglip(tiny_model, n_heads, n_blocks, img_size):
     side = {"vit_img_size": img_size, "max_img_size": img_size, "mp_image_token_length": (img_size // 8) ** 2}
     encoder = tiny_model(vit_n_heads=n_heads, vit_n_blocks=n_blocks, **side).vision_encoder
     theirs = SiglipVisionModel(
@@ -57,7 +57,7 @@ def test_it_is_siglip(tiny_model, n_heads, n_blocks, img_size):
 
 
 @pytest.mark.parametrize(("side", "factor"), [(4, 2), (4, 1), (4, 4), (6, 3), (8, 4)])
-def test_pixel_shuffle_is_idefics3s(side, factor):
+def test_pixel_shuffle_matches_idefics3(side, factor):
     x = torch.randn(2, side * side, 5)
     assert torch.equal(pixel_shuffle(x, factor), Idefics3Connector.pixel_shuffle(None, x, factor))
 
@@ -73,6 +73,6 @@ def test_pixel_shuffle_puts_the_rows_of_a_square_one_after_another():
 
 
 @pytest.mark.parametrize(("patches", "factor"), [(15, 1), (16, 3), (36, 4)])
-def test_patches_that_make_no_squares_are_refused(patches, factor):
+def test_patches_that_are_not_a_square_are_refused(patches, factor):
     with pytest.raises(ValueError, match=f"{patches} patches .* multiple of {factor}"):
         pixel_shuffle(torch.zeros(1, patches, 2), factor)

@@ -1,4 +1,4 @@
-"""A pretrained SigLIP and a pretrained Llama, in the files that transformers writes, are one model here."""
+"""A new model from a pretrained SigLIP and a pretrained Llama in transformers' files."""
 
 import json
 import re
@@ -96,7 +96,7 @@ def assert_says(model, theirs):
 
 @pytest.mark.parametrize("shards", ["5GB", "4KB"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_they_see_and_speak_as_before(tmp_path, shards, tied):
+def test_both_backbones_compute_as_in_transformers(tmp_path, shards, tied):
     sees, says = siglip(), llama(tie_word_embeddings=tied)
     sees.save_pretrained(tmp_path / "siglip", max_shard_size=shards)
     says.save_pretrained(tmp_path / "llama", max_shard_size=shards)
@@ -124,7 +124,7 @@ def test_the_config_is_derived_from_both(pair):
     assert not cfg.lm_tie_weights and cfg.lm_tokenizer == cfg.lm_model_type == str(pair[1])
 
 
-def test_a_key_that_is_missing_means_what_it_means_in_transformers(tmp_path, pair):
+def test_missing_keys_take_transformers_defaults(tmp_path, pair):
     siglip().save_pretrained(tmp_path / "siglip")
     (tmp_path / "siglip" / "config.json").write_text('{"model_type": "siglip", "vision_config": {"image_size": 512}}')
     (tmp_path / "llama").mkdir()
@@ -142,7 +142,7 @@ def test_a_key_that_is_missing_means_what_it_means_in_transformers(tmp_path, pai
     assert (cfg.lm_max_position_embeddings, cfg.lm_tie_weights) == (2048, says.tie_word_embeddings)
 
 
-def test_siglip2_of_fixed_resolution_is_a_whole_siglip(tmp_path, pair):
+def test_siglip2_of_fixed_resolution_is_read_as_siglip(tmp_path, pair):
     """google/siglip2-base-patch16-512 and its kin: both towers in one file, the settings nested."""
     config = transformers.SiglipConfig(vision_config=SEES, text_config=TEXT)
     theirs = shaken(transformers.SiglipModel(config))
@@ -158,7 +158,7 @@ def test_every_prefix_is_known(copies, prefix):
     assert_sees(from_backbones(*copies, **FOLD), theirs)
 
 
-def test_llama_may_come_without_its_head_and_prefix(tmp_path, pair):
+def test_llama_without_head_and_prefix_is_read(tmp_path, pair):
     theirs = llama(tie_word_embeddings=True)
     theirs.model.save_pretrained(tmp_path)
     assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
@@ -173,7 +173,7 @@ def test_both_spellings_of_rope_theta_are_read(copies):
     assert_says(model, theirs)
 
 
-def test_of_a_tied_pair_either_name_will_do_and_both_if_they_agree(tmp_path, pair):
+def test_a_tied_pair_may_have_either_name_or_both_if_equal(tmp_path, pair):
     theirs = llama(tie_word_embeddings=True)
     theirs.save_pretrained(tmp_path)
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
@@ -188,7 +188,7 @@ def test_of_a_tied_pair_either_name_will_do_and_both_if_they_agree(tmp_path, pai
         from_backbones(pair[0], tmp_path, **FOLD)
 
 
-def test_more_rows_keep_the_old_ones():
+def test_added_rows_keep_the_old_ones():
     torch.manual_seed(0)
     weight = torch.randn(40, 300)
     grown = grow(weight, 140)
@@ -225,7 +225,7 @@ def test_a_grid_that_fits_keeps_its_positions():
     assert torch.equal(resize_positions(positions, 4), positions)
 
 
-def test_an_image_size_that_is_no_multiple_of_the_patch_keeps_the_grid_that_it_has(tmp_path, pair):
+def test_an_image_size_that_is_not_a_multiple_of_the_patch_keeps_its_grid(tmp_path, pair):
     """so400m-patch14-384 has 27 x 27 positions: 378 pixels, of which none is lost."""
     theirs = siglip(image_size=18)
     theirs.save_pretrained(tmp_path)
@@ -256,13 +256,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_a_llama_that_would_compute_something_else_is_refused(copies, key):
+def test_an_unsupported_llama_is_refused(copies, key):
     edit(copies[1], **{key: REFUSED[key]})
     with pytest.raises(CheckpointError) as error:
         from_backbones(*copies, **FOLD)
-    said = str(error.value)
+    generated = str(error.value)
     shown = REFUSED[key] if isinstance(REFUSED[key], (int, dict)) else repr(REFUSED[key])
-    assert f"{copies[1]}/config.json: {key}={shown}" in said and "\n" not in said
+    assert f"{copies[1]}/config.json: {key}={shown}" in generated and "\n" not in generated
 
 
 def test_a_partial_rotation_in_the_newer_spelling_is_refused(copies):
@@ -275,7 +275,7 @@ def test_a_partial_rotation_in_the_newer_spelling_is_refused(copies):
     ("key", "value"),
     [("hidden_act", "quick_gelu"), ("num_channels", 1), ("model_type", "clip_vision_model"), ("image_size", [16, 16])],
 )
-def test_a_siglip_that_would_compute_something_else_is_refused(copies, key, value):
+def test_an_unsupported_siglip_is_refused(copies, key, value):
     edit(copies[0], **{key: value})
     with pytest.raises(CheckpointError) as error:
         find_backbones(*copies, **FOLD)
@@ -351,21 +351,21 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("what", DAMAGED)
-def test_what_is_damaged_or_does_not_fit_is_one_line(copies, what):
+def test_damaged_or_mismatched_files_raise_in_one_line(copies, what):
     changes = damage(what, *copies)
     with pytest.raises(CheckpointError, match=DAMAGED[what]) as error:
         from_backbones(*copies, **FOLD, **changes)
     assert "\n" not in str(error.value)
 
 
-def test_names_without_a_place_raise():
+def test_unknown_tensor_names_raise():
     table = {r"a\.(\d+)": r"b.\1", r"c\..*": None}
     assert translate("a.7", table) == "b.7" and translate("c.7", table) is None
     with pytest.raises(CheckpointError, match="tensor 'a.x' has no place"):
         translate("a.x", table)
 
 
-def test_with_its_tokenizer_it_is_a_models_folder(tmp_path, pair):
+def test_backbones_with_a_tokenizer_make_a_model_folder(tmp_path, pair):
     """One call makes model and tokenizer, one writes them; generate.py's door opens it without the backbones."""
     vocabulary = 514
     llama(vocab_size=vocabulary, max_position_embeddings=1024).save_pretrained(tmp_path / "llama")
@@ -379,8 +379,8 @@ def test_with_its_tokenizer_it_is_a_models_folder(tmp_path, pair):
     save_checkpoint(tmp_path / "model", captioner.model, tokenizer.to_json())
     shutil.rmtree(tmp_path / "llama")
     again = Captioner.from_pretrained(tmp_path / "model", "cpu", "float32")
-    said = [model_and_processor.caption(SAMPLE, max_new_tokens=8) for model_and_processor in (captioner, again)]
-    assert said[0] == said[1]
+    generated = [model_and_processor.caption(SAMPLE, max_new_tokens=8) for model_and_processor in (captioner, again)]
+    assert generated[0] == generated[1]
     cfg = load_config(tmp_path / "model")
     assert cfg == captioner.model.cfg
     assert load_model(tmp_path / "model", cfg, 512).state_dict().keys() == captioner.model.state_dict().keys()
@@ -393,18 +393,18 @@ def hub(pair, tmp_path, monkeypatch):
     state = load_file(says / "model.safetensors")
     save_file(state | {"model.norm.weight": state["model.norm.weight"] + 1}, says / "model.safetensors")
     there = {("some/siglip", "abc"): pair[0], ("some/llama", None): pair[1], ("some/llama", "v1"): says}
-    asked = []
+    options = []
 
     def snapshot_download(name, revision, allow_patterns):
-        asked.append((name, revision, allow_patterns))
+        options.append((name, revision, allow_patterns))
         return str(there[name, revision])
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
-    return asked
+    return options
 
 
-def test_a_revision_of_either_is_what_is_read(hub, pair):
+def test_each_backbone_is_read_at_its_revision(hub, pair):
     main, v1 = (
         from_backbones("some/siglip", "some/llama", vision_revision="abc", language_revision=revision, **FOLD)
         for revision in (None, "v1")
@@ -421,7 +421,7 @@ def test_a_revision_of_either_is_what_is_read(hub, pair):
     assert hub[-1] == ("some/llama", "v1", ["tokenizer.json"])
 
 
-def test_each_is_asked_for_once_and_its_settings_are_read_once(hub, monkeypatch):
+def test_each_backbone_is_downloaded_and_its_config_read_once(hub, monkeypatch):
     edit(Path("v1"), vocab_size=514)
     state = load_file("v1/model.safetensors")
     rows = {name: torch.zeros(514, 24) for name in ("lm_head.weight", "model.embed_tokens.weight")}

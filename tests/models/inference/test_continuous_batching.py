@@ -1,4 +1,4 @@
-"""Continuous batching: whoever joins or leaves meanwhile, each answer is what the model says to its prompt alone."""
+"""Continuous batching: each request generates what the model generates for its prompt alone."""
 
 import pytest
 import torch
@@ -19,32 +19,32 @@ SAMPLINGS = [
 ]
 
 
-def alone(model, ids, images=None, **asked):
-    """What the model says to one prompt, up to and with the end token."""
-    said = model.generate(ids[None], images, **asked)[0].tolist()
-    eos = asked.get("eos_token_id")
-    return said[: said.index(eos) + 1] if eos in said else said
+def alone(model, ids, images=None, **options):
+    """What the model generates for one prompt, up to and including the end token."""
+    output = model.generate(ids[None], images, **options)[0].tolist()
+    eos = options.get("eos_token_id")
+    return output[: output.index(eos) + 1] if eos in output else output
 
 
-def answers(batch, heard=None):
-    """Step until nobody waits or runs: each key's ids. Hears what has been said before, too."""
-    heard = {} if heard is None else heard
+def answers(batch, generated=None):
+    """Step until no request waits or runs: each key's ids and finish reason, added to those of earlier steps."""
+    generated = {} if generated is None else generated
     while batch.waiting or batch.running:
-        listen(batch, heard)
-    return heard
+        listen(batch, generated)
+    return generated
 
 
-def listen(batch, heard):
-    for said in batch.step():
-        ids, ended = heard.setdefault(said.key, ([], []))
-        assert not ended, "nothing is said after the end"
-        ids.append(said.token_id)
-        ended += [said.finished] * bool(said.finished)
+def listen(batch, generated):
+    for output in batch.step():
+        ids, ended = generated.setdefault(output.key, ([], []))
+        assert not ended, "no token follows the end"
+        ids.append(output.token_id)
+        ended += [output.finished] * bool(output.finished)
 
 
 @st.composite
 def arrivals(draw):
-    """Prompts, each with the step before which it comes."""
+    """Prompts, each with the step before which it is added."""
     one = st.tuples(
         st.integers(0, 12), st.text("ttti", min_size=1, max_size=10), st.integers(1, 14), st.sampled_from(SAMPLINGS)
     )
@@ -59,8 +59,8 @@ def arrivals(draw):
     cancelled=st.dictionaries(st.integers(0, 8), st.integers(0, 14), max_size=2),
     read=st.sampled_from([1, 24, 2048]),
 )
-def test_each_answer_is_what_is_said_alone(tiny_model, arrivals, rows, eos, cancelled, read):
-    model, heard, expected = tiny_model(), {}, {}
+def test_each_request_generates_what_it_generates_alone(tiny_model, arrivals, rows, eos, cancelled, read):
+    model, generated, expected = tiny_model(), {}, {}
     batch = ContinuousBatch(model, max_num_seqs=rows, eos_token_id=eos)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(continuous_batching, "MAX_PREFILL_TOKENS", read)
@@ -70,47 +70,47 @@ def test_each_answer_is_what_is_said_alone(tiny_model, arrivals, rows, eos, canc
                 if when == step:
                     row = only_row(prompt(text, seed=key), 0)
                     row["input_ids"] = row["input_ids"][0]
-                    asked = {"max_new_tokens": n, "sampling": sampling}
-                    batch.add(key, **row, **asked)
-                    expected[key] = alone(model, row["input_ids"], row["images"], **asked, eos_token_id=eos), n
+                    options = {"max_new_tokens": n, "sampling": sampling}
+                    batch.add(key, **row, **options)
+                    expected[key] = alone(model, row["input_ids"], row["images"], **options, eos_token_id=eos), n
             for key, when in cancelled.items():
                 if when == step:
                     batch.cancel(key)
             assert batch.running <= rows
-            listen(batch, heard)
-        answers(batch, heard)
+            listen(batch, generated)
+        answers(batch, generated)
     for key, (ids, n) in expected.items():
-        said, ended = heard.get(key, ([], []))
+        output, ended = generated.get(key, ([], []))
         if key in cancelled and not ended:
-            assert said == ids[: len(said)]
+            assert output == ids[: len(output)]
         else:
-            assert said == ids and ended == ["stop" if ids[-1] == eos else "length"]
+            assert output == ids and ended == ["stop" if ids[-1] == eos else "length"]
             assert len(ids) <= n
-    assert set(heard) <= set(expected) and batch.running == batch.waiting == 0
+    assert set(generated) <= set(expected) and batch.running == batch.waiting == 0
 
 
-def test_a_row_that_ends_is_taken_by_who_waits(tiny_model):
+def test_a_freed_slot_is_taken_by_a_waiting_request(tiny_model):
     batch = ContinuousBatch(tiny_model(), max_num_seqs=2)
     for key, n in enumerate((9, 1, 1, 1, 1)):
         batch.add(key, torch.arange(4, 9), max_new_tokens=n)
     assert (batch.waiting, batch.running) == (5, 0)
-    heard = answers(batch)
-    assert [len(heard[key][0]) for key in range(5)] == [9, 1, 1, 1, 1]
+    generated = answers(batch)
+    assert [len(generated[key][0]) for key in range(5)] == [9, 1, 1, 1, 1]
     batch.add("long", torch.arange(4, 9), max_new_tokens=30)
     batch.step()
     for key in range(4):
         batch.add(key, torch.arange(5, 9), max_new_tokens=1)
-        assert [said.key for said in batch.step()] == [key, "long"], "no step of the long answer is missed"
+        assert [output.key for output in batch.step()] == [key, "long"], "no step of the long answer is missed"
 
 
-def test_a_cancelled_answer_gives_its_row_back(tiny_model):
+def test_a_cancelled_request_frees_its_slot(tiny_model):
     batch = ContinuousBatch(tiny_model(), max_num_seqs=2)
     for key in "abcd":
         batch.add(key, torch.arange(4, 9), max_new_tokens=20)
     batch.step()
     batch.cancel("a"), batch.cancel("c"), batch.cancel("nobody")
     assert (batch.waiting, batch.running) == (1, 1)
-    assert {said.key for said in batch.step()} == {"b", "d"}
+    assert {output.key for output in batch.step()} == {"b", "d"}
     batch.add("a", torch.arange(4, 9), max_new_tokens=2)
     assert len(answers(batch)["a"][0]) == 2
 
@@ -127,7 +127,7 @@ def test_a_cancelled_answer_gives_its_row_back(tiny_model):
         (("b", torch.full((4,), 3)), 9, "holds 4 image tokens, but the images give 0"),
     ],
 )
-def test_what_can_never_be_read_is_refused_before_it_waits(tiny_model, arguments, n, words):
+def test_impossible_requests_are_refused_when_added(tiny_model, arguments, n, words):
     batch = ContinuousBatch(tiny_model(), max_num_seqs=2)
     batch.add("a", torch.arange(4, 9), max_new_tokens=9)
     with pytest.raises(ValueError, match=words):
@@ -140,7 +140,7 @@ def test_a_batch_has_at_least_one_slot(tiny_model):
         ContinuousBatch(tiny_model(), max_num_seqs=0)
 
 
-def test_a_prompt_that_memory_does_not_hold_stops_nobody(tiny_model, monkeypatch):
+def test_a_prompt_too_large_for_memory_fails_alone(tiny_model, monkeypatch):
     model, embed = tiny_model(), type(tiny_model()).embed
 
     def small(self, ids, images=None):
@@ -149,34 +149,34 @@ def test_a_prompt_that_memory_does_not_hold_stops_nobody(tiny_model, monkeypatch
         return embed(self, ids, images)
 
     monkeypatch.setattr(type(model), "embed", small)
-    batch, heard = ContinuousBatch(model, max_num_seqs=4), {}
+    batch, generated = ContinuousBatch(model, max_num_seqs=4), {}
     for key, n in {"a": 8, "b": 8, "large": 9, "c": 7}.items():
         batch.add(key, torch.arange(4, 4 + n), max_new_tokens=5)
     with pytest.raises(PrefillError) as error:
         for _ in range(9):
-            listen(batch, heard)
+            listen(batch, generated)
     assert error.value.key == "large" and batch.running == 2 and batch.waiting == 1
-    assert {key: len(ids) for key, (ids, _) in answers(batch, heard).items()} == dict.fromkeys("abc", 5)
+    assert {key: len(ids) for key, (ids, _) in answers(batch, generated).items()} == dict.fromkeys("abc", 5)
 
 
-def test_a_prompt_that_is_no_prompt_stops_nobody(tiny_model):
-    """Ids that the model does not know, images of another size: said of the one prompt that has them."""
+def test_an_invalid_prompt_fails_alone(tiny_model):
+    """Unknown ids or images of another size fail the one prompt that has them."""
     model, ids = tiny_model(), torch.arange(4, 9)
-    batch, heard, unread = ContinuousBatch(model, max_num_seqs=4), {}, []
+    batch, generated, unread = ContinuousBatch(model, max_num_seqs=4), {}, []
     batch.add("a", ids, max_new_tokens=5)
     batch.add("unknown", ids + 40, max_new_tokens=5)
     batch.add("image", torch.full((4,), 3), torch.rand(1, 3, 20, 20), max_new_tokens=5)
     batch.add("b", ids, max_new_tokens=5)
     while batch.waiting or batch.running:
         try:
-            listen(batch, heard)
+            listen(batch, generated)
         except PrefillError as error:
             unread.append(error.key)
     assert sorted(unread) == ["image", "unknown"]
-    assert heard["a"][0] == heard["b"][0] == alone(model, ids, max_new_tokens=5)
+    assert generated["a"][0] == generated["b"][0] == alone(model, ids, max_new_tokens=5)
 
 
-def test_what_an_answer_leaves_behind_reaches_no_other(tiny_model):
+def test_a_slots_old_contents_reach_no_other_request(tiny_model):
     """Not even infinity, which a mask would turn into NaN."""
     model, ids = tiny_model(), torch.arange(4, 9)
     batch = ContinuousBatch(model, max_num_seqs=2)
@@ -214,9 +214,9 @@ def test_a_sequence_that_cannot_be_decoded_ends_alone(tiny_model, n_others):
     fail_on(model, expected[bad][poison], error)
     for key, ids in enumerate(prompts):
         batch.add(key, ids, max_new_tokens=6)
-    heard = answers(batch)
-    assert heard.pop(bad) == ([*expected[bad][: poison + 1], -1], ["error"])
-    assert {key: ids for key, (ids, _) in heard.items()} == {k: e for k, e in enumerate(expected) if k != bad}
+    generated = answers(batch)
+    assert generated.pop(bad) == ([*expected[bad][: poison + 1], -1], ["error"])
+    assert {key: ids for key, (ids, _) in generated.items()} == {k: e for k, e in enumerate(expected) if k != bad}
 
 
 def test_a_sampling_that_fails_ends_its_sequence_alone(tiny_model):
@@ -245,16 +245,16 @@ def test_a_step_without_memory_loses_no_token(tiny_model, error):
             raise error
 
     model.decoder.token_embedding.register_forward_pre_hook(refuse)
-    batch, heard = ContinuousBatch(model, max_num_seqs=4), {}
+    batch, generated = ContinuousBatch(model, max_num_seqs=4), {}
     for key in "ab":
         batch.add(key, ids, max_new_tokens=5)
-    listen(batch, heard)
+    listen(batch, generated)
     full.append(True)
     batch.add("c", ids, max_new_tokens=5)
     with pytest.raises(type(error)):
-        listen(batch, heard)
+        listen(batch, generated)
     batch.cancel("b")
-    assert {key: ids for key, (ids, _) in answers(batch, heard).items()} == {
+    assert {key: ids for key, (ids, _) in answers(batch, generated).items()} == {
         "a": expected, "b": expected[:2], "c": expected,
     }  # fmt: skip
 
