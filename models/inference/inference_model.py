@@ -205,7 +205,7 @@ class InferenceModel:
             return state
         with self._lock:
             if self._state is state:
-                logger.info("the model's weights have changed; inference is set up anew")
+                logger.info("the model's weights have changed; rebuilding the inference model")
                 self._state = _build(self._source, self._quantize, self._recompile)
                 if self._compile and not self._state.compiled:
                     logger.warning(

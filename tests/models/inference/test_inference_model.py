@@ -268,7 +268,7 @@ def test_a_rebuild_is_logged_once(tiny_model, caplog):
         model.bfloat16()
         logits_of(inference), logits_of(inference)
     assert [record.message for record in caplog.records] == [
-        "the model's weights have changed; inference is set up anew"
+        "the model's weights have changed; rebuilding the inference model"
     ]
 
 
