@@ -168,6 +168,42 @@ def collect_tokens(stream: Iterable[Tensor], n_rows: int, like: Tensor) -> Tenso
     return torch.stack(columns, dim=1) if columns else like.new_empty(n_rows, 0)
 
 
+class GenerationMixin:
+    """`stream` and `generate` for a model with the methods of `Decodable`."""
+
+    def stream(
+        self: Decodable,
+        input_ids: Tensor,
+        images: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int = 64,
+        sampling: SamplingParams = GREEDY,
+        eos_token_id: int | None = None,
+        n_samples: int = 1,
+        shared_prefix_length: int = 0,
+        use_kv_cache: bool = True,
+    ) -> Iterator[Tensor]:
+        """Yield token ids, (B * n_samples,), as they are chosen; see `stream_tokens`."""
+        return stream_tokens(
+            self,
+            input_ids,
+            images,
+            attention_mask,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            eos_token_id=eos_token_id,
+            n_samples=n_samples,
+            shared_prefix_length=shared_prefix_length,
+            use_kv_cache=use_kv_cache,
+        )
+
+    def generate(self: Decodable, input_ids: Tensor, *args, **kwargs) -> Tensor:
+        """All that `stream` yields with the same arguments, (B * n_samples, T_new)."""
+        n_rows = len(input_ids) * kwargs.get("n_samples", 1)
+        return collect_tokens(stream_tokens(self, input_ids, *args, **kwargs), n_rows, input_ids)
+
+
 def _begin_cached(model: Decodable, input_ids, images, attention_mask, rows: Tensor, shared: int):
     """Prefill: the logits after the prompt, and a function from ids to the next logits that keeps the cache."""
     prefix = None

@@ -1,6 +1,5 @@
 """The vision-language model: vision encoder, projector and language model on one sequence of embeddings."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -25,7 +24,7 @@ from models.checkpoint import (
     write_checkpoint_files,
 )
 from models.config import VLMConfig
-from models.decoding import GREEDY, SamplingParams, collect_tokens, stream_tokens
+from models.decoding import GenerationMixin
 from models.errors import CheckpointError, InputError
 from models.language_model import LanguageModel
 from models.modality_projector import ModalityProjector
@@ -56,7 +55,7 @@ class PrefillState:
         return PrefillState([kv.rows(index) for kv in self.kv_cache], mask)
 
 
-class VisionLanguageModel(nn.Module):
+class VisionLanguageModel(GenerationMixin, nn.Module):
     """nanoVLM: a SigLIP encoder, a pixel-shuffle projector and a Llama decoder.
 
     image_token_id marks the positions of images in a prompt; -1 where the vocabulary has no token for them.
@@ -188,39 +187,6 @@ class VisionLanguageModel(nn.Module):
             mask = torch.cat([ones.expand(len(embeds), n) if part is None else part for part, n in parts], dim=1)
         hidden, kv_cache = self.decoder(embeds, mask, kv_cache, start_pos)
         return self.decoder.head(hidden[:, -1]), PrefillState(kv_cache, mask)
-
-    def stream(
-        self,
-        input_ids: Tensor,
-        images: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        max_new_tokens: int = 64,
-        sampling: SamplingParams = GREEDY,
-        eos_token_id: int | None = None,
-        n_samples: int = 1,
-        shared_prefix_length: int = 0,
-        use_kv_cache: bool = True,
-    ) -> Iterator[Tensor]:
-        """Yield token ids, (B * n_samples,), as they are chosen; see `models.decoding.stream_tokens`."""
-        return stream_tokens(
-            self,
-            input_ids,
-            images,
-            attention_mask,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            eos_token_id=eos_token_id,
-            n_samples=n_samples,
-            shared_prefix_length=shared_prefix_length,
-            use_kv_cache=use_kv_cache,
-        )
-
-    def generate(self, input_ids: Tensor, *args, **kwargs) -> Tensor:
-        """All that `stream` yields with the same arguments, (B * n_samples, T_new)."""
-        return collect_tokens(
-            self.stream(input_ids, *args, **kwargs), len(input_ids) * kwargs.get("n_samples", 1), input_ids
-        )
 
     def validate_images(self, input_ids: Tensor, images: Tensor | None) -> None:
         """Raise InputError unless images (N, 3, S, S) match the image tokens of ids (..., T) in number."""

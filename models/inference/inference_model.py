@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config import VLMConfig
-from models.decoding import GREEDY, SamplingParams, collect_tokens, stream_tokens
+from models.decoding import GenerationMixin
 from models.errors import CompileError, InputError
 from models.inference.aot_compile import compile_decode, load_compiled_decode
 from models.inference.cpu_kernels import onednn_pays_off, replace_linears
@@ -26,7 +26,7 @@ from models.vision_transformer import VisionTransformer
 logger = logging.getLogger(__name__)
 
 
-class InferenceModel:
+class InferenceModel(GenerationMixin):
     """Generates what a VisionLanguageModel generates, up to rounding, as fast as possible; for inference only.
 
     It never changes the model. It builds a private network whose modules are made for inference and whose parameters
@@ -138,39 +138,6 @@ class InferenceModel:
         keys, values = zip(*(kv.buffer for kv in kv_cache))
         position = torch.full((1,), prefix.length, device=ids.device)
         return state.step(ids, position, keys, values), PrefillState(kv_cache)
-
-    def stream(
-        self,
-        input_ids: Tensor,
-        images: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        max_new_tokens: int = 64,
-        sampling: SamplingParams = GREEDY,
-        eos_token_id: int | None = None,
-        n_samples: int = 1,
-        shared_prefix_length: int = 0,
-        use_kv_cache: bool = True,
-    ) -> Iterator[Tensor]:
-        """See `VisionLanguageModel.stream`."""
-        return stream_tokens(
-            self,
-            input_ids,
-            images,
-            attention_mask,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            eos_token_id=eos_token_id,
-            n_samples=n_samples,
-            shared_prefix_length=shared_prefix_length,
-            use_kv_cache=use_kv_cache,
-        )
-
-    def generate(self, input_ids: Tensor, *args, **kwargs) -> Tensor:
-        """See `VisionLanguageModel.generate`."""
-        return collect_tokens(
-            self.stream(input_ids, *args, **kwargs), len(input_ids) * kwargs.get("n_samples", 1), input_ids
-        )
 
     def validate_images(self, input_ids: Tensor, images: Tensor | None) -> None:
         """See `VisionLanguageModel.validate_images`."""
