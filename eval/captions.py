@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", default=EMBEDDED, metavar="FOLDER_OR_HUB_ID", help="(default: the embedded model)")
     add("--scenes", type=positive, default=1000, metavar="N", help="fresh scenes, and withheld ones (default: 1000)")
-    add("--questions", type=positive, default=3, metavar="N", help="asked about each scene (default: 3)")
+    add("--questions", type=positive, default=3, metavar="N", help="questions per scene (default: 3)")
     add("--turns", type=positive, metavar="N", help="ask N questions about each scene in a conversation")
     add("--quantize", choices=("int8",), help="quantize the language model's weights")
     add("--compare", action="store_true", help="compare float32, bfloat16 and int8 on the CPU")
