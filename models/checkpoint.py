@@ -83,7 +83,7 @@ def load_config(folder: str | os.PathLike) -> VLMConfig:
 def read_object(path: Path) -> dict:
     """The object in a JSON file of a model's folder. Raises CheckpointError if there is none."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_model_text(path))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.parent} has no {path.name}; a model is a folder with {CONFIG} and {WEIGHTS}"
@@ -93,6 +93,19 @@ def read_object(path: Path) -> dict:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds {type(raw).__name__}, not an object of settings")
     return raw
+
+
+def read_model_text(path: Path) -> str:
+    """The text of a file in a model's folder, which must be a regular file: opening a pipe may block forever."""
+    check_regular_file(path)
+    return path.read_text(encoding="utf-8")
+
+
+def check_regular_file(path: Path) -> None:
+    """Raise CheckpointError for a pipe, a device or a folder in the place of a model's file."""
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe or a device"
+        raise CheckpointError(f"{path} is {kind}, not a regular file; copy the model's files there")
 
 
 def find_image_token_id(folder: str | os.PathLike, cfg: VLMConfig) -> int:
@@ -137,6 +150,7 @@ def read_state_dict(
     """
     path = Path(folder) / WEIGHTS
     wanted = {name: shape for name, shape in shapes.items() if not (tied and name == EMBEDDING)}
+    check_regular_file(path)
     try:
         source = _match_names(path, wanted, tied)
         state = {}
@@ -198,7 +212,8 @@ def _mapped_tensors(path: Path, source: dict[str, str]) -> Iterator[tuple[str, T
 
 def checkpoint_dtype(folder: str | os.PathLike) -> torch.dtype:
     """The dtype of the weights in folder; of several, the smallest that can represent them all."""
-    with safe_open(Path(folder) / WEIGHTS, framework="pt", device="cpu") as file:
+    check_regular_file(path := Path(folder) / WEIGHTS)
+    with safe_open(path, framework="pt", device="cpu") as file:
         dtypes = {file.get_tensor(name).dtype for name in set(file.keys()) - {INV_FREQ}}
     return reduce(torch.promote_types, dtypes)
 

@@ -17,6 +17,7 @@ from models.checkpoint import (
     TOKENIZER,
     find_image_token_id,
     load_config,
+    read_model_text,
     read_state_dict,
     save_checkpoint,
     snapshot_path,
@@ -94,7 +95,7 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
         cfg = load_config(folder)
         model = load_model(folder, cfg, find_image_token_id(folder, cfg), dtype, device)
         path = folder / TOKENIZER
-        model.tokenizer_json = path.read_text(encoding="utf-8") if path.exists() else None
+        model.tokenizer_json = read_model_text(path) if path.exists() else None
         return model
 
     def save_pretrained(

@@ -12,10 +12,11 @@ import tokenizers
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from models.checkpoint import TOKENIZER, snapshot_path
+from models.checkpoint import TOKENIZER, check_regular_file, snapshot_path
 from models.config import VLMConfig
 from nanovlm.errors import CheckpointError, InputError
 
+ROUND_TRIP_TEXT = "Describe this picture: are there 2 or 3 red cars?"
 NO_TOKEN = -1  # the image token id of format version 1, whose vocabulary has no image token
 
 
@@ -66,6 +67,7 @@ class Tokenizer:
 
     @classmethod
     def _read(cls, path: Path, cfg: VLMConfig, extra: Iterable[str] = ()) -> "Tokenizer":
+        check_regular_file(path)
         try:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -76,9 +78,23 @@ class Tokenizer:
             raise CheckpointError(f"{path} is not a valid {TOKENIZER}: {error}") from None
         backend.add_special_tokens(list(extra))
         try:
-            return cls(backend, cfg)
+            tokenizer = cls(backend, cfg)
+            tokenizer.check_round_trip()
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
+        return tokenizer
+
+    def check_round_trip(self) -> None:
+        """Raise CheckpointError if plain English does not survive encoding and decoding.
+
+        That happens if the file's pre-tokenizer or decoder is not the one that its vocabulary was made for.
+        """
+        text = self.decode(self.encode(ROUND_TRIP_TEXT))
+        if text.casefold().split() != ROUND_TRIP_TEXT.casefold().split():
+            raise CheckpointError(
+                f"{ROUND_TRIP_TEXT!r} is {text!r} after encoding and decoding: pre_tokenizer or decoder do not fit the "
+                "vocabulary; copy the tokenizer.json that the model was trained with"
+            )
 
     def __reduce__(self):  # pickled for data loading processes
         return Tokenizer, (self.backend, self.cfg)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.checkpoint import CONFIG, MAX_BLOCKS, TOKENIZER, WEIGHTS, read_object, snapshot_path
+from models.checkpoint import CONFIG, MAX_BLOCKS, TOKENIZER, WEIGHTS, check_regular_file, read_object, snapshot_path
 from models.config import VLMConfig, extra_tokens
 from models.errors import CheckpointError
 from models.modality_projector import ModalityProjector
@@ -331,6 +331,7 @@ def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
         names = set(weight_map.values())
     files: dict[str, Any] = {}
     for name in sorted(names):
+        check_regular_file(folder / name)
         file = stack.enter_context(safe_open(folder / name, framework="pt", device="cpu"))
         files |= dict.fromkeys(file.keys(), file)
     return files

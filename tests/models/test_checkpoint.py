@@ -323,6 +323,14 @@ def test_a_broken_folder_raises_in_one_line(folder, damage, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(folder, name):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"^.*{name} is a pipe or a device, not a regular file.*$"):
+        read(folder)
+
+
 def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -1,6 +1,7 @@
 """Tokenizer: user text never becomes special tokens, templates do, and streaming yields whole characters."""
 
 import json
+import os
 import random
 from dataclasses import replace
 
@@ -313,6 +314,29 @@ def test_missing_file_is_named(tokenizer, tmp_path):
         Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
     (tmp_path / "tokenizer.json").mkdir()
     with pytest.raises(CheckpointError, match="tokenizer.json"):
+        Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
+
+
+MISFITS = {
+    "no pre-tokenizer": {"pre_tokenizer": None},
+    "another pre-tokenizer": {"pre_tokenizer": {"type": "Whitespace"}},
+    "that of another family": {
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+    },
+    "no decoder": {"decoder": None},
+}
+
+
+@pytest.mark.parametrize("changes", MISFITS.values(), ids=MISFITS)
+def test_a_file_that_loses_plain_text_is_refused(tokenizer, tmp_path, changes):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(tokenizer.to_json()) | changes), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="^.*tokenizer.json: .* after encoding and decoding: pre_tokenizer .*$"):
+        Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
+
+
+def test_a_pipe_in_the_place_of_the_file_is_refused_at_once(tokenizer, tmp_path):
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="tokenizer.json is a pipe or a device"):
         Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
 
 
