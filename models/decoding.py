@@ -16,6 +16,8 @@ class SamplingParams:
     """How a token is chosen from logits. The default is greedy; the filters apply in the order of the fields."""
 
     repetition_penalty: float = 1.0  # > 1 makes tokens of the prompt and the output less likely (Keskar et al. 2019)
+    frequency_penalty: float = 0.0  # subtracted for each time a token is in the output (OpenAI); < 0 favours it
+    presence_penalty: float = 0.0  # subtracted once from tokens in the output (OpenAI); < 0 favours them
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
     top_p: float = 1.0  # keep the most likely tokens of total probability p (Holtzman et al. 2019); 1 keeps all
@@ -25,6 +27,8 @@ class SamplingParams:
     def __post_init__(self):
         for name, fits, limits in (
             ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
             ("top_k", self.top_k >= 0, "0 (all) or more"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
@@ -57,6 +61,15 @@ class SamplingParams:
         """Make the tokens marked in seen (B, vocabulary) bool less likely."""
         penalized = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
         return torch.where(seen, penalized, logits)
+
+    @property
+    def counts_output(self) -> bool:
+        """Whether `apply_output_penalties` changes anything."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    def apply_output_penalties(self, logits: Tensor, counts: Tensor) -> Tensor:
+        """Frequency and presence penalty; counts (B, vocabulary) says how often each token is in the output so far."""
+        return logits - self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
 
 
 GREEDY = SamplingParams()
@@ -97,11 +110,18 @@ def generate_tokens(
         generator = torch.Generator(logits.device).manual_seed(sampling.seed)
     if sampling.repetition_penalty != 1 and seen is None:
         seen = torch.zeros_like(logits, dtype=torch.bool)
+    counts = torch.zeros_like(logits, dtype=torch.float32) if sampling.counts_output else None
     ended = torch.zeros(logits.size(0), dtype=torch.bool, device=logits.device)
     for remaining in reversed(range(max_new_tokens)):
-        ids = sampling(logits if seen is None else sampling.apply_repetition_penalty(logits, seen), generator)
+        if seen is not None:
+            logits = sampling.apply_repetition_penalty(logits, seen)
+        if counts is not None:
+            logits = sampling.apply_output_penalties(logits, counts)
+        ids = sampling(logits, generator)
         if seen is not None:
             seen = seen.scatter(1, ids[:, None], True)
+        if counts is not None:
+            counts[torch.arange(len(ids), device=ids.device), ids] += 1
         if eos_token_id is not None:
             ids = ids.masked_fill(ended, eos_token_id)
             ended |= ids == eos_token_id

@@ -5,8 +5,8 @@ mask says how many are valid. A finished request therefore costs nothing, and a 
 free slot.
 """
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,6 +23,17 @@ MIN_LENGTH_RATIO = 7 / 8  # shortest to longest prompt of one prefill; more padd
 CACHE_GROWTH = 64  # tokens; the capacity is a multiple of it
 
 
+LogitsProcessor = Callable[[list[int], Tensor], Tensor]  # the ids generated so far, logits (1, vocabulary) -> logits
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log-probability of a generated token, and the most likely tokens in its place, before any sampling."""
+
+    logprob: float
+    top: list[tuple[int, float]]  # ids and log-probabilities, the most likely first
+
+
 @dataclass(frozen=True)
 class TokenOutput:
     """The next token of a request; on its last, finished is "stop" (the end token itself), "length" or "error"."""
@@ -31,6 +42,7 @@ class TokenOutput:
     token_id: int
     finished: str | None = None
     error: Exception | None = None  # why the request failed; token_id is then -1
+    logprobs: TokenLogprobs | None = None  # if the request asked for them
 
 
 class PrefillError(NanoVLMError, RuntimeError):
@@ -50,10 +62,13 @@ class _Request:
     images: Tensor | None
     remaining: int  # tokens that may still be generated
     sampling: SamplingParams
+    logits_processor: LogitsProcessor | None = None
+    top_logprobs: int | None = None  # how many; None for no log-probabilities at all
     generator: torch.Generator | None = None
     seen: Tensor | None = None  # (1, vocabulary) bool, for the repetition penalty
+    counts: Tensor | None = None  # (1, vocabulary) float32, for frequency and presence penalty
     length: int = 0  # tokens of it in its cache slot
-    last: int = -1  # token generated but not yet in the cache
+    output: list[int] = field(default_factory=list)  # the last of it is not yet in the cache
 
 
 class _SlotKV:
@@ -114,8 +129,15 @@ class ContinuousBatch:
         *,
         max_new_tokens: int = 64,
         sampling: SamplingParams = GREEDY,
+        logits_processor: LogitsProcessor | None = None,
+        top_logprobs: int | None = None,
     ) -> None:
-        """Queue a prompt, ids (T,) and images (N, 3, S, S). InputError if it can never be prefilled."""
+        """Queue a prompt, ids (T,) and images (N, 3, S, S). InputError if it can never be prefilled.
+
+        logits_processor changes the logits before each token is chosen, for example to exclude tokens: it is called with
+        the request's generated ids and logits (1, vocabulary). top_logprobs asks for the log-probability of each token
+        and of that many most likely ones, 0 for the token's own; they are those of the model's unchanged logits.
+        """
         if key in self._waiting or any(request is not None and request.key == key for request in self._slots):
             raise InputError(f"{key!r} is the key of a request that waits or runs; use another")
         if max_new_tokens < 1:
@@ -124,7 +146,9 @@ class ContinuousBatch:
             raise InputError(f"a prompt has the shape (T,), T at least 1, not {tuple(input_ids.shape)}")
         self.model.validate_length(len(input_ids), max_new_tokens)
         self.model.validate_images(input_ids, images)
-        self._waiting[key] = _Request(key, input_ids.cpu(), images, max_new_tokens, sampling)
+        self._waiting[key] = _Request(
+            key, input_ids.cpu(), images, max_new_tokens, sampling, logits_processor, top_logprobs
+        )
 
     def cancel(self, key: Hashable) -> None:
         """Drop a request, whether it waits or runs. An unknown key is no error."""
@@ -253,7 +277,7 @@ class ContinuousBatch:
         mask = (torch.arange(span, device=model.device) <= positions[:, None])[:, None, None]
         cos, sin = rope_cos_sin(positions[:, None, None], model.cfg)
         decoder = self._network().decoder
-        x = decoder.token_embedding(torch.tensor([[request.last] for request in requests], device=model.device))
+        x = decoder.token_embedding(torch.tensor([[request.output[-1]] for request in requests], device=model.device))
         for block, (key, value) in zip(decoder.blocks, self._cache[:, :, start : start + n, :, :span]):
             x, _ = block(x, cos, sin, mask, _SlotKV(key, value, slots, positions))
         return decoder.head(decoder.norm(x[:, -1]))
@@ -277,20 +301,24 @@ class ContinuousBatch:
         """Each request's next token from logits (B, vocabulary), as `generate_tokens` chooses it."""
         outputs = []
         for row, (request, token_id) in enumerate(zip(tuple(requests), GREEDY(logits).tolist())):
-            if request.sampling != GREEDY:
+            if request.sampling != GREEDY or request.logits_processor is not None:
                 try:
                     token_id = self._sample(request, logits[row : row + 1])
                 except Exception as error:
                     self._slots[self._slots.index(request)] = None
                     outputs.append(TokenOutput(request.key, -1, "error", error))
                     continue
-            request.last, request.remaining = token_id, request.remaining - 1
+            request.output.append(token_id)
+            request.remaining -= 1
             finished = None if request.remaining else "length"
             if token_id == self.eos_token_id:
                 finished = "stop"
             if finished:
                 self._slots[self._slots.index(request)] = None
-            outputs.append(TokenOutput(request.key, token_id, finished))
+            logprobs = None
+            if request.top_logprobs is not None:
+                logprobs = token_logprobs(logits[row], token_id, request.top_logprobs)
+            outputs.append(TokenOutput(request.key, token_id, finished, logprobs=logprobs))
         return outputs
 
     def _sample(self, request: _Request, logits: Tensor) -> int:
@@ -298,12 +326,27 @@ class ContinuousBatch:
         sampling = request.sampling
         if sampling.seed is not None and request.generator is None:
             request.generator = torch.Generator(logits.device).manual_seed(sampling.seed)
+        if request.logits_processor is not None:
+            logits = request.logits_processor(request.output, logits)
         if sampling.repetition_penalty != 1:
             if request.seen is None:
                 ids = request.input_ids[None].to(logits.device)
                 request.seen = token_presence_mask(ids, logits.size(-1), ids != self.model.image_token_id)
             logits = sampling.apply_repetition_penalty(logits, request.seen)
+        if sampling.counts_output:
+            if request.counts is None:
+                request.counts = torch.zeros_like(logits, dtype=torch.float32)
+            logits = sampling.apply_output_penalties(logits, request.counts)
         ids = sampling(logits, request.generator)
         if request.seen is not None:
             request.seen[0, ids] = True
+        if request.counts is not None:
+            request.counts[0, ids] += 1
         return int(ids)
+
+
+def token_logprobs(logits: Tensor, token_id: int, n_top: int) -> TokenLogprobs:
+    """Log-probabilities of a token and of the n_top most likely ones by logits (vocabulary,)."""
+    logprobs = logits.float().log_softmax(-1)
+    values, ids = logprobs.topk(min(n_top, len(logprobs)))
+    return TokenLogprobs(float(logprobs[token_id]), list(zip(ids.tolist(), values.tolist())))

@@ -121,7 +121,8 @@ class GenerationOptions:
         if max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens {max_new_tokens} is less than 1")
         try:
-            sampling = SamplingParams(**{name: getattr(args, name) for name in SamplingParams.__dataclass_fields__})
+            names = [name for name in SamplingParams.__dataclass_fields__ if hasattr(args, name)]
+            sampling = SamplingParams(**{name: getattr(args, name) for name in names})
         except InputError as error:
             raise UsageError(str(error)) from error
         return cls(max_new_tokens, sampling)

@@ -97,10 +97,27 @@ def test_a_huge_penalty_excludes_prompt_and_generated_tokens():
     assert generated.tolist() == [[0, 2, 3, 4], [3, 2, 1, 0]]
 
 
+@pytest.mark.parametrize(("frequency", "presence"), [(0.3, 0.0), (0.0, 0.7), (0.2, -0.5), (-0.4, 0.1)])
+def test_frequency_and_presence_penalty_follow_their_definition(frequency, presence):
+    """OpenAI: mu[j] -> mu[j] - c[j] * frequency - float(c[j] > 0) * presence, c counting the generated tokens."""
+    rows = torch.randn(2, 9, generator=torch.Generator().manual_seed(0))
+    sampling = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
+    stream = generate_tokens(rows, lambda ids: rows, sampling=sampling, max_new_tokens=30)
+    generated = torch.stack(list(stream), dim=1).tolist()
+    for logits, ids in zip(rows.tolist(), generated):
+        for step, token_id in enumerate(ids):
+            before = ids[:step]
+            mu = [x - before.count(j) * frequency - (j in before) * presence for j, x in enumerate(logits)]
+            assert mu[token_id] == pytest.approx(max(mu), abs=1e-5)
+    assert max(len(set(ids)) for ids in generated) > 1 or frequency < 0
+
+
 @pytest.mark.parametrize(
     ("name", "values"),
     [
         ("repetition_penalty", [0.0, -1.0, float("inf"), float("nan")]),
+        ("frequency_penalty", [-2.1, 2.1, float("nan")]),
+        ("presence_penalty", [-2.1, 2.1, float("nan")]),
         ("temperature", [-0.1, float("inf"), float("nan")]),
         ("top_k", [-1]),
         ("top_p", [0.0, 1.01, float("nan")]),

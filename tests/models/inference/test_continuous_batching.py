@@ -16,6 +16,8 @@ SAMPLINGS = [
     SamplingParams(repetition_penalty=1.5),
     SamplingParams(temperature=1.0, seed=5),
     SamplingParams(temperature=2.0, top_p=0.9, repetition_penalty=1.3, seed=6),
+    SamplingParams(frequency_penalty=0.8, presence_penalty=-0.3),
+    SamplingParams(temperature=1.5, presence_penalty=2.0, seed=7),
 ]
 
 
@@ -272,3 +274,44 @@ def test_cache_bytes_follow_the_running_requests(tiny_model):
         assert batch.cache_bytes_used == 2 * tokens * per_token <= batch.cache_bytes_allocated
     batch.step()
     assert batch.running == batch.cache_bytes_used == 0 < batch.cache_bytes_allocated
+
+
+def test_logprobs_are_those_of_the_whole_sequence(tiny_model):
+    model, ids = tiny_model(), torch.tensor([5, 9, 12, 7])
+    batch = ContinuousBatch(model, max_num_seqs=3)
+    for key, sampling in enumerate(SAMPLINGS[:3]):
+        batch.add(key, ids, max_new_tokens=6, sampling=sampling, top_logprobs=4)
+    batch.add("none", ids, max_new_tokens=2)
+    outputs = {key: [] for key in (0, 1, 2, "none")}
+    while batch.waiting or batch.running:
+        for output in batch.step():
+            outputs[output.key].append(output)
+    assert [output.logprobs for output in outputs.pop("none")] == [None, None]
+    for row in outputs.values():
+        generated = [output.token_id for output in row]
+        logits, _ = model(torch.tensor([ids.tolist() + generated]))
+        expected = logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        for output, logprobs in zip(row, expected):
+            assert output.logprobs.logprob == pytest.approx(logprobs[output.token_id].item(), abs=1e-4)
+            values, top = logprobs.topk(4)
+            assert [token_id for token_id, _ in output.logprobs.top] == top.tolist()
+            assert [value for _, value in output.logprobs.top] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def test_logits_processor_sees_its_own_output_and_decides(tiny_model):
+    model, seen = tiny_model(), []
+
+    def only_even_ids(generated, logits):
+        seen.append(list(generated))
+        assert logits.shape == (1, model.cfg.lm_vocab_size)
+        odd = torch.arange(logits.size(-1)) % 2 == 1
+        return logits.masked_fill(odd, float("-inf"))
+
+    batch = ContinuousBatch(model, max_num_seqs=2)
+    batch.add("even", torch.arange(4, 9), max_new_tokens=8, logits_processor=only_even_ids)
+    batch.add("any", torch.arange(4, 9), max_new_tokens=8)
+    generated = answers(batch)
+    assert generated["any"][0] == alone(model, torch.arange(4, 9), max_new_tokens=8)
+    even = generated["even"][0]
+    assert all(token_id % 2 == 0 for token_id in even) and even != generated["any"][0]
+    assert seen == [even[:n] for n in range(8)]
