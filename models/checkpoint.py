@@ -26,6 +26,10 @@ from models.language_model import inverse_frequencies
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # written for stock nanoVLM, see write_checkpoint_files
+MODEL_INPUT_NAMES = [
+    "input_ids",
+    "attention_mask",
+]  # transformers 4 else adds token_type_ids, which no model here takes
 MAX_MAPPED_TENSORS = 8  # of one mapping of the file
 MAX_BLOCKS = 1000  # the deepest models have a few hundred; refusing a million by building it would take an hour
 HEAD, EMBEDDING, INV_FREQ = "decoder.head.weight", "decoder.token_embedding.weight", "decoder.rotary_embd.inv_freq"
@@ -260,6 +264,7 @@ def write_checkpoint_files(
         (folder / TOKENIZER).write_text(tokenizer, encoding="utf-8")
         objects[TOKENIZER_CONFIG] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": MODEL_INPUT_NAMES,
             "eos_token": model.cfg.end_token,
             "extra_special_tokens": model.cfg.special_tokens,
             "chat_template": model.cfg.lm_chat_template,

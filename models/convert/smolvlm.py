@@ -1,7 +1,6 @@
 """Write a model under the names and settings of transformers' SmolVLM, which are Idefics3's (Laurençon et al. 2024).
 
-vLLM and llama.cpp's converter to GGUF read that layout. The network is the same; only the scale of the pixels differs,
-which the patch convolution absorbs.
+The network is the same; only the scale of the pixels differs, which the patch convolution absorbs.
 """
 
 from typing import cast
@@ -55,23 +54,23 @@ def smolvlm_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
 
 
 def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> dict:
-    """The object for SmolVLM's config.json; InputError for a model that SmolVLM cannot express."""
-    if cfg.format_version != 5:
-        raise InputError(
-            f"a model of format {cfg.format_version}, before September 2025: SmolVLM's processor has no such layout"
-        )
+    """The object for SmolVLM's config.json; InputError for a model that SmolVLM cannot express.
+
+    A negative image_token_id, that of format 1, is written as the first id behind the vocabulary: no token stands for
+    an image there.
+    """
     if cfg.lm_attn_scaling != 1:
         raise InputError(f"lm_attn_scaling={cfg.lm_attn_scaling}: SmolVLM's attention has no such factor, only 1")
     if not patches_keep_their_positions(cfg.vit_grid):
         raise InputError(
             f"{cfg.vit_grid} patches a side (vit_img_size={cfg.vit_img_size} / vit_patch_size={cfg.vit_patch_size}): "
-            "SmolVLM's rounding would give two of them the same position; 14, 16, 24, 27 and 32 work"
+            "transformers' rounding would give two of them the same position; a power of two, as 16 or 32, is exact"
         )
     ends = {"eos_token_id": eos_token_id, "pad_token_id": eos_token_id, "bos_token_id": None}
     return {
         "architectures": ["SmolVLMForConditionalGeneration"],
         "model_type": "smolvlm",
-        "image_token_id": image_token_id,
+        "image_token_id": cfg.lm_vocab_size if image_token_id < 0 else image_token_id,
         "scale_factor": cfg.mp_pixel_shuffle_factor,
         "tie_word_embeddings": cfg.lm_tie_weights,
         **ends,
@@ -110,8 +109,17 @@ def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> di
 
 
 def patches_keep_their_positions(grid: int) -> bool:
-    """Whether Idefics3's position ids, computed by bucketing fractions of a side, are exact for this grid."""
+    """Whether Idefics3's position ids are exact for this grid in transformers 5, which buckets fractions of a side.
+
+    Other programs round the same fractions in another way: transformers up to 4.54 and vLLM compute them by
+    torch.arange, whose rounding depends on PyTorch's build. See `is_exact_in_every_rounding`.
+    """
     fractions = torch.arange(grid, dtype=torch.float32) * (1.0 / torch.tensor(grid))
     boundaries = torch.arange(1 / grid, 1.0, 1 / grid)
     positions = torch.bucketize(fractions.clamp(max=1.0 - 1e-6), boundaries, right=True)
     return torch.equal(positions, torch.arange(grid))
+
+
+def is_exact_in_every_rounding(grid: int) -> bool:
+    """Whether grid is a power of two: then every fraction of a side is exact, and so is every position id."""
+    return grid & (grid - 1) == 0

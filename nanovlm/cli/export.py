@@ -3,7 +3,7 @@
 import argparse
 import logging
 
-HELP = "Write a model as transformers' SmolVLM, the layout that transformers, vLLM and GGUF's converter read."
+HELP = "Write a model in the layout of transformers' SmolVLM."
 EXAMPLE = "nanovlm export out/mine --out out/smolvlm"
 
 logger = logging.getLogger(__name__)

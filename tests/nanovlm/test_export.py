@@ -1,5 +1,7 @@
 """Export to SmolVLM: transformers computes the same ids, logits and captions from the exported folder."""
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -76,6 +78,13 @@ def test_black_image_is_not_taken_for_padding(theirs, embedded):
     inputs = embedded.processor([[Image.new("RGB", (96, 96))]], [PROMPT])
     assert inputs["images"].abs().max() == 0
     assert_same_logits(embedded.model, theirs, inputs["input_ids"], inputs["images"])
+
+
+def test_no_token_type_ids(folder):
+    """transformers 4 cannot generate with them, which its tokenizer adds unless the folder says otherwise."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert list(tokenizer("a star")) == ["input_ids", "attention_mask"]
+    assert json.loads((folder / "tokenizer_config.json").read_text())["model_input_names"] == [*tokenizer("a star")]
 
 
 def test_chat_template_accepts_strings_and_parts(folder, embedded):

@@ -15,7 +15,7 @@ from safetensors.torch import load_model as load_strictly
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torchvision import transforms
-from transformers import AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from models.checkpoint import load_config, save_checkpoint
 from models.config import CHATML, VLMConfig
@@ -23,6 +23,7 @@ from models.decoding import SamplingParams
 from nanovlm import Captioner
 from nanovlm.data.examples import IGNORE_INDEX, Example, collate, encode
 from nanovlm.errors import CheckpointError
+from nanovlm.export import export_notes, export_smolvlm
 from support.checkpoints import BASE_SIZE, EMBEDDING, HEAD, INV_FREQ, raw_config, stock_model, stock_shapes, tiles
 
 VERSIONS = (1, 2, 3, 4, 5)
@@ -233,6 +234,30 @@ def test_pixels_match_the_original_code(format_version, captioner, image_set):
     assert images.shape == expected.shape and images.dtype == torch.float32
     assert torch.allclose(images, expected, atol=1e-6) and 0 <= images.min() <= images.max() <= 1
     assert len({tuple(image.flatten().tolist()) for image in images}) == len(images), "all tiles differ"
+
+
+@torch.no_grad()
+def test_export_gives_the_same_logits_in_transformers(format_version, captioner, tmp_path):
+    """Before format 5 without a processor; a prompt of format 1 is passed as embeddings, the image's first."""
+    export_smolvlm(captioner, tmp_path)
+    assert bool(list(tmp_path.glob("*processor*"))) == (format_version == 5)
+    assert export_notes(captioner.model.cfg)[0].startswith("no processor") == (format_version < 5)
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    inputs = captioner.processor([[noise(ONE)]], [QUESTION])
+    pixels = (inputs["images"] * 2 - 1)[None]
+    ids, mask = inputs["input_ids"], torch.ones_like(pixels[:, :, 0], dtype=torch.bool)
+    arguments = {"input_ids": ids, "pixel_values": pixels, "pixel_attention_mask": mask}
+    if format_version == 1:
+        text = AutoTokenizer.from_pretrained(tmp_path)(f"Question: {QUESTION} Answer:", return_tensors="pt")
+        image_embeds = torch.cat(list(theirs.model.get_image_features(pixels, mask).pooler_output))[None]
+        embeds = [image_embeds, theirs.get_input_embeddings()(text["input_ids"])]
+        arguments = {"inputs_embeds": torch.cat(embeds, dim=1)}
+    ours, _ = captioner.model(ids, inputs["images"])
+    assert (ours - theirs(**arguments).logits).abs().max() <= 1e-5 * ours.abs().max()
+    eos = captioner.tokenizer.eos_token_id
+    answer = captioner.model.generate(ids, inputs["images"], max_new_tokens=12, eos_token_id=eos)[0].tolist()
+    answer = answer[: answer.index(eos) + 1] if eos in answer else answer
+    assert theirs.generate(**arguments, max_new_tokens=12, do_sample=False)[0].tolist()[-len(answer) :] == answer
 
 
 def test_special_tokens_in_a_question_are_plain_text(captioner):
