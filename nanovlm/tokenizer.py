@@ -9,11 +9,10 @@ from functools import cached_property
 from pathlib import Path
 
 import tokenizers
-from jinja2.exceptions import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from models.checkpoint import TOKENIZER, check_regular_file, snapshot_path
 from models.config import VLMConfig
+from nanovlm.chat_template import ChatTemplate
 from nanovlm.errors import CheckpointError, InputError
 
 ROUND_TRIP_TEXT = "Describe this picture: are there 2 or 3 red cars?"
@@ -119,13 +118,8 @@ class Tokenizer:
         return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or r"(?!)")
 
     @cached_property
-    def _template(self):
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise_exception
-        try:
-            return environment.from_string(self.cfg.lm_chat_template or "")
-        except TemplateError as error:
-            raise CheckpointError(f"lm_chat_template is not a valid jinja2 template: {error}") from None
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.cfg.lm_chat_template or "")
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text: '<|im_end|>' in it is ten characters, not the end of a turn."""
@@ -162,23 +156,12 @@ class Tokenizer:
             return text
 
         escaped = [{"role": m["role"], "content": m.get("images", "") + escape(m["content"])} for m in messages]
-        rendered = self._render(escaped, add_generation_prompt)
+        rendered = self._template.render(escaped, add_generation_prompt)
         ids, start = [], 0
         for match in self._special.finditer(rendered):
             ids += self.encode(unescape(rendered[start : match.start()])) + [self.special_id(match[0])]
             start = match.end()
         return ids + self.encode(unescape(rendered[start:]))
-
-    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        template = self._template
-        try:
-            rendered = template.render(messages=messages, add_generation_prompt=add_generation_prompt)
-        except Exception as error:  # a template is a program: it may divide by zero, recurse ...
-            reason = " ".join(str(error).split())
-            raise CheckpointError(f"lm_chat_template cannot render this chat: {reason}") from None
-        if not rendered:
-            raise CheckpointError("lm_chat_template renders this chat as an empty text")
-        return rendered
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text without special tokens."""
@@ -220,7 +203,3 @@ class StreamingDecoder:
     def rest(self) -> str:
         """The remaining text after the last id."""
         return self.tokenizer.decode(self.ids)[self.n_emitted_chars :]
-
-
-def _raise_exception(message: str):
-    raise TemplateError(message)
