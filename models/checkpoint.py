@@ -115,6 +115,7 @@ def check_regular_file(path: Path) -> None:
 def find_image_token_id(folder: str | os.PathLike, cfg: VLMConfig) -> int:
     """The id of the image token: from tokenizer.json, or without one by nanoVLM's rule for extra tokens.
 
+    A tokenizer.json of lm_base_vocab_size tokens is a backbone's own and is read as if the extra tokens followed.
     NO_IMAGE_TOKEN if cfg names none. Raises CheckpointError if the tokenizer does not know the token.
     """
     if cfg.vlm_extra_tokens is None:
@@ -129,14 +130,29 @@ def find_image_token_id(folder: str | os.PathLike, cfg: VLMConfig) -> int:
         vocabulary = raw["model"]["vocab"]
         if isinstance(vocabulary, list):  # Unigram: pieces with scores
             vocabulary = {piece: i for i, (piece, _) in enumerate(vocabulary)}
-        image_token_id = ids.get(token, vocabulary.get(token))
+        ids = vocabulary | ids
+        image_token_id = ids.get(token)
+        if image_token_id is None and is_base_vocabulary(ids, cfg):
+            missing = [extra for extra in dict.fromkeys(cfg.special_tokens.values()) if extra not in ids]
+            image_token_id = len(ids) + missing.index(token)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is not a {TOKENIZER} of the tokenizers library: {error!r}") from None
     if type(image_token_id) is not int:
-        raise CheckpointError(
-            f"{path}: vlm_extra_tokens names image_token={token!r}, but the tokenizer has no such token"
-        )
+        raise CheckpointError(f"{path}: {missing_token(cfg, 'image_token', len(ids))}")
     return image_token_id
+
+
+def is_base_vocabulary(ids: Mapping[str, int], cfg: VLMConfig) -> bool:
+    """Whether a tokenizer with these ids is the language model's own, to which stock nanoVLM adds the extra tokens."""
+    return len(ids) == cfg.lm_base_vocab_size == max(ids.values(), default=-1) + 1
+
+
+def missing_token(cfg: VLMConfig, name: str, n_tokens: int) -> str:
+    """The message for a tokenizer of n_tokens that lacks an extra token and is not the language model's own."""
+    return (
+        f"vlm_extra_tokens names {name}={cfg.special_tokens[name]!r}, but the tokenizer has no such token, and with "
+        f"{n_tokens} tokens it is not the language model's own of lm_base_vocab_size={cfg.lm_base_vocab_size}"
+    )
 
 
 def read_state_dict(

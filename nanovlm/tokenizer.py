@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tokenizers
 
-from models.checkpoint import TOKENIZER, check_regular_file, snapshot_path
+from models.checkpoint import TOKENIZER, check_regular_file, is_base_vocabulary, missing_token, snapshot_path
 from models.config import VLMConfig
 from nanovlm.chat_template import ChatTemplate
 from nanovlm.errors import CheckpointError, InputError
@@ -35,7 +35,7 @@ class Tokenizer:
         extra = cfg.special_tokens
         for name, token in extra.items():
             if backend.token_to_id(token) is None:
-                raise CheckpointError(f"vlm_extra_tokens names {name}={token!r}, but the tokenizer has no such token")
+                raise CheckpointError(missing_token(cfg, name, backend.get_vocab_size(with_added_tokens=True)))
         self.image_token_id = self.special_id(extra["image_token"]) if extra else NO_TOKEN
         self.eos_token_id = self.special_id(cfg.end_token)
         special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
@@ -44,7 +44,10 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
-        """Load the tokenizer.json of a model folder or, without one, `from_backbone(cfg.lm_tokenizer)`."""
+        """Load the tokenizer.json of a model folder or, without one, `from_backbone(cfg.lm_tokenizer)`.
+
+        A language model's own tokenizer.json, of cfg.lm_base_vocab_size tokens, gets the extra tokens, as in nanoVLM.
+        """
         path = Path(folder) / TOKENIZER
         if path.exists():
             return cls._read(path, cfg)
@@ -75,6 +78,8 @@ class Tokenizer:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path} is not a valid {TOKENIZER}: {error}") from None
+        if is_base_vocabulary(backend.get_vocab(with_added_tokens=True), cfg):
+            extra = cfg.special_tokens.values()
         backend.add_special_tokens(list(extra))
         try:
             tokenizer = cls(backend, cfg)

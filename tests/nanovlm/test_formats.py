@@ -5,6 +5,7 @@ The expected prompts are written out by hand below, and the answers are computed
 
 import json
 import random
+import shutil
 import warnings
 
 import pytest
@@ -17,13 +18,15 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from torchvision import transforms
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from models.checkpoint import load_config, save_checkpoint
+from models.checkpoint import find_image_token_id, load_config, save_checkpoint
 from models.config import CHATML, VLMConfig
 from models.decoding import SamplingParams
+from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.data.examples import IGNORE_INDEX, Example, collate, encode
 from nanovlm.errors import CheckpointError
 from nanovlm.export import export_notes, export_smolvlm
+from nanovlm.tokenizer import Tokenizer
 from support.checkpoints import BASE_SIZE, EMBEDDING, HEAD, INV_FREQ, raw_config, stock_model, stock_shapes, tiles
 
 VERSIONS = (1, 2, 3, 4, 5)
@@ -184,6 +187,41 @@ def stock_tokenizer(folder, raw):
     return AutoTokenizer.from_pretrained(
         folder, extra_special_tokens=tokens, chat_template=raw.get("lm_chat_template", "none")
     )
+
+
+@pytest.fixture(scope="module")
+def with_backbone_tokenizer(format_version, make_checkpoint, backbone_tokenizer):
+    """A checkpoint beside the language model's own tokenizer.json, without nanoVLM's extra tokens."""
+    folder = make_checkpoint(format_version)
+    shutil.copy(backbone_tokenizer / "tokenizer.json", folder)
+    return folder
+
+
+def test_the_language_models_own_tokenizer_is_extended_as_stock_does(
+    format_version, with_backbone_tokenizer, backbone_tokenizer, captioner
+):
+    cfg = load_config(with_backbone_tokenizer)
+    tokenizer = Tokenizer.from_pretrained(with_backbone_tokenizer, cfg)
+    reference = stock_tokenizer(backbone_tokenizer, raw_config(format_version))
+    for token in cfg.special_tokens.values():
+        assert tokenizer.special_id(token) == reference.convert_tokens_to_ids(token)
+    image_token_id = find_image_token_id(with_backbone_tokenizer, cfg)
+    assert image_token_id == tokenizer.image_token_id == captioner.tokenizer.image_token_id
+    assert tokenizer.to_json() == captioner.tokenizer.to_json()
+    assert VisionLanguageModel.from_pretrained(with_backbone_tokenizer).image_token_id == image_token_id
+
+
+def test_a_foreign_tokenizer_is_refused_with_both_sizes(format_version, make_checkpoint, backbone_tokenizer):
+    if format_version == 1:
+        pytest.skip("format 1 has no extra tokens")
+    folder = make_checkpoint(format_version)
+    backend = tokenizers.Tokenizer.from_file(str(backbone_tokenizer / "tokenizer.json"))
+    backend.add_tokens(["one_more"])
+    backend.save(str(folder / "tokenizer.json"))
+    cfg = load_config(folder)
+    for load in (Tokenizer.from_pretrained, find_image_token_id):
+        with pytest.raises(CheckpointError, match=f"with {BASE_SIZE + 1} tokens .* lm_base_vocab_size={BASE_SIZE}$"):
+            load(folder, cfg)
 
 
 def stock_ids(format_version, text, reference) -> list[int]:
