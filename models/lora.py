@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -108,30 +108,38 @@ def merge(model: VisionLanguageModel) -> VisionLanguageModel:
 
 def write_adapters(folder: Path, model: VisionLanguageModel, base: str | None = None) -> None:
     """Write everything that was trained as two files that PEFT loads; base names the model it was trained on."""
-    modules, parameters = adapters(model), fully_trained(model)
-    first = next(iter(modules.values()))
+    tensors = {
+        f"{name}.{part}.weight": getattr(module, part).weight
+        for name, module in adapters(model).items()
+        for part in ADAPTER_TENSORS
+    }
+    write_adapter_files(folder, model, tensors | fully_trained(model), {"base_model_name_or_path": base})
+
+
+def write_adapter_files(
+    folder: Path, model: VisionLanguageModel, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> None:
+    """Write adapter_config.json and adapter_model.safetensors: tensors by module name, and the model's rank and alpha.
+
+    settings are further keys of adapter_config.json. Tensors of a tied pair are both written, as PEFT needs both.
+    """
+    first = next(iter(adapters(model).values()))
     config = {
         "peft_type": "LORA",
-        "base_model_name_or_path": base,
         "r": first.rank,
         "lora_alpha": first.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted(modules),
-        "modules_to_save": sorted({name.rpartition(".")[0] for name in parameters}) or None,
+        "target_modules": sorted({name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name}),
+        "modules_to_save": sorted({name.rpartition(".")[0] for name in tensors if ".lora_" not in name}) or None,
         "task_type": None,
+        **settings,
     }
     (Path(folder) / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    state = {
-        f"{PREFIX}{name}.{part}.weight": getattr(module, part).weight.detach().cpu().contiguous()
-        for name, module in modules.items()
-        for part in ADAPTER_TENSORS
-    }
-    for name, p in parameters.items():  # PEFT needs both of a tied pair, and safetensors refuses shared memory
-        state[f"{PREFIX}{name}"] = p.detach().cpu().clone()
-    save_file(state, Path(folder) / ADAPTER_WEIGHTS, {"format": "pt"})
+    state = {f"{PREFIX}{name}": tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    save_file(state, Path(folder) / ADAPTER_WEIGHTS, {"format": "pt"})  # which refuses shared memory
 
 
 def read_adapters(folder: Path, model: VisionLanguageModel) -> None:

@@ -47,10 +47,17 @@ def smolvlm_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
     state |= {f"{conv}.weight": weight, f"{conv}.bias": state[f"{conv}.bias"] + weight.sum((1, 2, 3))}
     positions = "vision_encoder.patch_embedding.position_embedding"
     state[positions] = state[positions][0]
-    for name in [name for name in state if "qkv_proj" in name]:
-        rows = state.pop(name).chunk(3)
-        state |= {name.replace("qkv", part): tensor for part, tensor in zip("qkv", rows)}
-    return {cast(str, translate(name, NAMES)): tensor for name, tensor in state.items()}  # NAMES drops no tensor
+    return rename_to_smolvlm(state)
+
+
+def rename_to_smolvlm(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by SmolVLM's names; the rows of one named qkv_proj become those of q, k and v."""
+    renamed = {}
+    for name, tensor in state.items():
+        parts = zip("qkv", tensor.chunk(3)) if "qkv_proj" in name else [("qkv", tensor)]
+        for part, rows in parts:
+            renamed[cast(str, translate(name.replace("qkv", part), NAMES))] = rows  # NAMES drops no tensor
+    return renamed
 
 
 def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> dict:
