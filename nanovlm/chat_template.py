@@ -1,8 +1,8 @@
 """Chat templates: jinja2 programs of a checkpoint, rendered with bounded time, memory and output.
 
-jinja2's sandbox keeps a template away from Python's internals, but not from `{{ "a" * 10**10 }}`. Here a template pays for what
-it does before it does it: looping, calling, comparing, joining and printing cost as many steps as the values are long,
-and a rendering has MIN_STEPS of them and STEPS_PER_CHARACTER for each character of the chat.
+jinja2's sandbox keeps a template away from Python's internals, but not from `{{ "a" * 10**10 }}`. Here a template pays
+for what it does before it does it: looping, calling, comparing, joining and printing cost as many steps as the values
+are long, and a rendering has MIN_STEPS of them and STEPS_PER_CHARACTER for each character of the chat.
 """
 
 import json
@@ -26,7 +26,8 @@ MAX_STEPS = 2**62
 
 # What a template may call. Filters and methods that are left out, such as center and zfill, make long texts of nothing.
 FILTERS = """abs attr capitalize count d default dictsort e escape first float groupby int items last length list lower
-    map max min reject rejectattr reverse safe select selectattr sort string title trim truncate unique upper wordcount"""
+    map max min reject rejectattr reverse safe select selectattr sort string title trim truncate unique upper
+    wordcount"""
 METHODS = """capitalize casefold copy count endswith find format format_map get index isalnum isalpha isascii isdecimal
     isdigit isidentifier islower isnumeric isprintable isspace istitle isupper items join keys lower lstrip partition
     removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split splitlines startswith strip swapcase
@@ -242,7 +243,7 @@ class _Metered(NodeTransformer):
     visit_CallBlock = visit_Macro
 
 
-def _charge(node: nodes.Expr) -> nodes.Filter:
+def _charge(node: Any) -> nodes.Filter:
     return nodes.Filter(node, "charge", [], [], None, None, lineno=node.lineno)
 
 

@@ -27,8 +27,10 @@ LLAMA = """{{ bos_token }}{% set ns = namespace(n=0) %}{% for message in message
 {{ last(messages) }}
 {% if add_generation_prompt %}{{ '{}:{}'.format('assistant', messages | length) }}{% endif %}"""
 SMOLVLM = """<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}
-{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}
-{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"""
+{% if message['content'][0]['type'] == 'image' %}{{':'}}
+{% else %}{{': '}}{% endif %}{% for line in message['content'] %}
+{% if line['type'] == 'text' %}{{line['text']}}{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}
+{% endfor %}<end_of_utterance>\n{% endfor %}"""
 PARTS = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}]
 
 
