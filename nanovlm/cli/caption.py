@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from nanovlm import PROMPT, SAMPLE
 from nanovlm.cli.options import GenerationOptions, ModelOptions, add_generation_flags, add_renamed, load_captioner
 from nanovlm.console import print_error
+from nanovlm.embedded import trained_prompts
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def check_generation(args: argparse.Namespace) -> GenerationOptions:
     max_new_tokens = MAX_NEW_TOKENS
     if args.length:
         args.prompts[0], max_new_tokens = LENGTHS[args.length]
+        check_length(args)
     if args.samples < 1:
         raise UsageError(f"--samples {args.samples} is less than 1")
     if args.samples > 1 and len(args.prompts) > 1:
@@ -121,6 +123,16 @@ def check_generation(args: argparse.Namespace) -> GenerationOptions:
     if args.samples > 1 and args.temperature == 0:
         raise UsageError(f"--samples {args.samples} at temperature 0 are all the same; add --temperature 0.7, say")
     return GenerationOptions.from_args(args, max_new_tokens if args.max_new_tokens is None else args.max_new_tokens)
+
+
+def check_length(args: argparse.Namespace) -> None:
+    """Refuse --length for a model whose card says that it knows other prompts only."""
+    prompts = trained_prompts(args.model)
+    if prompts is not None and args.prompts[0] not in prompts:
+        raise UsageError(
+            f"--length {args.length} asks {args.prompts[0]!r}, but {args.model} was trained on its own prompts only: "
+            f"{', '.join(map(repr, prompts))}; leave --length away, or name another --model"
+        )
 
 
 def print_captions(args: argparse.Namespace, generation: GenerationOptions) -> int:

@@ -13,6 +13,7 @@ from eval.captions import measure
 from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.captioner import Captioner
 from nanovlm.data.examples import encode
+from nanovlm.embedded import trained_prompts
 from nanovlm.synthetic import caption, draw, random_scene, recipe
 from nanovlm.synthetic.recipe import CAPTION_PROMPTS, drop_words, make_config, make_tokenizer, scene_example
 from nanovlm.synthetic.scene import with_unnamed_colors
@@ -27,6 +28,14 @@ def test_model_and_card_fit_in_ten_megabytes():
     files = {path.name: path for path in EMBEDDED.iterdir()}
     assert files.keys() == {"config.json", "model.safetensors", "tokenizer.json", "sample.png", "README.md"}
     assert sum(path.stat().st_size for path in files.values()) <= 10e6
+
+
+def test_the_card_lists_the_prompts_of_the_recipe(tmp_path):
+    assert trained_prompts(EMBEDDED) == list(CAPTION_PROMPTS)
+    assert trained_prompts(tmp_path) is None
+    for text in ("no metadata", "---\nlicense: mit\n---\n", "---\n: [\n---\n"):
+        (tmp_path / "README.md").write_text(text)
+        assert trained_prompts(tmp_path) is None
 
 
 def test_config_and_tokenizer_match_the_recipe(captioner):

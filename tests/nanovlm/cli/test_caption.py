@@ -105,6 +105,15 @@ def test_flags_that_need_one_prompt_refuse_several(generate, flags, words):
     assert not Path("captions.jsonl").exists()
 
 
+@pytest.mark.parametrize("length", ["short", "long"])
+def test_a_length_is_refused_where_the_card_lists_other_prompts(generate, captions_of, length):
+    result = generate(SAMPLE, "--length", length, model=None)
+    assert_usage_error(result, f"--length {length}", "its own prompts only: 'Describe this picture.'", "--model")
+    assert generate(SAMPLE, "--length", "normal", model=None)[0] == 0
+    prompt = {"short": "Describe this picture in a few words.", "long": "Describe this picture in detail."}[length]
+    assert generate("good.png", "--length", length)[1].split() == captions_of("good.png", prompt)[0].split()
+
+
 def test_stats_are_one_line_per_image_on_stderr(generate):
     _, plain, _ = generate("good.png", "fine.jpg")
     code, out, err = generate("good.png", "fine.jpg", "--stats")
