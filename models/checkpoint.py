@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from itertools import islice
 from pathlib import Path
@@ -20,11 +20,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from models import smolvlm
 from models.config import VLMConfig
 from models.errors import CheckpointError
 from models.language_model import inverse_frequencies
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+INDEX = "model.safetensors.index.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # written for stock nanoVLM, see write_checkpoint_files
 MODEL_INPUT_NAMES = [
     "input_ids",
@@ -49,7 +51,7 @@ class HasWeights(Protocol):
 def snapshot_path(
     name_or_folder: str | os.PathLike,
     revision: str | None = None,
-    files: Sequence[str] = (CONFIG, "*.safetensors", TOKENIZER),
+    files: Sequence[str] = (CONFIG, "*.safetensors", INDEX, TOKENIZER, *smolvlm.OTHER_FILES),
 ) -> Path:
     """The local folder of a model: the folder itself, or the snapshot of a Hub id, downloaded unless it is cached."""
     folder = Path(name_or_folder)
@@ -78,10 +80,31 @@ def load_config(folder: str | os.PathLike) -> VLMConfig:
     """The config of the model in folder. Raises CheckpointError if it cannot be used."""
     path = Path(folder) / CONFIG
     raw = read_object(path)
+    if raw.get("model_type") in smolvlm.MODEL_TYPES:
+        return _load_smolvlm_config(Path(folder))
+    if "model_type" in raw and "lm_hidden_dim" not in raw:
+        raise CheckpointError(
+            f"{path}: model_type={raw['model_type']!r} is not supported; nanoVLM's own config.json and those of "
+            f"transformers' {' and '.join(smolvlm.MODEL_TYPES)} are"
+        )
     try:
         return VLMConfig.from_dict(raw)
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: {error}") from None
+
+
+def _load_smolvlm_config(folder: Path) -> VLMConfig:
+    files = {}
+    for name in (CONFIG, *smolvlm.OTHER_FILES):
+        try:
+            if (folder / name).exists():
+                files[name] = read_model_text(folder / name)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder / name} cannot be read: {error}") from None
+    try:
+        return smolvlm.config_from_files(files)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
 
 
 def read_object(path: Path) -> dict:
@@ -139,6 +162,10 @@ def find_image_token_id(folder: str | os.PathLike, cfg: VLMConfig) -> int:
         raise CheckpointError(f"{path} is not a {TOKENIZER} of the tokenizers library: {error!r}") from None
     if type(image_token_id) is not int:
         raise CheckpointError(f"{path}: {missing_token(cfg, 'image_token', len(ids))}")
+    if cfg.smolvlm is not None and smolvlm.image_token_id(cfg) != image_token_id:
+        raise CheckpointError(
+            f"{path}: {token} is {image_token_id}, but {CONFIG} has image_token_id={smolvlm.image_token_id(cfg)}"
+        )
     return image_token_id
 
 
@@ -155,56 +182,100 @@ def missing_token(cfg: VLMConfig, name: str, n_tokens: int) -> str:
     )
 
 
+def read_weights(
+    folder: str | os.PathLike,
+    cfg: VLMConfig,
+    empty: Mapping[str, Tensor],
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> dict[str, Tensor]:
+    """The state dict of the model in folder, of the names and shapes of `empty`; see `read_state_dict`."""
+    tied: tuple[str, str] | None = (EMBEDDING, HEAD)
+    expected = dict(empty)
+    if cfg.smolvlm is not None:
+        tied, expected = (smolvlm.EMBEDDING, smolvlm.HEAD), smolvlm.to_smolvlm(empty)
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    state = read_state_dict(folder, shapes, tied=tied if cfg.lm_tie_weights else None, dtype=dtype, device=device)
+    return state if cfg.smolvlm is None else smolvlm.from_smolvlm(state, empty)
+
+
 def read_state_dict(
     folder: str | os.PathLike,
     shapes: Shapes,
     *,
-    tied: bool,
+    tied: tuple[str, str] | None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> dict[str, Tensor]:
-    """The tensors of these names and shapes from a folder's model.safetensors; it must hold all of them and no other.
+    """The tensors of these names and shapes from a folder's safetensors files, which must hold all and no other.
 
     Names and shapes are compared before anything is allocated. Weights already in dtype stay memory-mapped on a CPU.
-    If head and embedding are tied, the file may hold either or, if they are equal, both. Raises CheckpointError.
+    tied names an embedding and a head that are one: the files may hold either or, if they are equal, both. Raises
+    CheckpointError.
     """
-    path = Path(folder) / WEIGHTS
-    wanted = {name: shape for name, shape in shapes.items() if not (tied and name == EMBEDDING)}
-    check_regular_file(path)
+    wanted = {name: shape for name, shape in shapes.items() if not (tied and name == tied[0])}
+    path = Path(folder)
     try:
-        source = _match_names(path, wanted, tied)
+        files = weight_files(path)
+        path = files[0] if len(files) == 1 else path
         state = {}
-        for name, tensor in _mapped_tensors(path, source):
+        for name, tensor in _mapped_tensors(_match_names(files, path, wanted, tied)):
             if reason := why_unusable(tensor, dtype):
                 raise CheckpointError(f"{path}: {name} {reason}")
             state[name] = tensor.to(device, dtype)
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {WEIGHTS}; a model is a folder with {CONFIG} and {WEIGHTS}") from None
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}") from None
     if tied:
-        state[EMBEDDING] = state[HEAD]
+        state[tied[0]] = state[tied[1]]
     return state
 
 
-def _match_names(path: Path, wanted: Shapes, tied: bool) -> dict[str, str]:
-    """Each wanted name with the file's name for it, in the order in which to read them."""
-    with safe_open(path, framework="pt", device="cpu") as file:
-        names = set(file.keys()) - {INV_FREQ}
-        order = sorted(wanted, key=lambda name: name.split(".")[::-1])  # equal kinds are mapped and released together
-        source = {name: name for name in order}
-        if tied and EMBEDDING in names:
-            if HEAD in names and not torch.equal(file.get_tensor(EMBEDDING), file.get_tensor(HEAD)):
-                raise CheckpointError(f"{path}: lm_tie_weights=true, but {EMBEDDING} and {HEAD} differ")
-            if HEAD not in names:
-                source[HEAD] = EMBEDDING
-            names = (names - {EMBEDDING}) | {HEAD}
-        compare_names(wanted, names, str(path))
+def weight_files(folder: Path) -> list[Path]:
+    """model.safetensors or, if the weights are sharded, the files that model.safetensors.index.json names."""
+    if (folder / WEIGHTS).exists():
+        check_regular_file(folder / WEIGHTS)
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).exists():
+        pickled = sorted(path.name for path in folder.glob("*.bin"))
+        hint = f"; {pickled[0]} may run code and is not read: save it as safetensors" if pickled else ""
+        raise CheckpointError(f"{folder} has no {WEIGHTS}; a model is a folder with {CONFIG} and {WEIGHTS}{hint}")
+    weight_map = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or any(Path(str(n)).name != n for n in weight_map.values()):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map of tensors to files beside it")
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    for file in files:
+        check_regular_file(file)
+        if not file.exists():
+            raise CheckpointError(f"{file} is missing, which {INDEX} names")
+    return files
+
+
+def _match_names(
+    files: Sequence[Path], path: Path, wanted: Shapes, tied: tuple[str, str] | None
+) -> dict[Path, dict[str, str]]:
+    """For each file, each wanted name that it holds with the file's name for it, in the order in which to read them."""
+    found: dict[str, Path] = {}
+    with ExitStack() as stack:
+        opened = {file: stack.enter_context(safe_open(file, framework="pt", device="cpu")) for file in files}
+        for file, handle in opened.items():
+            found |= dict.fromkeys(set(handle.keys()) - {INV_FREQ}, file)
+        source = {name: name for name in wanted}
+        if tied and tied[0] in found:
+            embedding, head = tied
+            if head not in found:
+                source[head] = embedding
+            elif not torch.equal(*(opened[found[name]].get_tensor(name) for name in tied)):
+                key = "lm_tie_weights" if head == HEAD else "tie_word_embeddings"
+                raise CheckpointError(f"{path}: {key}=true, but {embedding} and {head} differ")
+            file = found.pop(embedding)
+            found.setdefault(head, file)
+        compare_names(wanted, found, str(path))
         for name, shape in wanted.items():
-            found = tuple(file.get_slice(source[name]).get_shape())
-            if found != shape:
-                raise CheckpointError(f"{path}: {name} is {found}, but {CONFIG} asks for {shape}")
-    return source
+            stored = tuple(opened[found[name]].get_slice(source[name]).get_shape())
+            if stored != shape:
+                raise CheckpointError(f"{path}: {name} is {stored}, but {CONFIG} asks for {shape}")
+    order = sorted(wanted, key=lambda name: name.split(".")[::-1])  # equal kinds are mapped and released together
+    return {file: {name: source[name] for name in order if found[name] == file} for file in files}
 
 
 def compare_names(wanted: Collection[str], found: Collection[str], path: str) -> None:
@@ -215,26 +286,28 @@ def compare_names(wanted: Collection[str], found: Collection[str], path: str) ->
         raise CheckpointError(f"{path} has {len(surplus)} tensors that {CONFIG} has no place for, first {surplus[0]!r}")
 
 
-def _mapped_tensors(path: Path, source: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Each name with the tensor that the file calls source[name], memory-mapped.
+def _mapped_tensors(files: Mapping[Path, Mapping[str, str]]) -> Iterator[tuple[str, Tensor]]:
+    """Each name with the tensor that a file calls files[file][name], memory-mapped.
 
     What was read of a mapping stays in memory as long as the mapping, beside a copy in another dtype. So there are many
     mappings, and each one ends when its tensors are released.
     """
-    with open(path, "rb") as first:
-        for start in range(0, len(source), MAX_MAPPED_TENSORS):
-            with safe_open(path, framework="pt", device="cpu") as file:
-                if not os.path.samestat(os.fstat(first.fileno()), os.stat(path)):
-                    raise CheckpointError(f"{path} was replaced while it was read; try again")
-                for name in islice(source, start, start + MAX_MAPPED_TENSORS):
-                    yield name, file.get_tensor(source[name])
+    for path, source in files.items():
+        with open(path, "rb") as first:
+            for start in range(0, len(source), MAX_MAPPED_TENSORS):
+                with safe_open(path, framework="pt", device="cpu") as file:
+                    if not os.path.samestat(os.fstat(first.fileno()), os.stat(path)):
+                        raise CheckpointError(f"{path} was replaced while it was read; try again")
+                    for name in islice(source, start, start + MAX_MAPPED_TENSORS):
+                        yield name, file.get_tensor(source[name])
 
 
 def checkpoint_dtype(folder: str | os.PathLike) -> torch.dtype:
     """The dtype of the weights in folder; of several, the smallest that can represent them all."""
-    check_regular_file(path := Path(folder) / WEIGHTS)
-    with safe_open(path, framework="pt", device="cpu") as file:
-        dtypes = {file.get_tensor(name).dtype for name in set(file.keys()) - {INV_FREQ}}
+    dtypes = set()
+    for path in weight_files(Path(folder)):
+        with safe_open(path, framework="pt", device="cpu") as file:
+            dtypes |= {file.get_tensor(name).dtype for name in set(file.keys()) - {INV_FREQ}}
     return reduce(torch.promote_types, dtypes)
 
 
@@ -267,8 +340,11 @@ def write_checkpoint_files(
 
     tokenizer is the text of tokenizer.json; None writes no tokenizer. dtype is that of the stored weights; None keeps
     the model's. Stock reads the tokenizer by transformers' AutoTokenizer, which needs a tokenizer_config.json.
+    A model in SmolVLM's layout is written in that layout, with the other files that it was read with.
     """
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
+    if model.cfg.smolvlm is not None:
+        return _write_smolvlm_files(folder, model.cfg, state, tokenizer)
     metadata = {"format": "pt"}
     if model.cfg.lm_tie_weights:
         del state[EMBEDDING]
@@ -289,6 +365,17 @@ def write_checkpoint_files(
         (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
+def _write_smolvlm_files(folder: Path, cfg: VLMConfig, state: dict[str, Tensor], tokenizer: str | None) -> None:
+    assert cfg.smolvlm is not None
+    theirs = {name: tensor.contiguous() for name, tensor in smolvlm.to_smolvlm(state).items()}
+    if cfg.lm_tie_weights:
+        del theirs[smolvlm.HEAD]
+    save_file(theirs, folder / WEIGHTS, {"format": "pt"})
+    texts = cfg.smolvlm.files | {CONFIG: smolvlm.config_text(cfg, theirs[smolvlm.EMBEDDING].dtype)}
+    for name, text in (texts | ({} if tokenizer is None else {TOKENIZER: tokenizer})).items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
 def upload_checkpoint(
     folder: Path,
     repo_id: str,
@@ -305,7 +392,8 @@ def upload_checkpoint(
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    names = [name for name in (CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG) if (folder / name).is_file()]
+    known = dict.fromkeys((CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, *smolvlm.OTHER_FILES))
+    names = [name for name in known if (folder / name).is_file()]
     operations = [CommitOperationAdd(name, str(folder / name)) for name in names]
     if card is not None:
         operations.append(CommitOperationAdd("README.md", card.encode("utf-8")))

@@ -1,5 +1,6 @@
-"""VLMConfig: a checkpoint's config.json, under nanoVLM's names for the fields."""
+"""VLMConfig: a checkpoint's sizes and prompt layout, under nanoVLM's names for the fields."""
 
+import json
 import math
 import warnings
 from dataclasses import Field, asdict, dataclass, field, fields
@@ -31,6 +32,22 @@ def extra_tokens(grid: int) -> dict[str, str]:
 def is_optional(field: Field) -> bool:
     """Whether a config.json may lack the field, depending on its format version."""
     return bool(get_args(field.type)) or "optional" in field.metadata
+
+
+@dataclass(frozen=True)
+class SmolVLMSettings:
+    """What a folder of transformers' SmolVLM or Idefics3 says beyond the fields of VLMConfig; see `models.smolvlm`."""
+
+    files: dict[str, str]  # texts of its JSON and template files by name, which are written again with the model
+    longest_edge: int | None  # pixels; an image is first resized so that its longer side has as many. None: it is not
+    split: bool  # images into tiles
+    resample: int  # one of Pillow's Resampling
+    rescale_factor: float  # times a pixel's 0 .. 255
+    mean: tuple[float, ...]  # of the three channels, after rescaling
+    std: tuple[float, ...]
+    fake_image_token: str  # around images; may be empty
+    global_image_token: str
+    end_token_ids: tuple[int, ...]  # from generation_config.json
 
 
 @dataclass(frozen=True)
@@ -83,6 +100,7 @@ class VLMConfig:
     hf_repo_name: str | None = "nanoVLM"
 
     unknown: dict = field(default_factory=dict)  # other keys of config.json, kept when it is written again
+    smolvlm: SmolVLMSettings | None = None  # of a model in transformers' layout; not a key of nanoVLM's config.json
 
     def __post_init__(self):
         for f in fields(self):
@@ -125,6 +143,8 @@ class VLMConfig:
             ("lm_n_heads", "lm_n_kv_heads"),
             ("max_img_size", "vit_img_size"),
         ):
+            if whole == "vit_img_size" and self.smolvlm is not None:
+                continue  # SigLIP-so400m/14 at 384 pixels leaves out the last 6 of each side
             if (getattr(self, whole) or 0) % getattr(self, part):
                 raise InputError(
                     f"{whole}={getattr(self, whole)} is not a multiple of {part}={getattr(self, part)}; change either"
@@ -167,15 +187,21 @@ class VLMConfig:
 
     @property
     def end_token(self) -> str:
-        """The token that ends an answer. The files' lm_eos_token_id is wrong from format 2 on, so it is not used."""
+        """The token that ends an answer in nanoVLM's formats; in SmolVLM's the chat template has it.
+
+        The files' lm_eos_token_id is wrong from format 2 on, so it is not used.
+        """
         return "<|endoftext|>" if self.format_version == 1 else "<|im_end|>"
 
     @property
     def format_version(self) -> int:
-        """Which of nanoVLM's five layouts of images and text this is, derived from the keys that are present.
+        """Which layout of images and text this is: one of nanoVLM's five, derived from the keys that are present, or 6.
 
-        1: May 2025, 2: from 4 June, 3: from 11 June, 4: from 12 July, 5: since 9 September 2025.
+        1: May 2025, 2: from 4 June, 3: from 11 June, 4: from 12 July, 5: since 9 September 2025; 6: transformers'
+        SmolVLM.
         """
+        if self.smolvlm is not None:
+            return 6
         if self.vlm_extra_tokens is None:
             return 1
         if self.lm_chat_template is None:
@@ -191,7 +217,7 @@ class VLMConfig:
         Missing keys take the value that all versions agree on; a missing size is an InputError. Unknown keys are kept,
         and one warning names them.
         """
-        known = {f.name: f for f in fields(cls) if f.name != "unknown"}
+        known = {f.name: f for f in fields(cls) if f.name not in ("unknown", "smolvlm")}
         sizes = [
             key for key, f in known.items() if f.type is int and not is_optional(f) and not key.startswith("lm_max_")
         ]
@@ -210,8 +236,11 @@ class VLMConfig:
 
     def to_dict(self) -> dict:
         """The object to write as config.json, without the keys that the model's format version does not have."""
+        if self.smolvlm is not None:
+            return json.loads(self.smolvlm.files["config.json"])
         raw = asdict(self)
         unknown = raw.pop("unknown")
+        del raw["smolvlm"]
         if self.format_version == 1:
             del raw["mp_image_token_length"]
         return {key: value for key, value in raw.items() if value is not None} | unknown

@@ -1,6 +1,6 @@
 """From logits to tokens: sampling, and the one generation loop."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,19 +91,27 @@ def validate_counts(max_new_tokens: int, n_samples: int) -> None:
         raise InputError(f"n_samples={n_samples} is less than 1")
 
 
+def split_end_tokens(eos_token_id: int | Sequence[int] | None) -> tuple[Any, Sequence[int]]:
+    """The end token that is yielded, None without one, and the others that it stands for."""
+    if isinstance(eos_token_id, Sequence):
+        return (eos_token_id[0], eos_token_id[1:]) if eos_token_id else (None, ())
+    return eos_token_id, ()
+
+
 def generate_tokens(
     logits: Tensor,
     step: Callable[[Tensor], Tensor],
     *,
     sampling: SamplingParams,
     max_new_tokens: int,
-    eos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
     seen: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """The generation loop: choose ids (B,) from logits (B, vocabulary), yield them, get the next logits of step(ids).
 
-    It ends after max_new_tokens, or when every row has produced eos_token_id; a finished row repeats it. No step is
-    computed whose logits are not used. seen, (B, vocabulary) bool, marks tokens for the repetition penalty.
+    It ends after max_new_tokens, or when every row has produced eos_token_id; a finished row repeats it. Of several end
+    tokens the first stands for all. No step is computed whose logits are not used. seen, (B, vocabulary) bool, marks
+    tokens for the repetition penalty.
     """
     generator = None
     if sampling.seed is not None:
@@ -112,6 +120,7 @@ def generate_tokens(
         seen = torch.zeros_like(logits, dtype=torch.bool)
     counts = torch.zeros_like(logits, dtype=torch.float32) if sampling.counts_output else None
     ended = torch.zeros(logits.size(0), dtype=torch.bool, device=logits.device)
+    eos, other_ends = split_end_tokens(eos_token_id)
     for remaining in reversed(range(max_new_tokens)):
         if seen is not None:
             logits = sampling.apply_repetition_penalty(logits, seen)
@@ -122,11 +131,13 @@ def generate_tokens(
             seen = seen.scatter(1, ids[:, None], True)
         if counts is not None:
             counts[torch.arange(len(ids), device=ids.device), ids] += 1
-        if eos_token_id is not None:
-            ids = ids.masked_fill(ended, eos_token_id)
-            ended |= ids == eos_token_id
+        for end in other_ends:
+            ids = ids.masked_fill(ids == end, eos)
+        if eos is not None:
+            ids = ids.masked_fill(ended, eos)
+            ended |= ids == eos
         yield ids
-        if not remaining or (eos_token_id is not None and ended.all()):
+        if not remaining or (eos is not None and ended.all()):
             return
         logits = step(ids)
 
@@ -153,7 +164,7 @@ def stream_tokens(
     *,
     max_new_tokens: int = 64,
     sampling: SamplingParams = GREEDY,
-    eos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
     n_samples: int = 1,
     shared_prefix_length: int = 0,
     use_kv_cache: bool = True,
@@ -199,7 +210,7 @@ class GenerationMixin:
         *,
         max_new_tokens: int = 64,
         sampling: SamplingParams = GREEDY,
-        eos_token_id: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
         n_samples: int = 1,
         shared_prefix_length: int = 0,
         use_kv_cache: bool = True,

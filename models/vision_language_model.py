@@ -18,7 +18,7 @@ from models.checkpoint import (
     find_image_token_id,
     load_config,
     read_model_text,
-    read_state_dict,
+    read_weights,
     save_checkpoint,
     snapshot_path,
     upload_checkpoint,
@@ -224,9 +224,7 @@ def load_model(
         names = ("vit_hidden_dim", "vit_inter_dim", "vit_patch_size", "lm_hidden_dim", "lm_inter_dim", "lm_vocab_size")
         sizes = ", ".join(f"{name}={getattr(cfg, name)}" for name in names)
         raise CheckpointError(f"{path}: a model of {sizes} is larger than any memory") from None
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    state = read_state_dict(folder, shapes, tied=cfg.lm_tie_weights, dtype=dtype, device=device)
-    model.load_state_dict(state, assign=True)
+    model.load_state_dict(read_weights(folder, cfg, model.state_dict(), dtype, device), assign=True)
     model.decoder.tie_weights()
     if model.device.type == "cpu" and dtype != torch.float32:
         model.decoder.pack_projections()

@@ -229,7 +229,7 @@ class Captioner:
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "sampling": sampling,
-            "eos_token_id": eos,
+            "eos_token_id": self.tokenizer.eos_token_ids,
             "n_samples": n_samples,
         }
         last_ids: list[int] = []

@@ -78,7 +78,7 @@ class ChatSession:
     @torch.inference_mode()
     def _generate(self, ids: list[int], logits: Tensor, max_new_tokens: int, sampling: SamplingParams) -> Iterator[int]:
         """Yield the answer's ids without its end token; each enters the cache when the next one is requested."""
-        model, eos = self.captioner.inference, self.captioner.tokenizer.eos_token_id
+        model, ends = self.captioner.inference, self.captioner.tokenizer.eos_token_ids
         seen = None
         if sampling.repetition_penalty != 1:
             prompt = torch.tensor([ids], device=logits.device)
@@ -90,8 +90,8 @@ class ChatSession:
             self._cached_ids.append(int(chosen))
             return logits
 
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": eos, "seen": seen}
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": ends, "seen": seen}
         for chosen in generate_tokens(logits, step, sampling=sampling, **options):
-            if int(chosen) == eos:
+            if int(chosen) == ends[0]:
                 return
             yield int(chosen)

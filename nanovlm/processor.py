@@ -7,6 +7,7 @@ This is the one place where a checkpoint's format version (`VLMConfig.format_ver
 3   a chat, whose first user turn begins with the <|image|> tokens. Up to here an image is resized to one tile
 4   an image is split into tiles; each tile's name precedes its <|image|> tokens; several images are numbered <image: 0>
 5   the whole image, resized to one more tile and named <|global_image|>, precedes its tiles
+6   transformers' SmolVLM and Idefics3, see `nanovlm.smolvlm_images`: tiles by row and column, then the whole image
 """
 
 from collections.abc import Sequence
@@ -18,9 +19,10 @@ from PIL import Image
 from torch import Tensor
 
 from models.config import VLMConfig
+from nanovlm import smolvlm_images
 from nanovlm.errors import InputError
 from nanovlm.image_processing import preprocess, resized_size
-from nanovlm.tokenizer import Tokenizer
+from nanovlm.tokenizer import Message, Tokenizer
 
 EncodedPrompt = tuple[list[int], list[Tensor]]  # token ids, and the tiles (n, 3, S, S) of each image
 Grid = tuple[int, int]  # rows and columns of an image's tiles
@@ -41,12 +43,20 @@ class Processor:
     @property
     def max_tiles_per_image(self) -> int:
         """The largest number of tiles of one image, global view included."""
+        if self.cfg.smolvlm is not None:
+            return smolvlm_images.max_tiles_per_image(self.cfg, self.cfg.smolvlm, self.max_tiles)
         tiles = ((self.cfg.max_img_size or self.cfg.vit_img_size) // self.cfg.vit_img_size) ** 2
         tiles = min(tiles, self.max_tiles or tiles)
         return tiles + 1 if self.cfg.format_version == 5 and tiles > 1 else tiles
 
     def preprocess(self, image: Image.Image) -> tuple[Tensor, Grid]:
-        """Tiles of an RGB image, (n, 3, S, S) float32 in [0, 1], any global view first; and their grid."""
+        """Tiles of an RGB image, (n, 3, S, S) float32, and their grid.
+
+        In nanoVLM's formats pixels are in [0, 1] and a global view comes first; in SmolVLM's they are normalized, and
+        it comes last.
+        """
+        if self.cfg.smolvlm is not None:
+            return smolvlm_images.preprocess(image, self.cfg, self.cfg.smolvlm, self.max_tiles, self.upscale)
         to_max_side = bool(self.cfg.resize_to_max_side_len) and self.upscale
         return preprocess(
             image,
@@ -71,20 +81,23 @@ class Processor:
         if self.cfg.format_version < 3:
             return self._encode_completion(len(grids), question, history)
         turns = [text for pair in history for text in pair] + [question]
-        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
-        messages[0]["images"] = self.image_markup(grids)
+        messages: list[Message] = [
+            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)
+        ]
+        messages[0]["images"] = self.image_markups(grids)
         return self.tokenizer.encode_chat(messages)
 
-    def image_markup(self, grids: Sequence[Grid]) -> str:
-        """The text that stands for images in a chat: the names of their tiles, each followed by its image tokens."""
+    def image_markups(self, grids: Sequence[Grid]) -> list[str]:
+        """The text that stands for each image in a chat: the names of its tiles, each followed by its image tokens."""
+        if self.cfg.smolvlm is not None:
+            return [smolvlm_images.markup(grid, self.cfg, self.cfg.smolvlm) for grid in grids]
         tokens, format_version = self.cfg.special_tokens, self.cfg.format_version
         image_tokens = tokens["image_token"] * self.cfg.mp_image_token_length
         if format_version == 3:
-            return image_tokens * len(grids)
-        text = ""
+            return [image_tokens] * len(grids)
+        markups = []
         for i, (rows, columns) in enumerate(grids):
-            if len(grids) > 1:
-                text += f"<image: {i}>"
+            text = f"<image: {i}>" if len(grids) > 1 else ""
             if format_version == 5:
                 text += tokens["global_image_token"] + image_tokens
             if format_version == 4 or rows * columns > 1:
@@ -95,7 +108,8 @@ class Processor:
                     )
                 names = [tokens[f"r{row}c{column}"] for row in range(1, rows + 1) for column in range(1, columns + 1)]
                 text += "".join(name + image_tokens for name in names)
-        return text
+            markups.append(text)
+        return markups
 
     def __call__(self, images: Sequence[Sequence[Image.Image]], questions: Sequence[str]) -> dict[str, Any]:
         """A batch for `generate`: row i asks questions[i] about images[i], any number of them. See `collate`."""

@@ -4,19 +4,32 @@ Text that a user writes never becomes special tokens, even if it spells one.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import TypedDict
 
 import tokenizers
 
 from models.checkpoint import TOKENIZER, check_regular_file, is_base_vocabulary, missing_token, snapshot_path
-from models.config import VLMConfig
+from models.config import SmolVLMSettings, VLMConfig
 from nanovlm.chat_template import ChatTemplate
 from nanovlm.errors import CheckpointError, InputError
 
 ROUND_TRIP_TEXT = "Describe this picture: are there 2 or 3 red cars?"
+ROW_AND_COLUMN = re.compile(r"<row_\d+_col_\d+>")
 NO_TOKEN = -1  # the image token id of format version 1, whose vocabulary has no image token
+
+
+class _MessageText(TypedDict):
+    role: str
+    content: str
+
+
+class Message(_MessageText, total=False):
+    """A message of a chat; images holds, for each image before its text, the markup that stands for it."""
+
+    images: Sequence[str]
 
 
 class Tokenizer:
@@ -37,10 +50,43 @@ class Tokenizer:
             if backend.token_to_id(token) is None:
                 raise CheckpointError(missing_token(cfg, name, backend.get_vocab_size(with_added_tokens=True)))
         self.image_token_id = self.special_id(extra["image_token"]) if extra else NO_TOKEN
-        self.eos_token_id = self.special_id(cfg.end_token)
-        special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
         # Some tokenizer.json files list them as ordinary tokens, which a user's text could then produce.
-        backend.add_special_tokens([token for token in (*extra.values(), cfg.end_token) if token not in special])
+        self._make_special(extra.values())
+        self.answer_prefix = ""  # what the chat template writes between "Assistant:" and an answer
+        self.eos_token_ids: tuple[int, ...]  # any of them ends an answer
+        if cfg.smolvlm is None:
+            self._make_special([cfg.end_token])
+            self.eos_token_ids = (self.special_id(cfg.end_token),)
+        else:
+            self._read_smolvlm_layout(cfg.smolvlm)
+
+    @property
+    def eos_token_id(self) -> int:
+        """The token that ends an answer, in training and in generated ids."""
+        return self.eos_token_ids[0]
+
+    def _make_special(self, tokens: Iterable[str]) -> None:
+        special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
+        known = [token for token in tokens if self.backend.token_to_id(token) is not None]
+        self.backend.add_special_tokens([token for token in known if token not in special])
+
+    def _read_smolvlm_layout(self, settings: SmolVLMSettings) -> None:
+        """Find out which tokens mark images, and how the chat template begins and ends an answer."""
+        added = [token.content for token in self.backend.get_added_tokens_decoder().values()]
+        markers = [settings.fake_image_token, settings.global_image_token, *filter(ROW_AND_COLUMN.fullmatch, added)]
+        self._make_special(filter(None, markers))
+        question: Message = {"role": "user", "content": "?"}
+        answer = "\N{REPLACEMENT CHARACTER}"  # in no template
+        before = self._render([question], True)
+        after = self._render([question, {"role": "assistant", "content": answer}], False)
+        ends = list(settings.end_token_ids)
+        if after.startswith(before) and answer in after:
+            self.answer_prefix, _, rest = after[len(before) :].partition(answer)
+            if end := self._special.match(rest):
+                ends = [self.special_id(end[0]), *ends]
+        if not ends:
+            raise CheckpointError("no end token: neither generation_config.json nor the chat template has one")
+        self.eos_token_ids = tuple(dict.fromkeys(ends))
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
@@ -133,8 +179,12 @@ class Tokenizer:
         except TypeError:  # a lone surrogate, which Python decodes from bytes that are not UTF-8
             raise InputError(f"{text!r} is not valid Unicode text") from None
 
-    def encode_chat(self, messages: Iterable[dict[str, str]], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a rendered chat of messages {'role', 'content'} and, where given, 'images': markup before the content.
+    def encode_answer(self, text: str) -> list[int]:
+        """Ids of an answer as the model is to generate it, end token included."""
+        return [*self.encode(self.answer_prefix + text), self.eos_token_id]
+
+    def encode_chat(self, messages: Iterable[Message], add_generation_prompt: bool = True) -> list[int]:
+        """Ids of a rendered chat, the markups of a message's images before its content.
 
         Special tokens count as such in the template and in 'images'; in the content they are plain text. A model
         without a template, as those before June 2025, was trained on single questions: a chat raises InputError.
@@ -160,16 +210,34 @@ class Tokenizer:
                 text = text.replace(placeholder, token)
             return text
 
-        escaped = [{"role": m["role"], "content": m.get("images", "") + escape(m["content"])} for m in messages]
-        rendered = self._template.render(escaped, add_generation_prompt)
+        escaped: list[Message] = [{**message, "content": escape(message["content"])} for message in messages]
+        rendered = self._render(escaped, add_generation_prompt)
         ids, start = [], 0
         for match in self._special.finditer(rendered):
             ids += self.encode(unescape(rendered[start : match.start()])) + [self.special_id(match[0])]
             start = match.end()
         return ids + self.encode(unescape(rendered[start:]))
 
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        """The chat as text, images as their markup. SmolVLM's templates write one image token for each of them."""
+        as_content = _text if self.cfg.smolvlm is None else _parts
+        chat = [{"role": message["role"], "content": as_content(message)} for message in messages]
+        rendered = self._template.render(chat, add_generation_prompt)
+        return rendered if self.cfg.smolvlm is None else self._expand_images(rendered, messages)
+
+    def _expand_images(self, rendered: str, messages: Sequence[Message]) -> str:
+        pieces = rendered.split(self.cfg.special_tokens["image_token"])
+        markups = [markup for message in messages for markup in message.get("images", ())]
+        if len(pieces) != len(markups) + 1:
+            raise CheckpointError(f"the chat template has places for {len(pieces) - 1} of {len(markups)} images")
+        return pieces[0] + "".join(markup + piece for markup, piece in zip(markups, pieces[1:]))
+
     def decode(self, ids: Iterable[int]) -> str:
-        """Text without special tokens."""
+        """The text of an answer, without special tokens."""
+        return self.decode_raw(ids).removeprefix(self.answer_prefix)
+
+    def decode_raw(self, ids: Iterable[int]) -> str:
+        """Text without special tokens, and with the space that some templates have before an answer."""
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
@@ -193,18 +261,36 @@ class StreamingDecoder:
         self.tokenizer = tokenizer
         self.ids: list[int] = []  # of the last piece, then the pending ones
         self.n_emitted_ids, self.n_emitted_chars = 0, 0  # of self.ids, and of their text
+        self._begun = not tokenizer.answer_prefix  # whether the prefix of answers is behind us
 
     def add(self, id: int) -> str:
         """Append an id; returns the characters that are complete now, and were not before."""
         self.ids.append(id)
-        text = self.tokenizer.decode(self.ids)
+        text = self.tokenizer.decode_raw(self.ids)
         if len(text) <= self.n_emitted_chars or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
         new = text[self.n_emitted_chars :]
         self.ids = self.ids[self.n_emitted_ids :]
-        self.n_emitted_ids, self.n_emitted_chars = len(self.ids), len(self.tokenizer.decode(self.ids))
-        return new
+        self.n_emitted_ids, self.n_emitted_chars = len(self.ids), len(self.tokenizer.decode_raw(self.ids))
+        return self._without_prefix(new)
 
     def rest(self) -> str:
         """The remaining text after the last id."""
-        return self.tokenizer.decode(self.ids)[self.n_emitted_chars :]
+        return self._without_prefix(self.tokenizer.decode_raw(self.ids)[self.n_emitted_chars :])
+
+    def _without_prefix(self, new: str) -> str:
+        if self._begun:
+            return new
+        self._begun = True
+        return new.removeprefix(self.tokenizer.answer_prefix)
+
+
+def _text(message: Message) -> str:
+    """A message's content for templates of nanoVLM, which know text only."""
+    return "".join(message.get("images", ())) + message["content"]
+
+
+def _parts(message: Message) -> list[dict[str, str]]:
+    """A message's content for templates of transformers: images, then text."""
+    images = [{"type": "image"} for _ in message.get("images", ())]
+    return [*images, {"type": "text", "text": message["content"]}]

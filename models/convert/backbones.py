@@ -5,7 +5,6 @@ with which our modules would compute something else raises CheckpointError with 
 """
 
 import os
-import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,13 +16,13 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.checkpoint import CONFIG, MAX_BLOCKS, TOKENIZER, WEIGHTS, check_regular_file, read_object, snapshot_path
+from models.checkpoint import CONFIG, INDEX, MAX_BLOCKS, TOKENIZER, WEIGHTS, read_object, snapshot_path, weight_files
 from models.config import VLMConfig, extra_tokens
 from models.errors import CheckpointError
 from models.modality_projector import ModalityProjector
+from models.transformers_layout import SIGLIP_CONFIG, SIGLIP_ONLY, llama_settings, settings, translate
 from models.vision_language_model import VisionLanguageModel, empty_model, init_weights
 
-INDEX = "model.safetensors.index.json"
 FILES = (CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER)
 POSITIONS, EMBEDDING, HEAD = "patch_embedding.position_embedding", "token_embedding.weight", "head.weight"
 
@@ -51,40 +50,6 @@ LLAMA = {
     r"(?:model\.)?norm\.weight": r"norm.weight",
     r"lm_head\.weight": r"head.weight",
     r"(?:model\.)?layers\.(\d+)\.self_attn\.rotary_emb\.inv_freq": None,
-}
-
-# Our field -> their key, and its default in transformers.
-SIGLIP_CONFIG = {
-    "vit_hidden_dim": ("hidden_size", 768),
-    "vit_inter_dim": ("intermediate_size", 3072),
-    "vit_patch_size": ("patch_size", 16),
-    "vit_img_size": ("image_size", 224),
-    "vit_n_heads": ("num_attention_heads", 12),
-    "vit_n_blocks": ("num_hidden_layers", 12),
-    "vit_ln_eps": ("layer_norm_eps", 1e-6),
-}
-LLAMA_CONFIG = {
-    "lm_hidden_dim": ("hidden_size", 4096),
-    "lm_inter_dim": ("intermediate_size", 11008),
-    "lm_rms_eps": ("rms_norm_eps", 1e-6),
-    "lm_max_position_embeddings": ("max_position_embeddings", 2048),
-    "lm_base_vocab_size": ("vocab_size", 32000),
-    "lm_n_heads": ("num_attention_heads", 32),
-    "lm_n_blocks": ("num_hidden_layers", 32),
-    "lm_tie_weights": ("tie_word_embeddings", False),
-}
-
-# Their key -> the only value that our modules support.
-SIGLIP_ONLY = {"hidden_act": "gelu_pytorch_tanh", "num_channels": 3, "quantization_config": None}
-LLAMA_ONLY = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "sliding_window": None,
-    "rope_interleaved": False,
-    "partial_rotary_factor": 1,
-    "quantization_config": None,
 }
 
 
@@ -132,7 +97,7 @@ def find_backbones(
         "lm_model_type": str(language),
         "lm_tokenizer": str(language),
         **vision_fields,
-        **_llama_settings(language_folder / CONFIG),
+        **llama_settings(str(language_folder / CONFIG), read_object(language_folder / CONFIG)),
         **changes,
     }
     try:
@@ -188,15 +153,6 @@ def base_vocab_size(cfg: VLMConfig) -> int:
     return cfg.lm_vocab_size if cfg.lm_base_vocab_size is None else cfg.lm_base_vocab_size
 
 
-def translate(name: str, table: Mapping[str, str | None]) -> str | None:
-    """Rename a tensor by a table of regular expressions; None if it is not used, CheckpointError if none matches."""
-    for pattern, replacement in table.items():
-        match = re.fullmatch(pattern, name)
-        if match:
-            return replacement and match.expand(replacement)
-    raise CheckpointError(f"tensor {name!r} has no place in this architecture")
-
-
 def _siglip_settings(path: Path) -> dict:
     config = read_object(path)
     raw = config.get("vision_config", config)
@@ -210,37 +166,7 @@ def _siglip_settings(path: Path) -> dict:
         )
     if kind not in ("siglip", "siglip_vision_model"):
         raise CheckpointError(f"{path}: model_type={kind!r} is not SigLIP's, siglip or siglip_vision_model")
-    return _settings(path, raw, SIGLIP_ONLY, SIGLIP_CONFIG)
-
-
-def _llama_settings(path: Path) -> dict:
-    raw = read_object(path)
-    fields = _settings(path, raw, LLAMA_ONLY, LLAMA_CONFIG)
-    heads, width, head_dim = fields["lm_n_heads"], fields["lm_hidden_dim"], raw.get("head_dim")
-    if head_dim is not None and head_dim * heads != width:
-        raise CheckpointError(
-            f"{path}: head_dim={head_dim} times num_attention_heads={heads} must be hidden_size={width} here"
-        )
-    theta = raw.get("rope_theta", 10000.0)
-    for key in ("rope_scaling", "rope_parameters"):  # newer files keep rope_theta in the latter
-        rope = raw.get(key) or {}
-        plain = isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) == "default"
-        if not plain or rope.get("partial_rotary_factor", 1) != 1:
-            raise CheckpointError(f"{path}: {key}={rope} changes RoPE, of which only the default is supported")
-        theta = rope.get("rope_theta", theta)
-    return fields | {"lm_n_kv_heads": raw.get("num_key_value_heads") or heads, "lm_re_base": theta}
-
-
-def _settings(path: Path, raw: dict, only: dict, fields: dict) -> dict:
-    """Our fields from their config.json; CheckpointError for a value that our modules do not support."""
-    for key, value in only.items():
-        if raw.get(key, value) != value:
-            raise CheckpointError(f"{path}: {key}={raw[key]!r}, but only {value!r} is supported")
-    values = {ours: raw.get(theirs, default) for ours, (theirs, default) in fields.items()}
-    for ours, (theirs, default) in fields.items():
-        if not isinstance(values[ours], int if type(default) is int else (type(default), int)):
-            raise CheckpointError(f"{path}: {theirs}={values[ours]!r} is not of type {type(default).__name__}")
-    return values
+    return settings(str(path), raw, SIGLIP_ONLY, SIGLIP_CONFIG)
 
 
 def _read_siglip(backbones: Backbones, model: VisionLanguageModel, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -317,22 +243,10 @@ def _check_tensors(files: dict[str, Any], source: dict[str, str], shapes: dict[s
 
 
 def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Each tensor's name -> the open safetensors file that contains it; one file, or those that the index names."""
-    names = {WEIGHTS}
-    if not (folder / WEIGHTS).exists():
-        if not (folder / INDEX).exists():
-            raise CheckpointError(
-                f"neither {WEIGHTS} nor {INDEX} is there; pickled weights (*.bin) may run code and are not read: "
-                "save them as safetensors"
-            )
-        weight_map = read_object(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or any(Path(name).name != name for name in weight_map.values()):
-            raise CheckpointError(f"{INDEX} has no weight_map of tensors to files beside it")
-        names = set(weight_map.values())
+    """Each tensor's name -> the open safetensors file that contains it."""
     files: dict[str, Any] = {}
-    for name in sorted(names):
-        check_regular_file(folder / name)
-        file = stack.enter_context(safe_open(folder / name, framework="pt", device="cpu"))
+    for path in weight_files(folder):
+        file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
         files |= dict.fromkeys(file.keys(), file)
     return files
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from models.config import VLMConfig
-from models.convert.backbones import translate
 from models.errors import InputError
+from models.transformers_layout import translate
 from models.vision_language_model import VisionLanguageModel
 
 # Our name -> theirs. The rows of our qkv_proj become their q, k and v.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.cache import storage_bytes
-from models.decoding import GREEDY, SamplingParams, token_presence_mask
+from models.decoding import GREEDY, SamplingParams, split_end_tokens, token_presence_mask
 from models.errors import InputError, NanoVLMError, is_out_of_memory
 from models.inference.inference_model import InferenceModel
 from models.language_model import rope_cos_sin
@@ -91,11 +91,16 @@ class ContinuousBatch:
     """
 
     def __init__(
-        self, model: VisionLanguageModel | InferenceModel, *, max_num_seqs: int = 16, eos_token_id: int | None = None
+        self,
+        model: VisionLanguageModel | InferenceModel,
+        *,
+        max_num_seqs: int = 16,
+        eos_token_id: int | Sequence[int] | None = None,
     ):
         if max_num_seqs < 1:
             raise InputError(f"max_num_seqs={max_num_seqs} is less than 1")
-        self.model, self.max_num_seqs, self.eos_token_id = model, max_num_seqs, eos_token_id
+        self.model, self.max_num_seqs = model, max_num_seqs
+        self.eos_token_id, self._other_ends = split_end_tokens(eos_token_id)
         self._waiting: dict[Hashable, _Request] = {}
         self._slots: list[_Request | None] = []  # None where a request has ended
         self._cache = torch.empty(0, 0, 0, 0, 0, 0)  # (n_blocks, 2, slots, n_kv_heads, capacity, head_dim)
@@ -308,6 +313,8 @@ class ContinuousBatch:
                     self._slots[self._slots.index(request)] = None
                     outputs.append(TokenOutput(request.key, -1, "error", error))
                     continue
+            if token_id in self._other_ends:
+                token_id = self.eos_token_id
             request.output.append(token_id)
             request.remaining -= 1
             finished = None if request.remaining else "length"

@@ -126,7 +126,7 @@ class _Worker:
         return ContinuousBatch(
             self.captioner.inference,
             max_num_seqs=self.bulk.batch_size,
-            eos_token_id=self.captioner.tokenizer.eos_token_id,
+            eos_token_id=self.captioner.tokenizer.eos_token_ids,
         )
 
     def _admit(self) -> Iterator[list[Result]]:

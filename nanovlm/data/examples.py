@@ -84,7 +84,7 @@ def _append_questions(row: EncodedExample, example: Example, processor: Processo
         shared = _shared_prefix_length(prompt_ids, processor)
         if segment == 2:
             _append_prefix(row, prompt_ids[:shared])
-        _append_pair(row, prompt_ids[shared:], _answer_ids(answer, processor), segment)
+        _append_pair(row, prompt_ids[shared:], processor.tokenizer.encode_answer(answer), segment)
 
 
 def _append_turns(row: EncodedExample, example: Example, processor: Processor, grids: list) -> None:
@@ -97,7 +97,7 @@ def _append_turns(row: EncodedExample, example: Example, processor: Processor, g
                 f"{example.name}: in turn {turn + 1} the model would read an earlier answer differently than it "
                 "learned it, as the chat template or the tokenizer changes it; split it into single questions"
             )
-        _append_pair(row, prompt_ids[len(row.ids) :], _answer_ids(answer, processor), segment=2)
+        _append_pair(row, prompt_ids[len(row.ids) :], processor.tokenizer.encode_answer(answer), segment=2)
 
 
 def _append_prefix(row: EncodedExample, ids: Sequence[int]) -> None:
@@ -117,10 +117,6 @@ def _shared_prefix_length(prompt_ids: Sequence[int], processor: Processor) -> in
     """Length up to and including the last image token; 0 without images."""
     image_token_id = processor.tokenizer.image_token_id
     return len(prompt_ids) - prompt_ids[::-1].index(image_token_id) if image_token_id in prompt_ids else 0
-
-
-def _answer_ids(answer: str, processor: Processor) -> list[int]:
-    return [*processor.tokenizer.encode(answer), processor.tokenizer.eos_token_id]
 
 
 def _load(image: ImageSource, name: str) -> Image.Image:

@@ -183,5 +183,5 @@ class ChatService:
 
 def new_batch(captioner: Captioner, max_num_seqs: int) -> ContinuousBatch:
     return ContinuousBatch(
-        captioner.inference, max_num_seqs=max_num_seqs, eos_token_id=captioner.tokenizer.eos_token_id
+        captioner.inference, max_num_seqs=max_num_seqs, eos_token_id=captioner.tokenizer.eos_token_ids
     )

@@ -15,6 +15,7 @@ from safetensors.torch import load_model as load_strictly
 import models.checkpoint as checkpoint
 from models.checkpoint import atomic_dir, atomic_write, load_config, save_checkpoint, snapshot_path
 from models.errors import CheckpointError
+from models.smolvlm import OTHER_FILES
 from models.vision_language_model import load_model
 from support.checkpoints import EMBEDDING, HEAD, INV_FREQ, stock_model, stock_shapes
 
@@ -405,7 +406,7 @@ def test_a_hub_id_is_downloaded_at_its_revision(folder, monkeypatch):
     options = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: options.append((name, how)) or folder)
     assert load_model(snapshot_path("owner/name", "v1"), load_config(folder), 3).cfg == load_config(folder)
-    patterns = ["config.json", "*.safetensors", "tokenizer.json"]
+    patterns = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer.json", *OTHER_FILES]
     assert options == [("owner/name", {"revision": "v1", "allow_patterns": patterns})]
 
 

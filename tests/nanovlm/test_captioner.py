@@ -249,7 +249,7 @@ def test_one_token_has_no_decoding_speed(captioner, pictures):
 
 def test_immediate_end_token_is_an_empty_answer(captioner, pictures, monkeypatch):
     first = captioner.model.generate(**captioner.processor([[pictures[0]]], [nanovlm.PROMPT]), max_new_tokens=1)
-    monkeypatch.setattr(captioner.tokenizer, "eos_token_id", first.item())
+    monkeypatch.setattr(captioner.tokenizer, "eos_token_ids", (first.item(),))
     assert captioner.caption(pictures[0]) == "" == captioner.samples(pictures[0])[0]
 
 

@@ -225,8 +225,8 @@ def test_streaming_keeps_spaces_of_sentencepiece_decoders(tokenizer, tokens):
 
 
 def test_streaming_time_is_linear(tokenizer, monkeypatch):
-    decoded, decode = [], Tokenizer.decode
-    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or decode(self, ids))
+    decoded, decode = [], Tokenizer.decode_raw
+    monkeypatch.setattr(Tokenizer, "decode_raw", lambda self, ids: decoded.append(len(ids)) or decode(self, ids))
     ids = tokenizer.encode("A large red star and a 🙂. " * 100)
     assert "".join(tokenizer.stream(ids)) == "A large red star and a 🙂. " * 100
     assert sum(decoded) < 8 * len(ids) and max(decoded) <= 10

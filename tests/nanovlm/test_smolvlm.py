@@ -1,0 +1,244 @@
+"""Checkpoints in the layout of transformers' SmolVLM and Idefics3, against transformers itself."""
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from safetensors.torch import load_file
+
+from models.checkpoint import checkpoint_dtype, load_config
+from models.vision_language_model import VisionLanguageModel
+from nanovlm.captioner import Captioner
+from nanovlm.chat_session import ChatSession
+from nanovlm.errors import CheckpointError
+from nanovlm.processor import Processor
+from support.smolvlm import TEMPLATE, their_inputs, write_folder
+
+VARIANTS = {  # like the published models, only small
+    "SmolVLM-256M": {"kind": "Idefics3"},
+    "SmolVLM-2.2B": {"kind": "Idefics3", "image_size": 38, "patch_size": 4, "scale_factor": 3, "longest_edge": 152},
+    "SmolVLM2": {"kind": "SmolVLM", "shard": "30KB"},
+    "tied": {"kind": "SmolVLM", "tie_word_embeddings": True, "text": {"tie_word_embeddings": True}},
+    "one tile": {"kind": "SmolVLM", "splitting": False},
+    "folded": {"kind": "Idefics3", "image_size": 76, "scale_factor": 1, "longest_edge": 76},
+    "half": {"kind": "SmolVLM", "dtype": torch.bfloat16},
+}
+
+
+def picture(width, height, seed=0):
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values).resize((width, height))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Of each variant the folder, transformers' model and its processor."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp("smolvlm") / name.replace(" ", "-")
+            model, processor = write_folder(folder, **VARIANTS[name])
+            made[name] = folder, type(model).from_pretrained(folder, dtype=torch.float32), processor
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request, folders):
+    return folders(request.param)
+
+
+@pytest.fixture(scope="module")
+def ours(variant):
+    return Captioner.from_pretrained(variant[0], "cpu", "float32")
+
+
+def sizes(n, seed):
+    rng = random.Random(seed)
+    return [(rng.randint(1, 300), rng.randint(1, 300)) for _ in range(n)] + [(16, 16), (64, 64), (300, 2), (65, 64)]
+
+
+def test_ids_and_pixels_of_200_sizes_match(variant, ours):
+    _, _, processor = variant
+    rng = random.Random(0)
+    for i, size in enumerate(sizes(200, 1)):
+        images = [picture(*size, seed=i)] + [picture(*s, seed=i) for s in sizes(2, i)[: rng.randint(0, 2)]]
+        turns = ["What is this?", "A cat and 12 dogs.", "And <image> there?"][: rng.choice((1, 3))]
+        expected = their_inputs(processor, images, [turn.replace("<image>", "") for turn in turns])
+        tiles = [ours.processor.preprocess(image) for image in images]
+        history = [tuple(turns[:2])] if len(turns) == 3 else []
+        question = turns[-1].replace("<image>", "")
+        assert ours.processor.encode_prompt([grid for _, grid in tiles], question, history) == (
+            expected["input_ids"][0].tolist()
+        )
+        pixels = torch.cat([one for one, _ in tiles])
+        assert pixels.shape == expected["pixel_values"][0].shape
+        assert (pixels - expected["pixel_values"][0]).abs().max() <= 1e-5
+
+
+def test_logits_match(variant, ours):
+    _, model, processor = variant
+    inputs = their_inputs(processor, [picture(70, 40), picture(20, 90)], ["What is in this picture?"])
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        logits, _ = ours.model(inputs["input_ids"], inputs["pixel_values"][0])
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def their_answers(model, processor, inputs, n):
+    ids = model.generate(**inputs, max_new_tokens=n, do_sample=False, pad_token_id=2)
+    return ids[:, inputs["input_ids"].size(1) :].tolist()
+
+
+def test_greedy_ids_match_cached_uncached_and_batched(variant, ours):
+    _, model, processor = variant
+    rows = [([picture(70, 40)], "What is this?"), ([picture(16, 16), picture(90, 20)], "Describe the two of them.")]
+    expected = [
+        their_answers(model, processor, their_inputs(processor, images, [text]), 12)[0] for images, text in rows
+    ]
+    ends = ours.tokenizer.eos_token_ids
+    for cached in (True, False):
+        for (images, text), ids in zip(rows, expected):
+            generated = ours.model.generate(
+                **ours.processor([images], [text]), max_new_tokens=12, eos_token_id=ends, use_kv_cache=cached
+            )
+            assert generated[0].tolist() == ids
+    batch = ours.inference.generate(**ours.processor(*zip(*rows)), max_new_tokens=12, eos_token_id=ends)
+    for row, ids in zip(batch.tolist(), expected):
+        assert row[: len(ids)] == ids and set(row[len(ids) :]) <= {ours.tokenizer.eos_token_id}
+
+
+def test_saved_models_are_what_transformers_reads(variant, ours, tmp_path):
+    folder, model, _ = variant
+    ours.save_pretrained(tmp_path / "again")
+    again = type(model).from_pretrained(tmp_path / "again")
+    assert again.dtype == torch.float32
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    processors = [transformers.AutoProcessor.from_pretrained(one) for one in (folder, tmp_path / "again")]
+    inputs = [their_inputs(processor, [picture(70, 40)], ["What is this?"]) for processor in processors]
+    assert all(torch.equal(inputs[0][name], inputs[1][name]) for name in inputs[0])
+    assert Captioner.from_pretrained(tmp_path / "again").model.cfg == ours.model.cfg == load_config(folder)
+
+
+def test_the_dtype_of_the_weights_is_written(folders, tmp_path):
+    folder, _, _ = folders("half")
+    assert checkpoint_dtype(folder) == torch.bfloat16
+    VisionLanguageModel.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    assert transformers.SmolVLMForConditionalGeneration.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+
+
+def test_an_answer_is_learned_as_the_template_writes_it(folders):
+    _, _, processor = folders("SmolVLM2")
+    captioner = Captioner.from_pretrained(folders("SmolVLM2")[0])
+    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in
+                (("user", "What?"), ("assistant", "Two dogs."))]  # fmt: skip
+    whole = processor.tokenizer(processor.apply_chat_template(messages))["input_ids"]
+    prompt = captioner.processor.encode_prompt([], "What?")
+    answer = captioner.tokenizer.encode_answer("Two dogs.")
+    assert whole[: len(prompt) + len(answer)] == prompt + answer
+    assert captioner.tokenizer.decode(answer) == "".join(captioner.tokenizer.stream(answer)) == "Two dogs."
+
+
+def test_spelled_tokens_are_text(folders):
+    captioner = Captioner.from_pretrained(folders("SmolVLM2")[0])
+    ids = captioner.processor.encode_prompt([(1, 1)], "<image> <row_1_col_1><end_of_utterance>")
+    assert ids.count(captioner.tokenizer.image_token_id) == captioner.model.cfg.mp_image_token_length
+    assert ids.count(captioner.tokenizer.eos_token_id) == 1
+
+
+@pytest.mark.parametrize("max_tiles", [1, 2, 3, 5, None])
+def test_max_tiles(folders, max_tiles):
+    captioner = Captioner.from_pretrained(folders("SmolVLM2")[0], max_tiles=max_tiles)
+    most = 0
+    for i, size in enumerate(sizes(20, 3)):
+        tiles, (rows, columns) = captioner.processor.preprocess(picture(*size, seed=i))
+        assert len(tiles) == (rows * columns + 1 if rows * columns > 1 else 1)
+        assert rows * columns <= (max_tiles or 16)
+        most = max(most, len(tiles))
+    assert most <= captioner.processor.max_tiles_per_image
+    small = Processor(captioner.processor.cfg, captioner.tokenizer, upscale=False)
+    assert small.preprocess(picture(20, 20))[1] == (2, 2) and small.preprocess(picture(9, 9))[1] == (1, 1)
+
+
+def test_chat_and_batches_of_a_folder(folders):
+    captioner = Captioner.from_pretrained(folders("SmolVLM2")[0])
+    images = [picture(70, 40), picture(20, 90)]
+    alone = [captioner.caption(image, "What is this?", max_new_tokens=8) for image in images]
+    assert list(captioner.captions(images, "What is this?", max_new_tokens=8)) == alone
+    session = ChatSession(captioner, images[:1])
+    assert "".join(session.ask("What is this?", max_new_tokens=8)) == alone[0]
+    read = "".join(session.ask("And there?", max_new_tokens=8))
+    ids = captioner.processor.encode_prompt(session.grids, "And there?", [("What is this?", alone[0])])
+    fresh = captioner.model.generate(
+        torch.tensor([ids]), session.images, max_new_tokens=8, eos_token_id=captioner.tokenizer.eos_token_ids
+    )[0].tolist()
+    assert read == captioner.tokenizer.decode([id for id in fresh if id != captioner.tokenizer.eos_token_id])
+
+
+DAMAGE = {
+    "qk_layer_norms": ("text_config", True), "rope_scaling": ("text_config", {"rope_type": "yarn", "factor": 2.0}),
+    "attention_bias": ("text_config", True), "hidden_act": ("vision_config", "gelu"),
+    "model_type": ("text_config", "mistral"), "num_channels": ("vision_config", 4),
+    "use_resampler": ("text_config", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", DAMAGE)
+def test_settings_that_compute_something_else_are_refused_by_name(folders, tmp_path, key):
+    shutil.copytree(folders("SmolVLM2")[0], folder := tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    section, value = DAMAGE[key]
+    config[section][key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"{section}: {key}="):
+        load_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", {"model_type": "llava"}, "model_type='llava' is not supported"),
+        ("config.json", {"image_token_id": 5}, "<image> is .*, but config.json has image_token_id=5"),
+        ("processor_config.json", {"image_seq_len": 5}, "image_seq_len=5, but a tile has 4 embeddings"),
+    ],
+)
+def test_files_that_disagree_are_refused(folders, tmp_path, file, change, message):
+    shutil.copytree(folders("SmolVLM2")[0], folder := tmp_path / "model")
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+    with pytest.raises(CheckpointError, match=message):
+        VisionLanguageModel.from_pretrained(folder)
+
+
+def test_files_as_transformers_4_writes_them(folders, tmp_path):
+    """preprocessor_config.json of its own, and chat_template.json instead of .jinja."""
+    shutil.copytree(folders("SmolVLM2")[0], folder := tmp_path / "model")
+    expected = load_config(folder)
+    settings = json.loads((folder / "processor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings.pop("image_processor")))
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    cfg = load_config(folder)
+    assert cfg.lm_chat_template == expected.lm_chat_template == TEMPLATE
+    for name in ("longest_edge", "split", "resample", "mean", "std", "rescale_factor", "end_token_ids"):
+        assert getattr(cfg.smolvlm, name) == getattr(expected.smolvlm, name)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(CheckpointError, match="preprocessor_config.json is missing"):
+        load_config(folder)
+
+
+def test_missing_shards_and_surplus_tensors_are_named(folders, tmp_path):
+    shutil.copytree(folders("SmolVLM2")[0], folder := tmp_path / "model")
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    assert load_file(shard)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"{shard.name}"):
+        VisionLanguageModel.from_pretrained(folder)
