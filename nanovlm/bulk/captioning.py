@@ -36,6 +36,10 @@ Item = TypeVar("Item")
 Result = tuple[str, str | Exception]  # path, and its caption or the reason why there is none
 
 
+class EmptyCaptionError(ImageError):
+    """A caption without a word; the image counts as failed."""
+
+
 class BulkCaptioner:
     """Captions many images, and measures how long the model runs."""
 
@@ -180,7 +184,8 @@ class _Worker:
         if output.finished not in ("stop", "length"):
             return []
         self.limit.record_success()
-        return [(path, self.captioner.tokenizer.decode(self.token_ids.pop(path)))]
+        text = self.captioner.tokenizer.decode(self.token_ids.pop(path))
+        return [(path, text if text.strip() else EmptyCaptionError("the model's caption is empty"))]
 
     def _prefill_failed(self, path: str, error: BaseException | None) -> dict[str, BaseException | None]:
         """Postpone an image for which there is no memory beside others; alone, it fails."""

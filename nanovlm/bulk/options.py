@@ -75,6 +75,7 @@ class BulkReport:
     captioned: int
     already_done: int
     failed: int
+    empty: int  # of the failed, images for which the model's caption was empty
     seconds: float  # spent on captioning
     utilization: float  # share of that time in which the model ran, mean over workers
     failures: Path | None  # the file that lists them

@@ -160,12 +160,13 @@ class FailureLog:
     """The images of this run that have no caption, and why: failures.jsonl in a folder, if there are any."""
 
     def __init__(self, folder: Path):
-        self.path, self.count, self.is_written = folder / FAILURES, 0, False
+        self.path, self.count, self.empty, self.is_written = folder / FAILURES, 0, 0, False
         with contextlib.suppress(OSError):  # the folder may be read-only
             self.path.unlink(missing_ok=True)
 
-    def add(self, image: str, reason: str) -> None:
+    def add(self, image: str, reason: str, is_empty: bool = False) -> None:
         self.count += 1
+        self.empty += is_empty
         logger.warning("%s: %s", printable(image), reason)
         with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as file:  # it was logged, at least
             file.write(json_line({"file_name": relative(image, self.path.parent), "reason": reason}))

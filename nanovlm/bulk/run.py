@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 
-from nanovlm.bulk.captioning import BulkCaptioner, failure_reason
+from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
 from nanovlm.bulk.inputs import ImageList, find_images, read_names
 from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions
 from nanovlm.bulk.outputs import Output, open_output
@@ -92,6 +92,7 @@ def _caption_found(
         captioned=captioned,
         already_done=len(accepted) - len(todo),
         failed=failures.count,
+        empty=failures.empty,
         seconds=bulk.seconds if bulk else 0.0,
         utilization=bulk.utilization if bulk else 0.0,
         failures=failures.path if failures.is_written else None,
@@ -111,7 +112,7 @@ def _write_captions(
                 if error is None:
                     captioned += 1
                 else:
-                    failures.add(path, failure_reason(error, path))
+                    failures.add(path, failure_reason(error, path), is_empty=isinstance(error, EmptyCaptionError))
                 progress.update(failures.count - already_failed)
         except KeyboardInterrupt:
             logger.warning("stopped after %d of %d images; run the same command to resume", captioned, len(paths))

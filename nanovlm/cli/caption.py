@@ -145,7 +145,7 @@ def print_captions(args: argparse.Namespace, generation: GenerationOptions) -> i
     failed = 0
     for name in args.pictures or [str(SAMPLE)]:
         try:
-            stats = print_caption(args, captioner, generation, name)
+            stats, texts = print_caption(args, captioner, generation, name)
         except ImageError as error:
             print_error(str(error))
             failed += 1
@@ -155,6 +155,9 @@ def print_captions(args: argparse.Namespace, generation: GenerationOptions) -> i
             print_error(f"{name}: {error or 'not enough memory'}")
             failed += 1
         else:
+            if not all(text.strip() for text in texts):
+                print_error(f"{name}: the model's answer is empty")
+                failed += 1
             if args.stats:
                 print_error(format_stats(stats, load_seconds, captioner.inference.device))
     return 1 if failed else 0
@@ -162,8 +165,8 @@ def print_captions(args: argparse.Namespace, generation: GenerationOptions) -> i
 
 def print_caption(
     args: argparse.Namespace, captioner: "Captioner", generation: GenerationOptions, name: str
-) -> "Stats":
-    """Print the answers about one image: as JSON, as a line each or, on a terminal, token by token."""
+) -> tuple["Stats", list[str]]:
+    """Print the answers about one image, as JSON, as a line each or, on a terminal, token by token; and return them."""
     from nanovlm.captioner import Stats
     from nanovlm.image_processing import load_image, printable
 
@@ -171,8 +174,8 @@ def print_caption(
     label = f"{printable(name)}: " if len(args.pictures) > 1 else ""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     if is_terminal and not args.json and args.samples == len(args.prompts) == 1:
-        stream_caption(captioner.stream(image, args.prompts[0], **generation.as_kwargs(), stats=stats), label)
-        return stats
+        pieces = captioner.stream(image, args.prompts[0], **generation.as_kwargs(), stats=stats)
+        return stats, [stream_caption(pieces, label)]
     if len(args.prompts) > 1:
         texts = captioner.ask(image, args.prompts, **generation.as_kwargs(), stats=stats)
     else:
@@ -184,15 +187,18 @@ def print_caption(
             print(json.dumps(row), flush=True)
     else:
         print("".join(label + " ".join(text.splitlines()) + "\n" for text in texts), end="", flush=True)
-    return stats
+    return stats, texts
 
 
-def stream_caption(pieces: Iterator[str], label: str) -> None:
-    first = next(pieces, "")  # an error is raised before the label is printed
-    print(label + first, end="", flush=True)
+def stream_caption(pieces: Iterator[str], label: str) -> str:
+    """Print the pieces of an answer as they come; returns the whole."""
+    text = next(pieces, "")  # an error is raised before the label is printed
+    print(label + text, end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
+        text += piece
     print()
+    return text
 
 
 def standard_input() -> BinaryIO:

@@ -65,5 +65,6 @@ def summary(report: BulkReport, existing: str) -> str:
             f"{report.already_done:,} were done by this command before; to do them again, remove {report.resume_log}"
         )
     if report.failed:
-        parts.append(f"{report.failed:,} failed" + (f", see {report.failures}" if report.failures else ""))
+        empty = f" ({report.empty:,} with an empty caption)" if report.empty else ""
+        parts.append(f"{report.failed:,} failed{empty}" + (f", see {report.failures}" if report.failures else ""))
     return "; ".join(parts)

@@ -396,6 +396,27 @@ def test_images_that_fail_are_listed_and_do_not_stop_the_run(generate, folder, t
     assert generate(folder, "--out", out)[0] == 0 and not (folder / "failures.jsonl").exists()
 
 
+@pytest.mark.parametrize("existing", ["skip", "append"])
+@pytest.mark.parametrize("where", ["txt", *TABLES])
+def test_an_empty_caption_is_a_failure_that_the_next_run_tries_again(generate, where, existing):
+    """The embedded model answers "describe" with nothing."""
+    (folder := Path("scenes")).mkdir()
+    for name in ("a.png", "b.png"):
+        (folder / name).write_bytes(SAMPLE.read_bytes())
+    out = ["--out", where if where == "txt" else folder / where, "--existing", existing]
+    flags = [folder, *out, "--prefix", "drawing: ", "--suffix", "."]
+    for _ in range(2):
+        code, _, err = generate(*flags, "--prompt", "describe", model=None)
+        assert code == 1 and err.count("the model's caption is empty") == 2
+        assert "0 captioned" in err and f"2 failed (2 with an empty caption), see {folder / 'failures.jsonl'}" in err
+        rows = [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
+        assert {row["file_name"]: row["reason"] for row in rows}.keys() == {"a.png", "b.png"}
+        assert not sidecars(folder) and not (folder / where).exists()
+    assert generate(*flags, model=None)[0] == 0
+    texts = list(sidecars(folder).values()) if where == "txt" else list(read(folder / where).values())
+    assert len(texts) == 2 and all(text.startswith("drawing: A") for text in texts)
+
+
 def test_two_images_do_not_share_a_txt(generate, folder, texts):
     noise_image(30, 30, 9).save(folder / "a.jpg")
     for _ in range(2):

@@ -114,6 +114,11 @@ def test_a_length_is_refused_where_the_card_lists_other_prompts(generate, captio
     assert generate("good.png", "--length", length)[1].split() == captions_of("good.png", prompt)[0].split()
 
 
+def test_an_empty_answer_is_reported(generate, tmp_path):
+    code, out, err = generate(SAMPLE, "--prompt", "describe", "--prompt", "What is this?", model=None)
+    assert code == 1 and out.startswith("\nA ") and err.endswith(f"{SAMPLE}: the model's answer is empty\n")
+
+
 def test_stats_are_one_line_per_image_on_stderr(generate):
     _, plain, _ = generate("good.png", "fine.jpg")
     code, out, err = generate("good.png", "fine.jpg", "--stats")
