@@ -183,6 +183,14 @@ class Tokenizer:
         """Ids of an answer as the model is to generate it, end token included."""
         return [*self.encode(self.answer_prefix + text), self.eos_token_id]
 
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """Ids of text in which special tokens count as such: for a client that lays out its chat by itself."""
+        ids, start = [], 0
+        for match in self._special.finditer(text):
+            ids += self.encode(text[start : match.start()]) + [self.special_id(match[0])]
+            start = match.end()
+        return ids + self.encode(text[start:])
+
     def encode_chat(self, messages: Iterable[Message], add_generation_prompt: bool = True) -> list[int]:
         """Ids of a rendered chat, the markups of a message's images before its content.
 

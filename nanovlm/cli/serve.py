@@ -32,6 +32,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="further host name to serve, for example a proxy's",
     )
+    add(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="origin whose pages may use the server from a browser, for example http://localhost:3000; '*' is all",
+    )
+    add("--strict-model", action="store_true", help="refuse requests for another model's name")
     add("--allow-remote", action="store_true", help="fetch images from http(s) URLs of public addresses")
     add("--max-num-seqs", type=int, default=32, metavar="N", help="sequences decoded at once (default: 32)")
     add(
@@ -84,7 +92,9 @@ def server_options(args: argparse.Namespace) -> "ServerOptions":
         port=args.port,
         api_key=args.api_key or os.environ.get("NANOVLM_API_KEY") or None,
         allow_hosts=tuple(args.allow_host),
+        allow_origins=tuple(args.allow_origin),
         allow_remote=args.allow_remote,
+        strict_model=args.strict_model,
         limits=limits,
     )
 

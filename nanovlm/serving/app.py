@@ -1,6 +1,6 @@
 """The routes of the server: OpenAI's API at /v1, health, metrics and the page."""
 
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,11 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from nanovlm import SAMPLE
 from nanovlm.serving.errors import APIError, internal_error
+from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationFields, ResponsesRequest
 from nanovlm.serving.security import BrowserSecurityMiddleware, require_api_key
 from nanovlm.serving.service import ChatService
 
@@ -22,6 +24,12 @@ PAGE_FILES = {
     "/page.js": STATIC / "page.js",
     "/sample.png": SAMPLE,
 }
+POST_ROUTES: dict[str, type[GenerationFields]] = {
+    "/chat/completions": ChatCompletionRequest,
+    "/completions": CompletionRequest,
+    "/responses": ResponsesRequest,
+}
+GET = ["GET", "HEAD"]
 
 
 def make_app(
@@ -29,11 +37,13 @@ def make_app(
     allowed_hosts: Collection[str] | None = None,
     api_key: str | None = None,
     description: str = "",
+    allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
     """The server as an ASGI app.
 
     allowed_hosts are the names it serves (None: all), api_key is what clients must send (None: nothing), description
-    is what /v1/models and the page say about the model.
+    is what /v1/models and the page say about the model. allowed_origins are further origins whose pages may use it,
+    for example http://localhost:3000, or "*" for all.
     """
 
     @asynccontextmanager
@@ -43,11 +53,19 @@ def make_app(
         service.close()
 
     app = FastAPI(title="nanoVLM", lifespan=lifespan, openapi_url=None)
-    app.add_middleware(BrowserSecurityMiddleware, allowed_hosts=allowed_hosts)
+    if allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
+    app.add_middleware(BrowserSecurityMiddleware, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins)
     app.include_router(api_routes(service, description), dependencies=[Depends(require_api_key(api_key))])
-    app.add_api_route("/health", health_route(service))
+    app.add_api_route("/health", health_route(service), methods=GET)
     for path, file in PAGE_FILES.items():
-        app.add_api_route(path, file_route(file))
+        app.add_api_route(path, file_route(file), methods=GET)
     add_exception_handlers(app)
     return app
 
@@ -55,26 +73,38 @@ def make_app(
 def api_routes(service: ChatService, description: str) -> APIRouter:
     """The routes that need the key."""
     router = APIRouter()
-    model = {"id": service.name, "object": "model", "created": 0, "owned_by": "nanovlm", "description": description}
+    model: dict[str, Any] = {
+        "id": service.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "nanovlm",
+        "description": description,
+    }
+    model["max_model_len"] = service.captioner.processor.cfg.lm_max_position_embeddings  # vLLM's field
 
-    @router.post("/v1/chat/completions")
-    async def create_chat_completion(request: Request) -> Response:
-        return await service.complete(request)
+    def post_route(request_type: type[GenerationFields]) -> Callable[[Request], Awaitable[Response]]:
+        async def create(request: Request) -> Response:
+            return await service.complete(request, request_type)
 
-    @router.get("/v1/models")
-    async def list_models() -> dict[str, Any]:
+        return create
+
+    def list_models() -> dict[str, Any]:
         return {"object": "list", "data": [model]}
 
-    @router.get("/v1/models/{name:path}")
-    async def retrieve_model(name: str) -> dict[str, Any]:
+    def retrieve_model(name: str) -> dict[str, Any]:
         if name != service.name:
             raise service.model_not_found(name)
         return model
 
-    @router.get("/metrics")
-    async def metrics() -> Response:
+    def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
+    for prefix in ("/v1", ""):  # some clients leave it out, as llama.cpp's server allows
+        for path, request_type in POST_ROUTES.items():
+            router.add_api_route(prefix + path, post_route(request_type), methods=["POST"])
+        router.add_api_route(f"{prefix}/models", list_models, methods=GET)
+        router.add_api_route(f"{prefix}/models/{{name:path}}", retrieve_model, methods=GET)
+    router.add_api_route("/metrics", metrics, methods=GET)
     return router
 
 

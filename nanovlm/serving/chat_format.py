@@ -1,6 +1,6 @@
 """From a request's messages to what the model reads."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from nanovlm.processor import Processor
 from nanovlm.serving.errors import APIError
 from nanovlm.serving.image_urls import decode_data_url
 from nanovlm.serving.protocol import Message
+from nanovlm.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -22,41 +23,64 @@ class Chat:
     image_urls: list[str]  # all images come before all text, as in nanoVLM's training data
     history: list[tuple[str, str]]
     question: str
+    answer: str = ""  # the beginning of the answer, which the model continues
 
 
 @dataclass(frozen=True)
 class ModelInputs:
     input_ids: Tensor  # (T,)
     images: Tensor | None  # (N, 3, S, S)
+    continued_ids: list[int]  # the last ones of input_ids that belong to the answer's text
 
 
-def parse_messages(messages: Sequence[Message]) -> Chat:
+@dataclass
+class _Turn:
+    """Consecutive messages of one role."""
+
+    role: str
+    text: str
+    has_images: bool = False
+
+    @classmethod
+    def join(cls, messages: Iterable[Message]) -> "list[_Turn]":
+        turns: list[_Turn] = []
+        for message in messages:
+            if not turns or turns[-1].role != message.role:
+                turns.append(cls(message.role, ""))
+            turns[-1].text = "\n".join(filter(None, (turns[-1].text, message.text)))
+            turns[-1].has_images |= bool(message.image_urls)
+        return turns
+
+
+def parse_messages(messages: Sequence[Message], param: str = "messages") -> Chat:
     """Lay messages out as nanoVLM's chats, in which user and assistant take turns.
 
     There is no system role: system text is put before the first question. Consecutive messages of one role are joined,
-    and an image without text gets the default prompt.
+    an image without text gets the default prompt, and a greeting by the assistant follows an empty question. If the
+    assistant has the last word, the model continues its message, as llama.cpp's server does. param is the client's
+    name of the field.
     """
-    system: list[str] = []
-    turns: list[tuple[str, str]] = []  # role and text
     for message in messages:
         if message.role != "user" and message.image_urls:
-            raise APIError(400, f"only user messages may contain images, not {message.role} ones", param="messages")
-        if message.role in ("system", "developer"):
-            system.append(message.text)
-        elif turns and turns[-1][0] == message.role:
-            turns[-1] = (message.role, "\n".join(filter(None, (turns[-1][1], message.text))))
-        else:
-            turns.append((message.role, message.text))
-    if not turns or turns[0][0] != "user" or turns[-1][0] != "user":
-        raise APIError(400, "a chat begins with a user message and ends with the one to answer", param="messages")
-    image_urls = [url for message in messages for url in message.image_urls]
-    texts = [text for _, text in turns]
-    if not texts[-1].strip():
-        if not image_urls:
-            raise APIError(400, "the last user message is empty; ask something", param="messages")
+            raise APIError(400, f"only user messages may contain images, not {message.role} ones", param=param)
+    system = [message.text for message in messages if message.role in ("system", "developer")]
+    turns = _Turn.join(message for message in messages if message.role in ("user", "assistant"))
+    if not turns:
+        raise APIError(400, f"{param} holds no message of a user; ask something", param=param)
+    if turns[0].role == "assistant":
+        turns.insert(0, _Turn("user", ""))
+    answer = turns.pop().text if turns[-1].role == "assistant" else ""
+    for turn in turns:
+        if turn.has_images and not turn.text.strip():
+            turn.text = PROMPT
+    texts = [turn.text for turn in turns]
+    if not texts[-1].strip() and not answer:
+        if not any(turn.has_images for turn in turns):
+            raise APIError(400, "the last user message is empty; ask something", param=param)
         texts[-1] = PROMPT
-    texts[0] = "\n\n".join([*filter(None, system), texts[0]])
-    return Chat(image_urls, list(zip(texts[:-1:2], texts[1::2])), texts[-1])
+    texts[0] = "\n\n".join(filter(None, [*system, texts[0]]))
+    image_urls = [url for message in messages for url in message.image_urls]
+    return Chat(image_urls, list(zip(texts[:-1:2], texts[1::2])), texts[-1], answer)
 
 
 def prepare_inputs(chat: Chat, files: Sequence[str | bytes], processor: Processor, max_pixels: int) -> ModelInputs:
@@ -70,9 +94,24 @@ def prepare_inputs(chat: Chat, files: Sequence[str | bytes], processor: Processo
         check_image_tokens(tiles, processor)
     try:
         ids = processor.encode_prompt(grids, chat.question, chat.history)
+        tokenizer = processor.tokenizer
+        continued_ids = tokenizer.encode(tokenizer.answer_prefix + chat.answer) if chat.answer else []
     except NanoVLMError as error:  # the model has no chat template, or the template refuses this chat
         raise APIError(400, str(error), param="messages") from None
-    return ModelInputs(torch.tensor(ids), torch.cat(tiles) if tiles else None)
+    return ModelInputs(torch.tensor(ids + continued_ids), torch.cat(tiles) if tiles else None, continued_ids)
+
+
+def prepare_completion(prompt: str | list[int], tokenizer: Tokenizer) -> ModelInputs:
+    """The input of a completion: a text as the client lays it out, special tokens included, or its ids."""
+    ids = tokenizer.encode_with_special_tokens(prompt) if isinstance(prompt, str) else prompt
+    if not ids:
+        raise APIError(400, "prompt is empty; send the text to continue", param="prompt")
+    if not all(0 <= token_id < len(tokenizer) for token_id in ids):
+        raise APIError(400, f"prompt holds ids outside the vocabulary of {len(tokenizer)} tokens", param="prompt")
+    if tokenizer.image_token_id in ids:
+        message = "prompt holds image tokens; send pictures as messages to /v1/chat/completions"
+        raise APIError(400, message, param="prompt")
+    return ModelInputs(torch.tensor(ids), None, list(ids))
 
 
 def preprocess(number: int, file: str | bytes, processor: Processor, max_pixels: int) -> tuple[Tensor, tuple[int, int]]:

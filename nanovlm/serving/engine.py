@@ -12,12 +12,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from models.decoding import SamplingParams
-from models.inference.continuous_batching import ContinuousBatch, PrefillError, TokenOutput
+from models.decoding import GREEDY, SamplingParams
+from models.inference.continuous_batching import (
+    ContinuousBatch,
+    LogitsProcessor,
+    PrefillError,
+    TokenLogprobs,
+    TokenOutput,
+)
 from nanovlm.errors import NanoVLMError, is_out_of_memory
 from nanovlm.serving.errors import EngineError, EngineStoppedError
 
@@ -31,17 +37,27 @@ class RequestOutput:
     index: int
     token_id: int
     finish_reason: str | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(eq=False)
+class SequenceRequest:
+    """A prompt and how to continue it; see `ContinuousBatch.add`."""
+
+    input_ids: Tensor  # (T,)
+    images: Tensor | None  # (N, 3, S, S)
+    max_new_tokens: int
+    sampling: SamplingParams = GREEDY
+    logits_processor: LogitsProcessor | None = None
+    top_logprobs: int | None = None
 
 
 @dataclass(eq=False)
 class _Sequence:
-    """One answer to a prompt, as the engine thread keeps track of it."""
+    """One requested sequence, as the engine thread keeps track of it."""
 
     id: int
-    input_ids: Tensor  # (T,)
-    images: Tensor | None  # (N, 3, S, S); None once they are prefilled
-    max_new_tokens: int
-    sampling: SamplingParams
+    request: SequenceRequest  # of its own; without images once they are prefilled
     started: bool = False
     retried: bool = False
 
@@ -65,7 +81,7 @@ class RequestHandle:
                 raise item
             if isinstance(item, BaseException):
                 raise EngineError("the model failed on this request") from item
-            outputs.append(RequestOutput(index, item.token_id, item.finished))
+            outputs.append(RequestOutput(index, item.token_id, item.finished, item.logprobs))
         return outputs
 
     def cancel(self, index: int | None = None) -> None:
@@ -119,18 +135,16 @@ class Engine:
     def cache_bytes_allocated(self) -> int:
         return self._batch.cache_bytes_allocated
 
-    def submit(
-        self, input_ids: Tensor, images: Tensor | None, max_new_tokens: int, sampling: Sequence[SamplingParams]
-    ) -> RequestHandle:
-        """Queue a prompt, ids (T,) and images (N, 3, S, S), with one sequence for each of `sampling`."""
+    def submit(self, requests: Sequence[SequenceRequest]) -> RequestHandle:
+        """Queue the sequences of one request."""
         if not self.alive:
             raise EngineStoppedError("the engine does not run")
         handle = RequestHandle(self)
-        for index, params in enumerate(sampling):
+        for index, request in enumerate(requests):
             sequence_id = next(self._ids)
             handle.sequence_ids.append(sequence_id)
             self._handles[sequence_id] = index, handle
-            self._commands.put(_Sequence(sequence_id, input_ids, images, max_new_tokens, params))
+            self._commands.put(_Sequence(sequence_id, replace(request)))
         return handle
 
     def cancel(self, sequence_id: int) -> None:
@@ -181,13 +195,16 @@ class Engine:
             self._add_to_batch(sequence)
 
     def _add_to_batch(self, sequence: _Sequence) -> None:
+        request = sequence.request
         try:
             self._batch.add(
                 sequence.id,
-                sequence.input_ids,
-                sequence.images,
-                max_new_tokens=sequence.max_new_tokens,
-                sampling=sequence.sampling,
+                request.input_ids,
+                request.images,
+                max_new_tokens=request.max_new_tokens,
+                sampling=request.sampling,
+                logits_processor=request.logits_processor,
+                top_logprobs=request.top_logprobs,
             )
         except BaseException as error:
             self._fail(sequence, error)
@@ -218,7 +235,7 @@ class Engine:
             if output.error:
                 self._fail(sequence, output.error)
                 continue
-            sequence.started, sequence.images = True, None
+            sequence.started, sequence.request.images = True, None
             if output.finished:
                 del self._active[sequence.id]
             results.append((sequence.id, output))

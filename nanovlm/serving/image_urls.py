@@ -4,6 +4,7 @@ import asyncio
 import base64
 import binascii
 import ipaddress
+import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,8 @@ from nanovlm.errors import ImageError
 
 FETCH_TIMEOUT_S = 10.0  # for the whole of a remote image
 MAX_SHOWN_URL = 60  # characters of a URL in an error
+MIN_BASE64 = 64  # characters; what is shorter holds no image, and may be a path
+BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 
 Resolver = Callable[[str, int], Awaitable[list[str]]]
 
@@ -128,12 +131,13 @@ class ImageFetcher:
 
 
 def is_data_url(url: str) -> bool:
-    return url[:5].lower() == "data:"
+    """Whether a URL holds the image itself: as a data URL, or as base64 alone, which some clients send."""
+    return url[:5].lower() == "data:" or (len(url) >= MIN_BASE64 and BASE64.fullmatch(url) is not None)
 
 
 def decode_data_url(url: str) -> bytes:
-    """The bytes of data:image/png;base64,... (RFC 2397); their content tells the image format, not the URL."""
-    head, comma, data = url.partition(",")
+    """The bytes of data:image/png;base64,... (RFC 2397) or of base64 alone; their content tells the image format."""
+    head, comma, data = url.partition(",") if url[:5].lower() == "data:" else ("data:;base64", ",", url)
     if not comma or not head.lower().endswith(";base64"):
         raise ImageError("a data URL without base64; send data:image/png;base64,...")
     try:

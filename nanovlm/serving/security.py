@@ -25,12 +25,13 @@ SECURITY_HEADERS = {  # on every response; the page loads nothing from elsewhere
 class BrowserSecurityMiddleware:
     """Refuses requests for foreign host names (DNS rebinding) and from pages of other origins; adds security headers.
 
-    allowed_hosts None admits every name. Starlette's TrustedHostMiddleware checks names as well, but its plain text is
-    not an error that OpenAI's clients understand, and does not name the way out.
+    allowed_hosts None admits every name; allowed_origins are further origins, "*" is all. Starlette's
+    TrustedHostMiddleware checks names as well, but its plain text is not an error that OpenAI's clients understand, and
+    does not name the way out.
     """
 
-    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] | None):
-        self.app, self.allowed_hosts = app, allowed_hosts
+    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] | None, allowed_origins: Collection[str] = ()):
+        self.app, self.allowed_hosts, self.allowed_origins = app, allowed_hosts, allowed_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,8 +54,11 @@ class BrowserSecurityMiddleware:
         host, origin = headers.get("host", ""), headers.get("origin")
         if self.allowed_hosts is not None and parse_hostname(host) not in self.allowed_hosts:
             raise APIError(403, f"this server does not serve the host name {host!r}; start it with --allow-host to")
-        if origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
-            raise APIError(403, f"pages of {origin!r} may not use this server; open the server's own page")
+        if origin is None or "*" in self.allowed_origins or origin in self.allowed_origins:
+            return
+        if origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
+            message = f"pages of {origin!r} may not use this server; open its own page, or start it with --allow-origin"
+            raise APIError(403, message)
 
 
 def parse_hostname(host: str) -> str:

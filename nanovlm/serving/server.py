@@ -2,6 +2,7 @@
 
 import ipaddress
 import logging
+import re
 import socket
 from dataclasses import dataclass, field
 from types import FrameType
@@ -29,7 +30,9 @@ class ServerOptions:
     port: int = 8000  # 0 is any free port
     api_key: str | None = None
     allow_hosts: tuple[str, ...] = ()  # further host names to serve
+    allow_origins: tuple[str, ...] = ()  # further origins whose pages may use the server; "*" is all
     allow_remote: bool = False  # fetch remote images
+    strict_model: bool = False  # refuse requests for other model names
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -38,6 +41,10 @@ class ServerOptions:
                 f"--host {self.host} is reachable from other machines and needs a key; set --api-key or, hidden from "
                 "ps, NANOVLM_API_KEY"
             )
+
+        for origin in self.allow_origins:
+            if origin not in ("*", "null") and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise UsageError(f"--allow-origin {origin!r} is no origin; give for example http://localhost:3000")
 
     @property
     def allowed_hosts(self) -> set[str] | None:
@@ -64,14 +71,15 @@ def serve(
 ) -> None:
     """Serve a model under a name until SIGINT or SIGTERM; running answers are finished first."""
     fetcher = ImageFetcher(allow_remote=options.allow_remote)
-    serve_service(ChatService(captioner, name, options.limits, fetcher=fetcher), listening_socket, options, description)
+    service = ChatService(captioner, name, options.limits, fetcher=fetcher, strict_model=options.strict_model)
+    serve_service(service, listening_socket, options, description)
 
 
 def serve_service(
     service: ChatService, listening_socket: socket.socket, options: ServerOptions, description: str = ""
 ) -> None:
     """The same with a service of the caller's."""
-    app = make_app(service, options.allowed_hosts, options.api_key, description)
+    app = make_app(service, options.allowed_hosts, options.api_key, description, options.allow_origins)
     port, host = listening_socket.getsockname()[1], f"[{options.host}]" if ":" in options.host else options.host
     logger.info(
         "http://%s:%d serves %r: a page, and OpenAI's API at /v1; stop it with ctrl-c", host, port, service.name

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
@@ -14,21 +15,40 @@ from models.inference.continuous_batching import ContinuousBatch
 from nanovlm.captioner import Captioner
 from nanovlm.errors import ImageError
 from nanovlm.serving.admission import Admission, Limits, PixelBudget
-from nanovlm.serving.chat_format import Chat, invalid_image, parse_messages, prepare_inputs
+from nanovlm.serving.chat_format import (
+    Chat,
+    ModelInputs,
+    invalid_image,
+    parse_messages,
+    prepare_completion,
+    prepare_inputs,
+)
 from nanovlm.serving.connection import cancel_on_disconnect, read_body, request_deadline
-from nanovlm.serving.engine import Engine
+from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import APIError, as_api_error
 from nanovlm.serving.image_urls import ImageFetcher, is_data_url
 from nanovlm.serving.metrics import Metrics
-from nanovlm.serving.protocol import ChatCompletionRequest, CompletionFormat
+from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationFields, ResponsesRequest
+from nanovlm.serving.response_formats import (
+    ChatFormat,
+    CompletionFormat,
+    Decode,
+    OutputFormat,
+    ResponsesFormat,
+    TextDelta,
+)
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
 
-DEFAULT_MAX_TOKENS = 256
+OUTPUT_FORMATS: dict[type[GenerationFields], Callable[[str, str, Decode], OutputFormat]] = {
+    ChatCompletionRequest: ChatFormat,
+    CompletionRequest: CompletionFormat,
+    ResponsesRequest: ResponsesFormat,
+}
 PIXEL_BUDGET_BYTES = 2**28  # of images that are decoded and not prefilled yet, as float32
 
 
 class ChatService:
-    """Answers chat completions with one model.
+    """Answers requests with one model, whatever model they name unless strict_model.
 
     fetcher, engine and pixel_budget_bytes replace the defaults: no remote images, an engine of the captioner's model.
     """
@@ -42,7 +62,9 @@ class ChatService:
         fetcher: ImageFetcher | None = None,
         engine: Engine | None = None,
         pixel_budget_bytes: int = PIXEL_BUDGET_BYTES,
+        strict_model: bool = False,
     ):
+        self.strict_model = strict_model
         self.captioner, self.name, self.limits = captioner, name, limits or Limits()
         self.engine = engine or Engine(lambda: new_batch(captioner, self.limits.max_num_seqs))
         self.fetcher = fetcher or ImageFetcher()
@@ -72,10 +94,10 @@ class ChatService:
             self.engine.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def complete(self, request: Request) -> Response:
+    async def complete(self, http_request: Request, request_type: type[GenerationFields]) -> Response:
         """The response to one request. Whatever goes wrong is an APIError, and counted in the metrics."""
         try:
-            response = await self._complete(request)
+            response = await self._complete(http_request, request_type)
         except Exception as error:
             api_error = as_api_error(error)
             self.metrics.requests.labels(api_error.status).inc()
@@ -83,24 +105,22 @@ class ChatService:
         self.metrics.requests.labels(response.status_code).inc()
         return response
 
-    async def _complete(self, request: Request) -> Response:
+    async def _complete(self, http_request: Request, request_type: type[GenerationFields]) -> Response:
         arrival = asyncio.get_running_loop().time()
         deadline = arrival + self.limits.timeout_s
         async with AsyncExitStack() as request_scope:  # what it holds is released when the response ends
             async with request_deadline(deadline, self.limits.timeout_s):
                 self.admission.acquire(request_scope)
-                body = await read_body(request, self.limits.max_body_bytes)
-                chat_request = await asyncio.get_running_loop().run_in_executor(
-                    self._executor, ChatCompletionRequest.parse, body
-                )
+                body = await read_body(http_request, self.limits.max_body_bytes)
+                request = await asyncio.get_running_loop().run_in_executor(self._executor, request_type.parse, body)
                 del body  # it may hold megabytes of images, as the request does
-                work = self._respond(chat_request, request_scope, arrival)
-                response = await cancel_on_disconnect(request, work)
+                work = self._respond(request, request_scope, arrival)
+                response = await cancel_on_disconnect(http_request, work)
             if isinstance(response, EventStreamResponse):
                 response.request_scope = request_scope.pop_all()
         return response
 
-    async def _respond(self, request: ChatCompletionRequest, request_scope: AsyncExitStack, arrival: float) -> Response:
+    async def _respond(self, request: GenerationFields, request_scope: AsyncExitStack, arrival: float) -> Response:
         now = asyncio.get_running_loop().time
         stream = await self._submit(request, request_scope)
         request_scope.callback(self._count_tokens, stream)
@@ -108,39 +128,63 @@ class ChatService:
         first = await anext(texts)
         self.metrics.first_token.observe(now() - arrival)
         request_scope.callback(lambda: self.metrics.answer.observe(now() - arrival))
-        completion = CompletionFormat(uuid.uuid4().hex, self.name)
+        make_format = OUTPUT_FORMATS[type(request)]
+        output_format = make_format(uuid.uuid4().hex, self.name, self.captioner.tokenizer.decode_raw)
         if request.stream:
             deadline = partial(request_deadline, arrival + self.limits.timeout_s, self.limits.timeout_s)
-            usage = request.stream_options.include_usage
-            return EventStreamResponse(stream_events(stream, completion, first, texts, usage, deadline))
-        answers = [first.get(index, "") for index in range(request.n)]
+            events = stream_events(stream, output_format, first, texts, request.include_usage, deadline)
+            return EventStreamResponse(events)
+        answers = [first.get(index, TextDelta()) for index in range(len(stream.streamers))]
         async for new in texts:
-            for index, text in new.items():
-                answers[index] += text
-        return JSONResponse(completion.response(answers, stream.finish_reasons, stream.usage))
+            for index, delta in new.items():
+                answers[index] += delta
+        return JSONResponse(output_format.response(answers, stream.finish_reasons, stream.usage))
 
-    async def _submit(self, request: ChatCompletionRequest, request_scope: AsyncExitStack) -> ResponseStream:
+    async def _submit(self, request: GenerationFields, request_scope: AsyncExitStack) -> ResponseStream:
         """Check and preprocess a request, and submit it to the engine."""
-        if request.model != self.name:
-            raise self.model_not_found(request.model)
-        if request.n > self.admission.capacity:
-            message = (
-                f"n={request.n} is more than the {self.admission.capacity} answers that this server has places for"
-            )
-            raise APIError(400, message, param="n")
-        self.admission.acquire_more(request.n - 1, request_scope)
-        sampling, chat = request.sampling_params(), parse_messages(request.messages)
+        if self.strict_model and request.model not in (None, self.name):
+            raise self.model_not_found(str(request.model))
+        self._admit_sequences(request, request_scope)
+        sampling, top_logprobs = request.sampling_params(), request.n_logprobs
+        prompts, on_prefilled = await self._prepare(request, request_scope)
+        sequences, streamers = [], []
+        for inputs in prompts:
+            max_tokens = self._max_tokens(request, len(inputs.input_ids))
+            for params in sampling:
+                sequences.append(
+                    SequenceRequest(inputs.input_ids, inputs.images, max_tokens, params, top_logprobs=top_logprobs)
+                )
+                streamers.append(StopStringStreamer(self.captioner.tokenizer, request.stop, inputs.continued_ids))
+        handle = self.engine.submit(sequences)
+        request_scope.callback(handle.cancel)
+        return ResponseStream(handle, streamers, sum(len(inputs.input_ids) for inputs in prompts), on_prefilled)
+
+    def _admit_sequences(self, request: GenerationFields, request_scope: AsyncExitStack) -> None:
+        """Take the places of all sequences but the first, which has its place already."""
+        n_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
+        n = n_prompts * request.n
+        if n > self.admission.capacity:
+            asked = f"n={request.n}" + (f" for {n_prompts} prompts" if n_prompts > 1 else "")
+            message = f"{asked} is more than the {self.admission.capacity} answers that this server has places for"
+            raise APIError(400, message, param="n" if request.n > 1 else "prompt")
+        self.admission.acquire_more(n - 1, request_scope)
+
+    async def _prepare(
+        self, request: GenerationFields, request_scope: AsyncExitStack
+    ) -> tuple[list[ModelInputs], Callable[[], None]]:
+        """The request's prompts, and what to call once they are prefilled."""
+        if isinstance(request, CompletionRequest):
+            return [prepare_completion(prompt, self.captioner.tokenizer) for prompt in request.prompt], lambda: None
+        assert isinstance(request, (ChatCompletionRequest, ResponsesRequest))
+        field = "messages" if isinstance(request, ChatCompletionRequest) else "input"
+        chat = parse_messages(request.messages, field)
         request.messages.clear()  # from here on only chat holds the encoded images
         files = await self._fetch_images(chat)
         reservation = await self.pixel_budget.acquire(len(files), request_scope)
         inputs = await reservation.run(
             self._executor, prepare_inputs, chat, files, self.captioner.processor, self.limits.max_pixels
         )
-        max_tokens = self._max_tokens(request, len(inputs.input_ids))
-        handle = self.engine.submit(inputs.input_ids, inputs.images, max_tokens, sampling)
-        request_scope.callback(handle.cancel)
-        streamers = [StopStringStreamer(self.captioner.tokenizer, request.stop) for _ in sampling]
-        return ResponseStream(handle, streamers, len(inputs.input_ids), on_prefilled=reservation.release)
+        return [inputs], reservation.release
 
     def model_not_found(self, name: str) -> APIError:
         return APIError(404, f"no model {name!r} here, only {self.name!r}", "model_not_found", "model")
@@ -161,20 +205,18 @@ class ChatService:
             free_bytes -= len(file)
         return files
 
-    def _max_tokens(self, request: ChatCompletionRequest, prompt_tokens: int) -> int:
-        """How many tokens to generate for each sequence; APIError if the context has no room for them."""
+    def _max_tokens(self, request: GenerationFields, prompt_tokens: int) -> int:
+        """How many tokens to generate at most: what the request allows and the context has room for.
+
+        APIError if the prompt alone does not fit.
+        """
         context = self.captioner.processor.cfg.lm_max_position_embeddings
         room = context - prompt_tokens + 1  # the last token is never read
-        limit = f"the model's context (lm_max_position_embeddings={context})"
         if room < 1:
-            message = f"a prompt of {prompt_tokens} tokens exceeds {limit}; shorten the messages"
-            raise APIError(400, message, "context_length_exceeded", "messages")
-        field = "max_completion_tokens" if request.max_completion_tokens else "max_tokens"
-        max_tokens = getattr(request, field) or min(DEFAULT_MAX_TOKENS, room)
-        if max_tokens > room:
-            message = f"a prompt of {prompt_tokens} tokens and {field}={max_tokens} exceed {limit}; lower {field}"
-            raise APIError(400, message, "context_length_exceeded", field)
-        return max_tokens
+            limit = f"the model's context (lm_max_position_embeddings={context})"
+            message = f"a prompt of {prompt_tokens} tokens exceeds {limit}; shorten {request.prompt_field}"
+            raise APIError(400, message, "context_length_exceeded", request.prompt_field)
+        return room if request.limit is None else min(request.limit, room)
 
     def _count_tokens(self, stream: ResponseStream) -> None:
         self.metrics.prompt_tokens.inc(stream.num_prompt_tokens)

@@ -1,15 +1,15 @@
 """Streaming of answers: tokens to text that ends at a stop string, and text to server-sent events."""
 
-import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from models.inference.continuous_batching import TokenLogprobs
 from nanovlm.serving.engine import RequestHandle, RequestOutput
 from nanovlm.serving.errors import as_api_error
-from nanovlm.serving.protocol import CompletionFormat, format_usage
+from nanovlm.serving.response_formats import OutputFormat, TextDelta, Usage
 from nanovlm.tokenizer import StreamingDecoder, Tokenizer
 
 
@@ -19,12 +19,15 @@ class StopStringStreamer:
     Text that may be the beginning of a stop string is held back until the next tokens decide.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()):
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), continued_ids: Sequence[int] = ()):
+        """continued_ids are tokens that the sequence continues: with some tokenizers they decide about a space."""
         self.decoder, self.stop_strings = StreamingDecoder(tokenizer), [stop for stop in stop_strings if stop]
         self.eos_token_id = tokenizer.eos_token_id
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self._pending = ""  # decoded, but not returned yet
+        for token_id in continued_ids:
+            self.decoder.add(token_id)
 
     def feed(self, token_id: int, finish_reason: str | None = None) -> str:
         """Add a token and return the text that is certain now; sets `finish_reason` when the sequence ends."""
@@ -70,35 +73,42 @@ class ResponseStream:
     ):
         self.handle, self.streamers = handle, streamers
         self.num_prompt_tokens, self.on_prefilled = num_prompt_tokens, on_prefilled
+        self._logprobs: list[list[tuple[int, TokenLogprobs]]] = [[] for _ in streamers]  # of tokens not returned yet
 
     @property
     def num_tokens(self) -> int:
         return sum(streamer.num_tokens for streamer in self.streamers)
 
     @property
-    def usage(self) -> dict[str, int]:
-        return format_usage(self.num_prompt_tokens, self.num_tokens)
+    def usage(self) -> Usage:
+        return Usage(self.num_prompt_tokens, self.num_tokens)
 
     @property
     def finish_reasons(self) -> list[str | None]:
         return [streamer.finish_reason for streamer in self.streamers]
 
-    async def texts(self) -> AsyncIterator[dict[int, str]]:
+    async def texts(self) -> AsyncIterator[dict[int, TextDelta]]:
         """New text by sequence index. A sequence that reaches a stop string is cancelled."""
         while not all(self.finish_reasons):
-            new: dict[int, str] = {}
+            new: dict[int, TextDelta] = {}
             for output in await self.handle.outputs():
                 self._feed(output, new)
             if all(streamer.num_tokens for streamer in self.streamers):
                 self.on_prefilled()
             yield new
 
-    def _feed(self, output: RequestOutput, new: dict[int, str]) -> None:
-        streamer = self.streamers[output.index]
+    def _feed(self, output: RequestOutput, new: dict[int, TextDelta]) -> None:
+        streamer, logprobs = self.streamers[output.index], self._logprobs[output.index]
         if streamer.finish_reason:
             return
         text = streamer.feed(output.token_id, output.finish_reason)
-        new[output.index] = new.get(output.index, "") + text
+        if output.logprobs and output.finish_reason != "stop":  # the end token has no text
+            logprobs.append((output.token_id, output.logprobs))
+        delta = TextDelta(text)
+        if text or streamer.finish_reason:
+            delta = TextDelta(text, tuple(logprobs))
+            logprobs.clear()
+        new[output.index] = new.get(output.index, TextDelta()) + delta
         if streamer.finish_reason and not output.finish_reason:
             self.handle.cancel(output.index)
 
@@ -118,35 +128,28 @@ class EventStreamResponse(StreamingResponse):
 
 async def stream_events(
     stream: ResponseStream,
-    completion: CompletionFormat,
-    first: dict[int, str],
-    texts: AsyncIterator[dict[int, str]],
+    output_format: OutputFormat,
+    first: dict[int, TextDelta],
+    texts: AsyncIterator[dict[int, TextDelta]],
     include_usage: bool,
     deadline: Callable[[], AbstractAsyncContextManager[None]],
 ) -> AsyncIterator[str]:
-    """OpenAI's events: roles, text, finish reasons and usage. first and texts are of `stream.texts()`.
+    """The events of a streamed response. first and texts are of `stream.texts()`.
 
     An error is the last event: the status has been sent already.
     """
-    for index in range(len(stream.streamers)):
-        yield format_event(completion.chunk(index, {"role": "assistant", "content": ""}))
-    new: dict[int, str] | None = first
+    for event in output_format.start(len(stream.streamers)):
+        yield event
+    new: dict[int, TextDelta] | None = first
     try:
         while new is not None:
-            for index, text in new.items():
-                if text:
-                    yield format_event(completion.chunk(index, {"content": text}))
-                if finish_reason := stream.finish_reasons[index]:
-                    yield format_event(completion.chunk(index, {}, finish_reason))
+            for index, delta in new.items():
+                for event in output_format.delta(index, delta, stream.finish_reasons[index]):
+                    yield event
             async with deadline():
                 new = await anext(texts, None)
     except Exception as error:
-        yield format_event(as_api_error(error).body())
+        yield output_format.error(as_api_error(error))
         return
-    if include_usage:
-        yield format_event(completion.usage_chunk(stream.usage))
-    yield "data: [DONE]\n\n"
-
-
-def format_event(data: dict) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    for event in output_format.end(stream.usage, include_usage):
+        yield event

@@ -47,12 +47,13 @@ class RunningServer:
         api_key=None,
         make_batch=None,
         batch=None,
+        allowed_origins=(),
         **service_options,
     ):
         limits = limits or Limits()
         make_batch = make_batch or (lambda: WatchedBatch(captioner, limits.max_num_seqs, **(batch or {})))
         self.service = ChatService(captioner, "nanovlm", limits, engine=Engine(make_batch), **service_options)
-        app = make_app(self.service, allowed_hosts, api_key)
+        app = make_app(self.service, allowed_hosts, api_key, allowed_origins=allowed_origins)
         self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", ws="none", http="h11"))
         self.thread = threading.Thread(target=self.server.run)
 
@@ -73,8 +74,8 @@ class RunningServer:
         """Whether no request is left anywhere."""
         return self.service.admission.count == self.service.engine.num_running == self.service.engine.num_waiting == 0
 
-    def post(self, body, **options):
-        return httpx.post(f"{self.url}/v1/chat/completions", **body_of(body), timeout=60, **options)
+    def post(self, body, path="/v1/chat/completions", **options):
+        return httpx.post(self.url + path, **body_of(body), timeout=60, **options)
 
     def client(self, **options):
         options = {"api_key": "none", "max_retries": 0, "timeout": 60} | options

@@ -6,12 +6,32 @@ import httpx
 import openai
 import pytest
 
+from support.serving import user_message
+
 
 def test_models_route_lists_the_one_model(served, client):
     assert [model.id for model in client.models.list()] == ["nanovlm"]
     assert client.models.retrieve("nanovlm").id == "nanovlm"
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-4o' here, only 'nanovlm'"):
         client.models.retrieve("gpt-4o")
+
+
+def test_routes_answer_without_the_version_and_to_head(served, embedded):
+    assert httpx.get(f"{served.url}/models").json() == httpx.get(f"{served.url}/v1/models").json()
+    model = httpx.get(f"{served.url}/models/nanovlm").json()
+    assert model["max_model_len"] == embedded.model.cfg.lm_max_position_embeddings
+    messages = user_message("Hello?")
+    for path, field, value in (
+        ("/chat/completions", "messages", messages),
+        ("/completions", "prompt", "Hello?"),
+        ("/responses", "input", messages),
+    ):
+        whole, short = (served.post({field: value}, prefix + path).json() for prefix in ("/v1", ""))
+        assert whole["object"] == short["object"] and whole["usage"] == short["usage"]
+    for path in ("/", "/health", "/models", "/v1/models", "/v1/models/nanovlm", "/metrics", "/sample.png"):
+        head, get = (httpx.request(method, served.url + path) for method in ("HEAD", "GET"))
+        assert head.status_code == 200 and not head.content
+        assert head.headers["content-type"] == get.headers["content-type"]
 
 
 def test_health_is_ok_while_the_engine_runs(served):

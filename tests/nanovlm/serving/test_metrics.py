@@ -8,7 +8,7 @@ from support.serving import SAMPLE_URL, RunningServer, user_message
 
 
 def test_metrics_count_requests_and_tokens(embedded):
-    with RunningServer(embedded) as server, server.client() as client:
+    with RunningServer(embedded, strict_model=True) as server, server.client() as client:
         response = client.chat.completions.create(model="nanovlm", messages=user_message("?", SAMPLE_URL), n=2)
         with pytest.raises(openai.NotFoundError):
             client.chat.completions.create(model="other", messages=user_message("?"))

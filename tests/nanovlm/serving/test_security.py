@@ -45,3 +45,30 @@ def test_key_is_required_where_one_is_set(embedded):
         assert httpx.get(f"{server.url}/health").status_code == httpx.get(server.url).status_code == 200
         with server.client(api_key="wrong") as client, pytest.raises(openai.AuthenticationError, match="API key"):
             client.models.list()
+
+
+def test_allowed_origins_may_use_the_server_from_a_browser(embedded):
+    front_end, options = "http://localhost:3000", {"allowed_hosts": {"127.0.0.1"}, "api_key": "secret"}
+    body = {"messages": user_message("?"), "max_tokens": 2}
+    with RunningServer(embedded, allowed_origins=[front_end], **options) as server:
+
+        def preflight(origin):
+            asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+            return httpx.options(f"{server.url}/v1/chat/completions", headers={"origin": origin} | asked)
+
+        allowed = preflight(front_end)
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == front_end
+        assert "POST" in allowed.headers["access-control-allow-methods"]
+        assert "authorization" in allowed.headers["access-control-allow-headers"].lower()
+        with_key = {"origin": front_end, "authorization": "Bearer secret"}
+        for headers, status in ((with_key, 200), ({"origin": front_end}, 401)):
+            response = server.post(body, headers=headers)
+            assert response.status_code == status, "CORS is no key"
+            assert response.headers["access-control-allow-origin"] == front_end, "pages may read errors, too"
+        for origin in ("https://evil.example", "http://localhost:3001", "null"):
+            assert preflight(origin).status_code == 403 and "--allow-origin" in preflight(origin).text
+            assert server.post(body, headers=with_key | {"origin": origin}).status_code == 403
+        assert server.post(body, headers=with_key | {"host": "evil.example"}).status_code == 403
+    with RunningServer(embedded, allowed_origins=["*"]) as server:
+        response = server.post(body, headers={"origin": "https://anywhere.example"})
+        assert response.status_code == 200 and response.headers["access-control-allow-origin"] == "*"

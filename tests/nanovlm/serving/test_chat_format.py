@@ -1,0 +1,112 @@
+"""Messages as clients write them: whoever begins, whoever ends, whatever the parts are called."""
+
+import io
+
+import pytest
+from PIL import Image
+
+from nanovlm import PROMPT, SAMPLE, Captioner
+from nanovlm.serving.chat_format import Chat, parse_messages, prepare_inputs
+from nanovlm.serving.protocol import ChatCompletionRequest
+from support import noise_image
+from support.serving import QUESTIONS, SAMPLE_URL, answer_of, user_message
+from support.smolvlm import write_folder
+
+GREETING = {"role": "assistant", "content": "Hello, show me a picture."}
+
+
+def chat_of(*messages):
+    return parse_messages(ChatCompletionRequest.model_validate({"messages": list(messages)}).messages)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def test_chat_may_begin_with_the_assistant():
+    assert chat_of(GREETING, user("Hi")) == Chat([], [("", GREETING["content"])], "Hi")
+    system = {"role": "system", "content": "Be brief."}
+    assert chat_of(system, GREETING, user("Hi")) == Chat([], [("Be brief.", GREETING["content"])], "Hi")
+
+
+def test_last_message_of_the_assistant_is_continued():
+    assert chat_of(user("a"), assistant("b")) == Chat([], [], "a", "b")
+    assert chat_of(user("a"), assistant("b"), user("c"), assistant("d")) == Chat([], [("a", "b")], "c", "d")
+    assert chat_of(assistant("A photo of")) == Chat([], [], "", "A photo of")
+
+
+@pytest.mark.parametrize("message", [{"content": None}, {}, {"content": []}, {"content": None, "tool_calls": []}])
+def test_assistant_may_say_nothing(message):
+    empty = {"role": "assistant", **message}
+    assert chat_of(user("a"), empty, user("b")) == Chat([], [("a", "")], "b")
+    assert chat_of(user("a"), empty) == Chat([], [], "a")
+
+
+def test_picture_alone_gets_the_default_prompt_in_every_turn():
+    alone = {"role": "user", "content": [{"type": "image_url", "image_url": SAMPLE_URL}]}
+    assert chat_of(alone, assistant("b"), user("c")) == Chat([SAMPLE_URL], [(PROMPT, "b")], "c")
+    assert chat_of(alone, user("c")) == Chat([SAMPLE_URL], [], "c")
+
+
+def test_chat_that_begins_with_the_assistant_is_answered(served, embedded):
+    body = {"messages": [GREETING, *user_message(QUESTIONS[1], SAMPLE_URL)], "max_tokens": 8}
+    _, grid = embedded.processor.preprocess(Image.open(SAMPLE).convert("RGB"))
+    image_ids = embedded.processor.encode_prompt([grid], QUESTIONS[1], [("", GREETING["content"])])
+    response = served.post(body)
+    assert response.status_code == 200 and answer_of(response)
+    assert response.json()["usage"]["prompt_tokens"] == len(image_ids)
+
+
+@pytest.mark.parametrize("n_words", [1, 3, 6])
+def test_beginning_of_an_answer_is_continued_to_the_same_answer(served, embedded, n_words):
+    whole = embedded.caption(SAMPLE)
+    words = whole.split(" ")
+    begun, rest = " ".join(words[:n_words]), whole[len(" ".join(words[:n_words])) :]
+    messages = [*user_message(QUESTIONS[0], SAMPLE_URL), {"role": "assistant", "content": begun}]
+    assert answer_of(served.post({"messages": messages})) == rest
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": SAMPLE_URL},
+        {"type": "image_url", "image_url": {"url": SAMPLE_URL, "detail": "low"}},
+        {"type": "input_image", "image_url": SAMPLE_URL},
+        {"type": "input_image", "image_url": SAMPLE_URL, "detail": "auto", "file_id": None},
+        {"type": "image_url", "image_url": {"url": SAMPLE_URL.partition(",")[2]}},
+        {"type": "image_url", "image_url": "\n".join(SAMPLE_URL.partition(",")[2].partition("0"))},
+    ],
+    ids=["text", "detail", "input_image", "file_id", "bare base64", "base64 of several lines"],
+)
+def test_picture_is_accepted_as_clients_send_it(served, embedded, part):
+    for text in ({"type": "text", "text": QUESTIONS[0]}, {"type": "input_text", "text": QUESTIONS[0]}):
+        response = served.post({"messages": [{"role": "user", "content": [part, text]}]})
+        assert answer_of(response) == embedded.caption(SAMPLE)
+
+
+@pytest.mark.parametrize("url", ["abcd" * 30, "/etc/abc", "aGVsbG8="])
+def test_base64_that_is_no_picture_is_refused(served, url):
+    error = served.post({"messages": user_message("?", url)}).json()["error"]
+    assert error["code"] == "invalid_image" and error["message"].startswith("image 1: ")
+
+
+def test_answer_is_continued_as_transformers_does(tmp_path):
+    """SmolVLM's template writes a space before an answer, which belongs to it and not to the question."""
+    _, theirs = write_folder(tmp_path)
+    processor = Captioner.from_pretrained(tmp_path, device="cpu", dtype="float32").processor
+    picture = noise_image(20, 20, seed=1)
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is in this picture?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "Describe the two"}]},
+    ]
+    prompt = theirs.apply_chat_template(messages, continue_final_message=True)
+    expected = theirs(text=prompt, images=[[picture]], return_tensors="pt").input_ids[0].tolist()
+    picture.save(file := io.BytesIO(), "png")
+    chat = Chat([], [], "What is in this picture?", "Describe the two")
+    inputs = prepare_inputs(chat, [file.getvalue()], processor, 10**6)
+    assert inputs.input_ids.tolist() == expected
+    assert processor.tokenizer.decode(inputs.continued_ids) == "Describe the two"

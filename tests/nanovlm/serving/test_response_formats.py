@@ -1,0 +1,177 @@
+"""Chat completions, completions and responses give the same text, and the same log-probabilities, whole or streamed."""
+
+import openai
+import pytest
+import torch
+
+from models.decoding import SamplingParams
+from nanovlm import SAMPLE
+from support.serving import QUESTIONS, SAMPLE_URL, user_message
+
+ASKED = {"model": "nanovlm", "messages": user_message(QUESTIONS[0], SAMPLE_URL)}
+
+
+def expected_logprobs(embedded, token_ids, n_top):
+    """For each of the ids after the sample's prompt: its log-probability and the n_top most likely, by one forward."""
+    ids, tiles = embedded.prepare(SAMPLE)
+    with torch.no_grad():
+        logits, _ = embedded.model(torch.tensor([ids + token_ids]), torch.cat(tiles))
+    rows = logits[0, len(ids) - 1 : -1].log_softmax(-1)
+    return [(float(row[one]), row.topk(n_top).values.tolist()) for one, row in zip(token_ids, rows)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_the_models(client, embedded, stream):
+    response = client.chat.completions.create(**ASKED, logprobs=True, top_logprobs=3, max_tokens=12, stream=stream)
+    choices = [chunk.choices[0] for chunk in response] if stream else response.choices
+    tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    text = embedded.caption(SAMPLE, max_new_tokens=12)
+    assert "".join(token.token for token in tokens) == text
+    assert b"".join(bytes(token.bytes) for token in tokens) == text.encode()
+    token_ids = embedded.tokenizer.encode(text)
+    for token, (logprob, top) in zip(tokens, expected_logprobs(embedded, token_ids, 3), strict=True):
+        assert token.logprob == pytest.approx(logprob, abs=1e-3)
+        assert [other.logprob for other in token.top_logprobs] == pytest.approx(top, abs=1e-3)
+        assert token.top_logprobs[0].token == token.token, "greedy"
+
+
+def test_logprobs_end_with_the_text(client):
+    whole = client.chat.completions.create(**ASKED, logprobs=True).choices[0]
+    assert "".join(token.token for token in whole.logprobs.content) == whole.message.content
+    assert all(token.top_logprobs == [] for token in whole.logprobs.content)
+    assert client.chat.completions.create(**ASKED, max_tokens=2).choices[0].logprobs is None
+
+
+# --------------------------------------------------------------------------------------------------------- completions
+
+
+def laid_out(embedded, text):
+    """The prompt of a chat about no picture, as its template lays it out."""
+    return embedded.tokenizer.backend.decode(embedded.processor.encode_prompt([], text), skip_special_tokens=False)
+
+
+def test_completion_continues_a_text_that_the_client_lays_out(client, embedded):
+    prompt, expected = laid_out(embedded, "Hello?"), embedded.caption(None, "Hello?", max_new_tokens=9)
+    answer = client.completions.create(model="nanovlm", prompt=prompt, max_tokens=9)
+    assert (answer.object, answer.choices[0].text) == ("text_completion", expected)
+    ids = embedded.processor.encode_prompt([], "Hello?")
+    by_ids = client.completions.create(model="nanovlm", prompt=ids, max_tokens=9)
+    assert by_ids.choices == answer.choices and by_ids.usage == answer.usage
+    assert answer.usage.prompt_tokens == len(ids)
+    chunks = list(client.completions.create(model="nanovlm", prompt=prompt, max_tokens=9, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+    assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason
+
+
+def test_completions_of_several_prompts(client, embedded):
+    prompts = [laid_out(embedded, text) for text in ("Hello?", "Who?")]
+    several = client.completions.create(model="nanovlm", prompt=prompts, n=2, seed=3, temperature=5, max_tokens=7)
+    alone = [
+        client.completions.create(model="nanovlm", prompt=prompt, n=2, seed=3, temperature=5, max_tokens=7)
+        for prompt in prompts
+    ]
+    assert [choice.text for choice in several.choices] == [choice.text for one in alone for choice in one.choices]
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert several.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone)
+
+
+def test_completion_has_logprobs(client, embedded):
+    prompt = laid_out(embedded, "Hello?")
+    choice = client.completions.create(model="nanovlm", prompt=prompt, max_tokens=5, logprobs=2).choices[0]
+    assert "".join(choice.logprobs.tokens) == choice.text
+    offsets = [sum(map(len, choice.logprobs.tokens[:i])) for i in range(len(choice.logprobs.tokens))]
+    assert choice.logprobs.text_offset == offsets
+    for token, logprob, top in zip(
+        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
+    ):
+        assert top[token] == logprob == max(top.values()) and len(top) == 2
+    chunks = client.completions.create(model="nanovlm", prompt=prompt, max_tokens=5, logprobs=2, stream=True)
+    streamed = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [offset for one in streamed for offset in one.text_offset] == offsets
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt is empty"),
+        ([], "prompt: List should have at least 1"),
+        ([99999], "outside the vocabulary"),
+        ("<|image|>", "image tokens"),
+        ({"a": 1}, "prompt: Input should be a valid array"),
+    ],
+)
+def test_completion_of_no_text_is_refused(served, prompt, message):
+    response = served.post({"prompt": prompt}, "/v1/completions")
+    assert response.status_code == 400 and message in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "prompt"
+
+
+def test_completion_ends_after_16_tokens_unless_asked(client, embedded):
+    options = {"model": "nanovlm", "prompt": laid_out(embedded, "Hello?"), "temperature": 50, "seed": 1}
+    assert client.completions.create(**options).usage.completion_tokens <= 16
+    long = client.completions.create(**options, max_tokens=-1)
+    assert long.usage.completion_tokens > 16
+
+
+# ----------------------------------------------------------------------------------------------------------- responses
+
+RESPONSES_INPUT = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "input_image", "image_url": SAMPLE_URL, "detail": "auto"},
+            {"type": "input_text", "text": QUESTIONS[0]},
+        ],
+    }
+]
+
+
+def test_response_is_the_same_answer(client, embedded):
+    response = client.responses.create(model="nanovlm", input=RESPONSES_INPUT)
+    assert response.output_text == embedded.caption(SAMPLE) and response.status == "completed"
+    usage = client.chat.completions.create(**ASKED).usage
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (usage.prompt_tokens, usage.completion_tokens)
+    text = client.responses.create(model="nanovlm", input="Hello?", max_output_tokens=2)
+    assert text.output_text == embedded.caption(None, "Hello?", max_new_tokens=2)
+    assert text.status == "incomplete" and text.incomplete_details.reason == "max_output_tokens"
+
+
+def test_response_continues_a_conversation(client):
+    first = client.responses.create(model="nanovlm", input=RESPONSES_INPUT)
+    more = [*RESPONSES_INPUT, *(item.model_dump() for item in first.output), {"role": "user", "content": QUESTIONS[1]}]
+    second = client.responses.create(model="nanovlm", input=more, instructions="Be brief.")
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        *ASKED["messages"],
+        {"role": "assistant", "content": first.output_text},
+        *user_message(QUESTIONS[1]),
+    ]
+    chat = client.chat.completions.create(model="nanovlm", messages=messages)
+    assert second.output_text == chat.choices[0].message.content
+
+
+def test_response_is_streamed_as_events(client, embedded):
+    with client.responses.stream(model="nanovlm", input=RESPONSES_INPUT, top_logprobs=1) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    text = embedded.caption(SAMPLE)
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+    assert final.output_text == text and final.status == "completed"
+    assert [events[0].type, events[-1].type] == ["response.created", "response.completed"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(one.token for one in final.output[0].content[0].logprobs) == text
+
+
+def test_response_of_a_stored_conversation_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
+        client.responses.create(model="nanovlm", input="?", previous_response_id="resp_1")
+
+
+# ----------------------------------------------------------------------------------------------------------- penalties
+
+
+def test_penalties_are_the_models(client, embedded):
+    options = {"frequency_penalty": 2.0, "presence_penalty": 2.0}
+    response = client.chat.completions.create(**ASKED, **options)
+    expected = embedded.caption(SAMPLE, max_new_tokens=256, sampling=SamplingParams(**options))
+    assert response.choices[0].message.content == expected != embedded.caption(SAMPLE)
