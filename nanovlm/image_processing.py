@@ -6,6 +6,8 @@ A file or PIL image that cannot be used raises ImageError. Importing this module
 
 import contextlib
 import ctypes
+import functools
+import importlib.util
 import io
 import logging
 import math
@@ -18,7 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 import torch.nn.functional as F
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, features
 from PIL.Image import Resampling, Transpose
 
 from nanovlm.errors import ImageError, InputError
@@ -26,10 +28,33 @@ from nanovlm.errors import ImageError, InputError
 MAX_PIXELS = 178_956_970  # Pillow's own limit: beyond it, Image.open raises DecompressionBombError
 MAX_ASPECT_RATIO = 200
 
+# Formats in Pillow's registry that are no pictures, are not decoded, or are programs that Ghostscript would run.
+NOT_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "PDF", "WMF"}
+CODECS = {"AVIF": "avif", "JPEG2000": "jpg_2000", "WEBP": "webp"}  # formats that Pillow may be built without
+HEIF_EXTENSIONS = {".heic", ".heics", ".heif", ".heifs", ".hif"}
+HEIF_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}  # of a file's first box, ftyp
+INSTALL_HEIC = "pip install 'nanovlm[heic]'"
+# Extensions of pictures that people have; those that cannot be read here are counted, not passed over in silence.
+PICTURE_EXTENSIONS = HEIF_EXTENSIONS | {
+    ".avif", ".jp2", ".jxl", ".svg", ".eps", ".wmf", ".emf",
+    ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf", ".rw2",
+}  # fmt: skip
+
 UPRIGHT = {  # EXIF orientation -> the transposition that undoes it
     2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM, 5: Transpose.TRANSPOSE,
     6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90,
 }  # fmt: skip
+
+
+@functools.cache
+def readable_extensions() -> frozenset[str]:
+    """The extensions, lower-case and with their dot, of the pictures that can be read here."""
+    with warnings.catch_warnings(action="ignore"):  # features.check warns of codecs that an old Pillow does not know
+        missing = {format for format, codec in CODECS.items() if not features.check(codec)}
+    by_extension = Image.registered_extensions()  # imports every plugin of Pillow
+    formats = Image.OPEN.keys() - NOT_PICTURES - missing
+    extensions = {extension for extension, format in by_extension.items() if format in formats} | {".mpo"}
+    return frozenset(extensions | (HEIF_EXTENSIONS if importlib.util.find_spec("pillow_heif") else set()))
 
 
 def load_image(source: Any, name: str | None = None, max_pixels: int | None = None) -> Image.Image:
@@ -44,7 +69,7 @@ def load_image(source: Any, name: str | None = None, max_pixels: int | None = No
             if isinstance(source, Image.Image):
                 return load_rgb(source, max_pixels)
             with open_file(source) as file:
-                return load_rgb(Image.open(file), max_pixels)
+                return load_rgb(open_picture(file), max_pixels)
     except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error, IndexError ...
         raise ImageError(f"{name}: {reason(error)}") from error
 
@@ -73,6 +98,24 @@ def open_file(source: Any) -> Iterator[BinaryIO]:
         if not seekable.read(1):
             raise ImageError("an empty file")
         yield seekable
+
+
+def open_picture(file: BinaryIO) -> Image.Image:
+    """Image.open, which here also reads HEIC if pillow-heif is installed."""
+    try:
+        return Image.open(file)
+    except Image.UnidentifiedImageError:
+        file.seek(0)
+        header = file.read(12)
+        if header[4:8] != b"ftyp" or header[8:] not in HEIF_BRANDS or "HEIF" in Image.OPEN:
+            raise
+    try:
+        from pillow_heif import register_heif_opener
+    except ImportError:
+        raise ImageError(f"a HEIC picture; to read it: {INSTALL_HEIC}") from None
+    register_heif_opener()
+    file.seek(0)
+    return Image.open(file)
 
 
 def reason(error: Exception) -> str:

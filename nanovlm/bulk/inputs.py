@@ -4,21 +4,23 @@ import codecs
 import glob
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanovlm.data.folders import list_images
-from nanovlm.data.source import IMAGE_EXTENSIONS
 from nanovlm.errors import UsageError
+from nanovlm.image_processing import PICTURE_EXTENSIONS, readable_extensions
 
 
 @dataclass
 class ImageList:
-    """Images by path, each once, in the order they were named; and names that gave no image, with the reason."""
+    """Images by path, each once, in the order they were named; and what else the names gave."""
 
     paths: list[str] = field(default_factory=list)
-    missing: list[tuple[str, str]] = field(default_factory=list)
+    missing: list[tuple[str, str]] = field(default_factory=list)  # names that gave no image, with the reason
+    left_out: Counter[str] = field(default_factory=Counter)  # pictures that cannot be read here, by extension
 
 
 def is_pattern(name: str) -> bool:
@@ -31,14 +33,15 @@ def names_several(names: Iterable[str]) -> bool:
     return any(os.path.isdir(name) or is_pattern(name) for name in names)
 
 
-def find_images(names: Sequence[str]) -> ImageList:
+def find_images(names: Sequence[str], recursive: bool = True) -> ImageList:
     """Find the images that files, folders and patterns name; an image named twice is found once.
 
-    A file is taken as it is, even if it does not exist: reading it then fails with the reason.
+    A file is taken as it is, even if it does not exist: reading it then fails with the reason. recursive says whether
+    the subfolders of folders are searched, too.
     """
     images, known = ImageList(), set()
     for name in names:
-        for path in _images_of(name, images.missing):
+        for path in _images_of(name, images, recursive):
             absolute = os.path.abspath(path)
             if absolute not in known:
                 known.add(absolute)
@@ -46,27 +49,29 @@ def find_images(names: Sequence[str]) -> ImageList:
     return images
 
 
-def _images_of(name: str, missing: list[tuple[str, str]]) -> list[str]:
+def _images_of(name: str, images: ImageList, recursive: bool) -> list[str]:
     if os.path.isdir(name):
-        return _images_in(name, missing)
+        return _images_in(name, images, recursive)
     if not is_pattern(name):
         return [name]
     matches = sorted(glob.glob(name, recursive=True))
-    paths = [match for match in matches if os.path.splitext(match)[1].lower() in IMAGE_EXTENSIONS]
+    extensions = {match: os.path.splitext(match)[1].lower() for match in matches}
+    paths = [match for match in matches if extensions[match] in readable_extensions()]
+    images.left_out.update(e for e in extensions.values() if e in PICTURE_EXTENSIONS - readable_extensions())
     for folder in filter(os.path.isdir, matches):
-        paths += _images_in(folder, missing)
+        paths += _images_in(folder, images, recursive)
     if not paths:
-        missing.append((name, "a pattern that matches no image"))
+        images.missing.append((name, "a pattern that matches no image"))
     return paths
 
 
-def _images_in(folder: str, missing: list[tuple[str, str]]) -> list[str]:
+def _images_in(folder: str, images: ImageList, recursive: bool) -> list[str]:
     unreadable: list[OSError] = []
-    paths = [os.path.join(folder, path) for path in list_images(folder, unreadable.append)]
-    missing += [(error.filename, str(error.strerror)) for error in unreadable]
-    if not paths and not unreadable:
-        missing.append((folder, "a folder without images"))
-    return paths
+    found = list_images(folder, unreadable.append, recursive=recursive, left_out=images.left_out)
+    images.missing += [(error.filename, str(error.strerror)) for error in unreadable]
+    if not found and not unreadable:
+        images.missing.append((folder, "a folder without images"))
+    return [os.path.join(folder, path) for path in found]
 
 
 def read_names(file: str | os.PathLike) -> list[str]:

@@ -76,6 +76,7 @@ class BulkReport:
     already_done: int
     failed: int
     empty: int  # of the failed, images for which the model's caption was empty
+    left_out: dict[str, int]  # pictures that cannot be read here, by extension
     seconds: float  # spent on captioning
     utilization: float  # share of that time in which the model ran, mean over workers
     failures: Path | None  # the file that lists them

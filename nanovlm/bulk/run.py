@@ -93,6 +93,7 @@ def _caption_found(
         already_done=len(accepted) - len(todo),
         failed=failures.count,
         empty=failures.empty,
+        left_out=dict(images.left_out),
         seconds=bulk.seconds if bulk else 0.0,
         utilization=bulk.utilization if bulk else 0.0,
         failures=failures.path if failures.is_written else None,

@@ -8,6 +8,7 @@ from nanovlm.cli.options import GenerationOptions, ModelOptions, load_captioner
 from nanovlm.console import print_error
 from nanovlm.device import choose_device, peak_memory
 from nanovlm.errors import UsageError
+from nanovlm.image_processing import HEIF_EXTENSIONS, INSTALL_HEIC
 
 
 def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> int:
@@ -54,7 +55,7 @@ def check_file_flags(args: argparse.Namespace) -> None:
 
 
 def summary(report: BulkReport, existing: str) -> str:
-    """One line for people: what was captioned, what was done already, what failed."""
+    """One line for people: what was captioned, what was done already, what failed, what was left out."""
     parts = []
     if report.captioned or report.seconds:
         parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s ({report.per_minute:,.0f} a minute)")
@@ -67,4 +68,9 @@ def summary(report: BulkReport, existing: str) -> str:
     if report.failed:
         empty = f" ({report.empty:,} with an empty caption)" if report.empty else ""
         parts.append(f"{report.failed:,} failed{empty}" + (f", see {report.failures}" if report.failures else ""))
+    parts += [f"{count:,} {extension} left out" + _hint(extension) for extension, count in report.left_out.items()]
     return "; ".join(parts)
+
+
+def _hint(extension: str) -> str:
+    return f" (to read them: {INSTALL_HEIC})" if extension in HEIF_EXTENSIONS else ""

@@ -9,9 +9,10 @@ from types import MappingProxyType
 from nanovlm.data.folders import list_images, open_captioned_folder, open_imagefolder
 from nanovlm.data.hf_datasets import open_dataset
 from nanovlm.data.json_files import open_json
-from nanovlm.data.source import IMAGE_EXTENSIONS, ReadOptions, Source, Stream
+from nanovlm.data.source import ReadOptions, Source, Stream
 from nanovlm.data.webdataset import open_tars
 from nanovlm.errors import DataError
+from nanovlm.image_processing import readable_extensions
 
 KINDS = (
     "images with a .txt beside each, metadata.jsonl, .csv or .parquet with a file_name, a .json or .jsonl of "
@@ -49,7 +50,7 @@ def _open_file(path: str, options: ReadOptions) -> Source | Stream:
         return open_imagefolder(str(file.parent), [file], options)
     if suffix in (".parquet", ".arrow"):
         return open_dataset(path, options, [path])
-    if suffix in IMAGE_EXTENSIONS:
+    if suffix in readable_extensions():
         raise DataError(f"{path} is one image; name the folder that holds it and its .txt")
     raise DataError(f"{path} has no known extension; data is {KINDS}")
 

@@ -2,6 +2,7 @@
 
 import csv
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,24 +12,37 @@ from models.checkpoint import WEIGHTS
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.formats import clean_text, find_columns, record_to_example
 from nanovlm.data.jsonl import read_jsonl
-from nanovlm.data.source import COLUMN_OPTIONS, IMAGE_EXTENSIONS, INSTALL_DATA, ReadOptions, Source, first_few
+from nanovlm.data.source import COLUMN_OPTIONS, INSTALL_DATA, ReadOptions, Source, first_few
 from nanovlm.errors import DataError, MissingExtraError
+from nanovlm.image_processing import PICTURE_EXTENSIONS, readable_extensions
 
 
-def list_images(folder: str | Path, on_error: Callable[[OSError], None] | None = None) -> list[str]:
+def list_images(
+    folder: str | Path,
+    on_error: Callable[[OSError], None] | None = None,
+    *,
+    recursive: bool = True,
+    left_out: Counter[str] | None = None,
+) -> list[str]:
     """Paths of all images in a folder and its subfolders, relative to it and sorted.
 
     Hidden files and folders are left out, and model folders, which may hold a report.png. on_error is called for each
-    folder that may not be read; without it they count as empty.
+    folder that may not be read; without it they count as empty. left_out counts, by extension, the pictures that
+    cannot be read here.
     """
-    images = []
+    images, readable = [], readable_extensions()
     for current, subfolders, files in os.walk(folder, onerror=on_error):
         model_folders = {name for name in subfolders if os.path.exists(os.path.join(current, name, WEIGHTS))}
         subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and name not in model_folders)
         relative = os.path.relpath(current, folder)
         for name in files:
-            if os.path.splitext(name)[1].lower() in IMAGE_EXTENSIONS and not name.startswith("."):
+            extension = os.path.splitext(name)[1].lower()
+            if extension in readable and not name.startswith("."):
                 images.append(os.path.normpath(os.path.join(relative, name)))
+            elif extension in PICTURE_EXTENSIONS and left_out is not None:
+                left_out[extension] += 1
+        if not recursive:
+            break
     return sorted(images)
 
 

@@ -11,9 +11,6 @@ from nanovlm import PROMPT
 from nanovlm.data.examples import Example, ExampleError, ImageSource
 from nanovlm.errors import DataError
 
-IMAGE_EXTENSIONS = {
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif",
-}  # fmt: skip
 SHUFFLE_WINDOW = 256  # rows of a stream held in memory to be shuffled
 INSTALL_DATA = "pip install 'nanovlm[data]'"
 COLUMN_OPTIONS = ("prompt", "text_column", "prompt_column")  # the options that apply to records of plain columns

@@ -15,8 +15,9 @@ from functools import partial
 
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.formats import clean_text, record_to_example
-from nanovlm.data.source import COLUMN_OPTIONS, IMAGE_EXTENSIONS, ReadOptions, Source, first_few
+from nanovlm.data.source import COLUMN_OPTIONS, ReadOptions, Source, first_few
 from nanovlm.errors import DataError
+from nanovlm.image_processing import readable_extensions
 
 
 @dataclass(frozen=True)
@@ -106,4 +107,4 @@ def _sample_to_example(sample: Sample, name: str, options: ReadOptions) -> Examp
 
 
 def _is_image(extension: str) -> bool:
-    return f".{extension.rpartition('.')[2]}" in IMAGE_EXTENSIONS
+    return f".{extension.rpartition('.')[2]}" in readable_extensions()

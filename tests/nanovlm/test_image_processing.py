@@ -143,6 +143,40 @@ def test_every_format_of_pillow_is_read(tmp_path, format):
     assert distance(back, picture) == 0 if format in LOSSLESS else distance(back, picture) < 4
 
 
+@pytest.fixture
+def without_heif(monkeypatch):
+    """As in a process that has read no HEIC picture yet."""
+    monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
+    monkeypatch.setattr(Image, "ID", [format for format in Image.ID if format != "HEIF"])
+
+
+def heic(picture):
+    pillow_heif = pytest.importorskip("pillow_heif")
+    file = io.BytesIO()
+    pillow_heif.from_pillow(picture).save(file, quality=95)
+    return file.getvalue()
+
+
+def test_heic_is_read_with_pillow_heif(tmp_path, without_heif):
+    (path := tmp_path / "photo.heic").write_bytes(data := heic(drawn()))
+    for _ in range(2):
+        assert distance(load_image(path), drawn()) < 3 and distance(load_image(data), drawn()) < 3
+    assert {".heic", ".hif"} <= images.readable_extensions()
+    refusal(data[:100], "not a picture")
+
+
+def test_heic_without_pillow_heif_names_the_extra(monkeypatch, without_heif):
+    data = heic(drawn())
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    refusal(data, "a HEIC picture", "pip install 'nanovlm[heic]'", name="photo.heic")
+
+
+def test_readable_extensions_are_of_pictures_that_pillow_decodes():
+    extensions = images.readable_extensions()
+    assert {".jpg", ".png", ".webp", ".tga", ".ico", ".jp2", ".dds", ".qoi", ".mpo", ".psd", ".icns"} <= extensions
+    assert extensions.isdisjoint({".pdf", ".eps", ".ps", ".mpg", ".h5", ".grib", ".wmf", ".txt", ".json"})
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "La", "RGBa"])
 def test_transparent_image_is_composed_on_white(mode):
     picture = Image.new("RGBA", (6, 4), (0, 0, 0, 255))

@@ -417,6 +417,21 @@ def test_an_empty_caption_is_a_failure_that_the_next_run_tries_again(generate, w
     assert len(texts) == 2 and all(text.startswith("drawing: A") for text in texts)
 
 
+def test_all_formats_are_captioned_and_others_are_counted(generate, workdir):
+    (folder := Path("formats")).mkdir()
+    names = ["a.tga", "b.ico", "c.jp2", "d.dds", "e.PCX", "f.sgi", "g.icns", "h.apng", "i.pbm"]
+    for name in names:
+        image = noise_image(64, 64).convert("1" if name == "i.pbm" else "RGB")
+        image.save(folder / name, "PNG" if name == "h.apng" else None)
+    for name in ("x.svg", "y.svg", "z.nef", "words.txt", "paper.pdf"):
+        (folder / name).write_text("no picture")
+    code, _, err = generate(folder)
+    assert code == 0 and set(sidecars(folder)) == {Path(name).with_suffix(".txt").name for name in names} | {
+        "words.txt"
+    }
+    assert err.splitlines()[-1].startswith("9 captioned") and err.endswith("; 2 .svg left out; 1 .nef left out\n")
+
+
 def test_two_images_do_not_share_a_txt(generate, folder, texts):
     noise_image(30, 30, 9).save(folder / "a.jpg")
     for _ in range(2):

@@ -1,12 +1,14 @@
 """Finding the images that names, folders, patterns and lists refer to."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from nanovlm.bulk.inputs import find_images, is_pattern, names_several, read_names
 from nanovlm.errors import UsageError
+from nanovlm.image_processing import readable_extensions
 from support.cli import IMAGE_NAMES
 
 
@@ -24,6 +26,26 @@ def test_folders_and_patterns_give_their_images_once():
 def test_a_pattern_may_match_folders_and_ignores_other_files():
     assert sorted(find_images(["pictures/**"]).paths) == sorted(f"pictures/{name}" for name in IMAGE_NAMES)
     assert find_images(["pictures/de*"]).paths == [f"pictures/{name}" for name in sorted(IMAGE_NAMES) if "deep" in name]
+
+
+def test_subfolders_are_left_out_when_asked():
+    assert find_images(["pictures"], recursive=False).paths == [
+        f"pictures/{name}" for name in ("a.png", "b two.jpg", "d.gif")
+    ]
+
+
+def test_pictures_that_cannot_be_read_are_counted(monkeypatch):
+    monkeypatch.setattr("nanovlm.image_processing.HEIF_EXTENSIONS", set())  # as without pillow-heif
+    readable_extensions.cache_clear()
+    for name in ("a.heic", "deep/B.HEIC", "c.svg", "d.nef", "e.txt", "f.pdf"):
+        Path("pictures", name).touch()
+    try:
+        for names in (["pictures"], ["pictures/*", "pictures/deep/*"]):
+            images = find_images(names)
+            assert set(images.paths) == {f"pictures/{name}" for name in IMAGE_NAMES} and not images.missing
+            assert images.left_out >= Counter({".heic": 2, ".svg": 1, ".nef": 1}) and len(images.left_out) == 3
+    finally:
+        readable_extensions.cache_clear()
 
 
 def test_names_without_images_are_missing_with_a_reason(tmp_path):
