@@ -5,15 +5,29 @@ image, with `<|global_image|>` in front. Tiles are not exported: transformers la
 nanoVLM models were not trained with. Formats 1 to 4 are exported without a processor.
 """
 
+import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors.torch import save_file
 
-from models.checkpoint import CONFIG, MODEL_INPUT_NAMES, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, atomic_dir
+from models.checkpoint import (
+    CONFIG,
+    MODEL_INPUT_NAMES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    WEIGHTS,
+    atomic_dir,
+    atomic_write,
+    read_object,
+)
 from models.config import VLMConfig
 from models.convert.smolvlm import is_exact_in_every_rounding, smolvlm_config, smolvlm_tensors
 from nanovlm.captioner import Captioner
+from nanovlm.errors import MissingExtraError
+
+ONNX_FOLDER = "onnx"
 
 # Jinja that joins a content of several parts to one string, images first as in our chats; the model's template follows.
 JOIN_PARTS = """{%- set chat = namespace(messages=[]) -%}
@@ -57,6 +71,29 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
             (new / "chat_template.jinja").write_text(chat_template(model.cfg), encoding="utf-8")
         for name, settings in objects.items():
             (new / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def check_onnx_extra() -> None:
+    """Raise MissingExtraError unless the packages that `export_onnx` uses are installed."""
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        if importlib.util.find_spec(name) is None:
+            raise MissingExtraError(f"ONNX files need {name}: pip install 'nanovlm[onnx]'")
+
+
+def export_onnx(captioner: Captioner, folder: str | Path, dtypes: Sequence[str] = ("float32",)) -> None:
+    """Add the folder onnx, see `models.convert.onnx`, to what `export_smolvlm` wrote; MissingExtraError without onnx.
+
+    dtypes are float32, float16 and int8. config.json gets the key from which transformers.js knows the cache's type.
+    """
+    check_onnx_extra()
+    from models.convert.onnx import write_onnx
+
+    folder = Path(folder)
+    with atomic_dir(folder / ONNX_FOLDER) as new:
+        write_onnx(captioner.model, new, dtypes)
+    config = read_object(folder / CONFIG) | {"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}}
+    with atomic_write(folder / CONFIG) as path:
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def has_processor(cfg: VLMConfig) -> bool:

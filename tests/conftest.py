@@ -106,3 +106,16 @@ def tiled(model_and_processor, tiny_config):
         torch.manual_seed(0)
         model = VisionLanguageModel(cfg, tokenizer.image_token_id)
         return randomize(model).eval(), Processor(cfg, tokenizer)
+
+
+@pytest.fixture(scope="session")
+def onnx_folder(tmp_path_factory):
+    """The embedded model, exported with ONNX graphs by the command line."""
+    from nanovlm import EMBEDDED
+    from nanovlm.cli import main as cli
+
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name)
+    folder = tmp_path_factory.mktemp("export") / "out" / "smolvlm"
+    assert cli.main(["export", str(EMBEDDED), "--out", str(folder), "--onnx", "--onnx-dtype", "float32", "int8"]) == 0
+    return folder

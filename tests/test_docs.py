@@ -5,13 +5,14 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from nanovlm.cli.main import VERBS, Parser
 from support import ROOT
 
-README = ROOT / "README.md"
+README, ONNX = ROOT / "README.md", ROOT / "docs/onnx.md"
 PAGES = sorted([README, ROOT / "CONTRIBUTING.md", ROOT / "nanovlm/assets/README.md", *(ROOT / "docs").glob("*.md")])
 PAGES = [page for page in PAGES if page.exists()]
 
@@ -59,12 +60,29 @@ def test_every_module_command_exists(page):
         assert (ROOT / f"{name.replace('.', '/')}.py").exists(), name
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python") and page != ONNX], ids=lambda page: page.name
+)
 def test_python_blocks_run(page, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     for block in blocks(page, "python"):
         exec(block, {})
     assert capsys.readouterr().out
+
+
+def test_the_onnx_page_prints_the_readme_caption(onnx_folder, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers.models.smolvlm.processing_smolvlm, "num2words", str, raising=False)
+    monkeypatch.chdir(onnx_folder.parents[1])
+    if not Path("nanovlm").exists():
+        Path("nanovlm").symlink_to(ROOT / "nanovlm")
+    loop, openvino = blocks(ONNX, "python")
+    capsys.readouterr()
+    exec(loop, {})
+    assert capsys.readouterr().out == blocks(README, "text")[0]
+    pytest.importorskip("openvino")
+    exec(openvino, {})
+    assert capsys.readouterr().out == "(1, 3, 192)\n"
 
 
 def test_the_readme_caption_is_what_the_first_command_prints():

@@ -20,16 +20,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="dtype of the weights (default: float32)",
     )
+    add("--onnx", action="store_true", help="also write ONNX graphs to FOLDER/onnx, for ONNX Runtime and OpenVINO")
+    add(
+        "--onnx-dtype",
+        nargs="+",
+        choices=("float32", "float16", "int8"),
+        metavar="DTYPE",
+        help="types of the ONNX graphs: float32, float16, int8 (default: float32)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from nanovlm.captioner import Captioner
     from nanovlm.errors import InputError, UsageError
-    from nanovlm.export import export_notes, export_smolvlm
+    from nanovlm.export import check_onnx_extra, export_notes, export_onnx, export_smolvlm
 
+    if args.onnx_dtype and not args.onnx:
+        raise UsageError("--onnx-dtype needs --onnx")
+    if args.onnx:
+        check_onnx_extra()
     try:
         captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, args.revision)
         export_smolvlm(captioner, args.out)
+        if args.onnx:
+            export_onnx(captioner, args.out, args.onnx_dtype or ["float32"])
     except InputError as error:
         raise UsageError(str(error)) from error
     for note in export_notes(captioner.model.cfg):
