@@ -139,9 +139,9 @@ class ContinuousBatch:
     ) -> None:
         """Queue a prompt, ids (T,) and images (N, 3, S, S). InputError if it can never be prefilled.
 
-        logits_processor changes the logits before each token is chosen, for example to exclude tokens: it is called with
-        the request's generated ids and logits (1, vocabulary). top_logprobs asks for the log-probability of each token
-        and of that many most likely ones, 0 for the token's own; they are those of the model's unchanged logits.
+        logits_processor changes the logits before each token is chosen, for example to exclude tokens: it is called
+        with the request's generated ids and logits (1, vocabulary). top_logprobs asks for the log-probability of each
+        token and of that many most likely ones, 0 for the token's own; they are those of the model's unchanged logits.
         """
         if key in self._waiting or any(request is not None and request.key == key for request in self._slots):
             raise InputError(f"{key!r} is the key of a request that waits or runs; use another")

@@ -144,6 +144,7 @@ class GenerationFields(StrictModel):
     max_tokens_fields: ClassVar[tuple[str, ...]]  # the client's names of the limit; the first that is given counts
     default_max_tokens: ClassVar[int] = 256  # mlx-vlm's
     prompt_field: ClassVar[str]  # the client's name of what the model reads
+    schema_field: ClassVar[str] = "response_format"  # and of the schema
 
     model: str | None = None
     stream: bool = False
@@ -191,6 +192,11 @@ class GenerationFields(StrictModel):
         if limit is None:
             return self.default_max_tokens
         return None if limit == NO_LIMIT else limit
+
+    @property
+    def n_sequences(self) -> int:
+        """How many sequences are generated."""
+        return self.n
 
     @property
     def n_logprobs(self) -> int | None:
@@ -280,6 +286,10 @@ class CompletionRequest(CompletionFields):
     suffix: Annotated[Any, unsupported("")] = None
 
     @property
+    def n_sequences(self) -> int:
+        return self.n * len(self.prompt)
+
+    @property
     def n_logprobs(self) -> int | None:
         return self.logprobs
 
@@ -297,6 +307,7 @@ class ResponsesRequest(GenerationFields):
 
     max_tokens_fields = ("max_output_tokens",)
     prompt_field = "input"
+    schema_field = "text.format"
 
     input: Annotated[list[Message], BeforeValidator(_as_messages)] = Field(min_length=1, max_length=MAX_MESSAGES)
     instructions: str = ""

@@ -38,6 +38,7 @@ from nanovlm.serving.response_formats import (
     TextDelta,
 )
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
+from nanovlm.serving.structured_output import GrammarProcessor, StructuredOutput
 
 OUTPUT_FORMATS: dict[type[GenerationFields], Callable[[str, str, Decode], OutputFormat]] = {
     ChatCompletionRequest: ChatFormat,
@@ -68,6 +69,7 @@ class ChatService:
         self.captioner, self.name, self.limits = captioner, name, limits or Limits()
         self.engine = engine or Engine(lambda: new_batch(captioner, self.limits.max_num_seqs))
         self.fetcher = fetcher or ImageFetcher()
+        self.structured_output = StructuredOutput(captioner.tokenizer)
         self.admission = Admission(self.limits.max_num_seqs + self.limits.max_pending)
         self.metrics = Metrics(
             lambda: self.engine.num_running,
@@ -146,25 +148,35 @@ class ChatService:
             raise self.model_not_found(str(request.model))
         self._admit_sequences(request, request_scope)
         sampling, top_logprobs = request.sampling_params(), request.n_logprobs
+        processors = iter(await self._logits_processors(request))
         prompts, on_prefilled = await self._prepare(request, request_scope)
         sequences, streamers = [], []
         for inputs in prompts:
             max_tokens = self._max_tokens(request, len(inputs.input_ids))
             for params in sampling:
                 sequences.append(
-                    SequenceRequest(inputs.input_ids, inputs.images, max_tokens, params, top_logprobs=top_logprobs)
+                    SequenceRequest(
+                        inputs.input_ids, inputs.images, max_tokens, params, next(processors, None), top_logprobs
+                    )
                 )
                 streamers.append(StopStringStreamer(self.captioner.tokenizer, request.stop, inputs.continued_ids))
         handle = self.engine.submit(sequences)
         request_scope.callback(handle.cancel)
         return ResponseStream(handle, streamers, sum(len(inputs.input_ids) for inputs in prompts), on_prefilled)
 
+    async def _logits_processors(self, request: GenerationFields) -> list[GrammarProcessor]:
+        """One for each sequence, if the request asks for JSON."""
+        schema = request.required_schema
+        if schema is None:
+            return []
+        make, run = self.structured_output.make_processors, asyncio.get_running_loop().run_in_executor
+        return await run(self._executor, make, schema, request.n_sequences, request.schema_field)
+
     def _admit_sequences(self, request: GenerationFields, request_scope: AsyncExitStack) -> None:
         """Take the places of all sequences but the first, which has its place already."""
-        n_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
-        n = n_prompts * request.n
+        n = request.n_sequences
         if n > self.admission.capacity:
-            asked = f"n={request.n}" + (f" for {n_prompts} prompts" if n_prompts > 1 else "")
+            asked = f"n={request.n}" + (f" for {n // request.n} prompts" if n > request.n else "")
             message = f"{asked} is more than the {self.admission.capacity} answers that this server has places for"
             raise APIError(400, message, param="n" if request.n > 1 else "prompt")
         self.admission.acquire_more(n - 1, request_scope)

@@ -1,0 +1,85 @@
+"""JSON answers: whatever the model would say, the answer follows the schema."""
+
+import json
+import sys
+
+import jsonschema
+import pydantic
+import pytest
+
+from nanovlm import SAMPLE
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, user_message
+
+pytest.importorskip("llguidance", reason="no llguidance; pip install 'nanovlm[structured]'")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["green", "blue", "red"]},
+        "words": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 2},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["colour", "words", "n"],
+    "additionalProperties": False,
+}
+ASKED = {"model": "nanovlm", "messages": user_message(QUESTIONS[1], SAMPLE_URL)}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "picture", "strict": True, "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 3.0, "seed": 1, "n": 4}, {"frequency_penalty": 1.0}])
+def test_answer_follows_the_schema(served, options):
+    response = served.post(ASKED | options | {"response_format": FORMAT}).json()
+    for choice in response["choices"]:
+        assert choice["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    assert len({choice["message"]["content"] for choice in response["choices"]}) == options.get("n", 1)
+
+
+def test_json_object_is_an_object(served):
+    body = ASKED | {"response_format": {"type": "json_object"}, "max_tokens": 400, "temperature": 2.0, "seed": 4}
+    choice = served.post(body).json()["choices"][0]
+    assert choice["message"]["content"].startswith("{")
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(choice["message"]["content"]), dict)
+
+
+def test_other_requests_of_the_batch_are_free(embedded):
+    with RunningServer(embedded) as server, server.client() as client:
+        stream = client.chat.completions.create(**ASKED, response_format=FORMAT, stream=True)
+        free = client.chat.completions.create(model="nanovlm", messages=user_message(QUESTIONS[0], SAMPLE_URL))
+        assert free.choices[0].message.content == embedded.caption(SAMPLE)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+
+def test_openai_client_parses_an_answer(client):
+    class Picture(pydantic.BaseModel):
+        square: bool
+        n: int = pydantic.Field(ge=0, le=9)
+
+    chat = client.chat.completions.parse(**ASKED, response_format=Picture)
+    assert isinstance(chat.choices[0].message.parsed, Picture)
+    response = client.responses.parse(model="nanovlm", input="?", text_format=Picture)
+    assert isinstance(response.output_parsed, Picture)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "objec"}, {"$ref": "http://127.0.0.1/schema"}, {"type": "string", "pattern": "("}]
+)
+def test_schema_that_is_not_possible_is_refused(served, schema):
+    response = served.post(ASKED | {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "response_format") and "cannot be followed" in error[
+        "message"
+    ]
+    flat = {"type": "json_schema", "name": "x", "schema": schema}
+    error = served.post({"input": "?", "text": {"format": flat}}, "/v1/responses").json()["error"]
+    assert error["param"] == "text.format"
+
+
+def test_missing_library_names_the_extra(embedded, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with RunningServer(embedded) as server:
+        error = server.post(ASKED | {"response_format": FORMAT}).json()["error"]
+        assert "pip install 'nanovlm[structured]'" in error["message"] and error["param"] == "response_format"
+        assert answer_of(server.post(ASKED | {"response_format": {"type": "text"}}))
