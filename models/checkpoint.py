@@ -35,6 +35,7 @@ MODEL_INPUT_NAMES = [
 MAX_MAPPED_TENSORS = 8  # of one mapping of the file
 MAX_BLOCKS = 1000  # the deepest models have a few hundred; refusing a million by building it would take an hour
 HEAD, EMBEDDING, INV_FREQ = "decoder.head.weight", "decoder.token_embedding.weight", "decoder.rotary_embd.inv_freq"
+NOWHERE = "none"  # lm_tokenizer of a model whose tokenizer is in its own folder only
 NO_IMAGE_TOKEN = -1  # nanoVLM v0.1 has no token for images
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -334,12 +335,17 @@ def save_checkpoint(
 
 
 def write_checkpoint_files(
-    folder: Path, model: HasWeights, tokenizer: str | None, dtype: torch.dtype | None = None
+    folder: Path,
+    model: HasWeights,
+    tokenizer: str | None,
+    dtype: torch.dtype | None = None,
+    home: str | None = None,
 ) -> None:
     """Write config, weights and tokenizer so that stock nanoVLM, which is strict, loads them too.
 
     tokenizer is the text of tokenizer.json; None writes no tokenizer. dtype is that of the stored weights; None keeps
-    the model's. Stock reads the tokenizer by transformers' AutoTokenizer, which needs a tokenizer_config.json.
+    the model's. Stock reads the tokenizer by transformers' AutoTokenizer, which needs a tokenizer_config.json. It looks
+    for lm_tokenizer, which becomes home, the folder's final path, if home is given, unless it is a Hub id already.
     A model in SmolVLM's layout is written in that layout, with the other files that it was read with.
     """
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
@@ -353,6 +359,8 @@ def write_checkpoint_files(
     save_file(state, folder / WEIGHTS, metadata)
     objects: dict[str, dict] = {CONFIG: model.cfg.to_dict()}
     if tokenizer is not None:
+        if home is not None:
+            objects[CONFIG] = with_tokenizer_at(home, objects[CONFIG])
         (folder / TOKENIZER).write_text(tokenizer, encoding="utf-8")
         objects[TOKENIZER_CONFIG] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -376,6 +384,13 @@ def _write_smolvlm_files(folder: Path, cfg: VLMConfig, state: dict[str, Tensor],
         (folder / name).write_text(text, encoding="utf-8")
 
 
+def with_tokenizer_at(home: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The object of a config.json whose lm_tokenizer stock nanoVLM finds: home, unless it is a Hub id already."""
+    name = config["lm_tokenizer"]
+    on_hub = name != NOWHERE and not Path(name).exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
+    return {**config, "lm_tokenizer": name if on_hub else home}
+
+
 def upload_checkpoint(
     folder: Path,
     repo_id: str,
@@ -392,9 +407,13 @@ def upload_checkpoint(
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    known = dict.fromkeys((CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, *smolvlm.OTHER_FILES))
+    known = dict.fromkeys((WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, *smolvlm.OTHER_FILES))
     names = [name for name in known if (folder / name).is_file()]
-    operations = [CommitOperationAdd(name, str(folder / name)) for name in names]
+    config = read_object(folder / CONFIG)
+    if TOKENIZER in names and "lm_tokenizer" in config:
+        config = with_tokenizer_at(repo_id, config)
+    operations = [CommitOperationAdd(CONFIG, (json.dumps(config, indent=2) + "\n").encode("utf-8"))]
+    operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
     if card is not None:
         operations.append(CommitOperationAdd("README.md", card.encode("utf-8")))
     api = HfApi(token=token)

@@ -106,14 +106,16 @@ def merge(model: VisionLanguageModel) -> VisionLanguageModel:
     return merged.train(model.training)
 
 
-def write_adapters(folder: Path, model: VisionLanguageModel, base: str | None = None) -> None:
-    """Write everything that was trained as two files that PEFT loads; base names the model it was trained on."""
+def write_adapters(
+    folder: Path, model: VisionLanguageModel, base: str | None = None, revision: str | None = None
+) -> None:
+    """Write everything that was trained as two files that PEFT loads; base, at revision, is the model trained on."""
     tensors = {
         f"{name}.{part}.weight": getattr(module, part).weight
         for name, module in adapters(model).items()
         for part in ADAPTER_TENSORS
     }
-    write_adapter_files(folder, model, tensors | fully_trained(model), {"base_model_name_or_path": base})
+    write_adapter_files(folder, model, tensors | fully_trained(model), {"base_model_name_or_path": base, "revision": revision})
 
 
 def write_adapter_files(

@@ -3,6 +3,7 @@
 The network is the same; only the scale of the pixels differs, which the patch convolution absorbs.
 """
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -50,7 +51,7 @@ def smolvlm_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
     return rename_to_smolvlm(state)
 
 
-def rename_to_smolvlm(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def rename_to_smolvlm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by SmolVLM's names; the rows of one named qkv_proj become those of q, k and v."""
     renamed = {}
     for name, tensor in state.items():

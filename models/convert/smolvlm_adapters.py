@@ -22,7 +22,7 @@ def smolvlm_adapters(model: VisionLanguageModel) -> dict[str, Tensor]:
             target = weight.removesuffix(".weight")
             tensors[f"{target}.lora_A.weight"] = module.lora_A.weight
             tensors[f"{target}.lora_B.weight"] = lora_b
-    trained = dict(fully_trained(model))
+    trained = fully_trained(model)
     if rescaled := sorted(name for name in trained if name.startswith("vision_encoder.patch_embedding.")):
         raise InputError(
             f"{rescaled[0]} was trained in full, but SmolVLM's export rescales it; export the merged model"

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+from pathlib import Path
 
 HELP = "Write a model in the layout of transformers' SmolVLM."
 EXAMPLE = "nanovlm export out/mine --out out/smolvlm"
@@ -14,6 +15,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="a folder or a Hub id, owner/name")
     add("--out", required=True, metavar="FOLDER", help="folder for the exported files")
     add("--revision", help="branch, tag or commit of a Hub model")
+    add(
+        "--adapters",
+        action="store_true",
+        help="of a LoRA run: export the base model, and for PEFT the adapters in FOLDER/adapter, not both merged",
+    )
+    add("--base", metavar="MODEL", help="with --adapters: the base model (default: the one that the run recorded)")
     add(
         "--dtype",
         default="float32",
@@ -31,21 +38,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from models.lora import ADAPTER_CONFIG
     from nanovlm.captioner import Captioner
     from nanovlm.errors import InputError, UsageError
     from nanovlm.export import check_onnx_extra, export_notes, export_onnx, export_smolvlm
+    from nanovlm.lora_export import export_with_adapters
 
     if args.onnx_dtype and not args.onnx:
         raise UsageError("--onnx-dtype needs --onnx")
+    if args.base and not args.adapters:
+        raise UsageError("--base has no effect without --adapters")
     if args.onnx:
         check_onnx_extra()
     try:
-        captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, args.revision)
-        export_smolvlm(captioner, args.out)
+        if args.adapters:
+            captioner = export_with_adapters(args.model, args.out, args.base, args.dtype)
+        else:
+            captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, args.revision)
+            export_smolvlm(captioner, args.out)
         if args.onnx:
             export_onnx(captioner, args.out, args.onnx_dtype or ["float32"])
     except InputError as error:
         raise UsageError(str(error)) from error
+    if not args.adapters and (Path(args.model) / ADAPTER_CONFIG).exists():
+        logger.warning("note: the LoRA adapters are merged into the weights; --adapters exports them for PEFT")
     for note in export_notes(captioner.model.cfg):
         logger.warning("note: %s", note)
     return 0

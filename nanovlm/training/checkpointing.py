@@ -73,11 +73,30 @@ def write_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def write_model(folder: Path, model: VisionLanguageModel, tokenizer: str, dtype: torch.dtype | None = None) -> None:
-    """Write the files of a model into folder; adapters are merged into its weights, and written beside them, too."""
-    write_checkpoint_files(folder, merge(model), tokenizer, dtype)
+@dataclass(frozen=True)
+class BaseModel:
+    """The model that is fine-tuned: a folder or a Hub id at a revision."""
+
+    name: str
+    revision: str | None = None
+
+
+def write_model(
+    folder: Path,
+    model: VisionLanguageModel,
+    tokenizer: str,
+    dtype: torch.dtype | None = None,
+    *,
+    home: str | None = None,
+    base: BaseModel | None = None,
+) -> None:
+    """Write the files of a model into folder; adapters are merged into its weights, and written beside them, too.
+
+    home is the folder where the trained model will be found. Adapters name the base model.
+    """
+    write_checkpoint_files(folder, merge(model), tokenizer, dtype, home)
     if adapters(model):
-        write_adapters(folder, model)
+        write_adapters(folder, model, base and base.name, base and base.revision)
 
 
 def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -140,7 +159,7 @@ def read_checkpoint(path: Path, model: VisionLanguageModel) -> Checkpoint:
         cfg, state = load_config(path), read_object(path / STATE)
         settings = upgrade_settings(state.get("config", {}))
     stored, wanted = cfg.to_dict(), model.cfg.to_dict()
-    for name in wanted:
+    for name in wanted.keys() - {"lm_tokenizer"}:  # which says where the tokenizer is found, not what it is
         if stored.get(name) != wanted[name]:
             raise CheckpointError(
                 f"{path} holds a model with {name}={stored.get(name)}, but this one has {name}={wanted[name]}; "

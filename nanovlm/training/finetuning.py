@@ -25,7 +25,7 @@ from nanovlm.image_processing import load_image
 from nanovlm.processor import Processor
 from nanovlm.synthetic.recipe import scene_source
 from nanovlm.tokenizer import Tokenizer
-from nanovlm.training.checkpointing import checkpoint_paths
+from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, write_model
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.memory import MemoryEstimate, estimate_memory, memory_errors
@@ -102,11 +102,18 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         options.folder,
         save_dtype=checkpoint_dtype(folder),
         data_fingerprint=fingerprint(training),
+        write_model=partial(write_model, home=str(options.folder.resolve()), base=base_model(options)),
         **evaluation,
     )
     if os.environ.get("RANK", "0") == "0":
         logger.info(describe_data(mixture, held_out, cfg))
     return model, task, cfg
+
+
+def base_model(options: FinetuneOptions) -> BaseModel:
+    """The model to start from, a folder by its full path."""
+    folder = Path(options.model)
+    return BaseModel(str(folder.resolve()) if folder.is_dir() else options.model, options.revision)
 
 
 # -------------------------------------------------------------------------------------------------------------- data

@@ -107,7 +107,7 @@ def test_a_model_is_pushed_with_its_files_when_asked(monkeypatch):
     ]
     assert (repo_id, revision) == ("me/model", "tuned")
     assert files.keys() == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert json.loads(files["config.json"]) == model.cfg.to_dict()
+    assert json.loads(files["config.json"]) == model.cfg.to_dict() | {"lm_tokenizer": "me/model"}, "for stock nanoVLM"
 
 
 # ------------------------------------------------------------------------------------------------- the image token

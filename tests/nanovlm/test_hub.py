@@ -1,6 +1,7 @@
 """push_to_hub: model, tokenizer and card in one commit, and nothing else."""
 
 import inspect
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -52,7 +53,9 @@ def test_one_commit_holds_model_files_and_card(calls, model_folder, tmp_path):
     assert repo_id == "me/model" and revision is None
     model = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert files.keys() == model | {"README.md"}
-    for name in files.keys() - {"README.md"}:
+    with files["config.json"].as_file() as file:  # stock nanoVLM looks the tokenizer up by its name
+        assert json.load(file) == json.loads((model_folder / "config.json").read_text()) | {"lm_tokenizer": "me/model"}
+    for name in files.keys() - {"README.md", "config.json"}:
         with files[name].as_file() as file:
             assert file.read() == (model_folder / name).read_bytes()
     with files["README.md"].as_file() as file:

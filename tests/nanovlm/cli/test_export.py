@@ -1,16 +1,21 @@
 """`nanovlm export`."""
 
 import json
+import random
+import shutil
 
 import pytest
 import torch
-import transformers
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from models.checkpoint import save_checkpoint
-from nanovlm import SAMPLE
+from models.lora import read_adapters
+from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.cli import main as cli
 from nanovlm.image_processing import load_image
+from nanovlm.synthetic import draw, random_scene
 from support.smolvlm import assert_same_logits
 
 
@@ -20,12 +25,12 @@ def test_export_writes_a_folder_and_notes_what_does_not_map(tmp_path, tiled, cap
     save_checkpoint(tmp_path / "model", model, processor.tokenizer.to_json())
     assert cli.main(["export", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--dtype", dtype]) == 0
     out, err = capsys.readouterr()
-    assert out == "" and err.count("note: ") == err.count("\n") == 3
-    assert "one image of 16 x 16, as it has no layout for this model's tiles" in err and "<|global_image|>" in err
+    assert out == "" and err.count("note: ") == err.count("\n") == 2
+    assert "one image of 16 x 16 after <|global_image|>, without this model's tiles of up to 64" in err
     state = load_file(tmp_path / "out" / "model.safetensors")
     assert {str(tensor.dtype) for tensor in state.values()} == {f"torch.{dtype}"}
 
-    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     inputs = processor([[load_image(SAMPLE)]], ["Which tile?"])  # as the first note says: our ids and tiles
     assert len(inputs["images"]) > 1
     tolerance = {"float32": 1e-5, "bfloat16": 0.1}[dtype]
@@ -46,3 +51,72 @@ def test_unsupported_config_is_one_error_line(tmp_path, tiled, capsys):
 def test_missing_model_is_one_error_line(argv, capsys):
     assert cli.main(["export", *argv]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory):
+    """The folder of a short LoRA run on the embedded model."""
+    root = tmp_path_factory.mktemp("lora")
+    (root / "data").mkdir()
+    for i in range(2):
+        scene = random_scene(random.Random(i))
+        draw(scene).save(root / "data" / f"{i}.png")
+        (root / "data" / f"{i}.txt").write_text("A photograph of my cat.")
+    flags = "--max-steps 3 --batch-size 2 --num-workers 0 --device cpu --lora-rank 4 --lr 1e-2 --warmup-steps 0"
+    assert cli.main(["train", "--data", str(root / "data"), "--out", str(root / "run"), *flags.split()]) == 0
+    return root / "run"
+
+
+@torch.no_grad()
+def test_adapters_are_exported_beside_their_base_model(lora_run, tmp_path, capsys):
+    """transformers and PEFT compute from base and adapters what the merged model of the run computes."""
+    assert cli.main(["export", str(lora_run), "--adapters", "--out", str(tmp_path / "out")]) == 0
+    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
+    inputs = (run := Captioner.from_pretrained(lora_run, "cpu", "float32")).processor([[load_image(SAMPLE)]], [PROMPT])
+    embedded = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
+    assert_same_logits(embedded.model, exported, inputs["input_ids"], inputs["images"])
+    adapted = PeftModel.from_pretrained(exported, tmp_path / "out" / "adapter")
+    with pytest.raises(AssertionError):
+        assert_same_logits(embedded.model, adapted, inputs["input_ids"], inputs["images"], tolerance=0.1)
+    assert_same_logits(run.model, adapted, inputs["input_ids"], inputs["images"], tolerance=1e-2)  # stored as float16
+    read_adapters(lora_run, embedded.model)
+    assert_same_logits(embedded.model, adapted, inputs["input_ids"], inputs["images"])
+    config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str((tmp_path / "out").resolve())
+    assert "merged" not in capsys.readouterr().err
+    assert cli.main(["export", str(lora_run), "--out", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
+    assert_same_logits(run.model, merged, inputs["input_ids"], inputs["images"])
+    assert "merged into the weights; --adapters" in capsys.readouterr().err
+
+
+def test_adapters_of_another_base_model_are_refused(lora_run, model_folder, tmp_path, capsys):
+    argv = ["export", str(lora_run), "--out", str(tmp_path / "out")]
+    assert cli.main([*argv, "--adapters", "--base", str(model_folder)]) == 2
+    assert f"were not trained on {model_folder}, whose" in capsys.readouterr().err
+    assert cli.main([*argv, "--base", str(model_folder)]) == 2
+    assert "--base has no effect without --adapters" in capsys.readouterr().err
+    shutil.copytree(lora_run, tmp_path / "unnamed")
+    path = tmp_path / "unnamed" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": None}))
+    assert cli.main(["export", str(path.parent), "--adapters", "--out", str(tmp_path / "out")]) == 2
+    assert "names no base model; pass --base" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_stock_nanovlm_finds_the_tokenizer_of_a_trained_folder(lora_run, tmp_path, monkeypatch):
+    """Its lookup, recomputed: AutoTokenizer of what config.json calls lm_tokenizer, from any directory, offline."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    cfg = json.loads((lora_run / "config.json").read_text())
+    stock = AutoTokenizer.from_pretrained(
+        cfg["lm_tokenizer"],
+        use_fast=True,
+        extra_special_tokens=cfg["vlm_extra_tokens"],
+        chat_template=cfg["lm_chat_template"],
+    )
+    ours = Captioner.from_pretrained(lora_run, "cpu", "float32").tokenizer
+    chat = [{"role": "user", "content": "What is this?"}]
+    assert stock.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) == ours.encode_chat(chat)
+    assert stock.convert_tokens_to_ids(stock.image_token) == ours.image_token_id
+    assert stock.eos_token_id == ours.eos_token_id
