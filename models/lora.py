@@ -115,7 +115,9 @@ def write_adapters(
         for name, module in adapters(model).items()
         for part in ADAPTER_TENSORS
     }
-    write_adapter_files(folder, model, tensors | fully_trained(model), {"base_model_name_or_path": base, "revision": revision})
+    write_adapter_files(
+        folder, model, tensors | fully_trained(model), {"base_model_name_or_path": base, "revision": revision}
+    )
 
 
 def write_adapter_files(

@@ -52,10 +52,13 @@ JOIN_PARTS = """{%- set chat = namespace(messages=[]) -%}
 def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
     """Write the model in its own dtype, and for format 5 every file that transformers' AutoProcessor reads.
 
-    Formats 1 to 4 have no processor in transformers: config, weights and tokenizer are written. InputError for a model
-    that SmolVLM cannot express.
+    Formats 1 to 4 have no processor in transformers: config, weights and tokenizer are written. A model that is in
+    SmolVLM's layout already is written with the files that it was read with. InputError for a model that SmolVLM
+    cannot express.
     """
     model, tokenizer = captioner.model, captioner.tokenizer
+    if model.cfg.smolvlm is not None:
+        return captioner.save_pretrained(folder)
     objects = {
         CONFIG: smolvlm_config(model.cfg, tokenizer.image_token_id, tokenizer.eos_token_id),
         "generation_config.json": {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id},
@@ -157,6 +160,8 @@ def processor_files(cfg: VLMConfig) -> dict[str, dict]:
 
 def export_notes(cfg: VLMConfig) -> list[str]:
     """What a user of the exported folder must know, one sentence each."""
+    if cfg.smolvlm is not None:
+        return []
     notes = [_layout_note(cfg)]
     if not is_exact_in_every_rounding(cfg.vit_grid):
         notes.append(

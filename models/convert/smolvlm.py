@@ -3,35 +3,12 @@
 The network is the same; only the scale of the pixels differs, which the patch convolution absorbs.
 """
 
-from collections.abc import Mapping
-from typing import cast
-
-import torch
 from torch import Tensor
 
 from models.config import VLMConfig
 from models.errors import InputError
-from models.transformers_layout import translate
+from models.smolvlm import patch_positions, to_smolvlm
 from models.vision_language_model import VisionLanguageModel
-
-# Our name -> theirs. The rows of our qkv_proj become their q, k and v.
-NAMES = {
-    r"vision_encoder\.patch_embedding\.conv\.(\w+)": r"model.vision_model.embeddings.patch_embedding.\1",
-    r"vision_encoder\.patch_embedding\.position_embedding": r"model.vision_model.embeddings.position_embedding.weight",
-    r"vision_encoder\.blocks\.(\d+)\.ln([12])\.(\w+)": r"model.vision_model.encoder.layers.\1.layer_norm\2.\3",
-    r"vision_encoder\.blocks\.(\d+)\.attn\.(\w+)\.(\w+)": r"model.vision_model.encoder.layers.\1.self_attn.\2.\3",
-    r"vision_encoder\.blocks\.(\d+)\.mlp\.(\w+)\.(\w+)": r"model.vision_model.encoder.layers.\1.mlp.\2.\3",
-    r"vision_encoder\.layer_norm\.(\w+)": r"model.vision_model.post_layernorm.\1",
-    r"MP\.proj\.weight": r"model.connector.modality_projection.proj.weight",
-    r"decoder\.token_embedding\.weight": r"model.text_model.embed_tokens.weight",
-    r"decoder\.blocks\.(\d+)\.attn\.out_proj\.weight": r"model.text_model.layers.\1.self_attn.o_proj.weight",
-    r"decoder\.blocks\.(\d+)\.attn\.(\w+)\.weight": r"model.text_model.layers.\1.self_attn.\2.weight",
-    r"decoder\.blocks\.(\d+)\.mlp\.(\w+)\.weight": r"model.text_model.layers.\1.mlp.\2.weight",
-    r"decoder\.blocks\.(\d+)\.norm1\.weight": r"model.text_model.layers.\1.input_layernorm.weight",
-    r"decoder\.blocks\.(\d+)\.norm2\.weight": r"model.text_model.layers.\1.post_attention_layernorm.weight",
-    r"decoder\.norm\.weight": r"model.text_model.norm.weight",
-    r"decoder\.head\.weight": r"lm_head.weight",
-}
 
 
 def smolvlm_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
@@ -46,19 +23,7 @@ def smolvlm_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
     conv = "vision_encoder.patch_embedding.conv"
     weight = state[f"{conv}.weight"] / 2
     state |= {f"{conv}.weight": weight, f"{conv}.bias": state[f"{conv}.bias"] + weight.sum((1, 2, 3))}
-    positions = "vision_encoder.patch_embedding.position_embedding"
-    state[positions] = state[positions][0]
-    return rename_to_smolvlm(state)
-
-
-def rename_to_smolvlm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by SmolVLM's names; the rows of one named qkv_proj become those of q, k and v."""
-    renamed = {}
-    for name, tensor in state.items():
-        parts = zip("qkv", tensor.chunk(3)) if "qkv_proj" in name else [("qkv", tensor)]
-        for part, rows in parts:
-            renamed[cast(str, translate(name.replace("qkv", part), NAMES))] = rows  # NAMES drops no tensor
-    return renamed
+    return to_smolvlm(state)
 
 
 def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> dict:
@@ -122,10 +87,7 @@ def patches_keep_their_positions(grid: int) -> bool:
     Other programs round the same fractions in another way: transformers up to 4.54 and vLLM compute them by
     torch.arange, whose rounding depends on PyTorch's build. See `is_exact_in_every_rounding`.
     """
-    fractions = torch.arange(grid, dtype=torch.float32) * (1.0 / torch.tensor(grid))
-    boundaries = torch.arange(1 / grid, 1.0, 1 / grid)
-    positions = torch.bucketize(fractions.clamp(max=1.0 - 1e-6), boundaries, right=True)
-    return torch.equal(positions, torch.arange(grid))
+    return patch_positions(grid) == list(range(grid))
 
 
 def is_exact_in_every_rounding(grid: int) -> bool:

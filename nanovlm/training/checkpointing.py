@@ -96,7 +96,7 @@ def write_model(
     """
     write_checkpoint_files(folder, merge(model), tokenizer, dtype, home)
     if adapters(model):
-        write_adapters(folder, model, base and base.name, base and base.revision)
+        write_adapters(folder, model, base.name if base else None, base.revision if base else None)
 
 
 def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
