@@ -10,6 +10,7 @@ __all__ = [
     "InputError",
     "MissingExtraError",
     "NanoVLMError",
+    "OutputError",
     "TrainingError",
     "UsageError",
     "is_out_of_memory",
@@ -24,6 +25,10 @@ class UsageError(NanoVLMError):
 
 class ImageError(NanoVLMError, ValueError):
     """An image file, URL or object that cannot be read."""
+
+
+class OutputError(NanoVLMError, OSError):
+    """A file that cannot be written, for example because the disk is full."""
 
 
 class DataError(NanoVLMError, ValueError):

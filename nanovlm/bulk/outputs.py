@@ -10,7 +10,7 @@ import csv
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Protocol
@@ -33,6 +33,9 @@ class Output(Protocol):
     folder: Path  # of the run's own files
     resume_log: Path | None
 
+    def target(self, image: str) -> Path:
+        """The file that the caption of an image goes into."""
+
     def reject_reason(self, image: str) -> str | None:
         """Why a caption of this image cannot be written, or None."""
 
@@ -42,8 +45,8 @@ class Output(Protocol):
     def write(self, image: str, caption: str) -> None:
         """Store a caption, so that no interruption loses it."""
 
-    def finish(self) -> None:
-        """Complete the run: nothing is left to resume."""
+    def finish(self, images: Sequence[str] = ()) -> None:
+        """Complete the run: nothing is left to resume. The rows of a table are sorted in the order of images."""
 
 
 def open_output(options: OutputOptions, folder: Path, settings: Mapping[str, str]) -> Output:
@@ -70,6 +73,9 @@ class Sidecars:
         self.resume_log: Path | None = self.log.path if self.log is not None else None
         if self.log is not None:
             self._check_last_entry(self.log)
+
+    def target(self, image: str) -> Path:
+        return _sidecar(image)
 
     def _check_last_entry(self, log: ResumeLog) -> None:
         """Find out whether the last caption was written before a run was killed: its file then changed."""
@@ -111,7 +117,7 @@ class Sidecars:
         with self.log.entry(relative(image, self.folder), before=_digest(old), after=_digest(new)):
             _write_bytes(target, new)
 
-    def finish(self) -> None:
+    def finish(self, images: Sequence[str] = ()) -> None:
         if self.log is not None:
             self.log.keep_names() if self.existing in ADDING else self.log.remove()
 
@@ -147,6 +153,9 @@ class Table:
         if existing == "skip":
             self.done |= {name for name, row in self.rows.items() if row.get("text")}
 
+    def target(self, image: str) -> Path:
+        return self.path
+
     def reject_reason(self, image: str) -> str | None:
         try:
             image.encode()
@@ -167,9 +176,14 @@ class Table:
             old = _text(self.rows.get(name, {}))
             self.log.add(name, before=old, text=combine(self.existing, old, caption))
 
-    def finish(self) -> None:
-        if not self.appends_lines:
-            self._merge()
+    def finish(self, images: Sequence[str] = ()) -> None:
+        if self.appends_lines:
+            self._read()
+            rows = self._sorted(images)
+            if rows != self.all_rows:
+                self._replace(rows)
+        else:
+            self._merge(images)
             self.log.keep_names() if self.existing in ADDING else self.log.remove()
 
     def _read(self) -> None:
@@ -190,8 +204,8 @@ class Table:
         if not isinstance(row.get("text"), (str, NoneType)):
             raise UsageError(f"{self.path}, row {number}, has a text of another type; name another file")
 
-    def _merge(self) -> None:
-        """Move captions from the resume log into the table, except where a row has changed since.
+    def _merge(self, images: Sequence[str] = ()) -> None:
+        """Move captions from the resume log into the table, except where a row has changed since, and sort its rows.
 
         The table is read again: a row may have been edited during the run. Merging twice changes nothing, so the run
         may be killed anywhere in between.
@@ -212,8 +226,21 @@ class Table:
                 changed.append(name)
         if changed:
             logger.warning("%s: kept %d texts that changed meanwhile: %s", self.path, len(changed), first_few(changed))
+        self._replace(self._sorted(images))
+
+    def _sorted(self, images: Sequence[str]) -> list[dict[str, Any]]:
+        """All rows, those of images in their order, in the places that these rows have together; others stay."""
+        order = {relative(image, self.folder): i for i, image in enumerate(images)}
+        names = [_file_name(row) for row in self.all_rows]
+        places = [i for i, name in enumerate(names) if name in order]
+        rows = list(self.all_rows)
+        for place, origin in zip(places, sorted(places, key=lambda i: order[names[i]])):
+            rows[place] = self.all_rows[origin]
+        return rows
+
+    def _replace(self, rows: list[dict[str, Any]]) -> None:
         with atomic_write(self.path) as new:
-            write_table(new, self.all_rows)
+            write_table(new, rows)
 
 
 def _sidecar(image: str) -> Path:

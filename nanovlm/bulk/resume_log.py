@@ -5,6 +5,7 @@ has changed since.
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -73,8 +74,10 @@ class JsonlLog:
                 logger.warning("%s: removed its unfinished last line: %s", path, data.rpartition(b"\n")[2].decode())
 
     def add(self, row: Mapping[str, Any]) -> None:
+        line = json_line(row)
         with open(self.path, "ab", buffering=0) as file:  # one write: complete, or unfinished at the end of the file
-            file.write(json_line(row))
+            if file.write(line) < len(line):  # the next run cuts the line off
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:

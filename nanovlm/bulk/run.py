@@ -12,16 +12,17 @@ from pathlib import Path
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
 from nanovlm.bulk.inputs import ImageList, find_images, read_names
 from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions
-from nanovlm.bulk.outputs import Output, open_output
+from nanovlm.bulk.outputs import Output, Table, open_output
 from nanovlm.bulk.resume_log import FailureLog, file_lock
 from nanovlm.captioner import Captioner
 from nanovlm.console import progress_bar
-from nanovlm.errors import NanoVLMError, UsageError
+from nanovlm.errors import NanoVLMError, OutputError, UsageError
 
 logger = logging.getLogger(__name__)
 
 LOG_INTERVAL = 30.0  # seconds between progress lines where there is no terminal
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+NOT_OF_ONE_IMAGE = (*DISK_FULL, errno.EROFS, errno.EIO)  # errors after which no other caption could be written
 
 
 def caption_images(
@@ -87,7 +88,11 @@ def _caption_found(
     if todo:
         bulk = BulkCaptioner(captioner if isinstance(captioner, Captioner) else captioner(), options)
         captioned = _write_captions(bulk, todo, output_options, output, failures)
-    output.finish()
+    try:
+        output.finish(accepted if captioned else ())
+    except OSError as error:
+        target = output.target("") if isinstance(output, Table) else output.folder
+        raise _output_error(error, target, f"the captions are kept in {output.resume_log}") from error
     return BulkReport(
         captioned=captioned,
         already_done=len(accepted) - len(todo),
@@ -118,6 +123,10 @@ def _write_captions(
         except KeyboardInterrupt:
             logger.warning("stopped after %d of %d images; run the same command to resume", captioned, len(paths))
             raise
+        except OSError as error:
+            raise _output_error(
+                error, output.target(path), f"{captioned} of {len(paths)} captions are written"
+            ) from error
     return captioned
 
 
@@ -126,10 +135,16 @@ def _write(output: Output, path: str, caption: str) -> Exception | None:
     try:
         output.write(path, caption)
     except (NanoVLMError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
+        if isinstance(error, OSError) and (isinstance(output, Table) or error.errno in NOT_OF_ONE_IMAGE):
             raise
         return error
     return None
+
+
+def _output_error(error: OSError, target: Path, so_far: str) -> OutputError:
+    """The error of a run that cannot go on, which names its file, what is done and how to resume."""
+    way_out = "free some space" if error.errno in DISK_FULL else "make it writable"
+    return OutputError(f"{target}: {error.strerror or error}; {so_far}; {way_out} and run the same command to resume")
 
 
 class Progress:

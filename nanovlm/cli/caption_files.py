@@ -10,6 +10,8 @@ from nanovlm.device import choose_device, peak_memory
 from nanovlm.errors import UsageError
 from nanovlm.image_processing import HEIF_EXTENSIONS, INSTALL_HEIC
 
+MIN_RATED_CAPTIONS, MIN_RATED_SECONDS = 10, 1.0  # of a run whose summary tells its rate
+
 
 def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> int:
     """Caption what args name into files; 1 if an image failed, after the others are done."""
@@ -58,7 +60,7 @@ def summary(report: BulkReport, existing: str) -> str:
     """One line for people: what was captioned, what was done already, what failed, what was left out."""
     parts = []
     if report.captioned or report.seconds:
-        parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s ({report.per_minute:,.0f} a minute)")
+        parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s{_rate(report)}")
     if report.already_done and existing == "skip":
         parts.append(f"{report.already_done:,} had captions already")
     elif report.already_done:
@@ -70,6 +72,12 @@ def summary(report: BulkReport, existing: str) -> str:
         parts.append(f"{report.failed:,} failed{empty}" + (f", see {report.failures}" if report.failures else ""))
     parts += [f"{count:,} {extension} left out" + _hint(extension) for extension, count in report.left_out.items()]
     return "; ".join(parts)
+
+
+def _rate(report: BulkReport) -> str:
+    """How many captions a minute, unless there were too few to tell."""
+    is_known = report.captioned >= MIN_RATED_CAPTIONS and report.seconds >= MIN_RATED_SECONDS
+    return f" ({report.per_minute:,.0f} a minute)" if is_known else ""
 
 
 def _hint(extension: str) -> str:

@@ -1,6 +1,7 @@
 """`nanovlm caption FOLDER`: every image is captioned once, even if others fail or the process is killed."""
 
 import csv
+import io
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from pyarrow import parquet
 
 from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE, Captioner
+from nanovlm.bulk.inputs import find_images
 from nanovlm.bulk.outputs import write_table
 from nanovlm.bulk.resume_log import JsonlLog, ResumeLog
 from nanovlm.data import ReadOptions, open_source
@@ -508,6 +510,70 @@ def test_a_full_disk_stops_the_run(generate, folder, monkeypatch):
         monkeypatch.setattr(sys, "stdout", nowhere)
         code, _, err = generate(folder)
     assert code == 1 and len(err.splitlines()) == 1 and "No space left" in err
+
+
+@pytest.mark.parametrize("where", ["txt", *TABLES])
+def test_a_full_disk_names_the_file_and_how_to_resume(generate, folder, texts, monkeypatch, where):
+    """The disk is full after two captions, and again when the table is completed; each time the command is repeated."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    out = where if where == "txt" else folder / where
+    full = OSError(28, "No space left on device")
+    replace, add, written = os.replace, JsonlLog.add, [0]
+
+    def after_two(function):
+        def write(*args):
+            written[0] += 1
+            if written[0] > 2:
+                raise full
+            return function(*args)
+
+        return write
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", after_two(replace)) if where == "txt" else None
+        patch.setattr(JsonlLog, "add", after_two(add))
+        code, _, err = generate(folder, "--out", out, "--batch-size", "1")
+    line = err.splitlines()[-1]
+    assert code == 1 and "2 of 5 captions are written; free some space and run the same command to resume" in line
+    assert (".txt: No space left" if where == "txt" else f"{out}: No space left on device; ") in line
+    if where != "txt":
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", after_two(replace))
+            code, _, err = generate(folder, "--out", out)
+        assert code == 1 and f"{out}: No space left on device; " in err and "run the same command to resume" in err
+    code, _, err = generate(folder, "--out", out)
+    assert code == 0 and not litter(folder)
+    assert (sidecars(folder) == beside(texts)) if where == "txt" else (read(out) == texts)
+
+
+def test_a_line_that_is_written_in_part_is_a_full_disk(tmp_path, monkeypatch):
+    class Full(io.FileIO):
+        def write(self, data):
+            return super().write(data[:5])
+
+    monkeypatch.setattr("builtins.open", lambda path, mode, buffering: Full(path, mode))
+    with pytest.raises(OSError, match="No space left"):
+        JsonlLog(tmp_path / "log.jsonl").add({"file_name": "a.png"})
+
+
+@pytest.mark.parametrize("where", TABLES)
+def test_rows_of_a_finished_table_follow_the_pictures(generate, folder, texts, where):
+    """Captions that end early come first, between rows of other pictures; at the end all are sorted."""
+    for i in range(12):
+        noise_image(30 + i, 40, seed=i).save(folder / f"n{i:02}.png")
+    others = [
+        {"file_name": "zebra.png", "text": "z"},
+        {"file_name": "d.gif", "text": "old"},
+        {"file_name": "x", "text": "x"},
+    ]
+    write_table(folder / where, others)
+    assert generate(folder, "--out", folder / where, "--batch-size", "3")[0] == 0
+    names = [row["file_name"] for row in read_table(folder / where)]
+    pictures = [os.path.relpath(path, folder) for path in find_images([str(folder)]).paths]
+    assert [name for name in names if name in pictures] == pictures and len(pictures) == 17
+    assert (names[0], names[2]) == ("zebra.png", "x"), "rows of other pictures keep their places"
+    before = (folder / where).read_bytes()
+    assert generate(folder, "--out", folder / where)[0] == 0 and (folder / where).read_bytes() == before
 
 
 @pytest.mark.parametrize("existing", ["skip", "overwrite", "append"])

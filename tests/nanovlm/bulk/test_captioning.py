@@ -122,7 +122,7 @@ def test_a_small_model_has_a_worker_for_each_usable_core(captioner, monkeypatch)
 
 def test_a_short_caption_does_not_wait_for_a_long_one(captioner, images, monkeypatch):
     steps = []
-    monkeypatch.setattr(captioner.tokenizer, "eos_token_id", None)
+    monkeypatch.setattr(captioner.tokenizer, "eos_token_ids", ())
     add = ContinuousBatch.add
 
     def add_short(batch, key, *args, max_new_tokens, sampling):
