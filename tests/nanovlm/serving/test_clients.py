@@ -1,0 +1,154 @@
+"""Client libraries, each in its ordinary use, and requests as front ends send them."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from nanovlm import SAMPLE
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, user_message
+
+OPTIONS = {"temperature": 0, "max_tokens": 100}
+
+
+# ----------------------------------------------------------------------------------------------------------- libraries
+
+
+def test_litellm(served, embedded, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no request to GitHub
+    litellm = pytest.importorskip("litellm")
+    options = {"model": "openai/any-name", "api_base": f"{served.url}/v1", "api_key": "none", **OPTIONS}
+    messages = user_message(QUESTIONS[0], SAMPLE_URL)
+    answer = litellm.completion(messages=messages, **options)
+    assert answer.choices[0].message.content == embedded.caption(SAMPLE)
+    chunks = litellm.completion(messages=messages, stream=True, **options)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == embedded.caption(SAMPLE)
+    many = asyncio.run(litellm.acompletion(messages=messages, presence_penalty=0.1, n=2, **options))
+    assert len(many.choices) == 2
+
+
+def test_langchain(served, embedded):
+    langchain = pytest.importorskip("langchain_openai")
+    from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+
+    chat = langchain.ChatOpenAI(model="gpt-4o-mini", base_url=f"{served.url}/v1", api_key="none", temperature=0)
+    parts = [{"type": "text", "text": QUESTIONS[0]}, {"type": "image_url", "image_url": {"url": SAMPLE_URL}}]
+    question = HumanMessage(content=parts)
+    assert chat.invoke([question]).content == embedded.caption(SAMPLE)
+    assert "".join(chunk.content for chunk in chat.stream([question])) == embedded.caption(SAMPLE)
+    talk = [SystemMessage("Be brief."), AIMessage("Hello!"), question, AIMessage("A ring."), HumanMessage("Where?")]
+    assert chat.invoke(talk).response_metadata["finish_reason"] == "stop"
+    assert [answer.content for answer in chat.batch([[question]] * 3)] == [embedded.caption(SAMPLE)] * 3
+    responses = langchain.ChatOpenAI(
+        model="gpt-4o-mini", base_url=f"{served.url}/v1", api_key="none", use_responses_api=True
+    )
+    assert responses.invoke([question]).text == embedded.caption(SAMPLE)
+    completions = langchain.OpenAI(model="any", base_url=f"{served.url}/v1", api_key="none", max_tokens=4)
+    assert isinstance(completions.invoke("A photo of"), str)
+
+
+def test_langchain_structured_output(served):
+    langchain = pytest.importorskip("langchain_openai")
+    pytest.importorskip("llguidance")
+    chat = langchain.ChatOpenAI(model="gpt-4o-mini", base_url=f"{served.url}/v1", api_key="none", temperature=0)
+    schema = {
+        "title": "Picture",
+        "description": "What is in it.",
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    found = chat.with_structured_output(schema, method="json_schema").invoke("How many?")
+    assert set(found) == {"n"} and 0 <= found["n"] <= 9
+
+
+def test_llm(served, embedded, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    llm = pytest.importorskip("llm")
+    entry = {"model_id": "mine", "model_name": "nanovlm", "api_base": f"{served.url}/v1", "vision": True}
+    # YAML, which includes JSON
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([entry]))
+    model = llm.get_model("mine")
+    model.key = "none"
+    attachment = llm.Attachment(path=str(SAMPLE))
+    assert model.prompt(QUESTIONS[0], attachments=[attachment]).text() == embedded.caption(SAMPLE)
+    talk = model.conversation()
+    assert talk.prompt(QUESTIONS[0], attachments=[attachment], stream=False).text() == embedded.caption(SAMPLE)
+    assert talk.prompt(QUESTIONS[1]).text()
+
+
+# ---------------------------------------------------------------------------------------------------------- front ends
+
+
+def test_open_webui(embedded):
+    """The list of models, a streamed chat, and the title and tags that it asks for in the background."""
+    front_end = {"origin": "http://localhost:3000"}  # "direct connections" come from the browser
+    with RunningServer(embedded, allowed_origins=["http://localhost:3000"]) as server:
+        models = httpx.get(f"{server.url}/v1/models", headers=front_end | {"authorization": "Bearer none"}).json()
+        model = models["data"][0]["id"]
+        parts = [
+            {"type": "text", "text": QUESTIONS[0]},
+            {"type": "image_url", "image_url": {"url": SAMPLE_URL}},
+        ]
+        chat = {
+            "stream": True,
+            "model": model,
+            "messages": [{"role": "user", "content": parts}],
+            "stream_options": {"include_usage": True},
+        }
+        events = server.post(chat, headers=front_end).text.split("\n\n")
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events if "{" in event]
+        text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+        assert text == embedded.caption(SAMPLE) and chunks[-1]["usage"]["total_tokens"]
+        task = {
+            "model": model,
+            "messages": [{"role": "user", "content": "### Task:\nGenerate a concise, 3-5 word title."}],
+            "stream": False,
+            "max_completion_tokens": 1000,
+        }
+        assert server.post(task).status_code == 200, "the context has no room for 1,000 tokens more"
+
+
+def test_sillytavern(served):
+    """A card's greeting, a system message at the end, many samplers, and a reply to be continued."""
+    body = {
+        "messages": [
+            {"role": "system", "content": "Write the Guide's next reply in a chat between the Guide and You."},
+            {"role": "system", "content": "[Start a new Chat]"},
+            {"role": "assistant", "content": "Welcome to the gallery."},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": QUESTIONS[0]},
+                    {"type": "image_url", "image_url": {"url": SAMPLE_URL, "detail": "low"}},
+                ],
+            },
+            {"role": "system", "content": "Stay in character."},
+        ],
+        "model": "gpt-4-turbo",
+        "temperature": 1,
+        "max_tokens": 5000,
+        "stream": False,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "top_p": 0.9,
+        "top_k": 0,
+        "min_p": 0,
+        "repetition_penalty": 1,
+        "stop": ["\nYou:"],
+        "seed": 7,
+        "n": 1,
+        "logit_bias": {},
+        "user_name": "You",
+        "char_name": "the Guide",
+        "type": "quiet",
+        "chat_completion_source": "custom",
+    }
+    reply = served.post(body, "/v1/chat/completions")
+    assert reply.status_code == 200 and answer_of(reply)
+    body["messages"] += [{"role": "assistant", "content": answer_of(reply)[:9]}]
+    assert served.post(body).status_code == 200, "the Guide goes on"
+    text = {"model": "m", "prompt": "### Instruction:\nDescribe.\n### Response:\n", "max_tokens": 30, "stop": ["###"]}
+    assert served.post(text | {"top_k": -1, "temperature": 0.7}, "/v1/completions").status_code == 200
