@@ -76,7 +76,7 @@ def to_smolvlm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of VisionLanguageModel under SmolVLM's names, sharing memory with it."""
     theirs: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if name.endswith("position_embedding"):
+        if name.endswith("position_embedding") and tensor.dim() == 3:
             tensor = tensor[0]
         parts = dict(zip("qkv", tensor.chunk(3))) if "qkv_proj" in name else {"qkv": tensor}
         for part, rows in parts.items():

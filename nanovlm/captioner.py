@@ -21,6 +21,7 @@ from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.errors import InputError
 from nanovlm.image_processing import load_image
 from nanovlm.processor import EncodedPrompt, Processor
+from nanovlm.smolvlm_layout import check_format, convert_layout
 from nanovlm.tokenizer import Tokenizer
 
 ImageInput = str | os.PathLike | bytes | Image.Image  # also a binary file
@@ -101,11 +102,17 @@ class Captioner:
 
     @classmethod
     def from_backbones(
-        cls, vision: str | os.PathLike, language: str | os.PathLike, dtype: str = "float32", **options: Any
+        cls,
+        vision: str | os.PathLike,
+        language: str | os.PathLike,
+        dtype: str = "float32",
+        format: str = "nanovlm",
+        **options: Any,
     ) -> "Captioner":
         """Join a pretrained SigLIP and a pretrained Llama; the projector between them is randomly initialized.
 
-        Each is a folder or a Hub id; the tokenizer is the language model's. Options are vision_revision,
+        Each is a folder or a Hub id; the tokenizer is the language model's. format is the layout of images and chats
+        that the model is to be trained in, nanoVLM's or, with "smolvlm", SmolVLM's. Options are vision_revision,
         language_revision and fields of VLMConfig, see `models.convert.backbones.find_backbones`. Write the result with
         `save_pretrained`, and train it.
         """
@@ -113,6 +120,9 @@ class Captioner:
         backbones = find_backbones(vision, language, **options)
         tokenizer = Tokenizer.from_backbone(backbones.language, backbones.cfg)
         model = read_backbones(backbones, tokenizer.image_token_id, torch_dtype)
+        check_format(model.cfg, format)
+        if format == "smolvlm":
+            return cls(*convert_layout(model, tokenizer, rescale=False))
         return cls(model, Processor(backbones.cfg, tokenizer))
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:

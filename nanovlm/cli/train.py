@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 HELP = "Train a model. Rerun the same command to resume an interrupted run."
 EXAMPLE = "nanovlm train --data photos --out out/mine"
 DATA_FLAGS = (  # without effect on --recipe
-    "model", "revision", "prompt", "images", "text_column", "prompt_column", "min_rating", "stream", "validation",
+    "model", "backbones", "format", "revision", "prompt",
+    "images", "text_column", "prompt_column", "min_rating", "stream", "validation",
     "on_error", "check_data",
 )  # fmt: skip
 
@@ -56,6 +57,18 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `FinetuneOptions`; None means not given."""
     add = parser.add_argument
     add("--model", metavar="FOLDER_OR_HUB_ID", help="the model to fine-tune (default: the embedded model)")
+    add(
+        "--backbones",
+        nargs=2,
+        metavar=("VISION", "LANGUAGE"),
+        help="start a new model from a pretrained SigLIP and Llama, folders or Hub ids, instead of --model",
+    )
+    add(
+        "--format",
+        choices=("nanovlm", "smolvlm"),
+        help="layout of images and chats to train in: smolvlm is that of transformers' SmolVLM, which llama.cpp and "
+        "others read (default: the model's own; nanovlm with --backbones)",
+    )
     add("--revision", help="branch, tag or commit of a Hub model")
     add("--prompt", metavar="TEXT", help=f"the question for data with captions only (default: {PROMPT!r})")
     add("--images", metavar="FOLDER", help="folder of the images that a .json names (default: the folder of the .json)")
@@ -169,6 +182,8 @@ def check_flags(args: argparse.Namespace, cfg: TrainConfig) -> None:
     for name, reason in without_effect.items():
         if reason and getattr(args, name) is not None:
             raise UsageError(f"{_flag(name)} has no effect {reason}; omit it")
+    if args.backbones and (args.model or args.revision):
+        raise UsageError("--backbones starts a new model; omit --model and --revision")
     if args.check_data and args.dry_run:
         raise UsageError("--check-data and --dry-run exclude each other; run one after the other")
     if not (args.out or args.check_data or args.dry_run):
@@ -188,6 +203,8 @@ def options_from_args(args: argparse.Namespace) -> "FinetuneOptions":
         folder=Path(args.out or "."),
         model=args.model or str(EMBEDDED),
         revision=args.revision,
+        backbones=tuple(args.backbones) if args.backbones else None,
+        format=args.format,
         device=args.device,
         read=read_options_from_args(args),
         validation=args.validation or 0,

@@ -11,11 +11,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 
 from models.checkpoint import WEIGHTS, checkpoint_dtype, load_config, snapshot_path
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm import EMBEDDED
+from nanovlm.captioner import Captioner
 from nanovlm.data import Batches, Mixture, ReadOptions, Source, Stream, Subset, open_source, split
 from nanovlm.data.examples import ExampleError
 from nanovlm.data.validate import check_data
@@ -23,6 +25,7 @@ from nanovlm.device import choose_device
 from nanovlm.errors import ImageError, NanoVLMError, TrainingError, UsageError
 from nanovlm.image_processing import load_image
 from nanovlm.processor import Processor
+from nanovlm.smolvlm_layout import check_format, convert_layout
 from nanovlm.synthetic.recipe import scene_source
 from nanovlm.tokenizer import Tokenizer
 from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, write_model
@@ -45,6 +48,8 @@ class FinetuneOptions:
     folder: Path
     model: str = str(EMBEDDED)  # a folder or a Hub id
     revision: str | None = None
+    backbones: tuple[str, str] | None = None  # start from a SigLIP and a Llama instead of a model
+    format: str | None = None  # nanovlm or smolvlm: the layout to train in; None keeps the model's
     device: str = "auto"
     read: ReadOptions = field(default_factory=ReadOptions)
     validation: float = 0  # examples to hold out: a share below 1, or a number
@@ -72,16 +77,14 @@ def estimate_finetuning(options: FinetuneOptions, cfg: TrainConfig) -> MemoryEst
 def check_examples(options: FinetuneOptions) -> int:
     """Read all examples and print counts, errors and samples; 1 if some are unusable and not to be skipped."""
     training, held_out = open_data(options)
-    _, processor = load_processor(options)
+    _, processor, _ = load_start(options)
     return check_data(training, held_out, processor, skip_errors=options.read.skip_errors)
 
 
 def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
     """The model, its task, and cfg adapted to the width of the model and to the number of held-out examples."""
     training, held_out = open_data(options)
-    device = choose_device(options.device)
-    folder, processor = load_processor(options)
-    model = load_model(folder, processor.cfg, processor.tokenizer.image_token_id, device=device)
+    model, processor, dtype = load_start(options)
     if options.scale_lr:  # the wider a model, the lower its learning rate, in proportion (Yang et al. 2022)
         cfg = replace(cfg, lr=cfg.lr * REFERENCE_HIDDEN_DIM / processor.cfg.lm_hidden_dim)
     mixture, skip = Mixture(training, cfg.seed), options.read.skip_errors
@@ -100,7 +103,7 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.augment),
         processor.tokenizer.to_json(),
         options.folder,
-        save_dtype=checkpoint_dtype(folder),
+        save_dtype=dtype,
         data_fingerprint=fingerprint(training),
         write_model=partial(write_model, home=str(options.folder.resolve()), base=base_model(options)),
         **evaluation,
@@ -196,11 +199,25 @@ def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig
     return "; ".join(parts)
 
 
-def load_processor(options: FinetuneOptions) -> tuple[Path, Processor]:
-    """The local folder of the model to start from, and its processor."""
+def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor, torch.dtype]:
+    """The model to start from, its processor, and the dtype to save it in."""
+    device = choose_device(options.device)
+    if options.backbones:
+        with torch.random.fork_rng():  # the projector and the rows of new tokens are the same at every start
+            torch.manual_seed(0)
+            captioner = Captioner.from_backbones(*options.backbones, format=options.format or "nanovlm")
+        return captioner.model.to(device), captioner.processor, torch.float32
     folder = snapshot_path(options.model, options.revision)
     cfg = load_config(folder)
-    return folder, Processor(cfg, Tokenizer.from_pretrained(folder, cfg))
+    if options.format:
+        check_format(cfg, options.format)
+    tokenizer = Tokenizer.from_pretrained(folder, cfg)
+    model, processor = load_model(folder, cfg, tokenizer.image_token_id), Processor(cfg, tokenizer)
+    if options.format == "smolvlm":
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model, processor = convert_layout(model, tokenizer)
+    return model.to(device), processor, checkpoint_dtype(folder)
 
 
 # ------------------------------------------------------------------------------------------- captions at evaluations
@@ -224,8 +241,6 @@ def caption_images(
     questions: Sequence[tuple[list[Image.Image], str]], processor: Processor, model: VisionLanguageModel
 ) -> list[tuple[Image.Image, str]]:
     """The first image of each question, and the model's answer."""
-    from nanovlm.captioner import Captioner
-
     captioner, captions = Captioner(model, processor), []
     for images, question in questions:
         try:

@@ -12,12 +12,18 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from models.checkpoint import checkpoint_dtype, load_config
+from models.inference.continuous_batching import ContinuousBatch
 from models.vision_language_model import VisionLanguageModel
+from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
-from nanovlm.errors import CheckpointError
+from nanovlm.cli.main import main
+from nanovlm.data.examples import Example, collate, encode
+from nanovlm.errors import CheckpointError, InputError
+from nanovlm.export import export_smolvlm
 from nanovlm.processor import Processor
-from support.smolvlm import TEMPLATE, their_inputs, write_folder
+from nanovlm.smolvlm_layout import check_format
+from support.smolvlm import TEMPLATE, make_tokenizer, their_inputs, write_folder
 
 VARIANTS = {  # like the published models, only small
     "SmolVLM-256M": {"kind": "Idefics3"},
@@ -242,3 +248,121 @@ def test_missing_shards_and_surplus_tensors_are_named(folders, tmp_path):
     shard.unlink()
     with pytest.raises(CheckpointError, match=f"{shard.name}"):
         VisionLanguageModel.from_pretrained(folder)
+
+
+# --------------------------------------------------------------------------------------------- doors, training, export
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_quantized_and_plain_models_answer_batches_alike(folders, quantize):
+    captioner = Captioner.from_pretrained(folders("SmolVLM-256M")[0], quantize=quantize)
+    images = [picture(70, 40), picture(20, 90), picture(16, 16)]
+    batch = ContinuousBatch(captioner.inference, max_num_seqs=2, eos_token_id=captioner.tokenizer.eos_token_ids)
+    for i, image in enumerate(images):
+        ids, tiles = captioner.prepare(image, "What is this?")
+        batch.add(i, torch.tensor(ids), torch.cat(tiles), max_new_tokens=8)
+    answers: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    while any(outputs := batch.step()):
+        for output in outputs:
+            answers[output.key].append(output.token_id)
+    ends = captioner.tokenizer.eos_token_ids
+    for i, image in enumerate(images):
+        inputs = captioner.processor([[image]], ["What is this?"])
+        alone = captioner.inference.generate(**inputs, max_new_tokens=8, eos_token_id=ends)
+        assert answers[i] == alone[0].tolist()
+
+
+@pytest.fixture(scope="module")
+def backbone_folders(tmp_path_factory):
+    """A small SigLIP and a small Llama with its tokenizer, as transformers writes them."""
+    root = tmp_path_factory.mktemp("backbones")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = transformers.SiglipVisionConfig(**sizes, image_size=16, patch_size=4)
+    transformers.SiglipVisionModel(vision).save_pretrained(root / "siglip")
+    backend = make_tokenizer(added=[])
+    language = transformers.LlamaConfig(**sizes, vocab_size=backend.get_vocab_size(), rope_theta=10000.0)
+    transformers.LlamaForCausalLM(language).save_pretrained(root / "llama")
+    backend.save(str(root / "llama" / "tokenizer.json"))
+    return root / "siglip", root / "llama"
+
+
+@pytest.mark.parametrize("start", ["SmolVLM2", "embedded", "backbones"])
+@pytest.mark.parametrize("flags", [[], ["--lora-rank", "2"], ["--pack", "200"]], ids=["full", "lora", "packed"])
+def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(
+    folders, backbone_folders, tmp_path, start, flags
+):
+    data = tmp_path / "data"
+    data.mkdir()
+    for i in range(4):
+        picture(20 + 8 * i, 30, seed=i).save(data / f"{i}.png")
+        (data / f"{i}.txt").write_text(f"Picture {i}.")
+    source = {
+        "SmolVLM2": ["--model", str(folders("SmolVLM2")[0])],
+        "embedded": [],
+        "backbones": ["--backbones", *map(str, backbone_folders)],
+    }[start]
+    out = tmp_path / "out"
+    common = ["--batch-size", "2", "--validation", "1", "--format", "smolvlm", "--device", "cpu", *flags, *source]
+    for steps in ("2", "4"):  # the second run resumes the first
+        assert main(["train", "--data", str(data), "--out", str(out), "--max-steps", steps, *common]) == 0
+    ours = Captioner.from_pretrained(out, "cpu", "float32")
+    assert ours.model.cfg.smolvlm is not None
+    theirs = transformers.SmolVLMForConditionalGeneration.from_pretrained(out, dtype=torch.float32).eval()
+    processor = transformers.AutoProcessor.from_pretrained(out, use_fast=False)
+    processor.image_processor = transformers.SmolVLMImageProcessorPil.from_pretrained(out)
+    inputs = their_inputs(processor, [picture(70, 40)], ["What is this?"])
+    mine = ours.processor([[picture(70, 40)]], ["What is this?"])
+    assert inputs["input_ids"].tolist() == mine["input_ids"].tolist()
+    assert (inputs["pixel_values"][0] - mine["images"]).abs().max() <= 1e-5
+    expected = their_answers(theirs, processor, inputs, 6)[0]
+    assert (
+        ours.model.generate(**mine, max_new_tokens=6, eos_token_id=ours.tokenizer.eos_token_ids)[0].tolist() == expected
+    )
+
+
+def test_the_loss_of_a_training_example_is_transformers(folders):
+    folder, model, processor = folders("SmolVLM2")
+    captioner = Captioner.from_pretrained(folder)
+    image, pairs = picture(70, 40), [("What is this?", "Two dogs."), ("And there?", "A cat.")]
+    row = encode(Example([image], pairs, multi_turn=True), captioner.processor)
+    batch = collate([row])
+    _, loss = captioner.model(**batch)
+    texts = [text for pair in pairs for text in pair]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": [{"type": "text", "text": t}]} for i, t in
+                enumerate(texts)]  # fmt: skip
+    messages[0]["content"].insert(0, {"type": "image"})
+    inputs = processor(text=processor.apply_chat_template(messages), images=[[image]], return_tensors="pt")
+    end = captioner.tokenizer.eos_token_id
+    ids = inputs["input_ids"][0].tolist()
+    labels, learning = [], False
+    assistant = captioner.tokenizer.encode("Assistant:")
+    for i, id in enumerate(ids):
+        labels.append(id if learning else -100)
+        if learning and id == end:
+            learning = False
+        elif not learning and ids[max(0, i + 1 - len(assistant)) : i + 1] == assistant:
+            learning = True
+    with torch.no_grad():
+        expected = model(**inputs, labels=torch.tensor([labels])).loss
+    assert sum(label != -100 for label in labels) == sum(target != -100 for target in row.targets) > 8
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_our_own_export_is_read_back(tmp_path):
+    embedded = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
+    export_smolvlm(embedded, tmp_path / "export")
+    again = Captioner.from_pretrained(tmp_path / "export", "cpu", "float32")
+    image = picture(96, 96)
+    assert again.caption(image) == embedded.caption(image)
+
+
+def test_a_smolvlm_is_exported_as_it_is(folders, tmp_path):
+    folder, model, _ = folders("SmolVLM2")
+    export_smolvlm(Captioner.from_pretrained(folder, "cpu", "float32"), tmp_path / "export")
+    again = type(model).from_pretrained(tmp_path / "export")
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_smolvlm_does_not_become_a_nanovlm(folders, tmp_path):
+    with pytest.raises(InputError, match="format=nanovlm, but this model has SmolVLM's layout"):
+        check_format(load_config(folders("SmolVLM2")[0]), "nanovlm")

@@ -28,7 +28,7 @@ ADDED = ["<global-img>", *(f"<row_{r}_col_{c}>" for r in range(1, 7) for c in ra
 ADDED += ["<fake_token_around_image>", "<image>", "<end_of_utterance>"]
 
 
-def make_tokenizer():
+def make_tokenizer(added=ADDED):
     """A byte-level BPE as SmolLM2's, of few tokens, with SmolVLM's own."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
@@ -44,7 +44,7 @@ def make_tokenizer():
     backend.train_from_iterator(
         ["What is in this picture? Describe the two of them.", "Assistant: User: \n\n a"], trainer
     )
-    backend.add_special_tokens(ADDED)
+    backend.add_special_tokens(added)
     return backend
 
 

@@ -1,0 +1,37 @@
+"""Give a model SmolVLM's own layout of images and chats, to be trained in it."""
+
+import tokenizers
+
+from models.config import VLMConfig
+from models.convert.smolvlm import layout_tokens, to_smolvlm_layout
+from models.vision_language_model import VisionLanguageModel
+from nanovlm.errors import InputError
+from nanovlm.processor import Processor
+from nanovlm.tokenizer import Tokenizer
+
+FORMATS = ("nanovlm", "smolvlm")
+
+
+def check_format(cfg: VLMConfig, format: str) -> None:
+    """InputError unless a model can be trained in that format: a SmolVLM cannot become a nanoVLM."""
+    if format not in FORMATS:
+        raise InputError(f"format={format} is none of {', '.join(FORMATS)}")
+    if format == "nanovlm" and cfg.smolvlm is not None:
+        raise InputError("format=nanovlm, but this model has SmolVLM's layout, in which it was trained; use smolvlm")
+
+
+def convert_layout(
+    model: VisionLanguageModel, tokenizer: Tokenizer, rescale: bool = True
+) -> tuple[VisionLanguageModel, Processor]:
+    """The model in SmolVLM's layout, and its processor; see `models.convert.smolvlm.to_smolvlm_layout`.
+
+    An image has as many tiles as before, of the size of the vision encoder. Answers need training in the new layout.
+    """
+    if model.cfg.smolvlm is not None:
+        return model, Processor(model.cfg, tokenizer)
+    tile = model.cfg.vit_img_size
+    longest_edge = model.cfg.max_img_size or tile
+    backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    backend.add_special_tokens(["<|im_start|>", *layout_tokens(longest_edge, tile)])
+    converted = to_smolvlm_layout(model, backend.get_vocab(with_added_tokens=True), longest_edge, rescale)
+    return converted, Processor(converted.cfg, Tokenizer(backend, converted.cfg))
