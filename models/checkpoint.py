@@ -454,11 +454,14 @@ def atomic_dir(path: str | os.PathLike) -> Iterator[Path]:
     new.mkdir()
     try:
         yield new
-        for file in new.iterdir():
+        files = [file for file in new.rglob("*") if file.is_file()]
+        for file in files:
             _finish_file(file, new.stat().st_mode & 0o666)
         if path.exists():
-            for file in new.iterdir():
-                os.replace(file, path / file.name)
+            for file in files:
+                target = path / file.relative_to(new)
+                target.parent.mkdir(exist_ok=True)
+                os.replace(file, target)
         else:
             os.rename(new, path)
     finally:
