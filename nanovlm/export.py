@@ -86,7 +86,8 @@ def check_onnx_extra() -> None:
 def export_onnx(captioner: Captioner, folder: str | Path, dtypes: Sequence[str] = ("float32",)) -> None:
     """Add the folder onnx, see `models.convert.onnx`, to what `export_smolvlm` wrote; MissingExtraError without onnx.
 
-    dtypes are float32, float16 and int8. config.json gets the key from which transformers.js knows the cache's type.
+    dtypes are float32, float16 and int8. config.json tells transformers.js the type of the cache, and which graphs have
+    a second file.
     """
     check_onnx_extra()
     from models.convert.onnx import write_onnx
@@ -94,7 +95,9 @@ def export_onnx(captioner: Captioner, folder: str | Path, dtypes: Sequence[str] 
     folder = Path(folder)
     with atomic_dir(folder / ONNX_FOLDER) as new:
         write_onnx(captioner.model, new, dtypes)
-    config = read_object(folder / CONFIG) | {"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}}
+    second_files = {path.name.removesuffix("_data"): 1 for path in sorted((folder / ONNX_FOLDER).glob("*.onnx_data"))}
+    settings = {"kv_cache_dtype": {"fp16": "float16"}, "use_external_data_format": second_files}
+    config = read_object(folder / CONFIG) | {"transformers.js_config": settings}
     with atomic_write(folder / CONFIG) as path:
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

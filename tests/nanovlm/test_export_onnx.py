@@ -9,9 +9,11 @@ import pytest
 from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.cli import main as cli
 from nanovlm.errors import MissingExtraError
-from nanovlm.export import check_onnx_extra
+from nanovlm.export import check_onnx_extra, export_onnx, export_smolvlm
 from nanovlm.image_processing import load_image
+from support import noise_image
 from support.onnx import OnnxModel, image_inputs, onnxruntime_graphs, openvino_graphs
+from support.smolvlm import write_folder
 
 PROMPTS = [PROMPT, "What is on the left?", "How many shapes are there?"]
 
@@ -82,9 +84,58 @@ def test_the_processor_of_the_folder_fits_the_graphs(onnx_folder, embedded, pict
     assert np.abs(wrong[0] - expected).max() > 0.2 * np.abs(expected).max()
 
 
-def test_config_says_what_transformers_js_needs(onnx_folder):
-    config = json.loads((onnx_folder / "config.json").read_text())
-    assert config["transformers.js_config"]["kv_cache_dtype"] == {"fp16": "float16"}
+def transformers_js_config(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())["transformers.js_config"]
+
+
+def test_config_tells_transformers_js_the_type_of_the_cache(onnx_folder):
+    expected = {"kv_cache_dtype": {"fp16": "float16"}, "use_external_data_format": {}}
+    assert transformers_js_config(onnx_folder) == expected
+
+
+@pytest.mark.slow
+def test_config_tells_transformers_js_about_second_files(tmp_path, embedded, monkeypatch):
+    monkeypatch.setattr("models.convert.onnx.MAX_FILE_BYTES", 5_000_000)
+    export_smolvlm(embedded, tmp_path)
+    export_onnx(embedded, tmp_path)
+    assert transformers_js_config(tmp_path)["use_external_data_format"] == {"decoder_model_merged.onnx": 1}
+    assert (tmp_path / "onnx" / "decoder_model_merged.onnx_data").exists()
+
+
+# ------------------------------------------------------------------------------------------------ SmolVLM's own layout
+
+
+@pytest.fixture(scope="module", params=["SmolVLM", pytest.param("Idefics3", marks=pytest.mark.slow)])
+def smolvlm(request, tmp_path_factory):
+    """A random model written by transformers, its processor, and its graphs. Idefics3's rounding moves some patches."""
+    folder = tmp_path_factory.mktemp("smolvlm")
+    sizes = {"image_size": 76, "scale_factor": 1, "longest_edge": 152} if request.param == "Idefics3" else {}
+    theirs, processor = write_folder(folder, request.param, **sizes)
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+    captioner.save_pretrained(out := folder / "out")
+    export_onnx(captioner, out)
+    return theirs, processor, exported(out, captioner)
+
+
+def test_a_smolvlm_gives_transformers_ids_for_its_processors_inputs(smolvlm):
+    """Tiles, several images, and rows of different numbers of images, on pixels as transformers normalizes them."""
+    theirs, processor, model = smolvlm
+    rows = [[noise_image(90, 40, seed=1)], [noise_image(60, 70, seed=2), noise_image(20, 20, seed=3)]]
+    texts = ["<image>What is in it?", "<image><image>Which?"]
+    inputs = processor(text=texts, images=rows, return_tensors="pt", padding=True)
+    assert inputs["pixel_attention_mask"].any((2, 3)).sum(1).unique().numel() == 2  # one row has fewer tiles
+    expected = theirs.generate(
+        **inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True
+    )
+    images = {name: inputs[name].numpy() for name in ("pixel_values", "pixel_attention_mask")}
+    images["pixel_attention_mask"] = images["pixel_attention_mask"] == 1
+    ids, mask = inputs["input_ids"].numpy(), inputs["attention_mask"].numpy()
+    got, logits = model.generate(ids, mask, images, 8)
+    np.testing.assert_array_equal(got, expected.sequences[:, ids.shape[1] :].numpy())
+    np.testing.assert_allclose(logits, np.stack([step.numpy() for step in expected.logits], 1), atol=1e-3, rtol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------- wrong use
 
 
 def test_onnx_dtype_without_onnx_is_one_error_line(tmp_path, capsys):
