@@ -24,6 +24,7 @@ from models.checkpoint import (
 )
 from models.config import VLMConfig
 from models.convert.smolvlm import is_exact_in_every_rounding, smolvlm_config, smolvlm_tensors
+from models.smolvlm import PREPROCESSOR, PROCESSOR, TEMPLATE
 from nanovlm.captioner import Captioner
 from nanovlm.errors import MissingExtraError
 
@@ -86,8 +87,7 @@ def check_onnx_extra() -> None:
 def export_onnx(captioner: Captioner, folder: str | Path, dtypes: Sequence[str] = ("float32",)) -> None:
     """Add the folder onnx, see `models.convert.onnx`, to what `export_smolvlm` wrote; MissingExtraError without onnx.
 
-    dtypes are float32, float16 and int8. config.json tells transformers.js the type of the cache, and which graphs have
-    a second file.
+    dtypes are float32, float16 and int8.
     """
     check_onnx_extra()
     from models.convert.onnx import write_onnx
@@ -95,11 +95,23 @@ def export_onnx(captioner: Captioner, folder: str | Path, dtypes: Sequence[str] 
     folder = Path(folder)
     with atomic_dir(folder / ONNX_FOLDER) as new:
         write_onnx(captioner.model, new, dtypes)
+    _add_transformers_js_settings(folder)
+
+
+def _add_transformers_js_settings(folder: Path) -> None:
+    """Write what transformers.js reads from other places than transformers, or than transformers 5."""
     second_files = {path.name.removesuffix("_data"): 1 for path in sorted((folder / ONNX_FOLDER).glob("*.onnx_data"))}
     settings = {"kv_cache_dtype": {"fp16": "float16"}, "use_external_data_format": second_files}
-    config = read_object(folder / CONFIG) | {"transformers.js_config": settings}
-    with atomic_write(folder / CONFIG) as path:
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    added: dict[str, dict] = {CONFIG: {"transformers.js_config": settings}}
+    if (folder / TEMPLATE).exists():
+        added[TOKENIZER_CONFIG] = {"chat_template": (folder / TEMPLATE).read_text(encoding="utf-8")}
+    if (folder / PROCESSOR).exists() and not (folder / PREPROCESSOR).exists():
+        processor = read_object(folder / PROCESSOR)
+        added[PREPROCESSOR] = {**processor["image_processor"], "processor_class": processor["processor_class"]}
+    for name, new in added.items():
+        old = read_object(folder / name) if (folder / name).exists() else {}
+        with atomic_write(folder / name) as path:
+            path.write_text(json.dumps(old | new, indent=2) + "\n", encoding="utf-8")
 
 
 def has_processor(cfg: VLMConfig) -> bool:

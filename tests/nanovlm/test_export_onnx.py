@@ -88,9 +88,11 @@ def transformers_js_config(folder) -> dict:
     return json.loads((folder / "config.json").read_text())["transformers.js_config"]
 
 
-def test_config_tells_transformers_js_the_type_of_the_cache(onnx_folder):
+def test_the_settings_that_transformers_js_reads_are_there(onnx_folder):
     expected = {"kv_cache_dtype": {"fp16": "float16"}, "use_external_data_format": {}}
     assert transformers_js_config(onnx_folder) == expected
+    tokenizer_config = json.loads((onnx_folder / "tokenizer_config.json").read_text())
+    assert tokenizer_config["chat_template"] == (onnx_folder / "chat_template.jinja").read_text()
 
 
 @pytest.mark.slow
@@ -114,12 +116,12 @@ def smolvlm(request, tmp_path_factory):
     captioner = Captioner.from_pretrained(folder, "cpu", "float32")
     captioner.save_pretrained(out := folder / "out")
     export_onnx(captioner, out)
-    return theirs, processor, exported(out, captioner)
+    return theirs, processor, exported(out, captioner), out
 
 
 def test_a_smolvlm_gives_transformers_ids_for_its_processors_inputs(smolvlm):
     """Tiles, several images, and rows of different numbers of images, on pixels as transformers normalizes them."""
-    theirs, processor, model = smolvlm
+    theirs, processor, model, _ = smolvlm
     rows = [[noise_image(90, 40, seed=1)], [noise_image(60, 70, seed=2), noise_image(20, 20, seed=3)]]
     texts = ["<image>What is in it?", "<image><image>Which?"]
     inputs = processor(text=texts, images=rows, return_tensors="pt", padding=True)
@@ -133,6 +135,17 @@ def test_a_smolvlm_gives_transformers_ids_for_its_processors_inputs(smolvlm):
     got, logits = model.generate(ids, mask, images, 8)
     np.testing.assert_array_equal(got, expected.sequences[:, ids.shape[1] :].numpy())
     np.testing.assert_allclose(logits, np.stack([step.numpy() for step in expected.logits], 1), atol=1e-3, rtol=1e-4)
+
+
+def test_transformers_js_and_the_other_readers_find_a_smolvlms_settings(smolvlm):
+    """transformers 5 writes the image processor's settings to processor_config.json, and the template to a file."""
+    _, processor, _, folder = smolvlm
+    found = json.loads((folder / "preprocessor_config.json").read_text())
+    assert found["processor_class"] == type(processor).__name__ and found["image_mean"] == [0.5, 0.5, 0.5]
+    assert transformers_js_config(folder)["kv_cache_dtype"] == {"fp16": "float16"}
+    assert Captioner.from_pretrained(folder, "cpu", "float32").model.cfg.smolvlm is not None
+    again = type(processor).from_pretrained(folder)
+    assert again.chat_template == processor.chat_template == again.tokenizer.chat_template
 
 
 # ---------------------------------------------------------------------------------------------------------- wrong use
