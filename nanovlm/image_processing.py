@@ -125,7 +125,7 @@ def reason(error: Exception) -> str:
         case ImageError():
             return text
         case Image.UnidentifiedImageError():
-            return "not a picture that Pillow can read, or a damaged one"
+            return "not a picture of a known format, or a damaged one"
         case Image.DecompressionBombError():
             return f"more than {MAX_PIXELS:,} pixels; scale it down first ({text})"
         case IsADirectoryError():

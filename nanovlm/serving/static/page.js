@@ -1,8 +1,9 @@
 "use strict";
 
 const byId = (id) => document.getElementById(id);
-const DEFAULT_QUESTION = byId("question").placeholder; // asked if the first question about an image is left empty
-const chat = { model: null, image: null, turns: [], generation: null, apiKey: "" }; // image: data URL; turns: [question, answer]
+const DEFAULT_QUESTION = byId("question").placeholder; // asked if the first question about a picture is left empty
+// pictures: { url: data URL, turn: index of the turn that shows it, null for the next one }; turns: [question, answer]
+const chat = { model: null, pictures: [], turns: [], generation: null, apiKey: "" };
 
 function requestHeaders() {
   return { "Content-Type": "application/json", ...(chat.apiKey && { Authorization: `Bearer ${chat.apiKey}` }) };
@@ -37,38 +38,72 @@ function toSentence(text) {
   return text && text[0].toUpperCase() + text.slice(1) + (/[.?!]$/.test(text) ? "" : ".");
 }
 
-function openImage(file) {
-  if (!file) return;
-  chat.generation?.abort();
-  const reader = new FileReader();
-  reader.onerror = () => showError(`${file.name || "The image"} cannot be read.`);
-  reader.onload = () => {
-    URL.revokeObjectURL(byId("image").src);
-    resetConversation(reader.result);
-    byId("image").src = URL.createObjectURL(file);
-    byId("image").alt = file.name ? `Your image, ${file.name}` : "Your image";
-    byId("no-preview").textContent = `Browsers cannot show ${file.name || "this image"}, but you can ask about it.`;
-    byId("announcement").textContent = "The image is loaded; ask about it.";
-    byId("question").focus();
-  };
-  reader.readAsDataURL(file);
+function readFile(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onerror = () => reject(new Error(`${file.name || "The picture"} cannot be read.`));
+    reader.onload = () => resolve(reader.result);
+    reader.readAsDataURL(file);
+  });
 }
 
-function closeImage() {
-  chat.generation?.abort();
-  resetConversation(null);
-  byId("file").value = "";
-  byId("file").focus();
-}
-
-function resetConversation(image) {
-  Object.assign(chat, { image, turns: [] });
-  byId("conversation").replaceChildren();
-  byId("question").placeholder = DEFAULT_QUESTION;
-  for (const id of ["image", "new-image"]) byId(id).hidden = !image;
-  for (const id of ["file", "drop-zone", "sample"]) byId(id).hidden = Boolean(image);
-  byId("no-preview").hidden = true;
+async function addPictures(files) {
+  try {
+    for (const file of files) addPicture(file, await readFile(file));
+  } catch (error) {
+    return showError(error.message);
+  }
+  if (!files.length) return;
   showError("");
+  showPictures();
+  byId("announcement").textContent = "The picture is loaded; ask about it.";
+  byId("question").focus();
+}
+
+function addPicture(file, url) {
+  const picture = { url, turn: null };
+  const item = document.createElement("li");
+  const image = item.appendChild(document.createElement("img"));
+  image.src = URL.createObjectURL(file);
+  image.alt = file.name ? `Your image, ${file.name}` : "Your image";
+  image.addEventListener("error", () => {
+    const note = document.createElement("p");
+    note.className = "no-preview";
+    note.textContent = `Browsers cannot show ${file.name || "this image"}, but you can ask about it.`;
+    image.replaceWith(note);
+  });
+  const remove = item.appendChild(document.createElement("button"));
+  Object.assign(remove, { type: "button", className: "remove", textContent: "×" });
+  remove.setAttribute("aria-label", `Remove ${file.name || "the image"}`);
+  remove.addEventListener("click", () => {
+    URL.revokeObjectURL(image.src);
+    item.remove();
+    chat.pictures.splice(chat.pictures.indexOf(picture), 1);
+    showPictures();
+    byId(chat.pictures.length ? "question" : "file").focus();
+  });
+  picture.remove = remove;
+  chat.pictures.push(picture);
+  byId("pictures").append(item);
+}
+
+function showPictures() {
+  const any = chat.pictures.length > 0;
+  for (const id of ["pictures", "add-picture"]) byId(id).hidden = !any;
+  byId("start-over").hidden = !any && !chat.turns.length;
+  for (const id of ["file", "drop-zone", "sample"]) byId(id).hidden = any;
+  for (const picture of chat.pictures) picture.remove.hidden = picture.turn !== null; // the answers are about it
+}
+
+function startOver() {
+  chat.generation?.abort();
+  Object.assign(chat, { pictures: [], turns: [] });
+  for (const id of ["pictures", "conversation"]) byId(id).replaceChildren();
+  byId("question").placeholder = DEFAULT_QUESTION;
+  byId("file").value = "";
+  showPictures();
+  showError("");
+  byId("file").focus();
 }
 
 function buildMessages(question) {
@@ -77,12 +112,28 @@ function buildMessages(question) {
     { role: "assistant", content: answer },
   ]);
   messages.push({ role: "user", content: question });
-  if (chat.image)
-    messages[0].content = [
-      { type: "image_url", image_url: { url: chat.image } },
-      { type: "text", text: messages[0].content },
-    ];
+  for (const { url, turn } of [...chat.pictures].reverse()) {
+    const message = messages[2 * (turn ?? chat.turns.length)];
+    if (typeof message.content === "string") message.content = [{ type: "text", text: message.content }];
+    message.content.unshift({ type: "image_url", image_url: { url } });
+  }
   return messages;
+}
+
+function readSettings() {
+  const filled = [...byId("settings-form").elements].filter((input) => input.value);
+  return Object.fromEntries(filled.map((input) => [input.name, Number(input.value)]));
+}
+
+async function copyText(element, button) {
+  try {
+    await navigator.clipboard.writeText(element.textContent); // undefined on an address without https
+  } catch {
+    getSelection().selectAllChildren(element);
+    document.execCommand("copy");
+  }
+  button.textContent = "Copied";
+  setTimeout(() => (button.textContent = "Copy"), 1500);
 }
 
 async function* streamText(response) {
@@ -111,21 +162,25 @@ function addTurn(question) {
     return turn.appendChild(paragraph);
   });
   questionText.textContent = question;
+  const copy = turn.appendChild(document.createElement("button"));
+  Object.assign(copy, { type: "button", className: "copy plain", textContent: "Copy", hidden: true });
+  copy.addEventListener("click", () => copyText(answer, copy));
   byId("conversation").append(turn);
   turn.scrollIntoView({ block: "nearest" });
-  return { turn, answer };
+  return { turn, answer, copy };
 }
 
 async function generate(question, signal, onText) {
   if (!chat.model) await loadModel();
-  const body = JSON.stringify({ model: chat.model, messages: buildMessages(question), stream: true });
+  const asked = { model: chat.model, messages: buildMessages(question), stream: true, ...readSettings() };
+  const body = JSON.stringify(asked);
   const response = await fetch("/v1/chat/completions", { method: "POST", headers: requestHeaders(), body, signal });
   if (!response.ok) throw await responseError(response);
   for await (const text of streamText(response)) onText(text);
 }
 
 async function ask(question) {
-  const { turn, answer } = addTurn(question);
+  const { turn, answer, copy } = addTurn(question);
   const generation = (chat.generation = new AbortController());
   answer.classList.add("generating");
   showError("");
@@ -142,9 +197,12 @@ async function ask(question) {
   answer.classList.remove("generating");
   chat.generation = null;
   setBusy(false);
-  if (!turn.isConnected) return; // another image was opened meanwhile
+  if (!turn.isConnected) return; // started over meanwhile
   if (answer.textContent) {
+    for (const picture of chat.pictures) picture.turn ??= chat.turns.length;
     chat.turns.push([question, answer.textContent]);
+    showPictures();
+    copy.hidden = false;
     byId("question").placeholder = "Ask something else.";
     byId("announcement").textContent = answer.textContent; // at once: screen readers interrupt text that changes
   } else {
@@ -169,8 +227,14 @@ function fitQuestion() {
 byId("ask-form").addEventListener("submit", (event) => {
   event.preventDefault();
   if (chat.generation) return;
-  const question = byId("question").value.trim() || (chat.image && !chat.turns.length ? DEFAULT_QUESTION : "");
-  if (!question) return showError(chat.image ? "Ask something." : "Choose an image, or ask something.");
+  if (!chat.pictures.length) return showError("There is no picture to ask about; choose one first.");
+  if (!byId("settings-form").checkValidity()) {
+    byId("settings").open = true;
+    return void byId("settings-form").reportValidity();
+  }
+  const isNew = chat.pictures.some(({ turn }) => turn === null);
+  const question = byId("question").value.trim() || (isNew ? DEFAULT_QUESTION : "");
+  if (!question) return showError("Ask something.");
   byId("question").value = "";
   fitQuestion();
   ask(question);
@@ -187,28 +251,29 @@ byId("stop").addEventListener("click", () => {
   chat.generation?.abort();
   byId("question").focus();
 });
-byId("new-image").addEventListener("click", closeImage);
-byId("file").addEventListener("change", () => openImage(byId("file").files[0]));
-byId("image").addEventListener("error", () => {
-  byId("image").hidden = true;
-  byId("no-preview").hidden = false;
+byId("start-over").addEventListener("click", startOver);
+byId("add-picture").addEventListener("click", () => byId("file").click());
+byId("file").addEventListener("change", async () => {
+  await addPictures([...byId("file").files]);
+  byId("file").value = ""; // or the same file could not be chosen again
 });
+byId("settings-form").addEventListener("submit", (event) => event.preventDefault());
 byId("sample").firstElementChild.addEventListener("click", async () => {
   const response = await fetch("/sample.png");
-  openImage(new File([await response.blob()], "sample.png", { type: "image/png" }));
+  addPictures([new File([await response.blob()], "sample.png", { type: "image/png" })]);
 });
 document.addEventListener("paste", (event) => {
-  const image = [...event.clipboardData.files].find((file) => file.type.startsWith("image/"));
-  if (image) {
+  const pictures = [...event.clipboardData.files].filter((file) => file.type.startsWith("image/"));
+  if (pictures.length) {
     event.preventDefault();
-    openImage(image);
+    addPictures(pictures);
   }
 });
 for (const type of ["dragover", "dragleave", "drop"])
   document.addEventListener(type, (event) => {
     event.preventDefault();
     document.body.classList.toggle("dragging", type === "dragover");
-    if (type === "drop") openImage(event.dataTransfer.files[0]);
+    if (type === "drop") addPictures([...event.dataTransfer.files]);
   });
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();

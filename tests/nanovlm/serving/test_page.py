@@ -4,13 +4,16 @@ import io
 import os
 import re
 import shutil
+from random import Random
 
 import pytest
 from PIL import Image
 
+from models.decoding import SamplingParams
 from nanovlm import SAMPLE
 from nanovlm.chat_session import ChatSession
-from support.serving import QUESTIONS, RunningServer, until
+from nanovlm.synthetic import draw, random_scene
+from support.serving import QUESTIONS, RunningServer, data_url, until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright; pip install 'nanovlm[test-web]'")
 
@@ -71,8 +74,8 @@ def test_image_is_chosen_and_asked_about_several_times(served, embedded, open_pa
     assert answers == ["".join(conversation.ask(question)) for question in QUESTIONS]
     assert page.locator(".question").all_text_contents() == QUESTIONS
     assert page.get_by_role("status").text_content() == answers[-1], "screen readers read the whole answer"
-    page.get_by_role("button", name="New image").click()
-    assert page.locator("#conversation li").count() == 0
+    page.get_by_role("button", name="Start over").click()
+    assert page.locator("#conversation li").count() == page.locator("#pictures li").count() == 0
     page.get_by_role("button", name="Try the sample image").click()
     sync_api.expect(page.get_by_label("Your question")).to_be_focused()
     assert ask(page) == answers[0]
@@ -107,7 +110,7 @@ def test_keyboard_suffices_and_focus_is_visible(embedded, open_page, slow):
                 ".some((e) => getComputedStyle(e).outlineStyle !== 'none' && e.offsetWidth > 40)"
             )
             assert shown, f"the focus on {seen[-1]} is not visible"
-        assert seen == ["file", "Try the sample image", "question", "send"]
+        assert seen == ["file", "Try the sample image", "question", "send"], "the settings follow"
         page.get_by_role("button", name="Try the sample image").focus()
         page.keyboard.press("Enter")
         sync_api.expect(page.get_by_label("Your question")).to_be_focused()
@@ -132,12 +135,14 @@ def test_elements_have_names_and_errors_are_shown(served, open_page, tmp_path):
             assert one.is_hidden() or re.search(r"\w", one.aria_snapshot().partition(role)[2])
     assert page.locator("html").get_attribute("lang") == "en" and page.get_by_role("heading", level=1).count() == 1
     page.get_by_role("button", name="Ask").click()
-    sync_api.expect(page.get_by_role("alert")).to_have_text("Choose an image, or ask something.")
+    sync_api.expect(page.get_by_role("alert")).to_have_text("There is no picture to ask about; choose one first.")
     (tmp_path / "words.png").write_text("no picture")
     page.get_by_label("Choose an image").set_input_files(tmp_path / "words.png")
     sync_api.expect(page.get_by_text("Browsers cannot show words.png")).to_be_visible()
     page.keyboard.press("Enter")
-    sync_api.expect(page.get_by_role("alert")).to_contain_text("Image 1: not a")
+    sync_api.expect(page.get_by_role("alert")).to_have_text(
+        "Image 1: not a picture of a known format, or a damaged one."
+    )
     assert page.get_by_label("Your question").input_value() == "Describe this picture.", "it can be asked again"
     assert ["400" in one for one in open_page.problems] == [True]
     open_page.problems.clear()
@@ -153,8 +158,114 @@ def test_image_that_browsers_cannot_show_is_answered(served, embedded, open_page
     sync_api.expect(page.get_by_text("Browsers cannot show scan.tif")).to_be_visible()
 
 
-def test_question_without_an_image_is_answered(served, embedded, open_page):
-    assert ask(open_page(served), "Hello?") == embedded.caption(None, "Hello?", max_new_tokens=256)
+def test_question_without_a_picture_is_not_answered(served, open_page):
+    page, before = open_page(served), served.metrics()["nanovlm_requests_total"]
+    page.get_by_label("Your question").fill("What is in the picture?")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.get_by_role("alert")).to_have_text("There is no picture to ask about; choose one first.")
+    assert page.locator(".answer").count() == 0 and served.metrics()["nanovlm_requests_total"] == before
+    page.get_by_role("button", name="Try the sample image").click()
+    sync_api.expect(page.get_by_role("alert")).to_be_empty()
+    assert page.get_by_label("Your question").input_value() == "What is in the picture?", "it can be asked now"
+
+
+def scene_file(seed, name):
+    draw(random_scene(Random(seed)), 120, 90).save(file := io.BytesIO(), "png")
+    return {"name": name, "mimeType": "image/png", "buffer": file.getvalue()}
+
+
+def sent_messages(page):
+    """The messages of every chat that the page sends from now on."""
+    sent = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+    return sent
+
+
+def test_several_pictures_are_shown_and_sent_in_order(served, embedded, open_page):
+    page, files = open_page(served), [scene_file(seed, f"{seed}.png") for seed in range(3)]
+    sent = sent_messages(page)
+    page.get_by_label("Choose an image").set_input_files(files)
+    sync_api.expect(page.locator("#pictures img")).to_have_count(3)
+    page.get_by_role("button", name="Remove 1.png").click()
+    sync_api.expect(page.locator("#pictures img")).to_have_count(2)
+    scenes = [Image.open(io.BytesIO(files[i]["buffer"])) for i in (0, 2)]
+    assert ask(page, "What is it?") == embedded.caption(scenes, "What is it?", max_new_tokens=256)
+    assert page.get_by_role("button", name="Remove 0.png").is_hidden(), "the answer is about it"
+    page.locator("#file").set_input_files(files[1])  # "Add a picture" opens the same dialog
+    sync_api.expect(page.locator("#pictures img")).to_have_count(3)
+    ask(page, "And now?")
+    urls = [data_url(files[i]["buffer"]) for i in (0, 2, 1)]
+    first, second = (one["messages"] for one in sent)
+    parts = [
+        [part.get("image_url", {}).get("url") for part in message["content"]] for message in (second[0], second[2])
+    ]
+    assert parts == [[*urls[:2], None], [urls[2], None]] and first == second[:1]
+
+
+def test_answer_is_copied(served, open_page):
+    page = open_page(served, permissions=["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Try the sample image").click()
+    sync_api.expect(page.get_by_label("Your question")).to_be_focused()
+    text = ask(page)
+    page.get_by_role("button", name="Copy").click()
+    sync_api.expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == text
+    page.evaluate("navigator.clipboard.writeText = undefined")  # as without https
+    page.get_by_role("button", name="Cop").click()
+    assert page.evaluate("navigator.clipboard.readText()") == text
+
+
+def test_settings_are_sent_and_checked(served, embedded, open_page):
+    page = open_page(served)
+    sent = sent_messages(page)
+    page.get_by_role("button", name="Try the sample image").click()
+    sync_api.expect(page.get_by_label("Your question")).to_be_focused()
+    assert page.get_by_label("Temperature").is_hidden(), "settings are folded"
+    page.get_by_text("Settings").click()
+    page.get_by_label("Temperature").fill("5")
+    page.get_by_label("Seed").fill("3")
+    page.get_by_label("Longest answer").fill("7")
+    sampling = SamplingParams(temperature=5, seed=3)
+    assert ask(page) == embedded.caption(SAMPLE, max_new_tokens=7, sampling=sampling)
+    assert {name: sent[0][name] for name in ("temperature", "seed", "max_tokens")} == {
+        "temperature": 5,
+        "seed": 3,
+        "max_tokens": 7,
+    }
+    assert not {"top_p", "repetition_penalty"} & sent[0].keys(), "what is left empty is not sent"
+    page.get_by_label("Top p").fill("2")
+    page.get_by_text("Settings").click()
+    page.get_by_label("Your question").fill("What?")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.get_by_label("Top p")).to_be_focused()
+    assert len(sent) == 1, "the fold opens at the wrong value instead"
+
+
+def test_generation_is_stopped_by_the_button(embedded, open_page, slow):
+    with RunningServer(embedded, batch=slow) as server:
+        page = open_page(server)
+        page.get_by_role("button", name="Try the sample image").click()
+        sync_api.expect(page.get_by_label("Your question")).to_be_focused()
+        page.keyboard.press("Enter")
+        sync_api.expect(page.locator(".generating")).to_have_text(re.compile(r"\w{3}"))
+        page.get_by_role("button", name="Stop").click()
+        sync_api.expect(page.get_by_role("button", name="Ask")).to_be_visible()
+        until(lambda: server.idle)
+        text = page.locator(".answer").text_content()
+        assert text != embedded.caption(SAMPLE) and embedded.caption(SAMPLE).startswith(text)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_picture_has_a_border(served, open_page, scheme):
+    """A picture of the page's own colour still ends somewhere."""
+    page = open_page(served, color_scheme=scheme)
+    page.get_by_role("button", name="Try the sample image").click()
+    page.locator("#pictures img").wait_for()
+    border = page.locator("#pictures img").evaluate("(image) => getComputedStyle(image).boxShadow")
+    color = [int(part) for part in re.match(r"rgb\((\d+), (\d+), (\d+)\)", border).groups()]
+    name = "getComputedStyle(document.documentElement).getPropertyValue('--background').trim()"
+    background = luminance(page.evaluate(name))
+    assert contrast(luminance("#" + "".join(f"{part:02x}" for part in color)), background) >= 3
 
 
 def test_page_asks_for_the_key_of_a_server_that_needs_one(embedded, open_page):
