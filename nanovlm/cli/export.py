@@ -1,10 +1,10 @@
-"""`nanovlm export`: write a model in the layout of transformers' SmolVLM."""
+"""`nanovlm export`: write a model in the layout of transformers' SmolVLM, or as GGUF files for llama.cpp."""
 
 import argparse
 import logging
 from pathlib import Path
 
-HELP = "Write a model in the layout of transformers' SmolVLM."
+HELP = "Write a model in the layout of transformers' SmolVLM, or as GGUF files for llama.cpp."
 EXAMPLE = "nanovlm export out/mine --out out/smolvlm"
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DTYPE",
         help="types of the ONNX graphs: float32, float16, int8 (default: float32)",
     )
+    add("--gguf", action="store_true", help="write two GGUF files for llama.cpp instead: text model and mmproj")
+    add(
+        "--gguf-type",
+        choices=("f32", "f16", "bf16", "q8_0"),
+        help="type of the matrices in GGUF files (default: f16)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,6 +54,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--onnx-dtype needs --onnx")
     if args.base and not args.adapters:
         raise UsageError("--base has no effect without --adapters")
+    if args.gguf_type and not args.gguf:
+        raise UsageError("--gguf-type needs --gguf")
+    if args.gguf:
+        return run_gguf(args)
     if args.onnx:
         check_onnx_extra()
     try:
@@ -64,4 +74,20 @@ def run(args: argparse.Namespace) -> int:
         logger.warning("note: the LoRA adapters are merged into the weights; --adapters exports them for PEFT")
     for note in export_notes(captioner.model.cfg):
         logger.warning("note: %s", note)
+    return 0
+
+
+def run_gguf(args: argparse.Namespace) -> int:
+    from nanovlm.captioner import Captioner
+    from nanovlm.errors import InputError, UsageError
+    from nanovlm.gguf_export import check_gguf_extra, export_gguf
+
+    if args.onnx or args.adapters:
+        raise UsageError("--gguf writes no SmolVLM folder, which --onnx and --adapters add to; run the command twice")
+    check_gguf_extra()
+    try:
+        captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, args.revision)
+        export_gguf(captioner, args.out, Path(args.model).resolve().name, args.gguf_type or "f16")
+    except InputError as error:
+        raise UsageError(str(error)) from error
     return 0
