@@ -1,14 +1,17 @@
 """Latency of every stage of a caption on the CPU, beside other engines and beside the machine's limits.
 
     python -m eval.latency                                             # the embedded model, beside plain nanoVLM
-    python -m eval.latency --shape 230M --dtype float32 bfloat16 --compile --against plain transformers llama.cpp
+    python -m eval.latency --shape 230M --dtype float32 bfloat16 --compile --against plain transformers
+    python -m eval.latency --model FOLDER --dtype float32 bfloat16 --against llama.cpp   # of SmolVLM's layout
     python -m eval.latency --shape 230M --quantize int8 --stages prefill decode
 
 Stages: encode (one preprocessed image), prefill (as many tokens as an image and a short prompt), decode (one token of
 every sequence), first-token (from the picture), questions (eight about one picture, by single calls and by one
 `Captioner.ask`) and cold-start (a whole process). "plain" is nanoVLM's computation, float32 and layer by layer;
-transformers and llama.cpp (extra `peers`) run the language model only. All engines read the same weights, which are
-random for a published shape, and take turns in every round. Figures are medians.
+transformers runs the language model only. llama.cpp, for models of SmolVLM's layout, runs all of it, preprocessing
+included, from the files of `nanovlm export --gguf`; its q8_0 runs without AMX kernels. Both need the extra `peers`.
+All engines read the same weights, which are random for a published shape, and take turns in every round. Figures are
+medians.
 
 "of limit" relates a stage to the least time in which this machine reads its weights once and does its floating-point
 operations, at the speed measured for one large tensor and one large matrix product. "same ids" counts decoded tokens
@@ -31,11 +34,12 @@ import torch
 from eval.lib.command import make_parser, positive, progress, report
 from eval.lib.engines import BASELINES, Engine, EngineOptions, NanoVLMEngine, make_engines
 from eval.lib.hardware import environment, matmul_flops, memory_bandwidth
+from eval.lib.llama_cpp_engine import LlamaCppEngine
 from eval.lib.random_model import write_random_model
 from eval.lib.roofline import stage_costs
 from eval.lib.shapes import SHAPES
 from eval.lib.timing import interleave, measure_seconds
-from models.checkpoint import load_config
+from models.checkpoint import load_config, snapshot_path
 from models.config import VLMConfig
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner, ImageInput
@@ -155,7 +159,8 @@ def stage_contestants(
     elif stage == "first-token":
         for side, picture in inputs.pictures.items():
             length = len(ours[0].captioner.prepare(picture)[0])
-            first = {engine.name: partial(engine.first_token, picture) for engine in ours}
+            readers = [engine for engine in engines if isinstance(engine, (NanoVLMEngine, LlamaCppEngine))]
+            first = {engine.name: partial(engine.first_token, picture) for engine in readers}
             yield f"first token, {side} px, {length:,} tokens", timed(first)
     elif stage == "questions":
         side, picture = next(iter(inputs.pictures.items()))
@@ -223,7 +228,11 @@ def table(results: Sequence[Result], ids: dict[str, list[list[int]]]) -> str:
 def make_latency_parser() -> Parser:
     parser = make_parser("latency", __doc__)
     add = parser.add_argument
-    add("--shape", default="embedded", choices=("embedded", *SHAPES), help="which model (default: embedded)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--shape", default="embedded", choices=("embedded", *SHAPES), help="which model (default: embedded)"
+    )
+    which.add_argument("--model", metavar="MODEL", help="a folder or a Hub id, instead of --shape")
     add("--dtype", nargs="+", default=["auto"], choices=("auto", *DTYPES), help="one or several (default: auto)")
     add("--quantize", choices=("int8",), help="also measure quantized weights")
     add("--compile", action="store_true", help="also measure the compiled decode step, made first if it is missing")
@@ -243,6 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = EngineOptions(args.dtype, args.quantize, args.compile, args.against, args.batch_size)
     with model_folder(args.shape) as folder, tempfile.TemporaryDirectory() as temporary:
         try:
+            folder = folder if args.model is None else snapshot_path(args.model)
             progress("loading engines")
             engines = make_engines(folder, Path(temporary), options)
         except NanoVLMError as error:
@@ -258,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     speeds = ", ".join(f"{name} products {flops / 1e9:,.0f} GFLOP/s" for name, flops in limits.items())
     where = f"{environment(dtype=engines[-1].dtype)}; memory {memory_bandwidth() / 1e9:.1f} GB/s, {speeds}"
     where += f"; medians of {args.rounds} rounds, batch size {args.batch_size}"
-    data = {"shape": args.shape, "results": [asdict(result) for result in results], "ids": ids}
+    data = {"shape": args.shape, "model": args.model, "results": [asdict(result) for result in results], "ids": ids}
     data |= {"bytes_per_s": memory_bandwidth(), "flops_per_s": limits}
     return report(data, table(results, ids), where, args.json, failures(engines, ids) if ids else [])
 

@@ -1,15 +1,14 @@
 """Engines that run the same language model on the CPU: this project, transformers and llama.cpp."""
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from eval.lib.gguf_writer import write_gguf
+from eval.lib.llama_cpp_engine import LlamaCppEngine
 from models.decoding import GREEDY
 from models.language_model import LanguageModel
 from models.vision_language_model import PrefillState
@@ -19,7 +18,7 @@ from nanovlm.device import choose_dtype
 from nanovlm.errors import MissingExtraError
 
 BASELINES = ("plain", "transformers", "llama.cpp")
-LLAMA_CPP_MAX_TOKENS = 512  # of one sequence, and of one batch
+GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 @dataclass(frozen=True)
@@ -133,69 +132,10 @@ def _transformers_name(name: str) -> str:
     return "lm_head.weight" if name == "head.weight" else f"model.{renamed}"
 
 
-class LlamaCppEngine:
-    """The same decoder in llama.cpp, from a GGUF file."""
-
-    gguf_types: ClassVar = {torch.float32: "F32", torch.bfloat16: "BF16"}
-
-    def __init__(self, decoder: LanguageModel, gguf_type: str, folder: Path, batch_size: int):
-        try:
-            import llama_cpp
-        except ImportError:
-            raise MissingExtraError('llama.cpp needs the extra peers: pip install "nanovlm[peers]"') from None
-        self.lib, self.name = llama_cpp, f"llama.cpp {gguf_type}"
-        self.weight_bytes = {"F32": 4, "BF16": 2, "Q8_0": 1}[gguf_type]  # scales left out
-        self.dtype = torch.float32 if gguf_type == "F32" else torch.bfloat16
-        path = folder / f"{gguf_type}.gguf"
-        write_gguf(decoder, path, gguf_type)
-        self.quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)  # kept alive for the library
-        llama_cpp.llama_log_set(self.quiet, None)
-        llama_cpp.llama_backend_init()
-        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
-        if not self.model:
-            raise RuntimeError(f"llama.cpp cannot read {path}")
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch = LLAMA_CPP_MAX_TOKENS * batch_size, LLAMA_CPP_MAX_TOKENS
-        params.n_seq_max = batch_size
-        params.n_threads = params.n_threads_batch = torch.get_num_threads()
-        self.context = llama_cpp.llama_init_from_model(self.model, params)
-        self.batch = llama_cpp.llama_batch_init(LLAMA_CPP_MAX_TOKENS, 0, 1)
-        self.vocab_size, self.length = decoder.cfg.lm_vocab_size, 0
-
-    def prefill(self, ids: list[list[int]]) -> list[int]:
-        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
-        self.length = 0
-        return self._next(ids)
-
-    def decode(self, ids: list[int]) -> list[int]:
-        return self._next([[token] for token in ids])
-
-    def _next(self, ids: list[list[int]]) -> list[int]:
-        """Append equally many tokens to each sequence, in batches; returns the next token of each."""
-        tokens = [(row, i, token) for row, new in enumerate(ids) for i, token in enumerate(new)]
-        chosen = []
-        for start in range(0, len(tokens), LLAMA_CPP_MAX_TOKENS):
-            chunk, batch = tokens[start : start + LLAMA_CPP_MAX_TOKENS], self.batch
-            batch.n_tokens = len(chunk)
-            for i, (row, offset, token) in enumerate(chunk):
-                batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, self.length + offset, 1
-                batch.seq_id[i][0], batch.logits[i] = row, offset == len(ids[row]) - 1
-            if code := self.lib.llama_decode(self.context, batch):
-                raise RuntimeError(f"llama_decode returned {code}")
-            chosen += [self._argmax(i) for i in range(len(chunk)) if batch.logits[i]]
-        self.length += len(ids[0])
-        return chosen
-
-    def _argmax(self, i: int) -> int:
-        pointer = self.lib.llama_get_logits_ith(self.context, i)
-        buffer = (ctypes.c_float * self.vocab_size).from_address(ctypes.addressof(pointer.contents))
-        return int(torch.frombuffer(buffer, dtype=torch.float32).argmax())
-
-
 def make_engines(folder: Path, temporary: Path, options: EngineOptions) -> "list[Engine]":
     """All engines on the model in folder, baselines first; GGUF files go to a temporary folder.
 
-    Raises MissingExtraError if a baseline's package is not installed.
+    Raises MissingExtraError if a baseline's package is not installed, InputError for a model that llama.cpp cannot run.
     """
     plain = Captioner.from_pretrained(folder, "cpu", "float32", compile=False)
     decoder, cpu = plain.model.decoder, torch.device("cpu")
@@ -206,9 +146,8 @@ def make_engines(folder: Path, temporary: Path, options: EngineOptions) -> "list
     if "transformers" in options.against:
         engines += [TransformersEngine(decoder, dtype) for dtype in dtypes]
     if "llama.cpp" in options.against:
-        types = [LlamaCppEngine.gguf_types[dtype] for dtype in dtypes if dtype in LlamaCppEngine.gguf_types]
-        types += ["Q8_0"] if options.quantize == "int8" else []
-        engines += [LlamaCppEngine(decoder, kind, temporary, options.batch_size) for kind in types]
+        types = [GGUF_TYPES[dtype] for dtype in dtypes] + (["q8_0"] if options.quantize == "int8" else [])
+        engines += [LlamaCppEngine(plain, kind, temporary, options.batch_size) for kind in types]
     for dtype in dtypes:
         for quantize in dict.fromkeys((None, options.quantize)):
             for compile in (False, True) if options.compile else (False,):

@@ -1,5 +1,6 @@
 """eval.latency with a small model: every stage is compared, and disagreement in float32 fails."""
 
+import importlib.util
 import json
 
 import pytest
@@ -9,6 +10,7 @@ from eval.latency import QUESTIONS, Result, cold_start, count_same, decode_secon
 from eval.lib import roofline
 from eval.lib.shapes import SHAPES
 from nanovlm import EMBEDDED
+from support.smolvlm import write_folder
 
 FAST = ["--rounds", "1", "--tokens", "3", "--dtype", "float32"]
 
@@ -62,6 +64,27 @@ def test_the_table_names_the_environment_once(capsys):
     assert "12 of 12" in out and "1.00x" in out and "of limit" in out
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
+def test_llama_cpp_runs_end_to_end_on_a_model_of_smolvlms_layout(capsys, tmp_path):
+    write_folder(folder := tmp_path / "model")
+    flags = [
+        "--model",
+        str(folder),
+        "--against",
+        "llama.cpp",
+        "--stages",
+        "decode",
+        "first-token",
+        "--quantize",
+        "int8",
+    ]
+    assert main([*FAST, *flags, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    engines = ["llama.cpp f32", "llama.cpp q8_0", "nanovlm float32", "nanovlm float32 int8"]
+    assert [result["engine"] for result in data["results"]] == 2 * engines
+    assert data["ids"]["llama.cpp f32"] == data["ids"]["nanovlm float32"]
+
+
 def test_a_cold_start_is_a_whole_process(capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     programs = cold_start(EMBEDDED)
@@ -104,6 +127,8 @@ def test_the_table_shows_speedups_shares_and_ids():
         (["--shape", "7B"], "7B"),
         (["--rounds", "0"], "--rounds: 0 must be 1 or more"),
         (["--against", "vllm"], "vllm"),
+        (["--shape", "230M", "--model", "folder"], "not allowed with"),
+        (["--model", "no/where/near"], "no/where/near"),
         (["--stages", "encode", "speak"], "speak"),
         (["--image-size", "0"], "0 must be 1 or more"),
     ],

@@ -8,17 +8,25 @@ import torch
 
 from eval.latency import greedy_ids
 from eval.lib.engines import EngineOptions, NanoVLMEngine, make_engines
-from eval.lib.gguf_writer import GGUF_TYPES, gguf_tensors, write_gguf
+from eval.lib.llama_cpp_engine import LlamaCppEngine
 from eval.lib.random_model import write_random_model
-from nanovlm.errors import MissingExtraError
+from nanovlm.captioner import Captioner
+from nanovlm.errors import InputError, MissingExtraError
+from support.smolvlm import write_folder
 
 PROMPT = [5, 9, 11, 7, 60, 33]
-LLAMA_CPP = bool(importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf"))
+needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
 
 
 @pytest.fixture(scope="module")
 def folder(small_230m, tmp_path_factory):
     write_random_model(path := tmp_path_factory.mktemp("models") / "small", small_230m)
+    return path
+
+
+@pytest.fixture(scope="module")
+def smolvlm_folder(tmp_path_factory):
+    write_folder(path := tmp_path_factory.mktemp("models") / "smolvlm")
     return path
 
 
@@ -38,8 +46,7 @@ def test_every_configuration_is_an_engine(folder, tmp_path):
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_float32_decodes_the_same_tokens_everywhere(folder, tmp_path, batch_size):
-    against = ["plain", "transformers"] + (["llama.cpp"] if LLAMA_CPP else [])
-    engines = make(folder, tmp_path, dtypes=["float32"], against=against, batch_size=batch_size)
+    engines = make(folder, tmp_path, dtypes=["float32"], against=["plain", "transformers"], batch_size=batch_size)
     prompts = [[token + row for token in PROMPT] for row in range(batch_size)]
     ids = {name: greedy_ids(engine, prompts, 12) for name, engine in engines.items()}
     expected = ids["plain float32"]
@@ -66,17 +73,29 @@ def test_a_missing_package_names_its_extra(folder, tmp_path, monkeypatch, module
         make(folder, tmp_path, against=[engine])
 
 
-def test_gguf_has_every_weight_once(folder, tmp_path):
-    decoder = make(folder, tmp_path)["plain float32"].model.decoder
-    tensors = gguf_tensors(decoder)
-    assert sum(t.numel() for t in tensors.values()) == sum(p.numel() for p in decoder.parameters())
-    query = decoder.blocks[0].attn.q_proj.weight
-    half = query.size(0) // decoder.cfg.lm_n_heads // 2
-    assert torch.equal(tensors["blk.0.attn_q"][:2], query[[0, half]]), "llama.cpp rotates neighbors"
+def test_llama_cpp_refuses_nanovlms_layout(folder, tmp_path):
+    pytest.importorskip("llama_cpp")
+    with pytest.raises(InputError, match="nanoVLM's layout of tiles"):
+        make(folder, tmp_path, against=["llama.cpp"])
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("gguf"), reason="needs gguf")
-@pytest.mark.parametrize("gguf_type", GGUF_TYPES)
-def test_gguf_files_are_written(folder, tmp_path, gguf_type):
-    write_gguf(make(folder, tmp_path)["plain float32"].model.decoder, path := tmp_path / "model.gguf", gguf_type)
-    assert path.read_bytes()[:4] == b"GGUF"
+@needs_llama_cpp
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_llama_cpp_decodes_the_same_tokens_in_float32(smolvlm_folder, tmp_path, batch_size):
+    options = {"dtypes": ["float32"], "against": ["plain", "llama.cpp"], "batch_size": batch_size}
+    engines = make(smolvlm_folder, tmp_path, **options)
+    prompts = [[token + row for token in PROMPT] for row in range(batch_size)]
+    ids = {name: greedy_ids(engine, prompts, 12) for name, engine in engines.items()}
+    assert list(ids) == ["plain float32", "llama.cpp f32", "nanovlm float32"]
+    assert len({step[0] for step in ids["plain float32"]}) > 1, "not one token again and again"
+    assert ids["llama.cpp f32"] == ids["nanovlm float32"] == ids["plain float32"]
+    assert greedy_ids(engines["llama.cpp f32"], prompts, 12) == ids["llama.cpp f32"], "a prefill starts anew"
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("gguf_type", ["f32", "f16", "bf16", "q8_0"])
+def test_llama_cpp_runs_every_type(smolvlm_folder, tmp_path, gguf_type):
+    captioner = Captioner.from_pretrained(smolvlm_folder, "cpu", "float32")
+    engine = LlamaCppEngine(captioner, gguf_type, tmp_path)
+    assert engine.name == f"llama.cpp {gguf_type}"
+    assert 0 <= engine.prefill([PROMPT])[0] < captioner.model.cfg.lm_vocab_size

@@ -1,0 +1,153 @@
+"""A SmolVLM-layout model in llama.cpp: text model and multimodal library (mtmd), from the files of `nanovlm export`."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from nanovlm import PROMPT
+from nanovlm.captioner import Captioner, ImageInput
+from nanovlm.errors import MissingExtraError
+from nanovlm.gguf_export import export_gguf
+from nanovlm.image_processing import load_image
+
+BATCH_TOKENS = 512  # of one call of llama_decode
+CONTEXT_TOKENS = 4096  # of one sequence
+WEIGHT_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1}  # of an entry of a matrix; scales left out
+F32 = 0  # ggml's number of the type
+
+
+class LlamaCppEngine:
+    """The model of a captioner, exported as gguf_type to a folder and loaded by llama.cpp, on the CPU."""
+
+    def __init__(self, captioner: Captioner, gguf_type: str, folder: Path, batch_size: int = 1):
+        try:
+            import llama_cpp
+            from llama_cpp import mtmd_cpp
+        except ImportError:
+            raise MissingExtraError('llama.cpp needs the extra peers: pip install "nanovlm[peers]"') from None
+        self.lib, self.mtmd, self.name = llama_cpp, mtmd_cpp, f"llama.cpp {gguf_type}"
+        self.weight_bytes = WEIGHT_BYTES[gguf_type]
+        self.dtype = torch.float32 if gguf_type == "f32" else torch.bfloat16
+        self.vocab_size, self.length = captioner.model.cfg.lm_vocab_size, 0
+        _mute()
+        text, mmproj = export_gguf(captioner, folder, "model", gguf_type)
+        self.model = self._load_text_model(text, gguf_type)
+        self.vocab = llama_cpp.llama_model_get_vocab(self.model)
+        self.context = self._make_context(gguf_type, batch_size)
+        self.vision = self._load_mmproj(mmproj)
+        self.batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
+
+    def _load_text_model(self, path: Path, gguf_type: str) -> Any:
+        params = self.lib.llama_model_default_params()
+        # llama.cpp's AMX kernel for q8_0, compiled by GCC, ends the process in ldtilecfg (llama-cpp-python 0.3.36).
+        params.use_extra_bufts = gguf_type != "q8_0"
+        return _loaded(self.lib.llama_model_load_from_file(str(path).encode(), params), path)
+
+    def _make_context(self, gguf_type: str, batch_size: int) -> Any:
+        params = self.lib.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_seq_max = CONTEXT_TOKENS * batch_size, BATCH_TOKENS, batch_size
+        params.n_threads = params.n_threads_batch = torch.get_num_threads()
+        if gguf_type == "f32":
+            params.type_k = params.type_v = F32  # the default cache is float16
+        return self.lib.llama_init_from_model(self.model, params)
+
+    def _load_mmproj(self, path: Path) -> Any:
+        params = self.mtmd.mtmd_context_params_default()
+        params.use_gpu = params.print_timings = params.warmup = False
+        params.n_threads = torch.get_num_threads()
+        return _loaded(self.mtmd.mtmd_init_from_file(str(path).encode(), self.model, params), path)
+
+    def prefill(self, ids: list[list[int]]) -> list[int]:
+        self._clear()
+        return self._next(ids)
+
+    def decode(self, ids: list[int]) -> list[int]:
+        return self._next([[token] for token in ids])
+
+    def first_token(self, picture: ImageInput, prompt: str = PROMPT) -> int:
+        """Preprocess a picture, encode it and prefill a prompt, all in llama.cpp."""
+        image = load_image(picture)
+        pixels = (ctypes.c_uint8 * (3 * image.width * image.height)).from_buffer_copy(image.tobytes())
+        bitmap = self.mtmd.mtmd_bitmap_init(image.width, image.height, pixels)
+        chunks, text = self.mtmd.mtmd_input_chunks_init(), self.chat_text(prompt).encode()
+        source = self.mtmd.mtmd_input_text(text=text, text_len=len(text), add_special=True, parse_special=True)
+        self._clear()
+        end = self.lib.llama_pos(0)
+        try:
+            bitmaps = (self.mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
+            _check("mtmd_tokenize", self.mtmd.mtmd_tokenize(self.vision, chunks, ctypes.byref(source), bitmaps, 1))
+            code = self.mtmd.mtmd_helper_eval_chunks(
+                self.vision, self.context, chunks, 0, 0, BATCH_TOKENS, True, ctypes.byref(end)
+            )
+            _check("mtmd_helper_eval_chunks", code)
+        finally:
+            self.mtmd.mtmd_input_chunks_free(chunks)
+            self.mtmd.mtmd_bitmap_free(bitmap)
+        self.length = end.value
+        return self._argmax(-1)
+
+    def caption(self, picture: ImageInput, prompt: str = PROMPT, max_new_tokens: int = 64) -> list[int]:
+        """The greedy answer's token ids, without the end token."""
+        ids = [self.first_token(picture, prompt)]
+        while not self.lib.llama_vocab_is_eog(self.vocab, ids[-1]) and len(ids) < max_new_tokens:
+            ids += self.decode(ids[-1:])
+        return ids[:-1] if self.lib.llama_vocab_is_eog(self.vocab, ids[-1]) else ids
+
+    def chat_text(self, prompt: str) -> str:
+        """The prompt by the file's own chat template, as llama.cpp's server renders it: a marker is the picture."""
+        template = self.lib.llama_model_chat_template(self.model, None).decode()
+        text = {"type": "text", "text": self.mtmd.mtmd_default_marker().decode() + prompt}
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        messages = [{"role": "user", "content": [text]}]
+        return environment.from_string(template).render(messages=messages, add_generation_prompt=True)
+
+    def _clear(self) -> None:
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
+        self.length = 0
+
+    def _next(self, ids: list[list[int]]) -> list[int]:
+        """Append equally many tokens to each sequence, in batches; returns the next token of each."""
+        tokens = [(row, i, token) for row, new in enumerate(ids) for i, token in enumerate(new)]
+        chosen = []
+        for start in range(0, len(tokens), BATCH_TOKENS):
+            chunk, batch = tokens[start : start + BATCH_TOKENS], self.batch
+            batch.n_tokens = len(chunk)
+            for i, (row, offset, token) in enumerate(chunk):
+                batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, self.length + offset, 1
+                batch.seq_id[i][0], batch.logits[i] = row, offset == len(ids[row]) - 1
+            _check("llama_decode", self.lib.llama_decode(self.context, batch))
+            chosen += [self._argmax(i) for i in range(len(chunk)) if batch.logits[i]]
+        self.length += len(ids[0])
+        return chosen
+
+    def _argmax(self, i: int) -> int:
+        pointer = self.lib.llama_get_logits_ith(self.context, i)
+        buffer = (ctypes.c_float * self.vocab_size).from_address(ctypes.addressof(pointer.contents))
+        return int(torch.frombuffer(buffer, dtype=torch.float32).argmax())
+
+
+@cache
+def _mute() -> Any:
+    """Turn llama.cpp's log off. The cache keeps the callback alive, which the library goes on calling."""
+    import llama_cpp
+    from llama_cpp import mtmd_cpp
+
+    quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    for set_log in (llama_cpp.llama_log_set, mtmd_cpp.mtmd_log_set, mtmd_cpp.mtmd_helper_log_set):
+        set_log(quiet, None)
+    return quiet
+
+
+def _loaded(handle: Any, path: Path) -> Any:
+    if not handle:
+        raise RuntimeError(f"llama.cpp cannot read {path}")
+    return handle
+
+
+def _check(function: str, code: int) -> None:
+    if code:
+        raise RuntimeError(f"{function} returned {code}")
