@@ -445,8 +445,8 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
 def atomic_dir(path: str | os.PathLike) -> Iterator[Path]:
     """`with atomic_dir(path) as new:` fill the folder `new`, which becomes `path` at the end and vanishes on an error.
 
-    If `path` exists already, its files of the same names are replaced one by one, each atomically, and others stay.
-    Modes follow the umask.
+    If `path` exists already, its files of the same names are replaced one by one, each atomically, and others stay;
+    so are those of subfolders. Modes follow the umask.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

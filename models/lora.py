@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from models.checkpoint import read_object
 from models.errors import CheckpointError, InputError
+from models.smolvlm import to_smolvlm
 from models.vision_language_model import VisionLanguageModel
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER = "adapter"  # subfolder of a folder that transformers reads
 PREFIX = "base_model.model."  # of every tensor name in PEFT's files
 PARTS = ("vision_encoder", "MP", "decoder")
 EMBEDDINGS = ("decoder.token_embedding", "decoder.head")
@@ -106,18 +108,31 @@ def merge(model: VisionLanguageModel) -> VisionLanguageModel:
     return merged.train(model.training)
 
 
+def adapter_folder(folder: Path) -> Path:
+    """Where the adapters of a model's folder are: in its subfolder `adapter`, or else beside the model.
+
+    They are in the subfolder if transformers reads the folder: it would add adapters beside the merged weights again.
+    """
+    return folder / ADAPTER if (folder / ADAPTER / ADAPTER_CONFIG).exists() else folder
+
+
 def write_adapters(
     folder: Path, model: VisionLanguageModel, base: str | None = None, revision: str | None = None
 ) -> None:
-    """Write everything that was trained as two files that PEFT loads; base, at revision, is the model trained on."""
+    """Write everything that was trained as two files that PEFT loads; base, at revision, is the model trained on.
+
+    Those of a model in SmolVLM's layout have transformers' names and are in the subfolder `adapter`.
+    """
+    settings: dict[str, Any] = {"base_model_name_or_path": base, "revision": revision}
+    if model.cfg.smolvlm is not None:
+        (folder := folder / ADAPTER).mkdir()
+        return write_adapter_files(folder, model, smolvlm_adapters(model), settings | {"task_type": "CAUSAL_LM"})
     tensors = {
         f"{name}.{part}.weight": getattr(module, part).weight
         for name, module in adapters(model).items()
         for part in ADAPTER_TENSORS
     }
-    write_adapter_files(
-        folder, model, tensors | fully_trained(model), {"base_model_name_or_path": base, "revision": revision}
-    )
+    write_adapter_files(folder, model, tensors | fully_trained(model), settings)
 
 
 def write_adapter_files(
@@ -146,13 +161,45 @@ def write_adapter_files(
     save_file(state, Path(folder) / ADAPTER_WEIGHTS, {"format": "pt"})  # which refuses shared memory
 
 
+def smolvlm_adapters(model: VisionLanguageModel) -> dict[str, Tensor]:
+    """The adapters, and what was trained in full, under the names of transformers' SmolVLM.
+
+    An adapter of our qkv_proj becomes one each of q, k and v: they share lora_A and get a third of lora_B's rows.
+    """
+    tensors = {}
+    for name, module in adapters(model).items():
+        for weight, lora_b in to_smolvlm({f"{name}.weight": module.lora_B.weight}).items():
+            target = weight.removesuffix(".weight")
+            tensors[f"{target}.lora_A.weight"] = module.lora_A.weight
+            tensors[f"{target}.lora_B.weight"] = lora_b
+    return tensors | to_smolvlm(fully_trained(model))
+
+
+def _from_smolvlm(state: dict[str, Tensor], model: VisionLanguageModel, path: Path) -> dict[str, Tensor]:
+    """The opposite; names that SmolVLM does not have stay. CheckpointError if q, k and v do not share lora_A."""
+    ours: dict[str, Tensor] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        targets = [target.removesuffix(".weight") for target in to_smolvlm({name: p})]
+        if len(targets) == 1 and f"{targets[0]}.weight" in state:
+            ours[name] = state.pop(f"{targets[0]}.weight")
+        pairs = [[state.pop(f"{target}.{part}.weight", None) for target in targets] for part in ADAPTER_TENSORS]
+        found_a, found_b = ([tensor for tensor in tensors if tensor is not None] for tensors in pairs)
+        if not found_a and not found_b:
+            continue
+        if len(found_a) < len(targets) or any(not torch.equal(tensor, found_a[0]) for tensor in found_a):
+            raise CheckpointError(f"{path}: the adapters of {', '.join(targets)} have no lora_A in common")
+        module = name.removesuffix(".weight")
+        ours[f"{module}.lora_A.weight"], ours[f"{module}.lora_B.weight"] = found_a[0], torch.cat(found_b)
+    return ours | state
+
+
 def read_adapters(folder: Path, model: VisionLanguageModel) -> None:
     """Load the adapters in folder, written by `write_adapters` or PEFT, into the model. In place.
 
     A model without adapters is frozen and adapted first; one with adapters must have the same. Raises CheckpointError
     for files that cannot be read or do not fit the model.
     """
-    folder = Path(folder)
+    folder = adapter_folder(Path(folder))
     rank, alpha = _read_rank_and_alpha(folder / ADAPTER_CONFIG)
     state = _read_state(folder / ADAPTER_WEIGHTS, model)
     if not adapters(model):
@@ -200,6 +247,8 @@ def _read_state(path: Path, model: VisionLanguageModel) -> dict[str, Tensor]:
         state = {key.removeprefix(PREFIX): tensor for key, tensor in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if model.cfg.smolvlm is not None:
+        state = _from_smolvlm(state, model, path)
     adapted = {key.rpartition(".lora_")[0] for key in state if ".lora_" in key}
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}

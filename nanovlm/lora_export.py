@@ -6,14 +6,12 @@ import torch
 
 from models.checkpoint import atomic_dir, checkpoint_dtype, read_object, snapshot_path
 from models.convert.smolvlm_adapters import write_smolvlm_adapters
-from models.lora import ADAPTER_CONFIG, merge, read_adapters
+from models.lora import ADAPTER, ADAPTER_CONFIG, adapter_folder, merge, read_adapters
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.captioner import Captioner
 from nanovlm.device import choose_dtype
 from nanovlm.errors import CheckpointError, UsageError
 from nanovlm.export import export_smolvlm
-
-ADAPTER = "adapter"  # folder of the adapters within that of the exported base model
 
 
 def export_with_adapters(
@@ -26,10 +24,11 @@ def export_with_adapters(
     CheckpointError if base is not the model that the adapters were trained on.
     """
     trained, folder = Path(trained), Path(folder)
-    recorded = read_object(trained / ADAPTER_CONFIG)
+    config = adapter_folder(trained) / ADAPTER_CONFIG
+    recorded = read_object(config)
     base, revision = (base, None) if base else (recorded.get("base_model_name_or_path"), recorded.get("revision"))
     if not base:
-        raise UsageError(f"{trained / ADAPTER_CONFIG} names no base model; pass --base with the model that was trained")
+        raise UsageError(f"{config} names no base model; pass --base with the model that was trained")
     captioner = Captioner.from_pretrained(base, "cpu", "float32", revision)
     adapted = load_model(snapshot_path(base, revision), captioner.model.cfg, captioner.tokenizer.image_token_id)
     read_adapters(trained, adapted)

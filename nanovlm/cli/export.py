@@ -44,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from models.lora import ADAPTER_CONFIG
+    from models.lora import ADAPTER_CONFIG, adapter_folder
     from nanovlm.captioner import Captioner
     from nanovlm.errors import InputError, UsageError
     from nanovlm.export import check_onnx_extra, export_notes, export_onnx, export_smolvlm
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             export_onnx(captioner, args.out, args.onnx_dtype or ["float32"])
     except InputError as error:
         raise UsageError(str(error)) from error
-    if not args.adapters and (Path(args.model) / ADAPTER_CONFIG).exists():
+    if not args.adapters and (adapter_folder(Path(args.model)) / ADAPTER_CONFIG).exists():
         logger.warning("note: the LoRA adapters are merged into the weights; --adapters exports them for PEFT")
     for note in export_notes(captioner.model.cfg):
         logger.warning("note: %s", note)

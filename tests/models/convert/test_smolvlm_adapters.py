@@ -8,8 +8,8 @@ from peft import PeftModel
 from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
 
 from models.convert.smolvlm import smolvlm_config, smolvlm_tensors
-from models.convert.smolvlm_adapters import smolvlm_adapters, write_smolvlm_adapters
-from models.lora import PARTS, adapt, adapters, fully_trained, merge
+from models.convert.smolvlm_adapters import write_smolvlm_adapters
+from models.lora import PARTS, adapt, adapters, fully_trained, merge, smolvlm_adapters
 from support.smolvlm import assert_same_logits
 
 
@@ -68,8 +68,8 @@ def test_q_k_and_v_share_lora_a(trained):
     assert torch.equal(torch.cat([tensors[name.format(part, "B")] for part in "qkv"]), fused.lora_B.weight)
 
 
-def test_a_trained_patch_embedding_is_refused(trained):
+def test_a_trained_patch_embedding_is_refused(trained, tmp_path):
     model = trained(("decoder",))
     model.vision_encoder.patch_embedding.conv.weight.requires_grad_(True)
     with pytest.raises(ValueError, match=r"conv.weight was trained in full, .* export the merged model"):
-        smolvlm_adapters(model)
+        write_smolvlm_adapters(tmp_path, model, "me/base")

@@ -16,7 +16,7 @@ from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.cli import main as cli
 from nanovlm.image_processing import load_image
 from nanovlm.synthetic import draw, random_scene
-from support.smolvlm import assert_same_logits
+from support.smolvlm import assert_same_logits, their_inputs, write_folder
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -53,18 +53,23 @@ def test_missing_model_is_one_error_line(argv, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.fixture(scope="module")
-def lora_run(tmp_path_factory):
-    """The folder of a short LoRA run on the embedded model."""
-    root = tmp_path_factory.mktemp("lora")
+def run_lora(root, base):
+    """The folder of a short LoRA run on base."""
     (root / "data").mkdir()
     for i in range(2):
         scene = random_scene(random.Random(i))
         draw(scene).save(root / "data" / f"{i}.png")
         (root / "data" / f"{i}.txt").write_text("A photograph of my cat.")
     flags = "--max-steps 3 --batch-size 2 --num-workers 0 --device cpu --lora-rank 4 --lr 1e-2 --warmup-steps 0"
-    assert cli.main(["train", "--data", str(root / "data"), "--out", str(root / "run"), *flags.split()]) == 0
+    argv = ["train", "--model", str(base), "--data", str(root / "data"), "--out", str(root / "run")]
+    assert cli.main([*argv, *flags.split()]) == 0
     return root / "run"
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory):
+    """A run on the embedded model."""
+    return run_lora(tmp_path_factory.mktemp("lora"), EMBEDDED)
 
 
 @torch.no_grad()
@@ -88,6 +93,21 @@ def test_adapters_are_exported_beside_their_base_model(lora_run, tmp_path, capsy
     merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
     assert_same_logits(run.model, merged, inputs["input_ids"], inputs["images"])
     assert "merged into the weights; --adapters" in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_adapters_of_a_smolvlm_are_exported_beside_it(tmp_path):
+    theirs, processor = write_folder(tmp_path / "base")
+    run = run_lora(tmp_path, tmp_path / "base")
+    assert cli.main(["export", str(run), "--adapters", "--out", str(tmp_path / "out")]) == 0
+    inputs = their_inputs(processor, [load_image(SAMPLE)], ["What is this?"])
+    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(exported(**inputs).logits, theirs(**inputs).logits)
+    adapted = PeftModel.from_pretrained(exported, tmp_path / "out" / "adapter")
+    merged = AutoModelForImageTextToText.from_pretrained(run).eval()
+    expected = merged(**inputs).logits
+    torch.testing.assert_close(adapted(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(theirs(**inputs).logits, expected, atol=1e-2)
 
 
 def test_adapters_of_another_base_model_are_refused(lora_run, model_folder, tmp_path, capsys):
