@@ -2,8 +2,9 @@
 
     python -m eval.real_size
 
-For each size, the command writes a checkpoint with random weights to a temporary folder, in the format and with the
-config keys of its release. A fresh process loads it, counts its parameters and captions a drawn photograph of
+The command first counts the parameters of every published config on the meta device. For each size asked for, by
+default nanoVLM's, it writes a checkpoint with random weights to a temporary folder, in the format and with the config
+keys of its release. A fresh process loads it, counts its parameters and captions a drawn photograph of
 4032 x 3024 pixels. The command fails if a count differs from the published one, or if loading needed more private
 memory than the weights do: nothing where they stay memory-mapped, one copy where they are converted to another dtype.
 The files were just written and are in the page cache; a cold disk adds its own time to load.
@@ -30,12 +31,14 @@ from eval.lib.hardware import environment
 from eval.lib.random_model import write_random_model
 from eval.lib.shapes import SHAPES
 from models.checkpoint import WEIGHTS
+from models.vision_language_model import VisionLanguageModel, empty_model
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, Stats
 from nanovlm.device import DTYPES, choose_dtype
 from nanovlm.errors import NanoVLMError
 from nanovlm.synthetic import draw, random_scene
 
+DEFAULT = ("230M", "460M", "222M")
 PROCESS_STATUS = Path("/proc/self/status")
 PHOTOGRAPH_SIZE = (4032, 3024)
 MB = 10**6
@@ -55,7 +58,7 @@ class RealSize:
     load_s: float
     peak_mb: float  # peak resident memory while loading, mapped pages of the file included
     private_mb: float  # growth of anonymous memory while loading
-    needed_mb: float  # the converted copy of the weights, 0 if they stay mapped
+    needed_mb: float  # the converted or joined copies of weights, 0 if all stay mapped
     caption_peak_mb: float  # peak resident memory, captioning included
     images: int
     prompt_tokens: int
@@ -127,7 +130,7 @@ def measure(folder: Path, picture: bytes, dtype: str, max_new_tokens: int) -> di
         "load_s": round(load_s, 2),
         "peak_mb": round(peak_mb),
         "private_mb": round(max(private) - private[0]),
-        "needed_mb": 0 if model.dtype == torch.float32 else round(parameters * model.dtype.itemsize / MB),
+        "needed_mb": round(copied_parameters(model) * model.dtype.itemsize / MB),
         "caption_peak_mb": round(process_memory("VmHWM")),
         "images": image_tokens // model.cfg.mp_image_token_length,
         "prompt_tokens": stats.prompt_tokens,
@@ -135,6 +138,14 @@ def measure(folder: Path, picture: bytes, dtype: str, max_new_tokens: int) -> di
         "first_token_s": round(stats.first_token_s, 2),
         "imports_mb": round(imports_mb),
     }
+
+
+def copied_parameters(model: VisionLanguageModel) -> int:
+    """How many parameters cannot stay mapped to a float32 file: of SmolVLM, whose q, k and v are apart there, these."""
+    if model.dtype != torch.float32:
+        return sum(parameter.numel() for parameter in model.parameters())
+    joined = (block.attn.qkv_proj.weight.numel() for block in model.vision_encoder.blocks)
+    return 0 if model.cfg.smolvlm is None else sum(joined)
 
 
 def measure_shape(name: str, picture: bytes, dtype: str = "float32", max_new_tokens: int = 4) -> RealSize:
@@ -148,6 +159,20 @@ def measure_shape(name: str, picture: bytes, dtype: str = "float32", max_new_tok
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
             measured = process.submit(measure, folder, picture, dtype, max_new_tokens).result()
         return RealSize(name, published=published, file_mb=round((folder / WEIGHTS).stat().st_size / MB, 1), **measured)
+
+
+def count_parameters() -> tuple[dict[str, int], list[str]]:
+    """The parameters of every published config, counted on the meta device, and where they are not the published."""
+    counts, failures = {}, []
+    for name, (cfg, published) in SHAPES.items():
+        counts[name] = sum(parameter.numel() for parameter in empty_model(cfg, image_token_id=0).parameters())
+        if counts[name] != published:
+            failures.append(f"{name}'s config has {counts[name]:,} parameters, the published model {published:,}")
+    return counts, failures
+
+
+def count_table(counts: dict[str, int]) -> str:
+    return "parameters: " + ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
 def table(results: list[RealSize]) -> str:
@@ -164,7 +189,7 @@ def table(results: list[RealSize]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("real_size", __doc__)
-    names = f"any of {', '.join(SHAPES)} (default: all)"
+    names = f"any of {', '.join(SHAPES)} (default: {' '.join(DEFAULT)})"
     parser.add_argument("names", nargs="*", type=one_of(SHAPES), metavar="NAME", help=names)
     parser.add_argument("--dtype", default="float32", choices=("auto", *DTYPES), help="precision (default: float32)")
     parser.add_argument("--max-new-tokens", type=positive, default=4, metavar="N", help="caption length (default: 4)")
@@ -172,8 +197,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not PROCESS_STATUS.exists():
         parser.error(f"memory is read from {PROCESS_STATUS}, which only Linux has")
 
-    picture, results, failures = photograph(), [], []
-    for name in args.names or SHAPES:
+    picture, results = photograph(), []
+    counts, failures = count_parameters()
+    for name in args.names or DEFAULT:
         try:
             results.append(measure_shape(name, picture, args.dtype, args.max_new_tokens))
         except (NanoVLMError, OSError, MemoryError, BrokenProcessPool) as error:  # such as a full disk
@@ -181,7 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             failures += results[-1].failures
     where = environment(dtype=choose_dtype(args.dtype, torch.device("cpu")))
-    return report({"models": [asdict(result) for result in results]}, table(results), where, args.json, failures)
+    document = {"parameters": counts, "models": [asdict(result) for result in results]}
+    return report(document, f"{count_table(counts)}\n{table(results)}", where, args.json, failures)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,20 @@ import tokenizers
 import torch
 from tokenizers import decoders, pre_tokenizers
 
+from models import smolvlm
 from models.checkpoint import save_checkpoint
 from models.config import VLMConfig
+from models.convert.smolvlm import layout_tokens
 from models.vision_language_model import VisionLanguageModel
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SMOLLM2_VOCABULARY = 49152
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
 def make_tokenizer(cfg: VLMConfig) -> str:
     """A byte-level BPE tokenizer.json, as SmolLM2's, that fills cfg's vocabulary; its merges are made up."""
-    base = cfg.lm_base_vocab_size or cfg.lm_vocab_size
+    base = SMOLLM2_VOCABULARY if cfg.smolvlm is not None else cfg.lm_base_vocab_size or cfg.lm_vocab_size
     tokens = SPECIAL_TOKENS + sorted(pre_tokenizers.ByteLevel.alphabet())
     words, merges = list(ALPHABET), []
     for i in count():  # after a, b, ... come aa, ab, ..., then aaa, aab, ...
@@ -31,8 +34,19 @@ def make_tokenizer(cfg: VLMConfig) -> str:
     digits = pre_tokenizers.Digits(individual_digits=True)
     backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(SPECIAL_TOKENS + list((cfg.vlm_extra_tokens or {}).values()))
+    extra = list((cfg.vlm_extra_tokens or {}).values()) if cfg.smolvlm is None else smolvlm_tokens(cfg)
+    backend.add_special_tokens(SPECIAL_TOKENS + extra)
     return backend.to_str()
+
+
+def smolvlm_tokens(cfg: VLMConfig) -> list[str]:
+    """The words behind SmolLM2's, in an order that puts the image token and the end of an answer at cfg's ids."""
+    assert cfg.smolvlm is not None
+    names = {smolvlm.image_token_id(cfg): "<image>", cfg.smolvlm.end_token_ids[0]: "<end_of_utterance>"}
+    others = [token for token in layout_tokens(6, 1) if token not in names.values()]
+    others += [f"<reserved_{i}>" for i in range(cfg.lm_vocab_size - SMOLLM2_VOCABULARY)]
+    ids = range(SMOLLM2_VOCABULARY, cfg.lm_vocab_size)
+    return [names[id] if id in names else others.pop(0) for id in ids]
 
 
 def write_random_model(folder: Path, cfg: VLMConfig) -> None:

@@ -1,8 +1,11 @@
-"""The configs of published nanoVLM models, as in their config.json, and their parameter counts."""
+"""The configs of published models, as in their config.json, and their parameter counts."""
 
+import json
 from typing import Any
 
 from models.config import VLMConfig
+from models.convert.smolvlm import CHAT_TEMPLATE, image_processor_settings
+from models.smolvlm import GENERATION, PREPROCESSOR, TEMPLATE, config_from_files
 
 SMOLLM2_135M: dict[str, Any] = {
     "lm_hidden_dim": 576, "lm_inter_dim": 1536, "lm_n_blocks": 30, "lm_n_heads": 9, "lm_n_kv_heads": 3,
@@ -19,8 +22,42 @@ MAY_2025: dict[str, Any] = SMOLLM2_135M | {
         "lm_rope_factor": 1.0, "lm_beta_fast": 32, "lm_beta_slow": 1,
     },
 }  # fmt: skip
+# The keys of SmolVLM's config.json that transformers' defaults do not give.
+SIGLIP_B16 = {"hidden_size": 768, "image_size": 512, "num_attention_heads": 12, "patch_size": 16}
+SIGLIP_SO400M = {
+    "hidden_size": 1152, "image_size": 384, "intermediate_size": 4304, "num_attention_heads": 16,
+    "num_hidden_layers": 27, "patch_size": 14,
+}  # fmt: skip
+SMOLVLM_135M = {
+    "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_hidden_layers": 30,
+    "num_key_value_heads": 3, "rope_theta": 100000, "max_position_embeddings": 8192, "vocab_size": 49280,
+}  # fmt: skip
+SMOLVLM_360M = SMOLVLM_135M | {
+    "hidden_size": 960, "intermediate_size": 2560, "num_attention_heads": 15, "num_hidden_layers": 32,
+    "num_key_value_heads": 5,
+}  # fmt: skip
+SMOLVLM_1700M = SMOLVLM_135M | {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_hidden_layers": 24,
+    "num_key_value_heads": 32, "vocab_size": 49155,
+}  # fmt: skip  # its tokenizer has no tokens for rows, columns and the whole image: they are text
+
+
+def smolvlm(vision: dict, text: dict, scale_factor: int = 4, **top: Any) -> VLMConfig:
+    """The config of a published SmolVLM, whose images have a longest edge of four tiles."""
+    config = {"model_type": "idefics3", "scale_factor": scale_factor, "image_token_id": 49190} | top
+    objects = {
+        "config.json": config | {"vision_config": vision, "text_config": text},
+        PREPROCESSOR: image_processor_settings(vision["image_size"], 4 * vision["image_size"]),
+        GENERATION: {"eos_token_id": text["vocab_size"] - 1},
+    }
+    return config_from_files({name: json.dumps(value) for name, value in objects.items()} | {TEMPLATE: CHAT_TEMPLATE})
+
+
 SHAPES = {  # name: (config, parameters of the published model)
     "230M": (VLMConfig(**SMOLLM2_135M), 228_063_936),
     "460M": (VLMConfig(), 460_113_984),
     "222M": (VLMConfig(**MAY_2025), 222_081_600),
+    "SmolVLM-256M": (smolvlm(SIGLIP_B16, SMOLVLM_135M), 256_484_928),
+    "SmolVLM-500M": (smolvlm(SIGLIP_B16, SMOLVLM_360M), 507_482_304),
+    "SmolVLM-2.2B": (smolvlm(SIGLIP_SO400M, SMOLVLM_1700M, 3, image_token_id=49153), 2_246_272_880),
 }

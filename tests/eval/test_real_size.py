@@ -30,7 +30,9 @@ def small_shapes(monkeypatch):
 
 def test_each_model_is_measured_in_its_own_process(small_shapes, capsys):
     assert main(["230M", "222M", "--json", "--max-new-tokens", "3"]) == 0
-    newer, older = json.loads(capsys.readouterr().out)["models"]
+    document = json.loads(capsys.readouterr().out)
+    newer, older = document["models"]
+    assert document["parameters"] == {name: published for name, (_, published) in SHAPES.items()}
     assert (newer["name"], newer["format_version"], older["name"], older["format_version"]) == ("230M", 5, "222M", 1)
     assert (newer["images"], older["images"]) == (10, 1), "3 x 3 tiles and the global view; one image"
     for result in (newer, older):
@@ -72,8 +74,9 @@ def test_failed_checks_are_sentences_and_exit_code_1(small_shapes, capsys, monke
     monkeypatch.setitem(SHAPES, "222M", (cfg, published + 1))
     assert main(["230M", "222M", "--dtype", "bfloat16"]) == 1
     out, err = capsys.readouterr()
-    assert "230M" not in out and f"{published:,}" in out and "torch.bfloat16" in out
+    assert "\n230M" not in out and f"{published:,}" in out and "torch.bfloat16" in out
     assert [line for line in err.splitlines() if not line.endswith(("weights", "captioning"))] == [
+        f"222M's config has {published:,} parameters, the published model {published + 1:,}",
         "230M could not be measured: No space left on device",
         f"222M has {published:,} parameters, the published model {published + 1:,}",
     ]
@@ -84,3 +87,26 @@ def test_wrong_flags_are_one_line_and_exit_code_2(capsys, flags):
     with pytest.raises(SystemExit, match="2"):
         main(flags)
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_smolvlm_of_a_published_vocabulary_is_written_and_measured(monkeypatch, capsys):
+    cfg, _ = SHAPES["SmolVLM-256M"]
+    small_cfg = replace(
+        cfg,
+        vit_hidden_dim=24, vit_inter_dim=32, vit_n_heads=2, vit_n_blocks=1,
+        lm_hidden_dim=24, lm_inter_dim=32, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1,
+    )  # fmt: skip
+    files = {"config.json": json.dumps(resized(cfg.to_dict()))}
+    small_cfg = replace(small_cfg, smolvlm=replace(cfg.smolvlm, files=cfg.smolvlm.files | files))
+    monkeypatch.setitem(SHAPES, "SmolVLM-256M", (small_cfg, count_parameters(small_cfg)))
+    assert main(["SmolVLM-256M", "--json", "--max-new-tokens", "1"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["models"]
+    assert (result["format_version"], result["images"]) == (6, 13), "3 x 4 tiles and the whole image"
+
+
+def resized(config):
+    small_sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for section in ("vision_config", "text_config"):
+        config[section] |= small_sizes
+    config["text_config"]["num_key_value_heads"] = 1
+    return config
