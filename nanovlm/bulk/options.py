@@ -1,6 +1,7 @@
 """Options and results of captioning many images."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,10 +9,11 @@ from models.decoding import GREEDY, SamplingParams
 from nanovlm import PROMPT
 from nanovlm.data.source import INSTALL_DATA
 from nanovlm.errors import UsageError
+from nanovlm.image_processing import PICTURE_EXTENSIONS, readable_extensions
 
 EXISTING = ("skip", "overwrite", "append", "prepend")
 TABLES = (".jsonl", ".csv", ".parquet")
-SIDECARS = "txt"
+SIDECARS, STREAM = "txt", "-"
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,13 @@ class BulkOptions:
 class OutputOptions:
     """Where captions are written, and what happens to captions that exist already."""
 
-    out: str | os.PathLike = SIDECARS  # "txt": a .txt beside each image; else a .jsonl, .csv or .parquet file
+    # "txt": a .txt beside each image; "-": JSON lines on standard output; else a .jsonl, .csv or .parquet file
+    out: str | os.PathLike = SIDECARS
     existing: str = "skip"
     prefix: str = ""
     suffix: str = ""
+    extension: str = ".txt"  # of the files beside images
+    name_key: str = "file_name"  # in JSON lines on standard output; tables have file_name
 
     def __post_init__(self) -> None:
         if self.existing not in EXISTING:
@@ -47,11 +52,28 @@ class OutputOptions:
                 raise UsageError(f"{name} {getattr(self, name)!r} is not valid Unicode") from None
         if self.table is not None:
             _check_table(self.table)
+        if self.extension != ".txt":
+            self._check_extension()
+        if self.is_stream and self.existing != "skip":
+            raise UsageError(f"existing={self.existing!r} is for files; standard output holds no captions")
 
     @property
     def table(self) -> Path | None:
-        """The file that all captions go into; None for a .txt beside each image."""
-        return None if self.out == SIDECARS else Path(self.out)
+        """The file that all captions go into; None for files beside images and for standard output."""
+        return None if self.out in (SIDECARS, STREAM) else Path(self.out)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether captions are printed on standard output."""
+        return self.out == STREAM
+
+    def _check_extension(self) -> None:
+        if self.out != SIDECARS:
+            raise UsageError(f"extension {self.extension!r} is for a file beside each image, not for {self.out}")
+        if not re.fullmatch(r"\.[^/\\\0]*[^/\\\0.]", self.extension):
+            raise UsageError(f"extension {self.extension!r} is not like .txt or .caption")
+        if os.path.splitext(f"a{self.extension}")[1].lower() in readable_extensions() | PICTURE_EXTENSIONS:
+            raise UsageError(f"extension {self.extension!r} is that of pictures; use .txt or .caption")
 
     def decorate(self, caption: str) -> str:
         """The caption as it is written."""
@@ -69,11 +91,28 @@ def _check_table(path: Path) -> None:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """What a run has to do."""
+
+    todo: list[str]  # images that need a caption, in order
+    already_done: int
+    remaining: int  # images that need a caption and are beyond the limit
+    failed: list[tuple[str, str]]  # names that can have no caption, with the reason
+    left_out: dict[str, int]  # pictures that cannot be read here, by extension
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing remains for a later run."""
+        return not self.remaining
+
+
+@dataclass(frozen=True)
 class BulkReport:
     """What a run did."""
 
     captioned: int
     already_done: int
+    remaining: int  # images without a caption that a limit left for the next run
     failed: int
     empty: int  # of the failed, images for which the model's caption was empty
     left_out: dict[str, int]  # pictures that cannot be read here, by extension

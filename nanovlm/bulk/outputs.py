@@ -8,6 +8,7 @@ kept. A .csv or .parquet cannot grow line by line, so captions wait in its resum
 
 import csv
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -45,15 +46,25 @@ class Output(Protocol):
     def write(self, image: str, caption: str) -> None:
         """Store a caption, so that no interruption loses it."""
 
-    def finish(self, images: Sequence[str] = ()) -> None:
-        """Complete the run: nothing is left to resume. The rows of a table are sorted in the order of images."""
+    def finish(self, images: Sequence[str] = (), is_whole: bool = True) -> None:
+        """Complete the run, and sort the rows of a table in the order of images.
+
+        is_whole says that no image remains for a later run, so that there is nothing to resume.
+        """
 
 
-def open_output(options: OutputOptions, folder: Path, settings: Mapping[str, str]) -> Output:
-    """Open the output that options name; folder is where sidecars' own files go, settings tell runs apart."""
+def open_output(
+    options: OutputOptions, folder: Path, settings: Mapping[str, str], *, read_only: bool = False
+) -> Output:
+    """Open the output that options name; folder is where sidecars' own files go, settings tell runs apart.
+
+    read_only changes no file: the output can only be asked what is done.
+    """
+    if options.is_stream:
+        return Stream(folder, options.name_key)
     if options.table is not None:
-        return Table(options.table, options.existing, settings)
-    return Sidecars(folder, options.existing, settings)
+        return Table(options.table, options.existing, settings, read_only)
+    return Sidecars(folder, options.existing, settings, options.extension, read_only)
 
 
 def combine(existing: str, old: str, new: str) -> str:
@@ -63,32 +74,65 @@ def combine(existing: str, old: str, new: str) -> str:
     return f"{new} {old}".strip() if existing == "prepend" else new
 
 
-class Sidecars:
-    """A .txt of the same name beside each image."""
+class Stream:
+    """JSON lines on standard output, with the image's name and its text, each as soon as the caption is there."""
 
-    def __init__(self, folder: Path, existing: str, settings: Mapping[str, str]):
-        self.folder, self.existing = folder, existing
-        self.owners: dict[str, str] = {}  # the image of each .txt
-        self.log = None if existing == "skip" else ResumeLog(folder / "captions.run", settings)
-        self.resume_log: Path | None = self.log.path if self.log is not None else None
-        if self.log is not None:
-            self._check_last_entry(self.log)
+    resume_log: Path | None = None
+
+    def __init__(self, folder: Path, name_key: str):
+        self.folder, self.name_key = folder, name_key
 
     def target(self, image: str) -> Path:
-        return _sidecar(image)
+        return Path("standard output")
+
+    def reject_reason(self, image: str) -> str | None:
+        return None
+
+    def is_done(self, image: str) -> bool:
+        return False
+
+    def write(self, image: str, caption: str) -> None:
+        print(json.dumps({self.name_key: image, "text": caption}), flush=True)
+
+    def finish(self, images: Sequence[str] = (), is_whole: bool = True) -> None:
+        pass
+
+
+class Sidecars:
+    """A .txt, or a file with another extension, of the same name beside each image."""
+
+    def __init__(
+        self,
+        folder: Path,
+        existing: str,
+        settings: Mapping[str, str],
+        extension: str = ".txt",
+        read_only: bool = False,
+    ):
+        self.folder, self.existing, self.extension = folder, existing, extension
+        self.owners: dict[str, str] = {}  # the image of each .txt
+        self.log = None if existing == "skip" else ResumeLog(folder / "captions.run", settings, read_only)
+        self.resume_log: Path | None = self.log.path if self.log is not None else None
+        if self.log is not None and not read_only:
+            self._check_last_entry(self.log)
+        elif self.log is not None and self.log.is_of_other_run:
+            self.log.start_over()
+
+    def target(self, image: str) -> Path:
+        return Path(image).with_suffix(self.extension)
 
     def _check_last_entry(self, log: ResumeLog) -> None:
         """Find out whether the last caption was written before a run was killed: its file then changed."""
         if log.is_of_other_run:
             log.start_over()
         if (name := log.unconfirmed) is not None:
-            entry, target = log.entries[name], _sidecar(os.path.join(self.folder, name))
+            entry, target = log.entries[name], self.target(os.path.join(self.folder, name))
             before, after = entry.get("before"), entry.get("after")
             if before != after and before == _digest(_read_bytes(target)):
                 log.discard(name)
 
     def reject_reason(self, image: str) -> str | None:
-        target = _sidecar(image)
+        target = self.target(image)
         if target == Path(image):
             return "its caption would replace it; rename it, or write a table"
         owner = self.owners.setdefault(os.path.abspath(target), image)
@@ -99,13 +143,13 @@ class Sidecars:
         return None
 
     def is_done(self, image: str) -> bool:
-        target = _sidecar(image)
+        target = self.target(image)
         if not target.is_file():
             return False
         return self.log is None or relative(image, self.folder) in self.log.entries
 
     def write(self, image: str, caption: str) -> None:
-        target = _sidecar(image)
+        target = self.target(image)
         if self.log is None:
             if target.is_file():
                 logger.warning("%s was written by somebody else during this run; it is kept", target)
@@ -117,8 +161,8 @@ class Sidecars:
         with self.log.entry(relative(image, self.folder), before=_digest(old), after=_digest(new)):
             _write_bytes(target, new)
 
-    def finish(self, images: Sequence[str] = ()) -> None:
-        if self.log is not None:
+    def finish(self, images: Sequence[str] = (), is_whole: bool = True) -> None:
+        if self.log is not None and is_whole:
             self.log.keep_names() if self.existing in ADDING else self.log.remove()
 
     def _decode(self, old: bytes | None, target: Path) -> str:
@@ -138,18 +182,23 @@ class Table:
     several rows with one file_name the first is used.
     """
 
-    def __init__(self, path: Path, existing: str, settings: Mapping[str, str]):
-        self.path, self.folder, self.existing = path, path.parent, existing
-        _check_writable(path)
-        self.log = ResumeLog(path.with_name(f"{path.name}.run"), settings)
+    def __init__(self, path: Path, existing: str, settings: Mapping[str, str], read_only: bool = False):
+        self.path, self.folder, self.existing, self.read_only = path, path.parent, existing, read_only
+        if not read_only or path.parent.exists():  # the folder is made before a run
+            _check_writable(path)
+        self.log = ResumeLog(path.with_name(f"{path.name}.run"), settings, read_only)
         self.resume_log: Path | None = self.log.path
         self._read()
         has_texts = all(row.get("text") for row in self.rows.values())
         self.appends_lines = self.jsonl is not None and existing == "skip" and has_texts
-        if self.log.is_of_other_run or self.appends_lines:
+        self.done: set[str] = set()
+        if not (self.log.is_of_other_run or self.appends_lines):
+            self.done |= {name for name, entry in self.log.entries.items() if entry or name in self.rows}
+        elif not read_only:
             self._merge()
             self.log.remove()
-        self.done = {name for name, entry in self.log.entries.items() if entry or name in self.rows}
+        elif existing == "skip":  # merging would make rows of these
+            self.done |= {name for name, entry in self.log.entries.items() if entry}
         if existing == "skip":
             self.done |= {name for name, row in self.rows.items() if row.get("text")}
 
@@ -176,7 +225,7 @@ class Table:
             old = _text(self.rows.get(name, {}))
             self.log.add(name, before=old, text=combine(self.existing, old, caption))
 
-    def finish(self, images: Sequence[str] = ()) -> None:
+    def finish(self, images: Sequence[str] = (), is_whole: bool = True) -> None:
         if self.appends_lines:
             self._read()
             rows = self._sorted(images)
@@ -184,10 +233,11 @@ class Table:
                 self._replace(rows)
         else:
             self._merge(images)
-            self.log.keep_names() if self.existing in ADDING else self.log.remove()
+            if is_whole:
+                self.log.keep_names() if self.existing in ADDING else self.log.remove()
 
     def _read(self) -> None:
-        self.jsonl = JsonlLog(self.path) if self.path.suffix == ".jsonl" else None
+        self.jsonl = JsonlLog(self.path, self.read_only) if self.path.suffix == ".jsonl" else None
         if self.jsonl is not None:
             self.all_rows = self.jsonl.rows
         else:
@@ -241,10 +291,6 @@ class Table:
     def _replace(self, rows: list[dict[str, Any]]) -> None:
         with atomic_write(self.path) as new:
             write_table(new, rows)
-
-
-def _sidecar(image: str) -> Path:
-    return Path(image).with_suffix(".txt")
 
 
 def _read_bytes(path: Path) -> bytes | None:

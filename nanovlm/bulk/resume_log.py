@@ -61,13 +61,17 @@ def file_lock(path: Path, target: str) -> Iterator[None]:
 
 
 class JsonlLog:
-    """A .jsonl file that grows line by line. Opening it cuts off a last line that a killed process left unfinished."""
+    """A .jsonl file that grows line by line. Opening it cuts off a last line that a killed process left unfinished.
 
-    def __init__(self, path: Path):
+    read_only leaves that line where it is.
+    """
+
+    def __init__(self, path: Path, read_only: bool = False):
         self.path = path
         self.rows: list[dict[str, Any]] = []
         if path.exists():
             self.rows = read_jsonl(path, torn_tail="drop")
+        if path.exists() and not read_only:
             data = path.read_bytes()
             repair_jsonl(path)
             if path.stat().st_size < len(data):  # shown, in case it was edited by hand
@@ -94,10 +98,10 @@ class ResumeLog:
     replaced; an entry without fields is known to be complete.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, str]):
+    def __init__(self, path: Path, settings: Mapping[str, str], read_only: bool = False):
         self.path = path
         self.settings = {"settings": dict(settings)}
-        self.log = JsonlLog(path)
+        self.log = JsonlLog(path, read_only)
         header, entries = self.log.rows[:1], self.log.rows[1:]
         if any("settings" not in row for row in header) or any("file_name" not in row for row in entries):
             raise UsageError(f"{path} is not the resume log of a run; move it away")
@@ -160,17 +164,21 @@ class ResumeLog:
 
 
 class FailureLog:
-    """The images of this run that have no caption, and why: failures.jsonl in a folder, if there are any."""
+    """The images of this run that have no caption, and why: failures.jsonl in a folder, if it is given."""
 
-    def __init__(self, folder: Path):
-        self.path, self.count, self.empty, self.is_written = folder / FAILURES, 0, 0, False
-        with contextlib.suppress(OSError):  # the folder may be read-only
-            self.path.unlink(missing_ok=True)
+    def __init__(self, folder: Path | None):
+        self.path = None if folder is None else folder / FAILURES
+        self.count, self.empty, self.is_written = 0, 0, False
+        if self.path is not None:
+            with contextlib.suppress(OSError):  # the folder may be read-only
+                self.path.unlink(missing_ok=True)
 
     def add(self, image: str, reason: str, is_empty: bool = False) -> None:
         self.count += 1
         self.empty += is_empty
         logger.warning("%s: %s", printable(image), reason)
+        if self.path is None:
+            return
         with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as file:  # it was logged, at least
             file.write(json_line({"file_name": relative(image, self.path.parent), "reason": reason}))
             self.is_written = True

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
 from nanovlm.bulk.inputs import ImageList, find_images, read_names
-from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions
-from nanovlm.bulk.outputs import Output, Table, open_output
+from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions, Plan
+from nanovlm.bulk.outputs import Output, Sidecars, Table, open_output
 from nanovlm.bulk.resume_log import FailureLog, file_lock
 from nanovlm.captioner import Captioner
 from nanovlm.console import progress_bar
@@ -32,34 +32,86 @@ def caption_images(
     output: OutputOptions | None = None,
     *,
     names_file: str | os.PathLike | None = None,
+    recursive: bool = True,
+    limit: int | None = None,
     model_settings: Mapping[str, object] | None = None,
 ) -> BulkReport:
     """Caption every image that files, folders and patterns name, into files.
 
     captioner may be a function that loads one: it is called only if an image has no caption yet. names_file lists more
-    names, see `read_names`. If the run is interrupted, even by `kill -9`, the same call resumes it; two calls are the
-    same if their options, except batch_size, and model_settings (which model, say) are equal. Images that fail are
-    counted, and listed in failures.jsonl. UsageError if the output cannot be written or another run writes to it.
+    names, see `read_names`. recursive includes subfolders. limit is the largest number of images to caption now; the
+    same call then captions the next. If the run is interrupted, even by `kill -9`, the same call resumes it; two calls
+    are the same if their options, except batch_size, and model_settings (which model, say) are equal. Images that fail
+    are counted, and listed in failures.jsonl. UsageError if the output cannot be written or another run writes to it.
+    OutputError if it could not be written on.
     """
     options, output = options or BulkOptions(), output or OutputOptions()
-    images = find_images([*names, *(read_names(names_file) if names_file is not None else [])])
-    folders = [name for name in names if os.path.isdir(name)] or ["."]
+    images = _find(names, names_file, recursive)
+    folders = _folders(names)
     with ExitStack() as stack:
         for target, lock in _lock_files(output, folders).items():
             stack.enter_context(file_lock(lock, target))
         settings = run_settings(options, output, model_settings or {})
-        return _caption_found(captioner, images, options, output, open_output(output, Path(folders[0]), settings))
+        opened = open_output(output, Path(folders[0]), settings)
+        return _caption_found(captioner, images, make_plan(images, opened, limit), options, output, opened)
+
+
+def plan_images(
+    names: Sequence[str],
+    options: BulkOptions | None = None,
+    output: OutputOptions | None = None,
+    *,
+    names_file: str | os.PathLike | None = None,
+    recursive: bool = True,
+    limit: int | None = None,
+    model_settings: Mapping[str, object] | None = None,
+) -> Plan:
+    """What `caption_images` would do with the same arguments; nothing is written."""
+    output = output or OutputOptions()
+    images = _find(names, names_file, recursive)
+    settings = run_settings(options or BulkOptions(), output, model_settings or {})
+    return make_plan(images, open_output(output, Path(_folders(names)[0]), settings, read_only=True), limit)
+
+
+def make_plan(images: ImageList, output: Output, limit: int | None = None) -> Plan:
+    """Sort images into those that need a caption, those that have one, and those that can have none."""
+    if limit is not None and limit < 1:
+        raise UsageError(f"limit {limit} is less than 1")
+    rejected = [(path, reason) for path in images.paths if (reason := output.reject_reason(path))]
+    failed = {name for name, _ in rejected}
+    accepted = [path for path in images.paths if path not in failed]
+    todo = [path for path in accepted if not output.is_done(path)]
+    return Plan(
+        todo=todo[:limit],
+        already_done=len(accepted) - len(todo),
+        remaining=len(todo) - len(todo[:limit]),
+        failed=images.missing + rejected,
+        left_out=dict(images.left_out),
+    )
 
 
 def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Mapping[str, object]) -> dict[str, str]:
     """What decides whether two runs are the same."""
     settings: dict[str, object] = {"existing": output.existing, "prefix": output.prefix, "suffix": output.suffix}
     settings |= {"prompt": options.prompt, "max_new_tokens": options.max_new_tokens, **asdict(options.sampling)}
+    if output.extension != OutputOptions.extension:  # runs of earlier versions have no such setting
+        settings["extension"] = output.extension
     return {name: str(value) for name, value in {**settings, **model_settings}.items()}
+
+
+def _find(names: Sequence[str], names_file: str | os.PathLike | None, recursive: bool) -> ImageList:
+    return find_images([*names, *(read_names(names_file) if names_file is not None else [])], recursive)
+
+
+def _folders(names: Sequence[str]) -> list[str]:
+    """The folders that the run's own files belong to; the first one holds its log and its failures."""
+    return [name for name in names if os.path.isdir(name)] or ["."]
 
 
 def _lock_files(output: OutputOptions, folders: Sequence[str]) -> dict[str, Path]:
     """Each file or folder that the run writes to, and the lock file that keeps other runs away."""
+    if output.is_stream:
+        return {}
     if output.table is None:
         distinct = {os.path.realpath(name): name for name in folders}
         return {name: Path(name, ".captions.lock") for name in distinct.values()}
@@ -73,32 +125,30 @@ def _lock_files(output: OutputOptions, folders: Sequence[str]) -> dict[str, Path
 def _caption_found(
     captioner: Captioner | Callable[[], Captioner],
     images: ImageList,
+    plan: Plan,
     options: BulkOptions,
     output_options: OutputOptions,
     output: Output,
 ) -> BulkReport:
-    failures = FailureLog(output.folder)
-    rejected = [(path, reason) for path in images.paths if (reason := output.reject_reason(path))]
-    for name, reason in images.missing + rejected:
+    failures = FailureLog(None if output_options.is_stream else output.folder)
+    for name, reason in plan.failed:
         failures.add(name, reason)
-    failed = {name for name, _ in images.missing + rejected}
-    accepted = [path for path in images.paths if path not in failed]
-    todo = [path for path in accepted if not output.is_done(path)]
     captioned, bulk = 0, None
-    if todo:
+    if plan.todo:
         bulk = BulkCaptioner(captioner if isinstance(captioner, Captioner) else captioner(), options)
-        captioned = _write_captions(bulk, todo, output_options, output, failures)
+        captioned = _write_captions(bulk, plan.todo, output_options, output, failures)
     try:
-        output.finish(accepted if captioned else ())
+        output.finish(images.paths if captioned else (), is_whole=plan.is_whole)
     except OSError as error:
         target = output.target("") if isinstance(output, Table) else output.folder
         raise _output_error(error, target, f"the captions are kept in {output.resume_log}") from error
     return BulkReport(
         captioned=captioned,
-        already_done=len(accepted) - len(todo),
+        already_done=plan.already_done,
+        remaining=plan.remaining,
         failed=failures.count,
         empty=failures.empty,
-        left_out=dict(images.left_out),
+        left_out=plan.left_out,
         seconds=bulk.seconds if bulk else 0.0,
         utilization=bulk.utilization if bulk else 0.0,
         failures=failures.path if failures.is_written else None,
@@ -123,6 +173,8 @@ def _write_captions(
         except KeyboardInterrupt:
             logger.warning("stopped after %d of %d images; run the same command to resume", captioned, len(paths))
             raise
+        except BrokenPipeError:  # the reader of a stream has left, as `head` does
+            raise
         except OSError as error:
             raise _output_error(
                 error, output.target(path), f"{captioned} of {len(paths)} captions are written"
@@ -135,7 +187,7 @@ def _write(output: Output, path: str, caption: str) -> Exception | None:
     try:
         output.write(path, caption)
     except (NanoVLMError, OSError) as error:
-        if isinstance(error, OSError) and (isinstance(output, Table) or error.errno in NOT_OF_ONE_IMAGE):
+        if isinstance(error, OSError) and (not isinstance(output, Sidecars) or error.errno in NOT_OF_ONE_IMAGE):
             raise
         return error
     return None

@@ -22,6 +22,7 @@ HELP = "Caption pictures, or answer a prompt about each; without arguments, the 
 EXAMPLE = "nanovlm caption photos --out photos/metadata.jsonl"
 
 MAX_NEW_TOKENS = 128
+FILE_FLAGS = ("existing", "prefix", "suffix", "extension", "batch_size", "limit", "recursive", "dry_run")
 LENGTHS = {  # prompt, and max_new_tokens
     "short": ("Describe this picture in a few words.", 48),
     "normal": (PROMPT, MAX_NEW_TOKENS),
@@ -35,8 +36,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "pictures",
         nargs="*",
         metavar="PICTURE",
-        help="image files, folders or quoted patterns; captions of folders and patterns are written to files; - reads "
-        "an image from standard input (default: the sample picture)",
+        help="image files, folders or quoted patterns; captions of folders and patterns are written to files unless "
+        "--json prints them; - reads an image from standard input (default: the sample picture)",
     )
     add(
         "--from-file",
@@ -63,7 +64,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=int, default=1, metavar="N", help="answers per picture, which is encoded once (default: 1)")
     add_file_flags(parser)
     add_generation_flags(parser)
-    add("--json", action="store_true", help="print one object per picture and prompt, with token counts and timings")
+    add(
+        "--json",
+        action="store_true",
+        help="print one object per picture and prompt, for single pictures with token counts and timings",
+    )
     add(
         "--stats", action="store_true", help="print timings, the size of the KV cache and peak memory on standard error"
     )
@@ -75,8 +80,10 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--out",
         metavar="FILE",
-        help="a .jsonl, .csv or .parquet file, or txt: a .txt beside each picture (default for folders)",
+        help="a .jsonl, .csv or .parquet file; txt: a .txt beside each picture (default for folders); -: JSON lines on "
+        "standard output",
     )
+    add("--extension", metavar="EXT", help="of the files beside pictures, such as .caption (default: .txt)")
     add(
         "--existing",
         choices=("skip", "overwrite", "append", "prepend"),
@@ -90,6 +97,9 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="pictures decoded at once, on each core for a small model (default: 16, or 128 without tiling)",
     )
+    add("--limit", type=int, metavar="N", help="caption at most N pictures; the same command then captions the next")
+    add("--recursive", action=argparse.BooleanOptionalAction, help="search subfolders, too (default: yes)")
+    add("--dry-run", action="store_true", default=None, help="print the pictures that would be captioned, and stop")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 
     to_files = (args.from_file, args.out) != (None, None) or names_several(args.pictures)
     if not to_files:
-        for flag in ("existing", "prefix", "suffix", "batch_size"):
+        for flag in FILE_FLAGS:
             if getattr(args, flag) is not None:
                 raise UsageError(f"--{flag.replace('_', '-')} is for files: name a folder, or a file by --out")
     generation = check_generation(args)

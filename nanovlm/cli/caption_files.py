@@ -2,37 +2,37 @@
 
 import argparse
 
-from nanovlm.bulk import BulkOptions, BulkReport, OutputOptions, caption_images
+from nanovlm.bulk import BulkOptions, BulkReport, OutputOptions, Plan, caption_images, plan_images
+from nanovlm.bulk.options import SIDECARS, STREAM
 from nanovlm.captioner import Captioner
 from nanovlm.cli.options import GenerationOptions, ModelOptions, load_captioner
 from nanovlm.console import print_error
 from nanovlm.device import choose_device, peak_memory
 from nanovlm.errors import UsageError
-from nanovlm.image_processing import HEIF_EXTENSIONS, INSTALL_HEIC
+from nanovlm.image_processing import HEIF_EXTENSIONS, INSTALL_HEIC, printable
 
 MIN_RATED_CAPTIONS, MIN_RATED_SECONDS = 10, 1.0  # of a run whose summary tells its rate
 
 
 def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> int:
-    """Caption what args name into files; 1 if an image failed, after the others are done."""
+    """Caption what args name into files or as JSON lines; 1 if an image failed, after the others are done."""
     check_file_flags(args)
     model = ModelOptions.from_args(args)
     options = BulkOptions(args.prompts[0], **generation.as_kwargs(), batch_size=args.batch_size)
-    output = OutputOptions(
-        "txt" if args.out is None else args.out, args.existing or "skip", args.prefix or "", args.suffix or ""
-    )
+    output = output_options(args)
+    selection = {
+        "names_file": args.from_file,
+        "recursive": args.recursive is not False,
+        "limit": args.limit,
+        "model_settings": {name: getattr(model, name) for name in ("model", "revision", "max_tiles", "upscale")},
+    }
+    if args.dry_run:
+        return print_plan(plan_images(args.pictures, options, output, **selection))
 
     def load() -> Captioner:
         return load_captioner(model, args.prompts, generation.max_new_tokens, own_images=True)
 
-    report = caption_images(
-        load,
-        args.pictures,
-        options,
-        output,
-        names_file=args.from_file,
-        model_settings={name: getattr(model, name) for name in ("model", "revision", "max_tiles", "upscale")},
-    )
+    report = caption_images(load, args.pictures, options, output, **selection)
     print_error(summary(report, output.existing))
     if args.stats and report.captioned:
         memory = peak_memory(choose_device(model.device)) / 2**20
@@ -40,18 +40,46 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
     return 1 if report.failed else 0
 
 
+def output_options(args: argparse.Namespace) -> OutputOptions:
+    """Where args say that captions go; --json prints them."""
+    extension = args.extension or ".txt"
+    return OutputOptions(
+        out=STREAM if args.json else SIDECARS if args.out is None else args.out,
+        existing=args.existing or "skip",
+        prefix=args.prefix or "",
+        suffix=args.suffix or "",
+        extension=extension if extension.startswith(".") else f".{extension}",
+        name_key="picture" if args.json else "file_name",  # as --json names single pictures
+    )
+
+
+def print_plan(plan: Plan) -> int:
+    """Print the pictures that would be captioned, one a line, and a summary on standard error; 1 if some can not be."""
+    for path in plan.todo:
+        print(printable(path))
+    for name, reason in plan.failed:
+        print_error(f"{printable(name)}: {reason}")
+    parts = [f"{len(plan.todo):,} to caption"]
+    if plan.already_done:
+        parts.append(f"{plan.already_done:,} done already")
+    if plan.failed:
+        parts.append(f"{len(plan.failed):,} cannot be captioned")
+    print_error("; ".join([*parts, *_rest(plan), "nothing was written"]))
+    return 1 if plan.failed else 0
+
+
 def check_file_flags(args: argparse.Namespace) -> None:
     """Refuse flags that make no sense for files, before any work."""
-    if args.json:
+    if args.json and args.out not in (None, STREAM):
         raise UsageError("--json is for captions on standard output; write a table by --out captions.jsonl")
     if args.samples != 1:
-        raise UsageError(f"--samples {args.samples} is for captions on standard output; a file holds one of each")
+        raise UsageError(f"--samples {args.samples} is for captions of single pictures; here each gets one")
     if "-" in args.pictures:
         raise UsageError(
             "- is a picture without a name, so no file can refer to it; name files, folders or --from-file"
         )
     if len(args.prompts) > 1:
-        raise UsageError(f"{len(args.prompts)} prompts are for captions on standard output; a file holds one of each")
+        raise UsageError(f"{len(args.prompts)} prompts are for captions of single pictures; here each gets one")
     if not args.pictures and args.from_file is None:
         raise UsageError(f"--out {args.out}, but no pictures; name files or folders, or list them by --from-file")
 
@@ -70,8 +98,13 @@ def summary(report: BulkReport, existing: str) -> str:
     if report.failed:
         empty = f" ({report.empty:,} with an empty caption)" if report.empty else ""
         parts.append(f"{report.failed:,} failed{empty}" + (f", see {report.failures}" if report.failures else ""))
-    parts += [f"{count:,} {extension} left out" + _hint(extension) for extension, count in report.left_out.items()]
-    return "; ".join(parts)
+    return "; ".join(parts + _rest(report)) or "no pictures"
+
+
+def _rest(plan: Plan | BulkReport) -> list[str]:
+    """What remains for later runs, and what cannot be read."""
+    parts = [f"{plan.remaining:,} remain; run the same command for the next"] if plan.remaining else []
+    return parts + [f"{count:,} {extension} left out" + _hint(extension) for extension, count in plan.left_out.items()]
 
 
 def _rate(report: BulkReport) -> str:

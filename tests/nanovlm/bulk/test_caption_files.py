@@ -536,7 +536,7 @@ def test_a_full_disk_names_the_file_and_how_to_resume(generate, folder, texts, m
     line = err.splitlines()[-1]
     assert code == 1 and "2 of 5 captions are written; free some space and run the same command to resume" in line
     assert (".txt: No space left" if where == "txt" else f"{out}: No space left on device; ") in line
-    if where != "txt":
+    if where not in ("txt", "captions.jsonl"):  # which is replaced only if its rows are out of order
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", after_two(replace))
             code, _, err = generate(folder, "--out", out)
@@ -554,6 +554,99 @@ def test_a_line_that_is_written_in_part_is_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.open", lambda path, mode, buffering: Full(path, mode))
     with pytest.raises(OSError, match="No space left"):
         JsonlLog(tmp_path / "log.jsonl").add({"file_name": "a.png"})
+
+
+@pytest.mark.parametrize(("flags", "key"), [(["--out", "-"], "file_name"), (["--json"], "picture")])
+def test_json_lines_are_streamed(generate, folder, texts, flags, key):
+    (folder / "words.png").write_text("hello")
+    code, out, err = generate(folder, *flags, "--prefix", "a ")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert {row[key]: row["text"] for row in rows} == {f"{folder}/{name}": f"a {text}" for name, text in texts.items()}
+    assert len(rows) == 5 and all(row.keys() == {key, "text"} for row in rows)
+    assert code == 1 and "words.png: not a picture" in err and err.endswith("; 1 failed\n")
+    assert not sidecars(folder) and not litter(folder) and not list(Path(".").rglob("failures.jsonl"))
+
+
+def test_a_reader_that_leaves_ends_a_stream(folder, model_folder):
+    command = [sys.executable, ROOT / "generate.py", folder, "--json", "--model", model_folder, *FAST_FLAGS]
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    run.stdout.close()
+    assert (run.stderr.read(), run.wait()) == (b"", 1)
+
+
+def test_captions_beside_images_may_have_another_extension(generate, folder, texts):
+    (folder / "a.txt").write_text("tags")
+    for extension in (".caption", "caption"):
+        code, _, err = generate(folder, "--extension", extension)
+        assert code == 0 and ("5 had captions" in err) == (extension == "caption")
+    written = {str(p.relative_to(folder)): p.read_text("utf-8") for p in folder.rglob("*.caption")}
+    assert written == {str(Path(name).with_suffix(".caption")): f"{text}\n" for name, text in texts.items()}
+    assert sidecars(folder) == {"a.txt": "tags"}
+
+
+@pytest.mark.parametrize("existing", EXPECTED)
+@pytest.mark.parametrize("where", ["txt", *TABLES])
+def test_a_limit_leaves_the_rest_to_the_next_run(generate, folder, texts, where, existing):
+    out = where if where == "txt" else folder / where
+    if where == "txt":
+        (folder / "a.txt").write_text("old\n")
+    else:
+        write_table(out, [{"file_name": "a.png", "text": "old"}])
+    counts = []
+    for _ in range(5):
+        code, _, err = generate(folder, "--out", out, "--existing", existing, "--limit", "2")
+        counts.append(int(err.split(" captioned")[0]) if "captioned" in err else 0)
+        assert code == 0 and ("remain; run the same command for the next" in err) == (
+            sum(counts) < 5 - (existing == "skip")
+        )
+        if sum(counts) >= 5 - (existing == "skip"):
+            break
+    assert counts == ([2, 2] if existing == "skip" else [2, 2, 1])
+    expected = texts | {"a.png": EXPECTED[existing].format(old="old", new=texts["a.png"])}
+    assert (sidecars(folder) == beside(expected)) if where == "txt" else (read(out) == expected)
+
+
+def test_subfolders_are_left_out_when_asked(generate, folder, texts):
+    assert generate(folder, "--no-recursive")[0] == 0 and set(sidecars(folder)) == {"a.txt", "b two.txt", "d.txt"}
+    assert generate(folder, "--recursive")[0] == 0 and sidecars(folder) == beside(texts)
+
+
+def snapshot(folder):
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("where", ["txt", *TABLES, "new/all.csv"])
+def test_a_dry_run_names_what_a_run_would_caption_and_writes_nothing(generate, folder, monkeypatch, where):
+    """With captions of earlier runs, finished and interrupted, and a line that a killed process left unfinished."""
+    out = ["--out", where if where == "txt" else folder / where]
+    if where == "txt":
+        (folder / "a.txt").write_text("old")
+    elif "new" not in where:
+        write_table(folder / where, [{"file_name": "a.png", "text": "old"}])
+    if where == "captions.jsonl":
+        with open(folder / where, "a") as file:
+            file.write('{"file_name": "b')
+    if where == "captions.csv":
+        log = {"settings": {"of": "another run"}}, {"file_name": "d.gif", "before": "", "text": "waits"}
+        (folder / f"{where}.run").write_text("".join(json.dumps(row) + "\n" for row in log))
+    (folder / "failures.jsonl").write_text("of another run")
+    before = snapshot(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(Captioner, "from_pretrained", lambda *args: pytest.fail("loaded"))
+        code, listed, err = generate(folder, "gone*.png", *out, "--dry-run")
+        assert snapshot(folder) == before and not (folder / "new").exists()
+        assert generate(folder, *out, "--limit", "1", "--dry-run")[1].splitlines() == listed.splitlines()[:1]
+    assert code == 1 and "gone*.png: a pattern that matches no image" in err
+    assert err.splitlines()[-1].startswith(f"{len(listed.splitlines())} to caption; ")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    captioned, add = [], ContinuousBatch.add
+    monkeypatch.setattr(
+        ContinuousBatch, "add", lambda batch, key, *a, **k: captioned.append(key) or add(batch, key, *a, **k)
+    )
+    assert generate(folder, *out)[0] == 0
+    assert captioned == listed.splitlines()
 
 
 @pytest.mark.parametrize("where", TABLES)
@@ -659,7 +752,17 @@ def test_a_read_only_table_is_reported_before_any_work(generate, folder, monkeyp
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["pictures", "--json"], "--out captions.jsonl"),
+        (["pictures", "--json", "--out", "all.jsonl"], "--out captions.jsonl"),
+        (["pictures", "--json", "--existing", "append"], "standard output holds no captions"),
+        (["pictures", "--out", "-", "--extension", ".caption"], "beside each image, not for -"),
+        (["pictures", "--out", "all.csv", "--extension", "caption"], "beside each image, not for all.csv"),
+        (["pictures", "--extension", "png"], "extension '.png' is that of pictures"),
+        (["pictures", "--extension", "../x"], "is not like .txt or .caption"),
+        (["pictures", "--limit", "0"], "limit 0 is less than 1"),
+        (["good.png", "--limit", "1"], "--limit is for files"),
+        (["good.png", "--dry-run"], "--dry-run is for files"),
+        (["good.png", "--no-recursive"], "--recursive is for files"),
+        (["good.png", "--extension", "x"], "--extension is for files"),
         (["pictures", "--samples", "2", "--temperature", "1"], "--samples 2"),
         (["pictures", "-"], "a picture without a name"),
         (["pictures", "--batch-size", "0"], "batch size 0 is less than 1"),

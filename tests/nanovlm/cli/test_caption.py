@@ -96,7 +96,7 @@ def test_several_prompts_are_answered_in_order(generate, captions_of):
     ("flags", "words"),
     [
         (["--samples", "2", "--temperature", "1"], "--samples 2 of 2 prompts; ask for samples of one at a time"),
-        (["--out", "captions.jsonl"], "2 prompts are for captions on standard output"),
+        (["--out", "captions.jsonl"], "2 prompts are for captions of single pictures"),
         (["--length", "short"], "not allowed with argument --prompt"),
     ],
 )
