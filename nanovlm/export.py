@@ -105,9 +105,9 @@ def _add_transformers_js_settings(folder: Path) -> None:
     added: dict[str, dict] = {CONFIG: {"transformers.js_config": settings}}
     if (folder / TEMPLATE).exists():
         added[TOKENIZER_CONFIG] = {"chat_template": (folder / TEMPLATE).read_text(encoding="utf-8")}
-    if (folder / PROCESSOR).exists() and not (folder / PREPROCESSOR).exists():
-        processor = read_object(folder / PROCESSOR)
-        added[PREPROCESSOR] = {**processor["image_processor"], "processor_class": processor["processor_class"]}
+    processor = read_object(folder / PROCESSOR) if (folder / PROCESSOR).exists() else {}
+    if "image_processor" in processor and not (folder / PREPROCESSOR).exists():
+        added[PREPROCESSOR] = {**processor["image_processor"], "processor_class": processor.get("processor_class")}
     for name, new in added.items():
         old = read_object(folder / name) if (folder / name).exists() else {}
         with atomic_write(folder / name) as path:

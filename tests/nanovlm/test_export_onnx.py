@@ -114,7 +114,7 @@ def smolvlm(request, tmp_path_factory):
     sizes = {"image_size": 76, "scale_factor": 1, "longest_edge": 152} if request.param == "Idefics3" else {}
     theirs, processor = write_folder(folder, request.param, **sizes)
     captioner = Captioner.from_pretrained(folder, "cpu", "float32")
-    captioner.save_pretrained(out := folder / "out")
+    export_smolvlm(captioner, out := folder / "out")
     export_onnx(captioner, out)
     return theirs, processor, exported(out, captioner), out
 
