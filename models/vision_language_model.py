@@ -127,12 +127,19 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
     def embed(self, input_ids: Tensor, images: Tensor | None = None) -> Tensor:
         """Embeddings (B, T, C) of ids (B, T); images (N, 3, S, S) replace image tokens in reading order."""
         self.validate_images(input_ids, images)
+        if images is None or not len(images):
+            return self.embed_encoded(input_ids, None)
+        return self.embed_encoded(input_ids, self.encode_images(images).flatten(0, 1))
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Embeddings (N, L, C) of images (N, 3, S, S), L for each."""
+        return self.MP(self.vision_encoder(images.to(self.dtype)))
+
+    def embed_encoded(self, input_ids: Tensor, image_embeds: Tensor | None) -> Tensor:
+        """Embeddings (B, T, C) of ids (B, T); the rows of image_embeds (n, C) replace the n image tokens in order."""
         is_image = input_ids == self.image_token_id
         x = self.decoder.token_embedding(input_ids.masked_fill(is_image, 0))  # any id will do there
-        if images is None or not len(images):
-            return x
-        image_embeds = self.MP(self.vision_encoder(images.to(self.dtype)))
-        return x.masked_scatter(is_image[..., None], image_embeds.to(x.dtype))
+        return x if image_embeds is None else x.masked_scatter(is_image[..., None], image_embeds.to(x.dtype))
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
         """Embeddings (B, T, C) of ids (B, T), an image token's id being an ordinary one."""

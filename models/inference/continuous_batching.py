@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from models.cache import storage_bytes
+from models.cache import KVCache, storage_bytes
 from models.decoding import GREEDY, SamplingParams, split_end_tokens, token_presence_mask
 from models.errors import InputError, NanoVLMError, is_out_of_memory
 from models.inference.inference_model import InferenceModel
+from models.inference.serving_caches import CachedPrefix, ImageCache, ImageInput, PrefixCache, image_starts
 from models.language_model import rope_cos_sin
 from models.vision_language_model import VisionLanguageModel
 
@@ -59,7 +60,8 @@ class _Request:
 
     key: Hashable
     input_ids: Tensor  # (T,), on the CPU
-    images: Tensor | None
+    images: list[ImageInput]  # empty once they are prefilled
+    image_starts: list[tuple[Hashable | None, int]]  # key of each image, and the position of its first token
     remaining: int  # tokens that may still be generated
     sampling: SamplingParams
     logits_processor: LogitsProcessor | None = None
@@ -67,6 +69,8 @@ class _Request:
     generator: torch.Generator | None = None
     seen: Tensor | None = None  # (1, vocabulary) bool, for the repetition penalty
     counts: Tensor | None = None  # (1, vocabulary) float32, for frequency and presence penalty
+    prefix: CachedPrefix | None = None  # that begins like the prompt
+    prefix_length: int = 0
     length: int = 0  # tokens of it in its cache slot
     output: list[int] = field(default_factory=list)  # the last of it is not yet in the cache
 
@@ -96,10 +100,13 @@ class ContinuousBatch:
         *,
         max_num_seqs: int = 16,
         eos_token_id: int | Sequence[int] | None = None,
+        image_cache: ImageCache | None = None,
+        prefix_cache: PrefixCache | None = None,
     ):
         if max_num_seqs < 1:
             raise InputError(f"max_num_seqs={max_num_seqs} is less than 1")
         self.model, self.max_num_seqs = model, max_num_seqs
+        self.image_cache, self.prefix_cache = image_cache, prefix_cache
         self.eos_token_id, self._other_ends = split_end_tokens(eos_token_id)
         self._waiting: dict[Hashable, _Request] = {}
         self._slots: list[_Request | None] = []  # None where a request has ended
@@ -130,7 +137,7 @@ class ContinuousBatch:
         self,
         key: Hashable,
         input_ids: Tensor,
-        images: Tensor | None = None,
+        images: Tensor | Sequence[ImageInput] | None = None,
         *,
         max_new_tokens: int = 64,
         sampling: SamplingParams = GREEDY,
@@ -138,6 +145,9 @@ class ContinuousBatch:
         top_logprobs: int | None = None,
     ) -> None:
         """Queue a prompt, ids (T,) and images (N, 3, S, S). InputError if it can never be prefilled.
+
+        As `ImageInput`s with keys, images that the image cache holds are not encoded again, and a prompt that begins
+        like an earlier sequence in the prefix cache is prefilled from there on.
 
         logits_processor changes the logits before each token is chosen, for example to exclude tokens: it is called
         with the request's generated ids and logits (1, vocabulary). top_logprobs asks for the log-probability of each
@@ -150,16 +160,21 @@ class ContinuousBatch:
         if input_ids.dim() != 1 or not len(input_ids):
             raise InputError(f"a prompt has the shape (T,), T at least 1, not {tuple(input_ids.shape)}")
         self.model.validate_length(len(input_ids), max_new_tokens)
-        self.model.validate_images(input_ids, images)
-        self._waiting[key] = _Request(
-            key, input_ids.cpu(), images, max_new_tokens, sampling, logits_processor, top_logprobs
-        )
+        if isinstance(images, Tensor):
+            images = [ImageInput(images)] if len(images) else []
+        inputs, ids = list(images or ()), input_ids.cpu()
+        self.model.validate_images(input_ids, torch.empty(sum(image.n_tiles for image in inputs), 0))
+        starts = image_starts(ids, inputs, self.model.image_token_id, self.model.cfg.mp_image_token_length)
+        keys = [(image.key, start) for image, start in zip(inputs, starts)]
+        self._waiting[key] = _Request(key, ids, inputs, keys, max_new_tokens, sampling, logits_processor, top_logprobs)
 
     def cancel(self, key: Hashable) -> None:
         """Drop a request, whether it waits or runs. An unknown key is no error."""
         self._waiting.pop(key, None)
         self._outputs = [output for output in self._outputs if output.key != key]
-        self._slots = [None if request is not None and request.key == key else request for request in self._slots]
+        for slot, request in enumerate(self._slots):
+            if request is not None and request.key == key:
+                self._end(slot, request)
 
     @torch.inference_mode()
     def step(self) -> list[TokenOutput]:
@@ -181,7 +196,10 @@ class ContinuousBatch:
         return self.model.network if isinstance(self.model, InferenceModel) else self.model
 
     def _next_prompts(self) -> list[_Request]:
-        """The first waiting prompt and later ones of about its length, as many as there are free slots."""
+        """The first waiting prompt and later ones of about its length, as many as there are free slots.
+
+        A prompt whose beginning is in the prefix cache is prefilled by itself.
+        """
         free = self.max_num_seqs - self.running
         chosen: list[_Request] = []
         shortest = longest = 0
@@ -191,6 +209,11 @@ class ContinuousBatch:
             length = len(request.input_ids)
             short, long = (min(shortest, length), max(longest, length)) if chosen else (length, length)
             fits = short >= MIN_LENGTH_RATIO * long and (len(chosen) + 1) * long <= MAX_PREFILL_TOKENS
+            if self.prefix_cache is not None and (not chosen or fits):
+                request.prefix, request.prefix_length = self.prefix_cache.find(request.input_ids, request.image_starts)
+                if request.prefix and not chosen:
+                    return [request]
+                fits = fits and request.prefix is None
             if not chosen or fits:
                 chosen.append(request)
                 shortest, longest = short, long
@@ -211,32 +234,82 @@ class ContinuousBatch:
             return self._prefill(requests[:1])
         for request in requests:
             del self._waiting[request.key]
+            if self.prefix_cache is not None:
+                self.prefix_cache.count(len(request.input_ids), request.prefix_length)
+            request.prefix = None
         return self._choose(requests, logits)
 
     def _prefill_batch(self, requests: list[_Request]) -> Tensor:
-        """Logits (B, vocabulary) after each prompt. Padding is on the right, where causal attention ignores it."""
-        model, device = self.model, self.model.device
-        lengths = [len(request.input_ids) for request in requests]
+        """Logits (B, vocabulary) after each prompt. Padding is on the right, where causal attention ignores it.
+
+        Several prompts begin at their first token, a single one where its prefix ends.
+        """
+        model, device, network = self.model, self.model.device, self._network()
+        start, lengths = requests[0].prefix_length, [len(request.input_ids) for request in requests]
         free = [slot for slot, request in enumerate(self._slots) if request is None]
         free += range(len(self._slots), len(self._slots) + len(requests) - len(free))
         slots = free[: len(requests)]
         self._reserve(max(slots) + 1, max(lengths))
         pad = int(model.image_token_id == 0)  # any id but the image token's
-        ids = torch.nn.utils.rnn.pad_sequence([r.input_ids for r in requests], batch_first=True, padding_value=pad)
-        images = [request.images for request in requests if request.images is not None]
-        network = self._network()
-        x = model.embed(ids.to(device), torch.cat(images).to(device) if images else None)
-        hidden, caches = network.decoder(x)
-        index, T = torch.tensor(slots, device=device), x.size(1)
+        rows = [request.input_ids[start:] for request in requests]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
+        x = network.embed_encoded(ids.to(device), self._encode_images(requests))
+        hidden, caches = network.decoder(x, None, self._prefix_caches(requests[0]), start)
+        index, T = torch.tensor(slots, device=device), start + x.size(1)
         for block, kv in zip(self._cache, caches):
             block[0][index, :, :T], block[1][index, :, :T] = kv.key, kv.value
         self._cache[:, :, slots, :, T:] = 0  # an infinity left there would reach this request as 0 * inf
-        last = torch.tensor(lengths, device=device) - 1
+        last = torch.tensor(lengths, device=device) - start - 1
         logits = network.decoder.head(hidden[torch.arange(len(requests), device=device), last])
         self._slots += [None] * (max(slots) + 1 - len(self._slots))
         for slot, request, length in zip(slots, requests, lengths):
-            self._slots[slot], request.length, request.images = request, length, None
+            self._slots[slot], request.length, request.images = request, length, []
         return logits
+
+    def _encode_images(self, requests: Sequence[_Request]) -> Tensor | None:
+        """Embeddings (n, C) of the image tokens that are to be prefilled. Images of equal keys are encoded once."""
+        n_done = int((requests[0].input_ids[: requests[0].prefix_length] == self.model.image_token_id).sum())
+        images = [image for request in requests for image in request.images]
+        if sum(image.n_tiles for image in images) * self.model.cfg.mp_image_token_length == n_done:
+            return None
+        pending: dict[Hashable, list[ImageInput]] = {}
+        for image in images:
+            cached = (
+                self.image_cache.peek(image.key) if self.image_cache is not None and image.key is not None else None
+            )
+            if image.embeds is None and cached is not None and cached.embeds is not None:
+                image.encoded(cached.embeds)
+            if image.embeds is None:
+                pending.setdefault(id(image) if image.key is None else image.key, []).append(image)
+        if pending:
+            tiles = [same[0].tiles for same in pending.values() if same[0].tiles is not None]
+            embeds = self._network().encode_images(torch.cat(tiles).to(self.model.device))
+            for same, part in zip(pending.values(), embeds.split([len(one) for one in tiles])):
+                for image in same:
+                    image.encoded(part.clone() if self.image_cache is not None else part)
+                if self.image_cache is not None:
+                    self.image_cache.add(same[0])
+        return torch.cat([image.embeds for image in images if image.embeds is not None]).flatten(0, 1)[n_done:]
+
+    def _prefix_caches(self, request: _Request) -> list[KVCache] | None:
+        """The keys and values of a request's prefix, one cache a block."""
+        if request.prefix is None:
+            return None
+        return [KVCache(key[None], value[None]) for key, value in request.prefix.first(request.prefix_length)]
+
+    def _end(self, slot: int, request: _Request) -> None:
+        """Free the slot of a request; the prefix cache may keep its keys and values."""
+        self._slots[slot] = None
+        if self.prefix_cache is None or any(key is None for key, _ in request.image_starts):
+            return
+        try:
+            kv = self._cache[:, :, slot, :, : request.length].clone()
+        except Exception as error:
+            if is_out_of_memory(error):
+                return
+            raise
+        ids = torch.cat([request.input_ids, torch.tensor(request.output, dtype=torch.long)])[: request.length]
+        self.prefix_cache.add(CachedPrefix(ids, tuple(request.image_starts), kv))
 
     def _compact(self) -> None:
         """Move the last requests into freed slots, so that a step computes running requests only."""
@@ -321,7 +394,7 @@ class ContinuousBatch:
             if token_id == self.eos_token_id:
                 finished = "stop"
             if finished:
-                self._slots[self._slots.index(request)] = None
+                self._end(self._slots.index(request), request)
             logprobs = None
             if request.top_logprobs is not None:
                 logprobs = token_logprobs(logits[row], token_id, request.top_logprobs)

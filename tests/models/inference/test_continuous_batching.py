@@ -143,14 +143,14 @@ def test_a_batch_has_at_least_one_slot(tiny_model):
 
 
 def test_a_prompt_too_large_for_memory_fails_alone(tiny_model, monkeypatch):
-    model, embed = tiny_model(), type(tiny_model()).embed
+    model, embed = tiny_model(), type(tiny_model()).embed_encoded
 
     def small(self, ids, images=None):
         if ids.numel() > 8:
             raise MemoryError
         return embed(self, ids, images)
 
-    monkeypatch.setattr(type(model), "embed", small)
+    monkeypatch.setattr(type(model), "embed_encoded", small)
     batch, generated = ContinuousBatch(model, max_num_seqs=4), {}
     for key, n in {"a": 8, "b": 8, "large": 9, "c": 7}.items():
         batch.add(key, torch.arange(4, 4 + n), max_new_tokens=5)

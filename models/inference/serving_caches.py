@@ -1,0 +1,188 @@
+"""What a server keeps between requests: encoded images, and the keys and values of earlier prompts."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from models.errors import InputError
+
+V = TypeVar("V")
+
+MIN_PREFIX_TOKENS = 32  # shorter common prefixes cost less to compute again than to handle
+MAX_PREFIXES = 256  # each of them is compared with a new prompt
+
+
+class LRUCache(Generic[V]):
+    """Values by key up to a number of bytes; those used longest ago go first. Threads may use it."""
+
+    def __init__(self, max_bytes: int):
+        if max_bytes < 0:
+            raise InputError(f"max_bytes={max_bytes} is negative")
+        self.max_bytes, self.bytes_used = max_bytes, 0
+        self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Hashable) -> V | None:
+        """The value of a key, which counts as used now; None if there is none."""
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key][0]
+
+    def put(self, key: Hashable, value: V, n_bytes: int) -> None:
+        """Store a value of that many bytes, unless it alone is too large."""
+        with self._lock:
+            self._drop(key)
+            if n_bytes > self.max_bytes:
+                return
+            self._values[key] = value, n_bytes
+            self.bytes_used += n_bytes
+            while self.bytes_used > self.max_bytes:
+                self._drop(next(iter(self._values)))
+
+    def drop(self, key: Hashable) -> None:
+        with self._lock:
+            self._drop(key)
+
+    def items(self) -> list[tuple[Hashable, V]]:
+        """All keys and values, those used longest ago first; none of them counts as used now."""
+        with self._lock:
+            return [(key, value) for key, (value, _) in self._values.items()]
+
+    def _drop(self, key: Hashable) -> None:
+        if key in self._values:
+            self.bytes_used -= self._values.pop(key)[1]
+
+
+@dataclass(eq=False)
+class ImageInput:
+    """An image of a prompt: its tiles until they are encoded, its embeddings from then on.
+
+    key says what it shows, for example a hash of its file: images of equal keys are encoded once. grid is the caller's.
+    """
+
+    tiles: Tensor | None  # (n, 3, S, S)
+    key: Hashable | None = None
+    grid: tuple[int, int] | None = None
+    embeds: Tensor | None = None  # (n, L, C)
+
+    @property
+    def n_tiles(self) -> int:
+        images = self.tiles if self.embeds is None else self.embeds
+        return 0 if images is None else len(images)
+
+    def encoded(self, embeds: Tensor) -> None:
+        """Keep the embeddings, and forget the tiles."""
+        self.embeds, self.tiles = embeds, None
+
+
+class ImageCache:
+    """Encoded images by key, up to max_bytes of embeddings. The model's weights must not change."""
+
+    def __init__(self, max_bytes: int):
+        self._cache: LRUCache[ImageInput] = LRUCache(max_bytes)
+        self.queries = self.hits = 0  # of find
+
+    @property
+    def bytes_used(self) -> int:
+        return self._cache.bytes_used
+
+    def find(self, key: Hashable) -> ImageInput | None:
+        """The encoded image of that key, if it is here; counts as a query."""
+        found = self._cache.get(key)
+        self.queries += 1
+        self.hits += found is not None
+        return found
+
+    def peek(self, key: Hashable) -> ImageInput | None:
+        """The same without counting."""
+        return self._cache.get(key)
+
+    def add(self, image: ImageInput) -> None:
+        """Store an encoded image that has a key."""
+        if image.key is not None and image.embeds is not None:
+            self._cache.put(image.key, image, image.embeds.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class CachedPrefix:
+    """The keys and values of a sequence's first tokens."""
+
+    ids: Tensor  # (T,), on the CPU
+    images: tuple[tuple[Hashable | None, int], ...]  # key of each image, and the position of its first token
+    kv: Tensor  # (n_blocks, 2, n_kv_heads, T, head_dim)
+
+    def common_length(self, ids: Tensor, images: Sequence[tuple[Hashable | None, int]]) -> int:
+        """How many leading tokens another sequence has in common, images included."""
+        n = min(len(self.ids), len(ids))
+        differs = (self.ids[:n] != ids[:n]).nonzero()
+        n = int(differs[0]) if len(differs) else n
+        for (ours, start), (theirs, _) in zip(self.images, images):
+            if start < n and (ours is None or ours != theirs):
+                return start
+        return n
+
+    def first(self, n: int) -> Tensor:
+        """Keys and values of the first n tokens."""
+        return self.kv[:, :, :, :n]
+
+
+class PrefixCache:
+    """Keys and values of finished sequences, up to max_bytes, for prompts that begin alike, such as a chat's next turn.
+
+    The model's weights must not change.
+    """
+
+    def __init__(self, max_bytes: int):
+        self._cache: LRUCache[CachedPrefix] = LRUCache(max_bytes)
+        self.queries = self.hits = 0  # tokens of all prompts, and those of them that were found here
+
+    @property
+    def bytes_used(self) -> int:
+        return self._cache.bytes_used
+
+    def find(self, ids: Tensor, images: Sequence[tuple[Hashable | None, int]]) -> tuple[CachedPrefix | None, int]:
+        """The entry that begins like a prompt, and how many tokens; at least one token of the prompt is left over."""
+        best, length, best_key = None, MIN_PREFIX_TOKENS - 1, None
+        for key, entry in self._cache.items():
+            n = min(entry.common_length(ids, images), len(ids) - 1)
+            if n > length:
+                best, length, best_key = entry, n, key
+        if best is None:
+            return None, 0
+        self._cache.get(best_key)
+        return best, length
+
+    def count(self, n_prompt: int, n_found: int) -> None:
+        """Count a prefilled prompt."""
+        self.queries += n_prompt
+        self.hits += n_found
+
+    def add(self, entry: CachedPrefix) -> None:
+        """Store a sequence; it replaces those that it begins with."""
+        for key, other in self._cache.items():
+            if other.common_length(entry.ids, entry.images) == len(other.ids):
+                self._cache.drop(key)
+        if len(entry.ids) >= MIN_PREFIX_TOKENS:
+            self._cache.put(id(entry), entry, entry.kv.nbytes)
+        for key, _ in self._cache.items()[:-MAX_PREFIXES]:
+            self._cache.drop(key)
+
+
+def image_starts(ids: Tensor, images: Sequence[ImageInput], image_token_id: int, tokens_per_tile: int) -> list[int]:
+    """The position of each image's first token in ids (T,)."""
+    positions = torch.nonzero(ids == image_token_id)[:, 0].tolist()
+    starts, n = [], 0
+    for image in images:
+        starts.append(positions[n] if n < len(positions) else len(ids))
+        n += image.n_tiles * tokens_per_tile
+    return starts
