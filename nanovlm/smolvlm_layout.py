@@ -10,6 +10,8 @@ from nanovlm.processor import Processor
 from nanovlm.tokenizer import Tokenizer
 
 FORMATS = ("nanovlm", "smolvlm")
+MIN_TILES = 2  # of the longest edge: llama.cpp splits every picture, transformers only those of several tiles
+ROW_END = "\n\n"  # after the last row of tiles; llama.cpp looks for one token of this text
 
 
 def check_format(cfg: VLMConfig, format: str) -> None:
@@ -25,13 +27,16 @@ def convert_layout(
 ) -> tuple[VisionLanguageModel, Processor]:
     """The model in SmolVLM's layout, and its processor; see `models.convert.smolvlm.to_smolvlm_layout`.
 
-    An image has as many tiles as before, of the size of the vision encoder. Answers need training in the new layout.
+    An image has as many tiles as before, of the size of the vision encoder, but at least MIN_TILES on its longest edge.
+    Answers need training in the new layout.
     """
     if model.cfg.smolvlm is not None:
         return model, Processor(model.cfg, tokenizer)
     tile = model.cfg.vit_img_size
-    longest_edge = model.cfg.max_img_size or tile
+    longest_edge = max(model.cfg.max_img_size or tile, MIN_TILES * tile)
     backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    if len(backend.encode(ROW_END).ids) != 1:
+        backend.add_tokens([tokenizers.AddedToken(ROW_END, normalized=False)])
     backend.add_special_tokens(["<|im_start|>", *layout_tokens(longest_edge, tile)])
     converted = to_smolvlm_layout(model, backend.get_vocab(with_added_tokens=True), longest_edge, rescale)
     return converted, Processor(converted.cfg, Tokenizer(backend, converted.cfg))

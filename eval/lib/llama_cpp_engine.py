@@ -1,6 +1,8 @@
 """A SmolVLM-layout model in llama.cpp: text model and multimodal library (mtmd), from the files of `nanovlm export`."""
 
 import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,25 +72,35 @@ class LlamaCppEngine:
 
     def first_token(self, picture: ImageInput, prompt: str = PROMPT) -> int:
         """Preprocess a picture, encode it and prefill a prompt, all in llama.cpp."""
-        image = load_image(picture)
-        pixels = (ctypes.c_uint8 * (3 * image.width * image.height)).from_buffer_copy(image.tobytes())
-        bitmap = self.mtmd.mtmd_bitmap_init(image.width, image.height, pixels)
-        chunks, text = self.mtmd.mtmd_input_chunks_init(), self.chat_text(prompt).encode()
-        source = self.mtmd.mtmd_input_text(text=text, text_len=len(text), add_special=True, parse_special=True)
         self._clear()
         end = self.lib.llama_pos(0)
-        try:
-            bitmaps = (self.mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
-            _check("mtmd_tokenize", self.mtmd.mtmd_tokenize(self.vision, chunks, ctypes.byref(source), bitmaps, 1))
+        with self.tokenized([picture], prompt) as chunks:
             code = self.mtmd.mtmd_helper_eval_chunks(
                 self.vision, self.context, chunks, 0, 0, BATCH_TOKENS, True, ctypes.byref(end)
             )
             _check("mtmd_helper_eval_chunks", code)
-        finally:
-            self.mtmd.mtmd_input_chunks_free(chunks)
-            self.mtmd.mtmd_bitmap_free(bitmap)
         self.length = end.value
         return self._argmax(-1)
+
+    @contextmanager
+    def tokenized(self, pictures: Sequence[ImageInput], prompt: str) -> Iterator[Any]:
+        """mtmd's chunks of text tokens and preprocessed tiles of a chat of one turn."""
+        bitmaps = (self.mtmd.mtmd_bitmap_p_ctypes * len(pictures))(*map(self._bitmap, pictures))
+        chunks, text = self.mtmd.mtmd_input_chunks_init(), self.chat_text(prompt, len(pictures)).encode()
+        source = self.mtmd.mtmd_input_text(text=text, text_len=len(text), add_special=True, parse_special=True)
+        try:
+            code = self.mtmd.mtmd_tokenize(self.vision, chunks, ctypes.byref(source), bitmaps, len(pictures))
+            _check("mtmd_tokenize", code)
+            yield chunks
+        finally:
+            self.mtmd.mtmd_input_chunks_free(chunks)
+            for bitmap in bitmaps:
+                self.mtmd.mtmd_bitmap_free(bitmap)
+
+    def _bitmap(self, picture: ImageInput) -> Any:
+        image = load_image(picture)
+        pixels = (ctypes.c_uint8 * (3 * image.width * image.height)).from_buffer_copy(image.tobytes())
+        return self.mtmd.mtmd_bitmap_init(image.width, image.height, pixels)
 
     def caption(self, picture: ImageInput, prompt: str = PROMPT, max_new_tokens: int = 64) -> list[int]:
         """The greedy answer's token ids, without the end token."""
@@ -97,10 +109,10 @@ class LlamaCppEngine:
             ids += self.decode(ids[-1:])
         return ids[:-1] if self.lib.llama_vocab_is_eog(self.vocab, ids[-1]) else ids
 
-    def chat_text(self, prompt: str) -> str:
-        """The prompt by the file's own chat template, as llama.cpp's server renders it: a marker is the picture."""
+    def chat_text(self, prompt: str, n_pictures: int = 1) -> str:
+        """The prompt by the file's own chat template, with a marker for each picture, as llama.cpp renders it."""
         template = self.lib.llama_model_chat_template(self.model, None).decode()
-        text = {"type": "text", "text": self.mtmd.mtmd_default_marker().decode() + prompt}
+        text = {"type": "text", "text": n_pictures * self.mtmd.mtmd_default_marker().decode() + prompt}
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         messages = [{"role": "user", "content": [text]}]
         return environment.from_string(template).render(messages=messages, add_generation_prompt=True)

@@ -1,6 +1,7 @@
 """GGUF files of a SmolVLM-layout model: read back by the gguf package, and run by llama.cpp where it is installed."""
 
 import base64
+import ctypes
 import importlib.util
 import io
 import json
@@ -10,12 +11,14 @@ from random import Random
 
 import pytest
 import torch
+from PIL import Image
 
 from models.convert.gguf import text_tensors, vision_tensors
 from nanovlm import Captioner
 from nanovlm.cli.main import main
 from nanovlm.errors import InputError, MissingExtraError
 from nanovlm.gguf_export import GGUF_TYPES, check_llama_cpp_can_run, export_gguf, pre_tokenizer_name
+from nanovlm.smolvlm_layout import convert_layout
 from nanovlm.synthetic import caption, draw, random_scene
 from support.smolvlm import write_folder
 
@@ -132,6 +135,21 @@ def test_a_nanovlm_model_is_refused_with_a_way_out(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_converted_layout_has_what_llama_cpp_looks_for(tmp_path):
+    """The embedded model has one tile, and two tokens for an empty line."""
+    embedded = Captioner.from_pretrained(device="cpu", dtype="float32")
+    assert embedded.model.cfg.max_img_size == embedded.model.cfg.vit_img_size
+    converted = Captioner(*convert_layout(embedded.model, embedded.tokenizer))
+    text, mmproj = export_gguf(converted, tmp_path, "embedded")
+    fields, _ = read(text)
+    kinds = dict(zip(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"], strict=True))
+    assert kinds["\n\n"] == gguf.TokenType.USER_DEFINED and fields["tokenizer.ggml.pre"] == "gpt-2"
+    assert read(mmproj)[0]["clip.vision.preproc_image_size"] == 2 * embedded.model.cfg.vit_img_size
+    picture = draw(random_scene(Random(0)), 120, 90)
+    ids = converted.tokenizer.encode("\n\n")
+    assert len(ids) == 1 and converted.prepare(picture, PROMPT)[0].count(ids[0]) == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -202,6 +220,38 @@ def test_a_missing_package_names_its_extra(captioner, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(MissingExtraError, match=r"need the extra gguf: pip install \"nanovlm\[gguf\]\""):
         export_gguf(captioner, tmp_path, "model")
+
+
+def token_ids(engine, chunks, image_token_id):
+    """The ids in mtmd's chunks, with an image token for every embedding."""
+    mtmd, ids = engine.mtmd, []
+    for i in range(mtmd.mtmd_input_chunks_size(chunks)):
+        chunk = mtmd.mtmd_input_chunks_get(chunks, i)
+        if mtmd.mtmd_input_chunk_get_type(chunk) == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
+            tokens = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n := ctypes.c_size_t()))
+            ids += [tokens[j] for j in range(n.value)]
+        else:
+            ids += [image_token_id] * mtmd.mtmd_input_chunk_get_n_tokens(chunk)
+    return ids
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("model", ["SmolVLM", "embedded"])
+def test_llama_cpp_writes_the_same_prompts(captioner, tmp_path, model):
+    """1 to 3 pictures of any size, and texts that the pre-tokenizers split in many ways."""
+    from eval.lib.llama_cpp_engine import LlamaCppEngine
+
+    if model == "embedded":
+        embedded = Captioner.from_pretrained(device="cpu", dtype="float32")
+        captioner = Captioner(*convert_layout(embedded.model, embedded.tokenizer))
+    engine, rng = LlamaCppEngine(captioner, "f16", tmp_path), Random(0)
+    prompts = [PROMPT, "A cat  and 12 dogs.\n\nReally?\n\n\nYes, 3333 \tit's ünïcode 🚀 \n ok", "1,234.56 'quoted' <b>"]
+    for i in range(60):
+        sizes = [(rng.randint(10, 300), rng.randint(10, 300)) for _ in range(rng.randint(1, 3))]
+        pictures = [Image.effect_noise(size, 50).convert("RGB") for size in sizes]
+        expected, _ = captioner.prepare(pictures, prompts[i % len(prompts)])
+        with engine.tokenized(pictures, prompts[i % len(prompts)]) as chunks:
+            assert token_ids(engine, chunks, captioner.tokenizer.image_token_id) == expected
 
 
 def memorize(captioner, pictures, answers, steps=200):
