@@ -356,7 +356,7 @@ def write_checkpoint_files(
         del state[EMBEDDING]
         metadata[EMBEDDING] = HEAD
     state[INV_FREQ] = inverse_frequencies(model.cfg.lm_head_dim, model.cfg.lm_re_base)
-    save_file(state, folder / WEIGHTS, metadata)
+    save_tensors(state, folder / WEIGHTS, metadata)
     objects: dict[str, dict] = {CONFIG: model.cfg.to_dict()}
     if tokenizer is not None:
         if home is not None:
@@ -373,12 +373,27 @@ def write_checkpoint_files(
         (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """safetensors' `save_file`, whose bytes depend on the arguments alone.
+
+    safetensors itself writes the keys of the metadata in another order in every process.
+    """
+    save_file(tensors, path, dict(metadata))
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+        file.seek(8)
+        file.write(text.ljust(size))  # safetensors pads with spaces, too
+
+
 def _write_smolvlm_files(folder: Path, cfg: VLMConfig, state: dict[str, Tensor], tokenizer: str | None) -> None:
     assert cfg.smolvlm is not None
     theirs = {name: tensor.contiguous() for name, tensor in smolvlm.to_smolvlm(state).items()}
     if cfg.lm_tie_weights:
         del theirs[smolvlm.HEAD]
-    save_file(theirs, folder / WEIGHTS, {"format": "pt"})
+    save_tensors(theirs, folder / WEIGHTS, {"format": "pt"})
     texts = cfg.smolvlm.files | {CONFIG: smolvlm.config_text(cfg, theirs[smolvlm.EMBEDDING].dtype)}
     for name, text in (texts | ({} if tokenizer is None else {TOKENIZER: tokenizer})).items():
         (folder / name).write_text(text, encoding="utf-8")

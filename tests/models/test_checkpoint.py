@@ -1,9 +1,12 @@
 """Checkpoint folders: round trips are bit-exact, stock nanoVLM reads them, and errors are one line."""
 
+import hashlib
 import json
 import math
 import os
 import struct
+import subprocess
+import sys
 
 import huggingface_hub.constants
 import pytest
@@ -17,6 +20,9 @@ from models.checkpoint import atomic_dir, atomic_write, load_config, save_checkp
 from models.errors import CheckpointError
 from models.smolvlm import OTHER_FILES
 from models.vision_language_model import load_model
+from nanovlm import EMBEDDED, Captioner
+from nanovlm.export import export_smolvlm
+from support import ROOT
 from support.checkpoints import EMBEDDING, HEAD, INV_FREQ, stock_model, stock_shapes
 
 TOKENIZER = '{"model": "ünïcode"}'
@@ -92,6 +98,31 @@ def test_stock_nanovlm_loads_written_checkpoints(tmp_path, tiny_model, tied, dty
     assert load_strictly(stock, path, strict=True) == (set(), [])
     loaded = {name: tensor.to(dtype) for name, tensor in stock.state_dict().items() if name != INV_FREQ}
     assert same(loaded, bits(model))
+
+
+WRITER = """
+import sys
+from models.checkpoint import find_image_token_id, load_config, save_checkpoint
+from models.vision_language_model import load_model
+
+source, target = sys.argv[1:]
+cfg = load_config(source)
+model = load_model(source, cfg, find_image_token_id(source, cfg))
+for i in range(4):
+    save_checkpoint(f"{target}/{i}", model, None)
+"""
+
+
+@pytest.mark.parametrize("layout", ["nanovlm", "smolvlm"])
+def test_every_process_writes_the_same_bytes(tmp_path, layout):
+    source = EMBEDDED
+    if layout == "smolvlm":
+        export_smolvlm(Captioner.from_pretrained(EMBEDDED, "cpu"), source := tmp_path / "source")
+    for seed in "12":
+        command = [sys.executable, "-c", WRITER, str(source), str(tmp_path / "written" / seed)]
+        subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": ROOT, "PYTHONHASHSEED": seed})
+    files = list(tmp_path.glob("written/*/*/model.safetensors"))
+    assert len(files) == 8 and len({hashlib.sha256(path.read_bytes()).digest() for path in files}) == 1
 
 
 def test_either_name_of_a_tied_pair_will_do_and_both_if_they_agree(folder, rewrite):
