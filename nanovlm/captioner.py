@@ -211,6 +211,12 @@ class Captioner:
         while batch := list(islice(requests, batch_size)):
             yield from self._texts(self._generate(self._batch(batch), max_new_tokens, sampling))
 
+    def generate(
+        self, prompts: Sequence[EncodedPrompt], *, max_new_tokens: int = 128, sampling: SamplingParams = GREEDY
+    ) -> list[str]:
+        """One answer per prompt of `prepare`, all in one batch."""
+        return self._texts(self._generate(lambda: self.processor.collate(prompts), max_new_tokens, sampling))
+
     def prepare(self, image: ImageInputs, prompt: str = PROMPT) -> EncodedPrompt:
         """Token ids and tiles of one prompt; thread-safe, so threads may prepare while the model runs."""
         return self.processor.encode([load_image(one) for one in _as_list(image)], prompt)
