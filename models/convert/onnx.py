@@ -1,4 +1,4 @@
-"""Write a model as ONNX graphs, in the files and under the names that transformers.js and optimum use for SmolVLM.
+"""Write a model as ONNX graphs, in the files and under the names of the published SmolVLM repositories.
 
     file                   inputs                                            outputs
     vision_encoder         pixel_values, pixel_attention_mask                image_features
@@ -7,7 +7,7 @@
                            past_key_values.N.key, past_key_values.N.value    present.N.key, present.N.value
 
 One decoder graph does prefill, with past keys and values of length 0, and decoding. The graphs are made of standard
-operators of opset 18 alone, by `torch.onnx.export`. It needs the extra onnx.
+operators of opset 18 alone, by `torch.onnx.export`. transformers.js reads these files. Writing needs the extra onnx.
 """
 
 import copy
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.errors import InputError
 from models.language_model import (
     Attention,
     LanguageModel,
@@ -148,20 +149,21 @@ def write_onnx(model: VisionLanguageModel, folder: Path, dtypes: Sequence[str] =
 
     Pixels, embeddings and logits are float32 in every type; past keys and values are float16 in the type float16. In
     int8, onnxruntime's dynamic quantization stores the matrices of the float32 graphs in 8 bits, and their inputs are
-    rounded when they run. Weights that a protobuf file cannot hold go to a file beside it, NAME.onnx_data.
+    rounded when they run. Weights that a protobuf file cannot hold go to a file beside it, NAME.onnx_data. Raises
+    InputError for other types.
     """
+    if unknown := [dtype for dtype in dtypes if dtype not in SUFFIXES]:
+        raise InputError(f"no ONNX graphs in {', '.join(unknown)}; use {', '.join(SUFFIXES)}")
     for name in (VISION_ENCODER, EMBED_TOKENS, DECODER):
-        plain, half, quantized = (folder / f"{name}{SUFFIXES[dtype]}.onnx" for dtype in ("float32", "float16", "int8"))
         logger.info("writing %s in %s", name, ", ".join(dtypes))
         if "float16" in dtypes:
-            _write_graph(model, name, torch.float16, half)
+            _write_graph(model, name, torch.float16, folder / f"{name}{SUFFIXES['float16']}.onnx")
         if "float32" in dtypes or "int8" in dtypes:
-            _write_graph(model, name, torch.float32, plain)
-        if "int8" in dtypes:
-            _quantize(plain, quantized)
-        if "float32" not in dtypes:
-            for file in (plain, _external_data(plain)):
-                file.unlink(missing_ok=True)
+            with TemporaryDirectory(dir=folder) as scratch:
+                path = (folder if "float32" in dtypes else Path(scratch)) / f"{name}.onnx"
+                _write_graph(model, name, torch.float32, path)
+                if "int8" in dtypes:
+                    _quantize(path, folder / f"{name}{SUFFIXES['int8']}.onnx")
 
 
 @torch.no_grad()
@@ -234,11 +236,11 @@ def _dimensions(name: str) -> dict[int, str]:
 
 
 def _in_dtype(module: nn.Module, dtype: torch.dtype) -> Any:
-    """The module itself if its weights have that dtype on the CPU, else a copy that does."""
+    """The module itself if it is in eval mode, in that dtype and on the CPU, else such a copy."""
     parameter = next(module.parameters())
-    if parameter.dtype == dtype and parameter.device.type == "cpu":
+    if parameter.dtype == dtype and parameter.device.type == "cpu" and not module.training:
         return module
-    return copy.deepcopy(module).to("cpu", dtype)
+    return copy.deepcopy(module).to("cpu", dtype).eval()
 
 
 def _external_data(path: Path) -> Path:

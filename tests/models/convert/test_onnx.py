@@ -12,6 +12,7 @@ pytest.importorskip("onnxruntime")
 
 from models.convert import onnx as convert  # noqa: E402
 from models.convert.onnx import write_onnx  # noqa: E402
+from models.errors import InputError  # noqa: E402
 from support.onnx import NAMES, OnnxModel, image_inputs, onnxruntime_graphs, openvino_graphs  # noqa: E402
 
 N_TOKENS = 8
@@ -135,8 +136,10 @@ def weight_bytes(path) -> list[int]:
 
 @pytest.mark.slow
 def test_float16_is_half_as_large_and_close(tmp_path, model, batch):
+    kept = tmp_path / "vision_encoder.onnx"
+    kept.touch()
     write_onnx(model, tmp_path, ["float16"])
-    assert {path.name for path in tmp_path.iterdir()} == {f"{name}_fp16.onnx" for name in NAMES}
+    assert {path.name for path in tmp_path.iterdir()} == {kept.name, *(f"{name}_fp16.onnx" for name in NAMES)}
     smaller = OnnxModel(onnxruntime_graphs(tmp_path, "_fp16"), model.cfg, model.image_token_id, np.float16)
     assert relative_error(smaller, model, batch) < 0.005
 
@@ -177,13 +180,14 @@ def test_openvino_gives_the_same_ids_and_logits(folder, model, batch):
 
 @pytest.mark.slow
 def test_a_model_in_bfloat16_leaves_with_its_own_values_and_nothing_else_changes(tmp_path, tiny_model, batch, capfd):
-    half, root = tiny_model().bfloat16(), logging.getLogger()
+    half, root = tiny_model().bfloat16().train(), logging.getLogger()
     before, handlers, level = {name: t.clone() for name, t in half.state_dict().items()}, root.handlers[:], root.level
     write_onnx(half, tmp_path, ["float32", "int8"])
+    assert half.training and half.decoder.training
     assert all(torch.equal(before[name], tensor) for name, tensor in half.state_dict().items())
     assert (root.handlers, root.level) == (handlers, level) and capfd.readouterr() == ("", "")
     exported = OnnxModel(onnxruntime_graphs(tmp_path), half.cfg, half.image_token_id)
-    assert_same_generation(exported, half.float(), batch)
+    assert_same_generation(exported, half.float().eval(), batch)
 
 
 @pytest.mark.slow
@@ -194,3 +198,9 @@ def test_weights_too_large_for_one_file_go_beside_it(tmp_path, model, batch, mon
     assert {path.name for path in tmp_path.iterdir()} == files
     assert_same_generation(OnnxModel(onnxruntime_graphs(tmp_path), model.cfg, model.image_token_id), model, batch)
     onnxruntime_graphs(tmp_path, "_quantized")
+
+
+def test_other_types_are_refused(tmp_path, model):
+    with pytest.raises(InputError, match="no ONNX graphs in int4; use float32, float16, int8"):
+        write_onnx(model, tmp_path, ["float32", "int4"])
+    assert not list(tmp_path.iterdir())
