@@ -50,6 +50,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="sequences that may wait, --max-body each; clients of more get 429 (default: 64)",
     )
     add("--max-body", type=int, default=20 * 2**20, metavar="BYTES", help="size of a request (default: 20 MiB)")
+    add(
+        "--image-cache",
+        type=int,
+        default=128 * 2**20,
+        metavar="BYTES",
+        help="memory for encoded images, which are not encoded again; 0 keeps none (default: 128 MiB)",
+    )
+    add(
+        "--prefix-cache",
+        type=int,
+        default=256 * 2**20,
+        metavar="BYTES",
+        help="memory for keys and values of earlier chats, whose next turn computes only what is new; 0 keeps none "
+        "(default: 256 MiB)",
+    )
     add("--max-pixels", type=int, default=40_000_000, metavar="N", help="pixels of an image (default: 40,000,000)")
     add(
         "--timeout",
@@ -83,10 +98,19 @@ def server_options(args: argparse.Namespace) -> "ServerOptions":
     from nanovlm.serving.admission import Limits
     from nanovlm.serving.server import ServerOptions
 
-    for name, minimum in (("max_num_seqs", 1), ("max_pending", 0), ("max_body", 1), ("max_pixels", 1), ("timeout", 1)):
+    minima = {"max_num_seqs": 1, "max_body": 1, "max_pixels": 1, "timeout": 1}
+    for name, minimum in (minima | {"max_pending": 0, "image_cache": 0, "prefix_cache": 0}).items():
         if not getattr(args, name) >= minimum:  # true for nan as well
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {minimum}")
-    limits = Limits(args.max_num_seqs, args.max_pending, args.max_body, args.max_pixels, args.timeout)
+    limits = Limits(
+        max_num_seqs=args.max_num_seqs,
+        max_pending=args.max_pending,
+        max_body_bytes=args.max_body,
+        max_pixels=args.max_pixels,
+        timeout_s=args.timeout,
+        image_cache_bytes=args.image_cache,
+        prefix_cache_bytes=args.prefix_cache,
+    )
     return ServerOptions(
         host=args.host,
         port=args.port,

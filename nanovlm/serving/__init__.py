@@ -10,5 +10,5 @@ structured_output   answers that follow a JSON schema
 image_urls   data URLs and remote images; chat_format: messages to model inputs
 engine       the thread that owns the model and its continuous batch
 streaming    tokens to text, stop strings and server-sent events
-metrics      what Prometheus reads
+metrics      what Prometheus reads, the caches between requests included
 """

@@ -19,6 +19,8 @@ class Limits:
     max_body_bytes: int = 20 * 2**20  # of a request, and of a remote image
     max_pixels: int = 40_000_000  # of an image
     timeout_s: float = 120.0  # from a request's arrival to the end of its answer
+    image_cache_bytes: int = 128 * 2**20  # of encoded images kept for later requests
+    prefix_cache_bytes: int = 256 * 2**20  # of keys and values kept for a chat's next turn
 
 
 class Admission:

@@ -1,11 +1,13 @@
 """From a request's messages to what the model reads."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from models.inference.serving_caches import ImageCache, ImageInput
 from nanovlm import PROMPT
 from nanovlm.errors import ImageError, NanoVLMError
 from nanovlm.image_processing import load_image
@@ -29,7 +31,7 @@ class Chat:
 @dataclass(frozen=True)
 class ModelInputs:
     input_ids: Tensor  # (T,)
-    images: Tensor | None  # (N, 3, S, S)
+    images: list[ImageInput]
     continued_ids: list[int]  # the last ones of input_ids that belong to the answer's text
 
 
@@ -83,22 +85,29 @@ def parse_messages(messages: Sequence[Message], param: str = "messages") -> Chat
     return Chat(image_urls, list(zip(texts[:-1:2], texts[1::2])), texts[-1], answer)
 
 
-def prepare_inputs(chat: Chat, files: Sequence[str | bytes], processor: Processor, max_pixels: int) -> ModelInputs:
-    """Preprocess a chat and its images, each a file or a data URL. Threads may do it."""
-    tiles: list[Tensor] = []
-    grids: list[tuple[int, int]] = []
+def prepare_inputs(
+    chat: Chat,
+    files: Sequence[str | bytes],
+    processor: Processor,
+    max_pixels: int,
+    image_cache: ImageCache | None = None,
+) -> ModelInputs:
+    """Preprocess a chat and its images, each a file or a data URL. Threads may do it.
+
+    An image that the cache holds is neither decoded nor encoded again.
+    """
+    images: list[ImageInput] = []
     for number, file in enumerate(files, 1):
-        image_tiles, grid = preprocess(number, file, processor, max_pixels)
-        tiles.append(image_tiles)
-        grids.append(grid)
-        check_image_tokens(tiles, processor)
+        images.append(preprocess(number, file, processor, max_pixels, image_cache))
+        check_image_tokens(images, processor)
+    grids = [image.grid for image in images if image.grid is not None]
     try:
         ids = processor.encode_prompt(grids, chat.question, chat.history)
         tokenizer = processor.tokenizer
         continued_ids = tokenizer.encode(tokenizer.answer_prefix + chat.answer) if chat.answer else []
     except NanoVLMError as error:  # the model has no chat template, or the template refuses this chat
         raise APIError(400, str(error), param="messages") from None
-    return ModelInputs(torch.tensor(ids + continued_ids), torch.cat(tiles) if tiles else None, continued_ids)
+    return ModelInputs(torch.tensor(ids + continued_ids), images, continued_ids)
 
 
 def prepare_completion(prompt: str | list[int], tokenizer: Tokenizer) -> ModelInputs:
@@ -111,31 +120,37 @@ def prepare_completion(prompt: str | list[int], tokenizer: Tokenizer) -> ModelIn
     if tokenizer.image_token_id in ids:
         message = "prompt holds image tokens; send pictures as messages to /v1/chat/completions"
         raise APIError(400, message, param="prompt")
-    return ModelInputs(torch.tensor(ids), None, list(ids))
+    return ModelInputs(torch.tensor(ids), [], list(ids))
 
 
-def preprocess(number: int, file: str | bytes, processor: Processor, max_pixels: int) -> tuple[Tensor, tuple[int, int]]:
-    """The tiles (n, 3, S, S) of the request's image of that number, counted from 1, and their grid."""
+def preprocess(
+    number: int, file: str | bytes, processor: Processor, max_pixels: int, image_cache: ImageCache | None = None
+) -> ImageInput:
+    """The request's image of that number, counted from 1."""
     name = f"image {number}"
     try:
         data = decode_data_url(file) if isinstance(file, str) else file
     except ImageError as error:
         raise invalid_image(f"{name}: {error}") from None
+    key = hashlib.blake2b(data, digest_size=16).digest()
+    if image_cache is not None and (cached := image_cache.find(key)):
+        return cached
     try:
-        return processor.preprocess(load_image(data, name, max_pixels))
+        tiles, grid = processor.preprocess(load_image(data, name, max_pixels))
     except ImageError as error:  # begins with the name
         raise invalid_image(str(error)) from None
+    return ImageInput(tiles, key, grid)
 
 
 def invalid_image(message: str) -> APIError:
     return APIError(400, message, "invalid_image", "messages")
 
 
-def check_image_tokens(tiles: Sequence[Tensor], processor: Processor) -> None:
+def check_image_tokens(images: Sequence[ImageInput], processor: Processor) -> None:
     """Refuse more images than the context holds, before they fill the memory."""
     cfg = processor.cfg
-    n_tokens = sum(map(len, tiles)) * cfg.mp_image_token_length
+    n_tokens = sum(image.n_tiles for image in images) * cfg.mp_image_token_length
     if n_tokens > cfg.lm_max_position_embeddings:
         limit = f"lm_max_position_embeddings={cfg.lm_max_position_embeddings}"
-        message = f"{len(tiles)} images alone take {n_tokens} tokens, more than {limit}; show fewer"
+        message = f"{len(images)} images alone take {n_tokens} tokens, more than {limit}; show fewer"
         raise APIError(400, message, "context_length_exceeded", "messages")

@@ -24,6 +24,7 @@ from models.inference.continuous_batching import (
     TokenLogprobs,
     TokenOutput,
 )
+from models.inference.serving_caches import ImageInput
 from nanovlm.errors import NanoVLMError, is_out_of_memory
 from nanovlm.serving.errors import EngineError, EngineStoppedError
 
@@ -45,7 +46,7 @@ class SequenceRequest:
     """A prompt and how to continue it; see `ContinuousBatch.add`."""
 
     input_ids: Tensor  # (T,)
-    images: Tensor | None  # (N, 3, S, S)
+    images: Sequence[ImageInput]
     max_new_tokens: int
     sampling: SamplingParams = GREEDY
     logits_processor: LogitsProcessor | None = None
@@ -235,7 +236,7 @@ class Engine:
             if output.error:
                 self._fail(sequence, output.error)
                 continue
-            sequence.started, sequence.request.images = True, None
+            sequence.started, sequence.request.images = True, ()
             if output.finished:
                 del self._active[sequence.id]
             results.append((sequence.id, output))

@@ -6,12 +6,14 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from models.inference.continuous_batching import ContinuousBatch
+from models.inference.serving_caches import ImageCache, PrefixCache
 from nanovlm.captioner import Captioner
 from nanovlm.errors import ImageError
 from nanovlm.serving.admission import Admission, Limits, PixelBudget
@@ -48,10 +50,24 @@ OUTPUT_FORMATS: dict[type[GenerationFields], Callable[[str, str, Decode], Output
 PIXEL_BUDGET_BYTES = 2**28  # of images that are decoded and not prefilled yet, as float32
 
 
+@dataclass(frozen=True)
+class Caches:
+    """What is kept between requests; None is no cache."""
+
+    images: ImageCache | None = None
+    prefixes: PrefixCache | None = None
+
+    @classmethod
+    def from_limits(cls, limits: Limits) -> "Caches":
+        images, prefixes = limits.image_cache_bytes, limits.prefix_cache_bytes
+        return cls(ImageCache(images) if images else None, PrefixCache(prefixes) if prefixes else None)
+
+
 class ChatService:
     """Answers requests with one model, whatever model they name unless strict_model.
 
-    fetcher, engine and pixel_budget_bytes replace the defaults: no remote images, an engine of the captioner's model.
+    fetcher, engine, pixel_budget_bytes and caches replace the defaults: no remote images, an engine of the captioner's
+    model with caches as large as the limits say.
     """
 
     def __init__(
@@ -64,10 +80,12 @@ class ChatService:
         engine: Engine | None = None,
         pixel_budget_bytes: int = PIXEL_BUDGET_BYTES,
         strict_model: bool = False,
+        caches: Caches | None = None,
     ):
         self.strict_model = strict_model
         self.captioner, self.name, self.limits = captioner, name, limits or Limits()
-        self.engine = engine or Engine(lambda: new_batch(captioner, self.limits.max_num_seqs))
+        self.caches = caches or Caches.from_limits(self.limits)
+        self.engine = engine or Engine(lambda: new_batch(captioner, self.limits.max_num_seqs, self.caches))
         self.fetcher = fetcher or ImageFetcher()
         self.structured_output = StructuredOutput(captioner.tokenizer)
         self.admission = Admission(self.limits.max_num_seqs + self.limits.max_pending)
@@ -76,6 +94,8 @@ class ChatService:
             lambda: self.num_waiting,
             lambda: self.engine.cache_bytes_used,
             lambda: self.engine.cache_bytes_allocated,
+            self.caches.images,
+            self.caches.prefixes,
         )
         image_bytes = captioner.processor.max_tiles_per_image * 3 * captioner.processor.cfg.vit_img_size**2 * 4
         self.pixel_budget = PixelBudget(max(1, pixel_budget_bytes // image_bytes))
@@ -193,8 +213,9 @@ class ChatService:
         request.messages.clear()  # from here on only chat holds the encoded images
         files = await self._fetch_images(chat)
         reservation = await self.pixel_budget.acquire(len(files), request_scope)
+        processor, image_cache = self.captioner.processor, self.caches.images
         inputs = await reservation.run(
-            self._executor, prepare_inputs, chat, files, self.captioner.processor, self.limits.max_pixels
+            self._executor, prepare_inputs, chat, files, processor, self.limits.max_pixels, image_cache
         )
         return [inputs], reservation.release
 
@@ -235,7 +256,11 @@ class ChatService:
         self.metrics.answer_tokens.inc(stream.num_tokens)
 
 
-def new_batch(captioner: Captioner, max_num_seqs: int) -> ContinuousBatch:
+def new_batch(captioner: Captioner, max_num_seqs: int, caches: Caches) -> ContinuousBatch:
     return ContinuousBatch(
-        captioner.inference, max_num_seqs=max_num_seqs, eos_token_id=captioner.tokenizer.eos_token_ids
+        captioner.inference,
+        max_num_seqs=max_num_seqs,
+        eos_token_id=captioner.tokenizer.eos_token_ids,
+        image_cache=caches.images,
+        prefix_cache=caches.prefixes,
     )

@@ -16,14 +16,15 @@ from nanovlm import SAMPLE
 from nanovlm.serving.admission import Limits
 from nanovlm.serving.app import make_app
 from nanovlm.serving.engine import Engine
-from nanovlm.serving.service import ChatService
+from nanovlm.serving.service import Caches, ChatService
 
 
 class WatchedBatch(ContinuousBatch):
     """Calls before_step() before each step, and on_add(key, images) for each prompt."""
 
-    def __init__(self, captioner, max_num_seqs=32, before_step=lambda: None, on_add=lambda key, images: None):
-        super().__init__(captioner.inference, max_num_seqs=max_num_seqs, eos_token_id=captioner.tokenizer.eos_token_id)
+    def __init__(self, captioner, max_num_seqs=32, before_step=lambda: None, on_add=lambda key, images: None, **caches):
+        eos_token_id = captioner.tokenizer.eos_token_id
+        super().__init__(captioner.inference, max_num_seqs=max_num_seqs, eos_token_id=eos_token_id, **caches)
         self.before_step, self.on_add = before_step, on_add
 
     def add(self, key, input_ids, images=None, **options):
@@ -48,11 +49,15 @@ class RunningServer:
         make_batch=None,
         batch=None,
         allowed_origins=(),
+        caches=None,
         **service_options,
     ):
         limits = limits or Limits()
-        make_batch = make_batch or (lambda: WatchedBatch(captioner, limits.max_num_seqs, **(batch or {})))
-        self.service = ChatService(captioner, "nanovlm", limits, engine=Engine(make_batch), **service_options)
+        caches = caches or Caches()
+        batch = {"image_cache": caches.images, "prefix_cache": caches.prefixes} | (batch or {})
+        make_batch = make_batch or (lambda: WatchedBatch(captioner, limits.max_num_seqs, **batch))
+        options = {"engine": Engine(make_batch), "caches": caches} | service_options
+        self.service = ChatService(captioner, "nanovlm", limits, **options)
         app = make_app(self.service, allowed_hosts, api_key, allowed_origins=allowed_origins)
         self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", ws="none", http="h11"))
         self.thread = threading.Thread(target=self.server.run)

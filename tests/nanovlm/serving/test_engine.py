@@ -10,6 +10,7 @@ import torch
 
 from models.errors import InputError
 from models.inference.continuous_batching import ContinuousBatch, TokenOutput
+from models.inference.serving_caches import ImageInput
 from nanovlm import SAMPLE
 from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import EngineError, EngineStoppedError
@@ -109,9 +110,9 @@ def test_failure_of_one_request_ends_no_other(tiny_model, stage, error, caplog):
     model = tiny_model()
 
     async def main(engine):
-        handles = [engine.submit([SequenceRequest(ids, None, 5)]) for ids in PROMPTS]
+        handles = [engine.submit([SequenceRequest(ids, (), 5)]) for ids in PROMPTS]
         results = await asyncio.gather(*map(collect, handles), return_exceptions=True)
-        again = await collect(engine.submit([SequenceRequest(PROMPTS[0], None, 5)]))
+        again = await collect(engine.submit([SequenceRequest(PROMPTS[0], (), 5)]))
         return results, again
 
     results, again = run_engine(lambda: FailingBatch(model, stage, error), main)
@@ -133,7 +134,7 @@ def test_sequences_without_tokens_are_tried_again_when_their_batch_fails(tiny_mo
             return outputs
 
     async def main(engine):
-        return await asyncio.gather(*(collect(engine.submit([SequenceRequest(ids, None, 5)])) for ids in PROMPTS))
+        return await asyncio.gather(*(collect(engine.submit([SequenceRequest(ids, (), 5)])) for ids in PROMPTS))
 
     results = run_engine(lambda: FailingOnce(model, max_num_seqs=4), main)
     assert results == expected_tokens(model, 5), "their tokens of the failed step had not been returned"
@@ -150,12 +151,12 @@ def test_sequences_that_had_tokens_fail_with_their_batch(tiny_model):
             return super().step()
 
     async def main(engine):
-        handle = engine.submit([SequenceRequest(PROMPTS[0], None, 50)])
+        handle = engine.submit([SequenceRequest(PROMPTS[0], (), 50)])
         await handle.outputs()
         fail.set()
         with pytest.raises(EngineError):
             await collect(handle)
-        return await collect(engine.submit([SequenceRequest(PROMPTS[0], None, 5)]))
+        return await collect(engine.submit([SequenceRequest(PROMPTS[0], (), 5)]))
 
     assert run_engine(lambda: FailingLater(model, max_num_seqs=4), main) == expected_tokens(model, 5)[0]
 
@@ -170,7 +171,7 @@ def test_without_memory_for_all_the_newest_sequence_fails(tiny_model):
             return super().step()
 
     async def main(engine):
-        handles = [engine.submit([SequenceRequest(ids, None, 30)]) for ids in PROMPTS[:2]]
+        handles = [engine.submit([SequenceRequest(ids, (), 30)]) for ids in PROMPTS[:2]]
         return await asyncio.gather(*map(collect, handles), return_exceptions=True)
 
     first, second = run_engine(lambda: SmallBatch(model, max_num_seqs=2), main)
@@ -180,7 +181,7 @@ def test_without_memory_for_all_the_newest_sequence_fails(tiny_model):
 def test_error_of_the_users_reaches_the_request_as_it_is(tiny_model, caplog):
     async def main(engine):
         with pytest.raises(InputError, match="max_new_tokens=0"):
-            await collect(engine.submit([SequenceRequest(PROMPTS[0], None, 0)]))
+            await collect(engine.submit([SequenceRequest(PROMPTS[0], (), 0)]))
 
     run_engine(lambda: ContinuousBatch(tiny_model(), max_num_seqs=2), main)
     assert not caplog.records
@@ -190,9 +191,9 @@ def test_closed_engine_fails_its_requests_at_once(tiny_model):
     async def run():
         engine = Engine(lambda: ContinuousBatch(tiny_model(), max_num_seqs=1))
         with pytest.raises(EngineStoppedError):
-            engine.submit([SequenceRequest(PROMPTS[0], None, 5)])
+            engine.submit([SequenceRequest(PROMPTS[0], (), 5)])
         engine.start()
-        handles = [engine.submit([SequenceRequest(ids, None, 50)]) for ids in PROMPTS]
+        handles = [engine.submit([SequenceRequest(ids, (), 50)]) for ids in PROMPTS]
         await handles[0].outputs()
         await asyncio.to_thread(engine.close)
         assert not engine.alive
@@ -209,8 +210,8 @@ def test_cancelled_sequences_leave_and_their_images_are_released(tiny_model):
     async def main(engine):
         images = torch.rand(1, 3, 16, 16)
         reference = weakref.ref(images)
-        running = engine.submit([SequenceRequest(PROMPTS[0], None, 50)])
-        waiting = engine.submit([SequenceRequest(torch.tensor([3, 3, 3, 3, 5]), images, 5)] * 2)
+        running = engine.submit([SequenceRequest(PROMPTS[0], (), 50)])
+        waiting = engine.submit([SequenceRequest(torch.tensor([3, 3, 3, 3, 5]), [ImageInput(images)], 5)] * 2)
         del images
         waiting.cancel()
         result = await collect(running)

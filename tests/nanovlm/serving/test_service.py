@@ -313,7 +313,7 @@ def test_pixel_budget_is_held_until_decoding_threads_return(embedded):
 @pytest.mark.parametrize("stream", [False, True])
 def test_pixels_are_released_after_prefill(embedded, slow, stream):
     images = []
-    batch = slow | {"on_add": lambda key, tensor: images.append(weakref.ref(tensor))}
+    batch = slow | {"on_add": lambda key, shown: images.append(weakref.ref(shown[0].tiles))}
     with RunningServer(embedded, batch=batch) as server, ThreadPoolExecutor(1) as clients:
         body = {"model": "nanovlm", "messages": user_message(QUESTIONS[0], SAMPLE_URL), "stream": stream}
         response = clients.submit(server.post, body)

@@ -1,0 +1,106 @@
+"""A picture is encoded once, and a chat's next turn computes only what is new; answers stay the same."""
+
+from random import Random
+
+import pytest
+
+from models.inference.serving_caches import ImageCache, PrefixCache
+from nanovlm import SAMPLE, Captioner
+from nanovlm.chat_session import ChatSession
+from nanovlm.processor import Processor
+from nanovlm.serving.admission import Limits
+from nanovlm.serving.service import Caches
+from nanovlm.synthetic import draw, random_scene
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, data_url, user_message
+
+LARGE = 2**26
+
+
+class CountingProcessor(Processor):
+    def __init__(self, processor):
+        super().__init__(processor.cfg, processor.tokenizer)
+        self.n_images = 0
+
+    def preprocess(self, image):
+        self.n_images += 1
+        return super().preprocess(image)
+
+
+@pytest.fixture
+def counted(embedded):
+    """A captioner that counts the images it preprocesses and the tiles it encodes."""
+    captioner, tiles = Captioner(embedded.model, CountingProcessor(embedded.processor)), []
+    encoder = captioner.model.vision_encoder
+    hook = encoder.register_forward_pre_hook(lambda module, args: tiles.append(len(args[0])))
+    yield captioner, tiles
+    hook.remove()
+
+
+def test_second_request_about_a_picture_does_not_encode_it(counted, embedded):
+    captioner, tiles = counted
+    other = draw(random_scene(Random(1)), 100, 100)
+    expected = [embedded.caption(SAMPLE, question) for question in QUESTIONS]
+    expected_both = embedded.caption([SAMPLE, other], "?", max_new_tokens=5)
+    tiles.clear()
+    with RunningServer(captioner, caches=Caches(images=ImageCache(LARGE))) as server:
+        for question, answer in zip(QUESTIONS, expected):
+            asked = server.post({"messages": user_message(question, SAMPLE_URL), "n": 2})
+            assert answer_of(asked) == answer
+        assert tiles == [1] and captioner.processor.n_images == 1
+        sums = server.metrics()
+        assert (sums["nanovlm_image_cache_queries_total"], sums["nanovlm_image_cache_hits_total"]) == (4, 3)
+        cfg = embedded.model.cfg
+        assert sums["nanovlm_image_cache_used_bytes"] == cfg.mp_image_token_length * cfg.lm_hidden_dim * 4
+        both = server.post({"messages": user_message("?", SAMPLE_URL, data_url(other)), "max_tokens": 5})
+        assert answer_of(both) == expected_both
+        assert tiles == [1, 1] and captioner.processor.n_images == 2
+        for url in ("data:image/x;base64," + SAMPLE_URL.partition(",")[2], SAMPLE_URL.partition(",")[2]):
+            assert answer_of(server.post({"messages": user_message(QUESTIONS[0], url)})) == expected[0]
+        assert tiles == [1, 1], "the picture counts, not its URL"
+
+
+def test_next_turn_reuses_the_turns_before(counted, embedded):
+    captioner, tiles = counted
+    session = ChatSession(embedded, [SAMPLE])
+    expected = ["".join(session.ask(question)) for question in QUESTIONS]
+    tiles.clear()
+    with RunningServer(captioner, caches=Caches(ImageCache(LARGE), PrefixCache(LARGE))) as server:
+        messages, hits = [], 0
+        for question, answer in zip(QUESTIONS, expected):
+            messages += user_message(question, *([] if messages else [SAMPLE_URL]))
+            response = server.post({"messages": messages})
+            assert answer_of(response) == answer
+            sums, before = server.metrics(), hits
+            hits, usage = sums["nanovlm_prefix_cache_hit_tokens_total"], response.json()["usage"]
+            if len(messages) > 1:
+                new = usage["prompt_tokens"] - (hits - before)
+                assert new <= 16, f"{new} tokens are computed; the question alone has about 10"
+            messages.append({"role": "assistant", "content": answer_of(response)})
+        assert hits > 0 and tiles == [1]
+        assert sums["nanovlm_prefix_cache_query_tokens_total"] == sums["nanovlm_prompt_tokens_total"]
+        assert 0 < sums["nanovlm_prefix_cache_used_bytes"] <= LARGE
+
+
+def test_another_picture_is_never_mistaken(embedded):
+    scenes = [draw(random_scene(Random(seed)), 160, 120) for seed in range(6)]
+    expected = [embedded.caption(scene) for scene in scenes]
+    assert len(set(expected)) > 1
+    with RunningServer(embedded, caches=Caches(ImageCache(LARGE), PrefixCache(LARGE))) as server:
+        for _ in range(2):
+            for scene, caption in zip(scenes, expected):
+                assert answer_of(server.post({"messages": user_message(QUESTIONS[0], data_url(scene))})) == caption
+
+
+def test_caches_are_as_large_as_the_limits_say():
+    caches = Caches.from_limits(Limits(image_cache_bytes=0, prefix_cache_bytes=5000))
+    assert caches.images is None and caches.prefixes is not None
+    assert Caches.from_limits(Limits(prefix_cache_bytes=0)).prefixes is None
+
+
+def test_server_without_caches_counts_nothing(embedded):
+    with RunningServer(embedded) as server:
+        for _ in range(2):
+            server.post({"messages": user_message("?", SAMPLE_URL), "max_tokens": 2})
+        sums = server.metrics()
+    for name in ("image_cache_hits_total", "prefix_cache_hit_tokens_total", "image_cache_used_bytes"):
+        assert sums[f"nanovlm_{name}"] == 0
