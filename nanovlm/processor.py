@@ -11,7 +11,7 @@ This is the one place where a checkpoint's format version (`VLMConfig.format_ver
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -71,10 +71,18 @@ class Processor:
         tiles = [self.preprocess(image) for image in images]
         return self.encode_prompt([grid for _, grid in tiles], question), [one for one, _ in tiles]
 
-    def encode_prompt(self, grids: Sequence[Grid], question: str, history: Sequence[tuple[str, str]] = ()) -> list[int]:
-        """Token ids of a question, images before all text, up to where the answer begins.
+    def encode_prompt(
+        self,
+        grids: Sequence[Grid],
+        question: str,
+        history: Sequence[tuple[str, str]] = (),
+        images_per_turn: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Token ids of a question about images up to where the answer begins.
 
-        history holds the questions and answers before it, oldest first.
+        history holds the questions and answers before it, oldest first. images_per_turn says how many of the images
+        each question brings, before its text; by default the first brings all. nanoVLM's formats were trained with all
+        images before all text, so there it has no effect.
         """
         if not isinstance(question, str):
             raise InputError(f"a prompt is one string, not {type(question).__name__}; pass earlier turns as history")
@@ -84,7 +92,11 @@ class Processor:
         messages: list[Message] = [
             {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)
         ]
-        messages[0]["images"] = self.image_markups(grids)
+        markups = iter(self.image_markups(grids))
+        if self.cfg.smolvlm is not None and images_per_turn is not None:
+            for message, n in zip(messages[::2], images_per_turn, strict=True):
+                message["images"] = list(islice(markups, n))
+        messages[0]["images"] = [*messages[0].get("images", ()), *markups]
         return self.tokenizer.encode_chat(messages)
 
     def image_markups(self, grids: Sequence[Grid]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,10 +22,11 @@ from nanovlm.tokenizer import Tokenizer
 class Chat:
     """A conversation up to the question to answer; history holds the questions and answers before it."""
 
-    image_urls: list[str]  # all images come before all text, as in nanoVLM's training data
+    image_urls: list[str]
     history: list[tuple[str, str]]
     question: str
     answer: str = ""  # the beginning of the answer, which the model continues
+    images_per_turn: list[int] | None = field(default=None, compare=False)  # of each question; None: all of the first
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class _Turn:
 
     role: str
     text: str
-    has_images: bool = False
+    n_images: int = 0
 
     @classmethod
     def join(cls, messages: Iterable[Message]) -> "list[_Turn]":
@@ -50,7 +51,7 @@ class _Turn:
             if not turns or turns[-1].role != message.role:
                 turns.append(cls(message.role, ""))
             turns[-1].text = "\n".join(filter(None, (turns[-1].text, message.text)))
-            turns[-1].has_images |= bool(message.image_urls)
+            turns[-1].n_images += len(message.image_urls)
         return turns
 
 
@@ -73,16 +74,17 @@ def parse_messages(messages: Sequence[Message], param: str = "messages") -> Chat
         turns.insert(0, _Turn("user", ""))
     answer = turns.pop().text if turns[-1].role == "assistant" else ""
     for turn in turns:
-        if turn.has_images and not turn.text.strip():
+        if turn.n_images and not turn.text.strip():
             turn.text = PROMPT
     texts = [turn.text for turn in turns]
     if not texts[-1].strip() and not answer:
-        if not any(turn.has_images for turn in turns):
+        if not any(turn.n_images for turn in turns):
             raise APIError(400, "the last user message is empty; ask something", param=param)
         texts[-1] = PROMPT
     texts[0] = "\n\n".join(filter(None, [*system, texts[0]]))
     image_urls = [url for message in messages for url in message.image_urls]
-    return Chat(image_urls, list(zip(texts[:-1:2], texts[1::2])), texts[-1], answer)
+    images_per_turn = [turn.n_images for turn in turns[::2]]
+    return Chat(image_urls, list(zip(texts[:-1:2], texts[1::2])), texts[-1], answer, images_per_turn)
 
 
 def prepare_inputs(
@@ -102,7 +104,7 @@ def prepare_inputs(
         check_image_tokens(images, processor)
     grids = [image.grid for image in images if image.grid is not None]
     try:
-        ids = processor.encode_prompt(grids, chat.question, chat.history)
+        ids = processor.encode_prompt(grids, chat.question, chat.history, chat.images_per_turn)
         tokenizer = processor.tokenizer
         continued_ids = tokenizer.encode(tokenizer.answer_prefix + chat.answer) if chat.answer else []
     except NanoVLMError as error:  # the model has no chat template, or the template refuses this chat

@@ -22,6 +22,8 @@ from nanovlm.data.examples import Example, collate, encode
 from nanovlm.errors import CheckpointError, InputError
 from nanovlm.export import export_smolvlm
 from nanovlm.processor import Processor
+from nanovlm.serving.chat_format import parse_messages
+from nanovlm.serving.protocol import ChatCompletionRequest
 from nanovlm.smolvlm_layout import check_format
 from support.smolvlm import TEMPLATE, make_tokenizer, their_inputs, write_folder
 
@@ -369,3 +371,20 @@ def test_a_smolvlm_is_exported_as_it_is(folders, tmp_path):
 def test_a_smolvlm_does_not_become_a_nanovlm(folders, tmp_path):
     with pytest.raises(InputError, match="format=nanovlm, but this model has SmolVLM's layout"):
         check_format(load_config(folders("SmolVLM2")[0]), "nanovlm")
+
+
+def test_images_of_later_turns_stay_there(folders):
+    folder, _, processor = folders("SmolVLM2")
+    ours = Captioner.from_pretrained(folder).processor
+    images = [picture(70, 40), picture(20, 90), picture(16, 16)]
+    turns = ["What is this?", "A cat.", "And there?", "A dog.", "And now?"]
+    expected = their_inputs(processor, images, turns, [1, 0, 2])["input_ids"][0].tolist()
+    grids = [ours.preprocess(image)[1] for image in images]
+    history = [("What is this?", "A cat."), ("And there?", "A dog.")]
+    assert ours.encode_prompt(grids, "And now?", history, [1, 0, 2]) == expected
+    url = {"type": "image_url", "image_url": {"url": "data:,"}}
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    messages[0]["content"] = [{"type": "text", "text": turns[0]}, url]
+    messages[4]["content"] = [url, {"type": "text", "text": turns[4]}, url]
+    chat = parse_messages(ChatCompletionRequest.model_validate({"messages": messages}).messages)
+    assert ours.encode_prompt(grids, chat.question, chat.history, chat.images_per_turn) == expected

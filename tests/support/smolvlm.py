@@ -101,12 +101,13 @@ def write_folder(
     return model, processor
 
 
-def their_inputs(processor, images, turns):
+def their_inputs(processor, images, turns, images_per_turn=()):
     """transformers' inputs for a chat of texts, the user's and the assistant's in turn, about images."""
     messages = [
         {"role": ("user", "assistant")[i % 2], "content": [{"type": "text", "text": text}]}
         for i, text in enumerate(turns)
     ]
-    messages[0]["content"] = [{"type": "image"} for _ in images] + messages[0]["content"]
+    for message, n in zip(messages[::2], images_per_turn or [len(images)]):
+        message["content"] = [{"type": "image"}] * n + message["content"]
     prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
     return processor(text=prompt, images=[images] if images else None, return_tensors="pt")
