@@ -1,10 +1,13 @@
-"""Latency and throughput of the server, for one client and for many at once.
+"""Latency and throughput of the server, for one client and for many at once, and what its caches save.
 
     python -m eval.serving    # 32 clients
 
 `nanovlm serve` runs in a process of its own; the clients use the openai library from this process, on the same machine.
 One client asks about drawn scenes one after another. Then many clients ask at once, several times each, about the same
 scenes. Every answer is compared with the one that the single client got. The command fails if a request is lost.
+
+These requests are measured without the server's caches. Then one client has chats of two turns, each about a scene of
+its own, with a server without caches, with one that keeps encoded images, and with one that keeps keys and values, too.
 """
 
 import asyncio
@@ -18,9 +21,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
+import httpx
 import openai
 
 from eval.lib.command import add_device_flags, make_parser, positive, progress, report
@@ -31,6 +35,16 @@ from nanovlm.errors import NanoVLMError, UsageError
 from nanovlm.synthetic import draw, random_scene
 
 IMAGE_SIZES = (96, 512)  # pixels
+SECOND_QUESTION = "How many objects are there?"
+CACHES = {  # what is kept between requests, and the server's flags for it
+    "none": ["--image-cache", "0", "--prefix-cache", "0"],
+    "images": ["--prefix-cache", "0"],
+    "images, keys, values": [],
+}
+COUNTERS = (
+    ("image_cache_hits", "image_cache_queries", "images"),
+    ("prefix_cache_hit_tokens", "prefix_cache_query_tokens", "tokens"),
+)
 SERVER = "import sys; from nanovlm.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -51,11 +65,15 @@ def scene_urls(n: int, seed: str) -> list[str]:
     return urls
 
 
-async def ask(client: openai.AsyncOpenAI, model: str, url: str) -> Answer:
-    """Stream the caption of an image."""
-    started, first, text = time.perf_counter(), 0.0, ""
+def first_message(url: str) -> dict[str, Any]:
+    """A user's message that asks for the caption of an image."""
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": PROMPT}]
-    messages: Any = [{"role": "user", "content": parts}]
+    return {"role": "user", "content": parts}
+
+
+async def ask(client: openai.AsyncOpenAI, model: str, messages: Any) -> Answer:
+    """Stream the answer to a chat."""
+    started, first, text = time.perf_counter(), 0.0, ""
     stream: Any = await client.chat.completions.create(model=model, messages=messages, stream=True)
     async for chunk in stream:
         if chunk.choices and chunk.choices[0].delta.content:
@@ -66,12 +84,12 @@ async def ask(client: openai.AsyncOpenAI, model: str, url: str) -> Answer:
 
 async def measure(url: str, n_clients: int, rounds: int, seed: str) -> dict:
     """Answers to one client about n_clients scenes, then to n_clients who each ask `rounds` times."""
-    images = scene_urls(n_clients, seed)
+    chats = [[first_message(image)] for image in scene_urls(n_clients, seed)]
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         (model,) = [model.id async for model in client.models.list()]
-        await asyncio.gather(*(ask(client, model, image) for image in images))  # warm up
+        await asyncio.gather(*(ask(client, model, chat) for chat in chats))  # warm up
         started = time.perf_counter()
-        expected = [await ask(client, model, image) for image in images]
+        expected = [await ask(client, model, chat) for chat in chats]
         one = summarize(expected, time.perf_counter() - started)
 
         async def run_client(i: int) -> list[tuple[int, Answer | None]]:
@@ -79,7 +97,7 @@ async def measure(url: str, n_clients: int, rounds: int, seed: str) -> dict:
             for k in range(rounds):
                 index = (i + k) % n_clients
                 try:
-                    answers.append((index, await ask(client, model, images[index])))
+                    answers.append((index, await ask(client, model, chats[index])))
                 except openai.OpenAIError as error:
                     progress(f"client {i}: {error}")
                     answers.append((index, None))
@@ -90,6 +108,35 @@ async def measure(url: str, n_clients: int, rounds: int, seed: str) -> dict:
         many = summarize([answer for _, answer in answers if answer], time.perf_counter() - started)
     same = sum(answer is not None and answer.text == expected[index].text for index, answer in answers)
     return {"clients": n_clients, "requests": len(answers), "same": same, "one": one, "many": many}
+
+
+async def measure_turns(url: str, n_chats: int, seed: str) -> dict:
+    """Two turns of n_chats about different scenes, one after another, and the hits of the server's caches."""
+    first, second = [], []
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+        (model,) = [model.id async for model in client.models.list()]
+        for warm_up in scene_urls(3, f"{seed} warm up"):
+            await ask(client, model, [first_message(warm_up)])
+        for image in scene_urls(n_chats, f"{seed} turns"):
+            chat: list[dict[str, Any]] = [first_message(image)]
+            first.append(await ask(client, model, chat))
+            chat.append({"role": "assistant", "content": first[-1].text})
+            chat.append({"role": "user", "content": SECOND_QUESTION})
+            second.append(await ask(client, model, chat))
+    return {
+        "chats": n_chats,
+        "first_turn_s": median(answer.first_text_s for answer in first),
+        "second_turn_s": median(answer.first_text_s for answer in second),
+        "answers": [answer.text for answer in first + second],
+        "metrics": cache_metrics(url),
+    }
+
+
+def cache_metrics(url: str) -> dict[str, float]:
+    """The counters of the server's caches."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    pairs = [line.removeprefix("nanovlm_").split() for line in lines if re.match(r"nanovlm_\w+_cache_\w+_total ", line)]
+    return {name: float(value) for name, value in pairs}
 
 
 def summarize(answers: Sequence[Answer], seconds: float) -> dict:
@@ -120,6 +167,14 @@ def table(result: dict) -> str:
         )
     lost = result["requests"] - result["many"]["answered"]
     lines.append(f"{lost} of {result['requests']} lost; {result['same']} answers equal the single client's")
+    lines.append(f"\n{'caches':22} {'first turn':>10} {'second turn':>12}   hits")
+    for name, turns in result["turns"].items():
+        images, tokens = (
+            f"{turns['metrics'][f'{hits}_total']:.0f} of {turns['metrics'][f'{queries}_total']:.0f} {what}"
+            for hits, queries, what in COUNTERS
+        )
+        times = f"{turns['first_turn_s'] * 1000:7.1f} ms {turns['second_turn_s'] * 1000:9.1f} ms"
+        lines.append(f"{name:22} {times}   {images}, {tokens}")
     return "\n".join(lines)
 
 
@@ -154,8 +209,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags += ["--model", args.model] if args.model else []
     try:
         device = choose_device(args.device)
-        with running_server(flags) as url:
+        with running_server([*flags, *CACHES["none"]]) as url:
             result = asyncio.run(measure(url, args.clients, args.rounds, args.seed))
+        result["turns"] = {}
+        for name, cache_flags in CACHES.items():
+            with running_server([*flags, *cache_flags]) as url:
+                result["turns"][name] = asyncio.run(measure_turns(url, args.clients, args.seed))
     except NanoVLMError as error:
         parser.error(str(error))
     where = environment(device, choose_dtype(args.dtype, device))

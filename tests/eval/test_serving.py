@@ -17,10 +17,16 @@ def test_no_request_is_lost_and_every_answer_is_the_single_clients(capsys):
     assert result["requests"] == result["same"] == result["many"]["answered"] == 6 and result["one"]["answered"] == 3
     assert 0 < result["one"]["first_text_s"]["median"] <= result["one"]["first_text_s"]["p95"]
     assert "0 of 6 lost; 6 answers equal the single client's" in table(result)
+    none, images, both = result["turns"].values()
+    assert none["answers"] == images["answers"] == both["answers"] and len(none["answers"]) == 6
+    assert set(none["metrics"].values()) == {0.0}
+    assert images["metrics"]["image_cache_hits_total"] == both["metrics"]["image_cache_hits_total"] == 3
+    assert images["metrics"]["prefix_cache_hit_tokens_total"] == 0 < both["metrics"]["prefix_cache_hit_tokens_total"]
+    assert "3 of 9 images" in table(result)
 
 
 def test_a_lost_request_is_a_failure():
-    result = {"clients": 2, "requests": 4, "same": 3, "one": FIGURES, "many": FIGURES}
+    result = {"clients": 2, "requests": 4, "same": 3, "one": FIGURES, "many": FIGURES, "turns": {}}
     assert failures(result) == ["1 requests are lost"] and "1 of 4 lost" in table(result)
     assert failures(result | {"requests": 3}) == []
 
