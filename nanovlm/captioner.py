@@ -4,21 +4,23 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from itertools import islice, zip_longest
-from typing import Any, cast
+from itertools import chain, islice, zip_longest
+from typing import Any, Unpack, cast
 
+import torch
 from PIL import Image
 from torch import Tensor
 
 from models.checkpoint import load_config, snapshot_path
 from models.convert.backbones import find_backbones, read_backbones
-from models.decoding import GREEDY, SamplingParams, stream_tokens
+from models.decoding import stream_tokens
 from models.inference.cache_observer import CacheObserver
 from models.inference.inference_model import InferenceModel
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.errors import InputError
+from nanovlm.generation import Generation, GenerationKwargs, cut_incomplete_sentence
 from nanovlm.image_processing import load_image
 from nanovlm.processor import EncodedPrompt, Processor
 from nanovlm.smolvlm_layout import check_format, convert_layout
@@ -133,29 +135,29 @@ class Captioner:
         """Raise InputError if the prompt and max_new_tokens exceed the model's context even without an image."""
         self.inference.validate_length(len(self.processor.encode_prompt([], prompt)), max_new_tokens)
 
-    def caption(
-        self,
-        image: ImageInputs,
-        prompt: str = PROMPT,
-        *,
-        max_new_tokens: int = 128,
-        sampling: SamplingParams = GREEDY,
-    ) -> str:
-        """The answer to a prompt about one image, several, or none (None)."""
-        return "".join(self.stream(image, prompt, max_new_tokens=max_new_tokens, sampling=sampling))
+    def caption(self, image: ImageInputs, prompt: str = PROMPT, **options: Unpack[GenerationKwargs]) -> str:
+        """The answer to a prompt about one image, several, or none (None).
+
+        options are the fields of `Generation`, such as max_new_tokens, and those of `SamplingParams`, such as
+        temperature; so they are for the other methods.
+        """
+        return self.samples(image, prompt, **options)[0]
 
     def stream(
         self,
         image: ImageInputs,
         prompt: str = PROMPT,
         *,
-        max_new_tokens: int = 128,
-        sampling: SamplingParams = GREEDY,
         stats: Stats | None = None,
+        **options: Unpack[GenerationKwargs],
     ) -> Iterator[str]:
         """The same answer in pieces of whole characters, as they are generated. stats, if given, is filled in."""
-        steps = self._generate(self._batch([(image, prompt)]), max_new_tokens, sampling, stats=stats)
-        return self.tokenizer.stream(ids[0] for ids in steps if ids[0] != self.tokenizer.eos_token_id)
+        generation = Generation.from_kwargs(options)
+        if generation.trim_incomplete:
+            raise InputError("trim_incomplete cuts a whole answer, but stream gives it in pieces; use caption")
+        steps = self._generate(self._batch([(image, prompt)]), generation, stats=stats)
+        ids = (ids[0] for ids in steps if ids[0] != self.tokenizer.eos_token_id)
+        return self.tokenizer.stream(_prepend(self.start_ids(generation.start_with), ids))
 
     def samples(
         self,
@@ -163,23 +165,22 @@ class Captioner:
         prompt: str = PROMPT,
         n: int = 1,
         *,
-        max_new_tokens: int = 128,
-        sampling: SamplingParams = GREEDY,
         stats: Stats | None = None,
+        **options: Unpack[GenerationKwargs],
     ) -> list[str]:
         """n answers to one prompt, with one prefill; all equal unless sampling has a temperature."""
-        return self._texts(self._generate(self._batch([(image, prompt)]), max_new_tokens, sampling, n, stats))
+        return self._texts(self._batch([(image, prompt)]), Generation.from_kwargs(options), n, stats)
 
     def ask(
         self,
         image: ImageInputs,
         prompts: Sequence[str],
         *,
-        max_new_tokens: int = 128,
-        sampling: SamplingParams = GREEDY,
         stats: Stats | None = None,
+        **options: Unpack[GenerationKwargs],
     ) -> list[str]:
         """One answer per prompt about the same image, which is encoded and prefilled once."""
+        generation = Generation.from_kwargs(options)
         if isinstance(prompts, str):
             raise InputError(f"ask takes a list of prompts, not {prompts!r}; for one prompt use caption")
         if not prompts:
@@ -188,7 +189,7 @@ class Captioner:
         def prepare() -> dict[str, Any]:
             return self.processor.encode_questions([load_image(one) for one in _as_list(image)], list(prompts))
 
-        return self._texts(self._generate(prepare, max_new_tokens, sampling, stats=stats))
+        return self._texts(prepare, generation, stats=stats)
 
     def captions(
         self,
@@ -196,20 +197,25 @@ class Captioner:
         prompt: str | Iterable[str] = PROMPT,
         *,
         batch_size: int = 16,
-        max_new_tokens: int = 128,
-        sampling: SamplingParams = GREEDY,
+        **options: Unpack[GenerationKwargs],
     ) -> Iterator[str]:
         """One answer per image, in order: with one prompt for all images, or one for each.
 
         images and prompt may be generators: they are consumed lazily, batch_size at a time.
         """
+        generation = Generation.from_kwargs(options)
         if isinstance(images, (str, bytes, os.PathLike, Image.Image)):
             raise InputError("captions takes several images, such as a list; for one image use caption")
         if batch_size < 1:
             raise InputError(f"batch_size={batch_size} must be 1 or more")
         requests = _pair(images, prompt)
         while batch := list(islice(requests, batch_size)):
-            yield from self._texts(self._generate(self._batch(batch), max_new_tokens, sampling))
+            yield from self._texts(self._batch(batch), generation)
+
+    def start_ids(self, start_with: str) -> list[int]:
+        """Ids of the beginning of an answer; without the spaces at its end, which belong to the word that follows."""
+        text = start_with.rstrip()
+        return self.tokenizer.encode(self.tokenizer.answer_prefix + text) if text else []
 
     def generate(
         self, prompts: Sequence[EncodedPrompt], *, max_new_tokens: int = 128, sampling: SamplingParams = GREEDY
@@ -227,24 +233,29 @@ class Captioner:
     def _generate(
         self,
         prepare: Callable[[], dict[str, Any]],
-        max_new_tokens: int,
-        sampling: SamplingParams,
+        generation: Generation,
         n_samples: int = 1,
         stats: Stats | None = None,
     ) -> Iterator[list[int]]:
-        """Yield the ids of each decoding step, one per answer; the time of prepare() counts in stats, too."""
+        """Yield the ids of each decoding step, one per answer, without those of start_with.
+
+        The time of prepare() counts in stats, too.
+        """
         started = time.perf_counter()
         device, eos = self.inference.device, self.tokenizer.eos_token_id
         inputs: dict[str, Any] = {
             name: value.to(device) if isinstance(value, Tensor) else value for name, value in prepare().items()
         }
-        mask = inputs["attention_mask"]
+        start = torch.tensor(self.start_ids(generation.start_with), dtype=torch.long, device=device)
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        inputs["input_ids"] = torch.cat([ids, start.expand(len(ids), -1)], dim=1)
+        inputs["attention_mask"] = mask = torch.cat([mask, torch.ones_like(start).expand(len(ids), -1)], dim=1)
         stats = stats or Stats()
         stats.answers = len(mask) * n_samples
         stats.prompt_tokens = int(mask.sum()) - inputs.get("shared_prefix_length", 0) * (len(mask) - 1)
         options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "sampling": sampling,
+            "max_new_tokens": generation.max_new_tokens,
+            "sampling": generation.sampling,
             "eos_token_id": self.tokenizer.eos_token_ids,
             "n_samples": n_samples,
         }
@@ -258,13 +269,28 @@ class Captioner:
             yield last_ids
         stats.cache_bytes, stats.cache_bytes_allocated = model.bytes_used, model.bytes_allocated
 
-    def _texts(self, steps: Iterator[list[int]]) -> list[str]:
-        """The text of each answer, up to its end token."""
+    def _texts(
+        self,
+        prepare: Callable[[], dict[str, Any]],
+        generation: Generation,
+        n_samples: int = 1,
+        stats: Stats | None = None,
+    ) -> list[str]:
+        """The text of each answer, from start_with up to its end token."""
         eos, texts = self.tokenizer.eos_token_id, []
-        for ids in zip(*steps):
-            end = ids.index(eos) if eos in ids else len(ids)
-            texts.append(self.tokenizer.decode(ids[:end]))
+        stats, start = stats or Stats(), self.start_ids(generation.start_with)
+        steps = list(self._generate(prepare, generation, n_samples, stats))
+        for ids in zip(*steps) if steps else [()] * stats.answers:
+            is_whole = eos in ids
+            text = self.tokenizer.decode([*start, *ids[: ids.index(eos) if is_whole else len(ids)]])
+            texts.append(text if is_whole or not generation.trim_incomplete else cut_incomplete_sentence(text))
         return texts
+
+
+def _prepend(start: Sequence[int], ids: Iterator[int]) -> Iterator[int]:
+    """start, then ids; nothing comes before the first of ids is there, so that an error comes first."""
+    first = list(islice(ids, 1))
+    yield from chain(start, first, ids)
 
 
 def _as_list(images: ImageInputs) -> list[ImageInput]:

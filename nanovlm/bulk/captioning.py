@@ -20,6 +20,7 @@ from nanovlm.bulk.prefetch import Prefetch
 from nanovlm.captioner import Captioner
 from nanovlm.device import available_cores
 from nanovlm.errors import ImageError, NanoVLMError, is_out_of_memory
+from nanovlm.generation import cut_incomplete_sentence
 from nanovlm.image_processing import printable
 from nanovlm.processor import EncodedPrompt
 
@@ -47,6 +48,7 @@ class BulkCaptioner:
         self.captioner, self.options = captioner, options or BulkOptions()
         self.tiles = captioner.processor.max_tiles_per_image
         self.batch_size = self.options.batch_size or (BATCH_SIZE if self.tiles > 1 else SINGLE_TILE_BATCH_SIZE)
+        self.start_ids = captioner.start_ids(self.options.start_with)
         self.n_workers = workers or default_workers(captioner)
         self.seconds = 0.0  # that the run took
         self.model_seconds = [0.0] * self.n_workers
@@ -93,9 +95,10 @@ class BulkCaptioner:
     def _prepare(self, path: str) -> EncodedPrompt:
         if os.path.exists(path) and not os.path.isfile(path):
             raise ImageError("not a file")  # opening a pipe may block forever
-        inputs = self.captioner.prepare(path, self.options.prompt)
-        self.captioner.inference.validate_length(len(inputs[0]), self.options.max_new_tokens)
-        return inputs
+        ids, images = self.captioner.prepare(path, self.options.prompt_of(path))
+        ids = ids + self.start_ids
+        self.captioner.inference.validate_length(len(ids), self.options.max_new_tokens)
+        return ids, images
 
 
 def default_workers(captioner: Captioner) -> int:
@@ -149,7 +152,7 @@ class _Worker:
                 continue
             sampling, max_new_tokens = self.options.sampling, self.options.max_new_tokens
             self.batch.add(path, torch.tensor(ids), images, max_new_tokens=max_new_tokens, sampling=sampling)
-            self.token_ids[path] = []
+            self.token_ids[path] = [*self.bulk.start_ids]
 
     def _step(self) -> Iterator[list[Result]]:
         """Decode one token of every image in the batch; yield those that have finished, then those that failed."""
@@ -185,7 +188,10 @@ class _Worker:
             return []
         self.limit.record_success()
         text = self.captioner.tokenizer.decode(self.token_ids.pop(path))
-        return [(path, text if text.strip() else EmptyCaptionError("the model's caption is empty"))]
+        if not text.removeprefix(self.options.start_with.rstrip()).strip():
+            return [(path, EmptyCaptionError("the model's caption is empty"))]
+        is_cut = output.finished == "length" and self.options.trim_incomplete
+        return [(path, cut_incomplete_sentence(text) if is_cut else text)]
 
     def _prefill_failed(self, path: str, error: BaseException | None) -> dict[str, BaseException | None]:
         """Postpone an image for which there is no memory beside others; alone, it fails."""

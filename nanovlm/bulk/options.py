@@ -7,6 +7,7 @@ from pathlib import Path
 
 from models.decoding import GREEDY, SamplingParams
 from nanovlm import PROMPT
+from nanovlm.bulk.prompt_template import check_template, fill_template
 from nanovlm.data.source import INSTALL_DATA
 from nanovlm.errors import UsageError
 from nanovlm.image_processing import PICTURE_EXTENSIONS, readable_extensions
@@ -24,10 +25,18 @@ class BulkOptions:
     max_new_tokens: int = 128
     sampling: SamplingParams = GREEDY
     batch_size: int | None = None  # images decoded at once, per worker; None: see `BulkCaptioner`
+    prompt_template: str = ""  # instead of prompt: a text with {tags}, {name} or {folder}, see `fill_template`
+    start_with: str = ""  # every caption begins with this text, which the model continues
+    trim_incomplete: bool = False  # cut the last sentence of a caption that max_new_tokens has ended
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.batch_size < 1:
             raise UsageError(f"batch size {self.batch_size} is less than 1")
+        check_template(self.prompt_template)
+
+    def prompt_of(self, image: str) -> str:
+        """The prompt for an image, by its path."""
+        return fill_template(self.prompt_template, image) if self.prompt_template else self.prompt
 
 
 @dataclass(frozen=True)

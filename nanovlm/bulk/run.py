@@ -94,8 +94,11 @@ def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Ma
     """What decides whether two runs are the same."""
     settings: dict[str, object] = {"existing": output.existing, "prefix": output.prefix, "suffix": output.suffix}
     settings |= {"prompt": options.prompt, "max_new_tokens": options.max_new_tokens, **asdict(options.sampling)}
-    if output.extension != OutputOptions.extension:  # runs of earlier versions have no such setting
-        settings["extension"] = output.extension
+    later: dict[str, tuple[object, object]]
+    later = {"extension": (output.extension, ".txt"), "prompt_template": (options.prompt_template, "")}
+    later |= {"start_with": (options.start_with, ""), "trim_incomplete": (options.trim_incomplete, False)}
+    # Logs of earlier versions have no such settings; they stay the logs of the same runs.
+    settings |= {name: value for name, (value, default) in later.items() if value != default}
     return {name: str(value) for name, value in {**settings, **model_settings}.items()}
 
 

@@ -22,7 +22,9 @@ HELP = "Caption pictures, or answer a prompt about each; without arguments, the 
 EXAMPLE = "nanovlm caption photos --out photos/metadata.jsonl"
 
 MAX_NEW_TOKENS = 128
-FILE_FLAGS = ("existing", "prefix", "suffix", "extension", "batch_size", "limit", "recursive", "dry_run")
+FILE_FLAGS = (
+    "existing", "prefix", "suffix", "extension", "prompt_template", "batch_size", "limit", "recursive", "dry_run",
+)  # fmt: skip
 LENGTHS = {  # prompt, and max_new_tokens
     "short": ("Describe this picture in a few words.", 48),
     "normal": (PROMPT, MAX_NEW_TOKENS),
@@ -54,12 +56,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"prompt for each picture; repeat it to ask several, for which the picture is encoded once "
         f"(default: {PROMPT!r})",
     )
+    prompts.add_argument(
+        "--prompt-template",
+        metavar="TEXT",
+        help="prompt in which {tags} is the text of the .txt beside each picture, {name} its name and {folder} that of "
+        "its folder",
+    )
     prompts.add_argument("--length", choices=tuple(LENGTHS), help="ask for a caption of this length")
     add(
         "--max-new-tokens",
         type=int,
         metavar="N",
         help=f"maximum length of an answer (default: {MAX_NEW_TOKENS}; --length short: 48, long: 384)",
+    )
+    add("--start-with", default="", metavar="TEXT", help="beginning of each answer, which the model continues")
+    add(
+        "--trim-incomplete",
+        action="store_true",
+        help="cut the last sentence of an answer that --max-new-tokens has ended",
     )
     add("--samples", type=int, default=1, metavar="N", help="answers per picture, which is encoded once (default: 1)")
     add_file_flags(parser)
@@ -165,7 +179,7 @@ def print_captions(args: argparse.Namespace, generation: GenerationOptions) -> i
             print_error(f"{name}: {error or 'not enough memory'}")
             failed += 1
         else:
-            if not all(text.strip() for text in texts):
+            if not all(text.removeprefix(args.start_with.rstrip()).strip() for text in texts):
                 print_error(f"{name}: the model's answer is empty")
                 failed += 1
             if args.stats:
@@ -183,13 +197,14 @@ def print_caption(
     image, stats = load_image(standard_input() if name == "-" else name), Stats()
     label = f"{printable(name)}: " if len(args.pictures) > 1 else ""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    if is_terminal and not args.json and args.samples == len(args.prompts) == 1:
-        pieces = captioner.stream(image, args.prompts[0], **generation.as_kwargs(), stats=stats)
-        return stats, [stream_caption(pieces, label)]
+    options = {**generation.as_kwargs(), "start_with": args.start_with}
+    if is_terminal and not args.json and not args.trim_incomplete and args.samples == len(args.prompts) == 1:
+        return stats, [stream_caption(captioner.stream(image, args.prompts[0], **options, stats=stats), label)]
+    options["trim_incomplete"] = args.trim_incomplete
     if len(args.prompts) > 1:
-        texts = captioner.ask(image, args.prompts, **generation.as_kwargs(), stats=stats)
+        texts = captioner.ask(image, args.prompts, **options, stats=stats)
     else:
-        texts = captioner.samples(image, args.prompts[0], args.samples, **generation.as_kwargs(), stats=stats)
+        texts = captioner.samples(image, args.prompts[0], args.samples, **options, stats=stats)
     if args.json:
         for prompt, text in zip(args.prompts, texts):
             samples = {"samples": texts} if args.samples > 1 else {}

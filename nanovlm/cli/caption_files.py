@@ -4,6 +4,7 @@ import argparse
 
 from nanovlm.bulk import BulkOptions, BulkReport, OutputOptions, Plan, caption_images, plan_images
 from nanovlm.bulk.options import SIDECARS, STREAM
+from nanovlm.bulk.prompt_template import TAGS, TAGS_EXTENSION
 from nanovlm.captioner import Captioner
 from nanovlm.cli.options import GenerationOptions, ModelOptions, load_captioner
 from nanovlm.console import print_error
@@ -18,8 +19,16 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
     """Caption what args name into files or as JSON lines; 1 if an image failed, after the others are done."""
     check_file_flags(args)
     model = ModelOptions.from_args(args)
-    options = BulkOptions(args.prompts[0], **generation.as_kwargs(), batch_size=args.batch_size)
     output = output_options(args)
+    options = BulkOptions(
+        args.prompts[0],
+        **generation.as_kwargs(),
+        prompt_template=args.prompt_template or "",
+        start_with=args.start_with,
+        trim_incomplete=args.trim_incomplete,
+        batch_size=args.batch_size,
+    )
+    check_tags(options, output)
     selection = {
         "names_file": args.from_file,
         "recursive": args.recursive is not False,
@@ -30,7 +39,9 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
         return print_plan(plan_images(args.pictures, options, output, **selection))
 
     def load() -> Captioner:
-        return load_captioner(model, args.prompts, generation.max_new_tokens, own_images=True)
+        return load_captioner(
+            model, [args.prompt_template or args.prompts[0]], generation.max_new_tokens, own_images=True
+        )
 
     report = caption_images(load, args.pictures, options, output, **selection)
     print_error(summary(report, output.existing))
@@ -51,6 +62,16 @@ def output_options(args: argparse.Namespace) -> OutputOptions:
         extension=extension if extension.startswith(".") else f".{extension}",
         name_key="picture" if args.json else "file_name",  # as --json names single pictures
     )
+
+
+def check_tags(options: BulkOptions, output: OutputOptions) -> None:
+    """Refuse a template whose {tags} would be taken for captions that are there already."""
+    tags_are_captions = (output.out, output.existing, output.extension) == (SIDECARS, "skip", TAGS_EXTENSION)
+    if TAGS in options.prompt_template and tags_are_captions:
+        raise UsageError(
+            f"{TAGS} is read from the {TAGS_EXTENSION} files, which count as captions that exist; write others by "
+            "--extension .caption or --out, or say --existing overwrite, append or prepend"
+        )
 
 
 def print_plan(plan: Plan) -> int:

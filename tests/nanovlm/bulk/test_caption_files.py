@@ -160,6 +160,35 @@ def test_prefix_suffix_and_length(generate, folder, captions_of):
     assert sidecars(folder) == beside({name: f"foo, {text} (ai)" for name, text in expected.items()})
 
 
+def test_captions_start_with_given_words_and_end_with_a_sentence(generate, folder, model_folder):
+    captioner = Captioner.from_pretrained(model_folder, "cpu", "float32")
+    start = "Two photos. One"
+    expected = {n: captioner.caption(folder / n, start_with=start, max_new_tokens=6).strip() for n in IMAGE_NAMES}
+    assert generate(folder, "--start-with", f"{start} ")[0] == 0 and sidecars(folder) == beside(expected)
+    assert all(text.startswith(start) and len(text) > len(start) for text in expected.values())
+    assert generate(folder / "a.png", "--start-with", start)[1].split() == expected["a.png"].split()
+    code, out, _ = generate(folder, "--start-with", start, "--trim-incomplete", "--out", "-")
+    texts = {Path(row["file_name"]).name: row["text"] for row in map(json.loads, out.splitlines())}
+    cut = {captioner.caption(folder / n, start_with=start, trim_incomplete=True, max_new_tokens=6) for n in IMAGE_NAMES}
+    assert code == 0 and set(texts.values()) == cut and "Two photos." in cut
+
+
+def test_a_prompt_template_asks_with_the_tags_of_each_image(generate, folder, captions_of):
+    for i, name in enumerate(IMAGE_NAMES[1:]):
+        (folder / name).with_suffix(".txt").write_text(f"tag{i},\n  red {{name}}\n", encoding="utf-8")
+    flags = [folder, "--prompt-template", "In {folder}, {name}: {tags}!", "--extension", "caption"]
+    code, _, err = generate(*flags)
+    assert code == 1 and "a.png: a.txt is missing, so the prompt has no {tags}" in err and "4 captioned" in err
+    expected = {}
+    for i, name in enumerate(IMAGE_NAMES[1:]):
+        path = folder / name
+        prompt = f"In {path.parent.name}, {path.stem}: tag{i}, red {{name}}!"
+        expected[str(Path(name).with_suffix(".caption"))] = captions_of(str(path), prompt)[0].strip() + "\n"
+    assert {str(p.relative_to(folder)): p.read_text("utf-8") for p in folder.rglob("*.caption")} == expected
+    (folder / "a.txt").touch()
+    assert generate(*flags)[0] == 0 and (folder / "a.caption").exists()
+
+
 def test_lists_patterns_and_names_are_captioned_together(generate, folder, texts, monkeypatch):
     odd = "pictures/two\nlines.png"
     Path(odd).write_bytes((folder / "a.png").read_bytes())
@@ -760,6 +789,9 @@ def test_a_read_only_table_is_reported_before_any_work(generate, folder, monkeyp
         (["pictures", "--extension", "../x"], "is not like .txt or .caption"),
         (["pictures", "--limit", "0"], "limit 0 is less than 1"),
         (["good.png", "--limit", "1"], "--limit is for files"),
+        (["good.png", "--prompt-template", "{tags}"], "--prompt-template is for files"),
+        (["pictures", "--prompt-template", "{tag}"], "{tag} is none of {tags}, {name} and {folder}"),
+        (["pictures", "--prompt-template", "{tags}"], "count as captions that exist; write others by --extension"),
         (["good.png", "--dry-run"], "--dry-run is for files"),
         (["good.png", "--no-recursive"], "--recursive is for files"),
         (["good.png", "--extension", "x"], "--extension is for files"),

@@ -63,7 +63,12 @@ def test_runs_are_the_same_whatever_the_batch_size():
         settings("b"),
         settings(sampling=SamplingParams(seed=1)),
         settings(max_new_tokens=3),
+        settings(start_with="A"),
+        settings(prompt_template="{name}"),
+        settings(trim_incomplete=True),
     ]
+    names = {"existing", "prefix", "suffix", "prompt", "max_new_tokens", "model", *SamplingParams.__dataclass_fields__}
+    assert settings().keys() == names, "a log of an earlier version stays the log of the same run"
     assert all(other != settings() for other in others)
 
 
