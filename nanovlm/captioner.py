@@ -217,11 +217,9 @@ class Captioner:
         text = start_with.rstrip()
         return self.tokenizer.encode(self.tokenizer.answer_prefix + text) if text else []
 
-    def generate(
-        self, prompts: Sequence[EncodedPrompt], *, max_new_tokens: int = 128, sampling: SamplingParams = GREEDY
-    ) -> list[str]:
+    def generate(self, prompts: Sequence[EncodedPrompt], **options: Unpack[GenerationKwargs]) -> list[str]:
         """One answer per prompt of `prepare`, all in one batch."""
-        return self._texts(self._generate(lambda: self.processor.collate(prompts), max_new_tokens, sampling))
+        return self._texts(lambda: self.processor.collate(prompts), Generation.from_kwargs(options))
 
     def prepare(self, image: ImageInputs, prompt: str = PROMPT) -> EncodedPrompt:
         """Token ids and tiles of one prompt; thread-safe, so threads may prepare while the model runs."""
