@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from nanovlm import __version__
-from nanovlm.cli import caption, chat, compile, export, serve, train
+from nanovlm.cli import caption, chat, compile, evaluate, export, serve, train
 from nanovlm.console import configure_logging, print_error, warnings_as_notes
 from nanovlm.errors import NanoVLMError, is_out_of_memory
 
@@ -23,6 +23,7 @@ VERBS: dict[str, ModuleType] = {  # each has HELP, EXAMPLE, add_flags(parser) an
     "chat": chat,
     "serve": serve,
     "train": train,
+    "evaluate": evaluate,
     "compile": compile,
     "export": export,
 }

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovlm.console import print_error
-from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS
+from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, PROMPT
 from nanovlm.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from models.decoding import SamplingParams
     from nanovlm.captioner import Captioner
+    from nanovlm.data import ReadOptions
 
 EMBEDDED_NOTE = f"note: {EMBEDDED_LIMITS}; --model FOLDER_OR_HUB_ID names a model for photographs"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -44,6 +45,19 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="split a picture into at most N tiles: faster, less detail (default: as many as in training)",
     )
     add("--no-upscale", dest="upscale", action="store_false", help="do not enlarge a picture to get more tiles of it")
+
+
+def add_read_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `ReadOptions`, how data is read; None means not given."""
+    add = parser.add_argument
+    add("--prompt", metavar="TEXT", help=f"the question for data with captions only (default: {PROMPT!r})")
+    add("--images", metavar="FOLDER", help="folder of the images that a .json names (default: the folder of the .json)")
+    add("--text-column", metavar="NAME", help="column with the answers (default: text, caption or answer)")
+    add("--prompt-column", metavar="NAME", help="column with the questions (default: question or prompt)")
+    add("--min-rating", action="append", metavar="NAME=N", help="keep turns rated at least N, as formatting=3")
+    add("--stream", action="store_true", default=None, help="read a Hub data set while it is downloaded")
+    add("--on-error", choices=("skip", "stop"), help="what to do with an unusable example (default: stop)")
+    add_renamed(parser, "--on-bad-example", dest="on_error", choices=("skip", "stop"))
 
 
 def add_generation_flags(parser: argparse.ArgumentParser) -> None:
@@ -161,3 +175,24 @@ def load_captioner(
     if options.model == EMBEDDED and own_images:
         print_error(EMBEDDED_NOTE)
     return captioner
+
+
+def read_options_from_args(args: argparse.Namespace) -> "ReadOptions":
+    from nanovlm.data import ReadOptions
+
+    ratings = {}
+    for text in args.min_rating or ():
+        name, _, minimum = text.partition("=")
+        try:
+            ratings[name] = float(minimum)
+        except ValueError:
+            raise UsageError(f"--min-rating {text}: write the name of a rating and a number, as formatting=3") from None
+    return ReadOptions(
+        prompt=PROMPT if args.prompt is None else args.prompt,
+        images=args.images,
+        text_column=args.text_column,
+        prompt_column=args.prompt_column,
+        min_ratings=ratings,
+        stream=bool(args.stream),
+        skip_errors=args.on_error == "skip",
+    )

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovlm import EMBEDDED, PROMPT
-from nanovlm.cli.options import DEVICES, add_renamed
+from nanovlm import EMBEDDED
+from nanovlm.cli.options import DEVICES, add_read_flags, add_renamed, read_options_from_args
 from nanovlm.errors import InputError, UsageError
 from nanovlm.training.config import (
     ADAPTERS,
@@ -21,7 +21,6 @@ from nanovlm.training.config import (
 )
 
 if TYPE_CHECKING:
-    from nanovlm.data import ReadOptions
     from nanovlm.training.finetuning import FinetuneOptions
 
 HELP = "Train a model. Rerun the same command to resume an interrupted run."
@@ -70,15 +69,8 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         "others read (default: the model's own; nanovlm with --backbones)",
     )
     add("--revision", help="branch, tag or commit of a Hub model")
-    add("--prompt", metavar="TEXT", help=f"the question for data with captions only (default: {PROMPT!r})")
-    add("--images", metavar="FOLDER", help="folder of the images that a .json names (default: the folder of the .json)")
-    add("--text-column", metavar="NAME", help="column with the answers (default: text, caption or answer)")
-    add("--prompt-column", metavar="NAME", help="column with the questions (default: question or prompt)")
-    add("--min-rating", action="append", metavar="NAME=N", help="keep turns rated at least N, as formatting=3")
-    add("--stream", action="store_true", default=None, help="read a Hub data set while it is downloaded")
+    add_read_flags(parser)
     add("--validation", type=float, metavar="N", help="hold out N examples, or below 1 a share of them (default: 0)")
-    add("--on-error", choices=("skip", "stop"), help="what to do with an unusable example (default: stop)")
-    add_renamed(parser, "--on-bad-example", dest="on_error", choices=("skip", "stop"))
     add(
         "--check-data",
         action="store_true",
@@ -209,25 +201,4 @@ def options_from_args(args: argparse.Namespace) -> "FinetuneOptions":
         read=read_options_from_args(args),
         validation=args.validation or 0,
         scale_lr=args.lr is None,
-    )
-
-
-def read_options_from_args(args: argparse.Namespace) -> "ReadOptions":
-    from nanovlm.data import ReadOptions
-
-    ratings = {}
-    for text in args.min_rating or ():
-        name, _, minimum = text.partition("=")
-        try:
-            ratings[name] = float(minimum)
-        except ValueError:
-            raise UsageError(f"--min-rating {text}: write the name of a rating and a number, as formatting=3") from None
-    return ReadOptions(
-        prompt=PROMPT if args.prompt is None else args.prompt,
-        images=args.images,
-        text_column=args.text_column,
-        prompt_column=args.prompt_column,
-        min_ratings=ratings,
-        stream=bool(args.stream),
-        skip_errors=args.on_error == "skip",
     )

@@ -76,14 +76,14 @@ def estimate_finetuning(options: FinetuneOptions, cfg: TrainConfig) -> MemoryEst
 
 def check_examples(options: FinetuneOptions) -> int:
     """Read all examples and print counts, errors and samples; 1 if some are unusable and not to be skipped."""
-    training, held_out = open_data(options)
+    training, held_out = open_data(options.data, options.read, options.validation)
     _, processor, _ = load_start(options)
     return check_data(training, held_out, processor, skip_errors=options.read.skip_errors)
 
 
 def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
     """The model, its task, and cfg adapted to the width of the model and to the number of held-out examples."""
-    training, held_out = open_data(options)
+    training, held_out = open_data(options.data, options.read, options.validation)
     model, processor, dtype = load_start(options)
     if options.scale_lr:  # the wider a model, the lower its learning rate, in proportion (Yang et al. 2022)
         cfg = replace(cfg, lr=cfg.lr * REFERENCE_HIDDEN_DIM / processor.cfg.lm_hidden_dim)
@@ -122,14 +122,14 @@ def base_model(options: FinetuneOptions) -> BaseModel:
 # -------------------------------------------------------------------------------------------------------------- data
 
 
-def open_data(options: FinetuneOptions) -> tuple[list[Subset], list[Subset]]:
-    """The training examples and the held-out examples of each source."""
+def open_data(data: Sequence[str], read: ReadOptions, validation: float) -> tuple[list[Subset], list[Subset]]:
+    """The training examples and the held-out examples of each source, see FinetuneOptions."""
     sources = []
-    for text in options.data:
+    for text in data:
         path, share = parse_data(text)
-        sources.append((open_source(path, options.read, generators={"scenes": scene_source}), share))
-    check_supported(options.read, [source for source, _ in sources])
-    return split(sources, options.validation)
+        sources.append((open_source(path, read, generators={"scenes": scene_source}), share))
+    check_supported(read, [source for source, _ in sources])
+    return split(sources, validation)
 
 
 def parse_data(text: str) -> tuple[str, float | None]:

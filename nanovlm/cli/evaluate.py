@@ -1,0 +1,138 @@
+"""`nanovlm evaluate`: score a model's answers to the examples of a data set."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovlm.cli.options import ModelOptions, add_model_flags, add_read_flags, load_captioner, read_options_from_args
+from nanovlm.console import print_error
+from nanovlm.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from nanovlm.evaluation import Evaluation
+    from nanovlm.evaluation.metrics import Metric
+
+HELP = "Score a model's answers to the examples of a data set."
+EXAMPLE = "nanovlm evaluate --model out/mine --data photos --validation 0.05"
+MAX_PROMPT = 40  # characters of a prompt in the table
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--data", nargs="+", action="extend", required=True, metavar="PATH", help="data as `nanovlm train` reads it")
+    add_model_flags(parser)
+    add_read_flags(parser)
+    add(
+        "--validation",
+        type=float,
+        metavar="N",
+        help="ask only what training with the same --validation holds out (default: all examples)",
+    )
+    add("--limit", type=int, metavar="N", help="ask of each source at most the first N examples")
+    add(
+        "--metric",
+        action="append",
+        metavar="NAME",
+        help="exact_match, f1, vqa_accuracy, anls, rouge_l, cider, or module:function(answer, references) of your own "
+        "(default: all six)",
+    )
+    add("--batch-size", type=int, default=16, metavar="N", help="questions answered together (default: 16)")
+    add("--max-new-tokens", type=int, default=64, metavar="N", help="longest answer (default: 64)")
+    add("--json", action="store_true", help="print a JSON object with all answers instead of a table")
+    add("--worst", metavar="FILE.png", help="draw the worst answers with their images (extra: eval)")
+    add("--worst-count", type=int, default=12, metavar="N", help="how many of them (default: 12)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
+    from nanovlm.training.finetuning import open_data
+
+    check_flags(args)
+    metrics = metrics_from_args(args.metric)
+    read = read_options_from_args(args)
+    everything, held_out = open_data(args.data, read, args.validation or 0)
+    asked = questions_of(held_out if args.validation else everything, args.limit, read.skip_errors)
+    options = EvaluationOptions(metrics, args.batch_size, args.max_new_tokens, read.skip_errors)
+    captioner = load_captioner(ModelOptions.from_args(args))
+    result = evaluate(captioner, asked, options)
+    if result.skipped:
+        print_error(f"{len(result.skipped)} questions or examples were skipped, the first: {result.skipped[0]}")
+    print(as_json(str(args.model), result) if args.json else table(result))
+    if args.worst:
+        from nanovlm.evaluation.contact_sheet import write_contact_sheet
+
+        write_contact_sheet(Path(args.worst), result.worst(args.worst_count))
+    return 0
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """UsageError for a value out of range."""
+    for name in ("limit", "batch_size", "max_new_tokens", "worst_count"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value} is less than 1")
+    if args.worst and Path(args.worst).suffix.lower() != ".png":
+        raise UsageError(f"--worst {args.worst}: name a .png file")
+    if args.worst and not Path(args.worst).absolute().parent.is_dir():
+        raise UsageError(f"--worst {args.worst}: {Path(args.worst).parent} is no folder; create it")
+
+
+def metrics_from_args(names: Sequence[str] | None) -> "dict[str, Metric]":
+    """The metrics that --metric names, or all whose libraries are installed; a note names those that are not."""
+    from nanovlm.evaluation.metrics import METRICS, default_metrics, load_metric
+
+    if names:
+        try:
+            return dict(load_metric(name) for name in names)
+        except InputError as error:
+            raise UsageError(f"--metric: {error}") from None
+    metrics = default_metrics()
+    if missing := METRICS.keys() - metrics.keys():
+        print_error(f"note: without {', '.join(sorted(missing))}, which needs pip install 'nanovlm[metrics]'")
+    return metrics
+
+
+def as_json(model: str, result: "Evaluation") -> str:
+    """The scores of all answers, of each source and prompt, and every answer, as a JSON object."""
+    answers = [
+        {
+            "source": answer.question.source,
+            "name": answer.question.name,
+            "prompt": answer.question.prompt,
+            "answer": answer.text,
+            "references": list(answer.question.references),
+            "scores": dict(answer.scores),
+        }
+        for answer in result.answers
+    ]
+    groups = [
+        {"source": group.source, "prompt": group.prompt, "questions": group.questions, "scores": dict(group.scores)}
+        for group in result.groups(max_prompts=len(answers))
+    ]
+    fields: dict[str, Any] = {"model": model, "questions": len(answers), "scores": result.scores, "groups": groups}
+    return json.dumps(fields | {"answers": answers, "skipped": list(result.skipped)}, ensure_ascii=False, indent=2)
+
+
+def table(result: "Evaluation") -> str:
+    """A row for each source and prompt, and one for all if there are several sources."""
+    if not result.answers:
+        return "no questions"
+    groups = result.groups()
+    rows = [("", "questions", *result.scores)]
+    for group in groups:
+        name = group.source if group.prompt is None else f"  {_shortened(group.prompt)}"
+        rows.append((name, f"{group.questions:,}", *(f"{value:.3f}" for value in group.scores.values())))
+    if sum(group.prompt is None for group in groups) > 1:
+        rows.append(("all", f"{len(result.answers):,}", *(f"{value:.3f}" for value in result.scores.values())))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))])
+        for row in rows
+    )
+
+
+def _shortened(prompt: str) -> str:
+    text = " ".join(prompt.split())
+    return text if len(text) <= MAX_PROMPT else text[: MAX_PROMPT - 3] + "..."

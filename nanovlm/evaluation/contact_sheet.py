@@ -1,0 +1,40 @@
+"""A picture of the worst answers: image, prompt, answer and references of each."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import shorten, wrap
+from typing import Any
+
+from nanovlm.errors import MissingExtraError
+from nanovlm.evaluation.evaluate import Answer
+from nanovlm.image_processing import load_image
+
+COLUMNS = 4
+CELL_WIDTH, CELL_HEIGHT = 3.2, 4.6  # inches
+LINE, MAX_TEXT = 50, 140  # characters
+
+
+def write_contact_sheet(path: Path, answers: Sequence[Answer]) -> None:
+    """Draw the answers, in rows of COLUMNS. Needs matplotlib (extra: eval)."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError(f"{path} needs matplotlib: pip install 'nanovlm[eval]'") from None
+    rows = max(1, -(-len(answers) // COLUMNS))
+    figure: Any = Figure(figsize=(CELL_WIDTH * COLUMNS, CELL_HEIGHT * rows), layout="constrained")
+    cells = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+    for axes in cells:
+        axes.set_axis_off()
+    for axes, answer in zip(cells, answers):
+        if answer.question.images:
+            axes.imshow(load_image(answer.question.images[0]))
+        axes.set_title(describe(answer), fontsize=7, loc="left", parse_math=False)
+    figure.savefig(path, dpi=100)
+
+
+def describe(answer: Answer) -> str:
+    """Prompt, answer, references and scores, each on lines of its own."""
+    scores = ", ".join(f"{name} {value:.2f}" for name, value in answer.scores.items())
+    texts = {"asked": answer.question.prompt, "answer": answer.text, "right": " | ".join(answer.question.references)}
+    lines = [line for kind, text in texts.items() for line in wrap(shorten(f"{kind}: {text}", MAX_TEXT), LINE)]
+    return "\n".join([*lines, *wrap(scores, LINE)])

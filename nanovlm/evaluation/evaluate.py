@@ -1,0 +1,213 @@
+"""Ask a model the questions of examples, and score its answers."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from nanovlm.captioner import Captioner
+from nanovlm.chat_session import ChatSession
+from nanovlm.console import progress_bar
+from nanovlm.data import Subset
+from nanovlm.data.examples import Example, ExampleError, ImageSource
+from nanovlm.errors import DataError, ImageError, InputError
+from nanovlm.evaluation.metrics import Metric, default_metrics
+from nanovlm.image_processing import load_image
+
+MAX_FROM_ENDLESS = 200  # examples to ask of a source that has no end
+MAX_PROMPTS = 8  # rows of a table for the prompts of a source; further prompts share a row
+OTHER_PROMPTS = "(other prompts)"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt about images, after earlier turns of a chat if any, and all reference answers to it."""
+
+    source: str
+    name: str
+    images: Sequence[ImageSource]
+    prompt: str
+    references: Sequence[str]
+    history: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model answered, and the score by each metric."""
+
+    question: Question
+    text: str
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How questions are asked and scored."""
+
+    metrics: Mapping[str, Metric] = field(default_factory=default_metrics)
+    batch_size: int = 16
+    max_new_tokens: int = 64
+    skip_errors: bool = False  # leave out examples that cannot be used
+    show_progress: bool = True
+
+
+@dataclass(frozen=True)
+class Group:
+    """The mean scores of some answers."""
+
+    source: str
+    prompt: str | None  # None for all prompts
+    questions: int
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All answers with their scores, and why questions were left out."""
+
+    answers: Sequence[Answer]
+    skipped: Sequence[str] = ()
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The mean of each metric over all answers."""
+        return _means(self.answers)
+
+    def groups(self, max_prompts: int = MAX_PROMPTS) -> list[Group]:
+        """A group for each source, and for each of its most frequent prompts if it has several."""
+        groups = []
+        for source in dict.fromkeys(answer.question.source for answer in self.answers):
+            answers = [answer for answer in self.answers if answer.question.source == source]
+            groups.append(Group(source, None, len(answers), _means(answers)))
+            counts = Counter(answer.question.prompt for answer in answers)
+            shown = [prompt for prompt, _ in counts.most_common(max_prompts)]
+            for prompt in [*shown, OTHER_PROMPTS] if len(counts) > 1 else []:
+                of_prompt = [a for a in answers if _row_of(a.question.prompt, shown) == prompt]
+                if of_prompt:
+                    groups.append(Group(source, prompt, len(of_prompt), _means(of_prompt)))
+        return groups
+
+    def worst(self, n: int, metric: str | None = None) -> list[Answer]:
+        """The n answers with the lowest score by a metric, or by the mean of all metrics in [0, 1]."""
+
+        def score(answer: Answer) -> float:
+            if metric is not None:
+                return answer.scores[metric]
+            values = [value for name, value in answer.scores.items() if name != "cider"]
+            return sum(values) / max(1, len(values))
+
+        return sorted(self.answers, key=score)[:n]
+
+
+def _row_of(prompt: str, shown: Sequence[str]) -> str:
+    return prompt if prompt in shown else OTHER_PROMPTS
+
+
+def _means(answers: Sequence[Answer]) -> dict[str, float]:
+    names = answers[0].scores if answers else ()
+    return {name: sum(answer.scores[name] for answer in answers) / len(answers) for name in names}
+
+
+def questions_of(subsets: Iterable[Subset], limit: int | None = None, skip_errors: bool = False) -> "QuestionList":
+    """The questions of the examples, at most `limit` examples of each subset; see `example_questions`."""
+    questions: list[Question] = []
+    skipped: list[str] = []
+    for subset in subsets:
+        n = limit or (MAX_FROM_ENDLESS if subset.source.endless else None)
+        for name, record in islice(subset, n):
+            try:
+                questions += example_questions(subset.source.make_example(record, name), subset.source.path)
+            except ExampleError as error:
+                if not skip_errors:
+                    raise
+                skipped.append(str(error))
+    return QuestionList(questions, skipped)
+
+
+@dataclass(frozen=True)
+class QuestionList:
+    questions: Sequence[Question]
+    skipped: Sequence[str] = ()  # why examples were left out
+
+
+def example_questions(example: Example, source: str) -> list[Question]:
+    """The questions of an example: answers to one prompt are references of one question.
+
+    In a chat each turn is a question, with the reference answers before it as history.
+    """
+    pairs = list(example.qa_pairs)
+    if example.multi_turn:
+        return [
+            Question(source, example.name, example.images, prompt, [answer], pairs[:turn])
+            for turn, (prompt, answer) in enumerate(pairs)
+        ]
+    references: dict[str, list[str]] = {}
+    for prompt, answer in pairs:
+        references.setdefault(prompt, []).append(answer)
+    return [Question(source, example.name, example.images, prompt, truths) for prompt, truths in references.items()]
+
+
+def evaluate(captioner: Captioner, asked: QuestionList, options: EvaluationOptions) -> Evaluation:
+    """Answer all questions, greedily, and score the answers.
+
+    DataError if a question cannot be asked, as with a broken image, unless options.skip_errors.
+    """
+    answers: dict[int, str] = {}  # by the question's number
+    skipped = list(asked.skipped)
+    with ExitStack() as stack:
+        bar = None
+        if options.show_progress:
+            bar = stack.enter_context(progress_bar(len(asked.questions), "question"))
+        for numbers in _batches(asked.questions, options.batch_size):
+            batch = [asked.questions[i] for i in numbers]
+            for i, text in zip(numbers, _answer_batch(captioner, batch, options)):
+                if not isinstance(text, DataError):
+                    answers[i] = text
+                elif options.skip_errors:
+                    skipped.append(str(text))
+                else:
+                    raise text
+            if bar is not None:
+                bar.update(len(batch))
+    answered = [(asked.questions[i], answers[i]) for i in sorted(answers)]
+    texts, references = [text for _, text in answered], [question.references for question, _ in answered]
+    columns = {name: metric(texts, references) for name, metric in options.metrics.items()}
+    scored = [
+        Answer(question, text, {name: column[i] for name, column in columns.items()})
+        for i, (question, text) in enumerate(answered)
+    ]
+    return Evaluation(scored, skipped)
+
+
+def _batches(questions: Sequence[Question], batch_size: int) -> Iterator[list[int]]:
+    """The numbers of questions to ask together: later turns of a chat alone, all others batch_size at a time."""
+    batch: list[int] = []
+    for i, question in enumerate(questions):
+        if question.history:
+            yield [i]
+            continue
+        batch.append(i)
+        if len(batch) == batch_size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _answer_batch(captioner: Captioner, batch: Sequence[Question], options: EvaluationOptions) -> list[str | DataError]:
+    """The answer to each question, or in its place why it cannot be asked."""
+    try:
+        images: list[Any] = [[load_image(image) for image in question.images] for question in batch]
+        if batch[0].history:
+            session = ChatSession(captioner, images[0])
+            session.history = list(batch[0].history)
+            return ["".join(session.ask(batch[0].prompt, max_new_tokens=options.max_new_tokens))]
+        prompts = [question.prompt for question in batch]
+        return list(captioner.captions(images, prompts, batch_size=len(batch), max_new_tokens=options.max_new_tokens))
+    except (ImageError, InputError) as error:
+        if len(batch) > 1:
+            return [answer for question in batch for answer in _answer_batch(captioner, [question], options)]
+        message = str(error)
+        return [DataError(message if message.startswith(batch[0].name) else f"{batch[0].name}: {message}")]

@@ -1,0 +1,199 @@
+"""Metrics of answers against reference answers.
+
+A metric takes the answers and, for each, its references, and returns a score for each answer; the mean is the result.
+"""
+
+import importlib
+import math
+import re
+import string
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from itertools import combinations
+from pathlib import Path
+
+from nanovlm.errors import InputError, MissingExtraError
+
+Metric = Callable[[Sequence[str], Sequence[Sequence[str]]], list[float]]
+PairMetric = Callable[[str, Sequence[str]], float]  # of one answer and its references
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+NUMBERS = {"none": 0} | {word: i for i, word in enumerate(DIGITS)}
+ANLS_THRESHOLD = 0.5
+MAX_NGRAM, CIDER_SIGMA = 4, 6.0
+
+
+def exact_match(answer: str, references: Sequence[str]) -> float:
+    """1 if the answer is one of the references, character for character but for white space around it."""
+    return float(answer.strip() in [reference.strip() for reference in references])
+
+
+def token_f1(answer: str, references: Sequence[str]) -> float:
+    """SQuAD's F1 (Rajpurkar et al. 2016): the overlap of words, without case, punctuation, articles; the best one."""
+    return max(_f1(_squad_words(answer), _squad_words(reference)) for reference in references)
+
+
+def _squad_words(text: str) -> list[str]:
+    text = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return ARTICLES.sub(" ", text).split()
+
+
+def _f1(answer: list[str], reference: list[str]) -> float:
+    if not answer or not reference:
+        return float(answer == reference)
+    overlap = (Counter(answer) & Counter(reference)).total()
+    return 2 * overlap / (len(answer) + len(reference))
+
+
+def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
+    """VQA accuracy (Antol et al. 2015): the mean over all references but one of min(1, matches / 3).
+
+    Meant for ten human answers; with fewer than four references one match is enough. Articles, punctuation and case do
+    not count, and number words are digits. Apostrophes are dropped, where the official script has a table of
+    contractions.
+    """
+    answer, truths = _vqa_normalize(answer), [_vqa_normalize(reference) for reference in references]
+    if len(truths) < 4:
+        return float(answer in truths)
+    others = combinations(truths, len(truths) - 1)
+    return sum(min(1.0, others_.count(answer) / 3) for others_ in others) / len(truths)
+
+
+def _vqa_normalize(text: str) -> str:
+    text = re.sub(r"(?<=\d),(?=\d)", "", text.lower().replace("'", ""))  # 1,000
+    text = re.sub(r"(?!(?<=\d)\.(?=\d))[^\w\s]", " ", text)  # a decimal point stays
+    words = [str(NUMBERS.get(word, word)) for word in ARTICLES.sub(" ", text).split()]
+    return " ".join(words)
+
+
+def anls(answer: str, references: Sequence[str]) -> float:
+    """ANLS (Biten et al. 2019): 1 - edit distance / length of the longer text, 0 where that is below one half."""
+    return max(_similarity(_anls_text(answer), _anls_text(reference)) for reference in references)
+
+
+def _anls_text(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def _similarity(a: str, b: str) -> float:
+    distance = edit_distance(a, b) / max(len(a), len(b), 1)
+    return 1 - distance if distance < ANLS_THRESHOLD else 0.0
+
+
+def edit_distance(a: str, b: str) -> int:
+    """The number of insertions, deletions and substitutions from a to b (Levenshtein 1966)."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, start=1):
+        previous, row[0] = row[0], i
+        for j, y in enumerate(b, start=1):
+            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (x != y))
+    return row[-1]
+
+
+def rouge_l(answers: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+    """ROUGE-L (Lin 2004), the F1 of the longest common subsequence of words, by the rouge-score library; the best one.
+
+    Needs the extra metrics.
+    """
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise MissingExtraError("rouge_l needs rouge-score: pip install 'nanovlm[metrics]'") from None
+    scorer = RougeScorer(["rougeL"])
+    return [float(scorer.score_multi(truths, answer)["rougeL"].fmeasure) for answer, truths in zip(answers, references)]
+
+
+def cider(answers: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+    """CIDEr-D (Vedantam et al. 2015), as coco-caption computes it, but of lower-case words without Java's tokenizer.
+
+    From 0 to 10: n-grams weighted by how rare they are among all references, so a single example scores 0.
+    """
+    counts = [[_ngrams(text) for text in truths] for truths in references]
+    document_frequency = Counter(ngram for truths in counts for ngram in set().union(*truths))
+    log_size = math.log(max(1, len(counts)))
+
+    def vector(ngrams: Counter[tuple[str, ...]]) -> dict[tuple[str, ...], float]:
+        return {n: count * (log_size - math.log(max(1, document_frequency[n]))) for n, count in ngrams.items()}
+
+    scores = []
+    for answer, truths in zip(answers, counts):
+        ours = _ngrams(answer)
+        similar = [_cider_similarity(ours, vector(ours), truth, vector(truth)) for truth in truths]
+        scores.append(10 * sum(similar) / len(similar))
+    return scores
+
+
+def _ngrams(text: str) -> Counter[tuple[str, ...]]:
+    words = re.findall(r"\w+(?:'\w+)*", text.lower())
+    return Counter(tuple(words[i : i + n]) for n in range(1, MAX_NGRAM + 1) for i in range(len(words) - n + 1))
+
+
+def _cider_similarity(ours: Counter, our_vector: dict, truth: Counter, their_vector: dict) -> float:
+    """The cosine of clipped tf-idf vectors, averaged over n, with a Gaussian penalty for the difference of lengths."""
+    total = 0.0
+    for n in range(1, MAX_NGRAM + 1):
+        dot = sum(
+            min(value, their_vector.get(ngram, 0.0)) * their_vector.get(ngram, 0.0)
+            for ngram, value in our_vector.items()
+            if len(ngram) == n
+        )
+        norms = math.prod(_norm(vector, n) for vector in (our_vector, their_vector))
+        total += dot / norms if norms else 0.0
+    # coco-caption's length is the number of bigrams
+    difference = sum(c for g, c in ours.items() if len(g) == 2) - sum(c for g, c in truth.items() if len(g) == 2)
+    return total / MAX_NGRAM * math.exp(-(difference**2) / (2 * CIDER_SIGMA**2))
+
+
+def _norm(vector: dict, n: int) -> float:
+    return math.sqrt(sum(value**2 for ngram, value in vector.items() if len(ngram) == n))
+
+
+def _each(score: PairMetric, answers: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+    return [score(answer, truths) for answer, truths in zip(answers, references)]
+
+
+METRICS: dict[str, Metric] = {
+    "exact_match": partial(_each, exact_match),
+    "f1": partial(_each, token_f1),
+    "vqa_accuracy": partial(_each, vqa_accuracy),
+    "anls": partial(_each, anls),
+    "rouge_l": rouge_l,
+    "cider": cider,
+}
+
+
+def default_metrics() -> dict[str, Metric]:
+    """All metrics whose libraries are installed."""
+    missing = {"rouge_l"} if find_spec("rouge_score") is None else set()
+    return {name: metric for name, metric in METRICS.items() if name not in missing}
+
+
+def load_metric(name: str) -> tuple[str, Metric]:
+    """Name and function of one of METRICS, or of the user's module:function(answer, references) -> number."""
+    if name in METRICS:
+        return name, METRICS[name]
+    module_name, _, function_name = name.partition(":")
+    if not function_name:
+        raise InputError(f"metric {name} is none of {', '.join(METRICS)}, nor a function as my_module:my_function")
+    if str(Path.cwd()) not in sys.path:  # the program nanovlm does not search the current folder
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"metric {name}: {error}; name a function as my_module:my_function") from None
+    return function_name, partial(_each, partial(_checked, name, function))
+
+
+def _checked(name: str, function: PairMetric, answer: str, references: Sequence[str]) -> float:
+    """The score by the user's function; InputError if it fails or is no number."""
+    try:
+        return float(function(answer, list(references)))
+    except Exception as error:
+        raise InputError(
+            f"metric {name} failed for the answer {answer!r} and the references {references!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error

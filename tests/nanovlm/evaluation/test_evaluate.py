@@ -1,0 +1,120 @@
+"""Questions of data sets and the model's answers to them, against the Captioner asked one by one."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from nanovlm import EMBEDDED, Captioner
+from nanovlm.chat_session import ChatSession
+from nanovlm.cli import main as cli
+from nanovlm.data import ReadOptions
+from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
+from nanovlm.training.finetuning import open_data
+from support import noise_image
+from support.data import write
+
+FLAGS = ["--model", str(EMBEDDED), "--device", "cpu", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def captioner():
+    return Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
+
+
+@pytest.fixture(autouse=True)
+def workdir(tmp_path, monkeypatch):
+    """A folder `cards` with two captioned images and a chat about the first, chat.json."""
+    monkeypatch.chdir(tmp_path)
+    Path("cards").mkdir()
+    for i in range(2):
+        noise_image(96, 96, seed=i).save(f"cards/{i}.png")
+        Path(f"cards/{i}.txt").write_text(f"Card {i}.")
+    turns = [("human", "What is it?"), ("gpt", "Noise."), ("human", "How many objects are there?"), ("gpt", "One.")]
+    chat = [{"from": role, "value": text} for role, text in turns]
+    write("chat.json", [{"image": "cards/0.png", "conversations": chat}])
+    coco = {
+        "images": [{"id": 1, "file_name": "cards/0.png"}],
+        "annotations": [{"image_id": 1, "caption": text} for text in ("One.", "Two.")],
+    }
+    write("coco.json", coco)
+
+
+def ask(captioner, *paths, **options):
+    subsets, _ = open_data(paths, ReadOptions(), 0)
+    asked = questions_of(subsets, skip_errors=options.get("skip_errors", False))
+    return evaluate(captioner, asked, EvaluationOptions(max_new_tokens=8, **options))
+
+
+def test_answers_are_those_of_the_captioner_asked_one_by_one(captioner):
+    result = ask(captioner, "cards", "chat.json", "coco.json", batch_size=2)
+    alone = [captioner.caption(f"cards/{i}.png", max_new_tokens=8) for i in (0, 1)]
+    session = ChatSession(captioner, ["cards/0.png"])
+    session.history = [("What is it?", "Noise.")]
+    turns = [
+        captioner.caption("cards/0.png", "What is it?", max_new_tokens=8),
+        "".join(session.ask("How many objects are there?", max_new_tokens=8)),
+    ]
+    answers = {(a.question.source, a.question.name, a.question.prompt): a for a in result.answers}
+    texts = [answer.text for answer in answers.values()]
+    assert sorted(texts) == sorted([*alone, *turns, alone[0]])
+    coco = answers[".", "./cards/0.png", "Describe this picture."]
+    assert list(coco.question.references) == ["One.", "Two."]
+
+
+def test_scores_are_means_for_each_source_and_prompt(captioner):
+    metrics = {"length": lambda answers, references: [float(len(truths[0])) for truths in references]}
+    result = ask(captioner, "cards", "chat.json", metrics=metrics)
+    groups = {(group.source, group.prompt): (group.questions, group.scores["length"]) for group in result.groups()}
+    assert groups == {
+        ("cards", None): (2, 7),
+        ("chat.json", None): (2, 5),
+        ("chat.json", "What is it?"): (1, 6),
+        ("chat.json", "How many objects are there?"): (1, 4),
+    }
+    assert result.scores == {"length": 6}
+    assert [answer.question.source for answer in result.worst(2)] == ["chat.json", "chat.json"]
+    folded = result.groups(max_prompts=1)[-1]
+    assert (folded.prompt, folded.questions) == ("(other prompts)", 1)
+
+
+def test_an_unusable_example_is_named_or_skipped(captioner):
+    Path("cards/1.png").write_bytes(b"hello")
+    with pytest.raises(ValueError, match=r"^cards/1\.png: not a picture"):
+        ask(captioner, "cards")
+    result = ask(captioner, "cards", skip_errors=True)
+    assert len(result.answers) == 1 and result.skipped[0].startswith("cards/1.png: not a picture")
+
+
+def test_the_command_prints_a_table_json_and_a_contact_sheet(capsys):
+    assert cli.main(["evaluate", "--data", "cards", "chat.json", *FLAGS, "--worst", "worst.png"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["cards", "chat.json", "What", "How", "all"]
+    assert err == "" and Image.open("worst.png").size[0] > 1000
+    Path("mine.py").write_text("def short(answer, references):\n    return len(answer) < 1000\n")
+    flags = ["--metric", "mine:short", "--metric", "anls", "--validation", "1", "--json"]
+    assert cli.main(["evaluate", "--data", "cards", *FLAGS, *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["questions"] == 1 and found["scores"]["short"] == 1 and found["answers"][0]["scores"].keys() == {
+        "short", "anls",
+    }  # fmt: skip
+    (_, held_out) = open_data(["cards"], ReadOptions(), 1)
+    assert found["answers"][0]["name"] == held_out[0].source.name(held_out[0].indices[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--metric", "bleu"], ["bleu", "exact_match"]),
+        (["--limit", "0"], ["--limit 0"]),
+        (["--worst", "x.jpg"], ["--worst x.jpg", ".png"]),
+        (["--worst", "nowhere/x.png"], ["nowhere"]),
+        (["--model", "nowhere"], ["nowhere", "Hub id"]),
+        (["--stream"], ["--stream has no effect on cards"]),
+    ],
+)
+def test_wrong_use_is_one_line(capsys, flags, words):
+    assert cli.main(["evaluate", "--data", "cards", "--device", "cpu", *flags]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and all(word in err for word in words), err

@@ -1,0 +1,101 @@
+"""Metrics of answers, against reference implementations and figures from their papers."""
+
+import random
+import sys
+from functools import cache
+
+import pytest
+
+from nanovlm.errors import InputError, MissingExtraError
+from nanovlm.evaluation.metrics import METRICS, edit_distance, load_metric, rouge_l
+
+ANSWERS = ["a cat on a mat", "a dog runs", "Two red birds sit on a wire.", "", "the man's hat is blue blue blue"]
+REFERENCES = [
+    ["a cat on a mat"],
+    ["the dog runs fast", "a dog runs in the park"],
+    ["two birds on a wire", "birds sit on a red wire", "there are two birds"],
+    ["nothing here"],
+    ["the man's hat is blue", "a blue hat"],
+]
+
+
+def scores(name, answers, references):
+    return METRICS[name](answers, references)
+
+
+def test_exact_match_ignores_only_white_space_around_the_text():
+    answers = ["red ", "Red", "red.", "blue"]
+    assert scores("exact_match", answers, [["red", "blue"]] * 4) == [1, 0, 0, 1]
+
+
+def test_f1_is_squads():
+    """Words count as often as they occur in both; the figures are computed by hand."""
+    assert scores("f1", ["The cat!", "in the Norman era", "x"], [["a cat"], ["Norman, era"], ["y"]]) == [1.0, 0.8, 0.0]
+    assert scores("f1", ANSWERS, REFERENCES) == pytest.approx([1, 4 / 5, 10 / 11, 0, 4 / 5])
+
+
+def test_vqa_accuracy_grows_by_three_tenths_for_each_of_ten_people_who_agree():
+    for n, expected in enumerate([0, 0.3, 0.6, 0.9, 1, 1, 1, 1, 1, 1, 1]):
+        assert scores("vqa_accuracy", ["two"], [["2"] * n + ["three"] * (10 - n)]) == [pytest.approx(expected)]
+    answers = ["The Dog.", "1,000", "1.5", "dont", "yes", "none"]
+    assert scores("vqa_accuracy", answers, [["dog"], ["1000"], ["15"], ["don't"], ["no", "yes"], ["0"]]) == [
+        1, 1, 0, 1, 1, 1,
+    ]  # fmt: skip
+
+
+def test_anls_is_the_similarity_of_the_best_reference_above_one_half():
+    answers = ["helo world", "Hello  World", "abcd", "x", ""]
+    references = [["hello world", "y"], ["hello world"], ["abxy"], ["abcdef"], ["a"]]
+    assert scores("anls", answers, references) == pytest.approx([1 - 1 / 11, 1, 0, 0, 0])
+
+
+def test_the_edit_distance_is_that_of_its_recursive_definition():
+    @cache
+    def distance(a, b):
+        if not a or not b:
+            return len(a) + len(b)
+        changed = distance(a[1:], b[1:]) + (a[0] != b[0])
+        return min(changed, distance(a[1:], b) + 1, distance(a, b[1:]) + 1)
+
+    rng = random.Random(0)
+    for _ in range(50):
+        a, b = ("".join(rng.choices("abc", k=rng.randrange(9))) for _ in range(2))
+        assert edit_distance(a, b) == distance(a, b)
+    assert edit_distance("kitten", "sitting") == 3
+
+
+def test_cider_is_that_of_coco_caption():
+    """The figures are those of pycocoevalcap 1.2, which is compared, too, where it is installed."""
+    ours = scores("cider", ["a cat on a mat", "the dog runs fast"], [["a cat on a mat"], ["a dog runs"]])
+    assert ours == pytest.approx([10, 2.74992777])
+    reference = pytest.importorskip("pycocoevalcap.cider.cider").Cider()
+    words = [" ".join(text.lower().replace(".", "").split()) for text in ANSWERS]
+    _, expected = reference.compute_score(dict(enumerate(REFERENCES)), {i: [text] for i, text in enumerate(words)})
+    assert scores("cider", ANSWERS, REFERENCES) == pytest.approx(list(expected), abs=1e-6)
+
+
+def test_rouge_l_is_the_f1_of_the_longest_common_subsequence():
+    pytest.importorskip("rouge_score")
+    assert scores("rouge_l", ["the cat sat down", "x"], [["the cat down", "a"], ["y"]]) == pytest.approx([6 / 7, 0])
+
+
+def test_a_missing_library_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    with pytest.raises(MissingExtraError, match=r"nanovlm\[metrics\]"):
+        rouge_l(["a"], [["a"]])
+
+
+def test_a_metric_of_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "my_metrics.py").write_text(
+        "def longer(answer, references):\n    return len(answer) > len(references[0])\n\n"
+        "def broken(answer, references):\n    return answer[99]\n"
+    )
+    name, metric = load_metric("my_metrics:longer")
+    assert name == "longer" and metric(["ab", "a"], [["a"], ["ab"]]) == [1.0, 0.0]
+    with pytest.raises(InputError, match="my_metrics:broken failed for the answer 'ab'.*IndexError"):
+        load_metric("my_metrics:broken")[1](["ab"], [["a"]])
+    for wrong in ("bleu", "my_metrics:nothing", "no_such_module_x:f"):
+        with pytest.raises(InputError, match=wrong):
+            load_metric(wrong)
