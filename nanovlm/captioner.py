@@ -78,13 +78,14 @@ class Captioner:
         upscale: bool = True,
         quantize: str | None = None,
         compile: bool | None = None,
+        skip_special_tokens: bool = True,
     ) -> "Captioner":
         """Load a folder or a Hub id (owner/name), by default the model that ships with the package.
 
         device is auto, cpu, cuda or mps; dtype is auto, float32, bfloat16 or float16. max_tiles and upscale limit the
         tiles of an image, see `Processor`. quantize="int8" stores the language model's weights in 8 bits. compile=True
         compiles the decode step, which takes a minute or two once; None uses it if it was compiled before; False does
-        not use it.
+        not use it. skip_special_tokens=False keeps special tokens in answers, as SmolDocling needs.
 
         Raises CheckpointError if the model cannot be loaded, InputError for an argument, and CompileError if
         compilation fails.
@@ -96,6 +97,7 @@ class Captioner:
         folder = snapshot_path(name_or_folder, revision)
         cfg = load_config(folder)
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
+        tokenizer.skip_special_tokens = skip_special_tokens
         model = load_model(folder, cfg, tokenizer.image_token_id, torch_dtype, torch_device)
         inference = InferenceModel(model, quantize=quantize, compile=compile)
         if quantize:

@@ -52,6 +52,7 @@ class Tokenizer:
         self.image_token_id = self.special_id(extra["image_token"]) if extra else NO_TOKEN
         # Some tokenizer.json files list them as ordinary tokens, which a user's text could then produce.
         self._make_special(extra.values())
+        self.skip_special_tokens = True  # in answers; False for models that mark up documents with them
         self.answer_prefix = ""  # what the chat template writes between "Assistant:" and an answer
         self.eos_token_ids: tuple[int, ...]  # any of them ends an answer
         if cfg.smolvlm is None:
@@ -241,12 +242,12 @@ class Tokenizer:
         return pieces[0] + "".join(markup + piece for markup, piece in zip(markups, pieces[1:]))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of an answer, without special tokens."""
+        """The text of an answer, without special tokens unless `skip_special_tokens` is False."""
         return self.decode_raw(ids).removeprefix(self.answer_prefix)
 
     def decode_raw(self, ids: Iterable[int]) -> str:
-        """Text without special tokens, and with the space that some templates have before an answer."""
-        return self.backend.decode(list(ids), skip_special_tokens=True)
+        """The same with the space that some templates have before an answer."""
+        return self.backend.decode(list(ids), skip_special_tokens=self.skip_special_tokens)
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Text as its ids arrive, whole characters only; the pieces join to `decode` of all ids."""

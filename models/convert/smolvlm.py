@@ -158,7 +158,7 @@ def to_smolvlm_layout(
     for name in ("decoder.token_embedding.weight", "decoder.head.weight"):
         weight = grow(state[name], cfg.lm_vocab_size)
         for new, former in replaced.items():
-            if former in token_ids and token_ids[new] >= old.lm_vocab_size:
+            if former is not None and former in token_ids and token_ids[new] >= old.lm_vocab_size:
                 weight[token_ids[new]] = weight[token_ids[former]]
         state[name] = weight
     if old.lm_tie_weights:

@@ -44,6 +44,12 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="split a picture into at most N tiles: faster, less detail (default: as many as in training)",
     )
+    add(
+        "--no-skip-special-tokens",
+        dest="skip_special_tokens",
+        action="store_false",
+        help="keep special tokens in answers, as the markup of SmolDocling",
+    )
     add("--no-upscale", dest="upscale", action="store_false", help="do not enlarge a picture to get more tiles of it")
 
 
@@ -109,6 +115,7 @@ class ModelOptions:
     compile: bool | None = None
     max_tiles: int | None = None
     upscale: bool = True
+    skip_special_tokens: bool = True
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "ModelOptions":

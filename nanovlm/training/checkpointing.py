@@ -96,14 +96,7 @@ def write_model(
     """
     write_checkpoint_files(folder, merge(model), tokenizer, dtype, home)
     if adapters(model):
-        adapter_folder(folder, model).mkdir(exist_ok=True)
-        name, revision = (base.name, base.revision) if base else (None, None)
-        write_adapters(adapter_folder(folder, model), model, name, revision)
-
-
-def adapter_folder(folder: Path, model: VisionLanguageModel) -> Path:
-    """Where a model's adapters are: beside its weights, except SmolVLM's, to which transformers would add them."""
-    return folder if model.cfg.smolvlm is None else folder / "adapter"
+        write_adapters(folder, model, base.name if base else None, base.revision if base else None)
 
 
 def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -198,7 +191,7 @@ def restore_model(checkpoint: Checkpoint, model: VisionLanguageModel) -> None:
     if not adapters(model):
         model.load_state_dict(checkpoint.weights)
         return
-    read_adapters(adapter_folder(checkpoint.path, model), model)
+    read_adapters(checkpoint.path, model)
     for name, tensor in merge(model).state_dict().items():
         if not torch.allclose(tensor, checkpoint.weights[name], rtol=1e-3, atol=1e-5):
             raise CheckpointError(

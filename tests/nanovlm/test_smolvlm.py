@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from models.checkpoint import checkpoint_dtype, load_config
 from models.inference.continuous_batching import ContinuousBatch
 from models.vision_language_model import VisionLanguageModel
-from nanovlm import EMBEDDED
+from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.cli.main import main
@@ -156,6 +156,16 @@ def test_an_answer_is_learned_as_the_template_writes_it(folders):
     answer = captioner.tokenizer.encode_answer("Two dogs.")
     assert whole[: len(prompt) + len(answer)] == prompt + answer
     assert captioner.tokenizer.decode(answer) == "".join(captioner.tokenizer.stream(answer)) == "Two dogs."
+
+
+def test_special_tokens_are_kept_in_answers_if_asked_for(folders, capsys):
+    folder, _, _ = folders("SmolVLM2")
+    kept = Captioner.from_pretrained(folder, skip_special_tokens=False).tokenizer
+    ids = [*kept.encode_answer("Two")[:-1], kept.special_id("<row_1_col_2>"), *kept.encode(" dogs.")]
+    assert kept.decode(ids) == "".join(kept.stream(ids)) == "Two<row_1_col_2> dogs."
+    assert Captioner.from_pretrained(folder).tokenizer.decode(ids) == "Two dogs."
+    args = ["caption", str(SAMPLE), "--model", str(folder), "--max-new-tokens", "1"]
+    assert main(args) == main([*args, "--no-skip-special-tokens"]) == 0
 
 
 def test_spelled_tokens_are_text(folders):
