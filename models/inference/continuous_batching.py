@@ -44,6 +44,7 @@ class TokenOutput:
     finished: str | None = None
     error: Exception | None = None  # why the request failed; token_id is then -1
     logprobs: TokenLogprobs | None = None  # if the request asked for them
+    n_cached: int = 0  # tokens of the prompt that the prefix cache held
 
 
 class PrefillError(NanoVLMError, RuntimeError):
@@ -398,7 +399,9 @@ class ContinuousBatch:
             logprobs = None
             if request.top_logprobs is not None:
                 logprobs = token_logprobs(logits[row], token_id, request.top_logprobs)
-            outputs.append(TokenOutput(request.key, token_id, finished, logprobs=logprobs))
+            outputs.append(
+                TokenOutput(request.key, token_id, finished, logprobs=logprobs, n_cached=request.prefix_length)
+            )
         return outputs
 
     def _sample(self, request: _Request, logits: Tensor) -> int:

@@ -39,6 +39,7 @@ class RequestOutput:
     token_id: int
     finish_reason: str | None = None
     logprobs: TokenLogprobs | None = None
+    n_cached: int = 0  # tokens of the prompt that were in the prefix cache
 
 
 @dataclass(eq=False)
@@ -82,7 +83,7 @@ class RequestHandle:
                 raise item
             if isinstance(item, BaseException):
                 raise EngineError("the model failed on this request") from item
-            outputs.append(RequestOutput(index, item.token_id, item.finished, item.logprobs))
+            outputs.append(RequestOutput(index, item.token_id, item.finished, item.logprobs, item.n_cached))
         return outputs
 
     def cancel(self, index: int | None = None) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from models.inference.continuous_batching import TokenLogprobs
 from nanovlm.serving.errors import APIError
 
+LEAST_LOGPROB = -9999.0
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -29,10 +30,12 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0  # of the prompt
 
-    def as_dict(self, prompt: str = "prompt_tokens", completion: str = "completion_tokens") -> dict[str, int]:
+    def as_dict(self, prompt: str = "prompt_tokens", completion: str = "completion_tokens") -> dict[str, Any]:
         total = self.prompt_tokens + self.completion_tokens
-        return {prompt: self.prompt_tokens, completion: self.completion_tokens, "total_tokens": total}
+        cached = {f"{prompt}_details": {"cached_tokens": self.cached_tokens}}
+        return {prompt: self.prompt_tokens, completion: self.completion_tokens, "total_tokens": total} | cached
 
 
 class OutputFormat(Protocol):
@@ -117,12 +120,17 @@ def token_logprobs(new: TextDelta, decode: Decode) -> list[dict[str, Any]]:
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text = decode([token_id])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
+        return {"token": text, "logprob": as_json_number(logprob), "bytes": list(text.encode("utf-8", "replace"))}
 
     return [
         entry(token_id, logprobs.logprob) | {"top_logprobs": [entry(*one) for one in logprobs.top]}
         for token_id, logprobs in new.logprobs
     ]
+
+
+def as_json_number(logprob: float) -> float:
+    """JSON has no infinity; vLLM's least log-probability stands for it."""
+    return max(logprob, LEAST_LOGPROB)
 
 
 class CompletionFormat:
@@ -163,9 +171,10 @@ class CompletionFormat:
         start = self._lengths.get(index, 0)
         return {
             "tokens": tokens,
-            "token_logprobs": [logprobs.logprob for _, logprobs in new.logprobs],
+            "token_logprobs": [as_json_number(logprobs.logprob) for _, logprobs in new.logprobs],
             "top_logprobs": [
-                {self.decode([top_id]): logprob for top_id, logprob in logprobs.top} for _, logprobs in new.logprobs
+                {self.decode([top_id]): as_json_number(logprob) for top_id, logprob in logprobs.top}
+                for _, logprobs in new.logprobs
             ],
             "text_offset": [start + sum(map(len, tokens[:i])) for i in range(len(tokens))],
         }
@@ -235,8 +244,9 @@ class ResponsesFormat:
         """The response object, before the answer without its output and usage."""
         numbers: dict[str, Any] | None = None
         if usage is not None:
-            details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
-            numbers = usage.as_dict("input_tokens", "output_tokens") | details
+            numbers = usage.as_dict("input_tokens", "output_tokens") | {
+                "output_tokens_details": {"reasoning_tokens": 0}
+            }
         return {
             "id": f"resp_{self.request_id}",
             "object": "response",

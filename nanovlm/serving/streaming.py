@@ -73,6 +73,7 @@ class ResponseStream:
     ):
         self.handle, self.streamers = handle, streamers
         self.num_prompt_tokens, self.on_prefilled = num_prompt_tokens, on_prefilled
+        self.num_cached_tokens = 0  # of the prompt, by the first sequence
         self._logprobs: list[list[tuple[int, TokenLogprobs]]] = [[] for _ in streamers]  # of tokens not returned yet
 
     @property
@@ -81,7 +82,7 @@ class ResponseStream:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.num_prompt_tokens, self.num_tokens)
+        return Usage(self.num_prompt_tokens, self.num_tokens, self.num_cached_tokens)
 
     @property
     def finish_reasons(self) -> list[str | None]:
@@ -101,6 +102,8 @@ class ResponseStream:
         streamer, logprobs = self.streamers[output.index], self._logprobs[output.index]
         if streamer.finish_reason:
             return
+        if output.index == 0:
+            self.num_cached_tokens = output.n_cached
         text = streamer.feed(output.token_id, output.finish_reason)
         if output.logprobs and output.finish_reason != "stop":  # the end token has no text
             logprobs.append((output.token_id, output.logprobs))

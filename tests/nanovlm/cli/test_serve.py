@@ -35,6 +35,13 @@ def parse(*argv):
         (["--host", "::"], "needs a key"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0 is less than 1"),
         (["--max-pending", "-1"], "--max-pending -1 is less than 0"),
+        (["--image-cache", "-1"], "--image-cache -1 is less than 0"),
+        (["--prefix-cache", "-1"], "--prefix-cache -1 is less than 0"),
+        (
+            ["--allow-origin", "localhost"],
+            "--allow-origin 'localhost' is no origin; give for example http://localhost:",
+        ),
+        (["--allow-origin", "http://localhost:3000/"], "is no origin"),
         (["--timeout", "0"], "--timeout 0.0 is less than 1"),
         (["--timeout", "nan"], "--timeout nan is less than 1"),
         (["--host", "nowhere.invalid", "--api-key", "x"], "--host nowhere.invalid --port 0: "),
@@ -61,6 +68,9 @@ def test_flags_become_options(monkeypatch):
     assert options.limits == Limits(max_num_seqs=3, max_pending=0)
     assert (options.allow_hosts, options.api_key) == (("a", "b"), "secret")
     assert parse("--api-key", "other").api_key == "other"
+    options = parse("--allow-origin", "http://a:3000", "--allow-origin", "*", "--strict-model", "--image-cache", "0")
+    assert (options.allow_origins, options.strict_model) == (("http://a:3000", "*"), True)
+    assert options.limits == Limits(image_cache_bytes=0)
 
 
 def test_former_flags_still_work(capsys):

@@ -73,6 +73,7 @@ def test_next_turn_reuses_the_turns_before(counted, embedded):
             sums, before = server.metrics(), hits
             hits, usage = sums["nanovlm_prefix_cache_hit_tokens_total"], response.json()["usage"]
             if len(messages) > 1:
+                assert usage["prompt_tokens_details"]["cached_tokens"] == hits - before
                 new = usage["prompt_tokens"] - (hits - before)
                 assert new <= 16, f"{new} tokens are computed; the question alone has about 10"
             messages.append({"role": "assistant", "content": answer_of(response)})

@@ -1,11 +1,15 @@
 """Chat completions, completions and responses give the same text, and the same log-probabilities, whole or streamed."""
 
+import json
+
 import openai
 import pytest
 import torch
 
 from models.decoding import SamplingParams
+from models.inference.continuous_batching import TokenLogprobs
 from nanovlm import SAMPLE
+from nanovlm.serving.response_formats import ChatFormat, CompletionFormat, TextDelta, Usage
 from support.serving import QUESTIONS, SAMPLE_URL, user_message
 
 ASKED = {"model": "nanovlm", "messages": user_message(QUESTIONS[0], SAMPLE_URL)}
@@ -40,6 +44,13 @@ def test_logprobs_end_with_the_text(client):
     assert "".join(token.token for token in whole.logprobs.content) == whole.message.content
     assert all(token.top_logprobs == [] for token in whole.logprobs.content)
     assert client.chat.completions.create(**ASKED, max_tokens=2).choices[0].logprobs is None
+
+
+def test_impossible_token_has_a_number_in_json():
+    impossible = TextDelta("a", ((5, TokenLogprobs(float("-inf"), [(6, float("-inf"))])),))
+    for output_format in (ChatFormat("1", "m", str), CompletionFormat("1", "m", str)):
+        response = output_format.response([impossible], ["stop"], Usage(1, 1))
+        assert "Infinity" not in json.dumps(response) and "-9999.0" in json.dumps(response)
 
 
 # --------------------------------------------------------------------------------------------------------- completions
