@@ -15,9 +15,8 @@ from torch import Tensor
 from models.checkpoint import atomic_dir
 from models.config import SmolVLMSettings, VLMConfig
 from models.convert.gguf import text_tensors, vision_tensors
-from models.errors import CheckpointError
 from nanovlm.captioner import Captioner
-from nanovlm.errors import InputError, MissingExtraError
+from nanovlm.errors import CheckpointError, InputError, MissingExtraError
 from nanovlm.smolvlm_images import MAX_SIDE
 from nanovlm.tokenizer import Tokenizer
 
@@ -108,13 +107,14 @@ def check_llama_cpp_can_run(cfg: VLMConfig, tokenizer: Tokenizer) -> SmolVLMSett
         "rescale_factor": (settings.rescale_factor, abs(settings.rescale_factor * 255 - 1) < 1e-6, "1/255"),
         "global_image_token": (settings.global_image_token, settings.global_image_token == whole, whole),
         "fake_image_token": (settings.fake_image_token, settings.fake_image_token == fake, fake),
+        "scale_factor": (cfg.mp_pixel_shuffle_factor, cfg.mp_pixel_shuffle_factor > 1, "2 or more"),
     }
     for key, (value, is_supported, only) in supported.items():
         if not is_supported:
-            raise InputError(f"{key}={value}: llama.cpp lays out this family's pictures with {only} only")
-    for text in (r"\n", r"\n\n"):
-        if len(tokenizer.encode(text.encode().decode("unicode_escape"))) != 1:
-            raise InputError(f"the tokenizer has no token '{text}', which llama.cpp writes between tiles")
+            raise InputError(f"{key}={value}: llama.cpp reads this family's pictures with {only} only")
+    for text in ("\n", "\n\n"):
+        if len(tokenizer.encode(text)) != 1:
+            raise InputError(f"the tokenizer has no token {text!r}, which llama.cpp writes between tiles")
     return settings
 
 

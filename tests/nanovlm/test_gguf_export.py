@@ -16,7 +16,7 @@ from PIL import Image
 from models.convert.gguf import text_tensors, vision_tensors
 from nanovlm import Captioner
 from nanovlm.cli.main import main
-from nanovlm.errors import InputError, MissingExtraError
+from nanovlm.errors import CheckpointError, InputError, MissingExtraError
 from nanovlm.gguf_export import GGUF_TYPES, check_llama_cpp_can_run, export_gguf, pre_tokenizer_name
 from nanovlm.smolvlm_layout import convert_layout
 from nanovlm.synthetic import caption, draw, random_scene
@@ -214,6 +214,29 @@ def test_the_pre_tokenizer_has_llama_cpps_name(raw, name):
 def test_other_tokenizers_are_refused_by_name(raw, words):
     with pytest.raises(InputError, match=words):
         pre_tokenizer_name(raw)
+
+
+def test_a_tokenizer_without_a_token_for_an_empty_line_is_refused(captioner):
+    """llama.cpp would pass an id of -1 to the model."""
+    embedded = Captioner.from_pretrained(device="cpu", dtype="float32")
+    with pytest.raises(InputError, match=r"no token '\\n\\n', which llama.cpp writes between tiles"):
+        check_llama_cpp_can_run(captioner.model.cfg, embedded.tokenizer)
+
+
+def test_an_encoder_without_pixel_shuffle_is_refused(captioner):
+    """llama.cpp would abort the process."""
+    cfg = replace(captioner.model.cfg, mp_pixel_shuffle_factor=1, mp_image_token_length=16)
+    with pytest.raises(InputError, match="scale_factor=1: .* 2 or more only"):
+        check_llama_cpp_can_run(cfg, captioner.tokenizer)
+
+
+def test_weights_beyond_float16_are_refused(folder, tmp_path):
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+    captioner.model.MP.proj.weight.data[0, 0] = 1e5
+    with pytest.raises(CheckpointError, match=r"mm.model.fc.weight has values up to 1e\+05, .* use bf16"):
+        export_gguf(captioner, tmp_path / "out", "model")
+    assert not (tmp_path / "out").exists()
+    assert export_gguf(captioner, tmp_path / "out", "model", "bf16")[1].exists()
 
 
 def test_a_missing_package_names_its_extra(captioner, tmp_path, monkeypatch):
