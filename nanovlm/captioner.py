@@ -2,10 +2,11 @@
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 from PIL import Image
@@ -19,15 +20,18 @@ from models.inference.inference_model import InferenceModel
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, PROMPT
-from nanovlm.errors import InputError
+from nanovlm.errors import ImageError, InputError
 from nanovlm.generation import Generation, GenerationKwargs, cut_incomplete_sentence
-from nanovlm.image_processing import load_image
+from nanovlm.image_processing import is_single_array, load_image
 from nanovlm.processor import EncodedPrompt, Processor
 from nanovlm.smolvlm_layout import check_format, convert_layout
 from nanovlm.tokenizer import Tokenizer
+from nanovlm.web_images import fetch_picture, is_url
 
-ImageInput = str | os.PathLike | bytes | Image.Image  # also a binary file
+# A path, a file's bytes, a PIL image, a tensor (C, H, W), a numpy array (H, W, C), a binary file or an http(s) URL
+ImageInput = str | os.PathLike | bytes | Image.Image | Tensor | Any
 ImageInputs = ImageInput | Sequence[ImageInput] | None
+NO_IMAGE = "a question without a picture: the model may describe one that it does not see"
 
 
 @dataclass
@@ -56,11 +60,13 @@ class Captioner:
     >>> captioner.caption("photo.jpg")
     >>> captioner.caption("photo.jpg", "How many objects are there?")
 
-    `inference` generates; `model` is the plain `VisionLanguageModel`.
+    `inference` generates; `model` is the plain `VisionLanguageModel`. allow_urls lets http(s) URLs name images, which
+    are then fetched from public addresses.
     """
 
-    def __init__(self, model: VisionLanguageModel | InferenceModel, processor: Processor):
+    def __init__(self, model: VisionLanguageModel | InferenceModel, processor: Processor, *, allow_urls: bool = False):
         self.inference, self.processor, self.tokenizer = model, processor, processor.tokenizer
+        self.allow_urls = allow_urls
 
     @property
     def model(self) -> VisionLanguageModel:
@@ -79,13 +85,15 @@ class Captioner:
         quantize: str | None = None,
         compile: bool | None = None,
         skip_special_tokens: bool = True,
+        allow_urls: bool = False,
     ) -> "Captioner":
         """Load a folder or a Hub id (owner/name), by default the model that ships with the package.
 
         device is auto, cpu, cuda or mps; dtype is auto, float32, bfloat16 or float16. max_tiles and upscale limit the
         tiles of an image, see `Processor`. quantize="int8" stores the language model's weights in 8 bits. compile=True
         compiles the decode step, which takes a minute or two once; None uses it if it was compiled before; False does
-        not use it. skip_special_tokens=False keeps special tokens in answers, as SmolDocling needs.
+        not use it. skip_special_tokens=False keeps special tokens in answers, as SmolDocling needs. allow_urls lets http(s)
+        URLs name images.
 
         Raises CheckpointError if the model cannot be loaded, InputError for an argument, and CompileError if
         compilation fails.
@@ -102,7 +110,7 @@ class Captioner:
         inference = InferenceModel(model, quantize=quantize, compile=compile)
         if quantize:
             inference.release_source()
-        return cls(inference, Processor(cfg, tokenizer, max_tiles, upscale))
+        return cls(inference, Processor(cfg, tokenizer, max_tiles, upscale), allow_urls=allow_urls)
 
     @classmethod
     def from_backbones(
@@ -189,7 +197,7 @@ class Captioner:
             return []
 
         def prepare() -> dict[str, Any]:
-            return self.processor.encode_questions([load_image(one) for one in _as_list(image)], list(prompts))
+            return self.processor.encode_questions(self._load(image), list(prompts))
 
         return self._texts(prepare, generation, stats=stats)
 
@@ -206,7 +214,7 @@ class Captioner:
         images and prompt may be generators: they are consumed lazily, batch_size at a time.
         """
         generation = Generation.from_kwargs(options)
-        if isinstance(images, (str, bytes, os.PathLike, Image.Image)):
+        if is_single_array(images) or isinstance(images, (str, bytes, os.PathLike, Image.Image)):
             raise InputError("captions takes several images, such as a list; for one image use caption")
         if batch_size < 1:
             raise InputError(f"batch_size={batch_size} must be 1 or more")
@@ -225,7 +233,20 @@ class Captioner:
 
     def prepare(self, image: ImageInputs, prompt: str = PROMPT) -> EncodedPrompt:
         """Token ids and tiles of one prompt; thread-safe, so threads may prepare while the model runs."""
-        return self.processor.encode([load_image(one) for one in _as_list(image)], prompt)
+        return self.processor.encode(self._load(image), prompt)
+
+    def load_image(self, source: ImageInput) -> Image.Image:
+        """An upright RGB image of a source. Raises ImageError, for a URL unless this captioner allows them."""
+        if not is_url(source):
+            return load_image(source)
+        if not self.allow_urls:
+            raise ImageError(f"{source} is a URL; to fetch pictures from the web, load the model with allow_urls=True")
+        return load_image(fetch_picture(source), name=source)
+
+    def _load(self, images: ImageInputs) -> list[Image.Image]:
+        if not (sources := _as_list(images)):
+            warnings.warn(NO_IMAGE, stacklevel=2)
+        return [self.load_image(source) for source in sources]
 
     def _batch(self, requests: Sequence[tuple[ImageInputs, str]]) -> Callable[[], dict[str, Any]]:
         return lambda: self.processor.collate([self.prepare(image, prompt) for image, prompt in requests])
@@ -296,7 +317,7 @@ def _prepend(start: Sequence[int], ids: Iterator[int]) -> Iterator[int]:
 def _as_list(images: ImageInputs) -> list[ImageInput]:
     if images is None:
         return []
-    return list(images) if isinstance(images, (list, tuple)) else [cast(ImageInput, images)]
+    return list(images) if isinstance(images, (list, tuple)) else [images]
 
 
 def _pair(images: Iterable[ImageInputs], prompt: str | Iterable[str]) -> Iterator[tuple[ImageInputs, str]]:

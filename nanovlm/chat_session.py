@@ -1,16 +1,17 @@
 """ChatSession: several questions about the same images, with the KV cache reused between them."""
 
+import warnings
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from models.decoding import GREEDY, SamplingParams, generate_tokens, token_presence_mask
+from models.decoding import SamplingParams, generate_tokens, token_presence_mask
 from models.vision_language_model import PrefillState
-from nanovlm.captioner import Captioner, ImageInput
+from nanovlm.captioner import NO_IMAGE, Captioner, ImageInput
 from nanovlm.errors import InputError
-from nanovlm.image_processing import load_image
+from nanovlm.generation import Generation, SamplingKwargs
 
 
 class ChatSession:
@@ -23,7 +24,7 @@ class ChatSession:
 
     def __init__(self, captioner: Captioner, images: Sequence[ImageInput] = ()):
         self.captioner = captioner
-        tiles = [captioner.processor.preprocess(load_image(image)) for image in images]
+        tiles = [captioner.processor.preprocess(captioner.load_image(image)) for image in images]
         self.grids = [grid for _, grid in tiles]
         self.images = torch.cat([one for one, _ in tiles]) if tiles else None  # (n, 3, S, S)
         self.history: list[tuple[str, str]] = []
@@ -31,14 +32,16 @@ class ChatSession:
         self._cached_ids: list[int] = []  # an interrupted answer may leave one token more in the cache
         self._prefix: PrefillState | None = None
 
-    def ask(
-        self, question: str, *, max_new_tokens: int = 128, sampling: SamplingParams = GREEDY
-    ) -> Generator[str, None, None]:
+    def ask(self, question: str, **options: Unpack[SamplingKwargs]) -> Generator[str, None, None]:
         """Yield the answer in pieces of whole characters.
 
-        If the caller stops reading, history holds the pieces read so far. Raises InputError if the chat with this
-        question exceeds the model's context.
+        options are max_new_tokens, sampling, and the fields of `SamplingParams` such as temperature. If the caller
+        stops reading, history holds the pieces read so far. Raises InputError if the chat with this question exceeds
+        the model's context.
         """
+        generation = Generation.from_kwargs(options, ("max_new_tokens", "sampling"))
+        if not self.grids:
+            warnings.warn(NO_IMAGE, stacklevel=2)
         ids = self.captioner.processor.encode_prompt(self.grids, question, self.history)
         limit = self.captioner.inference.cfg.lm_max_position_embeddings
         if len(ids) > limit:
@@ -48,8 +51,9 @@ class ChatSession:
             )
         logits, answer = self._prefill(ids), ""
         try:
-            max_new_tokens = min(max_new_tokens, limit - len(ids) + 1)
-            for piece in self.captioner.tokenizer.stream(self._generate(ids, logits, max_new_tokens, sampling)):
+            max_new_tokens = min(generation.max_new_tokens, limit - len(ids) + 1)
+            new_ids = self._generate(ids, logits, max_new_tokens, generation.sampling)
+            for piece in self.captioner.tokenizer.stream(new_ids):
                 answer += piece
                 yield piece
         finally:

@@ -1,6 +1,7 @@
 """How an answer is generated: the keyword arguments that the Captioner's methods share."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
@@ -45,11 +46,14 @@ class Generation:
             raise InputError(f"start_with is a text, not {type(self.start_with).__name__}")
 
     @classmethod
-    def from_kwargs(cls, kwargs: GenerationKwargs) -> "Generation":
-        """Those that keyword arguments ask for. InputError for a value, TypeError for an unknown name."""
+    def from_kwargs(cls, kwargs: SamplingKwargs, known: Sequence[str] = ()) -> "Generation":
+        """Those that keyword arguments ask for. InputError for a value, TypeError for an unknown name.
+
+        known are the fields of this class that may be given, by default all.
+        """
         values: dict[str, Any] = dict(kwargs)
         sampling = {name: values.pop(name) for name in SAMPLING_FIELDS if name in values}
-        known = [field.name for field in fields(cls)]
+        known = known or [field.name for field in fields(cls)]
         if unknown := values.keys() - set(known):
             names = ", ".join([*known, *SAMPLING_FIELDS])
             raise TypeError(f"unexpected keyword argument {min(unknown)!r}; generation takes {names}")

@@ -60,14 +60,17 @@ def readable_extensions() -> frozenset[str]:
 def load_image(source: Any, name: str | None = None, max_pixels: int | None = None) -> Image.Image:
     """Decode an image to upright RGB, on white where it is transparent; of an animation, the first frame.
 
-    source is a path, the bytes of a file, a binary file or a PIL image; errors call it name. An image of more than
-    max_pixels, or of more than MAX_PIXELS, is refused before it is decoded. Raises ImageError.
+    source is a path, the bytes of a file, a binary file, a PIL image, a numpy array or a tensor (see `from_array`);
+    errors call it name. An image of more than max_pixels, or of more than MAX_PIXELS, is refused before it is decoded.
+    Raises ImageError.
     """
     name = printable(source_name(source) if name is None else name)
     try:
         with quiet_pillow():
             if isinstance(source, Image.Image):
                 return load_rgb(source, max_pixels)
+            if is_array(source):
+                return load_rgb(from_array(source), max_pixels)
             with open_file(source) as file:
                 return load_rgb(open_picture(file), max_pixels)
     except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error, IndexError ...
@@ -78,10 +81,57 @@ def source_name(source: Any) -> str:
     """The name of a source: its path, "<stdin>", or just "picture"."""
     if isinstance(source, (str, os.PathLike)):
         return os.fspath(source)
-    if not isinstance(source, (bytes, Image.Image)) and not hasattr(source, "read"):
-        raise TypeError(f"a picture is a path, bytes, a binary file or a PIL image, not {type(source).__name__}")
+    if not isinstance(source, (bytes, Image.Image)) and not is_array(source) and not hasattr(source, "read"):
+        raise TypeError(
+            "a picture is a path, bytes, a binary file, a PIL image, a numpy array or a tensor, "
+            f"not {type(source).__name__}"
+        )
     name = getattr(source, "name", None)  # a path, or for a pipe its number
     return name if isinstance(name, str) else "picture"
+
+
+def is_array(source: Any) -> bool:
+    """Whether a source is a numpy array, or an object with its interface, or a tensor."""
+    return isinstance(source, torch.Tensor) or (
+        hasattr(source, "__array_interface__") and not isinstance(source, Image.Image)
+    )
+
+
+def is_single_array(source: Any) -> bool:
+    """Whether a source is the array of one image, and not of a batch (N, H, W, C)."""
+    return is_array(source) and len(source.shape) < 4
+
+
+def from_array(array: Any) -> Image.Image:
+    """An image of a numpy array (H, W) or (H, W, C), or of a tensor (H, W) or (C, H, W); C is 1, 3 or 4.
+
+    Values are uint8, or floats in [0, 1]. Raises ImageError for others.
+    """
+    shape = tuple(array.shape)
+    if isinstance(array, torch.Tensor):
+        values = array.detach().cpu()
+        values = values.permute(1, 2, 0) if values.dim() == 3 else values
+    else:
+        try:
+            values = torch.as_tensor(array.copy())  # torch takes no negative strides
+        except TypeError:
+            raise ImageError(f"an array of {array.dtype}; pass uint8, or floats in [0, 1]") from None
+    if values.dim() not in (2, 3) or (values.dim() == 3 and values.size(2) not in (1, 3, 4)):
+        raise ImageError(
+            f"an array of shape {shape}; an array is (height, width) or (height, width, channels), a tensor (height, "
+            "width) or (channels, height, width), of 1, 3 or 4 channels"
+        )
+    if values.is_floating_point() and values.numel():
+        low, high = (bound.item() for bound in values.aminmax())  # nan, if any is
+        if not 0 <= low <= high <= 1:
+            raise ImageError(f"an array with values from {low:g} to {high:g}; floats are in [0, 1], other values uint8")
+        values = (values.float() * 255).round().to(torch.uint8)
+    if values.dtype != torch.uint8:
+        raise ImageError(f"an array of {array.dtype}; pass uint8, or floats in [0, 1]")
+    height, width, channels = (*values.shape, 1)[:3]
+    values = values.contiguous()
+    data = ctypes.string_at(values.data_ptr(), values.numel())
+    return Image.frombytes({1: "L", 3: "RGB", 4: "RGBA"}[channels], (width, height), data)
 
 
 def printable(name: str) -> str:

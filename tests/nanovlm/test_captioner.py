@@ -5,14 +5,16 @@ import random
 import shutil
 import subprocess
 import sys
+import warnings
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 import nanovlm
 from models.decoding import SamplingParams
-from nanovlm import Captioner
+from nanovlm import Captioner, ChatSession
 from nanovlm.captioner import Stats
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.errors import CheckpointError, ImageError, InputError
@@ -53,6 +55,53 @@ def test_every_image_source_gives_the_same_caption(captioner, pictures, tmp_path
     data = (tmp_path / "picture.png").read_bytes()
     sources = [tmp_path / "picture.png", str(tmp_path / "picture.png"), data, io.BytesIO(data), pictures[0]]
     assert len({captioner.caption(source, max_new_tokens=6) for source in sources}) == 1
+
+
+def test_arrays_are_images_and_batches_of_them_are_several(captioner, pictures):
+    array = np.asarray(pictures[1])
+    expected = captioner.caption(pictures[1], max_new_tokens=6)
+    tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
+    assert captioner.caption(array, max_new_tokens=6) == captioner.caption(tensor, max_new_tokens=6) == expected
+    assert list(captioner.captions(np.stack([array, array]), max_new_tokens=6)) == [expected] * 2
+    assert list(captioner.captions(torch.stack([tensor] * 2), max_new_tokens=6)) == [expected] * 2
+    assert "".join(ChatSession(captioner, [array]).ask("?", max_new_tokens=6)) == captioner.caption(
+        pictures[1], "?", max_new_tokens=6
+    )
+    for one in (array, tensor):
+        with pytest.raises(InputError, match="for one image use caption"):
+            next(captioner.captions(one))
+
+
+def test_urls_are_fetched_only_if_allowed(model_folder, pictures, monkeypatch):
+    url, fetched = "https://example.org/picture.png", []
+    closed = Captioner.from_pretrained(model_folder, "cpu", "float32")
+    for call in (lambda: closed.caption(url), lambda: closed.ask(url, ["?"]), lambda: ChatSession(closed, [url])):
+        with pytest.raises(ImageError, match="picture.png is a URL; .* allow_urls=True"):
+            call()
+    data = io.BytesIO()
+    pictures[0].save(data, "PNG")
+    monkeypatch.setattr("nanovlm.captioner.fetch_picture", lambda url: fetched.append(url) or data.getvalue())
+    allowed = Captioner.from_pretrained(model_folder, "cpu", "float32", allow_urls=True)
+    assert allowed.caption(url, max_new_tokens=6) == closed.caption(pictures[0], max_new_tokens=6)
+    assert fetched == [url]
+    monkeypatch.setattr("nanovlm.captioner.fetch_picture", lambda url: b"words")
+    with pytest.raises(ImageError, match=f"^{url}: not a picture"):
+        allowed.caption(url)
+
+
+def test_a_question_without_a_picture_warns_once(captioner, pictures):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        for _ in range(3):
+            captioner.caption(None, "What colour is it?", max_new_tokens=1)
+            "".join(ChatSession(captioner).ask("What colour is it?", max_new_tokens=1))
+    assert [str(warning.message)[:28] for warning in caught] == ["a question without a picture"] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        captioner.caption(pictures[0], max_new_tokens=1)
+        "".join(ChatSession(captioner, [pictures[0]]).ask("?", max_new_tokens=1, temperature=0.5, seed=1))
+        with pytest.raises(TypeError, match="start_with"):
+            next(ChatSession(captioner, [pictures[0]]).ask("?", start_with="A"))
 
 
 def test_streamed_pieces_join_to_the_caption(captioner, pictures):

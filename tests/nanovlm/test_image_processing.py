@@ -15,6 +15,7 @@ import warnings
 import zlib
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageCms, ImageDraw, PngImagePlugin
@@ -117,6 +118,58 @@ def test_the_callers_image_is_not_changed():
 def test_other_types_raise_type_error():
     with pytest.raises(TypeError, match="not int"):
         load_image(3)
+
+
+# ------------------------------------------------------------------------------------------------------------ arrays
+
+
+def test_arrays_and_tensors_are_the_image_they_hold():
+    image = drawn()
+    array = np.asarray(image)
+    tensor = transforms_v1.pil_to_tensor(image)
+    for source in (array, array / 255, (array / 255).astype("float32"), tensor, tensor / 255, tensor.bfloat16() / 255):
+        assert load_image(source).tobytes() == image.tobytes() or source.dtype == torch.bfloat16
+        assert load_image(source).size == (48, 32) and distance(load_image(source), image) < 1
+    flipped = load_image(array[:, ::-1])  # a view with negative strides
+    assert flipped.tobytes() == image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).tobytes()
+    requires_grad = (tensor / 255).requires_grad_()
+    assert load_image(requires_grad).tobytes() == image.tobytes()
+
+
+def test_arrays_may_be_grey_or_transparent():
+    grey, alpha = drawn().convert("L"), drawn().convert("RGBA")
+    alpha.putalpha(grey)
+    for image in (grey, alpha):
+        array = np.asarray(image)
+        expected = load_image(image).tobytes()
+        assert load_image(array).tobytes() == load_image(transforms_v1.pil_to_tensor(image)).tobytes() == expected
+        assert load_image(array[..., None] if array.ndim == 2 else array).tobytes() == expected
+    assert load_image(torch.from_numpy(np.array(grey))).tobytes() == load_image(grey).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.zeros((3, 20, 30), np.uint8), "an array of shape (3, 20, 30)"),
+        (torch.zeros(20, 30, 3, dtype=torch.uint8), "an array of shape (20, 30, 3)"),
+        (np.zeros((2, 20, 30, 3), np.uint8), "an array of shape (2, 20, 30, 3)"),
+        (np.zeros(5), "an array of shape (5,)"),
+        (np.float32(0.5), "an array of shape ()"),
+        (np.zeros((20, 30, 2), np.uint8), "of 1, 3 or 4 channels"),
+        (np.full((20, 30, 3), 200.0), "values from 200 to 200; floats are in [0, 1]"),
+        (np.full((20, 30, 3), -0.1), "values from -0.1 to -0.1"),
+        (torch.full((3, 20, 30), float("nan")), "values from nan to nan"),
+        (np.zeros((20, 30, 3), np.int64), "an array of int64; pass uint8"),
+        (np.zeros((20, 30, 3), complex), "an array of complex128; pass uint8"),
+        (np.zeros((20, 30, 3), object), "an array of object; pass uint8"),
+        (torch.zeros(3, 20, 30, dtype=torch.bool), "an array of torch.bool; pass uint8"),
+        (np.zeros((0, 30, 3), np.uint8), "without pixels"),
+        (np.zeros((1, 300, 3), np.uint8), "crop it first"),
+    ],
+    ids=str,
+)
+def test_other_arrays_are_refused(array, words):
+    refusal(array, words)
 
 
 # ----------------------------------------------------------------------------------------- formats and modes
