@@ -27,6 +27,7 @@ class Chat:
     question: str
     answer: str = ""  # the beginning of the answer, which the model continues
     images_per_turn: list[int] | None = field(default=None, compare=False)  # of each question; None: all of the first
+    param: str = "messages"  # the client's name of the field that holds the conversation
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def parse_messages(messages: Sequence[Message], param: str = "messages") -> Chat
     texts[0] = "\n\n".join(filter(None, [*system, texts[0]]))
     image_urls = [url for message in messages for url in message.image_urls]
     images_per_turn = [turn.n_images for turn in turns[::2]]
-    return Chat(image_urls, list(zip(texts[:-1:2], texts[1::2])), texts[-1], answer, images_per_turn)
+    return Chat(image_urls, list(zip(texts[:-1:2], texts[1::2])), texts[-1], answer, images_per_turn, param)
 
 
 def prepare_inputs(
@@ -100,15 +101,18 @@ def prepare_inputs(
     """
     images: list[ImageInput] = []
     for number, file in enumerate(files, 1):
-        images.append(preprocess(number, file, processor, max_pixels, image_cache))
-        check_image_tokens(images, processor)
+        try:
+            images.append(preprocess(f"image {number}", file, processor, max_pixels, image_cache))
+        except ImageError as error:  # begins with the name
+            raise invalid_image(str(error), chat.param) from None
+        check_image_tokens(images, processor, chat.param)
     grids = [image.grid for image in images if image.grid is not None]
     try:
         ids = processor.encode_prompt(grids, chat.question, chat.history, chat.images_per_turn)
         tokenizer = processor.tokenizer
         continued_ids = tokenizer.encode(tokenizer.answer_prefix + chat.answer) if chat.answer else []
     except NanoVLMError as error:  # the model has no chat template, or the template refuses this chat
-        raise APIError(400, str(error), param="messages") from None
+        raise APIError(400, str(error), param=chat.param) from None
     return ModelInputs(torch.tensor(ids + continued_ids), images, continued_ids)
 
 
@@ -126,33 +130,29 @@ def prepare_completion(prompt: str | list[int], tokenizer: Tokenizer) -> ModelIn
 
 
 def preprocess(
-    number: int, file: str | bytes, processor: Processor, max_pixels: int, image_cache: ImageCache | None = None
+    name: str, file: str | bytes, processor: Processor, max_pixels: int, image_cache: ImageCache | None = None
 ) -> ImageInput:
-    """The request's image of that number, counted from 1."""
-    name = f"image {number}"
+    """An image of a request; ImageError begins with its name."""
     try:
         data = decode_data_url(file) if isinstance(file, str) else file
     except ImageError as error:
-        raise invalid_image(f"{name}: {error}") from None
+        raise ImageError(f"{name}: {error}") from None
     key = hashlib.blake2b(data, digest_size=16).digest()
     if image_cache is not None and (cached := image_cache.find(key)):
         return cached
-    try:
-        tiles, grid = processor.preprocess(load_image(data, name, max_pixels))
-    except ImageError as error:  # begins with the name
-        raise invalid_image(str(error)) from None
+    tiles, grid = processor.preprocess(load_image(data, name, max_pixels))
     return ImageInput(tiles, key, grid)
 
 
-def invalid_image(message: str) -> APIError:
-    return APIError(400, message, "invalid_image", "messages")
+def invalid_image(message: str, param: str) -> APIError:
+    return APIError(400, message, "invalid_image", param)
 
 
-def check_image_tokens(images: Sequence[ImageInput], processor: Processor) -> None:
+def check_image_tokens(images: Sequence[ImageInput], processor: Processor, param: str) -> None:
     """Refuse more images than the context holds, before they fill the memory."""
     cfg = processor.cfg
     n_tokens = sum(image.n_tiles for image in images) * cfg.mp_image_token_length
     if n_tokens > cfg.lm_max_position_embeddings:
         limit = f"lm_max_position_embeddings={cfg.lm_max_position_embeddings}"
         message = f"{len(images)} images alone take {n_tokens} tokens, more than {limit}; show fewer"
-        raise APIError(400, message, "context_length_exceeded", "messages")
+        raise APIError(400, message, "context_length_exceeded", param)

@@ -208,8 +208,7 @@ class ChatService:
         if isinstance(request, CompletionRequest):
             return [prepare_completion(prompt, self.captioner.tokenizer) for prompt in request.prompt], lambda: None
         assert isinstance(request, (ChatCompletionRequest, ResponsesRequest))
-        field = "messages" if isinstance(request, ChatCompletionRequest) else "input"
-        chat = parse_messages(request.messages, field)
+        chat = parse_messages(request.messages, request.prompt_field)
         request.messages.clear()  # from here on only chat holds the encoded images
         files = await self._fetch_images(chat)
         reservation = await self.pixel_budget.acquire(len(files), request_scope)
@@ -233,7 +232,7 @@ class ChatService:
             try:
                 file = await self.fetcher.fetch(url, free_bytes)
             except ImageError as error:
-                raise invalid_image(f"image {number}: {error}") from None
+                raise invalid_image(f"image {number}: {error}", chat.param) from None
             files.append(file)
             free_bytes -= len(file)
         return files
