@@ -4,6 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import torch
@@ -121,6 +122,10 @@ class CachedPrefix:
     images: tuple[tuple[Hashable | None, int], ...]  # key of each image, and the position of its first token
     kv: Tensor  # (n_blocks, 2, n_kv_heads, T, head_dim)
 
+    @cached_property
+    def head(self) -> Hashable:
+        return sequence_head(self.ids, self.images)
+
     def common_length(self, ids: Tensor, images: Sequence[tuple[Hashable | None, int]]) -> int:
         """How many leading tokens another sequence has in common, images included."""
         n = min(len(self.ids), len(ids))
@@ -153,7 +158,10 @@ class PrefixCache:
     def find(self, ids: Tensor, images: Sequence[tuple[Hashable | None, int]]) -> tuple[CachedPrefix | None, int]:
         """The entry that begins like a prompt, and how many tokens; at least one token of the prompt is left over."""
         best, length, best_key = None, MIN_PREFIX_TOKENS - 1, None
+        head = sequence_head(ids, images)
         for key, entry in self._cache.items():
+            if entry.head != head:
+                continue
             n = min(entry.common_length(ids, images), len(ids) - 1)
             if n > length:
                 best, length, best_key = entry, n, key
@@ -170,12 +178,18 @@ class PrefixCache:
     def add(self, entry: CachedPrefix) -> None:
         """Store a sequence; it replaces those that it begins with."""
         for key, other in self._cache.items():
-            if other.common_length(entry.ids, entry.images) == len(other.ids):
+            if other.head == entry.head and other.common_length(entry.ids, entry.images) == len(other.ids):
                 self._cache.drop(key)
         if len(entry.ids) >= MIN_PREFIX_TOKENS:
             self._cache.put(id(entry), entry, entry.kv.nbytes)
         for key, _ in self._cache.items()[:-MAX_PREFIXES]:
             self._cache.drop(key)
+
+
+def sequence_head(ids: Tensor, images: Sequence[tuple[Hashable | None, int]]) -> Hashable:
+    """What two sequences with a common prefix of MIN_PREFIX_TOKENS have in common; cheap to compare."""
+    keys = tuple(key for key, start in images if start < MIN_PREFIX_TOKENS)
+    return tuple(ids[:MIN_PREFIX_TOKENS].tolist()), keys
 
 
 def image_starts(ids: Tensor, images: Sequence[ImageInput], image_token_id: int, tokens_per_tile: int) -> list[int]:
