@@ -179,6 +179,8 @@ def _from_smolvlm(state: dict[str, Tensor], model: VisionLanguageModel, path: Pa
     """The opposite; names that SmolVLM does not have stay. CheckpointError if q, k and v do not share lora_A."""
     ours: dict[str, Tensor] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
+        if ".lora_" in name:
+            continue
         targets = [target.removesuffix(".weight") for target in to_smolvlm({name: p})]
         if len(targets) == 1 and f"{targets[0]}.weight" in state:
             ours[name] = state.pop(f"{targets[0]}.weight")

@@ -28,7 +28,7 @@ from nanovlm.processor import Processor
 from nanovlm.smolvlm_layout import check_format, convert_layout
 from nanovlm.synthetic.recipe import scene_source
 from nanovlm.tokenizer import Tokenizer
-from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, write_model
+from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, write_errors, write_model
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import Trainer, TrainingTask
 from nanovlm.training.memory import MemoryEstimate, estimate_memory, memory_errors
@@ -36,6 +36,8 @@ from nanovlm.training.memory import MemoryEstimate, estimate_memory, memory_erro
 REFERENCE_HIDDEN_DIM = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
 MAX_CAPTIONED_IMAGES = 8  # held-out images that are captioned at each evaluation
 MAX_CAPTION_TOKENS = 64
+
+BASE = "base"  # folder of the model that a LoRA run started from, if it is in no other
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,9 @@ def fine_tune(options: FinetuneOptions, cfg: TrainConfig) -> VisionLanguageModel
     """
     check_folder(options.folder, options.data)
     model, task, cfg = prepare(options, cfg)
+    if cfg.lora_rank and starts_anew(options) and os.environ.get("RANK", "0") == "0":
+        with write_errors(options.folder):  # without its base model an adapter is of no use
+            model.save_pretrained(options.folder / BASE, tokenizer=task.tokenizer)
     with data_errors(), memory_errors():
         return Trainer(model, task, cfg).run()
 
@@ -113,8 +118,15 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     return model, task, cfg
 
 
+def starts_anew(options: FinetuneOptions) -> bool:
+    """Whether training starts from a model that no folder holds: joined backbones, or one in another layout."""
+    return options.backbones is not None or options.format == "smolvlm"
+
+
 def base_model(options: FinetuneOptions) -> BaseModel:
     """The model to start from, a folder by its full path."""
+    if starts_anew(options):
+        return BaseModel(str((options.folder / BASE).resolve()))
     folder = Path(options.model)
     return BaseModel(str(folder.resolve()) if folder.is_dir() else options.model, options.revision)
 

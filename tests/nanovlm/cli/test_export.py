@@ -53,7 +53,7 @@ def test_missing_model_is_one_error_line(argv, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def run_lora(root, base):
+def run_lora(root, base, *more):
     """The folder of a short LoRA run on base."""
     (root / "data").mkdir()
     for i in range(2):
@@ -62,7 +62,7 @@ def run_lora(root, base):
         (root / "data" / f"{i}.txt").write_text("A photograph of my cat.")
     flags = "--max-steps 3 --batch-size 2 --num-workers 0 --device cpu --lora-rank 4 --lr 1e-2 --warmup-steps 0"
     argv = ["train", "--model", str(base), "--data", str(root / "data"), "--out", str(root / "run")]
-    assert cli.main([*argv, *flags.split()]) == 0
+    assert cli.main([*argv, *flags.split(), *more]) == 0
     return root / "run"
 
 
@@ -108,6 +108,20 @@ def test_adapters_of_a_smolvlm_are_exported_beside_it(tmp_path):
     expected = merged(**inputs).logits
     torch.testing.assert_close(adapted(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(theirs(**inputs).logits, expected, atol=1e-2)
+
+
+@torch.no_grad()
+def test_adapters_of_a_run_in_another_layout_have_their_base_model(tmp_path):
+    """train --format smolvlm makes a new model, which the run's folder keeps."""
+    run = run_lora(tmp_path, EMBEDDED, "--format", "smolvlm")
+    assert cli.main(["export", str(run), "--adapters", "--out", str(tmp_path / "out")]) == 0
+    inputs = Captioner.from_pretrained(run, "cpu", "float32").processor([[load_image(SAMPLE)]], [PROMPT])
+    arguments = {"input_ids": inputs["input_ids"], "pixel_values": inputs["images"][None]}
+    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    before = exported(**arguments).logits
+    adapted = PeftModel.from_pretrained(exported, tmp_path / "out" / "adapter")(**arguments).logits
+    merged = AutoModelForImageTextToText.from_pretrained(run, dtype=torch.float32).eval()(**arguments).logits
+    assert (adapted - merged).abs().max() <= 1e-2 * merged.abs().max() < 0.1 * (before - merged).abs().max()
 
 
 def test_adapters_of_another_base_model_are_refused(lora_run, model_folder, tmp_path, capsys):
