@@ -217,10 +217,16 @@ def test_other_tokenizers_are_refused_by_name(raw, words):
 
 
 def test_a_tokenizer_without_a_token_for_an_empty_line_is_refused(captioner):
-    """llama.cpp would pass an id of -1 to the model."""
+    """llama.cpp would pass an id of -1 to the model, and fail."""
     embedded = Captioner.from_pretrained(device="cpu", dtype="float32")
-    with pytest.raises(InputError, match=r"no token '\\n\\n', which llama.cpp writes between tiles"):
+    with pytest.raises(InputError, match=r"no token '\\n\\n', which llama.cpp writes around tiles"):
         check_llama_cpp_can_run(captioner.model.cfg, embedded.tokenizer)
+
+
+def test_a_tokenizer_that_spells_the_whole_image_in_several_tokens_is_refused(tmp_path):
+    write_folder(tmp_path / "model", "Idefics3", added=["<fake_token_around_image>", "<image>", "<end_of_utterance>"])
+    with pytest.raises(InputError, match="no token '<global-img>', which llama.cpp writes around tiles"):
+        export_gguf(Captioner.from_pretrained(tmp_path / "model", "cpu", "float32"), tmp_path / "out", "model")
 
 
 def test_an_encoder_without_pixel_shuffle_is_refused(captioner):
