@@ -18,6 +18,8 @@ class SamplingKwargs(TypedDict, total=False):
     max_new_tokens: int
     sampling: SamplingParams
     repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
     temperature: float
     top_k: int
     top_p: float

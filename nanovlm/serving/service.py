@@ -1,6 +1,7 @@
 """The chat service: takes a request through its limits, preprocessing, the engine and back to the client."""
 
 import asyncio
+import logging
 import os
 import uuid
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.serving_caches import ImageCache, PrefixCache
-from nanovlm.captioner import Captioner
+from nanovlm.captioner import NO_IMAGE, Captioner
 from nanovlm.errors import ImageError
 from nanovlm.serving.admission import Admission, Limits, PixelBudget
 from nanovlm.serving.chat_format import (
@@ -41,6 +42,8 @@ from nanovlm.serving.response_formats import (
 )
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
 from nanovlm.serving.structured_output import GrammarProcessor, StructuredOutput
+
+logger = logging.getLogger(__name__)
 
 OUTPUT_FORMATS: dict[type[GenerationFields], Callable[[str, str, Decode], OutputFormat]] = {
     ChatCompletionRequest: ChatFormat,
@@ -82,7 +85,7 @@ class ChatService:
         strict_model: bool = False,
         caches: Caches | None = None,
     ):
-        self.strict_model = strict_model
+        self.strict_model, self._warned_of_no_image = strict_model, False
         self.captioner, self.name, self.limits = captioner, name, limits or Limits()
         self.caches = caches or Caches.from_limits(self.limits)
         self.engine = engine or Engine(lambda: new_batch(captioner, self.limits.max_num_seqs, self.caches))
@@ -209,6 +212,9 @@ class ChatService:
             return [prepare_completion(prompt, self.captioner.tokenizer) for prompt in request.prompt], lambda: None
         assert isinstance(request, (ChatCompletionRequest, ResponsesRequest))
         chat = parse_messages(request.messages, request.prompt_field)
+        if not chat.image_urls and not self._warned_of_no_image:
+            self._warned_of_no_image = True
+            logger.warning(NO_IMAGE)
         request.messages.clear()  # from here on only chat holds the encoded images
         files = await self._fetch_images(chat)
         reservation = await self.pixel_budget.acquire(len(files), request_scope)

@@ -16,6 +16,7 @@ from PIL import Image
 
 from models.decoding import SamplingParams
 from nanovlm import SAMPLE, Captioner
+from nanovlm.captioner import NO_IMAGE
 from nanovlm.chat_session import ChatSession
 from nanovlm.processor import Processor
 from nanovlm.serving.admission import Limits
@@ -325,6 +326,13 @@ def test_pixels_are_released_after_prefill(embedded, slow, stream):
 # ------------------------------------------------------------------------------------------------------------ failures
 
 
+def test_question_without_a_picture_is_logged_once(embedded, caplog):
+    with RunningServer(embedded) as server:
+        for messages in (user_message("?", SAMPLE_URL), user_message("?"), user_message("?")):
+            assert server.post({"messages": messages, "max_tokens": 2}).status_code == 200
+    assert [record.message for record in caplog.records if record.name.startswith("nanovlm")] == [NO_IMAGE]
+
+
 def test_unexpected_exception_is_logged_and_answered_without_details(embedded, caplog):
     class BrokenProcessor(Processor):
         def encode_prompt(self, *args):
@@ -332,7 +340,7 @@ def test_unexpected_exception_is_logged_and_answered_without_details(embedded, c
 
     captioner = Captioner(embedded.model, BrokenProcessor(embedded.processor.cfg, embedded.tokenizer))
     with RunningServer(captioner) as server:
-        response = server.post({"model": "nanovlm", "messages": user_message("?")})
+        response = server.post({"model": "nanovlm", "messages": user_message("?", SAMPLE_URL)})
         assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
         assert "secret" not in response.text
         assert server.metrics()["nanovlm_requests_total"] == 1
