@@ -6,7 +6,7 @@ A large model has one worker. A small model on a CPU has a worker per core, each
 
 import os
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from queue import SimpleQueue
 from threading import Event, Semaphore, Thread
@@ -17,7 +17,7 @@ import torch
 from models.inference.continuous_batching import ContinuousBatch, PrefillError, TokenOutput
 from nanovlm.bulk.options import BulkOptions
 from nanovlm.bulk.prefetch import Prefetch
-from nanovlm.captioner import Captioner
+from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.device import available_cores
 from nanovlm.errors import ImageError, NanoVLMError, is_out_of_memory
 from nanovlm.generation import cut_incomplete_sentence
@@ -42,14 +42,27 @@ class EmptyCaptionError(ImageError):
 
 
 class BulkCaptioner:
-    """Captions many images, and measures how long the model runs."""
+    """Captions many images, and measures how long the model runs.
 
-    def __init__(self, captioner: Captioner, options: BulkOptions | None = None, *, workers: int | None = None):
+    read opens an image by its name, which is a path without it; the threads that preprocess images call it. cores is
+    how many this process may use, by default all that are available.
+    """
+
+    def __init__(
+        self,
+        captioner: Captioner,
+        options: BulkOptions | None = None,
+        *,
+        workers: int | None = None,
+        cores: int | None = None,
+        read: Callable[[str], ImageInput] | None = None,
+    ):
         self.captioner, self.options = captioner, options or BulkOptions()
         self.tiles = captioner.processor.max_tiles_per_image
         self.batch_size = self.options.batch_size or (BATCH_SIZE if self.tiles > 1 else SINGLE_TILE_BATCH_SIZE)
         self.start_ids = captioner.start_ids(self.options.start_with)
-        self.n_workers = workers or default_workers(captioner)
+        self.cores, self.read = cores or available_cores(), read or check_file
+        self.n_workers = workers or default_workers(captioner, self.cores)
         self.seconds = 0.0  # that the run took
         self.model_seconds = [0.0] * self.n_workers
 
@@ -66,7 +79,7 @@ class BulkCaptioner:
         wait for the model. Close the generator to stop early.
         """
         started = time.perf_counter()
-        threads = min(MAX_PREFETCH_THREADS, available_cores())
+        threads = min(MAX_PREFETCH_THREADS, self.cores)
         window = window or self.default_window()
         try:
             with self._worker_threads(), Prefetch(paths, self._prepare, window, threads) as prefetch:
@@ -93,19 +106,24 @@ class BulkCaptioner:
             torch.set_num_threads(before)
 
     def _prepare(self, path: str) -> EncodedPrompt:
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise ImageError("not a file")  # opening a pipe may block forever
-        ids, images = self.captioner.prepare(path, self.options.prompt_of(path))
+        ids, images = self.captioner.prepare(self.read(path), self.options.prompt_of(path))
         ids = ids + self.start_ids
         self.captioner.inference.validate_length(len(ids), self.options.max_new_tokens)
         return ids, images
 
 
-def default_workers(captioner: Captioner) -> int:
+def check_file(path: str) -> str:
+    """The path, unless it is a folder or a pipe."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ImageError("not a file")  # opening a pipe may block forever
+    return path
+
+
+def default_workers(captioner: Captioner, cores: int | None = None) -> int:
     """One worker, or for a small model on a CPU one for each of some cores."""
     model = captioner.inference
     small = model.device.type == "cpu" and sum(weight.nbytes for weight in model.parameters()) < SMALL_MODEL_BYTES
-    return min(available_cores(), MAX_WORKERS) if small else 1
+    return min(cores or available_cores(), MAX_WORKERS) if small else 1
 
 
 class _Worker:

@@ -127,7 +127,7 @@ class BulkReport:
     left_out: dict[str, int]  # pictures that cannot be read here, by extension
     seconds: float  # spent on captioning
     utilization: float  # share of that time in which the model ran, mean over workers
-    failures: Path | None  # the file that lists them
+    failures: Path | str | None  # the file that lists them, or its URI
     resume_log: Path | None  # what remembers that append or prepend was done
 
     @property

@@ -205,8 +205,8 @@ def _output_error(error: OSError, target: Path, so_far: str) -> OutputError:
 class Progress:
     """A progress bar on a terminal, and a log line now and then anywhere else."""
 
-    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic):
-        self.bar = progress_bar(total, "image")
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic, unit: str = "image"):
+        self.bar, self.unit = progress_bar(total, unit), unit
         self.total, self.clock, self.done = total, clock, 0
         self.started = self.logged = clock()
 
@@ -227,4 +227,5 @@ class Progress:
             self.logged = now
             rate = self.done / (now - self.started)
             minutes = (self.total - self.done) / rate / 60
-            logger.info("%d/%d images, %.0f per minute, %.0f minutes left", self.done, self.total, 60 * rate, minutes)
+            done = f"{self.done}/{self.total} {self.unit}s"
+            logger.info("%s, %.0f per minute, %.0f minutes left", done, 60 * rate, minutes)

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, BinaryIO
 
 from nanovlm import PROMPT, SAMPLE
@@ -25,6 +25,7 @@ MAX_NEW_TOKENS = 128
 FILE_FLAGS = (
     "existing", "prefix", "suffix", "extension", "prompt_template", "batch_size", "limit", "recursive", "dry_run",
 )  # fmt: skip
+RAY_FLAGS = ("shard_format", "shard_size", "cpus_per_worker")
 LENGTHS = {  # prompt, and max_new_tokens
     "short": ("Describe this picture in a few words.", 48),
     "normal": (PROMPT, MAX_NEW_TOKENS),
@@ -77,6 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--samples", type=int, default=1, metavar="N", help="answers per picture, which is encoded once (default: 1)")
     add_file_flags(parser)
+    add_ray_flags(parser)
     add_generation_flags(parser)
     add(
         "--json",
@@ -116,21 +118,54 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", default=None, help="print the pictures that would be captioned, and stop")
 
 
+def add_ray_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for captions on a Ray cluster."""
+    add = parser.add_argument_group("captions on a Ray cluster (extra ray)").add_argument
+    add(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="caption folders, tars and parquet files, by path or URI, on the cluster at this address, into the folder "
+        "or URI --out (default: a cluster that runs already, else this machine)",
+    )
+    add("--shard-format", choices=("parquet", "jsonl"), help="of the files in --out (default: parquet)")
+    add("--shard-size", type=int, metavar="N", help="pictures in a shard (default: 1000, or fewer to use all workers)")
+    add(
+        "--cpus-per-worker",
+        type=int,
+        metavar="N",
+        help="cores of each worker (default: 1 beside a GPU, of which each worker has one, else 4)",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Print captions, or write them to files if args name several pictures at once or an output file."""
     from nanovlm.bulk.inputs import names_several
 
-    to_files = (args.from_file, args.out) != (None, None) or names_several(args.pictures)
+    on_ray = args.ray is not None
+    to_files = on_ray or (args.from_file, args.out) != (None, None) or names_several(args.pictures)
+    if not on_ray:
+        refuse_flags(args, RAY_FLAGS, "captions on a cluster: add --ray")
     if not to_files:
-        for flag in FILE_FLAGS:
-            if getattr(args, flag) is not None:
-                raise UsageError(f"--{flag.replace('_', '-')} is for files: name a folder, or a file by --out")
+        refuse_flags(args, FILE_FLAGS, "files: name a folder, or a file by --out")
     generation = check_generation(args)
+    if on_ray:
+        from nanovlm.cli.caption_ray import caption_ray
+
+        return caption_ray(args, generation)
     if not to_files:
         return print_captions(args, generation)
     from nanovlm.cli.caption_files import caption_files
 
     return caption_files(args, generation)
+
+
+def refuse_flags(args: argparse.Namespace, flags: Sequence[str], what_for: str) -> None:
+    """Raise UsageError if one of some flags is given."""
+    for flag in flags:
+        if getattr(args, flag) is not None:
+            raise UsageError(f"--{flag.replace('_', '-')} is for {what_for}")
 
 
 def check_generation(args: argparse.Namespace) -> GenerationOptions:

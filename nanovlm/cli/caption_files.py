@@ -20,14 +20,7 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
     check_file_flags(args)
     model = ModelOptions.from_args(args)
     output = output_options(args)
-    options = BulkOptions(
-        args.prompts[0],
-        **generation.as_kwargs(),
-        prompt_template=args.prompt_template or "",
-        start_with=args.start_with,
-        trim_incomplete=args.trim_incomplete,
-        batch_size=args.batch_size,
-    )
+    options = bulk_options(args, generation)
     check_tags(options, output)
     selection = {
         "names_file": args.from_file,
@@ -49,6 +42,18 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
         memory = peak_memory(choose_device(model.device)) / 2**20
         print_error(f"model busy {report.utilization:.0%} of the time, peak memory {memory:,.0f} MiB")
     return 1 if report.failed else 0
+
+
+def bulk_options(args: argparse.Namespace, generation: GenerationOptions) -> BulkOptions:
+    """What args say that is to be generated for each picture."""
+    return BulkOptions(
+        args.prompts[0],
+        **generation.as_kwargs(),
+        prompt_template=args.prompt_template or "",
+        start_with=args.start_with,
+        trim_incomplete=args.trim_incomplete,
+        batch_size=args.batch_size,
+    )
 
 
 def output_options(args: argparse.Namespace) -> OutputOptions:

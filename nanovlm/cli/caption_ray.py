@@ -1,0 +1,61 @@
+"""`nanovlm caption --ray`: captions of folders, tars and parquet files on a Ray cluster."""
+
+import argparse
+import re
+from functools import partial
+
+from nanovlm.bulk.options import OutputOptions
+from nanovlm.bulk.ray_captioning import RayOptions, caption_on_ray
+from nanovlm.cli.caption_files import bulk_options, summary
+from nanovlm.cli.options import EMBEDDED_NOTE, GenerationOptions, ModelOptions, load_captioner
+from nanovlm.console import print_error
+from nanovlm.embedded import EMBEDDED
+from nanovlm.errors import UsageError
+
+ADDRESS = re.compile(r"auto|local|ray://.+|[^/\s]+:\d+")
+NOT_HERE = ("json", "existing", "extension", "prompt_template", "limit", "dry_run")  # flags of one machine
+
+
+def caption_ray(args: argparse.Namespace, generation: GenerationOptions) -> int:
+    """Caption what args name into shards; 1 if a picture failed, after the others are done."""
+    check_ray_flags(args)
+    model = ModelOptions.from_args(args)
+    ray_options = RayOptions(
+        args.out,
+        address=args.ray or None,
+        shard_format=args.shard_format or "parquet",
+        shard_size=args.shard_size,
+        cpus_per_worker=args.cpus_per_worker,
+        device=model.device,
+    )
+    if model.model == EMBEDDED:
+        print_error(EMBEDDED_NOTE)
+    report = caption_on_ray(
+        partial(load_captioner, model, args.prompts, generation.max_new_tokens),
+        args.pictures,
+        ray_options,
+        bulk_options(args, generation),
+        OutputOptions(prefix=args.prefix or "", suffix=args.suffix or ""),
+        names_file=args.from_file,
+        recursive=args.recursive is not False,
+        model_settings={name: getattr(model, name) for name in ("model", "revision", "max_tiles", "upscale")},
+    )
+    print_error(summary(report, "skip"))
+    if args.stats and report.captioned:
+        print_error(f"models busy {report.utilization:.0%} of the time that shards took")
+    return 1 if report.failed else 0
+
+
+def check_ray_flags(args: argparse.Namespace) -> None:
+    """Refuse flags and values that make no sense on a cluster, before any work."""
+    if args.ray and not ADDRESS.fullmatch(args.ray):
+        raise UsageError(f"--ray {args.ray} is no address like auto or ray://HOST:10001; name pictures before --ray")
+    for flag in NOT_HERE:
+        if getattr(args, flag) not in (None, False):
+            raise UsageError(f"--{flag.replace('_', '-')} is for one machine; leave it or --ray away")
+    if args.out is None or args.out in ("txt", "-") or re.search(r"\.(jsonl|csv|parquet)$", args.out):
+        raise UsageError(f"--out {args.out} with --ray must be a folder, or the URI of one, for the shards")
+    if args.samples != 1 or len(args.prompts) > 1:
+        raise UsageError("--samples and several prompts are for single pictures; with --ray each gets one caption")
+    if "-" in args.pictures or not (args.pictures or args.from_file):
+        raise UsageError("--ray needs names of pictures, folders, tars or parquet files, or --from-file")

@@ -1,0 +1,26 @@
+"""Functions that load a model in the workers of a Ray cluster, which must be able to import them."""
+
+import os
+import signal
+from pathlib import Path
+
+from nanovlm import Captioner
+
+
+def load_and_die(folder, times):
+    """A captioner whose process is killed, like by the kernel, at the third picture it prepares; `times` times in all.
+
+    The folder remembers which process was killed.
+    """
+    captioner = Captioner.from_pretrained()
+    prepare, n_prepared = captioner.prepare, []
+
+    def prepare_or_die(image, prompt):
+        n_prepared.append(image)
+        if len(n_prepared) == 3 and len(list(Path(folder).iterdir())) < times:
+            Path(folder, str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return prepare(image, prompt)
+
+    captioner.prepare = prepare_or_die
+    return captioner
