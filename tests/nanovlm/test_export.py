@@ -1,6 +1,9 @@
 """Export to SmolVLM: transformers computes the same ids, logits and captions from the exported folder."""
 
 import json
+import os
+import random
+import subprocess
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.export import chat_template, export_smolvlm
+from nanovlm.synthetic import draw, random_scene
 from support.smolvlm import assert_same_logits
 
 PARTS = [{"type": "image"}, {"type": "text", "text": PROMPT}]
@@ -85,6 +89,37 @@ def test_no_token_type_ids(folder):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert list(tokenizer("a star")) == ["input_ids", "attention_mask"]
     assert json.loads((folder / "tokenizer_config.json").read_text())["model_input_names"] == [*tokenizer("a star")]
+
+
+GENERATE = """
+import json, sys, torch, transformers
+from PIL import Image
+folder, prompt, *pictures = sys.argv[1:]
+processor = transformers.AutoProcessor.from_pretrained(folder)
+model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+content = [{"type": "image"}, {"type": "text", "text": prompt}]
+text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+captions = []
+for path in pictures:
+    inputs = processor(text=text, images=[Image.open(path).convert("RGB")], return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=64, do_sample=False)[:, inputs["input_ids"].size(1) :]
+    captions += processor.batch_decode(ids, skip_special_tokens=True)
+print(json.dumps([transformers.__version__, captions]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("PYTHON_WITH_TRANSFORMERS_4" not in os.environ, reason="needs a Python with transformers 4.57")
+def test_transformers_4_gives_the_same_captions(folder, embedded, tmp_path):
+    """Its patch positions are wrong in float32, so that its logits differ; the captions of these scenes do not."""
+    paths = [tmp_path / f"{i}.png" for i in range(20)]
+    for i, path in enumerate(paths):
+        draw(random_scene(random.Random(i))).save(path)
+    command = [os.environ["PYTHON_WITH_TRANSFORMERS_4"], "-c", GENERATE, str(folder), PROMPT, *map(str, paths)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    version, captions = json.loads(run.stdout.splitlines()[-1])
+    assert version.startswith("4.") and captions == [embedded.caption(path) for path in paths]
 
 
 def test_chat_template_accepts_strings_and_parts(folder, embedded):

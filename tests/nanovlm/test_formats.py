@@ -23,6 +23,7 @@ from models.config import CHATML, VLMConfig
 from models.decoding import SamplingParams
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
+from nanovlm.cli.main import main
 from nanovlm.data.examples import IGNORE_INDEX, Example, collate, encode
 from nanovlm.errors import CheckpointError
 from nanovlm.export import export_notes, export_smolvlm
@@ -296,6 +297,28 @@ def test_export_gives_the_same_logits_in_transformers(format_version, captioner,
     answer = captioner.model.generate(ids, inputs["images"], max_new_tokens=12, eos_token_id=eos)[0].tolist()
     answer = answer[: answer.index(eos) + 1] if eos in answer else answer
     assert theirs.generate(**arguments, max_new_tokens=12, do_sample=False)[0].tolist()[-len(answer) :] == answer
+
+
+def test_every_format_trains_and_keeps_its_format(format_version, make_checkpoint, tmp_path):
+    (tmp_path / "data").mkdir()
+    noise(ONE).save(tmp_path / "data" / "0.png")
+    (tmp_path / "data" / "0.txt").write_text("A star.")
+    before = Captioner.from_pretrained(folder := make_checkpoint(format_version), "cpu", "float32").model
+    flags = ["--max-steps", "2", "--batch-size", "1", "--num-workers", "0", "--device", "cpu"]
+    command = [
+        "train",
+        "--model",
+        str(folder),
+        "--data",
+        str(tmp_path / "data"),
+        "--out",
+        str(tmp_path / "out"),
+        *flags,
+    ]
+    assert main(command) == 0
+    after = Captioner.from_pretrained(tmp_path / "out", "cpu", "float32").model
+    assert after.cfg.format_version == format_version
+    assert not torch.equal(after.decoder.head.weight, before.decoder.head.weight)
 
 
 def test_special_tokens_in_a_question_are_plain_text(captioner):
