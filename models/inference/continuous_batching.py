@@ -254,7 +254,7 @@ class ContinuousBatch:
         pad = int(model.image_token_id == 0)  # any id but the image token's
         rows = [request.input_ids[start:] for request in requests]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
-        x = network.embed_encoded(ids.to(device), self._encode_images(requests))
+        x = model.embed_encoded(ids.to(device), self._encode_images(requests))
         hidden, caches = network.decoder(x, None, self._prefix_caches(requests[0]), start)
         index, T = torch.tensor(slots, device=device), start + x.size(1)
         for block, kv in zip(self._cache, caches):
@@ -284,7 +284,7 @@ class ContinuousBatch:
                 pending.setdefault(id(image) if image.key is None else image.key, []).append(image)
         if pending:
             tiles = [same[0].tiles for same in pending.values() if same[0].tiles is not None]
-            embeds = self._network().encode_images(torch.cat(tiles).to(self.model.device))
+            embeds = self.model.encode_images(torch.cat(tiles).to(self.model.device))
             for same, part in zip(pending.values(), embeds.split([len(one) for one in tiles])):
                 for image in same:
                     image.encoded(part.clone() if self.image_cache is not None else part)

@@ -100,6 +100,16 @@ class InferenceModel(GenerationMixin):
         return self.network.embed(input_ids, images)
 
     @torch.no_grad()
+    def encode_images(self, images: Tensor) -> Tensor:
+        """See `VisionLanguageModel.encode_images`."""
+        return self.network.encode_images(images)
+
+    @torch.no_grad()
+    def embed_encoded(self, input_ids: Tensor, image_embeds: Tensor | None) -> Tensor:
+        """See `VisionLanguageModel.embed_encoded`."""
+        return self.network.embed_encoded(input_ids, image_embeds)
+
+    @torch.no_grad()
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
         """See `VisionLanguageModel.embed_tokens`."""
         return self.network.embed_tokens(input_ids)

@@ -246,7 +246,7 @@ def test_a_bug_in_the_prefill_stops_the_run_with_its_own_error(captioner, images
     def broken(*args):
         raise error
 
-    monkeypatch.setattr(captioner.inference, "embed", broken)
+    monkeypatch.setattr(captioner.inference, "encode_images", broken)
     with pytest.raises(type(error)) as raised:
         list(BulkCaptioner(captioner, options(), workers=1).captions(images))
     assert raised.value is error
@@ -254,19 +254,19 @@ def test_a_bug_in_the_prefill_stops_the_run_with_its_own_error(captioner, images
 
 def test_an_image_too_large_for_memory_does_not_stop_the_run(captioner, images, monkeypatch):
     expected = dict(BulkCaptioner(captioner, options(), workers=1).captions(images))
-    prepare, embed = captioner.prepare, captioner.inference.embed
+    prepare, encode = captioner.prepare, captioner.inference.encode_images
 
     def mark(path, prompt):
         ids, (tiles,) = prepare(path, prompt)
         return ids, [tiles.fill_(2.0) if path == images[4] else tiles]
 
-    def small_memory(ids, tiles):
+    def small_memory(tiles):
         if (tiles == 2).flatten(1).all(1).any():
             raise RuntimeError(ALLOCATOR)
-        return embed(ids, tiles)
+        return encode(tiles)
 
     monkeypatch.setattr(captioner, "prepare", mark)
-    monkeypatch.setattr(captioner.inference, "embed", small_memory)
+    monkeypatch.setattr(captioner.inference, "encode_images", small_memory)
     results = dict(BulkCaptioner(captioner, options(batch_size=5), workers=1).captions(images))
     assert "can't allocate memory" in str(results.pop(images[4]))
     assert results == {path: text for path, text in expected.items() if path != images[4]}
@@ -293,16 +293,16 @@ def test_running_out_of_memory_halves_the_batch(captioner, images, monkeypatch, 
 def test_an_image_that_does_not_fit_beside_others_is_captioned_later(captioner, images, monkeypatch):
     """Prefilling runs out of memory as long as two others are in the batch."""
     expected = dict(BulkCaptioner(captioner, options(6), workers=1).captions(images))
-    embed, batches, failed = captioner.inference.embed, [], []
+    encode, batches, failed = captioner.inference.encode_images, [], []
     before_each_step(monkeypatch, batches.append)
 
-    def small_memory(ids, tiles=None):
-        if batches[-1].running + len(ids) > 2:
-            failed.append(len(ids))
+    def small_memory(tiles):
+        if batches[-1].running + len(tiles) > 2:
+            failed.append(len(tiles))
             raise RuntimeError(ALLOCATOR)
-        return embed(ids, tiles)
+        return encode(tiles)
 
-    monkeypatch.setattr(captioner.inference, "embed", small_memory)
+    monkeypatch.setattr(captioner.inference, "encode_images", small_memory)
     assert dict(BulkCaptioner(captioner, options(6, batch_size=5), workers=1).captions(images)) == expected and failed
 
 
