@@ -91,7 +91,7 @@ class Captioner:
 
         device is auto, cpu, cuda or mps; dtype is auto, float32, bfloat16 or float16. max_tiles and upscale limit the
         tiles of an image, see `Processor`. quantize="int8" stores the language model's weights in 8 bits. compile=True
-        compiles the decode step, which takes a minute or two once; None uses it if it was compiled before; False does
+        compiles the decoder block, which takes up to a minute once; None uses it if it was compiled before; False does
         not use it. skip_special_tokens=False keeps special tokens in answers, as SmolDocling needs. allow_urls lets
         http(s) URLs name images.
 

@@ -1,9 +1,10 @@
-"""The decode step compiled ahead of time: one package per shape, precision, machine and thread count, in a cache.
+"""The decoder block compiled ahead of time: one package per shape, precision, machine and thread count, in a cache.
 
-A package holds no weights, so all models of a shape share it. Compiling takes a minute or two and a C++ compiler,
-loading a tenth of a second. Code for a fixed number of threads is 5% to 7% faster than code that asks for the number
-when it runs, so packages for several numbers stand side by side. Without one for the current number, a package for
-fewer threads is used.
+The weights are inputs. One package therefore serves all blocks of a model and all models with blocks of that shape, and
+follows every change of the weights. Compiling needs a C++ compiler and takes up to a minute, loading a few
+milliseconds. Code for a fixed number of threads is 5% to 7% faster than code that asks for the number when it runs, so
+packages for several numbers stand side by side. Without one for the current number, a package for fewer threads is
+used.
 """
 
 import hashlib
@@ -11,10 +12,12 @@ import json
 import logging
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from models import language_model
 from models.checkpoint import atomic_write
@@ -25,44 +28,38 @@ from models.inference.cpu_kernels import (
     check_compiler,
     cpu_info,
     load_aoti_package,
-    packages_read_weights_in_place,
     save_aoti_package,
 )
-from models.inference.decode_step import DecodeStep
-from models.inference.fused_decode_step import DecodeFunction
+from models.inference.decode_step import BlockFunction, DecodeStep, decode_block
 from models.inference.quantization import Int8Linear
-from models.language_model import LanguageModel
+from models.language_model import Block, LanguageModel
 
 logger = logging.getLogger(__name__)
 
-SHAPE_FIELDS = (
-    "lm_hidden_dim", "lm_inter_dim", "lm_n_heads", "lm_n_kv_heads", "lm_n_blocks", "lm_vocab_size", "lm_rms_eps",
-    "lm_re_base", "lm_attn_scaling",
-)  # fmt: skip
 KNOWN_MODULES = {
     *(type_ for type_ in vars(language_model).values() if isinstance(type_, type)),
     nn.Linear, nn.Embedding, nn.Dropout, nn.ModuleList, OneDNNLinear, Int8Linear,
 }  # fmt: skip
 
 
-def package_path(decoder: LanguageModel) -> Path:
-    """The path of the package for a decoder of this shape and precision on this machine, with the current thread count.
+def package_path(block: Block) -> Path:
+    """The path of the package for a block of this shape and precision on this machine, with the current thread count.
 
     The folder is $NANOVLM_CACHE, or nanovlm in $XDG_CACHE_HOME or ~/.cache.
     """
     given = os.environ.get("NANOVLM_CACHE")
     folder = Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanovlm"))
-    return folder / f"decode-{_shape(decoder)}-{_digest(_environment())}-{torch.get_num_threads()}t.pt2"
+    return folder / f"block-{_shape(block)}-{_digest(_environment())}-{torch.get_num_threads()}t.pt2"
 
 
-def _shape(decoder: LanguageModel) -> str:
-    fields = [(name, getattr(decoder.cfg, name)) for name in SHAPE_FIELDS]
-    state = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in decoder.state_dict().items()]
-    return _digest([fields, sorted(state)])
+def _shape(block: Block) -> str:
+    attn = block.attn
+    state = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in block.state_dict().items()]
+    return _digest([attn.n_heads, attn.n_kv_heads, block.norm1.eps, block.norm2.eps, sorted(state)])
 
 
 def _environment() -> dict[str, str]:
-    """What compiled code depends on besides the decoder's shape, with names for messages."""
+    """What compiled code depends on besides the block's shape, with names for messages."""
     sources = [Path(str(module.__file__)).read_text("utf-8") for module in (decode_step, language_model)]
     return {
         "torch": torch.__version__,
@@ -76,26 +73,51 @@ def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
+class BlockStep(nn.Module):
+    """`decode_block` with the block's weights as inputs, in the order of its state dict, after the others."""
+
+    def __init__(self, block: Block):
+        super().__init__()
+        self.names = list(block.state_dict())
+        self._block = [_BlockForward(block)]  # in a list, so that its weights are not exported as this module's own
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, key: Tensor, value: Tensor, *weights: Tensor
+    ) -> Tensor:
+        state = {f"block.{name}": weight for name, weight in zip(self.names, weights)}
+        return functional_call(self._block[0], state, (x, cos, sin, position, key, value))
+
+
+class _BlockForward(nn.Module):
+    def __init__(self, block: Block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return decode_block(self.block, *inputs)
+
+
 @torch.no_grad()
-def compile_decode(decoder: LanguageModel) -> Path:
-    """Compile the decode step into the cache and return its path. Raises CompileError if that is not possible."""
+def compile_block(block: Block) -> Path:
+    """Compile the decode step of a block into the cache and return its path. CompileError if that is not possible."""
     from torch.export import Dim, export
 
-    if decoder.norm.weight.device.type != "cpu":
-        raise CompileError("the decode step is compiled ahead of time for CPUs only; use InferenceModel(compile=True)")
-    if other := [type(module).__name__ for module in decoder.modules() if type(module) not in KNOWN_MODULES]:
+    if block.norm1.weight.device.type != "cpu":
+        raise CompileError("blocks are compiled ahead of time for CPUs only; use InferenceModel(compile=True)")
+    if other := [type(module).__name__ for module in block.modules() if type(module) not in KNOWN_MODULES]:
         raise CompileError(f"a language model with {other[0]} modules cannot be compiled; merge adapters first")
     try:
         check_compiler()
     except RuntimeError:
         raise CompileError("compiling needs a C++ compiler: install g++, or leave compile away") from None
-    if not packages_read_weights_in_place():
-        raise CompileError(f"compiling needs a newer torch than {torch.__version__}; upgrade it, or leave compile away")
-    cfg, like, path = decoder.cfg, decoder.norm.weight, package_path(decoder)
-    cache = [[like.new_zeros(1, cfg.lm_n_kv_heads, 64, cfg.lm_head_dim) for _ in decoder.blocks] for _ in range(2)]
-    capacity = [{2: Dim("capacity", min=2)}] * len(decoder.blocks)
-    inputs = (torch.tensor([0]), torch.tensor([3]), *cache)
-    program = export(DecodeStep(decoder).eval(), inputs, dynamic_shapes=(None, None, capacity, capacity))
+    attn, like, path = block.attn, block.norm1.weight, package_path(block)
+    cache = [like.new_zeros(1, attn.n_kv_heads, 64, attn.head_dim) for _ in range(2)]
+    angles = [torch.zeros(attn.head_dim // 2) for _ in range(2)]
+    weights = [weight.detach() for weight in block.state_dict().values()]
+    inputs = (torch.zeros(len(like)), *angles, torch.tensor([3]), *cache, *weights)
+    capacity = {2: Dim("capacity", min=2)}
+    shapes = (None, None, None, None, capacity, capacity, (None,) * len(weights))
+    program = export(BlockStep(block).eval(), inputs, dynamic_shapes=shapes, strict=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as new:
         save_aoti_package(program, new)
@@ -104,17 +126,19 @@ def compile_decode(decoder: LanguageModel) -> Path:
     return path
 
 
-def load_compiled_decode(decoder: LanguageModel) -> DecodeFunction | None:
-    """The compiled decode step from the cache, reading the decoder's weights in place; None if there is none.
+def load_compiled_decode(decoder: LanguageModel) -> DecodeStep | None:
+    """The decode step with the compiled block from the cache, which reads the weights in place; None if there is none.
 
     A package that does not fit or cannot be loaded is logged with the reason.
     """
     if any(type(module) not in KNOWN_MODULES for module in decoder.modules()):
         return None
-    wanted = package_path(decoder)
+    if len({_shape(block) for block in decoder.blocks}) != 1:
+        return None
+    wanted = package_path(decoder.blocks[0])
     path = wanted if wanted.exists() else _with_fewer_threads(wanted)
     if path is None:
-        _log_miss(decoder, wanted)
+        _log_miss(decoder.blocks[0], wanted)
         return None
     if path != wanted:
         logger.info(
@@ -122,11 +146,17 @@ def load_compiled_decode(decoder: LanguageModel) -> DecodeFunction | None:
             path, torch.get_num_threads(),
         )  # fmt: skip
     try:
-        return load_aoti_package(path, DecodeStep(decoder).state_dict())
+        package = load_aoti_package(path)
     except (RuntimeError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         logger.warning("%s is not a usable package (%s); decoding goes without it: delete it", path, reason)
         return None
+    return DecodeStep(decoder, [_compiled_block(package, block) for block in decoder.blocks])
+
+
+def _compiled_block(package: Callable[[list[Tensor]], Tensor], block: Block) -> BlockFunction:
+    weights = [weight.detach() for weight in block.state_dict().values()]
+    return lambda x, cos, sin, position, key, value: package([x, cos, sin, position, key, value, *weights])
 
 
 def _with_fewer_threads(wanted: Path) -> Path | None:
@@ -139,10 +169,10 @@ def _with_fewer_threads(wanted: Path) -> Path | None:
     return None
 
 
-def _log_miss(decoder: LanguageModel, wanted: Path) -> None:
+def _log_miss(block: Block, wanted: Path) -> None:
     """If the cache holds packages of this shape that do not fit, say why the one that differs least does not."""
     differences = []
-    for path in wanted.parent.glob(f"decode-{_shape(decoder)}-*.json"):
+    for path in wanted.parent.glob(f"block-{_shape(block)}-*.json"):
         try:
             found = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError):
@@ -157,4 +187,4 @@ def _log_miss(decoder: LanguageModel, wanted: Path) -> None:
         differences.append((len(differs), path.with_suffix(".pt2"), ", ".join(differs)))
     if differences:
         _, path, reason = min(differences)
-        logger.info("no compiled decode step fits; %s was compiled for %s. `nanovlm compile` makes one", path, reason)
+        logger.info("no compiled block fits; %s was compiled for %s. `nanovlm compile` makes one", path, reason)

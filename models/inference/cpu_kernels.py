@@ -6,10 +6,9 @@ weights. bfloat16 products use oneDNN anyway, but torch adds a bias in a second 
 NANOVLM_NO_PRIVATE_KERNELS=1 in the environment forces the public fallbacks, for tests and for a torch that changed.
 """
 
-import inspect
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,11 @@ from torch import Tensor, nn
 from models.attention import needs_grad_or_graph
 
 CPUINFO = Path("/proc/cpuinfo")
+QUICK_COMPILE = {  # Inductor's options
+    "cpp.vec_isa_ok": True,
+    "aot_inductor.precompile_headers": False,
+    "aot_inductor.enable_line_tables": False,
+}
 MIN_ONEDNN_ENTRIES = 300_000  # of a weight; calling oneDNN for a smaller one costs more than it saves
 
 
@@ -141,39 +145,32 @@ def check_compiler() -> None:
     get_cpp_compiler()
 
 
-def packages_read_weights_in_place() -> bool:
-    """Whether compiled code can use a model's own weights; torch 2.6 copies them, and would miss later changes."""
-    from torch._inductor.package.package import AOTICompiledModel
-
-    return "user_managed" in inspect.signature(AOTICompiledModel.load_constants).parameters
-
-
 def save_aoti_package(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Compile an exported program to a package without weights, for the current number of threads."""
-    configs: dict[str, Any] = {"aot_inductor.package_constants_in_so": False}
-    torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+    """Compile an exported program to a package, for the current number of threads.
+
+    By default Inductor spends half of its time on test programs for each instruction set of the processor, and on
+    precompiled headers for the next compilation. If compiling without the tests fails, they are run.
+    """
+    known = torch._inductor.list_options()
+    quick = {name: value for name, value in QUICK_COMPILE.items() if name in known}
+    try:
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=quick)
+    except Exception:  # of many kinds, by version: the C++ compiler may know fewer instruction sets than the processor
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
 
 
-def load_aoti_package(path: Path, weights: Mapping[str, Tensor]) -> Callable[..., Tensor]:
-    """The function in a package. It reads the weights in place, so the caller must keep them alive.
+def load_aoti_package(path: Path) -> Callable[[list[Tensor]], Tensor]:
+    """The function in a package that returns one tensor; it takes its inputs as a list, which it empties.
 
     `torch._inductor.aoti_load_package` does the same, but imports the compiler, which takes two seconds.
     """
-    loader: Any = None
     if private_kernels_allowed():
         try:
-            loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+            loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+            boxed_run = loader.boxed_run
         except (AttributeError, TypeError):  # another signature, in another version of torch
-            loader = None
-    if loader is None:
-        package: Any = torch._inductor.aoti_load_package(str(path))
-        constants = {name: weights[name] for name in package.get_constant_fqns()}
-        package.load_constants(constants, check_full_update=True, user_managed=True)
-        return package
-    constants = {name: weights[name] for name in loader.get_constant_fqns()}
-    loader.load_constants(constants, False, True, True)  # not inactive, all of them, and the caller keeps them
-
-    def run(ids: Tensor, position: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        return loader.boxed_run([ids, position, *keys, *values])[0]
-
-    return run
+            pass
+        else:
+            return lambda inputs: boxed_run(inputs)[0]
+    package: Any = torch._inductor.aoti_load_package(str(path))
+    return lambda inputs: package(*inputs)

@@ -1,16 +1,23 @@
-"""The decode step of one sequence, written for a compiler: each matrix-vector product is a reduction.
+"""The decode step of one sequence, with blocks written for a compiler: each matrix-vector product is a reduction.
 
 Single-sequence decoding is memory-bandwidth bound. `(weight.float() * x).sum(-1)` compiles, for every storage type, to
 a loop that reads each weight once. Without a compiler this is the same arithmetic, slowly: float32 except for what the
-weights and the cache are stored in.
+weights and the cache are stored in. The head is one large product, for which torch's own kernels are as fast.
 """
+
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.inference.fused_decode_step import concat_linears
 from models.inference.quantization import Int8Linear
-from models.language_model import Block, LanguageModel, rope_cos_sin
+from models.language_model import Block, LanguageModel, inverse_frequencies, rope_cos_sin
+
+# x (C,), cos and sin (D / 2,) float32, position (1,) int64, key and value (1, n_kv_heads, capacity, D): x (C,)
+BlockFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def materialize(x: Tensor) -> Tensor:
@@ -59,21 +66,25 @@ def decode_block(
 
 
 class DecodeStep(nn.Module):
-    """One decode step of one sequence with a decoder's weights."""
+    """One decode step of one sequence with a decoder's weights; the blocks may be given as compiled functions."""
 
-    def __init__(self, decoder: LanguageModel):
+    def __init__(self, decoder: LanguageModel, blocks: Sequence[BlockFunction] | None = None):
         super().__init__()
         self.decoder = decoder
+        self.run_blocks = blocks or [partial(decode_block, block) for block in decoder.blocks]
+        self.head = concat_linears(decoder.head)
+        cfg, device = decoder.cfg, decoder.norm.weight.device
+        self.frequencies = inverse_frequencies(cfg.lm_head_dim, cfg.lm_re_base, device)
 
-    def forward(self, ids: Tensor, position: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """ids (1,) at position (1,) int64: logits (1, vocabulary) float32.
+    def forward(self, ids: Tensor, position: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        """ids (1,) at position (1,) int64: logits (1, vocabulary).
 
         keys and values, (1, n_kv_heads, capacity, head_dim) per block, hold `position` tokens; the new one is written
         into them. What lies beyond must be finite, because attention multiplies it by 0.
         """
-        half = self.decoder.cfg.lm_head_dim // 2
-        cos, sin = torch.cat([angle[0, :half] for angle in rope_cos_sin(position, self.decoder.cfg)]).split(half)
-        x = self.decoder.token_embedding(ids)[0].float()
-        for block, key, value in zip(self.decoder.blocks, keys, values):
-            x = decode_block(block, x, cos, sin, position, key, value)
-        return gemv(self.decoder.head, materialize(self.decoder.norm(x)))[None]
+        decoder, half = self.decoder, self.decoder.cfg.lm_head_dim // 2
+        cos, sin = (angle[0, :half] for angle in rope_cos_sin(position, decoder.cfg, self.frequencies))
+        x = decoder.token_embedding(ids)[0].float()
+        for run_block, key, value in zip(self.run_blocks, keys, values):
+            x = run_block(x, cos, sin, position, key, value)
+        return self.head(decoder.norm(x[None]).to(decoder.norm.weight.dtype))

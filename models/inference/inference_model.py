@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from models.config import VLMConfig
 from models.decoding import GenerationMixin
 from models.errors import CompileError, InputError
-from models.inference.aot_compile import compile_decode, load_compiled_decode
+from models.inference.aot_compile import compile_block, load_compiled_decode
 from models.inference.cpu_kernels import onednn_pays_off, replace_linears
 from models.inference.decode_step import DecodeStep
 from models.inference.fused_decode_step import DecodeFunction, FusedDecodeStep
@@ -34,8 +34,8 @@ class InferenceModel(GenerationMixin):
     `load_state_dict`, `read_adapters`, `.to(...)` or an assignment, results follow the new weights. The one change that
     goes unseen is an edit through `tensor.data` of a quantized model: call `refresh` after it.
 
-    quantize="int8" quantizes the linear layers of the language model. compile=True compiles the decode step on a CPU,
-    which takes a minute or two once (see `models.inference.aot_compile`); None uses a step compiled before, False does
+    quantize="int8" quantizes the linear layers of the language model. compile=True compiles the decoder block on a CPU,
+    which takes up to a minute once (see `models.inference.aot_compile`); None uses one compiled before, False does
     not. Raises InputError for other values, CompileError if the step cannot be compiled.
     """
 
@@ -172,7 +172,7 @@ class InferenceModel(GenerationMixin):
 
     @property
     def _recompile(self) -> bool | None:
-        """The compile option for a rebuild, which uses what was compiled but never stops for minutes to compile."""
+        """The compile option for a rebuild, which uses what was compiled but never stops to compile."""
         return None if self._compile else self._compile
 
     def _current(self, decoder_only: bool = False) -> "_State":
@@ -185,9 +185,7 @@ class InferenceModel(GenerationMixin):
                 logger.info("the model's weights have changed; rebuilding the inference model")
                 self._state = _build(self._source, self._quantize, self._recompile)
                 if self._compile and not self._state.compiled:
-                    logger.warning(
-                        "no compiled decode step fits the changed model; InferenceModel(compile=True) makes one"
-                    )
+                    logger.warning("no compiled block fits the changed model; InferenceModel(compile=True) makes one")
         return self._state
 
 
@@ -253,7 +251,7 @@ def _compiled_step(decoder: LanguageModel, compile: bool | None) -> DecodeFuncti
         return torch.compile(DecodeStep(decoder), mode="reduce-overhead") if compile else None
     step = load_compiled_decode(decoder)
     if step is None and compile:
-        path = compile_decode(decoder)
+        path = compile_block(decoder.blocks[0])
         step = load_compiled_decode(decoder)
         if step is None:
             raise CompileError(f"{path} was compiled, but cannot be loaded")

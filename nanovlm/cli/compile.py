@@ -1,11 +1,11 @@
-"""`nanovlm compile`: compile a model's decode step once; `caption` and `chat` then find it by themselves."""
+"""`nanovlm compile`: compile a model's decoder block once; `caption` and `chat` then find it by themselves."""
 
 import argparse
 
 from nanovlm import EMBEDDED
 from nanovlm.cli.options import DTYPES, ModelOptions, load_captioner
 
-HELP = "Compile a model's decode step for this machine, once; single pictures are then captioned faster."
+HELP = "Compile a model's decoder block for this machine, once; single pictures are then captioned faster."
 EXAMPLE = "nanovlm compile out/mine --quantize int8"
 
 
@@ -25,11 +25,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile the decode step unless that was done before, and print the file's name."""
+    """Compile the decoder block unless that was done before, and print the file's name."""
     from models.inference.aot_compile import package_path
     from models.inference.inference_model import InferenceModel
 
     inference = load_captioner(ModelOptions.from_args(args)).inference
     assert isinstance(inference, InferenceModel)  # from_pretrained makes nothing else
-    print(package_path(inference.network.decoder))
+    print(package_path(inference.network.decoder.blocks[0]))
     return 0

@@ -99,7 +99,7 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="compile the decode step, which takes a minute or two the first time (default: if compiled already)",
+        help="compile the decoder block first, which takes up to a minute once (default: use it if it was compiled)",
     )
 
 
@@ -163,7 +163,7 @@ def load_captioner(
     from nanovlm.captioner import Captioner
 
     if options.compile:
-        print_error("note: compiling the decode step takes a minute or two, the first time for a model's shape")
+        print_error("note: compiling the decoder block takes up to a minute, the first time for a block's shape")
     try:
         captioner = Captioner.from_pretrained(
             options.model,

@@ -1,4 +1,4 @@
-"""The decode step for a compiler computes what the blocks compute; packages hold it without weights."""
+"""The decode step for a compiler computes what the blocks compute; a package takes the weights as inputs."""
 
 import json
 import logging
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from models.errors import CompileError
-from models.inference import aot_compile, cpu_kernels
-from models.inference.aot_compile import compile_decode, load_compiled_decode, package_path
+from models.inference import aot_compile
+from models.inference.aot_compile import compile_block, load_compiled_decode, package_path
 from models.inference.decode_step import DecodeStep
 from models.inference.inference_model import InferenceModel
 from models.inference.quantization import quantize_int8
@@ -55,36 +55,26 @@ def continuations(model, starts=(3, 7)):
     return [model.generate(torch.arange(4, 4 + start)[None], max_new_tokens=50) for start in starts]
 
 
-needs_packages = pytest.mark.skipif(
-    not cpu_kernels.packages_read_weights_in_place(), reason="packages of this torch copy the weights"
-)
-
-
-def test_packages_that_copy_weights_are_refused(tiny_model, monkeypatch):
-    monkeypatch.setattr(aot_compile, "packages_read_weights_in_place", lambda: False)
-    with pytest.raises(CompileError, match="needs a newer torch than"):
-        compile_decode(tiny_model().decoder)
-
-
-@needs_packages
-def test_a_package_is_compiled_once_and_reads_the_weights_in_place(tiny_model, cache, monkeypatch, caplog):
-    model, plain, other = tiny_model(), tiny_model(), tiny_model(seed=1)
+def test_a_block_is_compiled_once_and_follows_the_weights(tiny_model, cache, monkeypatch, caplog):
+    model, plain, other = tiny_model(), tiny_model(), tiny_model(seed=1, lm_n_blocks=3, lm_vocab_size=50)
     assert load_compiled_decode(model.decoder) is None
     inference = InferenceModel(model, compile=True)
-    path = package_path(model.decoder)
+    path = package_path(model.decoder.blocks[0])
     assert sorted(cache.iterdir()) == [path.with_suffix(".json"), path]
     for got, wanted in zip(continuations(inference), continuations(plain)):  # the code takes caches of any capacity
         assert torch.equal(got, wanted)
 
     monkeypatch.setattr(aot_compile, "save_aoti_package", lambda *_: pytest.fail("it is compiled already"))
-    assert package_path(other.decoder) == path, "weights do not matter"
-    for compile in (True, None):
-        got = InferenceModel(other, compile=compile).generate(IDS, IMAGES, max_new_tokens=20)
-        assert torch.equal(got, tiny_model(seed=1).generate(IDS, IMAGES, max_new_tokens=20))
+    for compile in (True, None):  # weights, the number of blocks and the vocabulary do not matter
+        got = InferenceModel(other, compile=compile)
+        assert load_compiled_decode(got.network.decoder) is not None
+        assert all(torch.equal(a, b) for a, b in zip(continuations(got), continuations(other)))
     with torch.no_grad():
-        model.decoder.norm.weight.zero_()
+        model.decoder.blocks[1].mlp.down_proj.weight.mul_(-3)
     _, prefix = inference.prefill(IDS, IMAGES)
-    assert not inference.decode(torch.tensor([8]), prefix)[0].any()
+    _, plain_prefix = model.prefill(IDS, IMAGES)
+    wanted = model.decode(torch.tensor([8]), plain_prefix)[0]
+    torch.testing.assert_close(inference.decode(torch.tensor([8]), prefix)[0], wanted, **CLOSE)
     follow_new_weights(inference, tiny_model(seed=2))
     public_loader_works(inference, monkeypatch)
 
@@ -96,6 +86,22 @@ def test_a_package_is_compiled_once_and_reads_the_weights_in_place(tiny_model, c
     monkeypatch.setattr(aot_compile, "save_aoti_package", lambda program, path: path.write_bytes(b""))
     with pytest.raises(CompileError):
         InferenceModel(tiny_model(), compile=True)
+
+
+@torch.inference_mode()
+def test_compiled_int8_blocks_match_the_step_without_a_compiler(tiny_model):
+    """The same arithmetic in the same precisions, once by the compiler and once by torch's operations."""
+    model = tiny_model().bfloat16()
+    quantize_int8(model.decoder)
+    _, prefix = model.prefill(IDS, IMAGES.bfloat16())
+    compile_block(model.decoder.blocks[0])
+    outputs = []
+    for step in (load_compiled_decode(model.decoder), DecodeStep(model.decoder)):
+        caches = [kv.reserve(1) for kv in prefix.kv_cache]
+        keys, values = zip(*([tensor.clone() for tensor in kv.buffer] for kv in caches))
+        outputs.append([step(torch.tensor([8]), torch.tensor([prefix.length]), keys, values), *keys, *values])
+    for got, wanted in zip(*outputs):
+        torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)
 
 
 def follow_new_weights(inference, other):
@@ -121,14 +127,14 @@ def public_loader_works(inference, monkeypatch):
 
 
 def test_a_package_is_for_one_shape_precision_and_thread_count(tiny_model, monkeypatch):
-    models = [tiny_model(), tiny_model().bfloat16(), tiny_model(lm_n_blocks=1), tiny_model(lm_re_base=200)]
+    models = [tiny_model(), tiny_model().bfloat16(), tiny_model(lm_n_kv_heads=6), tiny_model(lm_rms_eps=0.1)]
     models.append(tiny_model().bfloat16())
     quantize_int8(models[-1].decoder)
-    paths = {package_path(model.decoder) for model in models}
+    paths = {package_path(model.decoder.blocks[0]) for model in models}
     monkeypatch.setattr("torch.get_num_threads", lambda: 7)
-    paths.add(package_path(models[0].decoder))
+    paths.add(package_path(models[0].decoder.blocks[1]))
     assert len(paths) == len(models) + 1
-    assert package_path(tiny_model(lm_max_length=9, lm_tokenizer="x/y").decoder) in paths
+    assert package_path(tiny_model(lm_n_blocks=3, lm_re_base=200, lm_tie_weights=False).decoder.blocks[2]) in paths
 
 
 @pytest.fixture
@@ -137,7 +143,7 @@ def compiled(cache, tiny_model, monkeypatch):
 
     def make(threads, **environment):
         monkeypatch.setattr("torch.get_num_threads", lambda: threads)
-        path = package_path(tiny_model().decoder)
+        path = package_path(tiny_model().decoder.blocks[0])
         cache.mkdir(exist_ok=True)
         path.write_bytes(b"")
         path.with_suffix(".json").write_text(json.dumps(aot_compile._environment() | environment))
@@ -148,7 +154,7 @@ def compiled(cache, tiny_model, monkeypatch):
 
 def test_a_package_for_fewer_threads_is_used_and_logged(tiny_model, compiled, monkeypatch, caplog):
     loaded = []
-    monkeypatch.setattr(aot_compile, "load_aoti_package", lambda path, weights: loaded.append(path))
+    monkeypatch.setattr(aot_compile, "load_aoti_package", loaded.append)
     one, three = compiled(1), compiled(3)
     with caplog.at_level(logging.INFO, "models"):
         for threads, path in ((2, one), (3, three), (8, three)):
@@ -172,15 +178,14 @@ def test_a_miss_is_logged_with_its_reason(tiny_model, compiled, monkeypatch, cap
     assert f"torch {torch.__version__} instead of 1.0" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, "models"):
-        assert load_compiled_decode(tiny_model(lm_n_blocks=1).decoder) is None
+        assert load_compiled_decode(tiny_model(lm_n_kv_heads=6).decoder) is None
     assert not caplog.records, "packages of other shapes are no news"
 
 
-@needs_packages
 def test_without_a_compiler_it_says_so(tiny_model, tmp_path, cache):
     without = torch._inductor.config.patch({"cpp.cxx": (str(tmp_path / "c++"),)})
     with without, pytest.raises(CompileError, match="needs a C\\+\\+ compiler: install g\\+\\+"):
-        compile_decode(tiny_model().decoder)
+        compile_block(tiny_model().decoder.blocks[0])
     assert not cache.exists()
 
 
