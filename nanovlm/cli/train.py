@@ -28,7 +28,7 @@ EXAMPLE = "nanovlm train --data photos --out out/mine"
 DATA_FLAGS = (  # without effect on --recipe
     "model", "backbones", "format", "revision", "prompt",
     "images", "text_column", "prompt_column", "min_rating", "stream", "validation",
-    "on_error", "check_data",
+    "on_error", "metric", "check_data",
 )  # fmt: skip
 
 
@@ -72,6 +72,20 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     add_read_flags(parser)
     add("--validation", type=float, metavar="N", help="hold out N examples, or below 1 a share of them (default: 0)")
     add(
+        "--metric",
+        action="append",
+        metavar="NAME",
+        help="with --validation: score answers by exact_match, f1, vqa_accuracy, anls, rouge_l, cider, or a "
+        "module:function(answer, references) of your own (default: all six)",
+    )
+    add(
+        "--keep",
+        type=_keep,
+        metavar="best,last,N",
+        help="which checkpoints to keep: best, last, a number of newest ones; the final model is the best one if it is "
+        "kept, else the last (default: best,2; without --validation 2)",
+    )
+    add(
         "--check-data",
         action="store_true",
         default=None,
@@ -92,7 +106,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         elif choices:
             parser.add_argument(flag, type=_schedule if f.name == "schedule" else str, choices=choices, help=help)
         else:
-            parser.add_argument(flag, type=_type_of(f), metavar="N", help=help)
+            parser.add_argument(flag, type=_type_of(f), metavar=f.metadata["metavar"], help=help)
         if f.name in former_names:
             add_renamed(parser, _flag(former_names[f.name]), dest=f.name, type=_type_of(f), metavar="N")
 
@@ -103,6 +117,15 @@ def _flag(name: str) -> str:
 
 def _type_of(field: Any) -> Callable[[str], Any]:
     return field.type
+
+
+def _keep(text: str) -> dict[str, Any]:
+    """The settings that --keep stands for."""
+    words = text.split(",")
+    numbers = [1 if word == "last" else int(word) for word in words if word == "last" or word.isdecimal()]
+    if any(word not in ("best", "last") and not (word.isdecimal() and int(word)) for word in words):
+        raise argparse.ArgumentTypeError(f"{text} is no list of best, last and a number above 0, as best,last,3")
+    return {"keep_best": "best" in words, "keep_checkpoints": max(numbers, default=1)}
 
 
 def _schedule(name: str) -> str:
@@ -148,6 +171,7 @@ def run_finetuning(args: argparse.Namespace, cfg: TrainConfig) -> int:
 def config_from_args(args: argparse.Namespace) -> TrainConfig:
     """The settings of the run: the defaults of its kind, and the flags that were given."""
     given = {f.name: getattr(args, f.name) for f in fields(TrainConfig) if getattr(args, f.name) is not None}
+    given = (args.keep or {}) | given
     defaults = SCENES if args.recipe else ADAPTERS if args.lora_rank else FINETUNING
     try:
         return replace(defaults, **given)
@@ -161,14 +185,14 @@ def check_flags(args: argparse.Namespace, cfg: TrainConfig) -> None:
         for name in DATA_FLAGS:
             if getattr(args, name) is not None:
                 raise UsageError(f"{_flag(name)} belongs to --data; --recipe scenes draws its own images")
-    without_effect = {
+    only_validating = ("validate_every", "validation_batches", "validation_questions", "keep_best", "best_by")
+    without_effect: dict[str, Any] = {
         "lora_alpha": not cfg.lora_rank and "without --lora-rank",
         "lora_words": not cfg.lora_rank and "without --lora-rank",
         "lora_rank": args.recipe and "with --recipe, which trains from scratch",
         "augment": args.recipe and "with --recipe, which shows no image twice",
         "decay": cfg.schedule == "cosine" and "with --schedule cosine",
-        "validate_every": not args.validation and "without --validation",
-        "validation_batches": not args.validation and "without --validation",
+        **dict.fromkeys((*only_validating, "patience", "metric"), not args.validation and "without --validation"),
         "fsdp": cfg.fsdp and "WORLD_SIZE" not in os.environ and not args.dry_run and "without torchrun",
     }
     for name, reason in without_effect.items():
@@ -200,5 +224,6 @@ def options_from_args(args: argparse.Namespace) -> "FinetuneOptions":
         device=args.device,
         read=read_options_from_args(args),
         validation=args.validation or 0,
+        metrics=args.metric or (),
         scale_lr=args.lr is None,
     )

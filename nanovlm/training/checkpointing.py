@@ -52,6 +52,10 @@ def checkpoint_paths(folder: Path) -> list[Path]:
     return sorted(paths, key=_step_of)
 
 
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step-{step}"
+
+
 def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
@@ -112,12 +116,14 @@ def write_training_state(folder: Path, optimizer: dict[str, Tensor], state: dict
     (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
 
 
-def save_checkpoint(folder: Path, step: int, keep: int, write: Callable[[Path], None]) -> None:
+def save_checkpoint(
+    folder: Path, step: int, keep: int, write: Callable[[Path], None], best_step: int | None = None
+) -> None:
     """Make folder/checkpoints/step-N of the files that `write` puts into a folder: all of them, or none.
 
-    Afterwards the oldest checkpoints are removed; `keep` stay.
+    Afterwards the oldest checkpoints are removed; `keep` stay, and that of best_step.
     """
-    path = folder / "checkpoints" / f"step-{step}"
+    path = checkpoint_path(folder, step)
     for leftover in path.parent.glob(".*.tmp"):  # of a run that was killed while it wrote a checkpoint
         shutil.rmtree(leftover, ignore_errors=True)
     older = [other for other in checkpoint_paths(folder) if _step_of(other) < step]
@@ -127,7 +133,8 @@ def save_checkpoint(folder: Path, step: int, keep: int, write: Callable[[Path], 
         with atomic_dir(path) as files:
             write(files)
     for other in older[: max(0, len(older) + 1 - keep)]:
-        shutil.rmtree(other, ignore_errors=True)
+        if _step_of(other) != best_step:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- reading

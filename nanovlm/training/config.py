@@ -18,8 +18,9 @@ RENAMED_FIELDS = {  # as checkpoints and scripts of the first version call them
 RENAMED_SCHEDULES = {"trapezoid": "wsd"}
 
 
-def setting(default: Any, help: str, minimum: float = 0, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help, "minimum": minimum, "choices": choices})
+def setting(default: Any, help: str, minimum: float = 0, choices: tuple[str, ...] = (), metavar: str = "N") -> Any:
+    """A field; a number is at least minimum, a text with choices one of them."""
+    return field(default=default, metadata={"help": help, "minimum": minimum, "choices": choices, "metavar": metavar})
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,18 @@ class TrainConfig:
     save_every: int = setting(500, "steps between checkpoints", minimum=1)
     keep_checkpoints: int = setting(2, "number of newest checkpoints to keep", minimum=1)
     log_every: int = setting(50, "steps between progress lines", minimum=1)
-    validate_every: int = setting(500, "steps between evaluations on held-out examples (see --validation)", minimum=1)
-    validation_batches: int = setting(8, "batches of held-out examples per evaluation", minimum=1)
+    keep_best: bool = setting(
+        True, "with --validation: also keep the checkpoint of the best evaluation, whose model is the final one"
+    )
+    best_by: str = setting(
+        "loss", "with --validation: what makes an evaluation the best: loss, or a metric as in --metric", metavar="NAME"
+    )
+    patience: int = setting(0, "stop after N evaluations in a row without a better one; 0 goes on to the last step")
+    validate_every: int = setting(
+        500, "steps between evaluations on held-out examples (see --validation); 0 is a tenth of all steps"
+    )
+    validation_batches: int = setting(8, "batches of held-out examples per evaluation of the loss", minimum=1)
+    validation_questions: int = setting(32, "held-out questions answered and scored at each evaluation; 0 answers none")
     tensorboard: bool = setting(False, "also write TensorBoard logs (extra: tensorboard)")
     num_workers: int = setting(1, "processes that prepare batches; 0 prepares them in the training process")
     fsdp: bool = setting(False, "under torchrun: shard weights, gradients and optimizer state over the processes")
@@ -77,7 +88,7 @@ class TrainConfig:
             value, minimum, choices = getattr(self, f.name), f.metadata["minimum"], f.metadata["choices"]
             if choices and value not in choices:
                 raise InputError(f"{f.name}={value} is not one of {', '.join(choices)}")
-            if not choices and not minimum <= value < float("inf"):
+            if not isinstance(value, str) and not minimum <= value < float("inf"):
                 raise InputError(f"{f.name}={value} must be a finite number of at least {minimum}")
         for name, in_range, limit in (
             ("lr", self.lr > 0, "above 0"),
@@ -97,6 +108,11 @@ class TrainConfig:
     def rates(self) -> dict[str, float]:
         """The model's three parts and their learning rates, as multiples of lr."""
         return {"vision_encoder": self.vision_rate, "MP": self.projector_rate, "decoder": self.language_rate}
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Steps between evaluations."""
+        return self.validate_every or max(1, self.max_steps // 10)
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0; both schedules warm up linearly and reach 0 after the last step.
@@ -123,6 +139,14 @@ def upgrade_settings(stored: dict[str, Any]) -> dict[str, Any]:
 # How training of the embedded model began; see its card, nanovlm/assets/README.md.
 SCENES = TrainConfig(max_steps=5700, lr=1e-3, warmup_steps=300, decay=0.25, compile=True)
 FINETUNING = TrainConfig(
-    max_steps=850, batch_size=8, augment=0.1, lr=8e-4, warmup_steps=20, decay=0.6, save_every=100, log_every=10
+    max_steps=850,
+    batch_size=8,
+    augment=0.1,
+    lr=8e-4,
+    warmup_steps=20,
+    decay=0.6,
+    save_every=100,
+    log_every=10,
+    validate_every=0,
 )
 ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Schulman et al. 2025)

@@ -3,8 +3,8 @@
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from hashlib import blake2b
@@ -22,12 +22,16 @@ from nanovlm.data import Batches, Mixture, ReadOptions, Source, Stream, Subset, 
 from nanovlm.data.examples import ExampleError
 from nanovlm.data.validate import check_data
 from nanovlm.device import choose_device
-from nanovlm.errors import ImageError, NanoVLMError, TrainingError, UsageError
+from nanovlm.errors import ImageError, InputError, NanoVLMError, TrainingError, UsageError
+from nanovlm.evaluation import EvaluationOptions, evaluate, load_metric
+from nanovlm.evaluation.evaluate import Question, QuestionList, example_questions
+from nanovlm.evaluation.metrics import default_metrics
 from nanovlm.image_processing import load_image
 from nanovlm.processor import Processor
 from nanovlm.smolvlm_layout import check_format, convert_layout
 from nanovlm.synthetic.recipe import scene_source
 from nanovlm.tokenizer import Tokenizer
+from nanovlm.training.best import LOSS
 from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, write_errors, write_model
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import Trainer, TrainingTask
@@ -55,6 +59,7 @@ class FinetuneOptions:
     device: str = "auto"
     read: ReadOptions = field(default_factory=ReadOptions)
     validation: float = 0  # examples to hold out: a share below 1, or a number
+    metrics: Sequence[str] = ()  # of answers to held-out questions, see load_metric; () is all that are installed
     scale_lr: bool = False  # multiply cfg.lr by REFERENCE_HIDDEN_DIM / lm_hidden_dim
 
 
@@ -104,6 +109,7 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         evaluation["validation"] = Batches(unseen, processor, size, skip, cfg.pack)
         questions = first_questions(unseen, min(MAX_CAPTIONED_IMAGES, n))
         evaluation["caption_images"] = partial(caption_images, questions, processor)
+        evaluation["score_answers"] = answer_scorer(unseen, n, processor, options, cfg)
     task = TrainingTask(
         Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.augment),
         processor.tokenizer.to_json(),
@@ -261,6 +267,39 @@ def caption_images(
             caption = f"({error})"
         captions.append((images[0], caption))
     return captions
+
+
+def answer_scorer(
+    held_out: Mixture, n: int, processor: Processor, options: FinetuneOptions, cfg: TrainConfig
+) -> Callable[[VisionLanguageModel], Mapping[str, float]] | None:
+    """A function that scores a model's answers to the first cfg.validation_questions of n held-out examples.
+
+    UsageError if cfg.best_by is not among the metrics.
+    """
+    try:
+        metrics = dict(load_metric(name) for name in options.metrics) or default_metrics()
+    except InputError as error:
+        raise UsageError(f"--metric: {error}") from None
+    names = [LOSS, *(metrics if cfg.validation_questions else ())]
+    if cfg.best_by not in names:
+        raise UsageError(f"--best-by {cfg.best_by} is none of {', '.join(names)}")
+    if not cfg.validation_questions:
+        return None
+    questions: list[Question] = []
+    for position in range(n):
+        if len(questions) < cfg.validation_questions:
+            with suppress(ExampleError):
+                questions += example_questions(held_out.example(position), "held out")
+    asked = QuestionList(questions[: cfg.validation_questions])
+    how = EvaluationOptions(metrics, max_new_tokens=MAX_CAPTION_TOKENS, skip_errors=True, show_progress=False)
+    return partial(score_answers, asked, how, processor)
+
+
+def score_answers(
+    asked: QuestionList, how: EvaluationOptions, processor: Processor, model: VisionLanguageModel
+) -> Mapping[str, float]:
+    """The mean of each metric over the model's answers; {} if no question could be asked."""
+    return evaluate(Captioner(model, processor), asked, how).scores
 
 
 @contextmanager

@@ -4,13 +4,14 @@ Notable features:
 - a batch is a pure function of its number, so that a resumed run equals an uninterrupted one bit for bit
 - gradient accumulation weighted by answer tokens: cutting a batch into several changes nothing
 - data parallelism and FSDP2 under torchrun, bfloat16 and float16 autocast
-- evaluation on held-out batches, captions of held-out images, metrics.jsonl, TensorBoard, report.png
+- evaluation on held-out batches, captions of held-out images, scores of answers, early stopping, the best model kept
+- metrics.jsonl, TensorBoard, report.png
 """
 
 import logging
 import math
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -27,11 +28,14 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm.data.examples import IGNORE_INDEX
 from nanovlm.device import choose_training_dtype
 from nanovlm.errors import InputError, TrainingError
+from nanovlm.training.best import LOSS, BestTracker
 from nanovlm.training.checkpointing import (
     Checkpoint,
+    checkpoint_path,
     checkpoint_paths,
     load_newest,
     optimizer_state,
+    read_checkpoint,
     restore_model,
     restore_optimizer,
     save_checkpoint,
@@ -58,7 +62,8 @@ class TrainingTask:
 
     get_batch(0), get_batch(1), ... must be a pure function of the number. validation(0), ... are held-out batches.
     caption_images captions held-out images with the model it is given; folder/report.png shows the first and the last
-    captions. data_fingerprint identifies the examples, so that a resumed run can report that they have changed.
+    captions. score_answers gives the mean of each metric over the model's answers to held-out questions.
+    data_fingerprint identifies the examples, so that a resumed run can report that they have changed.
     """
 
     get_batch: Callable[[int], Batch]
@@ -67,6 +72,7 @@ class TrainingTask:
     save_dtype: torch.dtype | None = None  # of the final model's weights; None keeps float32
     validation: Callable[[int], Batch] | None = None
     caption_images: Callable[[VisionLanguageModel], Sequence[tuple[Image.Image, str]]] | None = None
+    score_answers: Callable[[VisionLanguageModel], Mapping[str, float]] | None = None
     data_fingerprint: str | None = None
     write_model: ModelWriter = write_model
 
@@ -108,6 +114,7 @@ class Trainer:
         freeze(model, cfg)
         checkpoint = load_newest(task.folder, model)
         self.first_step = checkpoint.step if checkpoint else 0
+        self.best = BestTracker(task.folder, cfg.best_by, self.first_step, cfg.keep_best)
         if self.context.sum(self.first_step) != [self.first_step * self.context.world_size]:
             raise TrainingError(
                 f"{task.folder} holds other checkpoints on other processes; use a folder that all share"
@@ -123,8 +130,9 @@ class Trainer:
             self._log_resumed(checkpoint)
 
     def run(self) -> VisionLanguageModel:
-        """Train until cfg.max_steps, write the model to task.folder and return it.
+        """Train until cfg.max_steps or out of patience, write the model to task.folder and return it.
 
+        With cfg.keep_best and held-out examples it has the weights of the best evaluation, else those of the last step.
         The model returned is the same object; with cfg.lora_rank another, with the adapters merged into its weights;
         with cfg.fsdp an unsharded copy, on the main process only. After SIGINT or SIGTERM a checkpoint is saved and
         TrainingInterrupted is raised. TrainingError if the run diverges or files cannot be written.
@@ -138,23 +146,54 @@ class Trainer:
             closing(MetricsLogger(self.task.folder, cfg, self.first_step, context)) as metrics,
         ):
             if self.first_step == 0:
-                metrics.log_evaluation(0, *self.evaluate())
+                self._evaluate_at(0, metrics)
             model.train()
             for step in range(self.first_step, cfg.max_steps):
+                if self._out_of_patience():
+                    break
                 metrics.log_step(self.training_step(step, batches))
                 done = step + 1
                 last = done == cfg.max_steps
-                if done % cfg.validate_every == 0 or last:
-                    metrics.log_evaluation(done, *self.evaluate())
+                is_best = (done % cfg.evaluation_interval == 0 or last) and self._evaluate_at(done, metrics)
                 (stop_requested,) = context.sum(len(signals))
-                if done % cfg.save_every == 0 or last or stop_requested:
+                if done % cfg.save_every == 0 or last or is_best or stop_requested or self._out_of_patience():
                     self.save(done)
                 if stop_requested and not last:
                     self._interrupt(done, signals)
             model = context.full_model(model.eval(), cfg)
+            self._restore_best(model)
         if context.is_main:
             self.write_results(model)
         return merge(model) if adapters(model) and (context.is_main or not context.sharded) else model
+
+    def _evaluate_at(self, step: int, metrics: MetricsLogger) -> bool:
+        """Evaluate the model after `step` steps; whether it is the best so far, and so to be kept."""
+        loss, captions, scores = self.evaluate()
+        metrics.log_evaluation(step, loss, captions, scores)
+        value = loss
+        if self.cfg.best_by != LOSS and self.task.score_answers:
+            (value,) = self.context.sum(scores.get(self.cfg.best_by, math.nan) if self.context.is_main else 0.0)
+        if value is None:
+            return False
+        return self.best.add(step, value) and self.cfg.keep_best
+
+    def _out_of_patience(self) -> bool:
+        return 0 < self.cfg.patience <= self.best.evaluations_since
+
+    def _restore_best(self, model: VisionLanguageModel) -> None:
+        """Give model, unsharded on the main process, the weights of the best evaluation."""
+        best, cfg = self.best, self.cfg
+        if best.step is None or not cfg.keep_best or (self.context.sharded and not self.context.is_main):
+            return
+        last = max(best.values)
+        if best.step != last:
+            restore_model(read_checkpoint(checkpoint_path(self.task.folder, best.step), model), model)
+        if self.context.is_main:
+            of = f"the best validation {best.name.replace('_', ' ')}, {best.value:.4f}"
+            stopped = f"; stopped after {best.evaluations_since} evaluations without a better one"
+            logger.info(f"the final model is that of step {best.step}, with {of}{stopped * self._out_of_patience()}")
+            if not best.improved:
+                logger.warning(f"before training it was {best.start:.4f}: the model has not become better")
 
     def training_step(self, step: int, batches: Iterator[Batch]) -> StepMetrics:
         """Forward and backward passes, gradient clipping and an AdamW step; TrainingError if the run diverges."""
@@ -177,16 +216,20 @@ class Trainer:
         return StepMetrics(step + 1, loss, lr, grad_norm, int(tokens))
 
     @torch.no_grad()
-    def evaluate(self) -> tuple[float | None, list[str]]:
-        """The mean loss over the answer tokens of the held-out batches, and the captions of the held-out images."""
+    def evaluate(self) -> tuple[float | None, list[str], Mapping[str, float]]:
+        """The mean loss over the answer tokens of the held-out batches; captions of held-out images, and scores.
+
+        Captions and scores are those of the main process, and empty on others.
+        """
         task, context = self.task, self.context
-        if not (task.validation or task.caption_images):
-            return None, []
+        if not (task.validation or task.caption_images or task.score_answers):
+            return None, [], {}
         model = context.full_model(self.model.eval(), self.cfg)
         loss = self._validation_loss(model, task.validation) if task.validation else None
         captions = [text for _, text in task.caption_images(model)] if task.caption_images and context.is_main else []
+        scores = task.score_answers(model) if task.score_answers and context.is_main else {}
         self.model.train()
-        return loss, captions
+        return loss, captions, scores
 
     def _validation_loss(self, model: VisionLanguageModel, get_batch: Callable[[int], Batch]) -> float | None:
         total = tokens = 0.0
@@ -212,7 +255,8 @@ class Trainer:
             write_training_state(files, optimizer, state)
 
         if context.is_main:
-            save_checkpoint(task.folder, step, self.cfg.keep_checkpoints, write)
+            best_step = self.best.step if self.cfg.keep_best else None
+            save_checkpoint(task.folder, step, self.cfg.keep_checkpoints, write, best_step)
 
     def write_results(self, model: VisionLanguageModel) -> None:
         """Write the final model, and a report if images were captioned."""

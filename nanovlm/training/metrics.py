@@ -4,9 +4,10 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from models.checkpoint import atomic_write
@@ -36,7 +37,8 @@ class MetricsLogger:
     """Writes the metrics of a run in `folder` that starts, or is resumed, after `first_step` steps.
 
     A line of metrics.jsonl is an object with "step" and either that step's loss, lr, grad_norm, tokens_per_s and memory
-    (bytes), or what an evaluation after it measured: validation_loss, or captions. Only the main process writes.
+    (bytes), or what an evaluation after it measured: validation_loss and other scores with that prefix, or captions.
+    Only the main process writes.
     `clock` returns seconds.
     """
 
@@ -96,11 +98,19 @@ class MetricsLogger:
             f"{memory / 2**20:,.0f} MiB  {(max_steps - step) * seconds_per_step / 60:.0f} min left"
         )
 
-    def log_evaluation(self, step: int, validation_loss: float | None, captions: Sequence[str]) -> None:
+    def log_evaluation(
+        self,
+        step: int,
+        validation_loss: float | None,
+        captions: Sequence[str],
+        scores: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         """Write what an evaluation after `step` steps measured on held-out examples."""
-        if validation_loss is not None:
-            self._write(step, validation_loss=validation_loss)
-            self._log(f"step {step}/{self.cfg.max_steps}  validation loss {validation_loss:.4f}")
+        values = ({} if validation_loss is None else {"loss": validation_loss}) | dict(scores)
+        if values:
+            self._write(step, **{f"validation_{name}": value for name, value in values.items()})
+            listed = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
+            self._log(f"step {step}/{self.cfg.max_steps}  validation {listed}")
         if captions:
             self._write(step, captions=list(captions))
             for caption in captions:

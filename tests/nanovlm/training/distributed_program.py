@@ -25,6 +25,7 @@ DEFAULTS = {
     "log_every": 1,
     "dtype": "float32",
     "max_steps": 4,
+    "validate_every": 2,
 }
 N_VALIDATION = 48  # the first row of the held-out batches
 

@@ -106,7 +106,7 @@ def test_two_processes_equal_one_with_twice_the_batch(folder, tmp_path, variant)
         for key in {"loss", "grad_norm", "validation_loss", "lr"} & a.keys():
             assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-5)
     lines = [line for line in (folder / f"{variant}.0.log").read_text().splitlines() if line.startswith("step ")]
-    assert len(lines) == 4 + 2
+    assert len(lines) == 4 + 3
     assert not (folder / f"{variant}.1.log").read_text().strip(), "only the main process logs"
 
 

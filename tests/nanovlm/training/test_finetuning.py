@@ -20,11 +20,13 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, Captioner
 from nanovlm.cli import main as cli
 from nanovlm.cli import train as train_verb
+from nanovlm.data import ReadOptions
 from nanovlm.data.examples import Example, encode
 from nanovlm.errors import TrainingError
+from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
 from nanovlm.synthetic import caption, draw, random_scene
 from nanovlm.training.config import ADAPTERS, FINETUNING, SCENES
-from nanovlm.training.finetuning import prepare
+from nanovlm.training.finetuning import open_data, prepare
 from nanovlm.training.loop import Trainer
 from nanovlm.training.memory import memory_errors
 from support.cli import assert_usage_error
@@ -73,13 +75,14 @@ def test_a_few_steps_teach_the_embedded_model_a_caption(train):
     """30 steps on one caption are enough for the model to generate it for any image."""
     scenes(6, LABEL)
     many = ["--max-steps", "30", "--batch-size", "2", "--lr", "3e-3", "--warmup-steps", "0", "--log-every", "30"]
-    many += ["--validation", "2"]
+    many += ["--validation", "2", "--validate-every", "30", "--validation-questions", "0"]
     code, out, err = train("--data", "mine", *QUICK, *many)
     assert (code, out) == (0, "")
     lines = err.splitlines()
     assert lines[0] == "mine: 4 examples, each shown 15.0 times; 2 held out"
-    assert [line.split("  ")[0] for line in lines[1:]] == ["step 0/30"] * 3 + ["step 30/30"] * 4
-    before, now = (float(line.split()[-1]) for line in lines if "validation loss" in line)
+    assert [line.split("  ")[0] for line in lines[1:]] == ["step 0/30"] * 3 + ["step 30/30"] * 4 + [lines[-1]]
+    assert lines[-1].startswith("the final model is that of step 30, with the best validation loss, ")
+    before, now = (float(line.split()[-1]) for line in lines[:-1] if "validation loss" in line)
     assert now < before / 10 and sum(f"caption: {LABEL}" in line for line in lines) == 2
     metrics = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     assert metrics[-1] == {"step": 30, "captions": [LABEL] * 2}
@@ -96,6 +99,28 @@ def test_a_dry_run_prints_an_estimate_and_writes_nothing(train):
     code, out, err = train("--data", "mine", "--dry-run", "--batch-size", "2", "--num-workers", "0")
     assert code == 0 and "parameters" in out and "peak memory about" in out and "4 examples" in err
     assert {path.name for path in Path().iterdir()} == {"mine"}
+
+
+def test_held_out_answers_are_scored_and_the_best_model_by_a_metric_is_written(train):
+    """The scores are those that `nanovlm evaluate` finds for the checkpoint with the same --validation."""
+    scenes(10, LABEL)
+    flags = ["--max-steps", "30", "--batch-size", "2", "--lr", "3e-3", "--warmup-steps", "0", "--save-every", "10"]
+    flags += ["--validation", "3", "--validate-every", "10", "--dtype", "float32", "--metric", "anls", "--metric", "f1"]
+    code, _, err = train("--data", "mine", *QUICK, *flags, "--best-by", "anls", "--keep", "best,last,9")
+    assert code == 0
+    entries = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    found = {entry["step"]: entry for entry in entries if "validation_anls" in entry}
+    assert list(found) == [0, 10, 20, 30] and found[0]["validation_anls"] < found[30]["validation_anls"]
+    subsets = open_data(["mine"], ReadOptions(), 3)[1]
+    for step in (10, 30):
+        captioner = Captioner.from_pretrained(f"out/checkpoints/step-{step}", "cpu", "float32")
+        scores = evaluate(captioner, questions_of(subsets), EvaluationOptions()).scores
+        for name in ("anls", "f1"):
+            assert found[step][f"validation_{name}"] == pytest.approx(scores[name])
+    best = max((10, 20, 30), key=lambda step: found[step]["validation_anls"])
+    assert f"the final model is that of step {best}, with the best validation anls" in err
+    final, kept = load_file("out/model.safetensors"), load_file(f"out/checkpoints/step-{best}/model.safetensors")
+    assert all(torch.equal(final[name], kept[name].to(final[name].dtype)) for name in final)
 
 
 def test_adapters_learn_and_the_result_is_a_plain_model(train):
@@ -278,6 +303,11 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
         ("--data mine --out out --no-lora-words", ["--lora-words has no effect without --lora-rank"]),
         ("--data mine --out out --decay 0.5 --schedule cosine", ["--decay has no effect with --schedule cosine"]),
         ("--data mine --out out --validate-every 5", ["--validate-every has no effect without --validation"]),
+        ("--data mine --out out --patience 2", ["--patience has no effect without --validation"]),
+        ("--data mine --out out --metric f1", ["--metric has no effect without --validation"]),
+        ("--data mine --out out --keep best,x", ["--keep", "best,last,3"]),
+        ("--data mine --out out --validation 1 --best-by bleu", ["--best-by bleu", "loss, exact_match"]),
+        ("--data mine --out out --validation 1 --metric bleu", ["bleu", "exact_match"]),
         ("--data mine --out out --fsdp", ["--fsdp has no effect without torchrun"]),
         ("--recipe scenes --out out --lora-rank 4", ["--lora-rank has no effect with --recipe"]),
         ("--data mine --out out --check-data --dry-run", ["--check-data and --dry-run"]),

@@ -101,7 +101,8 @@ def test_the_validation_loss_is_the_mean_over_all_held_out_answers(learn, tiny_m
 
 def test_evaluation_changes_no_weights(learn, make_batch, tmp_path):
     learn(tmp_path / "without")
-    learn(tmp_path / "with", validation=held_out(make_batch), caption_images=caption_images)
+    evaluated = {"validation": held_out(make_batch), "caption_images": caption_images}
+    learn(tmp_path / "with", replace(CFG, keep_best=False), **evaluated)
     without, with_evaluation = (load_file(tmp_path / run / "model.safetensors") for run in ("without", "with"))
     assert all(torch.equal(without[name], with_evaluation[name]) for name in without)
 

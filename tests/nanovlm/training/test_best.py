@@ -1,0 +1,138 @@
+"""The best model is kept and written at the end; a run that no longer improves stops."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanovlm.training.best import BestTracker
+from nanovlm.training.config import TrainConfig
+from nanovlm.training.loop import train
+from nanovlm.training.metrics import read_metrics
+from support.logs import log_lines
+
+CFG = TrainConfig(
+    max_steps=8, lr=1e-2, warmup_steps=0, save_every=4, log_every=8, validate_every=1, validation_batches=2,
+    num_workers=0, dtype="float32", keep_checkpoints=1,
+)  # fmt: skip
+SCORES = [0.1, 0.2, 0.5, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]  # at the evaluations; the first is before the training
+
+
+def digest(folder, name="model.safetensors"):
+    return hashlib.sha256((folder / name).read_bytes()).hexdigest()
+
+
+def steps_kept(folder):
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("checkpoints/step-*"))
+
+
+@pytest.fixture
+def learn(tiny_model, make_batch):
+    """Overfit a tiny model to a single batch, with other batches held out; the lines it logged."""
+
+    def learn(folder, cfg=CFG, batch=lambda i: make_batch(0), **options):
+        with log_lines() as lines:
+            train(tiny_model(), "{}", batch, cfg, folder, validation=lambda i: make_batch(100 + i), **options)
+        return lines
+
+    return learn
+
+
+def stepwise(model_scores):
+    """A task's score_answers that gives these scores one after another."""
+    scores = iter(model_scores)
+    return lambda model: {"exact_match": next(scores)}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_final_model_is_the_one_with_the_lowest_validation_loss(learn, tmp_path, rank):
+    lines = learn(tmp_path, replace(CFG, lora_rank=rank))
+    losses = {
+        e["step"]: e["validation_loss"] for e in read_metrics(tmp_path / "metrics.jsonl") if "validation_loss" in e
+    }
+    best = min((step for step in losses if step), key=losses.get)
+    assert len(losses) == 9 and best < 8, "the model has to overfit"
+    assert steps_kept(tmp_path) == [best, 8]
+    for name in ("model.safetensors", *(["adapter_model.safetensors"] if rank else [])):
+        assert digest(tmp_path, name) == digest(tmp_path / f"checkpoints/step-{best}", name)
+    expected = f"the final model is that of step {best}, with the best validation loss, {losses[best]:.4f}"
+    assert expected in lines
+    assert any(line.startswith("before training it was") for line in lines) == (losses[best] >= losses[0])
+
+
+def test_without_keep_best_the_final_model_is_the_last(learn, tmp_path):
+    learn(tmp_path, replace(CFG, keep_best=False))
+    assert steps_kept(tmp_path) == [8]
+    assert digest(tmp_path) == digest(tmp_path / "checkpoints/step-8")
+
+
+def test_the_best_may_be_that_of_a_metric(learn, tmp_path):
+    learn(tmp_path, replace(CFG, best_by="exact_match"), score_answers=stepwise(SCORES))
+    assert digest(tmp_path) == digest(tmp_path / "checkpoints/step-2"), "the first of equals"
+    assert steps_kept(tmp_path) == [2, 8]
+
+
+@pytest.mark.parametrize("failing", [2, 3, 5])
+def test_an_interrupted_run_ends_with_the_same_best_model(learn, make_batch, tmp_path, failing):
+    def fail(i):
+        if i == failing:
+            raise KeyboardInterrupt
+        return make_batch(0)
+
+    cfg = replace(CFG, best_by="exact_match")
+    learn(tmp_path / "whole", cfg, score_answers=stepwise(SCORES))
+    with pytest.raises(KeyboardInterrupt):
+        learn(tmp_path / "run", cfg, fail, score_answers=stepwise(SCORES))
+    resumed_at = max(steps_kept(tmp_path / "run"))
+    learn(tmp_path / "run", cfg, score_answers=stepwise(SCORES[resumed_at + 1 :]))
+    for name in (
+        "model.safetensors",
+        "checkpoints/step-2/model.safetensors",
+        "checkpoints/step-8/optimizer.safetensors",
+    ):
+        assert digest(tmp_path / "run", name) == digest(tmp_path / "whole", name)
+    assert steps_kept(tmp_path / "run") == [2, 8]
+
+
+def test_a_run_out_of_patience_stops_and_stays_stopped(learn, tmp_path):
+    cfg = replace(CFG, best_by="exact_match", patience=3)
+    lines = learn(tmp_path, cfg, score_answers=stepwise(SCORES))
+    assert "; stopped after 3 evaluations without a better one" in lines[-1]
+    assert steps_kept(tmp_path) == [2, 5] and digest(tmp_path) == digest(tmp_path / "checkpoints/step-2")
+    before = digest(tmp_path)
+    lines = learn(tmp_path, cfg, score_answers=stepwise([]))
+    assert lines[0] == f"resumed {tmp_path} at step 5" and "stopped after 3" in lines[-1] and len(lines) == 2
+    assert digest(tmp_path) == before and steps_kept(tmp_path) == [2, 5]
+    learn(tmp_path, replace(cfg, patience=0), score_answers=stepwise(SCORES[6:]))
+    assert steps_kept(tmp_path) == [2, 8] and digest(tmp_path) == before
+
+
+def test_an_evaluation_that_is_not_a_number_is_never_the_best(tmp_path):
+    tracker = BestTracker(tmp_path, "loss", 0)
+    values = {0: 1.0, 1: None, 2: 3.0, 3: float("nan"), 4: 2.0}
+    assert [step for step, value in values.items() if tracker.add(step, value)] == [2, 4]
+    assert tracker.step == 4 and not tracker.improved
+
+
+def test_the_best_of_the_checkpoints_that_are_left_counts(tmp_path):
+    lines = [{"step": step, "validation_loss": loss} for step, loss in [(0, 9), (2, 1), (4, 2), (6, 3)]]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Path(tmp_path, "checkpoints/step-4").mkdir(parents=True)
+    assert BestTracker(tmp_path, "loss", 6).step == 4
+    assert BestTracker(tmp_path, "loss", 6, kept=False).step == 2
+    assert BestTracker(tmp_path, "loss", 3).step is None
+
+
+def test_the_interval_is_a_tenth_of_the_run_by_default():
+    assert [TrainConfig(max_steps=n, validate_every=0).evaluation_interval for n in (3, 10, 850)] == [1, 1, 85]
+
+
+def test_weights_of_a_run_are_the_same_with_and_without_evaluations(learn, tmp_path):
+    learn(tmp_path / "often", replace(CFG, keep_best=False))
+    learn(tmp_path / "once", replace(CFG, validate_every=8, keep_best=False))
+    often, once = (load_file(tmp_path / run / "model.safetensors") for run in ("often", "once"))
+    assert all(torch.equal(often[name], once[name]) for name in once)
