@@ -1,4 +1,4 @@
-"""Chunked attention gives what plain attention gives."""
+"""Attention in bfloat16, by chunks or by SDPA, gives what attention in float32 gives."""
 
 import pytest
 import torch
@@ -13,11 +13,13 @@ def relative_error(got, wanted):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("queries", "keys", "groups"), [(40, 40, 4), (40, 40, 2), (33, 33, 1), (8, 8, 2), (5, 40, 2)])
-def test_chunked_attention_matches_attention(monkeypatch, causal, masked, queries, keys, groups):
+@pytest.mark.parametrize("fast_sdpa", [False, True], ids=["chunked", "sdpa"])
+def test_attention_in_bfloat16_matches_float32(monkeypatch, fast_sdpa, causal, masked, queries, keys, groups):
     if causal and (masked or queries != keys):
         pytest.skip("causal is for sequences without a past or a mask")
     for name in ("CHUNK_QUERIES", "MIN_CHUNKED_KEYS"):
         monkeypatch.setattr(attention_module, name, 8)
+    monkeypatch.setattr(attention_module, "sdpa_is_fast_in_bfloat16", lambda: fast_sdpa)
     q = torch.randn(3, 4, queries, 16)
     k, v = torch.randn(2, 3, groups, keys, 16)
     mask = torch.rand(3, 1, queries, keys) < 0.6 if masked else None
