@@ -1,11 +1,13 @@
 """Find out what kind of data a path holds."""
 
+import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from models.checkpoint import CONFIG, INDEX, WEIGHTS
 from nanovlm.data.folders import list_images, open_captioned_folder, open_imagefolder
 from nanovlm.data.hf_datasets import open_dataset
 from nanovlm.data.json_files import open_json
@@ -18,7 +20,10 @@ KINDS = (
     "images with a .txt beside each, metadata.jsonl, .csv or .parquet with a file_name, a .json or .jsonl of "
     "conversations, messages or COCO's captions, .parquet or .arrow files, .tar shards, or a Hub dataset owner/name"
 )
+REMOTE = re.compile(r"[a-z0-9]+://.+\.(parquet|arrow)(\?.*)?")  # what fsspec opens: hf://, s3://, https://
 HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.,() -]+)?")  # owner/name or owner/name:subset
+
+logger = logging.getLogger(__name__)
 
 
 def open_source(
@@ -34,6 +39,8 @@ def open_source(
         return _open_file(path, options)
     if path in generators:
         return generators[path]()
+    if REMOTE.fullmatch(path):
+        return open_dataset(path, options, [path])
     if HUB_DATASET.fullmatch(path):
         return open_dataset(path, options)
     raise DataError(f"{path}: no such file or folder; data is {KINDS}")
@@ -57,26 +64,38 @@ def _open_file(path: str, options: ReadOptions) -> Source | Stream:
 
 def _open_folder(path: str, options: ReadOptions) -> Source | Stream:
     folder = Path(path)
+    if (folder / CONFIG).is_file() and ((folder / WEIGHTS).is_file() or (folder / INDEX).is_file()):
+        raise DataError(f"{path} holds a model, not data; pass it as --model {path}, and name the data")
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return open_dataset(path, options)
     tables = sorted(table for suffix in ("jsonl", "csv", "parquet") for table in folder.rglob(f"metadata.{suffix}"))
-    if tables:
-        return open_imagefolder(path, tables, options)
     images = list_images(folder)
-    if any(Path(folder, image).with_suffix(".txt").is_file() for image in images):
-        return open_captioned_folder(path, images, options)
-    if tars := _files_below(folder, "tar"):
-        return open_tars(path, tars, options)
-    if files := _files_below(folder, "parquet") or _files_below(folder, "arrow"):
-        return open_dataset(path, options, files)
-    json_files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".jsonl"))
-    if len(json_files) == 1:
-        return open_json(json_files[0], options)
-    if json_files:
-        raise DataError(f"{path} holds {len(json_files)} .json files; name the one to read: {json_files[0]}")
+    captioned = any(Path(folder, image).with_suffix(".txt").is_file() for image in images)
+    json_files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".jsonl") and file not in tables)
+    tars, shards = _files_below(folder, "tar"), _files_below(folder, "parquet") or _files_below(folder, "arrow")
+    shards = [shard for shard in shards if Path(shard) not in tables]
+    kinds: list[tuple[bool, str, Callable[[], Source | Stream]]] = [
+        (bool(tables), "metadata tables", lambda: open_imagefolder(path, tables, options)),
+        (captioned, "images with a .txt beside each", lambda: open_captioned_folder(path, images, options)),
+        (bool(tars), f"{len(tars)} .tar shards", lambda: open_tars(path, tars, options)),
+        (bool(shards), f"{len(shards)} .parquet or .arrow files", lambda: open_dataset(path, options, shards)),
+        (bool(json_files), ", ".join(file.name for file in json_files), lambda: _open_only(json_files, options)),
+    ]
+    found = [(name, open_kind) for present, name, open_kind in kinds if present]
+    if found:
+        if others := [name for name, _ in found[1:]]:
+            logger.warning(f"{path}: reading the {found[0][0]}; not read: {'; '.join(others)}. Name those to add them")
+        return found[0][1]()
     if images:
         return open_captioned_folder(path, images, options)  # which reports that captions are missing
     raise DataError(f"no images found in {path}; data is {KINDS}")
+
+
+def _open_only(json_files: Sequence[Path], options: ReadOptions) -> Source:
+    if len(json_files) > 1:
+        folder = json_files[0].parent
+        raise DataError(f"{folder} holds {len(json_files)} .json files; name the one to read: {json_files[0]}")
+    return open_json(json_files[0], options)
 
 
 def _files_below(folder: Path, suffix: str) -> list[str]:

@@ -175,6 +175,8 @@ def locate_image(image: Any, name: str, root: str | None) -> Any:
         image = image["bytes"] if image.get("bytes") else image.get("path")
     if image is None:
         raise ExampleError(f"{name} has an empty value where an image should be")
+    if isinstance(image, bool | int | float | list):
+        raise ExampleError(f"{name} has {image!r} where an image should be: a path, or bytes")
     if not isinstance(image, str):
         return image
     if image.startswith("data:"):

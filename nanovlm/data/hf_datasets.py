@@ -16,7 +16,7 @@ def open_dataset(path: str, options: ReadOptions, files: Sequence[str] = ()) -> 
 
     owner/name:subset names one of its subsets. Its split "train" is read, or its only one.
     """
-    on_hub = not (files or Path(path).exists())
+    on_hub = not Path(path).exists() and not any(Path(file).exists() for file in files)  # or at another address
     dataset = _select_split(path, _load(path, options, files, on_hub))
     column_names = dataset.column_names or list(next(iter(dataset), {}))
     supported = _check_columns(path, column_names, options)
@@ -53,7 +53,7 @@ def _load(path: str, options: ReadOptions, files: Sequence[str], on_hub: bool) -
     try:
         if files:
             builder = "arrow" if files[0].endswith(".arrow") else "parquet"
-            return datasets.load_dataset(builder, data_files=list(files))
+            return datasets.load_dataset(builder, data_files=list(files), streaming=on_hub and options.stream)
         if on_hub:
             name, _, subset = path.partition(":")
             return datasets.load_dataset(name, subset or None, streaming=options.stream)

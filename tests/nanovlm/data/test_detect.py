@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from nanovlm import EMBEDDED
 from nanovlm.data import open_source
 from nanovlm.errors import DataError
 from nanovlm.synthetic.recipe import scene_source
-from support.data import OPTIONS, check_refused, png, write
+from support.data import OPTIONS, check_refused, png, read_all, write
+from support.logs import log_lines
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -45,3 +47,42 @@ def test_paths_without_data_are_refused_with_the_reason():
     check_refused("object.json", "dict, not a list")
     check_refused("broken.json", "broken.json cannot be read")
     check_refused("words.json", "words.json[0] is str")
+
+
+def test_a_folder_of_several_formats_names_what_is_not_read():
+    for i in range(2):
+        write(f"mine/{i}.png", png(i))
+    write("mine/1.txt", "One.")
+    write("mine/chat.json", [])
+    write("mine/metadata.jsonl", [{"file_name": "0.png", "text": "Zero."}])
+    with log_lines() as lines:
+        assert len(open_source("mine", OPTIONS)) == 1
+    assert lines == [
+        "mine: reading the metadata tables; not read: images with a .txt beside each; chat.json. Name those to add them"
+    ]
+    Path("mine/metadata.jsonl").unlink()
+    write("mine/0.txt", "Zero.")
+    with log_lines() as lines:
+        assert len(open_source("mine", OPTIONS)) == 2
+    assert lines == ["mine: reading the images with a .txt beside each; not read: chat.json. Name those to add them"]
+    Path("mine/chat.json").unlink()
+    with log_lines() as lines:
+        open_source("mine", OPTIONS)
+    assert lines == []
+
+
+def test_a_model_folder_is_no_data():
+    check_refused(str(EMBEDDED), "holds a model, not data", "--model")
+
+
+def test_a_number_is_no_image():
+    write("numbers.json", [{"image": 5, "text": "Five."}])
+    check_refused("numbers.json", "numbers.json[0] has 5 where an image should be")
+
+
+@pytest.mark.parametrize("mark", [";", "\t", ","])
+def test_a_csv_may_be_separated_by_semicolons_or_tabs(mark):
+    write("mine/a.png", png(3))
+    write("mine/metadata.csv", f'"file_name"{mark}"text"\na.png{mark}"A; b,\tc"\n')
+    ((_, seeds, pairs, _),) = read_all("mine")
+    assert seeds == [3] and [answer for _, answer in pairs] == ["A; b,\tc"]

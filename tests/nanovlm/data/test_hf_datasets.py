@@ -151,3 +151,15 @@ def test_truncated_parquet_is_reported_once(datasets_cache):
     check_refused("half.parquet", "half.parquet: the datasets library cannot read it", "download it again")
     logging.getLogger("datasets").removeHandler(listener)
     assert records == []
+
+
+def test_shards_at_an_address_are_read_or_streamed(datasets_cache):
+    """file:// stands for hf://, s3:// and https://, which fsspec opens in the same way."""
+    Path("rows").mkdir()
+    finevision().to_parquet("rows/a.parquet")
+    address = Path("rows/a.parquet").resolve().as_uri()
+    assert [rest for _, *rest in read_all(address)] == [list(e) for e in EXPECTED]
+    stream = open_source(address, replace(OPTIONS, stream=True))
+    assert isinstance(stream, Stream)
+    rows = [summary(stream.make_example(row, stream.name(number)))[1:] for number, row in stream.numbered_rows()]
+    assert rows == [tuple(e) for e in EXPECTED]
