@@ -37,6 +37,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--revision", help="branch, tag or commit of a Hub model")
     add("--device", default="auto", choices=DEVICES)
     add("--dtype", default="auto", choices=DTYPES)
+    add_threads_flag(parser)
     add("--quantize", choices=("int8",), help="store the language model's weights in 8 bits (default: as --dtype)")
     add(
         "--max-tiles",
@@ -51,6 +52,16 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="keep special tokens in answers, as the markup of SmolDocling",
     )
     add("--no-upscale", dest="upscale", action="store_false", help="do not enlarge a picture to get more tiles of it")
+
+
+def add_threads_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads",
+        default="auto",
+        metavar="N",
+        help="CPU threads; auto follows OMP_NUM_THREADS, affinity and a container's quota; on a busy machine 1 may be "
+        "many times faster (default: auto)",
+    )
 
 
 def add_read_flags(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +116,7 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model runs, where and how; the arguments of `Captioner.from_pretrained`."""
+    """Which model runs, where and how: the arguments of `Captioner.from_pretrained`, and the number of threads."""
 
     model: str | Path = EMBEDDED
     revision: str | None = None
@@ -113,6 +124,7 @@ class ModelOptions:
     dtype: str = "auto"
     quantize: str | None = None
     compile: bool | None = None
+    threads: str = "auto"
     max_tiles: int | None = None
     upscale: bool = True
     skip_special_tokens: bool = True
@@ -161,7 +173,9 @@ def load_captioner(
     own_images says that the user named images, for which the embedded model is of no use: a note says so.
     """
     from nanovlm.captioner import Captioner
+    from nanovlm.threads import set_threads
 
+    set_threads(options.threads)
     if options.compile:
         print_error("note: compiling the decoder block takes up to a minute, the first time for a block's shape")
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovlm import EMBEDDED
-from nanovlm.cli.options import DEVICES, add_read_flags, add_renamed, read_options_from_args
+from nanovlm.cli.options import DEVICES, add_read_flags, add_renamed, add_threads_flag, read_options_from_args
 from nanovlm.errors import InputError, UsageError
 from nanovlm.training.config import (
     ADAPTERS,
@@ -46,6 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", metavar="FOLDER", help="folder for the model, checkpoints and metrics; a run found there is resumed")
     add("--device", default="auto", choices=DEVICES)
+    add_threads_flag(parser)
     add("--dry-run", action="store_true", help="print parameters, tokens per step and peak memory; train nothing")
     add_renamed(parser, "--plan", dest="dry_run", action="store_true")
     add_data_flags(parser)
@@ -133,10 +134,12 @@ def _schedule(name: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
+    from nanovlm.threads import set_threads
     from nanovlm.training.distributed import run_and_exit
 
     cfg = config_from_args(args)
     check_flags(args, cfg)
+    set_threads(args.threads)
     return run_and_exit(lambda: run_scenes(args, cfg) if args.recipe else run_finetuning(args, cfg))
 
 

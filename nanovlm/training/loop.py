@@ -28,6 +28,7 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm.data.examples import IGNORE_INDEX
 from nanovlm.device import choose_training_dtype
 from nanovlm.errors import InputError, TrainingError
+from nanovlm.threads import BusyMonitor
 from nanovlm.training.best import LOSS, BestTracker
 from nanovlm.training.checkpointing import (
     Checkpoint,
@@ -109,6 +110,7 @@ class Trainer:
         self.context = context or DistributedContext(model.device)
         self.dtype = choose_training_dtype(cfg.dtype, model.device)
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=self.dtype == torch.float16)
+        self.busy = BusyMonitor(torch.get_num_threads())
         if cfg.fsdp:
             self._check_fsdp()
         freeze(model, cfg)
@@ -203,7 +205,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["rate"]
         inputs = [to_device(batch, model.device) for batch in islice(batches, cfg.gradient_accumulation_steps)]
-        loss = backward(model, inputs, self.dtype, self.scaler, context)
+        with self.busy.measure():
+            loss = backward(model, inputs, self.dtype, self.scaler, context)
+        if context.is_main and model.device.type == "cpu" and (note := self.busy.note()):
+            logger.info(note)
         context.sum_gradients(model, sum(len(images) for batch in inputs if (images := batch["images"]) is not None))
         loss, tokens = context.sum(loss, sum(count_tokens(batch) for batch in inputs))
         self.scaler.unscale_(self.optimizer)
@@ -308,6 +313,11 @@ class Trainer:
             remedy = f"lower lr={self.cfg.lr} and run again to resume from {paths[0]}"
             if paths[1:]:
                 remedy += f", or move it away first to resume from {paths[1]}"
+        if step == 0:
+            remedy = (
+                "nothing has been learned yet, so lr is not the reason: try --dtype float32, look at the examples with "
+                "--check-data, or start from another model"
+            )
         raise TrainingError(
             f"training diverged: step {step} has loss {loss} and gradient norm {grad_norm:.3g}; {remedy}"
         )

@@ -136,6 +136,12 @@ def test_a_diverged_run_stops_before_it_spoils_anything(learn, batch, whole, tmp
     assert files(tmp_path / "run") == whole
 
 
+def test_a_first_loss_that_is_not_a_number_is_not_blamed_on_the_learning_rate(learn, batch, tmp_path):
+    with pytest.raises(TrainingError, match="step 0 has loss nan.*--dtype float32.*--check-data") as caught:
+        learn(tmp_path, batch=lambda i: batch(i) | {"images": batch(i)["images"] * math.nan})
+    assert "lower lr" not in str(caught.value)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_of_the_data_keeps_its_class_and_message(learn, batch, tmp_path, num_workers):
     """A DataLoader's worker would put a traceback into the message."""

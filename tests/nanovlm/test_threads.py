@@ -1,0 +1,81 @@
+"""The number of threads follows what the process may use; a busy machine is noticed."""
+
+import pytest
+import torch
+
+from nanovlm.cli import main as cli
+from nanovlm.errors import UsageError
+from nanovlm.threads import MEASURED_CALLS, BusyMonitor, available_threads, cgroup_quota, set_threads
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """A process that may use eight cores; PyTorch's threads are restored."""
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("files", "quota", "threads"),
+    [
+        ({}, None, 8),
+        ({"cpu.max": "max 100000\n"}, None, 8),
+        ({"cpu.max": "200000 100000\n"}, 2, 2),
+        ({"cpu.max": "150000 100000\n"}, 1.5, 1),
+        ({"cpu.max": "50000 100000\n"}, 0.5, 1),
+        ({"cpu.max": "1600000 100000\n"}, 16, 8),
+        ({"cpu.max": "nonsense"}, None, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None, 8),
+    ],
+)
+def test_the_quota_of_a_control_group_limits_the_threads(tmp_path, files, quota, threads):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cgroup_quota(tmp_path) == quota and available_threads(tmp_path) == threads
+
+
+def test_omp_num_threads_is_followed(tmp_path, monkeypatch):
+    (tmp_path / "cpu.max").write_text("200000 100000")
+    for text, threads in (("3", 3), ("5,2", 5), ("", 2), ("0", 2), ("x", 2)):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        assert available_threads(tmp_path) == threads
+
+
+def test_threads_are_set_for_pytorch(monkeypatch):
+    assert set_threads("3") == torch.get_num_threads() == 3
+    monkeypatch.setattr("nanovlm.threads.available_threads", lambda: 2)
+    assert set_threads("auto") == torch.get_num_threads() == 2
+    monkeypatch.setattr("nanovlm.threads.available_threads", lambda: 9)
+    assert set_threads("auto") == 2, "never more than PyTorch itself would use"
+    for wrong in ("0", "-1", "x", "1.5"):
+        with pytest.raises(UsageError, match=f"--threads {wrong}"):
+            set_threads(wrong)
+
+
+@pytest.mark.parametrize("verb", [["evaluate", "--data", "scenes"], ["train", "--data", "scenes", "--out", "x"]])
+def test_a_wrong_number_is_one_line(verb, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*verb, "--threads", "none"]) == 2
+    assert capsys.readouterr().err.endswith("--threads none is neither auto nor a number from 1 to 1024\n")
+
+
+@pytest.mark.parametrize(
+    ("threads", "cpu_s", "busy"), [(2, 2.0, False), (2, 1.5, False), (2, 0.9, True), (1, 0.1, False), (4, 2.0, True)]
+)
+def test_threads_that_wait_for_cores_are_named_once(threads, cpu_s, busy):
+    """Each stretch takes a second, the first one, which does not count, a hundred."""
+    now, cpu = [0.0], [0.0]
+    monitor = BusyMonitor(threads, lambda: now[0], lambda: cpu[0])
+    notes = []
+    for i in range(20):
+        with monitor.measure():
+            now[0] += 1 if i else 100
+            cpu[0] += cpu_s
+        notes.append(monitor.note())
+    assert [i + 1 for i, note in enumerate(notes) if note] == [MEASURED_CALLS] * busy
+    assert not busy or "--threads 1" in notes[MEASURED_CALLS - 1]
