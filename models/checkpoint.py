@@ -110,8 +110,9 @@ def _load_smolvlm_config(folder: Path) -> VLMConfig:
 
 def read_object(path: Path) -> dict:
     """The object in a JSON file of a model's folder. Raises CheckpointError if there is none."""
+    check_regular_file(path)
     try:
-        raw = json.loads(read_model_text(path))
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.parent} has no {path.name}; a model is a folder with {CONFIG} and {WEIGHTS}"

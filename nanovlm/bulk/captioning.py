@@ -63,7 +63,7 @@ class BulkCaptioner:
         self.start_ids = captioner.start_ids(self.options.start_with)
         self.cores, self.read = cores or available_cores(), read or check_file
         self.n_workers = workers or default_workers(captioner, self.cores)
-        self.seconds = 0.0  # that the run took
+        self.seconds = 0.0  # that all calls of captions took
         self.model_seconds = [0.0] * self.n_workers
 
     @property
@@ -88,7 +88,7 @@ class BulkCaptioner:
                     for results in batches:
                         yield from results
         finally:
-            self.seconds = time.perf_counter() - started
+            self.seconds += time.perf_counter() - started
 
     def default_window(self) -> int:
         """How many images may wait for the model: some batches, within the pixel budget."""

@@ -91,7 +91,7 @@ class OutputOptions:
 
 def _check_table(path: Path) -> None:
     if path.suffix not in TABLES:
-        raise UsageError(f"output {os.fspath(path)!r} is none of {', '.join(TABLES)} or {SIDECARS}")
+        raise UsageError(f"output {os.fspath(path)!r} is none of {', '.join(TABLES)}, {SIDECARS} or {STREAM}")
     if path.suffix == ".parquet":
         try:
             import pyarrow  # noqa: F401
@@ -104,15 +104,10 @@ class Plan:
     """What a run has to do."""
 
     todo: list[str]  # images that need a caption, in order
+    limit: int | None  # of the captions to write now
     already_done: int
-    remaining: int  # images that need a caption and are beyond the limit
     failed: list[tuple[str, str]]  # names that can have no caption, with the reason
     left_out: dict[str, int]  # pictures that cannot be read here, by extension
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing remains for a later run."""
-        return not self.remaining
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,7 @@ class BulkReport:
 
     captioned: int
     already_done: int
-    remaining: int  # images without a caption that a limit left for the next run
+    remaining: int  # images that a limit left for the next run
     failed: int
     empty: int  # of the failed, images for which the model's caption was empty
     left_out: dict[str, int]  # pictures that cannot be read here, by extension

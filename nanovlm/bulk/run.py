@@ -39,11 +39,11 @@ def caption_images(
     """Caption every image that files, folders and patterns name, into files.
 
     captioner may be a function that loads one: it is called only if an image has no caption yet. names_file lists more
-    names, see `read_names`. recursive includes subfolders. limit is the largest number of images to caption now; the
-    same call then captions the next. If the run is interrupted, even by `kill -9`, the same call resumes it; two calls
-    are the same if their options, except batch_size, and model_settings (which model, say) are equal. Images that fail
-    are counted, and listed in failures.jsonl. UsageError if the output cannot be written or another run writes to it.
-    OutputError if it could not be written on.
+    names, see `read_names`. recursive includes subfolders. limit is the largest number of captions to write now; the
+    same call then captions the next images. If the run is interrupted, even by `kill -9`, the same call resumes it; two
+    calls are the same if their options, except batch_size, and model_settings (which model, say) are equal. Images that
+    fail are counted, and listed in failures.jsonl. UsageError if the output cannot be written or another run writes to
+    it. OutputError if it could not be written on.
     """
     options, output = options or BulkOptions(), output or OutputOptions()
     images = _find(names, names_file, recursive)
@@ -82,9 +82,9 @@ def make_plan(images: ImageList, output: Output, limit: int | None = None) -> Pl
     accepted = [path for path in images.paths if path not in failed]
     todo = [path for path in accepted if not output.is_done(path)]
     return Plan(
-        todo=todo[:limit],
+        todo=todo,
+        limit=limit,
         already_done=len(accepted) - len(todo),
-        remaining=len(todo) - len(todo[:limit]),
         failed=images.missing + rejected,
         left_out=dict(images.left_out),
     )
@@ -136,19 +136,24 @@ def _caption_found(
     failures = FailureLog(None if output_options.is_stream else output.folder)
     for name, reason in plan.failed:
         failures.add(name, reason)
-    captioned, bulk = 0, None
+    captioned, tried, bulk = 0, 0, None
+    limit = len(plan.todo) if plan.limit is None else plan.limit
     if plan.todo:
         bulk = BulkCaptioner(captioner if isinstance(captioner, Captioner) else captioner(), options)
-        captioned = _write_captions(bulk, plan.todo, output_options, output, failures)
+    while bulk and captioned < limit and tried < len(plan.todo):  # images that fail do not count
+        paths = plan.todo[tried : tried + limit - captioned]
+        captioned += _write_captions(bulk, paths, output_options, output, failures)
+        tried += len(paths)
+    remaining = len(plan.todo) - tried
     try:
-        output.finish(images.paths if captioned else (), is_whole=plan.is_whole)
+        output.finish(images.paths if captioned else (), is_whole=not remaining)
     except OSError as error:
         target = output.target("") if isinstance(output, Table) else output.folder
         raise _output_error(error, target, f"the captions are kept in {output.resume_log}") from error
     return BulkReport(
         captioned=captioned,
         already_done=plan.already_done,
-        remaining=plan.remaining,
+        remaining=remaining,
         failed=failures.count,
         empty=failures.empty,
         left_out=plan.left_out,

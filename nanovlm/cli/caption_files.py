@@ -81,16 +81,16 @@ def check_tags(options: BulkOptions, output: OutputOptions) -> None:
 
 def print_plan(plan: Plan) -> int:
     """Print the pictures that would be captioned, one a line, and a summary on standard error; 1 if some can not be."""
-    for path in plan.todo:
+    for path in plan.todo[: plan.limit]:
         print(printable(path))
     for name, reason in plan.failed:
         print_error(f"{printable(name)}: {reason}")
-    parts = [f"{len(plan.todo):,} to caption"]
+    parts = [f"{len(plan.todo):,} to caption" + (f", {plan.limit:,} of them now" if plan.limit else "")]
     if plan.already_done:
         parts.append(f"{plan.already_done:,} done already")
     if plan.failed:
         parts.append(f"{len(plan.failed):,} cannot be captioned")
-    print_error("; ".join([*parts, *_rest(plan), "nothing was written"]))
+    print_error("; ".join([*parts, *_left_out(plan), "nothing was written"]))
     return 1 if plan.failed else 0
 
 
@@ -124,13 +124,13 @@ def summary(report: BulkReport, existing: str) -> str:
     if report.failed:
         empty = f" ({report.empty:,} with an empty caption)" if report.empty else ""
         parts.append(f"{report.failed:,} failed{empty}" + (f", see {report.failures}" if report.failures else ""))
-    return "; ".join(parts + _rest(report)) or "no pictures"
+    if report.remaining:
+        parts.append(f"{report.remaining:,} remain; run the same command for the next")
+    return "; ".join(parts + _left_out(report)) or "no pictures"
 
 
-def _rest(plan: Plan | BulkReport) -> list[str]:
-    """What remains for later runs, and what cannot be read."""
-    parts = [f"{plan.remaining:,} remain; run the same command for the next"] if plan.remaining else []
-    return parts + [f"{count:,} {extension} left out" + _hint(extension) for extension, count in plan.left_out.items()]
+def _left_out(plan: Plan | BulkReport) -> list[str]:
+    return [f"{count:,} {extension} left out" + _hint(extension) for extension, count in plan.left_out.items()]
 
 
 def _rate(report: BulkReport) -> str:

@@ -637,6 +637,15 @@ def test_a_limit_leaves_the_rest_to_the_next_run(generate, folder, texts, where,
     assert (sidecars(folder) == beside(expected)) if where == "txt" else (read(out) == expected)
 
 
+def test_images_that_fail_do_not_count_for_the_limit(generate, folder):
+    for name in ("0.png", "1.png", "c.png"):
+        (folder / name).write_text("hello")
+    for left, remaining in ((3, 4), (1, 1), (0, 0)):
+        code, _, err = generate(folder, "--limit", "2")
+        assert code == 1 and len(sidecars(folder)) == 5 - left
+        assert (f"{remaining} remain" in err) == bool(remaining)
+
+
 def test_subfolders_are_left_out_when_asked(generate, folder, texts):
     assert generate(folder, "--no-recursive")[0] == 0 and set(sidecars(folder)) == {"a.txt", "b two.txt", "d.txt"}
     assert generate(folder, "--recursive")[0] == 0 and sidecars(folder) == beside(texts)
