@@ -21,6 +21,7 @@ from torch.func import functional_call
 
 from models import language_model
 from models.checkpoint import atomic_write
+from models.config import VLMConfig
 from models.errors import CompileError
 from models.inference import decode_step
 from models.inference.cpu_kernels import (
@@ -31,7 +32,7 @@ from models.inference.cpu_kernels import (
     save_aoti_package,
 )
 from models.inference.decode_step import BlockFunction, DecodeStep, decode_block
-from models.inference.quantization import Int8Linear
+from models.inference.quantization import Int8Linear, quantize_int8
 from models.language_model import Block, LanguageModel
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,12 @@ def _environment() -> dict[str, str]:
 
 def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+def is_compilable(decoder: LanguageModel) -> bool:
+    """Whether one compiled block can stand for all blocks of a decoder."""
+    known = all(type(module) in KNOWN_MODULES for module in decoder.modules())
+    return known and len({_shape(block) for block in decoder.blocks}) == 1
 
 
 class BlockStep(nn.Module):
@@ -126,14 +133,21 @@ def compile_block(block: Block) -> Path:
     return path
 
 
+def compile_for_config(cfg: VLMConfig, dtype: torch.dtype, quantize: str | None = None) -> Path:
+    """The path of the package for models of a config, compiled now if it is missing; their weights are not needed."""
+    block = Block(cfg).to(dtype)
+    if quantize:
+        quantize_int8(block)
+    path = package_path(block)
+    return path if path.exists() else compile_block(block)
+
+
 def load_compiled_decode(decoder: LanguageModel) -> DecodeStep | None:
     """The decode step with the compiled block from the cache, which reads the weights in place; None if there is none.
 
     A package that does not fit or cannot be loaded is logged with the reason.
     """
-    if any(type(module) not in KNOWN_MODULES for module in decoder.modules()):
-        return None
-    if len({_shape(block) for block in decoder.blocks}) != 1:
+    if not is_compilable(decoder):
         return None
     wanted = package_path(decoder.blocks[0])
     path = wanted if wanted.exists() else _with_fewer_threads(wanted)

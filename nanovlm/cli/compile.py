@@ -3,7 +3,7 @@
 import argparse
 
 from nanovlm import EMBEDDED
-from nanovlm.cli.options import DTYPES, ModelOptions, load_captioner
+from nanovlm.cli.options import DTYPES
 
 HELP = "Compile a model's decoder block for this machine, once; single pictures are then captioned faster."
 EXAMPLE = "nanovlm compile out/mine --quantize int8"
@@ -21,15 +21,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--revision", help="branch, tag or commit of a Hub model")
     add("--dtype", default="auto", choices=DTYPES)
     add("--quantize", choices=("int8",), help="compile for weights in 8 bits")
-    parser.set_defaults(device="cpu", compile=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile the decoder block unless that was done before, and print the file's name."""
-    from models.inference.aot_compile import package_path
-    from models.inference.inference_model import InferenceModel
+    """Compile the decoder block unless that was done before, and print the file's name. Only the config is read."""
+    from models.checkpoint import load_config, snapshot_path
+    from models.inference.aot_compile import compile_for_config
+    from nanovlm.device import choose_device, choose_dtype
 
-    inference = load_captioner(ModelOptions.from_args(args)).inference
-    assert isinstance(inference, InferenceModel)  # from_pretrained makes nothing else
-    print(package_path(inference.network.decoder.blocks[0]))
+    cfg = load_config(snapshot_path(args.model, args.revision))
+    print(compile_for_config(cfg, choose_dtype(args.dtype, choose_device("cpu")), args.quantize))
     return 0

@@ -92,3 +92,19 @@ def test_onednn_pays_off_on_amd_processors_only(monkeypatch, tmp_path):
         assert onednn_pays_off() == (wanted and has_onednn_linear())
     monkeypatch.setattr("torch.backends.mkl.is_available", lambda: False)
     assert not onednn_pays_off()
+
+
+def test_a_package_is_compiled_with_all_of_inductors_tests_if_it_fails_without(monkeypatch, tmp_path):
+    options = []
+
+    def compile(program, package_path, inductor_configs=None):
+        options.append(inductor_configs)
+        if inductor_configs:
+            raise RuntimeError("unknown flag -mavx10")
+
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", compile)
+    cpu_kernels.save_aoti_package(None, tmp_path / "x.pt2")
+    assert options == [cpu_kernels.QUICK_COMPILE, None]
+    monkeypatch.setattr("torch._inductor.list_options", lambda: ["cpp.vec_isa_ok"])
+    cpu_kernels.save_aoti_package(None, tmp_path / "x.pt2")
+    assert options[2] == {"cpp.vec_isa_ok": True}, "an older torch refuses options that it does not know"
