@@ -1,0 +1,33 @@
+# The server on CPUs, without a model other than the embedded one: models are downloaded when a container first needs
+# them. docs/serving.md says how to build and run it.
+FROM python:3.11-slim-bookworm
+
+# Read by pip: the index of PyTorch's CPU wheels. Without it pip installs the default ones, which for x86 hold CUDA.
+ARG PIP_EXTRA_INDEX_URL
+ENV PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore \
+    PYTHONUNBUFFERED=1
+
+WORKDIR /app
+# A layer of its own: torch stays when the project's files change.
+RUN pip install "torch>=2.6"
+COPY pyproject.toml README.md LICENSE ./
+COPY models ./models
+COPY nanovlm ./nanovlm
+RUN pip install ".[serve,heic,structured]"
+
+# The folder is made here so that a volume mounted on it belongs to the user.
+RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin nanovlm \
+    && install --directory --owner=10001 --group=10001 /home/nanovlm/.cache/huggingface
+USER nanovlm
+WORKDIR /home/nanovlm
+ENV HF_HOME=/home/nanovlm/.cache/huggingface
+
+EXPOSE 8000
+HEALTHCHECK --interval=30s --timeout=5s --start-period=120s --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+
+# Other machines reach the server only with a key: set NANOVLM_API_KEY.
+ENTRYPOINT ["nanovlm"]
+CMD ["serve", "--host", "0.0.0.0", "--port", "8000"]
