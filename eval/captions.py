@@ -2,7 +2,7 @@
 
     python -m eval.captions --scenes 1000
     python -m eval.captions --quantize int8
-    python -m eval.captions --compare                 # float32, bfloat16 and int8 on the same scenes
+    python -m eval.captions --compare                 # float32, bfloat16, int8 and int4 on the same scenes
     python -m eval.captions --turns 6 --scenes 200    # questions in a conversation, beside the same questions alone
 
 By default there are three figures: captions that match word for word, the same on scenes with a color and shape that
@@ -30,6 +30,7 @@ from eval.lib.hardware import environment
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
+from nanovlm.cli.options import QUANTIZATIONS
 from nanovlm.errors import NanoVLMError
 from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
 
@@ -42,6 +43,8 @@ PRECISIONS = {
     "bfloat16": ("bfloat16", None),
     "float32, int8": ("float32", "int8"),
     "bfloat16, int8": ("bfloat16", "int8"),
+    "float32, int4": ("float32", "int4"),
+    "bfloat16, int4": ("bfloat16", "int4"),
 }
 SPLITS = {"captions": "captions", "withheld": "captions, withheld pairs", "questions": "answers to questions"}
 
@@ -196,8 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--scenes", type=positive, default=1000, metavar="N", help="fresh scenes, and withheld ones (default: 1000)")
     add("--questions", type=positive, default=3, metavar="N", help="questions per scene (default: 3)")
     add("--turns", type=positive, metavar="N", help="ask N questions about each scene in a conversation")
-    add("--quantize", choices=("int8",), help="quantize the language model's weights")
-    add("--compare", action="store_true", help="compare float32, bfloat16 and int8 on the CPU")
+    add("--quantize", choices=QUANTIZATIONS, help="quantize the language model's weights")
+    add("--compare", action="store_true", help="compare float32, bfloat16, int8 and int4 on the CPU")
     add("--seed", default="1", help="which scenes (default: 1)")
     add("--misses", type=int, default=0, metavar="N", help="show N misses")
     add_device_flags(parser)

@@ -3,6 +3,7 @@
 The architecture is LLaMA's (Touvron et al. 2023) as in SmolLM2; module names are those of nanoVLM's checkpoints.
 """
 
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -147,23 +148,19 @@ class LanguageModel(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     @torch.no_grad()
-    def pack_projections(self) -> None:
+    def pack_projections(self, pack: Callable[[Sequence[nn.Module]], None] | None = None) -> None:
         """Store each block's q, k and v adjacent in memory, and its gate and up, so that one product can read each.
 
         Only the place in memory changes. `InferenceModel` decodes faster with packed weights, above all in bfloat16.
+        pack, by default `pack_linears`, does it for layers of one type.
         """
         for block in self.blocks:
             for linears in (
                 (block.attn.q_proj, block.attn.k_proj, block.attn.v_proj),
                 (block.mlp.gate_proj, block.mlp.up_proj),
             ):
-                if len({type(linear) for linear in linears}) > 1:  # some have adapters
-                    continue
-                for name in dict(linears[0].named_parameters()):
-                    parameters = [linear.get_parameter(name) for linear in linears]
-                    parts = torch.cat([p.detach() for p in parameters]).split([len(p) for p in parameters])
-                    for parameter, part in zip(parameters, parts):
-                        parameter.data = part
+                if len({type(linear) for linear in linears}) == 1:  # else some have adapters
+                    (pack or pack_linears)(linears)
 
     def forward(
         self,
@@ -206,6 +203,15 @@ class LanguageModel(nn.Module):
                 caches.append(block_kv_cache)
         x = self.norm(x)
         return (self.head(x) if self.cfg.lm_use_tokens else x), caches
+
+
+def pack_linears(linears: Sequence[nn.Module]) -> None:
+    """Store the parameters of layers of one type adjacent in memory, as torch.cat would join them along the rows."""
+    for name in dict(linears[0].named_parameters()):
+        parameters = [linear.get_parameter(name) for linear in linears]
+        parts = torch.cat([p.detach() for p in parameters]).split([len(p) for p in parameters])
+        for parameter, part in zip(parameters, parts):
+            parameter.data = part
 
 
 def _cached_length(kv_cache: list[KVCache] | list[None] | None, n_blocks: int) -> int:

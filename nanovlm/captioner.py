@@ -17,6 +17,7 @@ from models.convert.backbones import find_backbones, read_backbones
 from models.decoding import stream_tokens
 from models.inference.cache_observer import CacheObserver
 from models.inference.inference_model import InferenceModel
+from models.inference.quantization import quantizer
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, PROMPT
@@ -90,16 +91,16 @@ class Captioner:
         """Load a folder or a Hub id (owner/name), by default the model that ships with the package.
 
         device is auto, cpu, cuda or mps; dtype is auto, float32, bfloat16 or float16. max_tiles and upscale limit the
-        tiles of an image, see `Processor`. quantize="int8" stores the language model's weights in 8 bits. compile=True
-        compiles the decoder block, which takes up to a minute once; None uses it if it was compiled before; False does
-        not use it. skip_special_tokens=False keeps special tokens in answers, as SmolDocling needs. allow_urls lets
-        http(s) URLs name images.
+        tiles of an image, see `Processor`. quantize="int8" or "int8-weights" stores the language model's weights in 8
+        bits, "int4" in 4 bits, which cannot be compiled. compile=True compiles the decoder block, which takes up to a
+        minute once; None uses it if it was compiled before; False does not use it. skip_special_tokens=False keeps
+        special tokens in answers, as SmolDocling needs. allow_urls lets http(s) URLs name images.
 
         Raises CheckpointError if the model cannot be loaded, InputError for an argument, and CompileError if
         compilation fails.
         """
-        if quantize not in (None, "int8"):
-            raise InputError(f"quantize={quantize} is not supported; use int8 or None")
+        if quantize is not None:
+            quantizer(quantize)  # raises for an unknown name, before anything is loaded
         torch_device = choose_device(device)
         torch_dtype = choose_dtype(dtype, torch_device)
         folder = snapshot_path(name_or_folder, revision)

@@ -70,6 +70,32 @@ def int8_linear_function(weight: Tensor, scale: Tensor) -> Callable[[Tensor], Te
     return partial(torch._weight_int8pack_mm, mat2=weight, scales=scale)
 
 
+def has_int4_kernel() -> bool:
+    """Whether this torch has a product with group-wise int4 weights for CPUs."""
+    names = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")
+    return private_kernels_allowed() and all(hasattr(torch.ops.aten, name) for name in names)
+
+
+def convert_int4(codes: Tensor) -> Tensor:
+    """Codes (out, in) of 0 to 15 as bytes (out, in / 2) in the order that this processor's kernel reads."""
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+
+
+def int4_linear(x: Tensor, weight: Tensor, scale: Tensor, group_size: int) -> Tensor:
+    """x (N, in) bfloat16 times the transpose of weight (out, in / 2) by `convert_int4`: (N, out).
+
+    scale (in / group_size, out, 2) bfloat16 holds scales and zero points, the values of code 8. There is no fallback:
+    callers check `has_int4_kernel`, and dequantize without it.
+    """
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight, group_size, scale)
+
+
+def int4_linear_function(weight: Tensor, scale: Tensor, group_size: int) -> Callable[[Tensor], Tensor]:
+    """`int4_linear` of one weight, with the operator looked up once; for loops over small inputs."""
+    kernel = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+    return partial(kernel, mat2=weight, qGroupSize=group_size, qScaleAndZeros=scale)
+
+
 class OneDNNLinear(nn.Module):
     """A linear layer that shares its parameters with an nn.Linear and multiplies by oneDNN."""
 

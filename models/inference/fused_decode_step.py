@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.inference.cpu_kernels import OneDNNLinear
+from models.inference.int4 import Int4Linear, int4_gemv
+from models.inference.live_weights import adjacent
 from models.inference.quantization import Int8Linear, int8_gemv
 from models.language_model import MLP, Attention, Block, LanguageModel, RMSNorm, inverse_frequencies, rope_cos_sin
 
@@ -70,7 +72,7 @@ class FusedDecodeStep:
         return self.head(_rms_norm(x, decoder.norm.weight, eps))
 
 
-def concat_linears(*linears: nn.Linear | Int8Linear) -> Matmul:
+def concat_linears(*linears: nn.Linear | Int8Linear | Int4Linear) -> Matmul:
     """A function that gives the outputs of linear layers on one input, concatenated.
 
     If the layers are of one plain kind and their weights are adjacent in memory, it is a single product.
@@ -85,22 +87,12 @@ def concat_linears(*linears: nn.Linear | Int8Linear) -> Matmul:
         weight, scale = adjacent(weights), adjacent([x.scale for x in linears if isinstance(x, Int8Linear)])
         if weight is not None and scale is not None:
             return int8_gemv(weight, scale)
+    if kinds == {Int4Linear} and (matmul := int4_gemv([x for x in linears if isinstance(x, Int4Linear)])) is not None:
+        return matmul
     if len(linears) == 1:
         return linears[0].forward if kinds == {OneDNNLinear} else linears[0]
     matmuls = [concat_linears(linear) for linear in linears]
     return lambda x: torch.cat([matmul(x) for matmul in matmuls], dim=-1)
-
-
-def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors (n_i, ...) that lie one after the other in one storage as one view (sum of n_i, ...), else None."""
-    first, end = tensors[0], tensors[0].data_ptr()
-    for tensor in tensors:
-        same_storage = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same_storage or tensor.data_ptr() != end or not tensor.is_contiguous():
-            return None
-        end += tensor.nbytes
-    shape = (sum(map(len, tensors)), *first.shape[1:])
-    return first.detach().as_strided(shape, first.stride())
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -18,7 +18,7 @@ from models.inference.decode_step import DecodeStep
 from models.inference.fused_decode_step import DecodeFunction, FusedDecodeStep
 from models.inference.fused_vision import fuse_vision
 from models.inference.live_weights import Fingerprint, share_modules
-from models.inference.quantization import quantize_int8
+from models.inference.quantization import pack_quantized, quantizer
 from models.language_model import LanguageModel
 from models.vision_language_model import PrefillState, VisionLanguageModel
 from models.vision_transformer import VisionTransformer
@@ -34,14 +34,17 @@ class InferenceModel(GenerationMixin):
     `load_state_dict`, `read_adapters`, `.to(...)` or an assignment, results follow the new weights. The one change that
     goes unseen is an edit through `tensor.data` of a quantized model: call `refresh` after it.
 
-    quantize="int8" quantizes the linear layers of the language model. compile=True compiles the decoder block on a CPU,
-    which takes up to a minute once (see `models.inference.aot_compile`); None uses one compiled before, False does
-    not. Raises InputError for other values, CompileError if the step cannot be compiled.
+    quantize="int8" or "int8-weights" stores the linear layers of the language model in 8 bits, "int4" in 4 bits with a
+    scale and a zero point for 32 weights. compile=True compiles the decoder block on a CPU, which takes up to a minute
+    once (see `models.inference.aot_compile`); None uses one compiled before, False does not. int4 weights cannot be
+    compiled. Raises InputError for other values, CompileError if the step cannot be compiled.
     """
 
     def __init__(self, model: VisionLanguageModel, *, quantize: str | None = None, compile: bool | None = None):
-        if quantize not in (None, "int8"):
-            raise InputError(f"quantize={quantize!r} is not supported; use 'int8' or None")
+        if quantize is not None:
+            quantizer(quantize)
+        if quantize == "int4" and compile:
+            raise InputError("the compiled block does not read int4 weights; leave compile away, or use int8")
         self._source: VisionLanguageModel | None = model
         self._quantize, self._compile = quantize, compile
         self._lock = threading.Lock()
@@ -223,8 +226,8 @@ def _build(model: VisionLanguageModel, quantize: str | None, compile: bool | Non
     fingerprints = Fingerprint(model, bool(quantize)), Fingerprint(model.decoder, bool(quantize))
     network = share_modules(model).eval()
     if quantize:
-        quantize_int8(network.decoder)
-        network.decoder.pack_projections()
+        quantizer(quantize)(network.decoder)
+        network.decoder.pack_projections(pack_quantized)
     if model.device.type == "cpu":
         if onednn_pays_off():
             replace_linears(network)

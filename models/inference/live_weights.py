@@ -1,6 +1,7 @@
 """Using a model's weights from other modules, and noticing when they change."""
 
 import copy
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import TypeVar
 
@@ -23,6 +24,20 @@ def _share(module, copies: dict):
         copied._parameters, copied._buffers = dict(module._parameters), dict(module._buffers)
         copied._modules = {name: child and _share(child, copies) for name, child in module._modules.items()}
     return copies[id(module)]
+
+
+def adjacent(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+    """What torch.cat would give along dim as a view, if the tensors lie like that in memory, else None."""
+    first, end = tensors[0], tensors[0].data_ptr()
+    for tensor in tensors:
+        same_storage = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same_storage or tensor.data_ptr() != end or tensor.stride() != first.stride():
+            return None
+        end += tensor.size(dim) * tensor.stride(dim) * tensor.element_size()
+    shape = list(first.shape)
+    shape[dim] = sum(tensor.size(dim) for tensor in tensors)
+    whole = first.detach().as_strided(shape, first.stride())
+    return whole if whole.is_contiguous() else None
 
 
 class Fingerprint:

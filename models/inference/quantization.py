@@ -1,6 +1,10 @@
-"""Weight-only int8 quantization: each row of a matrix is integers from -127 to 127 times one scale."""
+"""Weight-only quantization of linear layers, to int8 here and to int4 in `models.inference.int4`.
 
-from collections.abc import Callable
+In int8, each row of a matrix is integers from -127 to 127 times one scale.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -9,7 +13,11 @@ from torch import Tensor, nn
 
 from models.errors import InputError
 from models.inference.cpu_kernels import has_int8_kernel, int8_linear, int8_linear_function
+from models.inference.int4 import GROUP_SIZE, Int4Linear, pack_int4
+from models.language_model import pack_linears
 from models.lora import LoRALinear
+
+logger = logging.getLogger(__name__)
 
 MAX_KERNEL_ROWS = 4  # of the input; for more, converting the weights to floating point first is faster
 
@@ -53,23 +61,61 @@ def int8_gemv(weight: Tensor, scale: Tensor) -> Callable[[Tensor], Tensor]:
     return partial(int8_matmul, weight=weight, scale=scale)
 
 
+QuantizedLinear = Int8Linear | Int4Linear
+
+
 def quantize_int8(module: nn.Module) -> nn.Module:
     """Replace, in place, every linear layer inside module by an Int8Linear; LoRA adapters are merged into it.
 
     A head that shares its weight with the embedding is quantized, the embedding is not. Raises InputError for a module
     that is quantized already, and for other subclasses of nn.Linear.
     """
+    return _replace_linears(module, Int8Linear)
+
+
+def quantize_int4(module: nn.Module) -> nn.Module:
+    """`quantize_int8` with Int4Linears, but a layer becomes an Int8Linear if 32 does not divide its input width."""
+    return _replace_linears(module, _int4_linear)
+
+
+QUANTIZERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "int8": quantize_int8,
+    "int8-weights": quantize_int8,
+    "int4": quantize_int4,
+}
+
+
+def quantizer(name: str) -> Callable[[nn.Module], nn.Module]:
+    """The function of that name in QUANTIZERS. Raises InputError for others."""
+    if name not in QUANTIZERS:
+        raise InputError(f"quantize={name!r} is not supported; use {', '.join(map(repr, QUANTIZERS))} or None")
+    return QUANTIZERS[name]
+
+
+def pack_quantized(linears: Sequence[nn.Module]) -> None:
+    """`models.language_model.pack_linears` for layers of one kind, quantized or not."""
+    int4 = [linear for linear in linears if isinstance(linear, Int4Linear)]
+    pack_int4(int4) if int4 else pack_linears(linears)
+
+
+def _int4_linear(weight: Tensor, bias: Tensor | None) -> QuantizedLinear:
+    if weight.size(1) % GROUP_SIZE:
+        logger.info("a weight of %d input features, not a multiple of %d, becomes int8", weight.size(1), GROUP_SIZE)
+        return Int8Linear(weight, bias)
+    return Int4Linear(weight, bias)
+
+
+def _replace_linears(module: nn.Module, make: Callable[[Tensor, Tensor | None], QuantizedLinear]) -> nn.Module:
     for name, child in list(module.named_children()):
-        if isinstance(child, Int8Linear):
-            raise InputError(f"{name} is an Int8Linear already; quantize the floating-point model instead")
+        kind = type(child).__name__
+        if isinstance(child, QuantizedLinear):
+            raise InputError(f"{name} is an {kind} already; quantize the floating-point model instead")
         if isinstance(child, LoRALinear):
-            setattr(module, name, Int8Linear(child.merged(), child.bias))
+            setattr(module, name, make(child.merged(), child.bias))
         elif type(child) is nn.Linear:
-            setattr(module, name, Int8Linear(child.weight, child.bias))
+            setattr(module, name, make(child.weight, child.bias))
         elif isinstance(child, nn.Linear):
-            raise InputError(
-                f"{name} is a {type(child).__name__}, which int8 quantization does not know; merge it first"
-            )
+            raise InputError(f"{name} is a {kind}, which quantization does not know; merge it first")
         else:
-            quantize_int8(child)
+            _replace_linears(child, make)
     return module

@@ -20,7 +20,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--revision", help="branch, tag or commit of a Hub model")
     add("--dtype", default="auto", choices=DTYPES)
-    add("--quantize", choices=("int8",), help="compile for weights in 8 bits")
+    add("--quantize", choices=("int8", "int8-weights"), help="compile for weights in 8 bits")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 EMBEDDED_NOTE = f"note: {EMBEDDED_LIMITS}; --model FOLDER_OR_HUB_ID names a model for photographs"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8", "int8-weights", "int4")  # of models.inference.quantization
 DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
@@ -38,7 +39,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", choices=DEVICES)
     add("--dtype", default="auto", choices=DTYPES)
     add_threads_flag(parser)
-    add("--quantize", choices=("int8",), help="store the language model's weights in 8 bits (default: as --dtype)")
+    add(
+        "--quantize",
+        choices=QUANTIZATIONS,
+        help="store the language model's weights in 8 bits (int8 or int8-weights) or 4 bits (default: as --dtype)",
+    )
     add(
         "--max-tiles",
         type=int,

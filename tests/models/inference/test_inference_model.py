@@ -11,6 +11,7 @@ from torch import nn
 from models.errors import InputError, NanoVLMError
 from models.inference import cpu_kernels
 from models.inference.inference_model import InferenceModel
+from models.inference.int4 import Int4Linear, int4_gemv, kernel_layout
 from models.lora import adapt, adapters, merge, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel
 from support.generation import only_row, prompt
@@ -39,6 +40,13 @@ def assert_same(inference, plain, tolerance=None):
     got, wanted = logits_of(inference), logits_of(plain)
     tolerance = tolerance or (1e-4 if plain.dtype == torch.float32 else 0.05)
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance * max(1.0, wanted.abs().max().item()))
+
+
+@pytest.fixture
+def wide_model(tiny_model):
+    """A model whose matrices can all be int4, and q, k and v, and gate and up, one product."""
+    sizes = {"lm_hidden_dim": 128, "lm_inter_dim": 192, "lm_n_heads": 4, "lm_n_kv_heads": 2, "lm_tie_weights": False}
+    return lambda: tiny_model(**sizes)
 
 
 @pytest.fixture(params=["private", "public"], autouse=True)
@@ -94,7 +102,7 @@ def test_the_model_is_never_changed(tiny_model):
     model = tiny_model().bfloat16()
     before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
     places = {name: (id(p), p.data_ptr(), p._version) for name, p in model.named_parameters(remove_duplicate=False)}
-    for quantize in (None, "int8"):
+    for quantize in (None, "int8", "int4"):
         InferenceModel(model, quantize=quantize, compile=False).generate(IDS, IMAGES.bfloat16(), max_new_tokens=5)
     after = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
     assert {name: (kind, values.keys()) for name, (kind, values) in before.items()} == {
@@ -150,8 +158,42 @@ def test_it_needs_no_inference_mode_and_keeps_no_graph(tiny_model):
 
 
 def test_unknown_quantization_is_refused(tiny_model):
-    with pytest.raises(InputError, match="quantize='int4' is not supported"):
-        InferenceModel(tiny_model(), quantize="int4")
+    with pytest.raises(InputError, match="quantize='int3' is not supported"):
+        InferenceModel(tiny_model(), quantize="int3")
+
+
+def test_int4_is_close_to_the_dequantized_model(wide_model):
+    model = wide_model()
+    inference = InferenceModel(model, quantize="int4", compile=False)
+    dequantized = copy.deepcopy(model)
+    layers = dict(inference.network.decoder.named_modules())
+    with torch.no_grad():
+        for name, module in dequantized.decoder.named_modules():
+            if isinstance(module, nn.Linear):
+                module.weight.copy_(layers[name].dequantize(torch.float32).t())
+    assert_same(inference, dequantized, 0.05)  # decoding rounds activations to bfloat16
+    assert (logits_of(inference) - logits_of(model)).std() > 1e-3 * logits_of(model).std()
+
+
+def test_int4_decodes_with_one_product_for_adjacent_layers(wide_model):
+    inference = InferenceModel(wide_model(), quantize="int4", compile=False)
+    decoder = inference.network.decoder
+    assert all(isinstance(block.attn.k_proj, Int4Linear) for block in decoder.blocks)
+    if kernel_layout() is not None:
+        assert int4_gemv([getattr(decoder.blocks[0].attn, f"{name}_proj") for name in "qkv"]) is not None
+        assert int4_gemv([decoder.blocks[0].mlp.gate_proj, decoder.blocks[0].mlp.up_proj]) is not None
+    assert decoder.token_embedding.weight.dtype == torch.float32
+    ids, prefix = torch.tensor([8]), inference.prefill(IDS, IMAGES)[1]
+    wanted = decoder.head(decoder(decoder.token_embedding(ids[:, None]), None, prefix.kv_cache, prefix.length)[0][:, 0])
+    torch.testing.assert_close(
+        inference.decode(ids, prefix)[0], wanted, rtol=0.05, atol=0.05 * wanted.abs().max().item()
+    )
+
+
+def test_int4_is_not_compiled(tiny_model):
+    with pytest.raises(InputError, match="does not read int4 weights; leave compile away, or use int8"):
+        InferenceModel(tiny_model(), quantize="int4", compile=True)
+    InferenceModel(tiny_model(), quantize="int4")  # looks for a compiled step, and finds none
 
 
 # -------------------------------------------------------------------------------------- following the live weights
@@ -213,7 +255,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_results_follow_the_weights(tiny_model, tmp_path, change, quantize, packed):
     model = tiny_model()
@@ -231,7 +273,7 @@ def test_results_follow_the_weights(tiny_model, tmp_path, change, quantize, pack
 
 
 @pytest.mark.parametrize("change", [edit_attention, load_with_assign, replace_module, load_adapters])
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 def test_a_change_between_two_tokens_is_followed(tiny_model, tmp_path, change, quantize):
     model = tiny_model()
     inference = InferenceModel(model, quantize=quantize, compile=False)
@@ -284,7 +326,7 @@ def test_a_merged_model_generates_what_its_adapters_do(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_copies_are_independent(tiny_model, duplicate, quantize, packed):
     model = tiny_model()

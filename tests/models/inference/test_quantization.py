@@ -1,11 +1,13 @@
-"""int8 weights are the nearest that a row's scale allows, and act as the numbers that they stand for."""
+"""Which linear layers are quantized; int8 weights are the nearest that a row's scale allows, and act as such."""
 
 import pytest
 import torch
 from torch import nn
 
+from models.errors import InputError
+from models.inference.int4 import Int4Linear
 from models.inference.live_weights import share_modules
-from models.inference.quantization import MAX_KERNEL_ROWS, Int8Linear, quantize_int8
+from models.inference.quantization import MAX_KERNEL_ROWS, Int8Linear, quantize_int4, quantize_int8, quantizer
 from models.lora import adapt, adapters, merge
 
 
@@ -66,5 +68,26 @@ def test_an_unknown_kind_of_linear_is_refused():
     class Other(nn.Linear):
         pass
 
-    with pytest.raises(ValueError, match="is a Other, which int8 quantization does not know"):
+    with pytest.raises(ValueError, match="is a Other, which quantization does not know"):
         quantize_int8(nn.Sequential(Other(4, 4)))
+
+
+def test_int4_needs_inputs_of_whole_groups(tiny_model, caplog):
+    decoder = tiny_model().decoder  # 24 features, 32 inside an MLP
+    exact = decoder.token_embedding.weight.clone()
+    with caplog.at_level("INFO", "models"):
+        assert quantize_int4(decoder) is decoder
+    for block in decoder.blocks:
+        assert isinstance(block.mlp.down_proj, Int4Linear) and isinstance(block.attn.q_proj, Int8Linear)
+    assert "a weight of 24 input features, not a multiple of 32, becomes int8" in caplog.messages
+    assert torch.equal(decoder.token_embedding.weight, exact) and isinstance(decoder.head, Int8Linear)
+    with pytest.raises(InputError, match="is an Int8Linear already"):
+        quantize_int4(decoder)
+
+
+def test_quantizers_have_names():
+    assert quantizer("int8") is quantizer("int8-weights") is quantize_int8 and quantizer("int4") is quantize_int4
+    with pytest.raises(
+        InputError, match="quantize='int3' is not supported; use 'int8', 'int8-weights', 'int4' or None"
+    ):
+        quantizer("int3")

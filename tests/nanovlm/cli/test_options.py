@@ -178,3 +178,11 @@ def test_unknown_config_keys_are_one_note(generate, model_folder, tmp_path):
 def test_help_lists_every_flag(generate):
     code, out, _ = generate("--help")
     assert code == 0 and all(flags.split()[0].split("=")[0] in out for flags in WRONG_FLAGS if "unknown" not in flags)
+
+
+def test_every_quantization_has_a_flag_value(generate):
+    from models.inference.quantization import QUANTIZERS
+
+    assert tuple(QUANTIZERS) == options.QUANTIZATIONS
+    code, out, err = generate("good.png", "--quantize", "int4", "--compile")
+    assert (code, out) == (2, "") and "does not read int4 weights" in err
