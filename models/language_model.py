@@ -83,20 +83,31 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(cfg.lm_dropout)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, block_kv_cache: KVCache | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+        block_kv_cache: KVCache | None = None,
+        last_only: bool = False,
     ) -> tuple[Tensor, KVCache]:
-        """Attend from x (B, T, C) to the cache and x; mask (B or 1, 1, T, T_past + T) bool, None for causal."""
+        """Attend from x (B, T, C) to the cache and x; mask (B or 1, 1, T, T_past + T) bool, None for causal.
+
+        last_only returns the last position's output alone, (B, 1, C); the cache is complete.
+        """
         B, T, C = x.shape
-        q = self.q_proj(x).view(B, T, self.n_heads, self.head_dim).transpose(1, 2)
+        n_out = 1 if last_only else T
+        q = self.q_proj(x[:, -n_out:]).view(B, n_out, self.n_heads, self.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
 
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k = apply_rope(q, cos[..., -n_out:, :], sin[..., -n_out:, :]), apply_rope(k, cos, sin)
         kv = KVCache(k, v) if block_kv_cache is None else block_kv_cache.append(k, v)
 
-        causal = mask is None and T > 1  # correct without a past only; with one, several tokens come with a mask
+        causal = mask is None and n_out > 1  # correct without a past only; with one, several tokens come with a mask
+        mask = None if mask is None else mask[..., -n_out:, :]
         y = attention(q, kv.key, kv.value, mask, causal, self.dropout.p if self.training else 0.0)
-        return self.dropout(self.out_proj(y.transpose(1, 2).reshape(B, T, C))), kv
+        return self.dropout(self.out_proj(y.transpose(1, 2).reshape(B, n_out, C))), kv
 
 
 class MLP(nn.Module):
@@ -121,10 +132,17 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, block_kv_cache: KVCache | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+        block_kv_cache: KVCache | None = None,
+        last_only: bool = False,
     ) -> tuple[Tensor, KVCache]:
-        y, block_kv_cache = self.attn(self.norm1(x), cos, sin, mask, block_kv_cache)
-        x = x + y
+        """The arguments of `Attention.forward`."""
+        y, block_kv_cache = self.attn(self.norm1(x), cos, sin, mask, block_kv_cache, last_only)
+        x = (x[:, -1:] if last_only else x) + y
         return x + self.mlp(self.norm2(x)), block_kv_cache
 
 
@@ -169,13 +187,16 @@ class LanguageModel(nn.Module):
         kv_cache: list[KVCache] | list[None] | None = None,
         start_pos: int = 0,
         use_cache: bool = True,
+        last_only: bool = False,
     ) -> tuple[Tensor, list[KVCache]]:
         """Process x, ids (B, T) or embeddings (B, T, C), from position start_pos on; also return each block's cache.
 
         attention_mask (B, T_past + T), integers, is that of `build_attention_mask`. With it, a token's position is the
         number of tokens before it that it attends to, so padding shifts nothing. kv_cache has one cache per block; None
         or [None] * lm_n_blocks is an empty one. start_pos must be the cache's length. use_cache=False returns no
-        caches. Raises InputError if lengths do not match or exceed the model's positions.
+        caches. last_only gives the last position's result alone, (B, 1, ...), for which the last block computes no
+        other, but all keys and values; it is transformers' logits_to_keep=1. Raises InputError if lengths do not match
+        or exceed the model's positions.
         """
         T, past = x.size(1), _cached_length(kv_cache, len(self.blocks))
         if start_pos != past:
@@ -198,7 +219,8 @@ class LanguageModel(nn.Module):
 
         caches = []
         for i, block in enumerate(self.blocks):
-            x, block_kv_cache = block(x, cos, sin, mask, kv_cache[i] if kv_cache else None)
+            is_last = last_only and i == len(self.blocks) - 1
+            x, block_kv_cache = block(x, cos, sin, mask, kv_cache[i] if kv_cache else None, is_last)
             if use_cache:
                 caches.append(block_kv_cache)
         x = self.norm(x)

@@ -193,7 +193,7 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
             parts = ((past, start_pos), (mask, embeds.size(1)))
             ones = embeds.new_ones(1, dtype=torch.long)
             mask = torch.cat([ones.expand(len(embeds), n) if part is None else part for part, n in parts], dim=1)
-        hidden, kv_cache = self.decoder(embeds, mask, kv_cache, start_pos)
+        hidden, kv_cache = self.decoder(embeds, mask, kv_cache, start_pos, last_only=True)
         return self.decoder.head(hidden[:, -1]), PrefillState(kv_cache, mask)
 
     def validate_images(self, input_ids: Tensor, images: Tensor | None) -> None:

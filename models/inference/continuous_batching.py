@@ -255,12 +255,13 @@ class ContinuousBatch:
         rows = [request.input_ids[start:] for request in requests]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
         x = model.embed_encoded(ids.to(device), self._encode_images(requests))
-        hidden, caches = network.decoder(x, None, self._prefix_caches(requests[0]), start)
+        even = len(set(lengths)) == 1
+        hidden, caches = network.decoder(x, None, self._prefix_caches(requests[0]), start, last_only=even)
         index, T = torch.tensor(slots, device=device), start + x.size(1)
         for block, kv in zip(self._cache, caches):
             block[0][index, :, :T], block[1][index, :, :T] = kv.key, kv.value
         self._cache[:, :, slots, :, T:] = 0  # an infinity left there would reach this request as 0 * inf
-        last = torch.tensor(lengths, device=device) - start - 1
+        last = torch.tensor(lengths, device=device) - max(lengths) + hidden.size(1) - 1
         logits = network.decoder.head(hidden[torch.arange(len(requests), device=device), last])
         self._slots += [None] * (max(slots) + 1 - len(self._slots))
         for slot, request, length in zip(slots, requests, lengths):

@@ -175,6 +175,21 @@ def test_int4_is_close_to_the_dequantized_model(wide_model):
     assert (logits_of(inference) - logits_of(model)).std() > 1e-3 * logits_of(model).std()
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+def test_a_prefill_gives_the_last_logits_of_the_whole_pass(wide_model, quantize):
+    (model := wide_model()).decoder.pack_projections()
+    inference = InferenceModel(model, quantize=quantize, compile=False)
+    network, inputs = inference.network, prompt("titt", "tt")
+    hidden, kv_cache = network.decoder(network.embed(inputs["input_ids"], inputs["images"]), inputs["attention_mask"])
+    logits, prefix = inference.prefill(**inputs)
+    wanted = network.decoder.head(hidden[:, -1])
+    tolerance = 0.03 if quantize == "int4" else 1e-4  # the fewer rows take another kernel
+    torch.testing.assert_close(logits, wanted, rtol=tolerance, atol=tolerance * max(1, wanted.abs().max().item()))
+    for one, other in zip(prefix.kv_cache, kv_cache):
+        assert torch.equal(one.key, other.key) and torch.equal(one.value, other.value)
+
+
 def test_int4_decodes_with_one_product_for_adjacent_layers(wide_model):
     inference = InferenceModel(wide_model(), quantize="int4", compile=False)
     decoder = inference.network.decoder
