@@ -3,15 +3,15 @@
     python -m eval.latency                                             # the embedded model, beside plain nanoVLM
     python -m eval.latency --shape 230M --dtype float32 bfloat16 --compile --against plain transformers
     python -m eval.latency --model FOLDER --dtype float32 bfloat16 --against llama.cpp   # of SmolVLM's layout
-    python -m eval.latency --shape 230M --quantize int8 --stages prefill decode
+    python -m eval.latency --shape 230M --quantize int4 --stages prefill decode
 
 Stages: encode (one preprocessed image), prefill (as many tokens as an image and a short prompt), decode (one token of
 every sequence), first-token (from the picture), questions (eight about one picture, by single calls and by one
 `Captioner.ask`) and cold-start (a whole process). "plain" is nanoVLM's computation, float32 and layer by layer;
 transformers runs the language model only. llama.cpp, for models of SmolVLM's layout, runs all of it, preprocessing
-included, from the files of `nanovlm export --gguf`; its q8_0 runs without AMX kernels. Both need the extra `peers`.
-All engines read the same weights, which are random for a published shape, and take turns in every round. Figures are
-medians.
+included, from the files of `nanovlm export --gguf`; with --quantize also in q8_0 (int8) or q4_0 (int4), without AMX
+kernels. Both need the extra `peers`. All engines read the same weights, which are random for a published shape, and
+take turns in every round. Figures are medians.
 
 "of limit" relates a stage to the least time in which this machine reads its weights once and does its floating-point
 operations, at the speed measured for one large tensor and one large matrix product. "same ids" counts decoded tokens
@@ -44,6 +44,7 @@ from models.config import VLMConfig
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.cli.main import Parser
+from nanovlm.cli.options import QUANTIZATIONS
 from nanovlm.device import DTYPES
 from nanovlm.errors import NanoVLMError
 from nanovlm.synthetic import draw, random_scene
@@ -234,7 +235,7 @@ def make_latency_parser() -> Parser:
     )
     which.add_argument("--model", metavar="MODEL", help="a folder or a Hub id, instead of --shape")
     add("--dtype", nargs="+", default=["auto"], choices=("auto", *DTYPES), help="one or several (default: auto)")
-    add("--quantize", choices=("int8",), help="also measure quantized weights")
+    add("--quantize", choices=QUANTIZATIONS, help="also measure quantized weights")
     add("--compile", action="store_true", help="also measure the compiled decode step, made first if it is missing")
     add("--against", nargs="*", default=["plain"], choices=BASELINES, help="other engines (default: plain)")
     stages = [stage for stage in STAGES if stage != "questions"]

@@ -23,8 +23,8 @@ from nanovlm.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
-Q8_0_BLOCK = 32  # values that share a scale; rows of another length are stored in 16 bits
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+BLOCK = 32  # values that share a scale in q8_0 and q4_0; rows of another length are stored in 16 bits
 LANCZOS = 1
 
 # llama.cpp's name -> pre_tokenizer of tokenizer.json, and whether its BPE ignores merges for whole words.
@@ -258,4 +258,8 @@ def stored_type(name: str, tensor: Tensor, gguf_type: str) -> str:
     """The type of one tensor: vectors and the embeddings of patches and positions stay in float32."""
     if tensor.dim() == 1 or name in ("v.patch_embd.weight", "v.position_embd.weight"):
         return "F32"
-    return "F16" if gguf_type == "q8_0" and tensor.size(-1) % Q8_0_BLOCK else gguf_type.upper()
+    if gguf_type in ("q8_0", "q4_0") and tensor.size(-1) % BLOCK:
+        return "F16"
+    if gguf_type == "q4_0" and not name.startswith("blk."):
+        return "Q8_0"  # embedding, head and mmproj file, as llama.cpp's own quantization of such models
+    return gguf_type.upper()

@@ -19,6 +19,7 @@ from nanovlm.errors import MissingExtraError
 
 BASELINES = ("plain", "transformers", "llama.cpp")
 GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+QUANTIZED = {"int8": ("q8_0", 1), "int8-weights": ("q8_0", 1), "int4": ("q4_0", 0.625)}  # llama.cpp's type, our bytes
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Engine(Protocol):
 
     name: str
     dtype: torch.dtype  # of activations
-    weight_bytes: int  # of one entry of a weight matrix
+    weight_bytes: float  # of one entry of a weight matrix
 
     def prefill(self, ids: list[list[int]]) -> list[int]:
         """Start new sequences with these prompts; returns the next token of each."""
@@ -49,7 +50,7 @@ class Engine(Protocol):
 class NanoVLMEngine:
     """This project: the plain model, layer by layer as nanoVLM computes it, or its InferenceModel."""
 
-    def __init__(self, name: str, captioner: Captioner, weight_bytes: int = 4, plain: bool = False):
+    def __init__(self, name: str, captioner: Captioner, weight_bytes: float = 4, plain: bool = False):
         self.name, self.captioner, self.weight_bytes, self.plain = name, captioner, weight_bytes, plain
         self.model: Any = captioner.model if plain else captioner.inference
         self.dtype = self.model.dtype
@@ -146,7 +147,7 @@ def make_engines(folder: Path, temporary: Path, options: EngineOptions) -> "list
     if "transformers" in options.against:
         engines += [TransformersEngine(decoder, dtype) for dtype in dtypes]
     if "llama.cpp" in options.against:
-        types = [GGUF_TYPES[dtype] for dtype in dtypes] + (["q8_0"] if options.quantize == "int8" else [])
+        types = [GGUF_TYPES[dtype] for dtype in dtypes] + ([QUANTIZED[options.quantize][0]] if options.quantize else [])
         engines += [LlamaCppEngine(plain, kind, temporary, options.batch_size) for kind in types]
     for dtype in dtypes:
         for quantize in dict.fromkeys((None, options.quantize)):
@@ -154,5 +155,7 @@ def make_engines(folder: Path, temporary: Path, options: EngineOptions) -> "list
                 precision = str(dtype).removeprefix("torch.")
                 captioner = Captioner.from_pretrained(folder, "cpu", precision, quantize=quantize, compile=compile)
                 name = " ".join(filter(None, ("nanovlm", precision, quantize, "compiled" if compile else "")))
-                engines.append(NanoVLMEngine(name, captioner, weight_bytes=1 if quantize else dtype.itemsize))
+                engines.append(
+                    NanoVLMEngine(name, captioner, weight_bytes=QUANTIZED[quantize][1] if quantize else dtype.itemsize)
+                )
     return engines

@@ -18,7 +18,7 @@ from nanovlm.image_processing import load_image
 
 BATCH_TOKENS = 512  # of one call of llama_decode
 CONTEXT_TOKENS = 4096  # of one sequence
-WEIGHT_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1}  # of an entry of a matrix; scales left out
+WEIGHT_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1, "q4_0": 0.5}  # of an entry of a matrix; scales left out
 F32 = 0  # ggml's number of the type
 
 

@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--gguf", action="store_true", help="write two GGUF files for llama.cpp instead: text model and mmproj")
     add(
         "--gguf-type",
-        choices=("f32", "f16", "bf16", "q8_0"),
+        choices=("f32", "f16", "bf16", "q8_0", "q4_0"),
         help="type of the matrices in GGUF files (default: f16)",
     )
 

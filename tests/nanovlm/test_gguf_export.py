@@ -26,7 +26,7 @@ gguf = pytest.importorskip("gguf")
 needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
 SIZES = [(128, 96), (200, 150), (64, 48), (640, 480), (90, 160), (48, 85), (270, 480)]  # all of 12 tiles
 PROMPT = "Describe it."
-TYPE_ERRORS = {"f32": 0, "f16": 1e-3, "bf16": 1e-2, "q8_0": 1e-2}  # of a weight, as a part of the largest
+TYPE_ERRORS = {"f32": 0, "f16": 1e-3, "bf16": 1e-2, "q8_0": 1e-2, "q4_0": 0.13}  # of a weight, as a part of the largest
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +326,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 @needs_llama_cpp
-@pytest.mark.parametrize("gguf_type", GGUF_TYPES)
+@pytest.mark.parametrize("gguf_type", [name for name in GGUF_TYPES if name != "q4_0"])
 def test_llama_cpp_captions_20_pictures_with_the_same_text(trained, tmp_path, gguf_type):
     from eval.lib.llama_cpp_engine import LlamaCppEngine
 

@@ -42,6 +42,10 @@ def test_every_configuration_is_an_engine(folder, tmp_path):
         "nanovlm float32": 4, "nanovlm float32 int8": 1, "nanovlm bfloat16": 2, "nanovlm bfloat16 int8": 1,
     }  # fmt: skip
     assert engines["nanovlm bfloat16 int8"].dtype == torch.bfloat16
+    engines = make(folder, tmp_path, dtypes=["bfloat16"], quantize="int4", against=[])
+    assert {name: engine.weight_bytes for name, engine in engines.items()} == {
+        "nanovlm bfloat16": 2, "nanovlm bfloat16 int4": 0.625,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -93,7 +97,7 @@ def test_llama_cpp_decodes_the_same_tokens_in_float32(smolvlm_folder, tmp_path, 
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("gguf_type", ["f32", "f16", "bf16", "q8_0"])
+@pytest.mark.parametrize("gguf_type", ["f32", "f16", "bf16", "q8_0", "q4_0"])
 def test_llama_cpp_runs_every_type(smolvlm_folder, tmp_path, gguf_type):
     captioner = Captioner.from_pretrained(smolvlm_folder, "cpu", "float32")
     engine = LlamaCppEngine(captioner, gguf_type, tmp_path)
