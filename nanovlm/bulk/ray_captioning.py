@@ -51,8 +51,9 @@ class RayOptions:
 
     def __post_init__(self) -> None:
         for name in ("shard_size", "cpus_per_worker"):
-            if (getattr(self, name) or 1) < 1:
-                raise UsageError(f"{name.replace('_', ' ')} {getattr(self, name)} is less than 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name.replace('_', ' ')} {value} is less than 1")
 
 
 @dataclass(frozen=True)

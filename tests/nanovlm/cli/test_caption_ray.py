@@ -1,0 +1,30 @@
+"""`nanovlm caption --ray` refuses what makes no sense on a cluster before it connects to one."""
+
+import pytest
+
+from nanovlm.cli import main as cli
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--ray photos --out out", "photos is no address"),
+        ("photos --ray", "--out None with --ray must be a folder"),
+        ("photos --ray --out a.jsonl", "--out a.jsonl with --ray must be a folder"),
+        ("photos --ray --out out --limit 3", "--limit is for one machine"),
+        ("photos --ray --out out --json", "--json is for one machine"),
+        ("photos --ray --out out --prompt a --prompt b", "one caption"),
+        ("- --ray --out out", "needs names"),
+        ("--ray --out out", "needs names"),
+        ("photos --ray --out out --shard-size 0", "shard size 0 is less than 1"),
+        ("photos --shard-size 3", "--shard-size is for captions on a cluster: add --ray"),
+        ("photos --ray --out nowhere://bucket/out", "cannot be opened"),
+        (". --ray 127.0.0.1:1 --out out", "Ray cluster 127.0.0.1:1: "),
+    ],
+)
+def test_wrong_use_is_refused_in_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("ray")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.png").touch()
+    assert cli.main(["caption", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
