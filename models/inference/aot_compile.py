@@ -32,7 +32,7 @@ from models.inference.cpu_kernels import (
     save_aoti_package,
 )
 from models.inference.decode_step import BlockFunction, DecodeStep, decode_block
-from models.inference.quantization import Int8Linear, quantize_int8
+from models.inference.quantization import Int8Linear, quantizer
 from models.language_model import Block, LanguageModel
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def compile_for_config(cfg: VLMConfig, dtype: torch.dtype, quantize: str | None 
     """The path of the package for models of a config, compiled now if it is missing; their weights are not needed."""
     block = Block(cfg).to(dtype)
     if quantize:
-        quantize_int8(block)
+        quantizer(quantize)(block)
     path = package_path(block)
     return path if path.exists() else compile_block(block)
 

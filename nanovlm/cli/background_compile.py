@@ -78,9 +78,14 @@ def start(captioner: "Captioner", options: ModelOptions, log: BinaryIO) -> None:
     import torch
 
     model = os.path.abspath(options.model) if os.path.exists(options.model) else str(options.model)
-    dtype = str(captioner.inference.dtype).removeprefix("torch.")
-    command = [sys.executable, "-m", "nanovlm", "compile", model, "--dtype", dtype]
-    for flag, value in (("--quantize", options.quantize), ("--revision", options.revision)):
+    flags = {
+        "--dtype": str(captioner.inference.dtype).removeprefix("torch."),
+        "--threads": str(torch.get_num_threads()),
+        "--quantize": options.quantize,
+        "--revision": options.revision,
+    }
+    command = [sys.executable, "-m", "nanovlm", "compile", model]
+    for flag, value in flags.items():
         command += [flag, value] if value else []
     if nice := shutil.which("nice"):
         command = [nice, "-n", "19", *command]
@@ -90,7 +95,7 @@ def start(captioner: "Captioner", options: ModelOptions, log: BinaryIO) -> None:
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,

@@ -3,7 +3,7 @@
 import argparse
 
 from nanovlm import EMBEDDED
-from nanovlm.cli.options import DTYPES
+from nanovlm.cli.options import DTYPES, add_threads_flag
 
 HELP = "Compile a model's decoder block for this machine, once; single pictures are then captioned faster."
 EXAMPLE = "nanovlm compile out/mine --quantize int8"
@@ -21,6 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--revision", help="branch, tag or commit of a Hub model")
     add("--dtype", default="auto", choices=DTYPES)
     add("--quantize", choices=("int8", "int8-weights"), help="compile for weights in 8 bits")
+    add_threads_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
     from models.checkpoint import load_config, snapshot_path
     from models.inference.aot_compile import compile_for_config
     from nanovlm.device import choose_device, choose_dtype
+    from nanovlm.threads import set_threads
 
+    set_threads(args.threads)
     cfg = load_config(snapshot_path(args.model, args.revision))
     print(compile_for_config(cfg, choose_dtype(args.dtype, choose_device("cpu")), args.quantize))
     return 0

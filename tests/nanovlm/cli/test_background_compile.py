@@ -63,10 +63,11 @@ def test_one_process_is_started_with_the_same_model(captioner, options, model_fo
     for _ in range(2):
         compile_in_background(captioner, options)
     (process,) = processes
-    assert process.command[-8:] == [
-        "-m", "nanovlm", "compile", os.path.abspath(model_folder), "--dtype", "bfloat16", "--quantize", "int8"
+    assert process.command[-10:] == [
+        "-m", "nanovlm", "compile", os.path.abspath(model_folder), "--dtype", "bfloat16", "--threads", "1",
+        "--quantize", "int8",
     ]  # fmt: skip
-    assert process.options["start_new_session"] and process.options["env"]["OMP_NUM_THREADS"] == "1"
+    assert process.options["start_new_session"] and process.options["stdin"] == subprocess.DEVNULL
 
 
 def test_a_failed_attempt_is_repeated_a_day_later_and_success_ends_it(captioner, options, processes):
