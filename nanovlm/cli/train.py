@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovlm import EMBEDDED
 from nanovlm.cli.options import DEVICES, add_read_flags, add_renamed, add_threads_flag, read_options_from_args
+from nanovlm.cli.run_file import apply_run_file, run_file_text
 from nanovlm.errors import InputError, UsageError
 from nanovlm.training.config import (
     ADAPTERS,
@@ -28,12 +29,12 @@ EXAMPLE = "nanovlm train --data photos --out out/mine"
 DATA_FLAGS = (  # without effect on --recipe
     "model", "backbones", "format", "revision", "prompt",
     "images", "text_column", "prompt_column", "min_rating", "stream", "validation",
-    "on_error", "metric", "check_data",
+    "on_error", "metric", "epochs", "check_data",
 )  # fmt: skip
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    task = parser.add_mutually_exclusive_group(required=True)
+    task = parser.add_mutually_exclusive_group()  # required, but --config may name it
     task.add_argument(
         "--data",
         nargs="+",
@@ -44,6 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     task.add_argument("--recipe", choices=("scenes",), help="scenes: train the embedded model from scratch")
     add = parser.add_argument
+    add("--config", metavar="run.yaml", help="take flags from a file, as every run writes one to --out; others win")
     add("--out", metavar="FOLDER", help="folder for the model, checkpoints and metrics; a run found there is resumed")
     add("--device", default="auto", choices=DEVICES)
     add_threads_flag(parser)
@@ -70,6 +72,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         "others read (default: the model's own; nanovlm with --backbones)",
     )
     add("--revision", help="branch, tag or commit of a Hub model")
+    add("--epochs", type=float, metavar="N", help="show each example N times, instead of --max-steps")
     add_read_flags(parser)
     add("--validation", type=float, metavar="N", help="hold out N examples, or below 1 a share of them (default: 0)")
     add(
@@ -120,12 +123,17 @@ def _type_of(field: Any) -> Callable[[str], Any]:
     return field.type
 
 
-def _keep(text: str) -> dict[str, Any]:
+def _keep(text: str) -> str:
+    words = text.split(",")
+    if any(word not in ("best", "last") and not (word.isdecimal() and int(word)) for word in words):
+        raise argparse.ArgumentTypeError(f"{text} is no list of best, last and a number above 0, as best,last,3")
+    return text
+
+
+def keep_settings(text: str) -> dict[str, Any]:
     """The settings that --keep stands for."""
     words = text.split(",")
     numbers = [1 if word == "last" else int(word) for word in words if word == "last" or word.isdecimal()]
-    if any(word not in ("best", "last") and not (word.isdecimal() and int(word)) for word in words):
-        raise argparse.ArgumentTypeError(f"{text} is no list of best, last and a number above 0, as best,last,3")
     return {"keep_best": "best" in words, "keep_checkpoints": max(numbers, default=1)}
 
 
@@ -137,6 +145,11 @@ def run(args: argparse.Namespace) -> int:
     from nanovlm.threads import set_threads
     from nanovlm.training.distributed import run_and_exit
 
+    if args.config:
+        apply_run_file(args, add_flags)
+    if bool(args.data) == bool(args.recipe):
+        problem = "exclude each other" if args.data else "one of them is required"
+        raise UsageError(f"--data and --recipe: {problem}")
     cfg = config_from_args(args)
     check_flags(args, cfg)
     set_threads(args.threads)
@@ -174,7 +187,7 @@ def run_finetuning(args: argparse.Namespace, cfg: TrainConfig) -> int:
 def config_from_args(args: argparse.Namespace) -> TrainConfig:
     """The settings of the run: the defaults of its kind, and the flags that were given."""
     given = {f.name: getattr(args, f.name) for f in fields(TrainConfig) if getattr(args, f.name) is not None}
-    given = (args.keep or {}) | given
+    given = (keep_settings(args.keep) if args.keep else {}) | given
     defaults = SCENES if args.recipe else ADAPTERS if args.lora_rank else FINETUNING
     try:
         return replace(defaults, **given)
@@ -201,6 +214,10 @@ def check_flags(args: argparse.Namespace, cfg: TrainConfig) -> None:
     for name, reason in without_effect.items():
         if reason and getattr(args, name) is not None:
             raise UsageError(f"{_flag(name)} has no effect {reason}; omit it")
+    if args.epochs is not None and not 0 < args.epochs < float("inf"):
+        raise UsageError(f"--epochs {args.epochs:g} must be above 0")
+    if args.epochs is not None and args.max_steps is not None:
+        raise UsageError("--epochs and --max-steps exclude each other; give one")
     if args.backbones and (args.model or args.revision):
         raise UsageError("--backbones starts a new model; omit --model and --revision")
     if args.check_data and args.dry_run:
@@ -228,5 +245,7 @@ def options_from_args(args: argparse.Namespace) -> "FinetuneOptions":
         read=read_options_from_args(args),
         validation=args.validation or 0,
         metrics=args.metric or (),
+        epochs=args.epochs,
+        run_file=run_file_text(args, add_flags),
         scale_lr=args.lr is None,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from models.checkpoint import WEIGHTS, checkpoint_dtype, load_config, snapshot_path
+from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, snapshot_path
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
@@ -40,6 +40,7 @@ from nanovlm.training.memory import MemoryEstimate, estimate_memory, memory_erro
 REFERENCE_HIDDEN_DIM = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
 MAX_CAPTIONED_IMAGES = 8  # held-out images that are captioned at each evaluation
 MAX_CAPTION_TOKENS = 64
+RUN_FILE = "run.yaml"
 
 BASE = "base"  # folder of the model that a LoRA run started from, if it is in no other
 
@@ -60,6 +61,8 @@ class FinetuneOptions:
     read: ReadOptions = field(default_factory=ReadOptions)
     validation: float = 0  # examples to hold out: a share below 1, or a number
     metrics: Sequence[str] = ()  # of answers to held-out questions, see load_metric; () is all that are installed
+    epochs: float | None = None  # how often each example is shown, instead of cfg.max_steps
+    run_file: str | None = None  # the text of folder/run.yaml, from which the command line repeats the run
     scale_lr: bool = False  # multiply cfg.lr by REFERENCE_HIDDEN_DIM / lm_hidden_dim
 
 
@@ -73,6 +76,11 @@ def fine_tune(options: FinetuneOptions, cfg: TrainConfig) -> VisionLanguageModel
     if cfg.lora_rank and starts_anew(options) and os.environ.get("RANK", "0") == "0":
         with write_errors(options.folder):  # without its base model an adapter is of no use
             model.save_pretrained(options.folder / BASE, tokenizer=task.tokenizer)
+    if options.run_file is not None and os.environ.get("RANK", "0") == "0":
+        with write_errors(options.folder):
+            options.folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(options.folder / RUN_FILE) as new:
+                new.write_text(options.run_file, encoding="utf-8")
     with data_errors(), memory_errors():
         return Trainer(model, task, cfg).run()
 
@@ -98,6 +106,8 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     if options.scale_lr:  # the wider a model, the lower its learning rate, in proportion (Yang et al. 2022)
         cfg = replace(cfg, lr=cfg.lr * REFERENCE_HIDDEN_DIM / processor.cfg.lm_hidden_dim)
     mixture, skip = Mixture(training, cfg.seed), options.read.skip_errors
+    if options.epochs is not None:
+        cfg = replace(cfg, max_steps=steps_of_epochs(options.epochs, mixture, cfg))
     evaluation: dict[str, Any] = {}
     if held_out:
         unseen = Mixture(held_out, cfg.seed)
@@ -199,6 +209,16 @@ def fingerprint(training: Sequence[Subset]) -> str:
             part += f" ({len(subset)}, {digest.hexdigest()})"
         parts.append(part)
     return "; ".join(parts)
+
+
+def steps_of_epochs(epochs: float, mixture: Mixture, cfg: TrainConfig) -> int:
+    """Optimizer steps after which every example has been shown `epochs` times; sources without an end do not count."""
+    sizes = [0 if group[0].source.endless else sum(map(len, group)) for group in mixture.groups]
+    positions = max(size / share for size, share in zip(sizes, mixture.shares))
+    if not positions:
+        raise UsageError("--epochs needs data whose size is known, which a stream's or scenes' is not; use --max-steps")
+    per_step = cfg.batch_size * cfg.gradient_accumulation_steps * int(os.environ.get("WORLD_SIZE", 1))
+    return max(1, math.ceil(round(epochs * positions / per_step, 6)))
 
 
 def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig) -> str:

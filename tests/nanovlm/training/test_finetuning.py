@@ -123,6 +123,50 @@ def test_held_out_answers_are_scored_and_the_best_model_by_a_metric_is_written(t
     assert all(torch.equal(final[name], kept[name].to(final[name].dtype)) for name in final)
 
 
+def test_every_run_writes_the_file_that_repeats_it(train):
+    scenes(5)
+    flags = [
+        "--data",
+        "mine@0.5",
+        "scenes@0.5",
+        "--lr",
+        "3e-4",
+        "--validation",
+        "1",
+        "--keep",
+        "best,2",
+        "--metric",
+        "f1",
+    ]
+    assert (
+        train(*QUICK, *flags, "--metric", "anls", "--prompt", "What: 'ü'?", "--no-lora-words", "--lora-rank", "2")[0]
+        == 0
+    )
+    code, _, err = train("--config", "out/run.yaml", "--out", "again")
+    assert code == 0, err
+    first, again = Path("out/run.yaml").read_text(), Path("again/run.yaml").read_text()
+    assert again == first.replace("out: out", "out: again") and "max_steps: 3" in first
+    assert Path("again/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
+    code, _, err = train("--config", "out/run.yaml", "--out", "third", "--max-steps", "1", "--data", "mine")
+    assert code == 0 and "step 1/1" in err and "scenes" not in err
+    for text, words in (("max_steps: x", "run.yaml"), ("colour: red", "--colour"), ("- 1", "list"), ("a: [", "read")):
+        Path("run.yaml").write_text(text)
+        assert_usage_error(train("--config", "run.yaml"), "run.yaml", words, program="train.py")
+
+
+def test_epochs_are_turned_into_steps():
+    scenes(9)
+    flags = ["--data", "mine", "--batch-size", "2", "--out", "out"]
+    more = ["--gradient-accumulation-steps", "4"]
+    for argv, steps in (
+        ([*flags, "--epochs", "2"], 9),
+        ([*flags, "--epochs", "0.3"], 2),
+        ([*flags, "--epochs", "2", *more], 3),
+        (["--data", "mine@0.5", "scenes@0.5", *flags[2:], "--epochs", "1"], 9),
+    ):
+        assert prepared(*argv)[2].max_steps == steps
+
+
 def test_adapters_learn_and_the_result_is_a_plain_model(train):
     """With packed rows and a frozen vision encoder."""
     scenes(6, LABEL)
@@ -303,6 +347,10 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
         ("--data mine --out out --no-lora-words", ["--lora-words has no effect without --lora-rank"]),
         ("--data mine --out out --decay 0.5 --schedule cosine", ["--decay has no effect with --schedule cosine"]),
         ("--data mine --out out --validate-every 5", ["--validate-every has no effect without --validation"]),
+        ("--data mine --out out --epochs 1 --max-steps 2", ["--epochs and --max-steps"]),
+        ("--data scenes --out out --epochs 1", ["--epochs needs data whose size is known", "--max-steps"]),
+        ("--data mine --out out --epochs 0", ["--epochs 0 must be above 0"]),
+        ("--config nowhere.yaml", ["nowhere.yaml cannot be read"]),
         ("--data mine --out out --patience 2", ["--patience has no effect without --validation"]),
         ("--data mine --out out --metric f1", ["--metric has no effect without --validation"]),
         ("--data mine --out out --keep best,x", ["--keep", "best,last,3"]),

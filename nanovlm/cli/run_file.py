@@ -1,0 +1,72 @@
+"""run.yaml: the flags of a training run in a file that repeats it, `nanovlm train --config run.yaml`."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nanovlm.errors import UsageError
+
+NOT_WRITTEN = ("config", "debug", "prog", "run", "dry_run", "check_data")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong value as a UsageError of the file."""
+
+    def error(self, message: str) -> Any:
+        raise UsageError(f"--config {self.prog}: {message}")
+
+
+def apply_run_file(args: argparse.Namespace, add_flags: Callable[[argparse.ArgumentParser], None]) -> None:
+    """Set what args.config says and the command line leaves at its default; flags given there win."""
+    path = Path(args.config)
+    parser = _Parser(prog=str(path), add_help=False)
+    add_flags(parser)
+    defaults = vars(parser.parse_args([]))
+    values = vars(parser.parse_args(_as_flags(read_run_file(path))))
+    for name, value in values.items():
+        if name != "config" and getattr(args, name) == defaults[name]:
+            setattr(args, name, value)
+
+
+def read_run_file(path: Path) -> dict[str, Any]:
+    """The flags of a run file by name, without the leading dashes."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"--config {path} holds {type(content).__name__}, not lines like `max_steps: 500`")
+    return content
+
+
+def _as_flags(content: dict[str, Any]) -> list[str]:
+    flags: list[str] = []
+    for name, value in content.items():
+        flag = f"--{str(name).replace('_', '-')}"
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        elif flag in ("--metric", "--min-rating") and isinstance(value, list):
+            flags += [f"{flag}={one}" for one in value]
+        elif isinstance(value, list):
+            flags += [flag, *map(str, value)]
+        elif value is not None:
+            flags.append(f"{flag}={value}")
+    return flags
+
+
+def run_file_text(args: argparse.Namespace, add_flags: Callable[[argparse.ArgumentParser], None]) -> str:
+    """The YAML text of all flags of args that differ from the defaults."""
+    import yaml
+
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser)
+    defaults = vars(parser.parse_args([]))
+    given = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in NOT_WRITTEN and value is not None and value != defaults[name]
+    }
+    return yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
