@@ -226,6 +226,8 @@ def check_flags(args: argparse.Namespace, cfg: TrainConfig) -> None:
         raise UsageError("--out is required: the folder for the model")
     if cfg.tensorboard and find_spec("tensorboard") is None:
         raise UsageError("--tensorboard needs tensorboard: pip install 'nanovlm[tensorboard]'")
+    if cfg.track != "none" and find_spec(cfg.track) is None:
+        raise UsageError(f"--track {cfg.track} needs {cfg.track}: pip install 'nanovlm[track]'")
     n = float(args.validation or 0)
     if not (0 <= n < 1 or (n >= 1 and n.is_integer())):
         raise UsageError(f"--validation {n:g} is neither a share below 1 nor a number of examples")

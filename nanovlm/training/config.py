@@ -79,6 +79,11 @@ class TrainConfig:
     validation_batches: int = setting(8, "batches of held-out examples per evaluation of the loss", minimum=1)
     validation_questions: int = setting(32, "held-out questions answered and scored at each evaluation; 0 answers none")
     tensorboard: bool = setting(False, "also write TensorBoard logs (extra: tensorboard)")
+    track: str = setting(
+        "none",
+        "also log metrics with wandb or trackio, offline unless WANDB_MODE says otherwise (extra: track)",
+        choices=("none", "wandb", "trackio"),
+    )
     num_workers: int = setting(1, "processes that prepare batches; 0 prepares them in the training process")
     fsdp: bool = setting(False, "under torchrun: shard weights, gradients and optimizer state over the processes")
     compile: bool = setting(False, "compile the blocks: a minute at the start, a quarter less time per step")

@@ -1,11 +1,13 @@
 """Metrics of a training run: progress lines for people, metrics.jsonl for programs, and curves for TensorBoard."""
 
+import importlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 from models.checkpoint import atomic_write
 from nanovlm.data.jsonl import read_jsonl
 from nanovlm.device import peak_memory
+from nanovlm.errors import MissingExtraError
 from nanovlm.training.checkpointing import write_errors
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
@@ -65,6 +68,7 @@ class MetricsLogger:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+        self.tracker = start_tracker(cfg, folder) if context.is_main and cfg.track != "none" else None
         self.start_time = self.step_start = clock()
         self.losses: list[float] = []  # since the last progress line
         self.tokens = 0  # since start_time
@@ -129,12 +133,32 @@ class MetricsLogger:
                 values[name] = None  # a gradient norm may overflow in float16, and JSON has no infinity
             elif self.board and isinstance(value, float | int):
                 self.board.add_scalar(name, value, step)
+        if self.tracker:
+            self.tracker.log(
+                {name: value for name, value in values.items() if isinstance(value, float | int)}, step=step
+            )
         with write_errors(self.path.parent), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | values) + "\n")
 
     def close(self) -> None:
         if self.board:
             self.board.close()
+        if self.tracker:
+            self.tracker.finish()
+
+
+def start_tracker(cfg: TrainConfig, folder: Path) -> Any:
+    """Start a run of wandb or trackio, which share an interface, and return the module; nothing leaves the machine.
+
+    WANDB_MODE=online, and what trackio reads from its environment, say otherwise. Raises MissingExtraError.
+    """
+    try:
+        module = importlib.import_module(cfg.track)
+    except ImportError:
+        raise MissingExtraError(f"track={cfg.track} needs {cfg.track}: pip install 'nanovlm[track]'") from None
+    options = {"dir": str(folder), "mode": os.environ.get("WANDB_MODE", "offline")} if cfg.track == "wandb" else {}
+    module.init(project="nanovlm", name=folder.name, config=asdict(cfg), resume="allow", **options)
+    return module
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -2,14 +2,16 @@
 
 import builtins
 import json
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from nanovlm.errors import TrainingError
+from nanovlm.errors import MissingExtraError, TrainingError
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loop import train
@@ -165,6 +167,31 @@ def test_tensorboard_shows_the_same_curves(learn, make_batch, tmp_path):
     for name in ("loss", "lr", "grad_norm", "validation_loss"):
         entries = [(entry["step"], entry[name]) for entry in read_metrics(tmp_path / "metrics.jsonl") if name in entry]
         assert [(e.step, e.value) for e in board.Scalars(name)] == [(step, pytest.approx(x)) for step, x in entries]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_the_same_numbers_offline(learn, make_batch, tmp_path, monkeypatch, name):
+    """A stand-in for the library, with the part of its interface that both share."""
+    runs, logged, finished = [], [], []
+    stand_in = SimpleNamespace(
+        init=lambda **options: runs.append(options),
+        log=lambda values, step: logged.append((step, values)),
+        finish=lambda: finished.append(True),
+    )
+    monkeypatch.setitem(sys.modules, name, stand_in)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    learn(tmp_path / "run", replace(CFG, track=name), validation=held_out(make_batch))
+    (options,) = runs
+    assert (options["project"], options["name"], options["config"]["lr"]) == ("nanovlm", "run", CFG.lr)
+    assert options.get("mode") == ("offline" if name == "wandb" else None) and finished == [True]
+    entries = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [{"step": step} | values for step, values in logged] == entries
+
+
+def test_a_missing_tracker_names_its_extra(learn, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingExtraError, match=r"nanovlm\[track\]"):
+        learn(tmp_path, replace(CFG, track="wandb"))
 
 
 def test_the_report_shows_curves_and_images_with_their_first_and_last_captions(learn, tmp_path, monkeypatch):
