@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from models.inference.cpu_kernels import cpu_has_amx
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.errors import MissingExtraError
@@ -45,8 +46,9 @@ class LlamaCppEngine:
 
     def _load_text_model(self, path: Path, gguf_type: str) -> Any:
         params = self.lib.llama_model_default_params()
-        # llama.cpp's AMX kernel for q8_0, compiled by GCC, ends the process in ldtilecfg (llama-cpp-python 0.3.36).
-        params.use_extra_bufts = gguf_type != "q8_0"
+        # llama.cpp's AMX kernels for q8_0 and q4_0, compiled by GCC, end the process (llama-cpp-python 0.3.36). The
+        # switch turns off repacked weights, too, so it stays on where there is no AMX.
+        params.use_extra_bufts = gguf_type not in ("q8_0", "q4_0") or not cpu_has_amx()
         return _loaded(self.lib.llama_model_load_from_file(str(path).encode(), params), path)
 
     def _make_context(self, gguf_type: str, batch_size: int) -> Any:
