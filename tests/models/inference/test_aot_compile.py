@@ -8,7 +8,7 @@ import torch
 
 from models.errors import CompileError
 from models.inference import aot_compile
-from models.inference.aot_compile import compile_block, load_compiled_decode, package_path
+from models.inference.aot_compile import compile_block, compile_for_config, load_compiled_decode, package_path
 from models.inference.decode_step import DecodeStep
 from models.inference.inference_model import InferenceModel
 from models.inference.quantization import quantize_int8
@@ -135,6 +135,15 @@ def test_a_package_is_for_one_shape_precision_and_thread_count(tiny_model, monke
     paths.add(package_path(models[0].decoder.blocks[1]))
     assert len(paths) == len(models) + 1
     assert package_path(tiny_model(lm_n_blocks=3, lm_re_base=200, lm_tie_weights=False).decoder.blocks[2]) in paths
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantize", [None, "int8", "int8-weights"])
+def test_a_config_is_enough_to_compile_what_a_model_uses(tiny_model, monkeypatch, dtype, quantize):
+    monkeypatch.setattr(aot_compile, "compile_block", package_path)
+    model = tiny_model().to(dtype)
+    used = InferenceModel(model, quantize=quantize).network.decoder.blocks[0]
+    assert compile_for_config(model.cfg, dtype, quantize) == package_path(used)
 
 
 @pytest.fixture
