@@ -41,7 +41,7 @@ def attention(
 @cache
 def sdpa_is_fast_in_bfloat16() -> bool:
     """Whether SDPA multiplies in tiles (AMX) on this CPU: it then takes half the time of `_chunked`, at any length."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.6
+    capabilities: dict = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.6
     return bool(capabilities.get("amx_bf16"))
 
 

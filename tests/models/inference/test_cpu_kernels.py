@@ -13,6 +13,7 @@ from models.inference.cpu_kernels import (
     int8_linear,
     made_by,
     onednn_linear,
+    onednn_linear_add,
     onednn_linear_gelu,
     onednn_pays_off,
     replace_linears,
@@ -41,6 +42,9 @@ def test_linear_kernels_match_public_functions(kernels, shape, bias, dtype):
         wanted = F.linear(x, linear.weight, linear.bias)
         torch.testing.assert_close(onednn_linear(x, linear.weight, linear.bias), wanted, **tolerance)
         torch.testing.assert_close(OneDNNLinear(linear)(x), wanted, **tolerance)
+        residual = torch.randn_like(wanted)
+        added = onednn_linear_add(x, linear.weight, linear.bias, residual)
+        torch.testing.assert_close(added, wanted + residual, **tolerance)
         gelu = F.gelu(wanted, approximate="tanh")
         torch.testing.assert_close(onednn_linear_gelu(x, linear.weight, linear.bias), gelu, **tolerance)
 

@@ -5,10 +5,10 @@ import torch
 
 from models.inference import fused_vision
 from models.inference.cpu_kernels import has_onednn_linear
-from models.inference.fused_vision import FusedMLP, fuse_vision
+from models.inference.fused_vision import FusedBlock, fuse_vision
 from models.inference.inference_model import InferenceModel
 from models.inference.live_weights import share_modules
-from models.vision_transformer import MLP
+from models.vision_transformer import Block
 
 LARGER = {"vit_img_size": 32, "mp_image_token_length": 16, "lm_max_position_embeddings": 256}  # 64 patches an image
 
@@ -28,17 +28,17 @@ def test_fused_encoder_is_as_close_to_float32_as_the_plain_one(tiny_model, monke
     wanted = tiny_model(**LARGER).vision_encoder(images)
     plain = tiny_model(**LARGER).bfloat16().vision_encoder
     fused = fuse_vision(share_modules(plain))
-    assert all((type(block.mlp) is FusedMLP) == private_kernels for block in fused.encoder.blocks)
-    assert all(type(block.mlp) is MLP for block in plain.blocks), "the model itself is unchanged"
+    assert all((type(block) is FusedBlock) == private_kernels for block in fused.encoder.blocks)
+    assert all(type(block) is Block for block in plain.blocks), "the model itself is unchanged"
     error, plain_error = (relative_error(encoder(images.bfloat16()), wanted) for encoder in (fused, plain))
     assert error < max(2 * plain_error, 0.02)
 
 
 @torch.inference_mode()
-def test_few_patches_take_the_plain_mlp(tiny_model):
-    mlp = tiny_model().bfloat16().vision_encoder.blocks[0].mlp
+def test_few_patches_take_the_plain_block(tiny_model):
+    block = tiny_model().bfloat16().vision_encoder.blocks[0]
     x = torch.randn(1, fused_vision.MIN_FUSED_PATCHES - 1, 16).bfloat16()
-    assert torch.equal(FusedMLP(mlp)(x), mlp(x))
+    assert torch.equal(FusedBlock(block)(x), block(x))
 
 
 @torch.inference_mode()
