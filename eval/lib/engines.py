@@ -88,7 +88,8 @@ class TransformersEngine:
         except ImportError:
             raise MissingExtraError('transformers needs the extra peers: pip install "nanovlm[peers]"') from None
         self.name = f"transformers {str(dtype).removeprefix('torch.')}"
-        self.dtype, self.weight_bytes, self.new_cache = dtype, dtype.itemsize, DynamicCache
+        self.weight_bytes: float = dtype.itemsize
+        self.dtype, self.new_cache = dtype, DynamicCache
         cfg = decoder.cfg
         config = LlamaConfig(
             vocab_size=cfg.lm_vocab_size,
