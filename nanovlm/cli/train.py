@@ -29,7 +29,7 @@ EXAMPLE = "nanovlm train --data photos --out out/mine"
 DATA_FLAGS = (  # without effect on --recipe
     "model", "backbones", "format", "revision", "prompt",
     "images", "text_column", "prompt_column", "min_rating", "stream", "validation",
-    "on_error", "metric", "epochs", "check_data",
+    "on_error", "metric", "epochs", "push_to_hub", "check_data",
 )  # fmt: skip
 
 
@@ -72,6 +72,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         "others read (default: the model's own; nanovlm with --backbones)",
     )
     add("--revision", help="branch, tag or commit of a Hub model")
+    add("--push-to-hub", metavar="OWNER/NAME", help="upload every saved model to the Hub; a new repository is private")
     add("--epochs", type=float, metavar="N", help="show each example N times, instead of --max-steps")
     add_read_flags(parser)
     add("--validation", type=float, metavar="N", help="hold out N examples, or below 1 a share of them (default: 0)")
@@ -248,6 +249,7 @@ def options_from_args(args: argparse.Namespace) -> "FinetuneOptions":
         validation=args.validation or 0,
         metrics=args.metric or (),
         epochs=args.epochs,
+        push_to_hub=args.push_to_hub,
         run_file=run_file_text(args, add_flags),
         scale_lr=args.lr is None,
     )

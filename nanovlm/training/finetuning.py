@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, snapshot_path
+from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, snapshot_path, upload_checkpoint
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
@@ -62,6 +62,7 @@ class FinetuneOptions:
     validation: float = 0  # examples to hold out: a share below 1, or a number
     metrics: Sequence[str] = ()  # of answers to held-out questions, see load_metric; () is all that are installed
     epochs: float | None = None  # how often each example is shown, instead of cfg.max_steps
+    push_to_hub: str | None = None  # a Hub id to which every saved model is uploaded; a new one is private
     run_file: str | None = None  # the text of folder/run.yaml, from which the command line repeats the run
     scale_lr: bool = False  # multiply cfg.lr by REFERENCE_HIDDEN_DIM / lm_hidden_dim
 
@@ -127,6 +128,7 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         save_dtype=dtype,
         data_fingerprint=fingerprint(training),
         write_model=partial(write_model, home=str(options.folder.resolve()), base=base_model(options)),
+        after_save=partial(push_to_hub, options.push_to_hub) if options.push_to_hub else None,
         **evaluation,
     )
     if os.environ.get("RANK", "0") == "0":
@@ -320,6 +322,17 @@ def score_answers(
 ) -> Mapping[str, float]:
     """The mean of each metric over the model's answers; {} if no question could be asked."""
     return evaluate(Captioner(model, processor), asked, how).scores
+
+
+def push_to_hub(repo_id: str, folder: Path) -> None:
+    """Upload the model in folder to the Hub; if that fails, a warning says so, and the next save tries again."""
+    try:
+        url = upload_checkpoint(folder, repo_id, private=True)
+    except Exception as error:  # huggingface_hub raises errors of many kinds, from DNS to a missing token
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        logger.warning(f"{folder} was not uploaded to {repo_id}: {reason}")
+    else:
+        logger.info(f"uploaded {folder}: {url}")
 
 
 @contextmanager

@@ -76,6 +76,7 @@ class TrainingTask:
     score_answers: Callable[[VisionLanguageModel], Mapping[str, float]] | None = None
     data_fingerprint: str | None = None
     write_model: ModelWriter = write_model
+    after_save: Callable[[Path], None] | None = None  # called with the folder of every checkpoint and the final model
 
 
 def train(
@@ -262,12 +263,16 @@ class Trainer:
         if context.is_main:
             best_step = self.best.step if self.cfg.keep_best else None
             save_checkpoint(task.folder, step, self.cfg.keep_checkpoints, write, best_step)
+            if task.after_save:
+                task.after_save(checkpoint_path(task.folder, step))
 
     def write_results(self, model: VisionLanguageModel) -> None:
         """Write the final model, and a report if images were captioned."""
         folder, task = self.task.folder, self.task
         with write_errors(folder), atomic_dir(folder) as files:
             task.write_model(files, model, task.tokenizer, task.save_dtype)
+        if task.after_save:
+            task.after_save(folder)
         if not task.caption_images:
             return
         try:

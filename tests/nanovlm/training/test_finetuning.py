@@ -25,6 +25,7 @@ from nanovlm.data.examples import Example, encode
 from nanovlm.errors import TrainingError
 from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
 from nanovlm.synthetic import caption, draw, random_scene
+from nanovlm.training import finetuning
 from nanovlm.training.config import ADAPTERS, FINETUNING, SCENES
 from nanovlm.training.finetuning import open_data, prepare
 from nanovlm.training.loop import Trainer
@@ -152,6 +153,24 @@ def test_every_run_writes_the_file_that_repeats_it(train):
     for text, words in (("max_steps: x", "run.yaml"), ("colour: red", "--colour"), ("- 1", "list"), ("a: [", "read")):
         Path("run.yaml").write_text(text)
         assert_usage_error(train("--config", "run.yaml"), "run.yaml", words, program="train.py")
+
+
+def test_every_saved_model_is_uploaded_and_a_failure_stops_nothing(train, monkeypatch):
+    uploads = []
+
+    def upload(folder, repo_id, private):
+        uploads.append((str(folder), repo_id, private, (folder / "model.safetensors").exists()))
+        if len(uploads) == 1:
+            raise OSError("no network\nat all")
+        return "https://hub/commit"
+
+    scenes(4)
+    monkeypatch.setattr(finetuning, "upload_checkpoint", upload)
+    code, _, err = train("--data", "mine", *QUICK, "--save-every", "2", "--push-to-hub", "me/mine")
+    folders = ["out/checkpoints/step-2", "out/checkpoints/step-3", "out"]
+    assert code == 0 and uploads == [(folder, "me/mine", True, True) for folder in folders]
+    assert "out/checkpoints/step-2 was not uploaded to me/mine: no network\n" in err
+    assert "uploaded out: https://hub/commit" in err
 
 
 def test_epochs_are_turned_into_steps():
