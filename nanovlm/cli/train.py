@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="FOLDER", help="folder for the model, checkpoints and metrics; a run found there is resumed")
     add("--device", default="auto", choices=DEVICES)
     add_threads_flag(parser)
-    add("--dry-run", action="store_true", help="print parameters, tokens per step and peak memory; train nothing")
+    add("--dry-run", action="store_true", help="run 12 steps aside; print peak memory and minutes of the whole run")
     add_renamed(parser, "--plan", dest="dry_run", action="store_true")
     add_data_flags(parser)
     add_config_flags(parser)

@@ -34,7 +34,7 @@ from nanovlm.tokenizer import Tokenizer
 from nanovlm.training.best import LOSS
 from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, write_errors, write_model
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.loop import Trainer, TrainingTask
+from nanovlm.training.loop import Run, TrainingTask, run_training
 from nanovlm.training.memory import MemoryEstimate, estimate_memory, memory_errors
 
 REFERENCE_HIDDEN_DIM = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
@@ -72,25 +72,33 @@ def fine_tune(options: FinetuneOptions, cfg: TrainConfig) -> VisionLanguageModel
 
     If the folder holds checkpoints, training is resumed from the newest.
     """
-    check_folder(options.folder, options.data)
-    model, task, cfg = prepare(options, cfg)
-    if cfg.lora_rank and starts_anew(options) and os.environ.get("RANK", "0") == "0":
-        with write_errors(options.folder):  # without its base model an adapter is of no use
-            model.save_pretrained(options.folder / BASE, tokenizer=task.tokenizer)
-    if options.run_file is not None and os.environ.get("RANK", "0") == "0":
-        with write_errors(options.folder):
-            options.folder.mkdir(parents=True, exist_ok=True)
-            with atomic_write(options.folder / RUN_FILE) as new:
-                new.write_text(options.run_file, encoding="utf-8")
-    with data_errors(), memory_errors():
-        return Trainer(model, task, cfg).run()
+    return _fine_tune(options, cfg, options.folder, run_training)
 
 
 def estimate_finetuning(options: FinetuneOptions, cfg: TrainConfig) -> MemoryEstimate:
-    """What `fine_tune` needs with these arguments; writes nothing."""
+    """What `fine_tune` needs with these arguments; leaves nothing on disk."""
+    training, held_out = open_data(options.data, options.read, options.validation)
+    mixture = Mixture(training, cfg.seed)
+    steps = cfg.max_steps if options.epochs is None else steps_of_epochs(options.epochs, mixture, cfg)
+    logger.info(describe_data(mixture, held_out, replace(cfg, max_steps=steps)))
+    return estimate_memory(partial(_fine_tune, options, cfg))
+
+
+def _fine_tune(options: FinetuneOptions, cfg: TrainConfig, folder: Path, run: Run) -> Any:
+    """run(model, task, cfg) with the model and the data of the options, whose folder is replaced."""
+    options = replace(options, folder=folder)
+    check_folder(folder, options.data)
     model, task, cfg = prepare(options, cfg)
-    with data_errors():
-        return estimate_memory(model, task.get_batch, cfg)
+    if cfg.lora_rank and starts_anew(options) and os.environ.get("RANK", "0") == "0":
+        with write_errors(folder):  # without its base model an adapter is of no use
+            model.save_pretrained(folder / BASE, tokenizer=task.tokenizer)
+    if options.run_file is not None and os.environ.get("RANK", "0") == "0":
+        with write_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with atomic_write(folder / RUN_FILE) as new:
+                new.write_text(options.run_file, encoding="utf-8")
+    with data_errors(), memory_errors():
+        return run(model, task, cfg)
 
 
 def check_examples(options: FinetuneOptions) -> int:

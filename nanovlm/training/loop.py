@@ -91,6 +91,9 @@ def train(
     return Trainer(model, TrainingTask(get_batch, tokenizer, Path(folder), **options), cfg).run()
 
 
+Run = Callable[[VisionLanguageModel, TrainingTask, TrainConfig], Any]  # run_training, or a probe of it
+
+
 class Trainer:
     """One training run: resumed from the newest of task.folder/checkpoints, or started.
 
@@ -335,6 +338,11 @@ class Trainer:
                 f"{number.name}: stopped and saved {folder} at step {step}; run the same command again to resume"
             )
         raise TrainingInterrupted(128 + number)
+
+
+def run_training(model: VisionLanguageModel, task: TrainingTask, cfg: TrainConfig) -> VisionLanguageModel:
+    """Train the model; see Trainer.run."""
+    return Trainer(model, task, cfg).run()
 
 
 @torch.enable_grad()

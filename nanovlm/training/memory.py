@@ -1,145 +1,198 @@
-"""What a training step needs, estimated before it runs on tensors that have shapes but no values."""
+"""What training needs, measured by a probe: the first steps of the run, in a process and a folder of their own."""
 
-import weakref
-from collections.abc import Callable, Iterator
+import logging
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.data.examples import IGNORE_INDEX
-from nanovlm.device import choose_training_dtype
+from nanovlm.device import peak_memory
 from nanovlm.errors import TrainingError, is_out_of_memory
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.optimizer import accelerated, freeze
+from nanovlm.training.loader import Batch, load_batches
+from nanovlm.training.loop import Run, Trainer, TrainingTask, count_answer_tokens
+from nanovlm.training.metrics import StepMetrics
 
-SAMPLED_BATCHES = 8  # of which the largest is used
-MALLOC_OVERHEAD = 0.7  # memory that glibc's malloc does not return, as a share of a step's; 0.3 to 1.0 were measured
+PROBED_STEPS = 12
+PROBED_SAVES = 4  # memory grows with checkpoints, too
+UNTIMED_STEPS = 3  # the first warms up, and the next two have the largest batches
+MARGIN = 0.07  # malloc's fragmentation grows a little with every step; up to 5% was measured within 120 steps
+SEARCHED_BATCHES, SEARCH_SECONDS = 64, 5.0  # the largest of these is among the probed
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Sizes in bytes, and counts, of a training run on one process."""
+    """What a training run needs on each process. Sizes in bytes, times in seconds."""
 
     parameters: int  # how many
     trained: int  # how many of them
-    tokens: int  # per step, padding included
+    tokens: int  # per step, the mean over the probe, padding included
     answer_tokens: int  # per step
-    weights: int
-    moments: int
-    step: int  # peak of activations and gradients
-    saving: int  # copies made to write a checkpoint
-    process: int  # of this process before the model; measured on Linux for training on the CPU, else 0
+    steps: int  # of the whole run
+    probed_steps: int
+    measured_peak: int  # of the probe; 0 where it cannot be measured (Windows)
+    seconds_per_step: float
+    seconds: float  # of the whole run, evaluations and checkpoints included
 
     @property
     def peak(self) -> int:
-        return self.process + self.weights + self.moments + max(self.step, self.saving)
+        return int(self.measured_peak * (1 + MARGIN))
 
     def __str__(self) -> str:
-        def mib(size: int) -> str:
-            return f"{size / 2**20:,.0f}"
-
         return (
             f"{self.parameters:,} parameters, {self.trained:,} of them trained; {self.tokens:,} tokens per step, "
-            f"{self.answer_tokens:,} of them answers; peak memory about {mib(self.peak)} MiB: "
-            f"weights {mib(self.weights)}, AdamW's moments {mib(self.moments)}, "
-            f"a step {mib(self.step)}, the process itself {mib(self.process)}"
+            f"{self.answer_tokens:,} of them answers; peak memory {self.peak / 2**20:,.0f} MiB (measured over "
+            f"{self.probed_steps} steps, plus {MARGIN:.0%}); {self.seconds_per_step:.2f} s per step, "
+            f"{self.seconds / 60:,.0f} minutes for {self.steps:,} steps"
         )
 
 
-class LiveMemory(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations have created and that are still alive.
+class Probe(Trainer):
+    """The first steps of a training run, with its evaluations and checkpoints, which are timed.
 
-    Fake tensors have no values. The model reads one, the number of image tokens: .item() returns image_tokens.
+    The second and third step learn from the largest of many batches, by tokens and by images.
     """
 
-    def __init__(self, image_tokens: int):
-        super().__init__()
-        self.now = self.peak = 0
-        self.image_tokens, self.counted = image_tokens, WeakIdKeyDictionary()
+    def __init__(self, model: VisionLanguageModel, task: TrainingTask, cfg: TrainConfig):
+        self.planned = cfg
+        self.batch_sizes: list[tuple[int, int]] = []  # tokens and answer tokens of each batch
+        self.seconds: dict[str, list[float]] = {"step": [], "evaluate": [], "save": []}
+        steps = min(PROBED_STEPS, cfg.max_steps)
+        interval = -(-steps // PROBED_SAVES)
+        probed = replace(
+            cfg,
+            max_steps=steps,
+            save_every=interval,
+            validate_every=interval,
+            keep_checkpoints=1,
+            patience=0,
+            tensorboard=False,
+            track="none",
+            fsdp=cfg.fsdp and "WORLD_SIZE" in os.environ,  # a single process is measured without sharding
+        )
+        super().__init__(model, task, probed)
+        self.task = replace(task, get_batch=self._with_largest_batches(task.get_batch), after_save=None)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return self.image_tokens
-        out = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._add, out)
-        self.peak = max(self.peak, self.now)
-        return out
+    def _with_largest_batches(self, get_batch: Callable[[int], Batch]) -> Callable[[int], Batch]:
+        """get_batch with the largest of the first batches in the place of the second and third step's first ones."""
+        numbers = range(min(SEARCHED_BATCHES, self.planned.max_steps * self.planned.gradient_accumulation_steps))
+        tokens, images = [], []
+        start = time.perf_counter()
+        with load_batches(get_batch, numbers, self.cfg.num_workers) as batches:
+            for batch in batches:
+                tokens.append(batch["input_ids"].numel())
+                images.append(0 if batch["images"] is None else len(batch["images"]))
+                self.batch_sizes.append((tokens[-1], count_answer_tokens(batch)))
+                if time.perf_counter() - start > SEARCH_SECONDS:
+                    break
+        per_step = self.cfg.gradient_accumulation_steps * self.context.world_size
+        moved = {
+            per_step + self.context.rank: tokens.index(max(tokens)),
+            2 * per_step + self.context.rank: images.index(max(images)),
+        }
+        return partial(_get_moved, get_batch, moved)
 
-    def ignore(self, tensor: Tensor) -> None:
-        """Do not count a tensor that existed before."""
-        self.counted[tensor.untyped_storage()] = True
+    def training_step(self, step: int, batches: Iterator[Batch]) -> StepMetrics:
+        with self._timed("step"):
+            return super().training_step(step, batches)
 
-    def _add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage not in self.counted:
-            self.counted[storage] = True
-            size = storage.nbytes()
-            self.now += size
-            weakref.finalize(storage, self._remove, size)
+    def evaluate(self) -> tuple[float | None, list[str], Mapping[str, float]]:
+        with self._timed("evaluate"):
+            return super().evaluate()
 
-    def _remove(self, size: int) -> None:
-        self.now -= size
+    def save(self, step: int) -> None:
+        with self._timed("save"):
+            super().save(step)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name].append(time.perf_counter() - start)
+
+    def estimate(self) -> MemoryEstimate:
+        """What the whole run needs, after this probe has run."""
+        cfg, seconds = self.planned, self.seconds
+        steps = seconds["step"][UNTIMED_STEPS:] or seconds["step"][-1:]
+        per_step = sum(steps) / len(steps)
+        evaluations, saves = 1 + math.ceil(cfg.max_steps / cfg.evaluation_interval), cfg.max_steps / cfg.save_every
+        total = sum(seconds["step"][:1]) + per_step * (cfg.max_steps - 1)
+        total += evaluations * max(seconds["evaluate"]) + math.ceil(saves) * max(seconds["save"])
+        tokens, answer_tokens = map(sum, zip(*self.batch_sizes))
+        batches = len(self.batch_sizes) / cfg.gradient_accumulation_steps
+        parameters = list(self.model.parameters())
+        return MemoryEstimate(
+            parameters=sum(p.numel() for p in parameters),
+            trained=sum(p.numel() for p in parameters if p.requires_grad),
+            tokens=round(tokens / batches),
+            answer_tokens=round(answer_tokens / batches),
+            steps=cfg.max_steps,
+            probed_steps=self.cfg.max_steps,
+            measured_peak=measured_peak(self.model.device),
+            seconds_per_step=per_step,
+            seconds=total,
+        )
 
 
-def estimate_memory(model: VisionLanguageModel, get_batch: Callable[[int], dict], cfg: TrainConfig) -> MemoryEstimate:
-    """Estimate what training `model` on its device needs; reads the first batches and leaves the model as it is.
+def _get_moved(get_batch: Callable[[int], Batch], moved: Mapping[int, int], number: int) -> Batch:
+    return get_batch(moved.get(number, number))
 
-    Not counted: scratch memory inside an operation, and what compilation and sharding save.
+
+def measured_peak(device: torch.device) -> int:
+    """Bytes: what this process has reserved on the GPU for cuda, fragmentation included, else its resident memory."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory(device)
+
+
+def probe(model: VisionLanguageModel, task: TrainingTask, cfg: TrainConfig) -> MemoryEstimate:
+    """What training the model needs, measured by the first steps of it in this process."""
+    trainer = Probe(model, task, cfg)
+    trainer.run()
+    return trainer.estimate()
+
+
+def estimate_memory(train: Callable[[Path, Run], MemoryEstimate]) -> MemoryEstimate:
+    """train(folder, probe), which calls probe(model, task, cfg), in a new process and a folder that is removed.
+
+    `train` must be picklable. TrainingError if the run does not fit into memory.
     """
-    numbers = range(min(SAMPLED_BATCHES, cfg.max_steps * cfg.gradient_accumulation_steps))
-    batch = max((get_batch(i) for i in numbers), key=lambda b: b["input_ids"].numel())
-    on_cpu = model.device.type == "cpu"
-    parameters = list(model.parameters())
-    process = resident_memory() - sum(p.nbytes for p in parameters) if on_cpu else 0
-    rehearsal, step_peak = rehearse_step(model, batch, cfg)
-    trained = [p for p in rehearsal.parameters() if p.requires_grad]
-    batch_bytes = sum(tensor.nbytes for tensor in batch.values() if tensor is not None)
-    moments = 2 * sum(p.nbytes for p in trained)
-    return MemoryEstimate(
-        parameters=sum(p.numel() for p in rehearsal.parameters()),
-        trained=sum(p.numel() for p in trained),
-        tokens=batch["input_ids"].numel() * cfg.gradient_accumulation_steps,
-        answer_tokens=int((batch["targets"] != IGNORE_INDEX).sum()) * cfg.gradient_accumulation_steps,
-        weights=sum(p.nbytes for p in rehearsal.parameters()),
-        moments=moments,
-        step=int(step_peak * (1 + MALLOC_OVERHEAD if on_cpu else 1)) + batch_bytes * cfg.gradient_accumulation_steps,
-        saving=moments if on_cpu else 0,  # safetensors copies what it writes
-        process=max(0, process),
-    )
+    free = _free_memory()
+    with (
+        TemporaryDirectory(prefix="nanovlm-dry-run-") as folder,
+        ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), initializer=_prepare_process, initargs=(torch.get_num_threads(),)
+        ) as pool,
+    ):
+        try:
+            return pool.submit(train, Path(folder) / "out", probe).result()
+        except BrokenProcessPool as error:
+            raise TrainingError(
+                f"not enough memory: the probe of a few steps was killed{free}; lower --batch-size and raise "
+                "--gradient-accumulation-steps, or add --gradient-checkpointing"
+            ) from error
 
 
-def rehearse_step(model: VisionLanguageModel, batch: dict, cfg: TrainConfig) -> tuple[VisionLanguageModel, int]:
-    """A fake model of the same shape and, in bytes, the peak memory of its forward and backward passes on the batch."""
-    dtype = choose_training_dtype(cfg.dtype, model.device)
-    n_images = 0 if batch["images"] is None else len(batch["images"])
-    with FakeTensorMode() as fake, torch.device(model.device):
-        rehearsal = VisionLanguageModel(model.cfg, model.image_token_id).train()
-        freeze(rehearsal, cfg)
-        inputs = {name: t if t is None else fake.from_tensor(t).to(model.device) for name, t in batch.items()}
-        memory = LiveMemory(n_images * model.cfg.mp_image_token_length)
-        with memory, accelerated(rehearsal, replace(cfg, compile=False)):
-            for p in rehearsal.parameters():
-                memory.ignore(p)
-            for _ in range(min(2, cfg.gradient_accumulation_steps)):  # from the second batch on, gradients exist
-                with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
-                    _, loss = rehearsal(**inputs)
-                loss.backward()
-    return rehearsal, memory.peak
+def _prepare_process(threads: int) -> None:
+    torch.set_num_threads(threads)
+    logging.disable(logging.WARNING)  # its losses and its best model mean nothing to the user
 
 
-def resident_memory() -> int:
-    """Bytes of memory that this process holds now; 0 outside Linux, where it cannot be read."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+def _free_memory() -> str:
+    """How much memory is free, as a clause; empty where the system does not say it (outside Linux)."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    sizes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return f", and {sizes[0] / 1024:,.0f} MiB were free" if sizes else ""
 
 
 @contextmanager
@@ -154,6 +207,6 @@ def memory_errors() -> Iterator[None]:
         if is_out_of_memory(error):
             raise TrainingError(
                 "not enough memory; lower --batch-size and raise --gradient-accumulation-steps, or add "
-                "--gradient-checkpointing (--dry-run estimates the memory)"
+                "--gradient-checkpointing (--dry-run measures the memory)"
             ) from error
         raise
