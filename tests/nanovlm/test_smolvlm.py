@@ -25,7 +25,7 @@ from nanovlm.processor import Processor
 from nanovlm.serving.chat_format import parse_messages
 from nanovlm.serving.protocol import ChatCompletionRequest
 from nanovlm.smolvlm_layout import check_format
-from support.smolvlm import TEMPLATE, make_tokenizer, their_inputs, write_folder
+from support.smolvlm import ADDED, TEMPLATE, make_tokenizer, their_inputs, write_folder
 
 VARIANTS = {  # like the published models, only small
     "SmolVLM-256M": {"kind": "Idefics3"},
@@ -398,3 +398,38 @@ def test_images_of_later_turns_stay_there(folders):
     messages[4]["content"] = [url, {"type": "text", "text": turns[4]}, url]
     chat = parse_messages(ChatCompletionRequest.model_validate({"messages": messages}).messages)
     assert ours.encode_prompt(grids, chat.question, chat.history, chat.images_per_turn) == expected
+
+
+# As granite-docling's: other roles and ends than SmolVLM's, a content that may be a string, no space before an answer.
+GRANITE = (
+    "{%- for message in messages -%}{{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' -}}"
+    "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
+    "{%- for part in message['content'] -%}{%- if part['type'] == 'text' -%}{{- part['text'] -}}"
+    "{%- elif part['type'] == 'image' -%}{{- '<image>' -}}{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{{- '<|end_of_text|>\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|start_of_role|>assistant<|end_of_role|>' -}}{%- endif -%}"
+)
+
+
+def test_another_template_with_several_end_tokens(tmp_path):
+    folder = tmp_path / "granite"
+    added = [*ADDED, "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"]
+    model, processor = write_folder(folder, "Idefics3", added=added)
+    (folder / "chat_template.jinja").write_text(GRANITE)
+    processor.chat_template = GRANITE
+    inputs = their_inputs(processor, [picture(70, 40)], ["What is this?"])
+    model.generation_config.eos_token_id = None
+    free = their_answers(model, processor, inputs, 12)[0]
+    ends = [free[-1], processor.tokenizer.get_vocab()["<|end_of_text|>"]]  # the first ends this answer
+    model.generation_config.eos_token_id = ends
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    expected = their_answers(model, processor, inputs, 40)[0]
+    assert expected[-1] == ends[0] and len(expected) <= 12
+
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+    assert captioner.tokenizer.eos_token_ids == (ends[1], ends[0]), "first the template's own"
+    assert captioner.tokenizer.answer_prefix == ""
+    ours = captioner.processor([[picture(70, 40)]], ["What is this?"])
+    assert ours["input_ids"].tolist() == inputs["input_ids"].tolist()
+    got = captioner.model.generate(**ours, max_new_tokens=40, eos_token_id=captioner.tokenizer.eos_token_ids)[0]
+    assert got.tolist() == [*expected[:-1], ends[1]], "the template's own stands for any"
