@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -69,6 +70,10 @@ def peak_memory(device: torch.device) -> int:
     """Peak memory in bytes: allocated on the GPU for cuda, else of this process; 0 where unknown (Windows)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")  # on Linux getrusage also counts what the parent process held at the start
+    for line in status.read_text().splitlines() if status.exists() else []:
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
     try:
         import resource
     except ImportError:
