@@ -99,7 +99,7 @@ def int4_linear(x: Tensor, weight: Tensor, scale: Tensor, group_size: int) -> Te
     scale (in / group_size, out, 2) bfloat16 holds scales and zero points, the values of code 8. There is no fallback:
     callers check `has_int4_kernel`, and dequantize without it.
     """
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight, group_size, scale)
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), weight, group_size, scale)
 
 
 def int4_linear_function(weight: Tensor, scale: Tensor, group_size: int) -> Callable[[Tensor], Tensor]:

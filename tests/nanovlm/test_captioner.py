@@ -160,7 +160,9 @@ def test_ask_encodes_and_prefills_the_image_once(captioner, pictures, monkeypatc
         model.vision_encoder, "forward", lambda x, f=model.vision_encoder.forward: seen.append(len(x)) or f(x)
     )
     forward = model.decoder.forward
-    monkeypatch.setattr(model.decoder, "forward", lambda x, *rest: read.append(tuple(x.shape[:2])) or forward(x, *rest))
+    monkeypatch.setattr(
+        model.decoder, "forward", lambda x, *a, **k: read.append(tuple(x.shape[:2])) or forward(x, *a, **k)
+    )
     captioner.ask(pictures[0], QUESTIONS, max_new_tokens=2, stats=(stats := Stats()))
     assert seen == [1]
     (one, shared), (rows, own), step = read

@@ -119,3 +119,9 @@ def test_layers_apart_or_padded_are_several_products():
         assert int4_gemv(linears) is None
         x = torch.randn(1, 64)
         assert torch.equal(concat_linears(*linears)(x), torch.cat([linear(x) for linear in linears], dim=-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_apart_in_memory_give_the_same(dtype):
+    linear, x = Int4Linear(torch.randn(64, 96).to(dtype)), torch.randn(3, 5, 96).to(dtype)[:, -1]
+    assert not x.is_contiguous() and torch.equal(linear(x), linear(x.contiguous()))
