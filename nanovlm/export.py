@@ -23,7 +23,12 @@ from models.checkpoint import (
     read_object,
 )
 from models.config import VLMConfig
-from models.convert.smolvlm import is_exact_in_every_rounding, smolvlm_config, smolvlm_tensors
+from models.convert.smolvlm import (
+    image_processor_settings,
+    is_exact_in_every_rounding,
+    smolvlm_config,
+    smolvlm_tensors,
+)
 from models.smolvlm import PREPROCESSOR, PROCESSOR, TEMPLATE
 from nanovlm.captioner import Captioner
 from nanovlm.errors import MissingExtraError
@@ -148,28 +153,14 @@ def tokenizer_settings(cfg: VLMConfig) -> dict:
 
 def processor_files(cfg: VLMConfig) -> dict[str, dict]:
     """File name to content: the settings of transformers' image processor and processor."""
-    tile_size = {"longest_edge": cfg.vit_img_size}
+    one_tile = {
+        "do_image_splitting": False,
+        "do_resize": False,  # it would keep the aspect ratio; max_image_size resizes to one tile, as ours does
+        "resample": 2,  # bilinear
+    }
     return {
-        "preprocessor_config.json": {
-            "image_processor_type": "SmolVLMImageProcessor",
-            "processor_class": "SmolVLMProcessor",
-            "do_convert_rgb": True,
-            "do_image_splitting": False,
-            "do_resize": False,  # it would keep the aspect ratio; max_image_size resizes to one tile, as ours does
-            "size": tile_size,
-            "max_image_size": tile_size,
-            "resample": 2,  # bilinear
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-            "do_pad": True,
-        },
-        "processor_config.json": {
-            "processor_class": "SmolVLMProcessor",
-            "image_seq_len": cfg.mp_image_token_length,
-        },
+        PREPROCESSOR: image_processor_settings(cfg.vit_img_size, cfg.vit_img_size) | one_tile,
+        PROCESSOR: {"processor_class": "SmolVLMProcessor", "image_seq_len": cfg.mp_image_token_length},
     }
 
 
