@@ -72,7 +72,7 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """x (N, in) times the transpose of int8 weight (out, in) with scale (out,) per row: (N, out)."""
     if not has_int8_kernel():
         return F.linear(x, weight.to(x.dtype)) * scale
-    return torch._weight_int8pack_mm(x, weight, scale)
+    return torch._weight_int8pack_mm(x.contiguous(), weight, scale)  # torch 2.6 refuses rows that are apart
 
 
 def int8_linear_function(weight: Tensor, scale: Tensor) -> Callable[[Tensor], Tensor]:
