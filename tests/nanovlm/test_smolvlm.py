@@ -301,8 +301,15 @@ def backbone_folders(tmp_path_factory):
     return root / "siglip", root / "llama"
 
 
-@pytest.mark.parametrize("start", ["SmolVLM2", "embedded", "backbones"])
-@pytest.mark.parametrize("flags", [[], ["--lora-rank", "2"], ["--pack", "200"]], ids=["full", "lora", "packed"])
+FULL, LORA, PACKED = [], ["--lora-rank", "2"], ["--pack", "200"]
+STARTS = [("SmolVLM2", FULL), ("SmolVLM2", LORA), ("backbones", PACKED)]
+SLOW_STARTS = [("SmolVLM2", PACKED), ("backbones", FULL), ("backbones", LORA)]
+SLOW_STARTS += [("embedded", flags) for flags in (FULL, LORA, PACKED)]
+
+
+@pytest.mark.parametrize(
+    ("start", "flags"), [*STARTS, *(pytest.param(*start, marks=pytest.mark.slow) for start in SLOW_STARTS)]
+)
 def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(
     folders, backbone_folders, tmp_path, start, flags
 ):
