@@ -58,7 +58,7 @@ def open_output(
 ) -> Output:
     """Open the output that options name; folder is where sidecars' own files go, settings tell runs apart.
 
-    read_only changes no file: the output can only be asked what is done.
+    read_only changes no file: it is for finding out which captions are there.
     """
     if options.is_stream:
         return Stream(folder, options.name_key)

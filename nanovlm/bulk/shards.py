@@ -105,7 +105,7 @@ class ShardFolder:
         return attempts
 
     def forget_attempts(self) -> None:
-        """Count anew, at the start and the end of a run."""
+        """Count again, at the start and the end of a run."""
         self._delete_folder("attempts")
 
     def write_failures(self, failures: Iterable[Row]) -> bool:

@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
     metrics = metrics_from_args(args.metric)
     read = read_options_from_args(args)
     everything, held_out = open_data(args.data, read, args.validation or 0)
-    asked = questions_of(held_out if args.validation else everything, args.limit, read.skip_errors)
+    questions = questions_of(held_out if args.validation else everything, args.limit, read.skip_errors)
     options = EvaluationOptions(metrics, args.batch_size, args.max_new_tokens, read.skip_errors)
     captioner = load_captioner(ModelOptions.from_args(args))
-    result = evaluate(captioner, asked, options)
+    result = evaluate(captioner, questions, options)
     if result.skipped:
         print_error(f"{len(result.skipped)} questions or examples were skipped, the first: {result.skipped[0]}")
     print(as_json(str(args.model), result) if args.json else table(result))

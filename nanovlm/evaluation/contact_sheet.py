@@ -35,6 +35,7 @@ def write_contact_sheet(path: Path, answers: Sequence[Answer]) -> None:
 def describe(answer: Answer) -> str:
     """Prompt, answer, references and scores, each on lines of its own."""
     scores = ", ".join(f"{name} {value:.2f}" for name, value in answer.scores.items())
-    texts = {"asked": answer.question.prompt, "answer": answer.text, "right": " | ".join(answer.question.references)}
+    references = " | ".join(answer.question.references)
+    texts = {"question": answer.question.prompt, "answer": answer.text, "reference": references}
     lines = [line for kind, text in texts.items() for line in wrap(shorten(f"{kind}: {text}", MAX_TEXT), LINE)]
     return "\n".join([*lines, *wrap(scores, LINE)])

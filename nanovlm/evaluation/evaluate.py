@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """How questions are asked and scored."""
+    """How answers are generated and scored."""
 
     metrics: Mapping[str, Metric] = field(default_factory=default_metrics)
     batch_size: int = 16
@@ -149,19 +149,19 @@ def example_questions(example: Example, source: str) -> list[Question]:
     return [Question(source, example.name, example.images, prompt, truths) for prompt, truths in references.items()]
 
 
-def evaluate(captioner: Captioner, asked: QuestionList, options: EvaluationOptions) -> Evaluation:
+def evaluate(captioner: Captioner, listed: QuestionList, options: EvaluationOptions) -> Evaluation:
     """Answer all questions, greedily, and score the answers.
 
-    DataError if a question cannot be asked, as with a broken image, unless options.skip_errors.
+    DataError for a question that cannot be used, such as one with a broken image, unless options.skip_errors.
     """
     answers: dict[int, str] = {}  # by the question's number
-    skipped = list(asked.skipped)
+    skipped = list(listed.skipped)
     with ExitStack() as stack:
         bar = None
         if options.show_progress:
-            bar = stack.enter_context(progress_bar(len(asked.questions), "question"))
-        for numbers in _batches(asked.questions, options.batch_size):
-            batch = [asked.questions[i] for i in numbers]
+            bar = stack.enter_context(progress_bar(len(listed.questions), "question"))
+        for numbers in _batches(listed.questions, options.batch_size):
+            batch = [listed.questions[i] for i in numbers]
             for i, text in zip(numbers, _answer_batch(captioner, batch, options)):
                 if not isinstance(text, DataError):
                     answers[i] = text
@@ -171,7 +171,7 @@ def evaluate(captioner: Captioner, asked: QuestionList, options: EvaluationOptio
                     raise text
             if bar is not None:
                 bar.update(len(batch))
-    answered = [(asked.questions[i], answers[i]) for i in sorted(answers)]
+    answered = [(listed.questions[i], answers[i]) for i in sorted(answers)]
     texts, references = [text for _, text in answered], [question.references for question, _ in answered]
     columns = {name: metric(texts, references) for name, metric in options.metrics.items()}
     scored = [
@@ -197,7 +197,7 @@ def _batches(questions: Sequence[Question], batch_size: int) -> Iterator[list[in
 
 
 def _answer_batch(captioner: Captioner, batch: Sequence[Question], options: EvaluationOptions) -> list[str | DataError]:
-    """The answer to each question, or in its place why it cannot be asked."""
+    """The answer to each question, or in its place the error that prevents one."""
     try:
         images: list[Any] = [[load_image(image) for image in question.images] for question in batch]
         if batch[0].history:
