@@ -28,10 +28,8 @@ from models.language_model import inverse_frequencies
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 INDEX = "model.safetensors.index.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # written for stock nanoVLM, see write_checkpoint_files
-MODEL_INPUT_NAMES = [
-    "input_ids",
-    "attention_mask",
-]  # transformers 4 else adds token_type_ids, which no model here takes
+# Without this, transformers 4 adds token_type_ids, which no model here takes.
+MODEL_INPUT_NAMES = ["input_ids", "attention_mask"]
 MAX_MAPPED_TENSORS = 8  # of one mapping of the file
 MAX_BLOCKS = 1000  # the deepest models have a few hundred; refusing a million by building it would take an hour
 HEAD, EMBEDDING, INV_FREQ = "decoder.head.weight", "decoder.token_embedding.weight", "decoder.rotary_embd.inv_freq"

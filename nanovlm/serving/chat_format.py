@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Chat:
     history: list[tuple[str, str]]
     question: str
     answer: str = ""  # the beginning of the answer, which the model continues
-    images_per_turn: list[int] | None = field(default=None, compare=False)  # of each question; None: all of the first
+    images_per_turn: list[int] | None = None  # how many images each question brings; None: the first brings all
     param: str = "messages"  # the client's name of the field that holds the conversation
 
 

@@ -28,28 +28,32 @@ def assistant(text):
 
 
 def test_chat_may_begin_with_the_assistant():
-    assert chat_of(GREETING, user("Hi")) == Chat([], [("", GREETING["content"])], "Hi")
+    assert chat_of(GREETING, user("Hi")) == Chat([], [("", GREETING["content"])], "Hi", images_per_turn=[0, 0])
     system = {"role": "system", "content": "Be brief."}
-    assert chat_of(system, GREETING, user("Hi")) == Chat([], [("Be brief.", GREETING["content"])], "Hi")
+    assert chat_of(system, GREETING, user("Hi")) == Chat(
+        [], [("Be brief.", GREETING["content"])], "Hi", images_per_turn=[0, 0]
+    )
 
 
 def test_last_message_of_the_assistant_is_continued():
-    assert chat_of(user("a"), assistant("b")) == Chat([], [], "a", "b")
-    assert chat_of(user("a"), assistant("b"), user("c"), assistant("d")) == Chat([], [("a", "b")], "c", "d")
-    assert chat_of(assistant("A photo of")) == Chat([], [], "", "A photo of")
+    assert chat_of(user("a"), assistant("b")) == Chat([], [], "a", "b", images_per_turn=[0])
+    assert chat_of(user("a"), assistant("b"), user("c"), assistant("d")) == Chat(
+        [], [("a", "b")], "c", "d", images_per_turn=[0, 0]
+    )
+    assert chat_of(assistant("A photo of")) == Chat([], [], "", "A photo of", images_per_turn=[0])
 
 
 @pytest.mark.parametrize("message", [{"content": None}, {}, {"content": []}, {"content": None, "tool_calls": []}])
 def test_assistant_may_say_nothing(message):
     empty = {"role": "assistant", **message}
-    assert chat_of(user("a"), empty, user("b")) == Chat([], [("a", "")], "b")
-    assert chat_of(user("a"), empty) == Chat([], [], "a")
+    assert chat_of(user("a"), empty, user("b")) == Chat([], [("a", "")], "b", images_per_turn=[0, 0])
+    assert chat_of(user("a"), empty) == Chat([], [], "a", images_per_turn=[0])
 
 
 def test_picture_alone_gets_the_default_prompt_in_every_turn():
     alone = {"role": "user", "content": [{"type": "image_url", "image_url": SAMPLE_URL}]}
-    assert chat_of(alone, assistant("b"), user("c")) == Chat([SAMPLE_URL], [(PROMPT, "b")], "c")
-    assert chat_of(alone, user("c")) == Chat([SAMPLE_URL], [], "c")
+    assert chat_of(alone, assistant("b"), user("c")) == Chat([SAMPLE_URL], [(PROMPT, "b")], "c", images_per_turn=[1, 0])
+    assert chat_of(alone, user("c")) == Chat([SAMPLE_URL], [], "c", images_per_turn=[1])
 
 
 def test_chat_that_begins_with_the_assistant_is_answered(served, embedded):
