@@ -31,6 +31,8 @@ from models.language_model import LanguageModel
 from models.modality_projector import ModalityProjector
 from models.vision_transformer import PatchEmbedding, VisionTransformer
 
+IGNORE_INDEX = -100  # a target without a loss
+
 
 @dataclass(frozen=True)
 class PrefillState:
@@ -151,16 +153,22 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
         images: Tensor | None = None,
         attention_mask: Tensor | None = None,
         targets: Tensor | None = None,
+        targets_only: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Logits (B, T, vocabulary) and, with targets, their mean cross-entropy; for training, without a cache.
 
-        targets (B, T) holds at each position the id that should follow; -100 is ignored.
+        targets (B, T) holds at each position the id that should follow; -100 is ignored. targets_only computes the
+        logits (n, vocabulary) of the n positions that have a target, and no others; the loss is the same.
         """
         hidden, _ = self.decoder(self.embed(input_ids, images), attention_mask, use_cache=False)
-        logits = self.decoder.head(hidden)
         if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-100)
+            return self.decoder.head(hidden), None
+        if targets_only:
+            has_target = targets != IGNORE_INDEX
+            hidden, targets = hidden[has_target], targets[has_target]
+        logits = self.decoder.head(hidden)
+        loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE_INDEX)
+        return logits, loss
 
     def prefill(
         self,

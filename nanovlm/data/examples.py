@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from models.vision_language_model import IGNORE_INDEX
 from nanovlm.errors import DataError, ImageError
 from nanovlm.image_processing import load_image
 from nanovlm.processor import Processor
 
-IGNORE_INDEX = -100  # a target without a loss
 PAD_MULTIPLE = 8  # batch lengths are multiples of this, so that a compiled step meets few different shapes
 
 

@@ -246,7 +246,7 @@ class Trainer:
             batch = to_device(get_batch(i), model.device)
             n = count_answer_tokens(batch)
             with autocast(model.device, self.dtype):
-                total += n * model(**batch)[1].item()
+                total += n * model(**batch, targets_only=True)[1].item()
             tokens += n
         total, tokens = self.context.sum(total, tokens)
         return total / tokens if tokens else None
@@ -364,7 +364,7 @@ def backward(
     total = 0.0
     for batch, count in zip(batches, counts):
         with autocast(model.device, dtype):
-            _, loss = model(**batch)
+            _, loss = model(**batch, targets_only=True)
         loss = loss * (count / answer_tokens)
         if loss.requires_grad:  # not if only the projector is trained, and the batch has no images
             scaler.scale(loss).backward()
