@@ -235,6 +235,8 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).exists():
         check_regular_file(folder / WEIGHTS)
         return [folder / WEIGHTS]
+    if (folder / "shards").is_dir():  # of a training run
+        raise CheckpointError(f"{folder} is sharded; make a model of it: nanovlm merge {folder} --out FOLDER")
     if not (folder / INDEX).exists():
         pickled = sorted(path.name for path in folder.glob("*.bin"))
         hint = f"; {pickled[0]} may run code and is not read: save it as safetensors" if pickled else ""
@@ -342,34 +344,52 @@ def write_checkpoint_files(
 ) -> None:
     """Write config, weights and tokenizer so that stock nanoVLM, which is strict, loads them too.
 
-    tokenizer is the text of tokenizer.json; None writes no tokenizer. dtype is that of the stored weights; None keeps
-    the model's. Stock reads the tokenizer by transformers' AutoTokenizer, which needs a tokenizer_config.json. It looks
-    for lm_tokenizer, which becomes home, the folder's final path, if home is given, unless it is a Hub id already.
-    A model in SmolVLM's layout is written in that layout, with the other files that it was read with.
+    dtype is that of the stored weights; None keeps the model's. A model in SmolVLM's layout is written in that layout.
+    See `write_settings` for the rest.
     """
+    cfg = model.cfg
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
-    if model.cfg.smolvlm is not None:
-        return _write_smolvlm_files(folder, model.cfg, state, tokenizer)
+    write_settings(folder, cfg, tokenizer, state[HEAD].dtype, home)
     metadata = {"format": "pt"}
-    if model.cfg.lm_tie_weights:
-        del state[EMBEDDING]
-        metadata[EMBEDDING] = HEAD
-    state[INV_FREQ] = inverse_frequencies(model.cfg.lm_head_dim, model.cfg.lm_re_base)
+    if cfg.smolvlm is not None:
+        state = {name: tensor.contiguous() for name, tensor in smolvlm.to_smolvlm(state).items()}
+        if cfg.lm_tie_weights:
+            del state[smolvlm.HEAD]
+    else:
+        if cfg.lm_tie_weights:
+            del state[EMBEDDING]
+            metadata[EMBEDDING] = HEAD
+        state[INV_FREQ] = inverse_frequencies(cfg.lm_head_dim, cfg.lm_re_base)
     save_tensors(state, folder / WEIGHTS, metadata)
-    objects: dict[str, dict] = {CONFIG: model.cfg.to_dict()}
-    if tokenizer is not None:
-        if home is not None:
-            objects[CONFIG] = with_tokenizer_at(home, objects[CONFIG])
-        (folder / TOKENIZER).write_text(tokenizer, encoding="utf-8")
-        objects[TOKENIZER_CONFIG] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_input_names": MODEL_INPUT_NAMES,
-            "eos_token": model.cfg.end_token,
-            "extra_special_tokens": model.cfg.special_tokens,
-            "chat_template": model.cfg.lm_chat_template,
-        }
-    for name, values in objects.items():
-        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def write_settings(
+    folder: Path, cfg: VLMConfig, tokenizer: str | None, dtype: torch.dtype, home: str | None = None
+) -> None:
+    """Write what a model's folder holds beside weights in dtype.
+
+    tokenizer is the text of tokenizer.json; None writes no tokenizer. Stock reads the tokenizer by transformers'
+    AutoTokenizer, which needs a tokenizer_config.json. It looks for lm_tokenizer, which becomes home, the folder's
+    final path, if home is given, unless it is a Hub id already. In SmolVLM's layout the other files that the model was
+    read with are written, too.
+    """
+    objects: dict[str, dict] = {}
+    if cfg.smolvlm is not None:
+        texts = cfg.smolvlm.files | {CONFIG: smolvlm.config_text(cfg, dtype)}
+    else:
+        config = cfg.to_dict()
+        objects = {CONFIG: config if tokenizer is None or home is None else with_tokenizer_at(home, config)}
+        if tokenizer is not None:
+            objects[TOKENIZER_CONFIG] = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "model_input_names": MODEL_INPUT_NAMES,
+                "eos_token": cfg.end_token,
+                "extra_special_tokens": cfg.special_tokens,
+                "chat_template": cfg.lm_chat_template,
+            }
+        texts = {name: json.dumps(values, indent=2) + "\n" for name, values in objects.items()}
+    for name, text in (texts | ({} if tokenizer is None else {TOKENIZER: tokenizer})).items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
@@ -385,17 +405,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: Mapping[str, 
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
         file.seek(8)
         file.write(text.ljust(size))  # safetensors pads with spaces, too
-
-
-def _write_smolvlm_files(folder: Path, cfg: VLMConfig, state: dict[str, Tensor], tokenizer: str | None) -> None:
-    assert cfg.smolvlm is not None
-    theirs = {name: tensor.contiguous() for name, tensor in smolvlm.to_smolvlm(state).items()}
-    if cfg.lm_tie_weights:
-        del theirs[smolvlm.HEAD]
-    save_tensors(theirs, folder / WEIGHTS, {"format": "pt"})
-    texts = cfg.smolvlm.files | {CONFIG: smolvlm.config_text(cfg, theirs[smolvlm.EMBEDDING].dtype)}
-    for name, text in (texts | ({} if tokenizer is None else {TOKENIZER: tokenizer})).items():
-        (folder / name).write_text(text, encoding="utf-8")
 
 
 def with_tokenizer_at(home: str, config: Mapping[str, Any]) -> dict[str, Any]:

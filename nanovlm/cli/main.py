@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from nanovlm import __version__
-from nanovlm.cli import caption, chat, compile, evaluate, export, serve, train
+from nanovlm.cli import caption, chat, compile, evaluate, export, merge, serve, train
 from nanovlm.console import configure_logging, print_error, warnings_as_notes
 from nanovlm.errors import NanoVLMError, is_out_of_memory
 
@@ -26,6 +26,7 @@ VERBS: dict[str, ModuleType] = {  # each has HELP, EXAMPLE, add_flags(parser) an
     "evaluate": evaluate,
     "compile": compile,
     "export": export,
+    "merge": merge,
 }
 EXIT_FAILURE, EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 70, 130
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"}

@@ -2,14 +2,17 @@
 
 Beside the model's own files these are the optimizer's state (optimizer.safetensors), the adapters of a LoRA run, and
 training.json: the step, the settings and the gradient scaler's state.
+
+Checkpoints of a sharded run have the model's settings, training.json and the folder shards instead, in which every
+process writes its part of weights and optimizer state; `merge_checkpoint` makes a model of them.
 """
 
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.checkpoint import atomic_dir, load_config, read_object, write_checkpoint_files
+from models.checkpoint import (
+    EMBEDDING,
+    TOKENIZER,
+    atomic_dir,
+    find_image_token_id,
+    load_config,
+    read_model_text,
+    read_object,
+    write_checkpoint_files,
+    write_settings,
+)
 from models.lora import adapters, merge, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel, load_model
-from nanovlm.errors import CheckpointError, TrainingError
-from nanovlm.training.config import upgrade_settings
-from nanovlm.training.distributed import shard_like
+from nanovlm.errors import CheckpointError, InputError, TrainingError
+from nanovlm.training.config import TrainConfig, upgrade_settings
+from nanovlm.training.distributed import local, shard_like
+from nanovlm.training.optimizer import empty_copy
+from nanovlm.training.shards import check_shards, read_shards, shard_names, shard_sizes, write_shards
 
-OPTIMIZER, STATE = "optimizer.safetensors", "training.json"
+OPTIMIZER, STATE, SHARDS = "optimizer.safetensors", "training.json", "shards"
+MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."  # of the tensors' names in shards
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +58,19 @@ class Checkpoint:
     step: int  # steps done
     settings: dict[str, Any]  # the fields of TrainConfig, and "data": see TrainingTask.data_fingerprint
     scaler: dict[str, Any]  # the state of the float16 gradient scaler
-    weights: dict[str, Tensor]  # the state dict of the model; of a LoRA run, with merged adapters
-    optimizer: dict[str, Tensor]  # see optimizer_state
+    weights: dict[str, Tensor] | None  # the state dict of the model; of a LoRA run, with merged adapters
+    optimizer: dict[str, Tensor] | None  # see optimizer_state; both are None if they are in shards
+
+    @property
+    def sharded(self) -> bool:
+        return self.weights is None
+
+    @property
+    def optimizer_names(self) -> set[str]:
+        """The names of the parameters whose optimizer state is stored."""
+        names = shard_names(self.path / SHARDS) if self.optimizer is None else self.optimizer.keys()
+        prefix = OPTIMIZER_PREFIX if self.optimizer is None else ""
+        return {name.removeprefix(prefix).rpartition("/")[0] for name in names if name.startswith(prefix)}
 
 
 def checkpoint_paths(folder: Path) -> list[Path]:
@@ -113,7 +140,37 @@ def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer
 def write_training_state(folder: Path, optimizer: dict[str, Tensor], state: dict[str, Any]) -> None:
     """Write what a checkpoint holds beside the model; state has "step", "config" and "scaler"."""
     save_file({name: tensor.cpu() for name, tensor in optimizer.items()}, folder / OPTIMIZER)
+    _write_state(folder, state)
+
+
+def _write_state(folder: Path, state: dict[str, Any]) -> None:
     (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
+
+
+def write_sharded(folder: Path, model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> None:
+    """Write the shards of weights and optimizer state into folder; every process must call it."""
+    moments = {f"{OPTIMIZER_PREFIX}{name}": tensor for name, tensor in optimizer_state(model, optimizer)}
+    write_shards(folder / SHARDS, _weight_shards(model) | moments)
+
+
+def write_sharded_state(
+    folder: Path, model: VisionLanguageModel, tokenizer: str, state: dict[str, Any], base: BaseModel | None = None
+) -> None:
+    """Write what a sharded checkpoint holds beside the shards, which must be there; see `write_training_state`.
+
+    base is the model that adapters were trained on.
+    """
+    write_settings(folder, model.cfg, tokenizer, model.dtype)
+    sizes = shard_sizes(folder / SHARDS)
+    _write_state(folder, {**state, "base": asdict(base) if base else None, SHARDS: sizes})
+
+
+def _weight_shards(model: VisionLanguageModel) -> dict[str, Tensor]:
+    """The model's weights by their names in shards, a tied embedding and head once."""
+    state = dict(model.state_dict())
+    if model.cfg.lm_tie_weights:
+        del state[EMBEDDING]
+    return {f"{MODEL_PREFIX}{name}": tensor for name, tensor in state.items()}
 
 
 def save_checkpoint(
@@ -176,13 +233,18 @@ def read_checkpoint(path: Path, model: VisionLanguageModel) -> Checkpoint:
         raise CheckpointError(
             f"{path} was trained with lora_rank={rank}; resume with the same, or train in another folder"
         )
+    found = Path(path), _step_of(path), settings, state.get("scaler") or {}
+    if SHARDS in state:
+        with _damage(path):
+            check_shards(path / SHARDS, state[SHARDS])
+        return Checkpoint(*found, None, None)
     with _damage(path):
         weights = load_model(path, model.cfg, model.image_token_id, device=model.device).state_dict()
         try:
             optimizer = load_file(path / OPTIMIZER)
         except (OSError, SafetensorError) as error:
             raise DamagedCheckpointError(f"{OPTIMIZER} cannot be read: {error}") from None
-    return Checkpoint(path, _step_of(path), settings, state.get("scaler") or {}, weights, optimizer)
+    return Checkpoint(*found, weights, optimizer)
 
 
 @contextmanager
@@ -195,12 +257,28 @@ def _damage(path: Path) -> Iterator[None]:
 
 def restore_model(checkpoint: Checkpoint, model: VisionLanguageModel) -> None:
     """Load the weights; of a model with adapters only these, if the model is the one that they were trained on."""
-    if not adapters(model):
+    if checkpoint.weights is None:
+        _restore_shards(checkpoint, model)
+    elif adapters(model):
+        read_adapters(checkpoint.path, model)
+        _check_base(checkpoint, merge(model).state_dict(), checkpoint.weights)
+    else:
         model.load_state_dict(checkpoint.weights)
-        return
-    read_adapters(checkpoint.path, model)
-    for name, tensor in merge(model).state_dict().items():
-        if not torch.allclose(tensor, checkpoint.weights[name], rtol=1e-3, atol=1e-5):
+
+
+def _restore_shards(checkpoint: Checkpoint, model: VisionLanguageModel) -> None:
+    """The same from shards: each process reads its part of a sharded model."""
+    frozen = {
+        name: p.detach().clone() for name, p in model.named_parameters() if adapters(model) and not p.requires_grad
+    }
+    read_shards(checkpoint.path / SHARDS, _weight_shards(model))
+    _check_base(checkpoint, frozen, model.state_dict())
+
+
+def _check_base(checkpoint: Checkpoint, ours: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+    """CheckpointError unless our weights are those that the checkpoint's adapters were trained on."""
+    for name, tensor in ours.items():
+        if not torch.allclose(local(tensor), local(stored[name]), rtol=1e-3, atol=1e-5):
             raise CheckpointError(
                 f"{checkpoint.path} holds adapters of a model with another {name}; "
                 "start from the same model as before, or train in another folder"
@@ -215,14 +293,40 @@ def restore_optimizer(
 ) -> None:
     """Load the state of optimizer and scaler; CheckpointError unless it is of the parameters that are trained now."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    stored = {key.rpartition("/")[0] for key in checkpoint.optimizer}
+    stored = checkpoint.optimizer_names
     if different := sorted(trained.keys() ^ stored):
+        file = checkpoint.path / (SHARDS if checkpoint.sharded else OPTIMIZER)
         raise CheckpointError(
-            f"{checkpoint.path / OPTIMIZER} has {'' if different[0] in stored else 'no '}moments of {different[0]}; "
+            f"{file} has {'' if different[0] in stored else 'no '}moments of {different[0]}; "
             "resume with the same parts frozen as before, or train in another folder"
         )
-    for key, value in checkpoint.optimizer.items():
+    if checkpoint.optimizer is None:
+        ours = {f"{OPTIMIZER_PREFIX}{name}": tensor for name, tensor in optimizer_state(model, optimizer)}
+        read_shards(checkpoint.path / SHARDS, ours)
+    for key, value in (checkpoint.optimizer or {}).items():
         name, _, short = key.rpartition("/")
         optimizer.state[trained[name]][short] = shard_like(value, trained[name])
     if scaler.is_enabled() and checkpoint.scaler:
         scaler.load_state_dict(checkpoint.scaler)
+
+
+def merge_checkpoint(path: Path, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the model of a sharded checkpoint to folder, with weights in dtype; see `write_model`.
+
+    One process reads all shards, and needs memory for the whole model. InputError if the checkpoint is not sharded,
+    CheckpointError if it is damaged.
+    """
+    with _damage(path):
+        cfg, state = load_config(path), read_object(path / STATE)
+        if SHARDS not in state:
+            raise InputError(f"{path} is not sharded: it holds a complete model, which every verb reads")
+        check_shards(path / SHARDS, state[SHARDS])
+        tokenizer, image_token_id = read_model_text(path / TOKENIZER), find_image_token_id(path, cfg)
+    settings = upgrade_settings(state["config"])
+    known = {f.name: settings[f.name] for f in fields(TrainConfig) if f.name in settings}
+    model = empty_copy(cfg, image_token_id, TrainConfig(**known)).to_empty(device="cpu").eval()
+    model.decoder.tie_weights()
+    read_shards(path / SHARDS, _weight_shards(model))
+    base = BaseModel(**state["base"]) if state["base"] else None
+    with atomic_dir(folder) as files:
+        write_model(files, model, tokenizer, dtype, home=str(folder.resolve()), base=base)

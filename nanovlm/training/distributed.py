@@ -2,7 +2,10 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -10,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.errors import InputError
+from nanovlm.errors import InputError, TrainingError
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.optimizer import freeze
+from nanovlm.training.optimizer import empty_copy
 
 MAX_BUCKETED_BYTES = 2**20  # smaller gradients are summed in one message, because each message has a latency
 
@@ -22,7 +25,8 @@ class DistributedContext:
 
     Gradients are summed once a step, after the last backward pass, and not by hooks during it: so batches may differ
     between processes in having images or not, and no process waits for a gradient that another one does not compute.
-    After `shard`, FSDP2 sums the gradients, and `full_model` and `gather` assemble what is sharded.
+    After `shard`, FSDP2 sums the gradients, every process computes on its part of the weights, and `full_model`
+    assembles them on the main process.
     """
 
     def __init__(self, device: torch.device, max_bucketed_bytes: int = MAX_BUCKETED_BYTES):
@@ -53,6 +57,27 @@ class DistributedContext:
         total = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.tolist()
+
+    def from_main(self, text: str | None) -> str:
+        """The text that the main process passes, for all; every process must call it."""
+        message = [text]
+        if self.world_size > 1:
+            dist.broadcast_object_list(message, 0, device=self.device)
+        assert message[0] is not None
+        return message[0]
+
+    def check_shared(self, folder: Path) -> None:
+        """Raise TrainingError on all processes unless what the main process writes into folder is there for all."""
+        if self.world_size == 1:
+            return
+        with TemporaryDirectory(prefix=".shared-", dir=folder) if self.is_main else nullcontext() as probe:
+            name = Path(self.from_main(probe)).name
+            (found,) = self.sum((folder / name).is_dir())
+        if found < self.world_size:
+            raise TrainingError(
+                f"{folder} is not the same folder for all {self.world_size} processes: {found:.0f} see what the first "
+                "one writes; name one on a file system that all hosts share"
+            )
 
     def broadcast_weights(self, model: nn.Module) -> None:
         """Give every process the weights of the first."""
@@ -108,20 +133,10 @@ class DistributedContext:
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in messages]:
             work.wait()
 
-    def shard_indices(self, n: int) -> range:
-        """Which of n evaluation batches this process computes; of a sharded model only the main process has a copy."""
+    def reshard(self, model: VisionLanguageModel) -> None:
+        """Free what a forward pass without a backward pass has left gathered."""
         if self.sharded:
-            return range(n if self.is_main else 0)
-        return range(self.rank, n, self.world_size)
-
-    def gather(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """The full tensors by name on the main process, {} elsewhere; every process must call it."""
-        gathered = {}
-        for name, tensor in tensors:
-            tensor = self.full_tensor(tensor)
-            if self.is_main:
-                gathered[name] = tensor
-        return gathered
+            model.reshard()  # type: ignore[operator]  # fully_shard made it an FSDPModule
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """The tensor, assembled if it is sharded; every process must call it."""
@@ -135,15 +150,30 @@ class DistributedContext:
         """The model, or on the main process an unsharded copy of a sharded one; every process must call it."""
         if not self.sharded:
             return model
-        state = self.gather(model.state_dict().items())
+        state = {}
+        for name, tensor in model.state_dict().items():
+            tensor = self.full_tensor(tensor)
+            if self.is_main:
+                state[name] = tensor
         if not self.is_main:
             return model
-        with torch.device("meta"):
-            copy = VisionLanguageModel(model.cfg, model.image_token_id)
-            freeze(copy, cfg)
+        copy = empty_copy(model.cfg, model.image_token_id, cfg)
         copy.load_state_dict(state, assign=True)
         copy.decoder.tie_weights()
         return copy.train(model.training)
+
+    @contextmanager
+    def peer_errors(self) -> Iterator[None]:
+        """Turn the failure of a message, because another process has ended, into a TrainingError."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.world_size > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise TrainingError(
+                    "another process ended, or its host cannot be reached; its own message says why. Run the same "
+                    "command again to resume from the last checkpoint"
+                ) from error
+            raise
 
     def close(self) -> None:
         """Leave the process group, unless the caller initialized it."""
@@ -175,6 +205,11 @@ def exit_status(code: Any) -> int:
         return code
     print(code, file=sys.stderr)
     return 1
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The tensor, or this process's part of a sharded one."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def shard_like(tensor: Tensor, other: Tensor) -> Tensor:

@@ -136,6 +136,7 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         save_dtype=dtype,
         data_fingerprint=fingerprint(training),
         write_model=partial(write_model, home=str(options.folder.resolve()), base=base_model(options)),
+        base=base_model(options),
         after_save=partial(push_to_hub, options.push_to_hub) if options.push_to_hub else None,
         **evaluation,
     )

@@ -31,6 +31,7 @@ from nanovlm.errors import InputError, TrainingError
 from nanovlm.threads import BusyMonitor
 from nanovlm.training.best import LOSS, BestTracker
 from nanovlm.training.checkpointing import (
+    BaseModel,
     Checkpoint,
     checkpoint_path,
     checkpoint_paths,
@@ -42,6 +43,8 @@ from nanovlm.training.checkpointing import (
     save_checkpoint,
     write_errors,
     write_model,
+    write_sharded,
+    write_sharded_state,
     write_training_state,
 )
 from nanovlm.training.config import TrainConfig
@@ -76,7 +79,9 @@ class TrainingTask:
     score_answers: Callable[[VisionLanguageModel], Mapping[str, float]] | None = None
     data_fingerprint: str | None = None
     write_model: ModelWriter = write_model
-    after_save: Callable[[Path], None] | None = None  # called with the folder of every checkpoint and the final model
+    base: BaseModel | None = None  # that adapters in sharded checkpoints are of; write_model names it in others
+    # Called with the folder of the final model and of every checkpoint that holds a complete model.
+    after_save: Callable[[Path], None] | None = None
 
 
 def train(
@@ -118,18 +123,17 @@ class Trainer:
         if cfg.fsdp:
             self._check_fsdp()
         freeze(model, cfg)
+        self.context.check_shared(task.folder)
         checkpoint = load_newest(task.folder, model)
         self.first_step = checkpoint.step if checkpoint else 0
         self.best = BestTracker(task.folder, cfg.best_by, self.first_step, cfg.keep_best)
-        if self.context.sum(self.first_step) != [self.first_step * self.context.world_size]:
-            raise TrainingError(
-                f"{task.folder} holds other checkpoints on other processes; use a folder that all share"
-            )
-        if checkpoint:
+        if checkpoint and not checkpoint.sharded:
             restore_model(checkpoint, model)
         self.context.broadcast_weights(model)
         if cfg.fsdp:
             self.context.shard(model)
+        if checkpoint and checkpoint.sharded:
+            restore_model(checkpoint, model)
         self.optimizer = adamw(model, cfg)
         if checkpoint:
             restore_optimizer(checkpoint, model, self.optimizer, self.scaler)
@@ -149,6 +153,7 @@ class Trainer:
             load_batches(self.task.get_batch, self._batch_numbers(), cfg.num_workers) as batches,
             catch_stop_signals() as signals,
             closing(context),
+            context.peer_errors(),
             closing(MetricsLogger(self.task.folder, cfg, self.first_step, context)) as metrics,
         ):
             if self.first_step == 0:
@@ -233,41 +238,50 @@ class Trainer:
         task, context = self.task, self.context
         if not (task.validation or task.caption_images or task.score_answers):
             return None, [], {}
-        model = context.full_model(self.model.eval(), self.cfg)
+        model = self.model.eval()
         loss = self._validation_loss(model, task.validation) if task.validation else None
+        if task.caption_images or task.score_answers:
+            model = context.full_model(model, self.cfg)
         captions = [text for _, text in task.caption_images(model)] if task.caption_images and context.is_main else []
         scores = task.score_answers(model) if task.score_answers and context.is_main else {}
         self.model.train()
         return loss, captions, scores
 
     def _validation_loss(self, model: VisionLanguageModel, get_batch: Callable[[int], Batch]) -> float | None:
+        context, n_batches = self.context, self.cfg.validation_batches
         total = tokens = 0.0
-        for i in self.context.shard_indices(self.cfg.validation_batches):
-            batch = to_device(get_batch(i), model.device)
-            n = count_answer_tokens(batch)
+        for first in range(0, n_batches, context.world_size):
+            i = first + context.rank
+            batch = to_device(get_batch(min(i, n_batches - 1)), model.device)
+            n = count_answer_tokens(batch) if i < n_batches else 0  # a sharded model computes on all processes at once
             with autocast(model.device, self.dtype):
                 total += n * model(**batch, targets_only=True)[1].item()
             tokens += n
-        total, tokens = self.context.sum(total, tokens)
+        context.reshard(model)
+        total, tokens = context.sum(total, tokens)
         return total / tokens if tokens else None
 
     def save(self, step: int) -> None:
         """Write the checkpoint of `step` steps; every process must call it."""
-        context, task = self.context, self.task
-        model = context.full_model(self.model, self.cfg)
-        optimizer = context.gather(optimizer_state(self.model, self.optimizer))
+        context, task, model, optimizer = self.context, self.task, self.model, self.optimizer
         settings = asdict(self.cfg) | {"data": task.data_fingerprint}
         state = {"step": step, "config": settings, "scaler": self.scaler.state_dict()}
 
         def write(files: Path) -> None:
-            task.write_model(files, model, task.tokenizer, None)
-            write_training_state(files, optimizer, state)
+            if context.sharded:
+                write_sharded(Path(context.from_main(str(files))), model, optimizer)
+                write_sharded_state(files, model, task.tokenizer, state, task.base)
+            else:
+                task.write_model(files, model, task.tokenizer, None)
+                write_training_state(files, dict(optimizer_state(model, optimizer)), state)
 
         if context.is_main:
             best_step = self.best.step if self.cfg.keep_best else None
             save_checkpoint(task.folder, step, self.cfg.keep_checkpoints, write, best_step)
-            if task.after_save:
+            if task.after_save and not context.sharded:
                 task.after_save(checkpoint_path(task.folder, step))
+        elif context.sharded:
+            write_sharded(Path(context.from_main(None)), model, optimizer)
 
     def write_results(self, model: VisionLanguageModel) -> None:
         """Write the final model, and a report if images were captioned."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from models.config import VLMConfig
 from models.lora import adapt
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.training.config import TrainConfig
@@ -24,6 +25,14 @@ def freeze(model: VisionLanguageModel, cfg: TrainConfig) -> None:
         torch.manual_seed(cfg.seed)
         parts = [part for part, rate in cfg.rates.items() if rate]
         adapt(model, cfg.lora_rank, cfg.lora_alpha, parts, cfg.lora_words)
+
+
+def empty_copy(cfg: VLMConfig, image_token_id: int, settings: TrainConfig) -> VisionLanguageModel:
+    """A model as `freeze` makes it, on the meta device: its weights are still to be loaded."""
+    with torch.device("meta"), torch.random.fork_rng():
+        model = VisionLanguageModel(cfg, image_token_id)
+        freeze(model, settings)
+    return model
 
 
 def adamw(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:

@@ -1,7 +1,9 @@
-"""What test_distributed.py runs in each of several processes: the runs of a JSON file, in one process group."""
+"""What test_distributed.py runs: groups of processes, and in each the runs of a JSON argument, in one process group."""
 
 import json
 import os
+import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import torch
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.data.examples import EncodedExample, collate
+from nanovlm.errors import TrainingError
+from nanovlm.training import loop
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext, run_and_exit
 from nanovlm.training.loop import Trainer, TrainingTask
@@ -27,6 +31,7 @@ DEFAULTS = {
     "max_steps": 4,
     "validate_every": 2,
 }
+TOKENIZER = json.dumps({"added_tokens": [{"content": "<|image|>", "id": 3}], "model": {"vocab": {}}})
 N_VALIDATION = 48  # the first row of the held-out batches
 
 
@@ -41,40 +46,97 @@ def row(i: int) -> EncodedExample:
 
 
 def run(
-    folder: Path, settings: dict, rows: int = 1, stop_at: int | None = None, bucket: int | None = None
+    folder: Path,
+    settings: dict,
+    rows: int = 1,
+    stop_at: int | None = None,
+    kill_at: int | None = None,
+    kill_in_save: int | None = None,
+    bucket: int | None = None,
 ) -> list[str]:
-    """Train on batches of so many rows and return the lines logged; SIGTERM arrives with batch `stop_at`."""
+    """Train on batches of so many rows and return the lines logged.
+
+    SIGTERM arrives with batch `stop_at`; SIGKILL with batch `kill_at`, but once only, or, in the second process, while
+    the checkpoint of step `kill_in_save` is written.
+    """
 
     def get_batch(i: int) -> dict:
         if i == stop_at:
-            os.kill(os.getpid(), 15)
+            os.kill(os.getpid(), signal.SIGTERM)
+        if i == kill_at and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         return collate([row(i * rows + j) for j in range(rows)])
 
     # the initial weights of other processes must not count; adapters start from the model as it is
     torch.manual_seed(0 if settings.get("lora_rank") else int(os.environ.get("RANK", 0)))
     model = randomize(VisionLanguageModel(VLMConfig(**TINY), 3))
     context = DistributedContext(model.device, **({"max_bucketed_bytes": bucket} if bucket else {}))
-    task = TrainingTask(get_batch, "{}", folder, validation=lambda i: get_batch(N_VALIDATION // rows + i))
+    task = TrainingTask(get_batch, TOKENIZER, folder, validation=lambda i: get_batch(N_VALIDATION // rows + i))
     with log_lines() as lines:
         try:
-            Trainer(model, task, TrainConfig(**DEFAULTS | settings), context).run()
+            trainer = Trainer(model, task, TrainConfig(**DEFAULTS | settings), context)
+            if kill_in_save is not None and context.rank == 1:
+                write_sharded = loop.write_sharded
+
+                def die_while_writing(files: Path, *args) -> None:
+                    if trainer.best.step == kill_in_save:
+                        (files / "part").touch()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    write_sharded(files, *args)
+
+                loop.write_sharded = die_while_writing
+            trainer.run()
         except TrainingInterrupted as error:
             lines.append(f"exit code {error.code}")
+        except TrainingError as error:
+            lines.append(f"error: {error}")
     return lines
 
 
-def main() -> int:
+def run_all(folder: Path, runs: list) -> int:
+    """Run one after another as one of several processes, in one process group; returns the exit code."""
     torch.set_num_threads(1)
-    folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
     if "WORLD_SIZE" in os.environ and len(runs) > 1:
         torch.distributed.init_process_group("gloo")  # one group for all runs
+    failed = False
     for name, options in runs:
         lines = run(folder / name, **options)
-        if torch.distributed.is_initialized():
+        failed |= any(line.startswith("error: ") for line in lines)
+        if torch.distributed.is_initialized() and not failed:
             torch.distributed.barrier()  # the main process may still be writing
         (folder / f"{name}.{os.environ.get('RANK', 0)}.log").open("a").write("\n".join(lines) + "\n")
-    return 0
+    return int(failed)
+
+
+def run_groups(folder: Path, groups: list) -> None:
+    """Run [number of processes, runs] of each group in processes that are forks of this one: only it imports torch."""
+    for world_size, runs in groups:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        children = []
+        for rank in range(world_size):
+            if child := os.fork():
+                children.append(child)
+                continue
+            os.environ |= {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ["RANK"] = str(rank)
+            run_and_exit(lambda runs=runs: run_all(folder, runs))
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        (folder / "exit_codes").open("a").write(f"{codes}\n")
+
+
+def main() -> None:
+    folder, groups = Path(sys.argv[1]), json.loads(sys.argv[2])
+    if "WORLD_SIZE" in os.environ:  # under torchrun
+        run_and_exit(lambda: run_all(folder, groups[0][1]))
+    import torch.distributed.checkpoint  # once for all
+    import torch.distributed.fsdp
+    import torch.distributed.nn  # noqa: F401
+
+    run_groups(folder, groups)
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    main()

@@ -1,0 +1,36 @@
+"""`nanovlm merge`: make an ordinary model of a checkpoint that a sharded training run wrote."""
+
+import argparse
+from pathlib import Path
+
+HELP = "Merge a checkpoint of a sharded training run (--fsdp) into a model that every verb reads."
+EXAMPLE = "nanovlm merge out/mine/checkpoints/step-500 --out out/step-500"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT", help="FOLDER/checkpoints/step-N of a run with --fsdp")
+    add("--out", required=True, metavar="FOLDER", help="folder for the model")
+    add(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights (default: float32)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from models.checkpoint import WEIGHTS
+    from nanovlm.errors import InputError, UsageError
+    from nanovlm.training.checkpointing import merge_checkpoint
+
+    out = Path(args.out)
+    if (out / WEIGHTS).exists():
+        raise UsageError(f"--out {out} holds a model already; name another folder")
+    try:
+        merge_checkpoint(Path(args.checkpoint), out, getattr(torch, args.dtype))
+    except InputError as error:
+        raise UsageError(str(error)) from error
+    return 0
