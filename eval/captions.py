@@ -2,39 +2,39 @@
 
     python -m eval.captions --scenes 1000
     python -m eval.captions --quantize int8
+    python -m eval.captions --drawer independent      # scenes in another geometry, other tones and other patterns
     python -m eval.captions --compare                 # float32, bfloat16, int8 and int4 on the same scenes
     python -m eval.captions --turns 6 --scenes 200    # questions in a conversation, beside the same questions alone
 
-By default there are three figures: captions that match word for word, the same on scenes with a color and shape that
-training never combined ("withheld"), and answers to questions. Images are PNG files of 96 to 512 pixels a side.
+By default there are five figures: captions that match word for word, the same on scenes with a color and shape that
+training never combined ("withheld"), answers to questions of every kind, and answers to two kinds of questions about
+where shapes are. Captions and the last two are also counted by the number of objects. Images are PNG files of 96 to 512
+pixels a side.
 
 --compare reports three figures per precision: the share of right captions, the share of float32's right captions that
 stay right ("kept"), and the root mean square difference of the first token's logits from float32's, relative to their
 standard deviation. It fails if int8 keeps less than 99%.
 """
 
-import io
 import math
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
 
 import torch
 
 from eval.lib.command import add_device_flags, make_parser, positive, report
 from eval.lib.hardware import environment
+from eval.lib.scene_splits import DRAWERS, SPLITS, Drawer, count_by_row, make_splits, png
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.cli.options import QUANTIZATIONS
 from nanovlm.errors import NanoVLMError
-from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
+from nanovlm.synthetic import caption, draw, questions, random_scene
 
-IMAGE_SIZES = (96, 512)  # pixels
 BATCH_SIZE = 64
 MAX_TURNS = 20  # every scene has at least as many questions
 MIN_KEPT = 0.99  # by int8, of the captions that float32 has right
@@ -46,66 +46,36 @@ PRECISIONS = {
     "float32, int4": ("float32", "int4"),
     "bfloat16, int4": ("bfloat16", "int4"),
 }
-SPLITS = {"captions": "captions", "withheld": "captions, withheld pairs", "questions": "answers to questions"}
 
 
-@dataclass(frozen=True)
-class Example:
-    """An image file, a prompt, and the right answer."""
-
-    image: bytes
-    prompt: str
-    truth: str
-
-
-def png(scene: Scene, rng: Random) -> bytes:
-    """The scene as a PNG file of random size, from 4:3 to 3:4."""
-    width = rng.randint(*IMAGE_SIZES)
-    height = min(IMAGE_SIZES[1], max(IMAGE_SIZES[0], round(width * rng.uniform(0.75, 1.33))))
-    file = io.BytesIO()
-    draw(scene, width, height).save(file, "png")
-    return file.getvalue()
-
-
-def make_splits(n_scenes: int, n_questions: int, seed: str) -> dict[str, list[Example]]:
-    """Captions of n_scenes scenes, captions of as many withheld ones, and questions about the former."""
-    rng = Random(f"eval {seed}")
-    scenes = [random_scene(rng) for _ in range(n_scenes)]
-    images = [png(scene, rng) for scene in scenes]
-    withheld = [random_scene(rng, withheld=True) for _ in range(n_scenes)]
-    return {
-        "captions": [Example(image, PROMPT, caption(scene)) for image, scene in zip(images, scenes)],
-        "withheld": [Example(png(scene, rng), PROMPT, caption(scene)) for scene in withheld],
-        "questions": [
-            Example(image, question, answer)
-            for image, scene in zip(images, scenes)
-            for question, answer in questions(scene, rng)[:n_questions]
-        ],
-    }
-
-
-def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str, batch_size: int = BATCH_SIZE) -> dict:
-    """Exact matches of each split, of questions by kind too, and every miss as (split, prompt, truth, answer)."""
+def measure(
+    captioner: Captioner,
+    n_scenes: int,
+    n_questions: int,
+    seed: str,
+    batch_size: int = BATCH_SIZE,
+    drawer: Drawer = draw,
+) -> dict:
+    """Exact matches of each split and of its rows, and every miss as (split, prompt, truth, answer)."""
     results: dict = {}
     misses = []
-    for split, examples in make_splits(n_scenes, n_questions, seed).items():
+    for split, examples in make_splits(n_scenes, n_questions, seed, drawer).items():
         started = time.perf_counter()
         images, prompts = [example.image for example in examples], [example.prompt for example in examples]
         answers = list(captioner.captions(images, prompts, batch_size=batch_size))
         right = [answer == example.truth for example, answer in zip(examples, answers)]
         seconds = round(time.perf_counter() - started, 1)
-        results[split] = {"right": sum(right), "of": len(right), "seconds": seconds}
+        rows = count_by_row([example.row for example in examples], right)
+        results[split] = {"right": sum(right), "of": len(right), "seconds": seconds, "rows": rows}
         for example, answer, is_right in zip(examples, answers, right):
             if not is_right:
                 misses.append((split, example.prompt, example.truth, answer))
-        if split == "questions":
-            kinds = [" ".join(prompt.split()[:2]) for prompt in prompts]
-            hits = Counter(kind for kind, is_right in zip(kinds, right) if is_right)
-            results["kinds"] = {kind: {"right": hits[kind], "of": n} for kind, n in Counter(kinds).most_common()}
     return results | {"missed": misses}
 
 
-def measure_turns(captioner: Captioner, n_scenes: int, n_turns: int, seed: str) -> dict[str, list[int]]:
+def measure_turns(
+    captioner: Captioner, n_scenes: int, n_turns: int, seed: str, drawer: Drawer = draw
+) -> dict[str, list[int]]:
     """Right answers by turn, in n_scenes conversations of n_turns questions, with the same questions asked alone.
 
     A conversation keeps the model's own earlier answers, right or wrong; one kind starts with a caption.
@@ -114,7 +84,7 @@ def measure_turns(captioner: Captioner, n_scenes: int, n_turns: int, seed: str) 
     right = {mode: [0] * n_turns for mode in ("alone", "one after another", "after a caption")}
     for _ in range(n_scenes):
         scene = random_scene(rng)
-        image = png(scene, rng)
+        image = png(scene, rng, drawer)
         prompts, truths = zip(*questions(scene, rng)[:n_turns])
         chat, captioned_chat = ChatSession(captioner, [image]), ChatSession(captioner, [image])
         "".join(captioned_chat.ask(PROMPT))
@@ -129,11 +99,13 @@ def measure_turns(captioner: Captioner, n_scenes: int, n_turns: int, seed: str) 
     return right
 
 
-def compare_precisions(n_scenes: int, seed: str, model: str | os.PathLike = EMBEDDED) -> dict[str, dict[str, float]]:
+def compare_precisions(
+    n_scenes: int, seed: str, model: str | os.PathLike = EMBEDDED, drawer: Drawer = draw
+) -> dict[str, dict[str, float]]:
     """Share of right captions, share of float32's right ones kept, and logit error, by precision, on the CPU."""
     rng = Random(f"quantised {seed}")
     scenes = [random_scene(rng) for _ in range(n_scenes)]
-    images, truths = [png(scene, rng) for scene in scenes], [caption(scene) for scene in scenes]
+    images, truths = [png(scene, rng, drawer) for scene in scenes], [caption(scene) for scene in scenes]
     results, reference_right, reference_logits = {}, [], torch.empty(0)
     for name, (dtype, quantize) in PRECISIONS.items():
         captioner = Captioner.from_pretrained(model, "cpu", dtype, quantize=quantize)
@@ -170,8 +142,11 @@ def share(name: str, counts: dict) -> str:
 
 
 def accuracy_table(results: dict, n_misses: int) -> str:
-    lines = ["exact matches, greedy", *(share(name, results[split]) for split, name in SPLITS.items())]
-    lines += ["  " + share(kind, counts) for kind, counts in results["kinds"].items()]
+    lines = ["exact matches, greedy"]
+    for split, name in SPLITS.items():
+        if results[split]["of"]:
+            lines.append(share(name, results[split]))
+            lines += ["  " + share(row, counts) for row, counts in results[split]["rows"].items()]
     for split, prompt, truth, answer in results["missed"][:n_misses]:
         lines.append(f"missed in {split}: {prompt!r}\n  truth  {truth}\n  answer {answer}")
     return "\n".join(lines)
@@ -199,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--scenes", type=positive, default=1000, metavar="N", help="fresh scenes, and withheld ones (default: 1000)")
     add("--questions", type=positive, default=3, metavar="N", help="questions per scene (default: 3)")
     add("--turns", type=positive, metavar="N", help="ask N questions about each scene in a conversation")
+    add("--drawer", choices=tuple(DRAWERS), default="training", help="what draws the scenes (default: training's own)")
     add("--quantize", choices=QUANTIZATIONS, help="quantize the language model's weights")
     add("--compare", action="store_true", help="compare float32, bfloat16, int8 and int4 on the CPU")
     add("--seed", default="1", help="which scenes (default: 1)")
@@ -207,9 +183,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.turns and args.turns > MAX_TURNS:
         parser.error(f"--turns {args.turns} is more than {MAX_TURNS}, for which every scene has questions")
+    drawer = DRAWERS[args.drawer]
     try:
         if args.compare:
-            results = compare_precisions(args.scenes, args.seed, args.model)
+            results = compare_precisions(args.scenes, args.seed, args.model, drawer)
             failures = comparison_failures(results)
             return report(results, comparison_table(results), environment(), args.json, failures)
         captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, quantize=args.quantize)
@@ -217,9 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     where = environment(captioner.inference.device, captioner.inference.dtype)
     if args.turns:
-        right = measure_turns(captioner, args.scenes, args.turns, args.seed)
+        right = measure_turns(captioner, args.scenes, args.turns, args.seed, drawer)
         return report({"of": args.scenes, "right": right}, turns_table(right, args.scenes), where, args.json)
-    results = measure(captioner, args.scenes, args.questions, args.seed)
+    results = measure(captioner, args.scenes, args.questions, args.seed, drawer=drawer)
     return report(results, accuracy_table(results, args.misses), where, args.json)
 
 

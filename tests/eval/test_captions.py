@@ -18,17 +18,19 @@ def captioner():
 def test_every_answer_that_is_not_right_is_listed(capsys):
     assert main(["--scenes", "8", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)
-    splits = [results[name] for name in ("captions", "withheld", "questions")]
-    assert [split["of"] for split in splits] == [8, 8, 24]
+    splits = [results[name] for name in captions.SPLITS]
+    assert [split["of"] for split in splits[:3]] == [8, 8, 24]
     assert len(results["missed"]) == sum(split["of"] - split["right"] for split in splits)
-    assert sum(kind["of"] for kind in results["kinds"].values()) == 24
+    for split in splits:
+        assert sum(row["of"] for row in split["rows"].values()) == split["of"]
+        assert sum(row["right"] for row in split["rows"].values()) == split["right"]
 
 
 def test_the_table_shows_shares_intervals_and_misses(monkeypatch, capsys):
-    def measure(captioner, *args):
+    def measure(captioner, *args, **options):
         misses = [("captions", "Describe it.", "A red ring.", "A blue ring.")] * 2
-        kinds = {"How many": {"right": 100, "of": 100}}
-        return {split: {"right": 98, "of": 100} for split in captions.SPLITS} | {"kinds": kinds, "missed": misses}
+        rows = {"How many": {"right": 100, "of": 100}}
+        return {split: {"right": 98, "of": 100, "rows": rows} for split in captions.SPLITS} | {"missed": misses}
 
     monkeypatch.setattr(captions, "measure", measure)
     assert main(["--misses", "1", "--dtype", "float32"]) == 0
@@ -36,6 +38,16 @@ def test_the_table_shows_shares_intervals_and_misses(monkeypatch, capsys):
     assert out.count("missed in captions") == 1 and "truth  A red ring.\n  answer A blue ring." in out
     assert "98.00%  (98 of 100, 95% interval 93.0 to 99.4)" in out and "answers to questions" in out
     assert "100.00%  (100 of 100, 95% interval 96.3 to 100.0)" in out and "torch.float32" in out
+
+
+def test_the_drawer_draws_every_scene(captioner, monkeypatch, capsys):
+    drawn = []
+    draw = captions.DRAWERS["independent"]
+    monkeypatch.setitem(captions.DRAWERS, "independent", lambda *args: drawn.append(args) or draw(*args))
+    assert main(["--drawer", "independent", "--scenes", "2"]) == 0
+    assert len(drawn) == 4 and "captions, withheld pairs" in capsys.readouterr().out
+    assert main(["--drawer", "independent", "--scenes", "2", "--turns", "1"]) == 0
+    assert len(drawn) == 6
 
 
 def test_questions_are_counted_by_turn(captioner, monkeypatch):

@@ -1,0 +1,101 @@
+"""Test examples about drawn scenes, and counts of the right answers, by kind of question and number of objects."""
+
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from PIL import Image
+
+from eval.lib import other_drawer
+from nanovlm import PROMPT
+from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
+
+Drawer = Callable[[Scene, int, int], Image.Image]
+Counts = dict[str, int]  # "right" and "of"
+
+DRAWERS: dict[str, Drawer] = {"training": draw, "independent": other_drawer.draw}
+IMAGE_SIZES = (96, 512)  # pixels
+N_COMPARED = 3  # relation questions of each kind about one scene
+OBJECT_ROWS = ("one object", "two objects", "three objects", "four objects")
+QUESTION_KINDS = {  # every other kind is named by its first two words
+    "Is X left of Y?": r"Is the .+ (left of|right of|above|below) the ",
+    "What is left of X?": r"What is (left of|right of|above|below) the ",
+    "What is at the top?": r"What is (at|in) the ",
+    "What is the background?": r"What is the background",
+}
+RELATIONS, NEIGHBORS = "Is X left of Y?", "What is left of X?"
+SPLITS = {
+    "captions": "captions",
+    "withheld": "captions, withheld pairs",
+    "questions": "answers to questions",
+    "relations": RELATIONS,
+    "neighbors": NEIGHBORS,
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    """An image file, a prompt, the right answer, and the row of the results that it counts in."""
+
+    image: bytes
+    prompt: str
+    truth: str
+    row: str
+
+
+def png(scene: Scene, rng: Random, drawer: Drawer = draw) -> bytes:
+    """The scene as a PNG file of random size, from 4:3 to 3:4."""
+    width = rng.randint(*IMAGE_SIZES)
+    height = min(IMAGE_SIZES[1], max(IMAGE_SIZES[0], round(width * rng.uniform(0.75, 1.33))))
+    file = io.BytesIO()
+    drawer(scene, width, height).save(file, "png")
+    return file.getvalue()
+
+
+def make_splits(n_scenes: int, n_questions: int, seed: str, drawer: Drawer = draw) -> dict[str, list[Example]]:
+    """Captions of n_scenes scenes, captions of as many withheld ones, and questions about the former.
+
+    "questions" has n_questions of all kinds about each scene, "relations" and "neighbors" up to N_COMPARED of their
+    kind about each scene of two objects or more.
+    """
+    rng = Random(f"eval {seed}")
+    scenes = [random_scene(rng) for _ in range(n_scenes)]
+    images = [png(scene, rng, drawer) for scene in scenes]
+    withheld = [random_scene(rng, withheld=True) for _ in range(n_scenes)]
+    splits = {
+        "captions": [Example(image, PROMPT, caption(scene), object_row(scene)) for image, scene in zip(images, scenes)],
+        "withheld": [Example(png(scene, rng, drawer), PROMPT, caption(scene), object_row(scene)) for scene in withheld],
+        "questions": [],
+        "relations": [],
+        "neighbors": [],
+    }
+    for image, scene in zip(images, scenes):
+        pairs = questions(scene, rng)
+        splits["questions"] += [Example(image, q, answer, question_kind(q)) for q, answer in pairs[:n_questions]]
+        for split, kind in (("relations", RELATIONS), ("neighbors", NEIGHBORS)):
+            compared = [(q, answer) for q, answer in pairs if question_kind(q) == kind][:N_COMPARED]
+            splits[split] += [Example(image, q, answer, object_row(scene)) for q, answer in compared]
+    return splits
+
+
+def object_row(scene: Scene) -> str:
+    """The name of the row for scenes of this many objects."""
+    return OBJECT_ROWS[len(scene.shapes) - 1]
+
+
+def question_kind(question: str) -> str:
+    """The name of a question's kind, such as "How many"."""
+    for kind, pattern in QUESTION_KINDS.items():
+        if re.match(pattern, question):
+            return kind
+    return " ".join(question.split()[:2])
+
+
+def count_by_row(rows: Sequence[str], right: Sequence[bool]) -> dict[str, Counts]:
+    """Right answers of each row, those of numbers of objects in order, any others by size."""
+    hits, totals = Counter(row for row, is_right in zip(rows, right) if is_right), Counter(rows)
+    ordered = sorted(totals, key=lambda row: OBJECT_ROWS.index(row) if row in OBJECT_ROWS else -totals[row])
+    return {row: {"right": hits[row], "of": totals[row]} for row in ordered}
