@@ -4,18 +4,26 @@
     python -m eval.latency --shape 230M --dtype float32 bfloat16 --compile --against plain transformers
     python -m eval.latency --model FOLDER --dtype float32 bfloat16 --against llama.cpp   # of SmolVLM's layout
     python -m eval.latency --shape 230M --quantize int4 --stages prefill decode
+    python -m eval.latency --shape SmolVLM-256M --quantize int8 --against openvino onnxruntime llama.cpp --threads 1
+    python -m eval.latency --shape 230M --dtype bfloat16 --against openvino --busy 2   # beside two busy processes
 
 Stages: encode (one preprocessed image), prefill (as many tokens as an image and a short prompt), decode (one token of
 every sequence), first-token (from the picture), questions (eight about one picture, by single calls and by one
-`Captioner.ask`) and cold-start (a whole process). "plain" is nanoVLM's computation, float32 and layer by layer;
-transformers runs the language model only. llama.cpp, for models of SmolVLM's layout, runs all of it, preprocessing
-included, from the files of `nanovlm export --gguf`; with --quantize also in q8_0 (int8) or q4_0 (int4), without AMX
-kernels. Both need the extra `peers`. All engines read the same weights, which are random for a published shape, and
-take turns in every round. Figures are medians.
+`Captioner.ask`) and cold-start (a whole process). Figures are milliseconds.
 
-"of limit" relates a stage to the least time in which this machine reads its weights once and does its floating-point
-operations, at the speed measured for one large tensor and one large matrix product. "same ids" counts decoded tokens
-equal to the first engine's. The command fails if two engines in float32 decode different tokens.
+Engines beside this project: "plain" is nanoVLM's computation, float32 and layer by layer; transformers runs the
+language model only. OpenVINO and ONNX Runtime run the files of `nanovlm export --onnx`, without the head's logits of
+earlier tokens; with --quantize int8 also with int8 weights and activations, by NNCF calibrated on drawn pictures and by
+dynamic quantization. llama.cpp, for models of SmolVLM's layout, runs the files of `nanovlm export --gguf`,
+preprocessing included; with --quantize also in q8_0 (int8) or q4_0 (int4), without AMX kernels. All need the extra
+`peers`. All engines read the same weights, which are random for a published shape, and take turns in every round.
+
+"of limit" relates a median to the least time in which this machine reads the stage's weights once and does its
+operations, at the speed measured for one large tensor and one large matrix product. "error" is the root mean square
+difference from the plain model's embeddings or logits, over their standard deviation; llama.cpp's embeddings have none,
+as it resizes every picture. "same ids" counts decoded tokens
+equal to the first engine's. The command fails if an engine in float32 has an error above 0.001 or decodes other tokens
+than another one.
 """
 
 import subprocess
@@ -25,35 +33,47 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from random import Random
 from statistics import median
 
 import torch
 
+from eval.lib.accuracy import inexact_engines, stage_errors
 from eval.lib.command import make_parser, positive, progress, report
-from eval.lib.engines import BASELINES, Engine, EngineOptions, NanoVLMEngine, make_engines
+from eval.lib.engines import (
+    BASELINES,
+    Engine,
+    EngineOptions,
+    ImageEngine,
+    NanoVLMEngine,
+    make_engines,
+    plain_engine,
+)
 from eval.lib.hardware import environment, matmul_flops, memory_bandwidth
 from eval.lib.llama_cpp_engine import LlamaCppEngine
 from eval.lib.random_model import write_random_model
 from eval.lib.roofline import stage_costs
 from eval.lib.shapes import SHAPES
-from eval.lib.timing import interleave, measure_seconds
+from eval.lib.timing import competing_processes, interleave, measure_seconds
 from models.checkpoint import load_config, snapshot_path
 from models.config import VLMConfig
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.cli.main import Parser
-from nanovlm.cli.options import QUANTIZATIONS
+from nanovlm.cli.options import QUANTIZATIONS, add_threads_flag
 from nanovlm.device import DTYPES
 from nanovlm.errors import NanoVLMError
 from nanovlm.synthetic import draw, random_scene
+from nanovlm.threads import set_threads
 
 GENERATE = Path(__file__).parent.parent / "generate.py"
 STAGES = ("encode", "prefill", "decode", "first-token", "questions", "cold-start")
 TEXT_TOKENS = 16  # of the prompt, after the image
 MAX_IMAGE_SIZE = 2048  # pixels; larger pictures are reduced
 ANSWER_TOKENS = 16
+COLUMNS = ("median", "min", "speedup", "of limit", "error", "slowdown", "same ids")
 QUESTIONS = [
     "How many objects are there?",
     "What is the background like?",
@@ -76,7 +96,9 @@ class Result:
     engine: str
     median_ms: float
     min_ms: float
-    limit_ms: float | None  # what the machine needs at least, where known
+    limit_ms: float | None = None  # what the machine needs at least, where known
+    error: float | None = None  # relative to the plain model
+    slowdown: float | None = None  # by competing processes
 
 
 @dataclass(frozen=True)
@@ -93,7 +115,8 @@ class Inputs:
         size = (batch_size, cfg.mp_image_token_length + TEXT_TOKENS)
         prompts = torch.randint(min(1000, cfg.lm_vocab_size), size, generator=generator)
         prompts += prompts == image_token_id  # no image is given with these
-        image = torch.rand(1, 3, cfg.vit_img_size, cfg.vit_img_size, generator=generator)
+        image = torch.randint(256, (1, 3, cfg.vit_img_size, cfg.vit_img_size), generator=generator) / 255
+        image = image if cfg.smolvlm is None else image * 2 - 1
         pictures = {side: draw(random_scene(Random("pictures")), side, side) for side in image_sizes}
         return cls(prompts.tolist(), image, pictures)
 
@@ -152,7 +175,8 @@ def stage_contestants(
         return {name: partial(measure_seconds, call) for name, call in calls.items()}
 
     if stage == "encode":
-        yield stage, timed({engine.name: partial(engine.encode_image, inputs.image) for engine in ours})
+        encoders = [engine for engine in engines if isinstance(engine, ImageEngine)]
+        yield stage, timed({engine.name: partial(engine.encode_image, inputs.image) for engine in encoders})
     elif stage == "prefill":
         yield stage, timed({engine.name: partial(engine.prefill, inputs.prompts) for engine in engines})
     elif stage == "decode":
@@ -194,6 +218,14 @@ def measure(
     return results
 
 
+def slowed(results: Sequence[Result], idle: Sequence[Result], n: int) -> list[Result]:
+    """Results beside n competing processes, with the slowdown of each median; limits no longer apply."""
+    return [
+        replace(busy, stage=f"{busy.stage}, {n} busy", limit_ms=None, slowdown=busy.median_ms / quiet.median_ms)
+        for busy, quiet in zip(results, idle, strict=True)
+    ]
+
+
 def count_same(ids: list[list[int]], reference: list[list[int]]) -> int:
     """How many decoded tokens two engines agree on."""
     return sum(a == b for step, expected in zip(ids, reference) for a, b in zip(step, expected))
@@ -209,21 +241,35 @@ def table(results: Sequence[Result], ids: dict[str, list[list[int]]]) -> str:
     """A block of lines per stage; speedups are relative to its first contestant."""
     lines: list[str] = []
     width = max(max(len(result.stage), len(result.engine) + 2) for result in results)
-    reference = None
-    for result in results:
-        if reference is None or result.stage != reference.stage:
-            reference = result
-            header = f"{result.stage:{width}}{'median':>14}{'min':>14}{'speedup':>9}"
-            header += f"{'of limit':>10}" if result.limit_ms is not None else ""
-            lines.append(header + (f"{'same ids':>12}" if result.stage == "decode" else ""))
-        line = f"{'  ' + result.engine:{width}}{result.median_ms:>11,.2f} ms{result.min_ms:>11,.2f} ms"
-        line += f"{reference.median_ms / result.median_ms:>8.2f}x"
-        line += f"{result.limit_ms / result.median_ms:>10.0%}" if result.limit_ms is not None else ""
-        if result.stage == "decode":
-            steps = ids[result.engine]
-            line += f"{f'{count_same(steps, ids[reference.engine])} of {sum(map(len, steps))}':>12}"
-        lines.append(line)
+    for stage, group in groupby(results, key=lambda result: result.stage):
+        block = list(group)
+        rows = [cells(result, block[0], ids) for result in block]
+        columns = {name: max(len(name), 10) + 2 for name in COLUMNS if any(name in row for row in rows)}
+        lines.append(f"{stage:{width}}" + "".join(f"{name:>{n}}" for name, n in columns.items()))
+        for result, row in zip(block, rows):
+            lines.append(
+                f"{'  ' + result.engine:{width}}" + "".join(f"{row.get(name, ''):>{n}}" for name, n in columns.items())
+            )
     return "\n".join(lines)
+
+
+def cells(result: Result, first: Result, ids: dict[str, list[list[int]]]) -> dict[str, str]:
+    """What a line says, by column."""
+    row = {
+        "median": f"{result.median_ms:,.2f} ms",
+        "min": f"{result.min_ms:,.2f} ms",
+        "speedup": f"{first.median_ms / result.median_ms:.2f}x",
+    }
+    if result.limit_ms is not None:
+        row["of limit"] = f"{result.limit_ms / result.median_ms:.0%}"
+    if result.error is not None:
+        row["error"] = f"{result.error:.1e}" if result.error < 1e-3 else f"{result.error:.3f}"
+    if result.slowdown is not None:
+        row["slowdown"] = f"{result.slowdown:.2f}x"
+    if result.stage == "decode":
+        steps = ids[result.engine]
+        row["same ids"] = f"{count_same(steps, ids[first.engine])} of {sum(map(len, steps))}"
+    return row
 
 
 def make_latency_parser() -> Parser:
@@ -244,26 +290,46 @@ def make_latency_parser() -> Parser:
     add("--batch-size", type=positive, default=1, metavar="N", help="sequences of prefill and decode (default: 1)")
     add("--tokens", type=positive, default=32, metavar="N", help="decode steps in a round (default: 32)")
     add("--rounds", type=positive, default=5, metavar="N", help="interleaved rounds (default: 5)")
+    add("--busy", type=positive, metavar="N", help="measure once more beside N processes that keep the cores busy")
+    add("--cache", type=Path, metavar="FOLDER", help="keep the files made for other engines here, and reuse them")
+    add_threads_flag(parser)
     return parser
+
+
+@contextmanager
+def engine_files(cache: Path | None) -> Iterator[Path]:
+    """The folder for the files of other engines: a temporary one without a cache."""
+    if cache is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            yield Path(temporary)
+    else:
+        cache.mkdir(parents=True, exist_ok=True)
+        yield cache
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_latency_parser()
     args = parser.parse_args(argv)
     options = EngineOptions(args.dtype, args.quantize, args.compile, args.against, args.batch_size)
-    with model_folder(args.shape) as folder, tempfile.TemporaryDirectory() as temporary:
+    with model_folder(args.shape) as folder, engine_files(args.cache) as files:
         try:
+            set_threads(args.threads)
             folder = folder if args.model is None else snapshot_path(args.model)
             progress("loading engines")
-            engines = make_engines(folder, Path(temporary), options)
+            plain = plain_engine(folder)
+            engines = make_engines(plain, folder, files, options)
         except NanoVLMError as error:
             parser.error(str(error))
-        model = next(engine.model for engine in engines if isinstance(engine, NanoVLMEngine))
-        inputs = Inputs.make(model.cfg, model.image_token_id, args.batch_size, args.image_size)
+        inputs = Inputs.make(plain.model.cfg, plain.model.image_token_id, args.batch_size, args.image_size)
+        errors = stage_errors(engines, plain, inputs.prompts, inputs.image, args.stages)
         ids = {}
         if "decode" in args.stages:
             ids = {engine.name: greedy_ids(engine, inputs.prompts, args.tokens) for engine in engines}
-        results = measure(args.stages, engines, inputs, args.tokens, args.rounds, folder)
+        time_stages = partial(measure, args.stages, engines, inputs, args.tokens, args.rounds, folder)
+        results = [replace(result, error=errors.get((result.stage, result.engine))) for result in time_stages()]
+        if args.busy:
+            with competing_processes(args.busy):
+                results += slowed(time_stages(), results, args.busy)
     dtypes = dict.fromkeys(engine.dtype for engine in engines)
     limits = {str(dtype): matmul_flops(dtype) for dtype in dtypes}
     speeds = ", ".join(f"{name} products {flops / 1e9:,.0f} GFLOP/s" for name, flops in limits.items())
@@ -271,7 +337,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     where += f"; medians of {args.rounds} rounds, batch size {args.batch_size}"
     data = {"shape": args.shape, "model": args.model, "results": [asdict(result) for result in results], "ids": ids}
     data |= {"bytes_per_s": memory_bandwidth(), "flops_per_s": limits}
-    return report(data, table(results, ids), where, args.json, failures(engines, ids) if ids else [])
+    failed = inexact_engines(engines, errors) + (failures(engines, ids) if ids else [])
+    return report(data, table(results, ids), where, args.json, failed)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Engines that run the same language model on the CPU: this project, transformers and llama.cpp."""
+"""Engines that run the same model on the CPU: this project, transformers, llama.cpp, ONNX Runtime and OpenVINO."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from eval.lib.llama_cpp_engine import LlamaCppEngine
+from eval.lib.onnxruntime_engine import OnnxRuntimeEngine
+from eval.lib.openvino_engine import OpenVINOEngine
 from models.decoding import GREEDY
 from models.language_model import LanguageModel
 from models.vision_language_model import PrefillState
@@ -17,7 +19,7 @@ from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.device import choose_dtype
 from nanovlm.errors import MissingExtraError
 
-BASELINES = ("plain", "transformers", "llama.cpp")
+BASELINES = ("plain", "transformers", "llama.cpp", "onnxruntime", "openvino")
 GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 QUANTIZED = {"int8": ("q8_0", 1), "int8-weights": ("q8_0", 1), "int4": ("q4_0", 0.625)}  # llama.cpp's type, our bytes
 
@@ -39,12 +41,21 @@ class Engine(Protocol):
     name: str
     dtype: torch.dtype  # of activations
     weight_bytes: float  # of one entry of a weight matrix
+    logits: Tensor  # (B, vocabulary) of the last step
 
     def prefill(self, ids: list[list[int]]) -> list[int]:
         """Start new sequences with these prompts; returns the next token of each."""
 
     def decode(self, ids: list[int]) -> list[int]:
         """Append one token to each sequence; returns the next token of each."""
+
+
+@runtime_checkable
+class ImageEngine(Engine, Protocol):
+    """An engine that encodes images, too."""
+
+    def encode_image(self, image: Tensor) -> Tensor:
+        """Embeddings (1, T, C) of one preprocessed image (1, 3, S, S)."""
 
 
 class NanoVLMEngine:
@@ -55,16 +66,17 @@ class NanoVLMEngine:
         self.model: Any = captioner.model if plain else captioner.inference
         self.dtype = self.model.dtype
         self.state: PrefillState | None = None
+        self.logits = torch.empty(0)
 
     @torch.inference_mode()
     def prefill(self, ids: list[list[int]]) -> list[int]:
-        logits, self.state = self.model.prefill(torch.tensor(ids))
-        return GREEDY(logits).tolist()
+        self.logits, self.state = self.model.prefill(torch.tensor(ids))
+        return GREEDY(self.logits).tolist()
 
     @torch.inference_mode()
     def decode(self, ids: list[int]) -> list[int]:
-        logits, self.state = self.model.decode(torch.tensor(ids), self.state)
-        return GREEDY(logits).tolist()
+        self.logits, self.state = self.model.decode(torch.tensor(ids), self.state)
+        return GREEDY(self.logits).tolist()
 
     @torch.inference_mode()
     def encode_image(self, image: Tensor) -> Tensor:
@@ -89,7 +101,7 @@ class TransformersEngine:
             raise MissingExtraError('transformers needs the extra peers: pip install "nanovlm[peers]"') from None
         self.name = f"transformers {str(dtype).removeprefix('torch.')}"
         self.weight_bytes: float = dtype.itemsize
-        self.dtype, self.new_cache = dtype, DynamicCache
+        self.dtype, self.new_cache, self.logits = dtype, DynamicCache, torch.empty(0)
         cfg = decoder.cfg
         config = LlamaConfig(
             vocab_size=cfg.lm_vocab_size,
@@ -117,7 +129,8 @@ class TransformersEngine:
     @torch.inference_mode()
     def _next(self, ids: list[list[int]]) -> list[int]:
         output = self.model(torch.tensor(ids), past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1].argmax(-1).tolist()
+        self.logits = output.logits[:, -1]
+        return self.logits.argmax(-1).tolist()
 
 
 def _transformers_name(name: str) -> str:
@@ -134,22 +147,16 @@ def _transformers_name(name: str) -> str:
     return "lm_head.weight" if name == "head.weight" else f"model.{renamed}"
 
 
-def make_engines(folder: Path, temporary: Path, options: EngineOptions) -> "list[Engine]":
-    """All engines on the model in folder, baselines first; GGUF files go to a temporary folder.
+def make_engines(plain: NanoVLMEngine, folder: Path, temporary: Path, options: EngineOptions) -> list[Engine]:
+    """All engines on the model in folder, baselines first, of which plain is one; other engines' files go to temporary.
 
     Raises MissingExtraError if a baseline's package is not installed, InputError for a model that llama.cpp cannot run.
     """
-    plain = Captioner.from_pretrained(folder, "cpu", "float32", compile=False)
-    decoder, cpu = plain.model.decoder, torch.device("cpu")
+    cpu = torch.device("cpu")
     dtypes = list(dict.fromkeys(choose_dtype(name, cpu) for name in options.dtypes))
     engines: list[Engine] = []
-    if "plain" in options.against:
-        engines.append(NanoVLMEngine("plain float32", plain, plain=True))
-    if "transformers" in options.against:
-        engines += [TransformersEngine(decoder, dtype) for dtype in dtypes]
-    if "llama.cpp" in options.against:
-        types = [GGUF_TYPES[dtype] for dtype in dtypes] + ([QUANTIZED[options.quantize][0]] if options.quantize else [])
-        engines += [LlamaCppEngine(plain, kind, temporary, options.batch_size) for kind in types]
+    for name in (name for name in BASELINES if name in options.against):
+        engines += _baseline(name, plain, dtypes, temporary, options)
     for dtype in dtypes:
         for quantize in dict.fromkeys((None, options.quantize)):
             for compile in (False, True) if options.compile else (False,):
@@ -160,3 +167,28 @@ def make_engines(folder: Path, temporary: Path, options: EngineOptions) -> "list
                     NanoVLMEngine(name, captioner, weight_bytes=QUANTIZED[quantize][1] if quantize else dtype.itemsize)
                 )
     return engines
+
+
+def plain_engine(folder: Path) -> NanoVLMEngine:
+    """The model in folder as nanoVLM computes it, in float32: the reference of all other engines."""
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32", compile=False)
+    return NanoVLMEngine("plain float32", captioner, plain=True)
+
+
+def _baseline(
+    name: str, plain: NanoVLMEngine, dtypes: Sequence[torch.dtype], temporary: Path, options: EngineOptions
+) -> Sequence[Engine]:
+    """A baseline in all dtypes that it has, and quantized if this project is."""
+    captioner, quantize = plain.captioner, options.quantize
+    if name == "plain":
+        return [plain]
+    if name == "transformers":
+        return [TransformersEngine(captioner.model.decoder, dtype) for dtype in dtypes]
+    if name == "llama.cpp":
+        types = [GGUF_TYPES[dtype] for dtype in dtypes] + ([QUANTIZED[quantize][0]] if quantize else [])
+        return [LlamaCppEngine(captioner, kind, temporary, options.batch_size) for kind in types]
+    if name == "onnxruntime":
+        precisions = ("float32", "int8") if quantize == "int8" else ("float32",)
+        return [OnnxRuntimeEngine(captioner, precision, temporary) for precision in precisions]
+    quantized = [OpenVINOEngine(captioner, dtypes[-1], temporary, int8=True)] if quantize == "int8" else []
+    return [OpenVINOEngine(captioner, dtype, temporary) for dtype in dtypes] + quantized

@@ -25,10 +25,11 @@ def memory_bandwidth(size: int = 2**29) -> float:
 
 @cache
 def matmul_flops(dtype: torch.dtype, n: int = 2048) -> float:
-    """Floating-point operations per second of an n x n matrix product (F.linear)."""
+    """Operations per second of an n x n matrix product: F.linear, or of int8 with sums in int32."""
     a, b = torch.ones(n, n, dtype=dtype), torch.ones(n, n, dtype=dtype)
+    product = torch._int_mm if dtype == torch.int8 else torch.nn.functional.linear
     with torch.inference_mode():
-        return 2 * n**3 / _fastest(lambda: torch.nn.functional.linear(a, b))
+        return 2 * n**3 / _fastest(lambda: product(a, b))
 
 
 def _fastest(function: Callable[[], object], rounds: int = 9) -> float:

@@ -7,8 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from PIL import Image
+from torch import Tensor
 
 from models.inference.cpu_kernels import cpu_has_amx
 from nanovlm import PROMPT
@@ -35,7 +38,8 @@ class LlamaCppEngine:
         self.lib, self.mtmd, self.name = llama_cpp, mtmd_cpp, f"llama.cpp {gguf_type}"
         self.weight_bytes = WEIGHT_BYTES[gguf_type]
         self.dtype = torch.float32 if gguf_type == "f32" else torch.bfloat16
-        self.vocab_size, self.length = captioner.model.cfg.lm_vocab_size, 0
+        self.cfg, self.length = captioner.model.cfg, 0
+        self.logits, self.image, self.tile = torch.empty(0), torch.empty(0), None
         _mute()
         text, mmproj = export_gguf(captioner, folder, "model", gguf_type)
         self.model = self._load_text_model(text, gguf_type)
@@ -67,10 +71,31 @@ class LlamaCppEngine:
 
     def prefill(self, ids: list[list[int]]) -> list[int]:
         self._clear()
-        return self._next(ids)
+        rows = self._append(ids)
+        self.logits = torch.stack(rows)
+        return self.logits.argmax(-1).tolist()
 
     def decode(self, ids: list[int]) -> list[int]:
-        return self._next([[token] for token in ids])
+        return [int(row.argmax()) for row in self._append([[token] for token in ids])]
+
+    def encode_image(self, image: Tensor) -> Tensor:
+        """Embeddings (1, T, C) of one image (1, 3, S, S), which is read as 8-bit pixels; preprocessed once."""
+        if image is not self.image:
+            self.image, self.tile = image, self._tile(image)
+        _check("mtmd_encode_chunk", self.mtmd.mtmd_encode_chunk(self.vision, self.tile))
+        shape = (1, self.mtmd.mtmd_input_chunk_get_n_tokens(self.tile), self.cfg.lm_hidden_dim)
+        return _tensor(self.mtmd.mtmd_get_output_embd(self.vision), shape).clone()
+
+    def _tile(self, image: Tensor) -> Any:
+        """The last of mtmd's tiles of an image in SmolVLM's scale: the whole image."""
+        pixels = ((image[0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
+        with self.tokenized([Image.fromarray(pixels)], PROMPT) as chunks:
+            every = [
+                self.mtmd.mtmd_input_chunks_get(chunks, i) for i in range(self.mtmd.mtmd_input_chunks_size(chunks))
+            ]
+            kind = self.mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE
+            tiles = [chunk for chunk in every if self.mtmd.mtmd_input_chunk_get_type(chunk) == kind]
+            return self.mtmd.mtmd_input_chunk_copy(tiles[-1])
 
     def first_token(self, picture: ImageInput, prompt: str = PROMPT) -> int:
         """Preprocess a picture, encode it and prefill a prompt, all in llama.cpp."""
@@ -82,7 +107,7 @@ class LlamaCppEngine:
             )
             _check("mtmd_helper_eval_chunks", code)
         self.length = end.value
-        return self._argmax(-1)
+        return int(self._logits(-1).argmax())
 
     @contextmanager
     def tokenized(self, pictures: Sequence[ImageInput], prompt: str) -> Iterator[Any]:
@@ -123,10 +148,13 @@ class LlamaCppEngine:
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
         self.length = 0
 
-    def _next(self, ids: list[list[int]]) -> list[int]:
-        """Append equally many tokens to each sequence, in batches; returns the next token of each."""
+    def _append(self, ids: list[list[int]]) -> list[Tensor]:
+        """Append equally many tokens to each sequence, in batches; returns the last logits (vocabulary,) of each.
+
+        Logits of a single batch are not copied: the next call overwrites them.
+        """
         tokens = [(row, i, token) for row, new in enumerate(ids) for i, token in enumerate(new)]
-        chosen = []
+        logits: list[Tensor] = []
         for start in range(0, len(tokens), BATCH_TOKENS):
             chunk, batch = tokens[start : start + BATCH_TOKENS], self.batch
             batch.n_tokens = len(chunk)
@@ -134,14 +162,18 @@ class LlamaCppEngine:
                 batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, self.length + offset, 1
                 batch.seq_id[i][0], batch.logits[i] = row, offset == len(ids[row]) - 1
             _check("llama_decode", self.lib.llama_decode(self.context, batch))
-            chosen += [self._argmax(i) for i in range(len(chunk)) if batch.logits[i]]
+            rows = [self._logits(i) for i in range(len(chunk)) if batch.logits[i]]
+            logits += rows if len(tokens) <= BATCH_TOKENS else [row.clone() for row in rows]
         self.length += len(ids[0])
-        return chosen
+        return logits
 
-    def _argmax(self, i: int) -> int:
-        pointer = self.lib.llama_get_logits_ith(self.context, i)
-        buffer = (ctypes.c_float * self.vocab_size).from_address(ctypes.addressof(pointer.contents))
-        return int(torch.frombuffer(buffer, dtype=torch.float32).argmax())
+    def _logits(self, i: int) -> Tensor:
+        return _tensor(self.lib.llama_get_logits_ith(self.context, i), (self.cfg.lm_vocab_size,))
+
+
+def _tensor(pointer: Any, shape: tuple[int, ...]) -> Tensor:
+    """llama.cpp's floats as a tensor that shares their memory."""
+    return torch.from_numpy(np.ctypeslib.as_array(pointer, shape))
 
 
 @cache

@@ -1,7 +1,10 @@
 """Interleaved timing: contestants take turns in every round, so that a busy machine slows all of them alike."""
 
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
@@ -59,3 +62,15 @@ def interleave(
             seconds[name].append(run())
             log(f"round {turn}/{rounds}: {name}, {seconds[name][-1]:.3f} s")
     return {name: Timing(values) for name, values in seconds.items()}
+
+
+@contextmanager
+def competing_processes(n: int) -> Iterator[list[subprocess.Popen]]:
+    """Keep n other processes busy on the cores that this process may use."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

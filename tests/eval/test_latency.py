@@ -6,7 +6,7 @@ import json
 import pytest
 
 from eval import latency
-from eval.latency import QUESTIONS, Result, cold_start, count_same, decode_seconds, failures, main, table
+from eval.latency import QUESTIONS, Result, cold_start, count_same, decode_seconds, failures, main, slowed, table
 from eval.lib import roofline
 from eval.lib.shapes import SHAPES
 from nanovlm import EMBEDDED
@@ -121,6 +121,32 @@ def test_the_table_shows_speedups_shares_and_ids():
     assert lines[3].split() == ["cold", "start", "median", "min", "speedup"]
 
 
+def test_slowdowns_are_relative_to_the_same_stage_and_engine():
+    idle = [Result("encode", "a", 4.0, 3.0, 1.0, 0.5), Result("encode", "b", 2.0, 1.0, 1.0, 0.5)]
+    busy = slowed([Result("encode", "a", 6.0, 5.0, 1.0), Result("encode", "b", 8.0, 5.0, 1.0)], idle, 3)
+    lines = table([*idle, *busy], {}).split("\n")
+    assert lines[0].split() == ["encode", "median", "min", "speedup", "of", "limit", "error"]
+    assert lines[1].split()[-2:] == ["25%", "0.500"]
+    assert lines[3].split() == ["encode,", "3", "busy", "median", "min", "speedup", "slowdown"]
+    assert lines[4].split()[-1] == "1.50x" and lines[5].split()[-1] == "4.00x"
+
+
+def test_busy_processes_slow_a_second_pass(capsys, tmp_path):
+    flags = ["--shape", "230M", "--stages", "encode", "prefill", "--busy", "1", "--threads", "1"]
+    assert main([*FAST, *flags, "--cache", str(tmp_path / "files"), "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [result["stage"] for result in results[::2]] == ["encode", "prefill", "encode, 1 busy", "prefill, 1 busy"]
+    assert all(result["error"] < 1e-4 and result["slowdown"] is None for result in results[:4])
+    assert all(result["slowdown"] > 0 and result["limit_ms"] is None for result in results[4:])
+    assert (tmp_path / "files").is_dir()
+
+
+def test_a_float32_engine_with_errors_fails_the_command(capsys, monkeypatch):
+    monkeypatch.setattr("eval.lib.accuracy.MAX_FLOAT32_ERROR", -1.0)
+    assert main([*FAST, "--shape", "230M", "--stages", "prefill"]) == 1
+    assert "plain float32: prefill is 0.0e+00 off the plain model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -131,6 +157,7 @@ def test_the_table_shows_speedups_shares_and_ids():
         (["--model", "no/where/near"], "no/where/near"),
         (["--stages", "encode", "speak"], "speak"),
         (["--image-size", "0"], "0 must be 1 or more"),
+        (["--threads", "many"], "--threads many is neither auto nor a number"),
     ],
 )
 def test_wrong_flags_are_one_line_and_exit_code_2(capsys, flags, message):

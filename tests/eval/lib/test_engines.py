@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from eval.latency import greedy_ids
-from eval.lib.engines import EngineOptions, NanoVLMEngine, make_engines
+from eval.lib.accuracy import relative_error
+from eval.lib.engines import EngineOptions, NanoVLMEngine, make_engines, plain_engine
 from eval.lib.llama_cpp_engine import LlamaCppEngine
 from eval.lib.random_model import write_random_model
 from nanovlm.captioner import Captioner
@@ -31,7 +32,8 @@ def smolvlm_folder(tmp_path_factory):
 
 
 def make(folder, tmp_path, **options):
-    return {engine.name: engine for engine in make_engines(folder, tmp_path, EngineOptions(**options))}
+    engines = make_engines(plain_engine(folder), folder, tmp_path, EngineOptions(**options))
+    return {engine.name: engine for engine in engines}
 
 
 def test_every_configuration_is_an_engine(folder, tmp_path):
@@ -70,7 +72,15 @@ def test_the_plain_engine_is_the_plain_model(folder, tmp_path):
     assert isinstance(plain, NanoVLMEngine) and plain.encode_image(image).shape == (1, 1, 64)
 
 
-@pytest.mark.parametrize(("module", "engine"), [("transformers", "transformers"), ("llama_cpp", "llama.cpp")])
+@pytest.mark.parametrize(
+    ("module", "engine"),
+    [
+        ("transformers", "transformers"),
+        ("llama_cpp", "llama.cpp"),
+        ("openvino", "openvino"),
+        ("onnxruntime", "onnxruntime"),
+    ],
+)
 def test_a_missing_package_names_its_extra(folder, tmp_path, monkeypatch, module, engine):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError, match=r"needs the extra peers: pip install \"nanovlm\[peers\]\""):
@@ -94,6 +104,16 @@ def test_llama_cpp_decodes_the_same_tokens_in_float32(smolvlm_folder, tmp_path, 
     assert len({step[0] for step in ids["plain float32"]}) > 1, "not one token again and again"
     assert ids["llama.cpp f32"] == ids["nanovlm float32"] == ids["plain float32"]
     assert greedy_ids(engines["llama.cpp f32"], prompts, 12) == ids["llama.cpp f32"], "a prefill starts anew"
+
+
+@needs_llama_cpp
+def test_llama_cpp_encodes_the_same_image(smolvlm_folder, tmp_path):
+    engines = make(smolvlm_folder, tmp_path, dtypes=["float32"], against=["plain", "llama.cpp"])
+    size = engines["plain float32"].model.cfg.vit_img_size
+    for colour in ([200, 10, 90], [0, 255, 30]):  # one colour: llama.cpp resizes every picture
+        image = (torch.tensor(colour) / 127.5 - 1).view(1, 3, 1, 1).expand(1, 3, size, size)
+        expected = engines["plain float32"].encode_image(image)
+        assert relative_error(engines["llama.cpp f32"].encode_image(image), expected) < 1e-3
 
 
 @needs_llama_cpp

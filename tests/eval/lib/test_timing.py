@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval.lib.timing import Timing, interleave, measure_seconds
+from eval.lib.timing import Timing, competing_processes, interleave, measure_seconds
 
 
 def test_contestants_take_turns_after_warming_up():
@@ -27,3 +27,10 @@ def test_medians_and_minima():
 def test_a_call_is_timed_once():
     calls = []
     assert measure_seconds(lambda: calls.append(1)) > 0 and calls == [1]
+
+
+def test_competing_processes_end_with_the_measurement():
+    with pytest.raises(KeyError), competing_processes(2) as processes:
+        assert len(processes) == 2 and all(process.poll() is None for process in processes)
+        raise KeyError
+    assert all(process.poll() is not None for process in processes)
