@@ -101,9 +101,11 @@ def rouge_l(answers: Sequence[str], references: Sequence[Sequence[str]]) -> list
     """
     try:
         from rouge_score.rouge_scorer import RougeScorer
+        from rouge_score.tokenizers import DefaultTokenizer
     except ImportError:
         raise MissingExtraError("rouge_l needs rouge-score: pip install 'nanovlm[metrics]'") from None
-    scorer = RougeScorer(["rougeL"])
+    # without a tokenizer it logs a line through absl, which gives the root logger a handler: every line appears twice
+    scorer = RougeScorer(["rougeL"], tokenizer=DefaultTokenizer(use_stemmer=False))
     return [float(scorer.score_multi(truths, answer)["rougeL"].fmeasure) for answer, truths in zip(answers, references)]
 
 

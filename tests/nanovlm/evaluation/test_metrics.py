@@ -1,6 +1,7 @@
 """Metrics of answers, against reference implementations and figures from their papers."""
 
 import random
+import subprocess
 import sys
 from functools import cache
 
@@ -8,6 +9,7 @@ import pytest
 
 from nanovlm.errors import InputError, MissingExtraError
 from nanovlm.evaluation.metrics import METRICS, edit_distance, load_metric, rouge_l
+from support import ROOT
 
 ANSWERS = ["a cat on a mat", "a dog runs", "Two red birds sit on a wire.", "", "the man's hat is blue blue blue"]
 REFERENCES = [
@@ -99,3 +101,11 @@ def test_a_metric_of_the_users_own(tmp_path, monkeypatch):
     for wrong in ("bleu", "my_metrics:nothing", "no_such_module_x:f"):
         with pytest.raises(InputError, match=wrong):
             load_metric(wrong)
+
+
+def test_rouge_l_leaves_the_root_logger_alone():
+    pytest.importorskip("rouge_score")
+    program = "import logging; from nanovlm.evaluation.metrics import rouge_l as metric; metric(['a'], [['a']])"
+    program += "; print(logging.root.handlers)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
