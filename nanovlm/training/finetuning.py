@@ -35,7 +35,7 @@ from nanovlm.training.best import LOSS
 from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, write_errors, write_model
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import Run, TrainingTask, run_training
-from nanovlm.training.memory import MemoryEstimate, estimate_memory, memory_errors
+from nanovlm.training.probe import RunEstimate, estimate_run, memory_errors
 
 REFERENCE_HIDDEN_DIM = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
 MAX_CAPTIONED_IMAGES = 8  # held-out images that are captioned at each evaluation
@@ -75,13 +75,13 @@ def fine_tune(options: FinetuneOptions, cfg: TrainConfig) -> VisionLanguageModel
     return _fine_tune(options, cfg, options.folder, run_training)
 
 
-def estimate_finetuning(options: FinetuneOptions, cfg: TrainConfig) -> MemoryEstimate:
+def estimate_finetuning(options: FinetuneOptions, cfg: TrainConfig) -> RunEstimate:
     """What `fine_tune` needs with these arguments; leaves nothing on disk."""
     training, held_out = open_data(options.data, options.read, options.validation)
     mixture = Mixture(training, cfg.seed)
     steps = cfg.max_steps if options.epochs is None else steps_of_epochs(options.epochs, mixture, cfg)
     logger.info(describe_data(mixture, held_out, replace(cfg, max_steps=steps)))
-    return estimate_memory(partial(_fine_tune, options, cfg))
+    return estimate_run(partial(_fine_tune, options, cfg))
 
 
 def _fine_tune(options: FinetuneOptions, cfg: TrainConfig, folder: Path, run: Run) -> Any:

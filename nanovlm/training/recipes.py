@@ -9,7 +9,7 @@ from nanovlm.device import choose_device
 from nanovlm.synthetic import recipe
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import Run, TrainingTask, run_training
-from nanovlm.training.memory import MemoryEstimate, estimate_memory, memory_errors
+from nanovlm.training.probe import RunEstimate, estimate_run, memory_errors
 
 
 def train_scenes(cfg: TrainConfig, folder: Path, device: str = "auto") -> VisionLanguageModel:
@@ -17,9 +17,9 @@ def train_scenes(cfg: TrainConfig, folder: Path, device: str = "auto") -> Vision
     return _train_scenes(cfg, device, folder, run_training)
 
 
-def estimate_scenes(cfg: TrainConfig, device: str = "auto") -> MemoryEstimate:
+def estimate_scenes(cfg: TrainConfig, device: str = "auto") -> RunEstimate:
     """What `train_scenes` needs with these arguments; leaves nothing on disk."""
-    return estimate_memory(partial(_train_scenes, cfg, device))
+    return estimate_run(partial(_train_scenes, cfg, device))
 
 
 def _train_scenes(cfg: TrainConfig, device: str, folder: Path, run: Run) -> Any:

@@ -1,4 +1,4 @@
-"""What test_memory.py runs in another process, to which functions of a test module cannot be sent."""
+"""What test_probe.py runs in another process, to which functions of a test module cannot be sent."""
 
 import os
 import signal

@@ -29,7 +29,7 @@ from nanovlm.training import finetuning
 from nanovlm.training.config import ADAPTERS, FINETUNING, SCENES
 from nanovlm.training.finetuning import open_data, prepare
 from nanovlm.training.loop import Trainer
-from nanovlm.training.memory import memory_errors
+from nanovlm.training.probe import memory_errors
 from support.cli import assert_usage_error
 
 QUICK = ["--max-steps", "3", "--batch-size", "4", "--num-workers", "0", "--device", "cpu", "--out", "out"]

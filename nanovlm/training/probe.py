@@ -1,4 +1,4 @@
-"""What training needs, measured by a probe: the first steps of the run, in a process and a folder of their own."""
+"""Memory and minutes of a training run, measured by its first steps in a process and a folder of their own."""
 
 import logging
 import math
@@ -32,7 +32,7 @@ SEARCHED_BATCHES, SEARCH_SECONDS = 64, 5.0  # the largest of these is among the 
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
+class RunEstimate:
     """What a training run needs on each process. Sizes in bytes, times in seconds."""
 
     parameters: int  # how many
@@ -121,7 +121,7 @@ class Probe(Trainer):
         yield
         self.seconds[name].append(time.perf_counter() - start)
 
-    def estimate(self) -> MemoryEstimate:
+    def estimate(self) -> RunEstimate:
         """What the whole run needs, after this probe has run."""
         cfg, seconds = self.planned, self.seconds
         steps = seconds["step"][UNTIMED_STEPS:] or seconds["step"][-1:]
@@ -132,7 +132,7 @@ class Probe(Trainer):
         tokens, answer_tokens = map(sum, zip(*self.batch_sizes))
         batches = len(self.batch_sizes) / cfg.gradient_accumulation_steps
         parameters = list(self.model.parameters())
-        return MemoryEstimate(
+        return RunEstimate(
             parameters=sum(p.numel() for p in parameters),
             trained=sum(p.numel() for p in parameters if p.requires_grad),
             tokens=round(tokens / batches),
@@ -154,14 +154,14 @@ def measured_peak(device: torch.device) -> int:
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory(device)
 
 
-def probe(model: VisionLanguageModel, task: TrainingTask, cfg: TrainConfig) -> MemoryEstimate:
+def probe(model: VisionLanguageModel, task: TrainingTask, cfg: TrainConfig) -> RunEstimate:
     """What training the model needs, measured by the first steps of it in this process."""
     trainer = Probe(model, task, cfg)
     trainer.run()
     return trainer.estimate()
 
 
-def estimate_memory(train: Callable[[Path, Run], MemoryEstimate]) -> MemoryEstimate:
+def estimate_run(train: Callable[[Path, Run], RunEstimate]) -> RunEstimate:
     """train(folder, probe), which calls probe(model, task, cfg), in a new process and a folder that is removed.
 
     `train` must be picklable. TrainingError if the run does not fit into memory.

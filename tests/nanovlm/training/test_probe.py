@@ -16,7 +16,7 @@ from nanovlm.errors import TrainingError
 from nanovlm.synthetic import caption, draw, random_scene
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import TrainingTask
-from nanovlm.training.memory import MARGIN, PROBED_STEPS, estimate_memory, memory_errors, probe
+from nanovlm.training.probe import MARGIN, PROBED_STEPS, estimate_run, memory_errors, probe
 from support import ROOT
 from support.training import be_killed, leave_a_file_and_fail
 
@@ -81,7 +81,7 @@ def test_an_estimate_is_one_line(probed, make_batch):
 
 def test_a_probe_that_the_kernel_kills_is_one_line_with_a_remedy():
     with pytest.raises(TrainingError, match="not enough memory: the probe .* was killed.*lower --batch-size") as caught:
-        estimate_memory(be_killed)
+        estimate_run(be_killed)
     assert "\n" not in str(caught.value)
     if sys.platform == "linux":
         assert re.search(r"and [\d,]+ MiB were free", str(caught.value))
@@ -89,7 +89,7 @@ def test_a_probe_that_the_kernel_kills_is_one_line_with_a_remedy():
 
 def test_an_error_of_the_probe_arrives_and_leaves_nothing_on_disk():
     with pytest.raises(ValueError) as caught:
-        estimate_memory(leave_a_file_and_fail)
+        estimate_run(leave_a_file_and_fail)
     assert Path(str(caught.value)).name == "out" and not Path(str(caught.value)).parent.exists()
 
 
