@@ -3,8 +3,9 @@
 import json
 import math
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +29,10 @@ ADAPTER_TENSORS = ("lora_A", "lora_B")
 class LoRALinear(nn.Linear):
     """An nn.Linear whose weight W (out, in) acts as W + alpha / rank * lora_B @ lora_A; parameter names stay."""
 
-    def __init__(self, linear: nn.Linear, rank: int, alpha: float):
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+    def __init__(self, linear: nn.Linear, rank: int, alpha: float, dtype: torch.dtype | None = None):
+        nn.Linear.__init__(self, linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
-        like: dict[str, Any] = {"device": linear.weight.device, "dtype": linear.weight.dtype}
+        like: dict[str, Any] = {"device": linear.weight.device, "dtype": dtype or linear.weight.dtype}
         self.lora_A = nn.Linear(self.in_features, rank, bias=False, **like)
         self.lora_B = nn.Linear(rank, self.out_features, bias=False, **like)
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))  # as in PEFT
@@ -39,19 +40,29 @@ class LoRALinear(nn.Linear):
         self.rank, self.alpha = rank, alpha
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
-        return y + self.lora_B(self.lora_A(x)) * (self.alpha / self.rank)
+        return self.base_product(x) + self.lora_B(self.lora_A(x)) * (self.alpha / self.rank)
+
+    def base_product(self, x: Tensor) -> Tensor:
+        """The output without the adapter."""
+        return F.linear(x, self.weight, self.bias)
+
+    def base_weight(self) -> Tensor:
+        """The weight (out, in) that the adapter is merged into."""
+        return self.weight
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """The single weight (out, in) with the same effect."""
-        return self.weight + self.lora_B.weight @ self.lora_A.weight * (self.alpha / self.rank)
+        """The single weight (out, in) with the same effect, where base_weight is."""
+        weight = self.base_weight()
+        return weight + (self.lora_B.weight @ self.lora_A.weight * (self.alpha / self.rank)).to(weight.device)
 
 
 def _replace(model: VisionLanguageModel, name: str, rank: int, alpha: float) -> None:
+    """Give a linear layer an adapter; a layer of another kind makes one itself, by `with_adapter(rank, alpha)`."""
     parent, _, attribute = name.rpartition(".")
-    linear = cast(nn.Linear, model.get_submodule(name))
-    setattr(model.get_submodule(parent), attribute, LoRALinear(linear, rank, alpha))
+    linear: Any = model.get_submodule(name)
+    make = linear.with_adapter if hasattr(linear, "with_adapter") else partial(LoRALinear, linear)
+    setattr(model.get_submodule(parent), attribute, make(rank, alpha))
 
 
 def adapters(model: VisionLanguageModel) -> dict[str, LoRALinear]:
@@ -87,7 +98,7 @@ def adapt(
         for name, module in model.named_modules()
         if name.split(".")[0] in parts and isinstance(module, nn.Linear) and name != "decoder.head"
     }
-    highest = max((min(module.weight.shape) for module in linears.values()), default=rank)
+    highest = max((min(module.in_features, module.out_features) for module in linears.values()), default=rank)
     if rank > highest:
         raise InputError(f"rank={rank} is more than {highest}, the highest of this model's weights; lower it")
     for name in linears:
@@ -98,9 +109,16 @@ def adapt(
 
 
 def merge(model: VisionLanguageModel) -> VisionLanguageModel:
-    """Return a model without adapters that computes the same; tensors without an adapter are shared, not copied."""
+    """Return a model without adapters that computes the same; tensors without an adapter are shared, not copied.
+
+    A frozen layer of another kind than nn.Linear gives its plain weight by `merged()`, as adapters do. The model is
+    where those weights are.
+    """
+    mergeable: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "merged")}
+    weights = {f"{name}.weight": module.merged() for name, module in mergeable.items()}
     state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
-    state |= {f"{name}.weight": module.merged() for name, module in adapters(model).items()}
+    device = next(iter(weights.values())).device if weights else model.device
+    state = {name: weights[name] if name in weights else tensor.to(device) for name, tensor in state.items()}
     with torch.device("meta"):
         merged = VisionLanguageModel(model.cfg, model.image_token_id)
     merged.load_state_dict(state, assign=True)

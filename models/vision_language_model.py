@@ -124,7 +124,7 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.MP.proj.weight.dtype
+        return self.decoder.token_embedding.weight.dtype  # a linear layer may be quantized
 
     def embed(self, input_ids: Tensor, images: Tensor | None = None) -> Tensor:
         """Embeddings (B, T, C) of ids (B, T); images (N, 3, S, S) replace image tokens in reading order."""

@@ -125,14 +125,19 @@ class Int4Linear(nn.Module):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight that the layer acts as, transposed: (in_features, out_features)."""
-        scale, zero_point = self.scale.to(dtype).permute(2, 0, 1).contiguous()[:, :, None]
-        codes = self.layout.unpack(self.weight).sub_(8).view(torch.int8)  # wraps to -8 to 7
-        weight = torch.addcmul(zero_point, codes.to(dtype).view(len(self.scale), GROUP_SIZE, -1), scale)
-        return weight.view(self.in_features, -1)[:, : self.out_features]
+        return dequantize_int4(self.weight, self.scale, self.layout, dtype)[:, : self.out_features]
 
     def kernel_fits(self, dtype: torch.dtype) -> bool:
         """Whether torch's kernel can multiply inputs of that dtype by this weight."""
         return dtype in DTYPES and self.weight.device.type == "cpu" and self.layout == kernel_layout()
+
+
+def dequantize_int4(packed: Tensor, scale: Tensor, layout: Int4Layout, dtype: torch.dtype) -> Tensor:
+    """The weight of packed bytes (out, in / 2) and scales and zero points (in / 32, out, 2), transposed: (in, out)."""
+    scale, zero_point = scale.to(dtype).permute(2, 0, 1).contiguous()[:, :, None]
+    codes = layout.unpack(packed).sub_(8).view(torch.int8)  # wraps to -8 to 7
+    groups = codes.to(dtype).view(-1, GROUP_SIZE, len(packed))
+    return torch.addcmul(zero_point, groups, scale).view(-1, len(packed))
 
 
 def pack_int4(linears: Sequence[Int4Linear]) -> None:

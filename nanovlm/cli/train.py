@@ -14,6 +14,7 @@ from nanovlm.cli.run_file import apply_run_file, run_file_text
 from nanovlm.errors import InputError, UsageError
 from nanovlm.training.config import (
     ADAPTERS,
+    BASE_FORMATS,
     FINETUNING,
     RENAMED_FIELDS,
     RENAMED_SCHEDULES,
@@ -29,7 +30,7 @@ EXAMPLE = "nanovlm train --data photos --out out/mine"
 DATA_FLAGS = (  # without effect on --recipe
     "model", "backbones", "format", "revision", "prompt",
     "images", "text_column", "prompt_column", "min_rating", "stream", "validation",
-    "on_error", "metric", "epochs", "push_to_hub", "check_data",
+    "on_error", "metric", "epochs", "push_to_hub", "check_data", "quantize",
 )  # fmt: skip
 
 
@@ -74,6 +75,12 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     add("--revision", help="branch, tag or commit of a Hub model")
     add("--push-to-hub", metavar="OWNER/NAME", help="upload every saved model to the Hub; a new repository is private")
     add("--epochs", type=float, metavar="N", help="show each example N times, instead of --max-steps")
+    add(
+        "--quantize",
+        choices=BASE_FORMATS,
+        help="LoRA: store the frozen weights in bfloat16, 8 bits (int8-weights) or 4 bits (int4), which takes less "
+        "memory; adapters are merged into the weights as they were before (default: float32)",
+    )
     add_read_flags(parser)
     add("--validation", type=float, metavar="N", help="hold out N examples, or below 1 a share of them (default: 0)")
     add(
@@ -206,6 +213,7 @@ def check_flags(args: argparse.Namespace, cfg: TrainConfig) -> None:
     without_effect: dict[str, Any] = {
         "lora_alpha": not cfg.lora_rank and "without --lora-rank",
         "lora_words": not cfg.lora_rank and "without --lora-rank",
+        "quantize": not cfg.lora_rank and "without --lora-rank",
         "lora_rank": args.recipe and "with --recipe, which trains from scratch",
         "augment": args.recipe and "with --recipe, which shows no image twice",
         "decay": cfg.schedule == "cosine" and "with --schedule cosine",
@@ -219,6 +227,8 @@ def check_flags(args: argparse.Namespace, cfg: TrainConfig) -> None:
         raise UsageError(f"--epochs {args.epochs:g} must be above 0")
     if args.epochs is not None and args.max_steps is not None:
         raise UsageError("--epochs and --max-steps exclude each other; give one")
+    if args.quantize and (cfg.fsdp or cfg.compile):
+        raise UsageError(f"--quantize and {'--fsdp' if cfg.fsdp else '--compile'} exclude each other; omit one")
     if args.backbones and (args.model or args.revision):
         raise UsageError("--backbones starts a new model; omit --model and --revision")
     if args.check_data and args.dry_run:
@@ -250,6 +260,7 @@ def options_from_args(args: argparse.Namespace) -> "FinetuneOptions":
         metrics=args.metric or (),
         epochs=args.epochs,
         push_to_hub=args.push_to_hub,
+        quantize=args.quantize,
         run_file=run_file_text(args, add_flags),
         scale_lr=args.lr is None,
     )

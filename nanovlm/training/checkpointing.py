@@ -278,7 +278,7 @@ def _restore_shards(checkpoint: Checkpoint, model: VisionLanguageModel) -> None:
 def _check_base(checkpoint: Checkpoint, ours: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
     """CheckpointError unless our weights are those that the checkpoint's adapters were trained on."""
     for name, tensor in ours.items():
-        if not torch.allclose(local(tensor), local(stored[name]), rtol=1e-3, atol=1e-5):
+        if not torch.allclose(local(tensor), local(stored[name]).to(tensor.device), rtol=1e-3, atol=1e-5):
             raise CheckpointError(
                 f"{checkpoint.path} holds adapters of a model with another {name}; "
                 "start from the same model as before, or train in another folder"

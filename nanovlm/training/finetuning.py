@@ -36,6 +36,7 @@ from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, write_er
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import Run, TrainingTask, run_training
 from nanovlm.training.probe import RunEstimate, estimate_run, memory_errors
+from nanovlm.training.quantized_base import quantize_base
 
 REFERENCE_HIDDEN_DIM = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
 MAX_CAPTIONED_IMAGES = 8  # held-out images that are captioned at each evaluation
@@ -64,6 +65,7 @@ class FinetuneOptions:
     epochs: float | None = None  # how often each example is shown, instead of cfg.max_steps
     push_to_hub: str | None = None  # a Hub id to which every saved model is uploaded; a new one is private
     run_file: str | None = None  # the text of folder/run.yaml, from which the command line repeats the run
+    quantize: str | None = None  # with cfg.lora_rank: one of BASE_FORMATS, in which the frozen weights are stored
     scale_lr: bool = False  # multiply cfg.lr by REFERENCE_HIDDEN_DIM / lm_hidden_dim
 
 
@@ -92,6 +94,10 @@ def _fine_tune(options: FinetuneOptions, cfg: TrainConfig, folder: Path, run: Ru
     if cfg.lora_rank and starts_anew(options) and os.environ.get("RANK", "0") == "0":
         with write_errors(folder):  # without its base model an adapter is of no use
             model.save_pretrained(folder / BASE, tokenizer=task.tokenizer)
+    if options.quantize is not None:
+        start = base_model(options)
+        quantize_base(model, options.quantize, snapshot_path(start.name, start.revision))
+    model.to(choose_device(options.device))
     if options.run_file is not None and os.environ.get("RANK", "0") == "0":
         with write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -249,24 +255,29 @@ def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig
 
 
 def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor, torch.dtype]:
-    """The model to start from, its processor, and the dtype to save it in."""
-    device = choose_device(options.device)
+    """The model to start from, on the CPU, its processor, and the dtype to save it in.
+
+    A model that will be quantized has the dtype of its files, which takes less memory than float32.
+    """
+    choose_device(options.device)  # raises for one that is not here, before anything is loaded
     if options.backbones:
         with torch.random.fork_rng():  # the projector and the rows of new tokens are the same at every start
             torch.manual_seed(0)
             captioner = Captioner.from_backbones(*options.backbones, format=options.format or "nanovlm")
-        return captioner.model.to(device), captioner.processor, torch.float32
+        return captioner.model, captioner.processor, torch.float32
     folder = snapshot_path(options.model, options.revision)
     cfg = load_config(folder)
     if options.format:
         check_format(cfg, options.format)
     tokenizer = Tokenizer.from_pretrained(folder, cfg)
-    model, processor = load_model(folder, cfg, tokenizer.image_token_id), Processor(cfg, tokenizer)
+    stored = checkpoint_dtype(folder)
+    dtype = stored if options.quantize and not options.format else torch.float32
+    model, processor = load_model(folder, cfg, tokenizer.image_token_id, dtype), Processor(cfg, tokenizer)
     if options.format == "smolvlm":
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model, processor = convert_layout(model, tokenizer)
-    return model.to(device), processor, checkpoint_dtype(folder)
+    return model, processor, stored
 
 
 # ------------------------------------------------------------------------------------------- captions at evaluations

@@ -19,12 +19,13 @@ def freeze(model: VisionLanguageModel, cfg: TrainConfig) -> None:
 
     A frozen part gets no gradients, and a frozen encoder keeps no activations.
     """
-    for part, rate in cfg.rates.items():
-        getattr(model, part).requires_grad_(rate > 0)
     if cfg.lora_rank:
         torch.manual_seed(cfg.seed)
         parts = [part for part, rate in cfg.rates.items() if rate]
         adapt(model, cfg.lora_rank, cfg.lora_alpha, parts, cfg.lora_words)
+        return
+    for part, rate in cfg.rates.items():
+        getattr(model, part).requires_grad_(rate > 0)
 
 
 def empty_copy(cfg: VLMConfig, image_token_id: int, settings: TrainConfig) -> VisionLanguageModel:

@@ -23,6 +23,7 @@ from nanovlm.training.config import TrainConfig
 from nanovlm.training.loader import Batch, load_batches
 from nanovlm.training.loop import Run, Trainer, TrainingTask, count_answer_tokens
 from nanovlm.training.metrics import StepMetrics
+from nanovlm.training.quantized_base import count_parameters
 
 PROBED_STEPS = 12
 PROBED_SAVES = 4  # memory grows with checkpoints, too
@@ -131,10 +132,9 @@ class Probe(Trainer):
         total += evaluations * max(seconds["evaluate"]) + math.ceil(saves) * max(seconds["save"])
         tokens, answer_tokens = map(sum, zip(*self.batch_sizes))
         batches = len(self.batch_sizes) / cfg.gradient_accumulation_steps
-        parameters = list(self.model.parameters())
         return RunEstimate(
-            parameters=sum(p.numel() for p in parameters),
-            trained=sum(p.numel() for p in parameters if p.requires_grad),
+            parameters=count_parameters(self.model),
+            trained=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             tokens=round(tokens / batches),
             answer_tokens=round(answer_tokens / batches),
             steps=cfg.max_steps,

@@ -26,7 +26,7 @@ from nanovlm.errors import TrainingError
 from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
 from nanovlm.synthetic import caption, draw, random_scene
 from nanovlm.training import finetuning
-from nanovlm.training.config import ADAPTERS, FINETUNING, SCENES
+from nanovlm.training.config import ADAPTERS, BASE_FORMATS, FINETUNING, SCENES
 from nanovlm.training.finetuning import open_data, prepare
 from nanovlm.training.loop import Trainer
 from nanovlm.training.probe import memory_errors
@@ -205,6 +205,22 @@ def test_adapters_learn_and_the_result_is_a_plain_model(train):
     assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
 
 
+@pytest.mark.parametrize("format", BASE_FORMATS)
+def test_adapters_beside_a_quantized_base_learn_and_the_result_is_a_plain_model(train, format):
+    scenes(6, LABEL)
+    flags = ["--max-steps", "30", "--batch-size", "2", "--lr", "1e-2", "--warmup-steps", "0", "--pack", "256"]
+    flags += ["--lora-rank", "8", "--vision-rate", "0", "--quantize", format]
+    code, estimate, _ = train("--data", "mine", *QUICK, *flags, "--dry-run")
+    parameters = sum(p.numel() for p in VisionLanguageModel.from_pretrained(EMBEDDED).parameters())
+    assert code == 0 and parameters < int(estimate.split()[0].replace(",", "")) < 1.1 * parameters
+    assert train("--data", "mine", *QUICK, *flags)[0] == 0
+    ours, theirs = load_file("out/model.safetensors"), load_file(EMBEDDED / "model.safetensors")
+    changed = {name for name in theirs if not torch.equal(ours[name], theirs[name])}
+    assert changed and all(name.endswith("weight") and not name.startswith("vision_encoder") for name in changed)
+    fresh = draw(random_scene(random.Random(99)), 120, 90)
+    assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
+
+
 def test_a_held_out_question_without_room_for_an_answer_stops_nothing(train):
     scenes(4, LABEL)
     code, _, err = train(
@@ -370,6 +386,9 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
         ("--data mine --out out --on-error x", ["--on-error"]),
         ("--data mine --out out --lora-alpha 8", ["--lora-alpha has no effect without --lora-rank"]),
         ("--data mine --out out --no-lora-words", ["--lora-words has no effect without --lora-rank"]),
+        ("--data mine --out out --quantize int4", ["--quantize has no effect without --lora-rank"]),
+        ("--data mine --out out --lora-rank 4 --quantize int4 --compile", ["--quantize and --compile exclude"]),
+        ("--recipe scenes --out out --quantize int4", ["--quantize belongs to --data"]),
         ("--data mine --out out --decay 0.5 --schedule cosine", ["--decay has no effect with --schedule cosine"]),
         ("--data mine --out out --validate-every 5", ["--validate-every has no effect without --validation"]),
         ("--data mine --out out --epochs 1 --max-steps 2", ["--epochs and --max-steps"]),

@@ -123,7 +123,8 @@ VARIANTS = {
     "bfloat16": ["--dtype", "bfloat16"],
     "adapters": ["--lora-rank", "8"],
     "checkpointing": ["--gradient-checkpointing"],
-    "validation": ["--validation", "6", "--metric", "exact_match"],
+    "validation": ["--validation", "2", "--metric", "exact_match", "--validate-every", "10"],
+    "int8 base": ["--lora-rank", "8", "--quantize", "int8-weights"],
 }
 # Peak memory at the end of training. While a process exits, torch's libraries page in 100 MiB more of their files.
 PROGRAM = """

@@ -1,0 +1,149 @@
+"""LoRA over a quantized base, as QLoRA (Dettmers et al. 2023): frozen weights in 16, 8 or 4 bits, adapters in float32.
+
+A weight is dequantized for each product, and again in the backward pass, which gives the gradient of the input alone.
+Adapters are merged into the weights of the base model's folder, in float32, and not into the quantized ones.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from models.checkpoint import weight_files
+from models.config import VLMConfig
+from models.errors import CheckpointError
+from models.inference.int4 import Int4Layout, dequantize_int4
+from models.inference.quantization import quantizer
+from models.lora import LoRALinear
+from models.smolvlm import to_smolvlm
+from models.vision_language_model import VisionLanguageModel
+
+HEAD = "decoder.head"  # has no adapter
+
+
+class QuantizedWeight(nn.Linear):
+    """What the layers below share: a weight in a smaller format, and where to read it in full precision.
+
+    `weight` is bfloat16, int8 with a `scale` for each row, or the bytes of int4 with a `layout`, too.
+    """
+
+    scale: Tensor | None
+    layout: Int4Layout | None
+    read_original: Callable[[], Tensor]
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The weight that the layer acts as, (out, in)."""
+        if self.scale is None:
+            return self.weight.to(dtype)
+        if self.layout is not None:
+            return dequantize_int4(self.weight, self.scale, self.layout, dtype)[:, : self.out_features].T
+        return self.weight.to(dtype) * self.scale[:, None].to(dtype)
+
+    def base_product(self, x: Tensor) -> Tensor:
+        """x (..., in) times the weight, plus the bias: (..., out)."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        y: Tensor = _Product.apply(x, self)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def base_weight(self) -> Tensor:
+        """The weight before it was quantized, (out, in) float32 on the CPU."""
+        return self.read_original()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantizedWeight) -> Tensor:
+        ctx.layer = layer  # and not its dequantized weight, which would stay in memory until the backward pass
+        return F.linear(x, layer.dequantize(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] @ ctx.layer.dequantize(gradients[0].dtype), None
+
+
+class QuantizedLinear(QuantizedWeight):
+    """A frozen linear layer, stored in one of BASE_FORMATS; `adapt` makes a QuantizedLoRALinear of it."""
+
+    def __init__(self, linear: nn.Linear, format: str, read_original: Callable[[], Tensor]):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        weight, scale, self.layout = _quantize(linear.weight.detach(), format)
+        self.weight, self.bias = nn.Parameter(weight, requires_grad=False), linear.bias
+        self.register_buffer("scale", scale, persistent=False)
+        self.read_original = read_original
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_product(x)
+
+    def merged(self) -> Tensor:
+        return self.base_weight()
+
+    def with_adapter(self, rank: int, alpha: float) -> "QuantizedLoRALinear":
+        return QuantizedLoRALinear(self, rank, alpha)
+
+
+class QuantizedLoRALinear(QuantizedWeight, LoRALinear):
+    """A LoRALinear beside a quantized weight."""
+
+    def __init__(self, linear: QuantizedLinear, rank: int, alpha: float):
+        LoRALinear.__init__(self, linear, rank, alpha, dtype=torch.float32)
+        self.register_buffer("scale", linear.scale, persistent=False)
+        self.layout, self.read_original = linear.layout, linear.read_original
+
+
+def quantize_base(model: VisionLanguageModel, format: str, folder: Path) -> VisionLanguageModel:
+    """Store every linear layer but the head in one of BASE_FORMATS, and all else in float32. In place.
+
+    Train LoRA adapters on it; folder is the model's own, from which they are merged.
+    """
+    read = partial(read_original, folder, model.cfg)
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear and name != HEAD]
+    quantized = set()
+    for name in sorted(names, key=lambda name: name.split(".")[::-1]):  # as they are mapped, see read_state_dict
+        parent, _, attribute = name.rpartition(".")
+        linear: Any = model.get_submodule(name)
+        layer = QuantizedLinear(linear, format, partial(read, f"{name}.weight"))
+        setattr(model.get_submodule(parent), attribute, layer)
+        quantized.add(id(layer.weight))
+    for p in model.parameters():
+        if id(p) not in quantized:
+            p.data = p.data.float()
+    return model
+
+
+def _quantize(weight: Tensor, format: str) -> tuple[Tensor, Tensor | None, Int4Layout | None]:
+    """The weight in one of BASE_FORMATS, its scale and its layout in int4."""
+    if format == "bfloat16":
+        return weight.bfloat16(), None, None
+    linear = nn.Linear(weight.size(1), weight.size(0), bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.float(), requires_grad=False)
+    stored: Any = quantizer(format)(nn.Sequential(linear)).get_submodule("0")
+    return stored.weight.detach(), stored.scale.detach(), getattr(stored, "layout", None)
+
+
+def read_original(folder: Path, cfg: VLMConfig, name: str) -> Tensor:
+    """One tensor of the model in folder, by its name in our models: float32, on the CPU."""
+    names = [name] if cfg.smolvlm is None else list(to_smolvlm({name: torch.empty(3, 1)}))
+    found: dict[str, Tensor] = {}
+    try:
+        for path in weight_files(folder):
+            with safe_open(path, framework="pt", device="cpu") as file:
+                found |= {stored: file.get_tensor(stored).float() for stored in set(names) & set(file.keys())}
+        return torch.cat([found[stored] for stored in names])
+    except (OSError, SafetensorError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder}: the base model, into which the adapters are merged, cannot be read: {error}; restore it and "
+            "run the same command again to resume"
+        ) from None
+
+
+def count_parameters(model: nn.Module) -> int:
+    """The number of parameters, those of quantized weights included."""
+    packed = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
+    added = sum(module.in_features * module.out_features - module.weight.numel() for module in packed)
+    return sum(p.numel() for p in model.parameters()) + added
