@@ -3,6 +3,8 @@
     python -m eval.captions --scenes 1000
     python -m eval.captions --quantize int8
     python -m eval.captions --drawer independent      # scenes in another geometry, other tones and other patterns
+    python -m eval.captions --wordings --scenes 300   # captions and numbers, asked for in other words
+    python -m eval.captions --words                   # what a picture of a printed word says (extra fonts)
     python -m eval.captions --compare                 # float32, bfloat16, int8 and int4 on the same scenes
     python -m eval.captions --turns 6 --scenes 200    # questions in a conversation, beside the same questions alone
 
@@ -28,6 +30,9 @@ import torch
 from eval.lib.command import add_device_flags, make_parser, positive, report
 from eval.lib.hardware import environment
 from eval.lib.scene_splits import DRAWERS, SPLITS, Drawer, count_by_row, make_splits, png
+from eval.lib.wordings import measure_wordings
+from eval.lib.words import SPLITS as WORD_SPLITS
+from eval.lib.words import measure_words
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
@@ -131,14 +136,14 @@ def comparison_failures(results: dict[str, dict[str, float]]) -> list[str]:
     return [f"{name} keeps less than {MIN_KEPT:.0%} of float32's right captions" for name in lossy]
 
 
-def share(name: str, counts: dict) -> str:
+def share(name: str, counts: dict, width: int = 28) -> str:
     """A line with a share and its 95% Wilson interval, which stays valid near 100%."""
     right, n, z = counts["right"], counts["of"], 1.96
     p = right / n
     center = (p + z * z / (2 * n)) / (1 + z * z / n)
     radius = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     interval = f"{100 * (center - radius):.1f} to {100 * (center + radius):.1f}"
-    return f"{name:28} {100 * p:6.2f}%  ({right} of {n}, 95% interval {interval})"
+    return f"{name:{width}} {100 * p:6.2f}%  ({right} of {n}, 95% interval {interval})"
 
 
 def accuracy_table(results: dict, n_misses: int) -> str:
@@ -160,6 +165,28 @@ def turns_table(right: dict[str, list[int]], n_scenes: int) -> str:
     return "\n".join(lines)
 
 
+def wordings_table(results: dict[str, dict]) -> str:
+    """The wordings that training uses, then the others."""
+    lines = []
+    for title, is_trained in (("trained wordings", True), ("held-out wordings", False)):
+        lines.append(title)
+        lines += ["  " + share(name, row, 38) for name, row in results.items() if row["trained"] == is_trained]
+    return "\n".join(lines)
+
+
+def words_table(results: dict, n_misses: int) -> str:
+    lines = []
+    for split in WORD_SPLITS:
+        lines.append(share(split, results[split]))
+        for rows in results[split]["rows"].values():
+            lines += ["  " + share(row, counts) for row, counts in rows.items()]
+    lines += [
+        f"missed in {split}: {font}\n  truth  {truth}\n  answer {answer}"
+        for split, font, truth, answer in results["missed"][:n_misses]
+    ]
+    return "\n".join(lines)
+
+
 def comparison_table(results: dict[str, dict[str, float]]) -> str:
     lines = [f"{'':16}{'right':>8}{'kept':>8}{'logits':>9}"]
     for name, shares in results.items():
@@ -174,6 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--scenes", type=positive, default=1000, metavar="N", help="fresh scenes, and withheld ones (default: 1000)")
     add("--questions", type=positive, default=3, metavar="N", help="questions per scene (default: 3)")
     add("--turns", type=positive, metavar="N", help="ask N questions about each scene in a conversation")
+    add("--wordings", action="store_true", help="ask for captions and numbers of objects in other words, too")
+    add("--words", action="store_true", help="read printed text: --scenes pictures in trained fonts and in unseen ones")
     add("--drawer", choices=tuple(DRAWERS), default="training", help="what draws the scenes (default: training's own)")
     add("--quantize", choices=QUANTIZATIONS, help="quantize the language model's weights")
     add("--compare", action="store_true", help="compare float32, bfloat16, int8 and int4 on the CPU")
@@ -190,9 +219,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             failures = comparison_failures(results)
             return report(results, comparison_table(results), environment(), args.json, failures)
         captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, quantize=args.quantize)
+        where = environment(captioner.inference.device, captioner.inference.dtype)
+        if args.words:
+            words = measure_words(captioner, args.scenes, args.seed, BATCH_SIZE)
+            return report(words, words_table(words, args.misses), where, args.json)
     except NanoVLMError as error:
         parser.error(str(error))
-    where = environment(captioner.inference.device, captioner.inference.dtype)
+    if args.wordings:
+        wordings = measure_wordings(captioner, args.scenes, args.seed, BATCH_SIZE, drawer)
+        return report(wordings, wordings_table(wordings), where, args.json)
     if args.turns:
         right = measure_turns(captioner, args.scenes, args.turns, args.seed, drawer)
         return report({"of": args.scenes, "right": right}, turns_table(right, args.scenes), where, args.json)

@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from eval.captions import BATCH_SIZE, png
+from eval.captions import BATCH_SIZE
 from eval.lib.command import make_parser, one_of, positive, progress, report
 from eval.lib.hardware import environment
 from eval.lib.postcards import draw, random_postcard, write_folder
+from eval.lib.scene_splits import png
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.cli.main import run_verb
