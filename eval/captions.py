@@ -142,7 +142,7 @@ def share(name: str, counts: dict, width: int = 28) -> str:
     p = right / n
     center = (p + z * z / (2 * n)) / (1 + z * z / n)
     radius = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    interval = f"{100 * (center - radius):.1f} to {100 * (center + radius):.1f}"
+    interval = f"{100 * max(0, center - radius):.1f} to {100 * (center + radius):.1f}"
     return f"{name:{width}} {100 * p:6.2f}%  ({right} of {n}, 95% interval {interval})"
 
 

@@ -19,7 +19,8 @@ from nanovlm.synthetic.words import TRAINED_FONTS, UNSEEN_FONTS, Font, find_font
 
 PROMPT = "What does it say?"
 Families = dict[str | None, tuple[str | None, ...]] | dict[str, tuple[str, ...]]  # packages and names of their fonts
-SPLITS: dict[str, Families] = {"trained fonts": TRAINED_FONTS, "unseen fonts": UNSEEN_FONTS}
+UNSEEN: dict[str, tuple[str, ...]] = {**UNSEEN_FONTS}
+SPLITS: dict[str, Families] = {"trained fonts": TRAINED_FONTS, "unseen fonts": UNSEEN}
 IMAGE_SIZES = (96, 256)  # pixels
 ROWS = ("kind", "length", "ink", "font")  # what the results are told by
 MAX_LENGTH = 6  # characters
