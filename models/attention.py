@@ -23,6 +23,8 @@ def attention(
     B, H, T, D = q.shape
     half = q.dtype == torch.bfloat16 and q.device.type == "cpu" and not needs_grad_or_graph()
     half = half and not sdpa_is_fast_in_bfloat16()
+    if T == 1 and k.size(1) < H and _sdpa_shares_keys(q):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, enable_gqa=True)
     if T == 1:  # heads of a group take the place of time, so each key is read once per group
         q = q.view(B, k.size(1), -1, D)
         if B > 1 and half and k.size(2) < MAX_FLOAT32_KEYS:  # SDPA takes twice as long on AMD's CPUs
@@ -43,6 +45,12 @@ def sdpa_is_fast_in_bfloat16() -> bool:
     """Whether SDPA multiplies in tiles (AMX) on this CPU: it then takes half the time of `_chunked`, at any length."""
     capabilities: dict = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.6
     return bool(capabilities.get("amx_bf16"))
+
+
+def _sdpa_shares_keys(q: Tensor) -> bool:
+    """Whether SDPA with grouped queries is fastest for one token: of several, it packs the keys for tiles (AMX)."""
+    few = q.dtype == torch.bfloat16 and q.device.type == "cpu" and not needs_grad_or_graph()
+    return few and sdpa_is_fast_in_bfloat16()
 
 
 def needs_grad_or_graph() -> bool:

@@ -12,7 +12,9 @@ def relative_error(got, wanted):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("queries", "keys", "groups"), [(40, 40, 4), (40, 40, 2), (33, 33, 1), (8, 8, 2), (5, 40, 2)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "groups"), [(40, 40, 4), (40, 40, 2), (33, 33, 1), (8, 8, 2), (5, 40, 2), (1, 40, 2)]
+)
 @pytest.mark.parametrize("fast_sdpa", [False, True], ids=["chunked", "sdpa"])
 def test_attention_in_bfloat16_matches_float32(monkeypatch, fast_sdpa, causal, masked, queries, keys, groups):
     if causal and (masked or queries != keys):
