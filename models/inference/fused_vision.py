@@ -1,4 +1,4 @@
-"""The vision encoder on CPUs: in bfloat16 with fewer, larger operations, and few patches at a time.
+"""The vision encoder and the projector on CPUs: fewer, larger operations, and few patches at a time.
 
 oneDNN adds bias and residual, or applies GELU, while it writes a product; torch alone writes it, reads it again and
 writes it again. `python -m eval.latency` measures the effect.
@@ -7,6 +7,7 @@ writes it again. `python -m eval.latency` measures the effect.
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import attention
@@ -16,15 +17,18 @@ from models.inference.cpu_kernels import (
     onednn_linear,
     onednn_linear_add,
     onednn_linear_gelu,
+    onednn_pays_off,
 )
-from models.vision_transformer import Block, VisionTransformer
+from models.modality_projector import ModalityProjector, pixel_shuffle
+from models.vision_transformer import Block, PatchEmbedding, VisionTransformer
 
+DTYPES = (torch.float32, torch.bfloat16)
 MIN_FUSED_PATCHES = 16  # fewer gain nothing
 MAX_CHUNK_PATCHES = 1024  # of one pass through the encoder; tensors of more patches leave the processor's cache
 
 
 class FusedBlock(nn.Module):
-    """A block of the encoder in bfloat16 whose products add bias and residual, or apply GELU, while they write.
+    """A block of the encoder whose products add bias and residual, or apply GELU, while they write.
 
     It shares the block's modules.
     """
@@ -40,20 +44,63 @@ class FusedBlock(nn.Module):
             return block(x)
         N, T, C = x.shape
         qkv, out, fc1, fc2 = linears(block)
-        q, k, v = (
-            onednn_linear(block.ln1(x), qkv.weight, qkv.bias)
-            .view(N, T, 3, block.attn.n_heads, -1)
-            .permute(2, 0, 3, 1, 4)
-        )
-        y = attention(q, k, v).transpose(1, 2).reshape(N, T, C)
-        x = onednn_linear_add(y, out.weight, out.bias, x)
-        hidden = onednn_linear_gelu(block.ln2(x), fc1.weight, fc1.bias)
-        return onednn_linear_add(hidden, fc2.weight, fc2.bias, x)
+        heads = _linear(block.ln1(x), qkv).view(N, T, 3, block.attn.n_heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = heads.contiguous() if x.dtype == torch.float32 else heads  # rows far apart slow attention down
+        x = _linear_add(attention(q, k, v).transpose(1, 2).reshape(N, T, C), out, x)
+        return _linear_add(onednn_linear_gelu(block.ln2(x), fc1.weight, fc1.bias), fc2, x)
 
 
 def linears(block: Block) -> tuple[nn.Linear, ...]:
     """The four products of a block, in their order."""
     return block.attn.qkv_proj, block.attn.out_proj, block.mlp.fc1, block.mlp.fc2
+
+
+def _by_onednn(linear: nn.Linear) -> bool:
+    """Whether oneDNN multiplies at least as fast as torch's own choice, which in float32 is MKL except on AMD."""
+    return linear.weight.dtype == torch.bfloat16 or isinstance(linear, OneDNNLinear)
+
+
+def _linear(x: Tensor, linear: nn.Linear) -> Tensor:
+    return onednn_linear(x, linear.weight, linear.bias) if _by_onednn(linear) else linear(x)
+
+
+def _linear_add(x: Tensor, linear: nn.Linear, residual: Tensor) -> Tensor:
+    """residual + linear(x), of the residual's shape, in one pass over the result."""
+    if _by_onednn(linear):
+        return onednn_linear_add(x, linear.weight, linear.bias, residual)
+    result = (residual + linear.bias).flatten(0, -2)
+    return result.addmm_(x.flatten(0, -2), linear.weight.t()).view_as(residual)
+
+
+class FusedPatchEmbedding(nn.Module):
+    """The patch embedding as one product, without a convolution's change of layout; it shares the parameters."""
+
+    def __init__(self, embedding: PatchEmbedding):
+        super().__init__()
+        self.conv, self.position_embedding = embedding.conv, embedding.position_embedding
+        self.position_ids = embedding.position_ids
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (N, 3, S, S) to patches (N, P, C), row by row."""
+        weight, (N, channels, height, width), side = self.conv.weight, images.shape, self.conv.kernel_size[0]
+        pixels = images.reshape(N, channels, height // side, side, width // side, side).permute(0, 2, 4, 1, 3, 5)
+        multiply = onednn_linear if weight.dtype == torch.bfloat16 or onednn_pays_off() else F.linear
+        patches = multiply(pixels.reshape(N, -1, weight[0].numel()), weight.flatten(1), self.conv.bias)
+        positions = self.position_embedding
+        return patches.add_(positions if self.position_ids is None else positions[:, self.position_ids])
+
+
+class FusedProjector(nn.Module):
+    """The projector with its weight as the product's left factor, as in `models.inference.fused_prefill`."""
+
+    def __init__(self, projector: ModalityProjector):
+        super().__init__()
+        self.factor, self.proj = projector.factor, projector.proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The arguments and results of `ModalityProjector.forward`."""
+        x = pixel_shuffle(x, self.factor)
+        return onednn_linear(self.proj.weight, x.flatten(0, 1), None).t().contiguous().view(*x.shape[:-1], -1)
 
 
 class ChunkedVisionTransformer(nn.Module):
@@ -66,14 +113,22 @@ class ChunkedVisionTransformer(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         n_patches = self.encoder.patch_embedding.position_embedding.size(1)
         chunks = images.split(max(1, MAX_CHUNK_PATCHES // n_patches))
-        return torch.cat([self.encoder(chunk) for chunk in chunks])
+        return torch.cat([self.encoder(chunk) for chunk in chunks]) if len(chunks) > 1 else self.encoder(images)
 
 
 def fuse_vision(encoder: VisionTransformer) -> ChunkedVisionTransformer:
-    """The encoder with fused blocks, which replace its own, in chunks; for CPUs and for inference only."""
+    """The encoder with fused modules, which replace its own, in chunks; for CPUs and for inference only."""
+    if type(encoder.patch_embedding) is PatchEmbedding and type(encoder.patch_embedding.conv) is nn.Conv2d:
+        encoder.patch_embedding = cast(PatchEmbedding, FusedPatchEmbedding(encoder.patch_embedding))
     blocks = cast(nn.ModuleList, encoder.blocks)
     for i, block in enumerate(encoder.blocks):
         plain = type(block) is Block and all(type(linear) in (nn.Linear, OneDNNLinear) for linear in linears(block))
-        if plain and block.mlp.fc1.weight.dtype == torch.bfloat16 and has_onednn_linear():
+        if plain and block.mlp.fc1.weight.dtype in DTYPES and has_onednn_linear():
             blocks[i] = FusedBlock(block)
     return ChunkedVisionTransformer(encoder)
+
+
+def fuse_projector(projector: ModalityProjector) -> nn.Module:
+    """The projector in fewer passes over its weight; for CPUs and for inference only."""
+    plain = type(projector) is ModalityProjector and type(projector.proj) in (nn.Linear, OneDNNLinear)
+    return FusedProjector(projector) if plain and projector.proj.weight.dtype in DTYPES else projector

@@ -16,10 +16,11 @@ from models.inference.aot_compile import compile_block, load_compiled_decode
 from models.inference.cpu_kernels import onednn_pays_off, replace_linears
 from models.inference.decode_step import DecodeStep
 from models.inference.fused_decode_step import DecodeFunction, FusedDecodeStep
-from models.inference.fused_vision import fuse_vision
+from models.inference.fused_vision import fuse_projector, fuse_vision
 from models.inference.live_weights import Fingerprint, share_modules
 from models.inference.quantization import pack_quantized, quantizer
 from models.language_model import LanguageModel
+from models.modality_projector import ModalityProjector
 from models.vision_language_model import PrefillState, VisionLanguageModel
 from models.vision_transformer import VisionTransformer
 
@@ -232,6 +233,7 @@ def _build(model: VisionLanguageModel, quantize: str | None, compile: bool | Non
         if onednn_pays_off():
             replace_linears(network)
         network.vision_encoder = cast(VisionTransformer, fuse_vision(network.vision_encoder))
+        network.MP = cast(ModalityProjector, fuse_projector(network.MP))
     return _with_step(network, compile, fingerprints)
 
 

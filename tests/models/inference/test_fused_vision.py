@@ -2,10 +2,17 @@
 
 import pytest
 import torch
+from torch import nn
 
 from models.inference import fused_vision
-from models.inference.cpu_kernels import has_onednn_linear
-from models.inference.fused_vision import FusedBlock, fuse_vision
+from models.inference.cpu_kernels import OneDNNLinear, has_onednn_linear
+from models.inference.fused_vision import (
+    FusedBlock,
+    FusedPatchEmbedding,
+    FusedProjector,
+    fuse_projector,
+    fuse_vision,
+)
 from models.inference.inference_model import InferenceModel
 from models.inference.live_weights import share_modules
 from models.vision_transformer import Block
@@ -18,20 +25,55 @@ def relative_error(got, wanted):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("private_kernels", [True, False])
-def test_fused_encoder_is_as_close_to_float32_as_the_plain_one(tiny_model, monkeypatch, private_kernels):
+def test_fused_encoder_is_as_close_to_float32_as_the_plain_one(tiny_model, monkeypatch, private_kernels, dtype):
     if not private_kernels:
         monkeypatch.setenv("NANOVLM_NO_PRIVATE_KERNELS", "1")
     elif not has_onednn_linear():
         pytest.skip("this torch has no oneDNN linear")
     images = torch.rand(2, 3, 32, 32)
     wanted = tiny_model(**LARGER).vision_encoder(images)
-    plain = tiny_model(**LARGER).bfloat16().vision_encoder
+    plain = tiny_model(**LARGER).to(dtype).vision_encoder
     fused = fuse_vision(share_modules(plain))
     assert all((type(block) is FusedBlock) == private_kernels for block in fused.encoder.blocks)
     assert all(type(block) is Block for block in plain.blocks), "the model itself is unchanged"
-    error, plain_error = (relative_error(encoder(images.bfloat16()), wanted) for encoder in (fused, plain))
-    assert error < max(2 * plain_error, 0.02)
+    error, plain_error = (relative_error(encoder(images.to(dtype)), wanted) for encoder in (fused, plain))
+    assert error < max(2 * plain_error, 0.02 if dtype == torch.bfloat16 else 1e-6)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("onednn", [True, False])
+def test_float32_blocks_match_with_either_library(tiny_model, onednn):
+    block = tiny_model().vision_encoder.blocks[0]
+    x = torch.randn(2, 40, 16)
+    wanted = block(x)
+    if onednn:
+        for parent in (block.attn, block.mlp):
+            for name, linear in list(parent.named_children()):
+                if type(linear) is nn.Linear:
+                    setattr(parent, name, OneDNNLinear(linear))
+    torch.testing.assert_close(FusedBlock(block)(x), wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("position_ids", [None, [3, 0, 1, 2]])
+def test_patch_embedding_is_the_convolution(tiny_model, position_ids):
+    embedding = tiny_model(vit_img_size=8, mp_image_token_length=1).vision_encoder.patch_embedding
+    embedding.position_ids = position_ids
+    for images in (torch.rand(2, 3, 8, 8), torch.rand(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)):
+        torch.testing.assert_close(FusedPatchEmbedding(embedding)(images), embedding(images), rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_projector_matches_the_plain_one(tiny_model, dtype):
+    model = tiny_model(**LARGER).to(dtype)
+    x = torch.randn(3, 64, 16, dtype=dtype)
+    fused, wanted = fuse_projector(model.MP), model.MP(x)
+    assert type(fused) is FusedProjector and fused.proj is model.MP.proj
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(fused(x), wanted, **tolerance)
 
 
 @torch.inference_mode()
@@ -47,7 +89,7 @@ def test_many_images_are_encoded_in_chunks(tiny_model, monkeypatch):
     images = torch.rand(5, 3, 32, 32)
     whole = model.vision_encoder(images)
     monkeypatch.setattr(fused_vision, "MAX_CHUNK_PATCHES", 128)
-    model.vision_encoder.patch_embedding.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    model.vision_encoder.layer_norm.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
     chunked = InferenceModel(model).network.vision_encoder(images)
     assert sizes == [2, 2, 1]
     torch.testing.assert_close(chunked, whole)
