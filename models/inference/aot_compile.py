@@ -32,6 +32,7 @@ from models.inference.cpu_kernels import (
     save_aoti_package,
 )
 from models.inference.decode_step import BlockFunction, DecodeStep, decode_block
+from models.inference.fused_prefill import FusedBlock
 from models.inference.quantization import Int8Linear, quantizer
 from models.language_model import Block, LanguageModel
 
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 KNOWN_MODULES = {
     *(type_ for type_ in vars(language_model).values() if isinstance(type_, type)),
-    nn.Linear, nn.Embedding, nn.Dropout, nn.ModuleList, OneDNNLinear, Int8Linear,
+    nn.Linear, nn.Embedding, nn.Dropout, nn.ModuleList, OneDNNLinear, Int8Linear, FusedBlock,
 }  # fmt: skip
 
 

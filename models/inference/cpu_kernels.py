@@ -68,6 +68,14 @@ def onednn_linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: 
     return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
 
 
+def onednn_swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate @ x.t()) * (up @ x.t()) of x (n, in) and weights (out, in) in one pass over the results: (out, n)."""
+    if not has_onednn_linear():
+        return F.silu(F.linear(gate, x)) * F.linear(up, x)
+    activated = torch.ops.mkldnn._linear_pointwise(gate, x, None, "swish", [], "")
+    return torch.ops.mkldnn._linear_pointwise.binary(up, activated, x, None, "mul")
+
+
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """x (N, in) times the transpose of int8 weight (out, in) with scale (out,) per row: (N, out)."""
     if not has_int8_kernel():

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.inference.cpu_kernels import OneDNNLinear
+from models.inference.fused_prefill import FusedBlock
 from models.inference.int4 import Int4Linear, int4_gemv
 from models.inference.live_weights import adjacent
 from models.inference.quantization import Int8Linear, int8_gemv
@@ -47,7 +48,8 @@ class FusedDecodeStep:
         """Whether the blocks are the model's own classes, in a precision and on a device that the step is made for."""
         weight = decoder.norm.weight
         known = all(
-            (type(block), type(block.attn), type(block.mlp), type(block.norm1)) == (Block, Attention, MLP, RMSNorm)
+            type(block) in (Block, FusedBlock)
+            and (type(block.attn), type(block.mlp), type(block.norm1)) == (Attention, MLP, RMSNorm)
             for block in decoder.blocks
         )
         return known and weight.device.type == "cpu" and weight.dtype in DTYPES

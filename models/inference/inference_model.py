@@ -16,6 +16,7 @@ from models.inference.aot_compile import compile_block, load_compiled_decode
 from models.inference.cpu_kernels import onednn_pays_off, replace_linears
 from models.inference.decode_step import DecodeStep
 from models.inference.fused_decode_step import DecodeFunction, FusedDecodeStep
+from models.inference.fused_prefill import fuse_decoder
 from models.inference.fused_vision import fuse_projector, fuse_vision
 from models.inference.live_weights import Fingerprint, share_modules
 from models.inference.quantization import pack_quantized, quantizer
@@ -234,6 +235,7 @@ def _build(model: VisionLanguageModel, quantize: str | None, compile: bool | Non
             replace_linears(network)
         network.vision_encoder = cast(VisionTransformer, fuse_vision(network.vision_encoder))
         network.MP = cast(ModalityProjector, fuse_projector(network.MP))
+        fuse_decoder(network.decoder)
     return _with_step(network, compile, fingerprints)
 
 
