@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eval.lib.command import positive, progress
+from eval.lib.command import add_threads_flag, positive, progress
 from eval.lib.hardware import environment
 from eval.lib.timing import interleave, measure_seconds
 from models.checkpoint import atomic_write
@@ -112,6 +112,7 @@ def make_benchmark_parser() -> Parser:
     add("--contexts", nargs="+", type=int, default=CONTEXTS, metavar="T", help=f"(default: {contexts})")
     add("--rounds", type=positive, default=15, metavar="N", help="timings of each step (default: 15)")
     add("--vocabulary", type=positive, default=VOCAB_SIZE, metavar="N", help=f"tokens (default: {VOCAB_SIZE})")
+    add_threads_flag(parser)
     return parser
 
 

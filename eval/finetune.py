@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 
 from eval.captions import BATCH_SIZE
-from eval.lib.command import make_parser, one_of, positive, progress, report
+from eval.lib.command import add_threads_flag, make_parser, one_of, positive, progress, report
 from eval.lib.hardware import environment
 from eval.lib.postcards import draw, random_postcard, write_folder
 from eval.lib.scene_splits import png
@@ -107,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fresh", type=positive, default=400, metavar="N", help="test images a domain (default: 400)")
     parser.add_argument("--seed", default="1", help="which images (default: 1)")
     parser.add_argument("--flags", default="", metavar="'--max-steps N ...'", help="further flags of train.py")
+    add_threads_flag(parser)
     args = parser.parse_args(argv)
 
     domains, rng = make_domains(args.fresh, args.seed), Random(f"learned {args.seed}")

@@ -26,7 +26,7 @@ from random import Random
 
 import torch
 
-from eval.lib.command import make_parser, one_of, positive, progress, report
+from eval.lib.command import add_threads_flag, make_parser, one_of, positive, progress, report
 from eval.lib.hardware import environment
 from eval.lib.random_model import write_random_model
 from eval.lib.shapes import SHAPES
@@ -193,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", type=one_of(SHAPES), metavar="NAME", help=names)
     parser.add_argument("--dtype", default="float32", choices=("auto", *DTYPES), help="precision (default: float32)")
     parser.add_argument("--max-new-tokens", type=positive, default=4, metavar="N", help="caption length (default: 4)")
+    add_threads_flag(parser)
     args = parser.parse_args(argv)
     if not PROCESS_STATUS.exists():
         parser.error(f"memory is read from {PROCESS_STATUS}, which only Linux has")

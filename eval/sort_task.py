@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from eval.lib.command import make_parser, positive, progress, report
+from eval.lib.command import add_threads_flag, make_parser, positive, progress, report
 from eval.lib.hardware import environment
 from eval.lib.timing import interleave, measure_seconds
 from models.mingpt import GPT, GPT_kv, GPTConfig
@@ -204,6 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=positive, default=10, metavar="N", help="timings of the long generation (default: 10)"
     )
+    add_threads_flag(parser)
     args = parser.parse_args(argv)
     result = sort_task(args.steps, seed=args.seed, rounds=args.rounds)
     where = f"{environment()}; {result.seconds:.0f} s in all"

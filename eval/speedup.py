@@ -31,7 +31,7 @@ from eval.lib.cache_memory import compare_heads, memory_table
 from eval.lib.cache_table import cache_table, render
 from eval.lib.cache_timing import StudyResult, time_designs
 from eval.lib.cache_variants import UNCACHED, StudyCase, encoder_decoder, language_model
-from eval.lib.command import make_parser, positive, progress, report
+from eval.lib.command import add_threads_flag, make_parser, positive, progress, report
 from eval.lib.hardware import environment
 from eval.lib.shapes import SHAPES
 from eval.sort_task import SortTask, sort_task, summary
@@ -123,6 +123,7 @@ def make_speedup_parser() -> Parser:
     add("--attribute", action=switch, default=True, help="split minGPT's speedup into its causes (default: yes)")
     plots = "draw a figure, which needs the extra eval, or without a file in the terminal, which needs the extra plot"
     add("--plot", nargs="?", type=Path, const=TERMINAL, metavar="FILE.png", help=plots)
+    add_threads_flag(parser)
     return parser
 
 

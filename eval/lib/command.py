@@ -2,11 +2,14 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 
 from nanovlm.cli.main import Parser
 from nanovlm.device import DTYPES
+from nanovlm.errors import UsageError
+from nanovlm.threads import set_threads
 
 
 def make_parser(name: str, doc: str) -> Parser:
@@ -16,8 +19,31 @@ def make_parser(name: str, doc: str) -> Parser:
     return parser
 
 
+def add_threads_flag(parser: Parser) -> None:
+    """--threads, which takes effect when the flags are parsed, here and in processes that are started later."""
+    parser.add_argument(
+        "--threads",
+        type=use_threads,
+        default="auto",
+        metavar="N",
+        help="CPU threads (default: auto, see nanovlm.threads)",
+    )
+
+
+def use_threads(text: str) -> int:
+    """argparse type: make PyTorch use `text` threads, see set_threads, and return their number."""
+    try:
+        threads = set_threads(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--threads ")) from None
+    if text != "auto":
+        os.environ["OMP_NUM_THREADS"] = text
+    return threads
+
+
 def add_device_flags(parser: Parser, dtype: str = "auto") -> None:
-    """--device and --dtype."""
+    """--device, --dtype and --threads."""
+    add_threads_flag(parser)
     devices = ("auto", "cpu", "cuda", "mps")
     parser.add_argument("--device", default="auto", choices=devices, help="where to compute (default: auto)")
     parser.add_argument("--dtype", default=dtype, choices=("auto", *DTYPES), help=f"precision (default: {dtype})")

@@ -1,12 +1,15 @@
 """What the evaluation commands share, and that each of them prints its help."""
 
+import importlib
 import json
+import os
 import runpy
 import sys
 
 import pytest
+import torch
 
-from eval.lib.command import make_parser, one_of, positive, report
+from eval.lib.command import add_threads_flag, make_parser, one_of, positive, report
 from support import ROOT
 
 COMMANDS = sorted(path.stem for path in (ROOT / "eval").glob("*.py") if "sys.exit(main())" in path.read_text("utf-8"))
@@ -36,6 +39,28 @@ def test_results_are_printed_as_text_or_as_one_object_with_failures(capsys):
     assert report({"share": 0.5}, "half of it", "a machine", as_json=True, failures=["too few"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out) == {"share": 0.5, "failures": ["too few"], "environment": "a machine"} and err == "too few\n"
+
+
+def test_every_command_takes_a_number_of_threads(capsys, monkeypatch):
+    for name in COMMANDS:
+        if name == "serving":
+            pytest.importorskip("openai")
+        with pytest.raises(SystemExit, match="2"):
+            importlib.import_module(f"eval.{name}").main(["--threads", "0"])
+        assert "0 is neither auto nor a number from 1 to 1024" in capsys.readouterr().err
+
+
+def test_threads_are_those_of_this_process_and_of_later_ones(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    add_threads_flag(parser := make_parser("name", "what it is"))
+    before = torch.get_num_threads()
+    try:
+        assert parser.parse_args(["--threads", "2"]).threads == torch.get_num_threads() == 2
+        assert os.environ["OMP_NUM_THREADS"] == "2"
+        torch.set_num_threads(1)
+        assert parser.parse_args([]).threads == torch.get_num_threads() == 1  # auto raises nothing
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
