@@ -171,9 +171,10 @@ def run_scenes(args: argparse.Namespace, cfg: TrainConfig) -> int:
     if args.dry_run:
         print(estimate_scenes(cfg, args.device))
     else:
-        from nanovlm.training.finetuning import check_folder
+        from nanovlm.training.finetuning import check_folder, write_run_file
 
         check_folder(Path(args.out), ())
+        write_run_file(Path(args.out), run_file_text(args, add_flags))
         train_scenes(cfg, Path(args.out), args.device)
     return 0
 

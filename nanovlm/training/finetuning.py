@@ -98,13 +98,19 @@ def _fine_tune(options: FinetuneOptions, cfg: TrainConfig, folder: Path, run: Ru
         start = base_model(options)
         quantize_base(model, options.quantize, snapshot_path(start.name, start.revision))
     model.to(choose_device(options.device))
-    if options.run_file is not None and os.environ.get("RANK", "0") == "0":
+    if options.run_file is not None:
+        write_run_file(folder, options.run_file)
+    with data_errors(), memory_errors():
+        return run(model, task, cfg)
+
+
+def write_run_file(folder: Path, text: str) -> None:
+    """Write folder/run.yaml, from which the command line repeats the run; only the main process does."""
+    if os.environ.get("RANK", "0") == "0":
         with write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_write(folder / RUN_FILE) as new:
-                new.write_text(options.run_file, encoding="utf-8")
-    with data_errors(), memory_errors():
-        return run(model, task, cfg)
+                new.write_text(text, encoding="utf-8")
 
 
 def check_examples(options: FinetuneOptions) -> int:

@@ -161,6 +161,18 @@ def test_every_run_writes_the_file_that_repeats_it(train):
         assert_usage_error(train("--config", "run.yaml"), "run.yaml", words, program="train.py")
 
 
+def test_training_from_scratch_writes_the_file_that_repeats_it(train):
+    flags = ["--max-steps", "2", "--batch-size", "1", "--no-compile", "--num-workers", "0", "--seed", "3"]
+    assert train("--recipe", "scenes", "--out", "out", *flags)[0] == 0
+    code, _, err = train("--config", "out/run.yaml", "--out", "again")
+    assert code == 0, err
+    assert Path("again/run.yaml").read_text() == Path("out/run.yaml").read_text().replace("out: out", "out: again")
+    assert Path("again/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
+    assert_usage_error(train("--config", "out/run.yaml", "--data", "mine"), "exclude each other", program="train.py")
+    Path("dry").mkdir()
+    assert train("--config", "out/run.yaml", "--out", "dry", "--dry-run")[0] == 0 and not list(Path("dry").iterdir())
+
+
 def test_every_saved_model_is_uploaded_and_a_failure_stops_nothing(train, monkeypatch):
     uploads = []
 
