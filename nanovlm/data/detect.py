@@ -57,6 +57,8 @@ def _open_file(path: str, options: ReadOptions) -> Source | Stream:
         return open_imagefolder(str(file.parent), [file], options)
     if suffix in (".parquet", ".arrow"):
         return open_dataset(path, options, [path])
+    if suffix == ".safetensors":
+        raise DataError(f"{path} holds a model's weights, not data; pass its folder as --model, and name the data")
     if suffix in readable_extensions():
         raise DataError(f"{path} is one image; name the folder that holds it and its .txt")
     raise DataError(f"{path} has no known extension; data is {KINDS}")
@@ -72,6 +74,7 @@ def _open_folder(path: str, options: ReadOptions) -> Source | Stream:
     images = list_images(folder)
     captioned = any(Path(folder, image).with_suffix(".txt").is_file() for image in images)
     json_files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".jsonl") and file not in tables)
+    other_tables = sorted(file for file in folder.glob("*.csv") if file not in tables)
     tars, shards = _files_below(folder, "tar"), _files_below(folder, "parquet") or _files_below(folder, "arrow")
     shards = [shard for shard in shards if Path(shard) not in tables]
     kinds: list[tuple[bool, str, Callable[[], Source | Stream]]] = [
@@ -79,16 +82,22 @@ def _open_folder(path: str, options: ReadOptions) -> Source | Stream:
         (captioned, "images with a .txt beside each", lambda: open_captioned_folder(path, images, options)),
         (bool(tars), f"{len(tars)} .tar shards", lambda: open_tars(path, tars, options)),
         (bool(shards), f"{len(shards)} .parquet or .arrow files", lambda: open_dataset(path, options, shards)),
-        (bool(json_files), ", ".join(file.name for file in json_files), lambda: _open_only(json_files, options)),
+        (bool(other_tables), _names(other_tables), lambda: open_imagefolder(path, other_tables, options)),
+        (bool(json_files), _names(json_files), lambda: _open_only(json_files, options)),
     ]
     found = [(name, open_kind) for present, name, open_kind in kinds if present]
     if found:
         if others := [name for name, _ in found[1:]]:
-            logger.warning(f"{path}: reading the {found[0][0]}; not read: {'; '.join(others)}. Name those to add them")
+            remedy = "Give each kind a folder of its own" if tables and captioned else "Name those to add them"
+            logger.warning(f"{path}: reading the {found[0][0]}; not read: {'; '.join(others)}. {remedy}")
         return found[0][1]()
     if images:
         return open_captioned_folder(path, images, options)  # which reports that captions are missing
     raise DataError(f"no images found in {path}; data is {KINDS}")
+
+
+def _names(files: Sequence[Path]) -> str:
+    return ", ".join(file.name for file in files)
 
 
 def _open_only(json_files: Sequence[Path], options: ReadOptions) -> Source:

@@ -30,6 +30,7 @@ def test_paths_without_data_are_refused_with_the_reason():
     Path("empty").mkdir()
     write("a.png", png(1))
     write("a.doc", b"x")
+    write("a.safetensors", b"x")
     write("two/a.json", [])
     write("two/b.json", [])
     write("what.json", [{"a": 1, "b": 2}])
@@ -40,6 +41,7 @@ def test_paths_without_data_are_refused_with_the_reason():
     check_refused("nowhere", "nowhere: no such file or folder")
     check_refused("no/where/at/all", "no such file or folder")
     check_refused("a.png", "is one image; name the folder")
+    check_refused("a.safetensors", "holds a model's weights, not data", "--model")
     check_refused("a.doc", "a.doc has no known extension")
     check_refused("two", "holds 2 .json files", "two/a.json")
     check_refused("two/a.json", "no images found")
@@ -58,7 +60,8 @@ def test_a_folder_of_several_formats_names_what_is_not_read():
     with log_lines() as lines:
         assert len(open_source("mine", OPTIONS)) == 1
     assert lines == [
-        "mine: reading the metadata tables; not read: images with a .txt beside each; chat.json. Name those to add them"
+        "mine: reading the metadata tables; not read: images with a .txt beside each; chat.json. "
+        "Give each kind a folder of its own"
     ]
     Path("mine/metadata.jsonl").unlink()
     write("mine/0.txt", "Zero.")
@@ -86,3 +89,16 @@ def test_a_csv_may_be_separated_by_semicolons_or_tabs(mark):
     write("mine/metadata.csv", f'"file_name"{mark}"text"\na.png{mark}"A; b,\tc"\n')
     ((_, seeds, pairs, _),) = read_all("mine")
     assert seeds == [3] and [answer for _, answer in pairs] == ["A; b,\tc"]
+
+
+def test_a_csv_of_another_name_is_read_or_named():
+    write("mine/a.png", png(3))
+    write("mine/captions.csv", "file_name;text\na.png;A\n")
+    ((_, seeds, pairs, _),) = read_all("mine")
+    assert seeds == [3] and [answer for _, answer in pairs] == ["A"]
+    write("mine/a.txt", "B")
+    with log_lines() as lines:
+        open_source("mine", OPTIONS)
+    assert lines == ["mine: reading the images with a .txt beside each; not read: captions.csv. Name those to add them"]
+    write("mine/captions.csv", "file;caption\na.png;A\n")
+    check_refused("mine/captions.csv", "has no column 'file_name', only caption, file")
