@@ -68,7 +68,7 @@ class MetricsLogger:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
-        self.tracker = start_tracker(cfg, folder) if context.is_main and cfg.track != "none" else None
+        self.tracker = start_tracker(cfg, folder, first_step > 0) if context.is_main and cfg.track != "none" else None
         self.start_time = self.step_start = clock()
         self.losses: list[float] = []  # since the last progress line
         self.tokens = 0  # since start_time
@@ -147,17 +147,26 @@ class MetricsLogger:
             self.tracker.finish()
 
 
-def start_tracker(cfg: TrainConfig, folder: Path) -> Any:
+def start_tracker(cfg: TrainConfig, folder: Path, resumed: bool = False) -> Any:
     """Start a run of wandb or trackio, which share an interface, and return the module; nothing leaves the machine.
 
-    WANDB_MODE=online, and what trackio reads from its environment, say otherwise. Raises MissingExtraError.
+    WANDB_MODE=online, and what trackio reads from its environment, say otherwise. A resumed run goes on under the id
+    that it had. Raises MissingExtraError.
     """
     try:
         module = importlib.import_module(cfg.track)
     except ImportError:
         raise MissingExtraError(f"track={cfg.track} needs {cfg.track}: pip install 'nanovlm[track]'") from None
-    options = {"dir": str(folder), "mode": os.environ.get("WANDB_MODE", "offline")} if cfg.track == "wandb" else {}
-    module.init(project="nanovlm", name=folder.name, config=asdict(cfg), resume="allow", **options)
+    options: dict[str, Any] = {"resume": "allow" if resumed else "never"}
+    if cfg.track == "wandb":
+        mode = os.environ.get("WANDB_MODE", "offline")
+        if mode == "offline":
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its reports of crashes go to sentry.io
+        options |= {"dir": str(folder), "mode": mode}
+        earlier = sorted(folder.glob("wandb/*run-*")) if resumed else []  # offline-run-TIME-ID, and run-TIME-ID
+        if earlier:
+            options["id"] = max(earlier, key=lambda path: path.name.split("-")[-2]).name.rpartition("-")[2]
+    module.init(project="nanovlm", name=folder.name, config=asdict(cfg), **options)
     return module
 
 

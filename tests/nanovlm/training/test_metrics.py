@@ -2,7 +2,11 @@
 
 import builtins
 import json
+import os
+import sqlite3
+import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,6 +21,7 @@ from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loop import train
 from nanovlm.training.metrics import MetricsLogger, StepMetrics, read_metrics, truncate
 from nanovlm.training.report import write_report
+from support import ROOT
 from support.logs import log_lines
 
 CFG = TrainConfig(
@@ -181,11 +186,52 @@ def test_a_tracker_gets_the_same_numbers_offline(learn, make_batch, tmp_path, mo
     monkeypatch.setitem(sys.modules, name, stand_in)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     learn(tmp_path / "run", replace(CFG, track=name), validation=held_out(make_batch))
-    (options,) = runs
+    learn(tmp_path / "run", replace(CFG, track=name, max_steps=7), validation=held_out(make_batch))
+    options, resumed = runs
+    assert (options["resume"], resumed["resume"]) == ("never", "allow")
     assert (options["project"], options["name"], options["config"]["lr"]) == ("nanovlm", "run", CFG.lr)
-    assert options.get("mode") == ("offline" if name == "wandb" else None) and finished == [True]
+    assert options.get("mode") == ("offline" if name == "wandb" else None) and finished == 2 * [True]
     entries = read_metrics(tmp_path / "run/metrics.jsonl")
     assert [{"step": step} | values for step, values in logged] == entries
+
+
+# Trains for two steps, and resumes for a third one; no connection may leave this machine.
+TRACKED = """
+import socket, sys
+from pathlib import Path
+from nanovlm.cli.main import run_verb
+
+connect = socket.socket.connect
+def guarded(self, address):
+    assert self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "::1", "localhost"), address
+    return connect(self, address)
+socket.socket.connect = guarded
+flags = ["--data", "data", "--batch-size", "1", "--num-workers", "0", "--track", sys.argv[1], "--out", "out"]
+for steps in ("2", "3"):
+    assert run_verb("train", [*flags, "--max-steps", steps]) == 0
+"""
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_the_library_itself_writes_one_run_to_local_files(tmp_path, name):
+    pytest.importorskip(name)
+    (tmp_path / "data").mkdir()
+    IMAGES[0].save(tmp_path / "data/a.png")
+    (tmp_path / "data/a.txt").write_text("red")
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "TRACKIO"))}
+    env |= {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-c", TRACKED, name]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if name == "wandb":
+        runs = sorted((tmp_path / "out/wandb").glob("offline-run-*/run-*.wandb"))
+        assert len(runs) == 2 and len({path.name for path in runs}) == 1 and all(path.stat().st_size for path in runs)
+        return
+    with closing(sqlite3.connect(tmp_path / "trackio/nanovlm.db")) as database:
+        rows = database.execute("SELECT run_id, run_name, step, metrics FROM metrics ORDER BY step").fetchall()
+    assert len({run for run, *_ in rows}) == 1 and {name for _, name, *_ in rows} == {"out"}
+    logged = [(step, json.loads(metrics)["loss"]) for _, _, step, metrics in rows]
+    assert logged == [(entry["step"], entry["loss"]) for entry in read_metrics(tmp_path / "out/metrics.jsonl")]
 
 
 def test_a_missing_tracker_names_its_extra(learn, tmp_path, monkeypatch):
