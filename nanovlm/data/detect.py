@@ -11,8 +11,9 @@ from models.checkpoint import CONFIG, INDEX, WEIGHTS
 from nanovlm.data.folders import list_images, open_captioned_folder, open_imagefolder
 from nanovlm.data.hf_datasets import open_dataset
 from nanovlm.data.json_files import open_json
+from nanovlm.data.remote import list_files
 from nanovlm.data.source import ReadOptions, Source, Stream
-from nanovlm.data.webdataset import open_tars
+from nanovlm.data.webdataset import open_remote_tars, open_tars
 from nanovlm.errors import DataError
 from nanovlm.image_processing import readable_extensions
 
@@ -20,7 +21,7 @@ KINDS = (
     "images with a .txt beside each, metadata.jsonl, .csv or .parquet with a file_name, a .json or .jsonl of "
     "conversations, messages or COCO's captions, .parquet or .arrow files, .tar shards, or a Hub dataset owner/name"
 )
-REMOTE = re.compile(r"[a-z0-9]+://.+\.(parquet|arrow)(\?.*)?")  # what fsspec opens: hf://, s3://, https://
+REMOTE = re.compile(r"[a-z0-9]+://.+\.(parquet|arrow|tar)(\?.*)?")  # what fsspec opens: hf://, s3://, https://
 HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.,() -]+)?")  # owner/name or owner/name:subset
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,8 @@ def open_source(
         return _open_file(path, options)
     if path in generators:
         return generators[path]()
-    if REMOTE.fullmatch(path):
-        return open_dataset(path, options, [path])
+    if match := REMOTE.fullmatch(path):
+        return open_remote_tars(path, options) if match[1] == "tar" else open_dataset(path, options, list_files(path))
     if HUB_DATASET.fullmatch(path):
         return open_dataset(path, options)
     raise DataError(f"{path}: no such file or folder; data is {KINDS}")

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from nanovlm.data.formats import CHAT_COLUMNS, check_columns, find_columns, passes_ratings, record_to_example
+from nanovlm.data.remote import first_line, stream_errors
 from nanovlm.data.source import COLUMN_OPTIONS, INSTALL_DATA, ReadOptions, Source, Stream
-from nanovlm.errors import DataError, MissingExtraError, TrainingError
+from nanovlm.errors import DataError, MissingExtraError
 
 
 def open_dataset(path: str, options: ReadOptions, files: Sequence[str] = ()) -> Source | Stream:
@@ -24,9 +25,8 @@ def open_dataset(path: str, options: ReadOptions, files: Sequence[str] = ()) -> 
     make_example = partial(record_to_example, root=None, options=options)
     if on_hub and options.stream:
         keep_row = partial(passes_ratings, options=options)
-        return Stream(
-            path, partial(_stream, path, dataset), make_example, keep_row, supported_options=[*supported, "stream"]
-        )
+        shards = [partial(_read_shard, path, dataset, i) for i in range(dataset.num_shards)]
+        return Stream(path, shards, make_example, keep_row, supported_options=[*supported, "stream"])
     if not len(dataset):
         raise DataError(f"no images found: {path} has no rows")
     nbytes = dataset.data.nbytes
@@ -60,7 +60,7 @@ def _load(path: str, options: ReadOptions, files: Sequence[str], on_hub: bool) -
         return datasets.load_from_disk(path)
     except Exception as error:  # the library raises errors of many kinds, from DNS to disk
         hint = "if you are offline, name a local folder" if on_hub else "write or download it again"
-        raise DataError(f"{path}: the datasets library cannot read it: {_first_line(error)}; {hint}") from None
+        raise DataError(f"{path}: the datasets library cannot read it: {first_line(error)}; {hint}") from None
 
 
 def _select_split(path: str, dataset: Any) -> Any:
@@ -76,6 +76,8 @@ def _check_columns(path: str, columns: Collection[str], options: ReadOptions) ->
     if "texts" in columns:
         check_columns([f"{rating}_ratings" for rating in options.min_ratings], columns, path)
         return ["min_ratings"]
+    if "__key__" in columns:
+        raise DataError(f"{path} holds webdataset tars; name them: --data 'hf://datasets/{path}/**.tar' --stream")
     if not {"image", "images"} & set(columns):
         raise DataError(f"no images found: {path} has no column image or images, only {', '.join(sorted(columns))}")
     if set(CHAT_COLUMNS) & set(columns):
@@ -84,23 +86,15 @@ def _check_columns(path: str, columns: Collection[str], options: ReadOptions) ->
     return COLUMN_OPTIONS
 
 
-def _stream(path: str, dataset: Any) -> Iterator[dict[str, Any]]:
-    """All rows of a streamed dataset in every process.
+def _read_shard(path: str, dataset: Any, i: int) -> Iterator[dict[str, Any]]:
+    """The rows of one shard of a streamed dataset.
 
-    `iter(dataset)` would distribute them among DataLoader workers, but each of ours counts positions over all rows.
+    `iter(dataset)` would distribute the shards among DataLoader workers; here `Stream` does, so that a batch is a
+    function of its number.
     """
-    try:
-        for batch in dataset.iter(batch_size=1):
+    with stream_errors(path):
+        for batch in dataset.shard(dataset.num_shards, i).iter(batch_size=1):
             yield {name: values[0] for name, values in batch.items()}
-    except Exception as error:  # the library raises errors of many kinds, from DNS to a broken file
-        raise TrainingError(
-            f"the stream of {path} broke off ({_first_line(error)}); rerun the same command to resume from the last "
-            "checkpoint"
-        ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _without_decoding(dataset: Any) -> Any:

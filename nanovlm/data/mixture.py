@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate, encode_checked
 from nanovlm.data.packing import pack
-from nanovlm.data.source import Source, Stream
+from nanovlm.data.source import WHOLE, Part, Source, Stream
 from nanovlm.errors import DataError
 from nanovlm.image_processing import random_crop
 from nanovlm.processor import Processor
@@ -37,8 +37,8 @@ class Subset:
     def __iter__(self) -> Iterator[tuple[str, object]]:
         """Name and record of each example, from which `source.make_example` makes it."""
         if isinstance(self.source, Stream):
-            for number, row in self.source.numbered_rows():
-                yield self.source.name(number), row
+            for key, row in self.source.keyed_rows():
+                yield self.source.name(key), row
         else:
             for i in self.indices:
                 yield self.source.name(i), self.source.records[i]
@@ -116,7 +116,8 @@ class Mixture:
     """An endless sequence of examples in which each subset has its share.
 
     Subsets without a weight form one group, shuffled together, which gets what the weights leave of 1; if all have a
-    weight, only the proportions count. Every group shows all its examples before it repeats one.
+    weight, only the proportions count. Every group shows all its examples before it repeats one. The sequence may be
+    read in parts, each with positions of its own, which together show what the whole shows.
     """
 
     def __init__(self, subsets: Sequence[Subset], seed: int):
@@ -150,31 +151,38 @@ class Mixture:
         group = order[offset]
         return group, block * self.counts[group] + order[:offset].count(group)
 
-    def pick(self, group: int, turn: int) -> tuple[Source | Stream, int]:
-        """The source of a group's turn-th example, counted over all epochs, and its index; for a stream, the turn."""
+    def pick(self, group: int, turn: int) -> tuple[Source, int]:
+        """The source of a group's turn-th example, counted over all epochs, and its index; not for streams."""
         subsets = self.groups[group]
-        if isinstance(subsets[0].source, Stream):
-            return subsets[0].source, turn
         size = sum(map(len, subsets))
         epoch, k = divmod(turn, size)
         i = int(_permutation(size, f"{self.seed} {group} {epoch}")[k])
         for subset in subsets:
             if i < len(subset):
+                assert isinstance(subset.source, Source)
                 return subset.source, subset.indices[i]
             i -= len(subset)
         raise AssertionError("a permutation holds indices below its size")
 
-    def epoch(self, position: int, skip: int = 0) -> int:
-        """How often the example at a position, or skip examples of its group later, has been shown before."""
+    def epoch(self, position: int, skip: int = 0, part: Part = WHOLE) -> int:
+        """How often the part's example at a position, or skip examples of its group later, has been shown before."""
         group, turn = self.locate(position)
         is_stream = isinstance(self.groups[group][0].source, Stream)
-        return 0 if is_stream else (turn + skip) // sum(map(len, self.groups[group]))
+        return 0 if is_stream else _turn_of_all(turn + skip, part) // sum(map(len, self.groups[group]))
 
-    def example(self, position: int, skip: int = 0) -> Example:
-        """The example at a position, or the one of its group that comes skip examples later."""
+    def example(self, position: int, skip: int = 0, part: Part = WHOLE) -> Example:
+        """The part's example at a position, or the one of its group that comes skip examples later."""
         group, turn = self.locate(position)
-        source, i = self.pick(group, turn + skip)
-        return source.example_at(i, f"{self.seed} {group}") if isinstance(source, Stream) else source[i]
+        stream = self.groups[group][0].source
+        if isinstance(stream, Stream):
+            return stream.example_at(turn + skip, f"{self.seed} {group}", part)
+        source, i = self.pick(group, _turn_of_all(turn + skip, part))
+        return source[i]
+
+
+def _turn_of_all(turn: int, part: Part) -> int:
+    """Which turn of a group all parts together have reached when this part takes its turn-th."""
+    return turn * part.count + part.index
 
 
 def _apportion(shares: Sequence[float]) -> list[int]:
@@ -201,7 +209,11 @@ def _permutation(n: int, seed: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Batches:
-    """A function step -> batch, see `collate`; it is pure and can be pickled."""
+    """A function step -> batch, see `collate`; it is pure and can be pickled.
+
+    With n_parts, batch n is of part n % n_parts of the mixture: a process that makes every n_parts-th batch reads one
+    part of a stream.
+    """
 
     mixture: Mixture
     processor: Processor
@@ -209,6 +221,7 @@ class Batches:
     skip_errors: bool = False  # show the group's next example instead of a bad one
     pack: int = 0  # join examples into rows of at most this many tokens; 0 gives each a row
     augment: float = 0.0  # crop images that are shown again at random, by up to this fraction on each side
+    n_parts: int = 1
     reported: set[str] = field(default_factory=set)  # messages of skipped examples, which come again every epoch
 
     def __call__(self, step: int) -> dict[str, Tensor | None]:
@@ -219,11 +232,13 @@ class Batches:
     def row(self, position: int) -> EncodedExample:
         """The encoded example at a position; ExampleError if it is bad and skip_errors is off."""
         rng = Random(f"{self.mixture.seed} {position}")
+        step, b = divmod(position, self.batch_size)
+        turn, part = step // self.n_parts * self.batch_size + b, Part(step % self.n_parts, self.n_parts)
         for skip in range(MAX_CONSECUTIVE_ERRORS):
-            shown_before = self.mixture.epoch(position, skip) > 0
+            shown_before = self.mixture.epoch(turn, skip, part) > 0
             crop = partial(random_crop, max_margin=self.augment, rng=rng) if self.augment and shown_before else None
             try:
-                return encode_checked(self.mixture.example(position, skip), self.processor, crop)
+                return encode_checked(self.mixture.example(turn, skip, part), self.processor, crop)
             except ExampleError as error:
                 if not self.skip_errors:
                     raise

@@ -1,9 +1,9 @@
-"""Source: examples by index. Stream: examples in sequence. ReadOptions: how to read either."""
+"""Source: examples by index. Stream: examples in sequence, in parts. ReadOptions: how to read either."""
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count, islice
 from random import Random
 from typing import Any
 
@@ -77,12 +77,24 @@ class Source:
         return i if self.record_numbers is None else self.record_numbers[i]
 
 
+@dataclass(frozen=True)
+class Part:
+    """One of `count` parts of the data: the one that a process reads of a stream."""
+
+    index: int = 0
+    count: int = 1
+
+
+WHOLE = Part()
+
+
 class Stream:
     """Examples in sequence, for data that are too large or too remote for random access.
 
-    As for a Source, the order is a pure function of (seed, epoch, position), but shuffled within a window only. A
-    position is reached by reading on from an earlier one, else by reading from the start; so resuming a training run
-    rereads what it had read.
+    The order of each part is a pure function of (seed, part, position), as for a Source, but shuffled within a window
+    only. Parts divide the shards among them, and the rows of those shards that are left over, so that together they
+    show every example once. A position is reached by reading on from an earlier one of the part, else by reading from
+    the start; so resuming a training run rereads what it had read.
     """
 
     endless = True
@@ -90,58 +102,63 @@ class Stream:
     def __init__(
         self,
         path: str,
-        rows: Callable[[], Iterable[Any]],
+        shards: Sequence[Callable[[], Iterable[Any]]],  # each reads the rows of one shard
         make_example: Callable[[Any, str], Example],
         keep_row: Callable[[Any], bool],
         keep_key: Callable[[str], bool] | None = None,
         supported_options: Collection[str] = (),
     ):
-        self.path, self.rows, self.make_example = path, rows, make_example
+        self.path, self.shards, self.make_example = path, shards, make_example
         self.keep_row, self.keep_key, self.supported_options = keep_row, keep_key, supported_options
-        self._seed: str | None = None
-        self._position = -1
-        self._current: tuple[int, Any] | None = None
-        self._order: Iterator[tuple[int, Any]] | None = None
+        self._readers: dict[tuple[str, Part], _Reader] = {}
 
     def __getstate__(self) -> dict[str, Any]:  # an open iterator cannot be pickled: the other process starts over
-        return self.__dict__ | {"_seed": None, "_position": -1, "_current": None, "_order": None}
+        return self.__dict__ | {"_readers": {}}
 
     def filtered(self, keep_key: Callable[[str], bool]) -> "Stream":
         """The stream of the examples whose keys pass."""
-        return Stream(self.path, self.rows, self.make_example, self.keep_row, keep_key, self.supported_options)
+        return Stream(self.path, self.shards, self.make_example, self.keep_row, keep_key, self.supported_options)
 
-    def name(self, number: int) -> str:
-        return f"{self.path}[{number}]"
+    def name(self, key: str) -> str:
+        return f"{self.path}[{key}]"
 
-    def numbered_rows(self) -> Iterator[tuple[int, Any]]:
-        """Number and row of every example, unshuffled."""
-        for number, row in enumerate(self.rows()):
-            if (self.keep_key is None or self.keep_key(str(number))) and self.keep_row(row):
-                yield number, row
+    def keyed_rows(self) -> Iterator[tuple[str, Any]]:
+        """Key and row of every example, unshuffled."""
+        for shard in range(len(self.shards)):
+            yield from self._rows_of(shard, WHOLE)
 
-    def example_at(self, position: int, seed: str) -> Example:
-        """The example at a position that counts over all epochs, each of which has its own order."""
-        if self._order is None or seed != self._seed or position < self._position:
-            self._seed, self._position, self._order = seed, -1, self._all_epochs(seed)
-        while self._position < position:
-            self._current = next(self._order)
-            self._position += 1
-        assert self._current is not None
-        number, row = self._current
-        return self.make_example(row, self.name(number))
+    def example_at(self, position: int, seed: str, part: Part = WHOLE) -> Example:
+        """The part's example at a position that counts over all epochs, each of which has its own order."""
+        reader = self._readers.get((seed, part))
+        if reader is None or position < reader.position:
+            reader = self._readers[seed, part] = _Reader(self._all_epochs(seed, part))
+        key, row = reader.read(position)
+        return self.make_example(row, self.name(key))
 
-    def _all_epochs(self, seed: str) -> Iterator[tuple[int, Any]]:
+    def _rows_of(self, shard: int, part: Part) -> Iterator[tuple[str, Any]]:
+        """Key and row of the part's examples in a shard; a key is the row's number, after the shard's if several."""
+        for number, row in islice(enumerate(self.shards[shard]()), part.index, None, part.count):
+            key = f"{shard}:{number}" if len(self.shards) > 1 else str(number)
+            if (self.keep_key is None or self.keep_key(key)) and self.keep_row(row):
+                yield key, row
+
+    def _all_epochs(self, seed: str, part: Part) -> Iterator[tuple[str, Any]]:
         for epoch in count():
-            rows = self._shuffled(Random(f"{seed} {epoch}"))
+            rows = self._shuffled(Random(f"{seed} {epoch}"), part)
             first = next(rows, None)
             if first is None:
-                raise DataError(f"{self.path} has no example to learn from")
+                reader = f" for process {part.index + 1} of the {part.count} that read it" if part.count > 1 else ""
+                raise DataError(f"{self.path} has no example to learn from{reader}")
             yield first
             yield from rows
 
-    def _shuffled(self, rng: Random) -> Iterator[tuple[int, Any]]:
+    def _shuffled(self, rng: Random, part: Part) -> Iterator[tuple[str, Any]]:
+        divided = len(self.shards) - len(self.shards) % part.count
+        order = [(shard, WHOLE) for shard in range(part.index, divided, part.count)]
+        order += [(shard, part) for shard in range(divided, len(self.shards))]
+        rng.shuffle(order)
         window = []
-        for row in self.numbered_rows():
+        for row in chain.from_iterable(self._rows_of(*shard) for shard in order):
             window.append(row)
             if len(window) > SHUFFLE_WINDOW:
                 i = rng.randrange(len(window))
@@ -149,6 +166,20 @@ class Stream:
                 yield window.pop()
         rng.shuffle(window)
         yield from window
+
+
+class _Reader:
+    """A sequence and how far it has been read."""
+
+    def __init__(self, rows: Iterator[tuple[str, Any]]):
+        self._rows, self.position = rows, -1
+
+    def read(self, position: int) -> tuple[str, Any]:
+        """The item at a position that is not below the last one."""
+        while self.position < position:
+            self._current = next(self._rows)
+            self.position += 1
+        return self._current
 
 
 def first_few(names: Sequence[str]) -> str:

@@ -9,14 +9,16 @@ at a broken .json without naming it, and does not notice a tar that is cut betwe
 import json
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from urllib.parse import urlsplit
 
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.formats import clean_text, record_to_example
-from nanovlm.data.source import COLUMN_OPTIONS, ReadOptions, Source, first_few
-from nanovlm.errors import DataError
+from nanovlm.data.remote import list_files, open_errors, stream_errors
+from nanovlm.data.source import COLUMN_OPTIONS, INSTALL_DATA, ReadOptions, Source, Stream, first_few
+from nanovlm.errors import DataError, MissingExtraError
 from nanovlm.image_processing import readable_extensions
 
 
@@ -35,16 +37,51 @@ class TarMember:
             return file.read(self.size)
 
 
-Sample = dict[str, TarMember]  # by lower-case extension
+@dataclass(frozen=True)
+class TarContent:
+    """The content of a file inside a tar that is streamed."""
+
+    content: bytes
+
+    def read(self) -> bytes:
+        return self.content
 
 
-def open_tars(path: str, shards: Sequence[str], options: ReadOptions) -> Source:
-    """The examples of all shards; their headers are read now, their contents when an example is encoded."""
-    samples: dict[str, Sample] = {}
-    for shard in shards:
-        for key, extension, member in _members(shard, os.path.relpath(shard, path), options.skip_errors):
+Sample = Mapping[str, TarMember | TarContent]  # by lower-case extension
+
+
+def open_remote_tars(path: str, options: ReadOptions) -> Source | Stream:
+    """The examples of tars at an address that fsspec opens: streamed, or downloaded to the cache of `datasets`.
+
+    The address may be a pattern, see `list_files`.
+    """
+    try:
+        from datasets import DownloadConfig, DownloadManager
+    except ImportError:
+        raise MissingExtraError(f"{path} needs fsspec and the datasets library: {INSTALL_DATA}") from None
+    addresses = list_files(path)
+    make_example = partial(_sample_to_example, options=options)
+    if options.stream:
+        with open_errors(addresses[0]):  # the others are opened in their turn
+            next(_stream_samples(addresses[0]), None)
+        shards = [partial(_read_shard, path, address) for address in addresses]
+        return Stream(path, shards, make_example, _has_image, supported_options=[*COLUMN_OPTIONS, "stream"])
+    with open_errors(path):
+        manager = DownloadManager(download_config=DownloadConfig(disable_tqdm=True))
+        files = [str(file) for file in manager.download(addresses)]
+    return open_tars(path, files, options, [os.path.basename(urlsplit(address).path) for address in addresses])
+
+
+def open_tars(path: str, shards: Sequence[str], options: ReadOptions, names: Sequence[str] = ()) -> Source:
+    """The examples of all shards; their headers are read now, their contents when an example is encoded.
+
+    names are those of the shards, by default their paths below `path`.
+    """
+    samples: dict[str, dict[str, TarMember]] = {}
+    for shard, name in zip(shards, names or [os.path.relpath(shard, path) for shard in shards]):
+        for key, extension, member in _members(shard, name, options.skip_errors):
             samples.setdefault(key, {})[extension] = member
-    with_image = {key: sample for key, sample in samples.items() if any(map(_is_image, sample))}
+    with_image = {key: sample for key, sample in samples.items() if _has_image(sample)}
     if not with_image:
         raise DataError(f"no images found in {path}, only {len(samples)} samples of other files")
     complete = {key: sample for key, sample in with_image.items() if {"txt", "json"} & sample.keys()}
@@ -86,6 +123,43 @@ def _members(shard: str, prefix: str, skip_errors: bool) -> Iterator[tuple[str, 
         ) from None
 
 
+def _read_shard(path: str, address: str) -> Iterator[Sample]:
+    """The samples of one shard of a stream."""
+    with stream_errors(path):
+        yield from _stream_samples(address)
+
+
+def _stream_samples(address: str) -> Iterator[Sample]:
+    """The samples of a remote tar, in which the files of a sample follow each other."""
+    import fsspec
+
+    current: tuple[str, str] | None = None
+    sample: dict[str, TarContent] = {}
+    # One request for the whole file; servers need not serve ranges of bytes.
+    options = {"block_size": 0} if urlsplit(address).scheme in ("http", "https") else {}
+    with fsspec.open(address, **options) as file, tarfile.open(fileobj=file, mode="r|") as tar:
+        for info in tar:
+            folder, _, name = info.name.rpartition("/")
+            stem, _, extension = name.partition(".")
+            extension = extension.lower()
+            if not (info.isfile() and stem):
+                continue
+            if sample and (folder, stem) != current:
+                yield sample
+                sample = {}
+            current = folder, stem
+            if extension in ("txt", "json") or _is_image(extension):
+                member = tar.extractfile(info)
+                assert member is not None  # it is a file
+                sample[extension] = TarContent(member.read())
+        if sample:
+            yield sample
+
+
+def _has_image(sample: Sample) -> bool:
+    return any(map(_is_image, sample))
+
+
 def _has_end_marker(tar: tarfile.TarFile) -> bool:
     """Whether a block of zeros follows the last file; tarfile accepts a tar that is cut between two files."""
     assert tar.fileobj is not None
@@ -95,6 +169,8 @@ def _has_end_marker(tar: tarfile.TarFile) -> bool:
 
 def _sample_to_example(sample: Sample, name: str, options: ReadOptions) -> Example:
     images = [sample[extension] for extension in sorted(sample) if _is_image(extension)]
+    if not {"txt", "json"} & sample.keys():
+        raise ExampleError(f"{name} has no .txt or .json")
     try:
         if "txt" in sample:
             return Example(images, [(options.prompt, clean_text(sample["txt"].read().decode("utf-8")))], name)

@@ -129,6 +129,9 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     mixture, skip = Mixture(training, cfg.seed), options.read.skip_errors
     if options.epochs is not None:
         cfg = replace(cfg, max_steps=steps_of_epochs(options.epochs, mixture, cfg))
+    n_parts = 1
+    if any(isinstance(subset.source, Stream) for subset in training):  # each process that prepares batches reads a part
+        n_parts = world_size() * max(1, cfg.num_workers)
     evaluation: dict[str, Any] = {}
     if held_out:
         unseen = Mixture(held_out, cfg.seed)
@@ -142,11 +145,11 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         evaluation["caption_images"] = partial(caption_images, questions, processor)
         evaluation["score_answers"] = answer_scorer(unseen, n, processor, options, cfg)
     task = TrainingTask(
-        Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.augment),
+        Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.augment, n_parts),
         processor.tokenizer.to_json(),
         options.folder,
         save_dtype=dtype,
-        data_fingerprint=fingerprint(training),
+        data_fingerprint=fingerprint(training, n_parts),
         write_model=partial(write_model, home=str(options.folder.resolve()), base=base_model(options)),
         base=base_model(options),
         after_save=partial(push_to_hub, options.push_to_hub) if options.push_to_hub else None,
@@ -220,8 +223,16 @@ def check_folder(folder: Path, data: Sequence[str]) -> None:
         raise UsageError(f"--out {folder} holds the data; name another folder for the model")
 
 
-def fingerprint(training: Sequence[Subset]) -> str:
-    """Identify the examples by each source's path, share, number of examples and a digest of their fingerprints."""
+def world_size() -> int:
+    """The number of training processes."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def fingerprint(training: Sequence[Subset], n_parts: int = 1) -> str:
+    """Identify the examples by each source's path, share, number of examples and a digest of their fingerprints.
+
+    The order of a stream depends on the number of parts in which it is read, so that one belongs to it.
+    """
     parts = []
     for subset in training:
         part = subset.source.path if subset.weight is None else f"{subset.source.path}@{subset.weight:g}"
@@ -230,6 +241,8 @@ def fingerprint(training: Sequence[Subset]) -> str:
             for index in subset.indices:
                 digest.update(subset.source.fingerprint(index).encode("utf-8", "surrogatepass") + b"\0")
             part += f" ({len(subset)}, {digest.hexdigest()})"
+        if isinstance(subset.source, Stream) and n_parts > 1:
+            part += f" (in {n_parts} parts)"
         parts.append(part)
     return "; ".join(parts)
 
@@ -240,13 +253,13 @@ def steps_of_epochs(epochs: float, mixture: Mixture, cfg: TrainConfig) -> int:
     positions = max(size / share for size, share in zip(sizes, mixture.shares))
     if not positions:
         raise UsageError("--epochs needs data whose size is known, which a stream's or scenes' is not; use --max-steps")
-    per_step = cfg.batch_size * cfg.gradient_accumulation_steps * int(os.environ.get("WORLD_SIZE", 1))
+    per_step = cfg.batch_size * cfg.gradient_accumulation_steps * world_size()
     return max(1, math.ceil(round(epochs * positions / per_step, 6)))
 
 
 def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig) -> str:
     """One line: how many examples each source has, and how often each is shown."""
-    batches = cfg.max_steps * cfg.gradient_accumulation_steps * int(os.environ.get("WORLD_SIZE", 1))
+    batches = cfg.max_steps * cfg.gradient_accumulation_steps * world_size()
     parts = []
     for subsets, share in zip(mixture.groups, mixture.shares):
         paths, shown = ", ".join(subset.source.path for subset in subsets), share * batches * cfg.batch_size

@@ -10,6 +10,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from nanovlm.data import Mixture, ReadOptions, Stream, Subset, open_source
+from nanovlm.data.source import Part
 from support.data import OPTIONS, check_refused, image, message, png, read_all, summary, text, write
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -112,12 +113,12 @@ def test_hub_dataset_downloaded_and_streamed(hub):
         stream = open_source("lab/rows:small", replace(options, stream=True))
         assert isinstance(stream, Stream)
         stream = pickle.loads(pickle.dumps(stream))
-        rows = [summary(stream.make_example(row, stream.name(number))) for number, row in stream.numbered_rows()]
+        rows = [summary(stream.make_example(row, stream.name(key))) for key, row in stream.keyed_rows()]
         assert rows == [(f"lab/rows:small{at}", *rest) for at, *rest in expected]
 
 
-def test_every_worker_process_reads_the_whole_stream(hub):
-    """The library would distribute the rows among them."""
+def test_a_worker_process_reads_the_whole_of_a_part(hub):
+    """The library would distribute its rows among the workers."""
     stream = open_source("lab/rows:small", replace(OPTIONS, stream=True))
     order = [Mixture([Subset(stream, ())], 0).example(position).name for position in range(8)]
     assert set(order[:3]) == {f"lab/rows:small[{i}]" for i in range(3)}
@@ -153,6 +154,36 @@ def test_truncated_parquet_is_reported_once(datasets_cache):
     assert records == []
 
 
+def test_worker_processes_share_the_shards_of_a_stream(datasets_cache):
+    """Each worker takes every second batch, and so reads one of two parts; the batches are as if made here."""
+    Path("rows").mkdir()
+    for i in range(5):
+        finevision().to_parquet(f"rows/{i}.parquet")
+    address = Path("rows").resolve().as_uri() + "/{0..4}.parquet"
+    stream = open_source(address, replace(OPTIONS, stream=True))
+    assert len(stream.shards) == 5
+    dataset = NamesInParts(Mixture([Subset(stream, ())], 0), 2)
+    order = [dataset[i] for i in range(14)]
+    rows = {f"{address}[{shard}:{row}]" for shard in range(5) for row in range(3)}
+    assert len(set(order)) == 14 and rows > set(order), "all but one, before any comes again"
+    shards = [{name.rpartition("[")[2].partition(":")[0] for name in order[part::2]} for part in (0, 1)]
+    assert shards[0] & shards[1] == {"4"}, "the shard that is left over"
+    fresh = NamesInParts(Mixture([Subset(pickle.loads(pickle.dumps(stream)), ())], 0), 2)
+    assert list(DataLoader(fresh, batch_size=None, num_workers=2)) == order
+
+
+class NamesInParts(Dataset):
+    def __init__(self, mixture, n_parts):
+        self.mixture, self.n_parts = mixture, n_parts
+
+    def __len__(self):
+        return 14
+
+    def __getitem__(self, i):
+        turn, part = divmod(i, self.n_parts)
+        return self.mixture.example(turn, part=Part(part, self.n_parts)).name
+
+
 def test_shards_at_an_address_are_read_or_streamed(datasets_cache):
     """file:// stands for hf://, s3:// and https://, which fsspec opens in the same way."""
     Path("rows").mkdir()
@@ -161,5 +192,5 @@ def test_shards_at_an_address_are_read_or_streamed(datasets_cache):
     assert [rest for _, *rest in read_all(address)] == [list(e) for e in EXPECTED]
     stream = open_source(address, replace(OPTIONS, stream=True))
     assert isinstance(stream, Stream)
-    rows = [summary(stream.make_example(row, stream.name(number)))[1:] for number, row in stream.numbered_rows()]
+    rows = [summary(stream.make_example(row, stream.name(key)))[1:] for key, row in stream.keyed_rows()]
     assert rows == [tuple(e) for e in EXPECTED]

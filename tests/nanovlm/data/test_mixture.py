@@ -11,6 +11,7 @@ from PIL import Image
 
 from nanovlm.data import Batches, Mixture, Source, Stream, Subset, split
 from nanovlm.data.examples import Example, ExampleError
+from nanovlm.data.source import Part
 from nanovlm.errors import DataError
 from nanovlm.image_processing import random_crop
 from support import noise_image
@@ -30,7 +31,7 @@ def keep_all(row):
 
 
 def stream(name, n):
-    return Stream(name, partial(range, n), make_example, keep_all)
+    return Stream(name, [partial(range, n)], make_example, keep_all)
 
 
 def names(mixture, positions):
@@ -147,12 +148,85 @@ def test_endless_source_is_not_held_out():
         Mixture([Subset(one, range(len(one))) for one, _ in sources], 0)
 
 
+class Shard:
+    """The rows of a shard, whose readings are counted."""
+
+    def __init__(self, rows):
+        self.rows, self.readings = rows, 0
+
+    def __call__(self):
+        self.readings += 1
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("sizes", [[12], [5, 5, 5], [6, 6, 6, 6, 6], [4] * 6], ids=str)
+@pytest.mark.parametrize("n_parts", [1, 2, 3])
+def test_the_parts_of_a_stream_show_every_row_once_and_read_only_their_shards(sizes, n_parts):
+    shards = [Shard([f"{i}.{k}" for k in range(size)]) for i, size in enumerate(sizes)]
+    mixture = Mixture([Subset(Stream("a", shards, make_example, keep_all), ())], 0)
+    rows = [f"{i}.{k}" for i, size in enumerate(sizes) for k in range(size)]
+    shown, readings = [], []
+    for part in range(n_parts):
+        # leftover shards are divided row by row
+        left_over = len(sizes) % n_parts
+        whole = [size for i, size in enumerate(sizes[: len(sizes) - left_over]) if i % n_parts == part]
+        strided = [len(range(part, size, n_parts)) for size in sizes[len(sizes) - left_over :]]
+        n = sum(whole + strided)
+        order = [mixture.example(i, part=Part(part, n_parts)).qa_pairs[0][1] for i in range(2 * n)]
+        assert sorted(order[:n]) == sorted(order[n:]), "each epoch shows the same rows"
+        shown += order[:n]
+        readings.append([shard.readings for shard in shards])
+        for shard in shards:
+            shard.readings = 0
+    assert sorted(shown) == sorted(rows)
+    for i in range(len(sizes) - len(sizes) % n_parts):
+        assert [counts[i] for counts in readings] == [2 * (i % n_parts == part) for part in range(n_parts)]
+
+
+def stream_batches(processor, n_parts):
+    """Batches of a stream with a share and of a source; their answers are the records."""
+    streamed = Stream("s", [partial(range, 100 * i, 100 * i + 9) for i in range(4)], make_example, keep_all)
+    subsets = [Subset(streamed, (), 0.5), Subset(source("a", 24), range(24))]
+    return Batches(Mixture(subsets, 1), processor, 2, n_parts=n_parts, augment=0.2)
+
+
+def test_a_batch_of_a_stream_is_a_function_of_its_number_in_every_process(tiled):
+    """Two ranks with two workers each, resumed in the middle of an epoch, and batches made here in any order."""
+    from nanovlm.training.loader import load_batches
+
+    expected = [stream_batches(tiled[1], 4)(number) for number in range(16)]
+    for start in (0, 6, 10):  # a resumed rank's first batch may be of either worker's part
+        for rank in (0, 1):
+            numbers = range(start + rank, 16, 2)
+            with load_batches(stream_batches(tiled[1], 4), numbers, 2) as loaded:
+                for number, batch in zip(numbers, loaded, strict=True):
+                    assert all(torch.equal(batch[name], tensor) for name, tensor in expected[number].items())
+
+
+def test_a_source_beside_a_stream_shows_every_example_once_an_epoch(tiled):
+    batches = stream_batches(tiled[1], 4)
+    names = []
+    for number in range(48):
+        step, part = divmod(number, 4)
+        examples = [batches.mixture.example(2 * step + b, part=Part(part, 4)) for b in range(2)]
+        names += [example.name for example in examples]
+    of_source = [name for name in names if name.startswith("a[")]
+    assert len(set(of_source[:24])) >= 20 and len(set(of_source)) == 24
+    assert len(of_source) == pytest.approx(48, abs=8)
+
+
+def test_a_part_without_rows_names_the_process(tiled):
+    mixture = Mixture([Subset(stream("a", 2), ())], 0)
+    with pytest.raises(DataError, match="a has no example to learn from for process 3 of the 3 that read it"):
+        mixture.example(0, part=Part(2, 3))
+
+
 def test_stream_is_split_by_the_keys_of_its_rows():
     (train,), (held_out,) = split([(stream("a", 1000), 0.5)], 0.1)
-    learned, out = ({number for number, _ in subset.source.numbered_rows()} for subset in (train, held_out))
-    assert learned | out == set(range(1000)) and not learned & out and 70 < len(out) < 130
+    learned, out = ({key for key, _ in subset.source.keyed_rows()} for subset in (train, held_out))
+    assert learned | out == {str(number) for number in range(1000)} and not learned & out and 70 < len(out) < 130
     (whole,), nothing = split([(stream("a", 1000), None)], 0)
-    assert len(list(whole.source.numbered_rows())) == 1000 and nothing == []
+    assert len(list(whole.source.keyed_rows())) == 1000 and nothing == []
 
 
 @pytest.mark.parametrize(
@@ -212,7 +286,7 @@ def test_bad_example_raises_or_the_next_one_replaces_it(kind, tiled, caplog):
     if kind == "source":
         subset = Subset(Source("a", records, make_example), range(12))
     else:
-        subset = Subset(Stream("a", partial(iter, records), make_example, keep_all), ())
+        subset = Subset(Stream("a", [partial(iter, records)], make_example, keep_all), ())
     mixture = Mixture([subset], 0)
     with pytest.raises(ExampleError, match=r"^a\[\d+\] has an empty answer"):
         Batches(mixture, tiled[1], 12)(0)
