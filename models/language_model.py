@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import attention
+from models.backward import RMSNormFunction, RotationFunction, is_faster_written_out
 from models.cache import KVCache
 from models.config import VLMConfig
 from models.errors import InputError
@@ -25,6 +26,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype == torch.float32 and is_faster_written_out(x):
+            return RMSNormFunction.apply(x, self.weight, self.eps)
         return self.weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).type_as(x)
 
 
@@ -47,6 +50,8 @@ def rope_cos_sin(positions: Tensor, cfg: VLMConfig, frequencies: Tensor | None =
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channels i and i + D/2 of x (B, H, T, D); cos and sin (T, D) or (B, 1, T, D)."""
+    if is_faster_written_out(x):
+        return RotationFunction.apply(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).type_as(x)
 
