@@ -7,21 +7,37 @@ ways: all weights, LoRA adapters only, and all weights with scenes mixed in, so 
 are of captions that match word for word, greedy, on fresh images of both domains. The command fails if a limit is
 missed: three minutes each, 90% of postcards (85% with adapters; none before training), and 80% of scenes where they
 were mixed in.
+
+    python -m eval.finetune --profile --shape 222M --dtype bfloat16
+    python -m eval.finetune --against trl --minutes 1
+    python -m eval.finetune --against nanovlm --nanovlm ../nanoVLM --shape 222M --steps 5
+
+measure speed instead. --profile prints the share of each stage in a training step. --against fine-tunes on the same
+postcards with another training loop, in turns with this one: upstream nanoVLM's from a checkout of its repository, or
+trl's SFTTrainer on the exported model (extra trl). Both have the same model, batch size, number format and peak
+learning rate, and otherwise their own defaults. Shapes other than the embedded model have random weights.
 """
 
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+
+import torch
 
 from eval.captions import BATCH_SIZE
 from eval.lib.command import add_threads_flag, make_parser, one_of, positive, progress, report
 from eval.lib.hardware import environment
 from eval.lib.postcards import draw, random_postcard, write_folder
 from eval.lib.scene_splits import png
+from eval.lib.training_peers import check_nanovlm
+from eval.lib.training_profile import profile_training
+from eval.lib.training_race import PEERS, Race, race_table
+from eval.lib.training_setup import EMBEDDED_SHAPE, TRAINED_SHAPES, make_setup
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.cli.main import run_verb
@@ -29,11 +45,14 @@ from nanovlm.console import print_error
 from nanovlm.device import choose_device, choose_training_dtype
 from nanovlm.errors import NanoVLMError, TrainingError
 from nanovlm.synthetic import caption, random_scene
+from nanovlm.training.config import FINETUNING
 
 MAX_MINUTES = 3
 REPLAY = ["scenes@0.22", "--pack", "256", "--max-steps", "1050"]  # packed, since scenes are longer than postcards
 TRAIN_FLAGS = {"all weights": [], "adapters": ["--lora-rank", "16"], "scenes mixed in": REPLAY}
 MIN_SHARES = {"all weights": (0.9, 0.0), "adapters": (0.85, 0.0), "scenes mixed in": (0.9, 0.8)}  # postcards, scenes
+
+PROFILED_STEPS, RACED_STEPS = 5, 5  # by default, beside a step that warms up
 
 
 @dataclass(frozen=True)
@@ -99,27 +118,14 @@ def table(before: list[float], results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser("finetune", __doc__)
-    ways = f"any of {', '.join(map(repr, TRAIN_FLAGS))} (default: all)"
-    parser.add_argument("ways", nargs="*", type=one_of(TRAIN_FLAGS), metavar="WAY", help=ways)
-    parser.add_argument("--images", type=positive, default=200, metavar="N", help="to learn from (default: 200)")
-    parser.add_argument("--fresh", type=positive, default=400, metavar="N", help="test images a domain (default: 400)")
-    parser.add_argument("--seed", default="1", help="which images (default: 1)")
-    parser.add_argument("--flags", default="", metavar="'--max-steps N ...'", help="further flags of train.py")
-    add_threads_flag(parser)
-    args = parser.parse_args(argv)
-
+def measure_limits(args: Namespace) -> int:
+    """Fine-tune in each of the ways, and check the limits."""
     domains, rng = make_domains(args.fresh, args.seed), Random(f"learned {args.seed}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "postcards")
         write_folder(folder, [random_postcard(rng) for _ in range(args.images)])
         before = measure_shares(EMBEDDED, domains)
-        try:
-            results = [train(way, folder, args.flags.split(), domains) for way in args.ways or TRAIN_FLAGS]
-        except NanoVLMError as error:
-            print_error(f"{parser.prog}: {error}")
-            return error.exit_code
+        results = [train(way, folder, args.flags.split(), domains) for way in args.ways or TRAIN_FLAGS]
     device = choose_device("auto")
     where = environment(device, choose_training_dtype("auto", device))
     failures = [failure for result in results for failure in result.failures]
@@ -127,6 +133,56 @@ def main(argv: Sequence[str] | None = None) -> int:
         failures.append(f"before: {before[0]:.1%} of postcards are right, so the domain is not new")
     data = {"before": dict(zip(("postcards", "scenes"), before)), "learned": [asdict(result) for result in results]}
     return report(data, table(before, results), where, args.json, failures)
+
+
+def measure_speed(args: Namespace) -> int:
+    """The stages of a training step, or two training loops in turns."""
+    checkout = check_nanovlm(args.nanovlm) if args.against == "nanovlm" else None
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        setup = make_setup(folder, args.shape, args.images, args.seed, args.dtype, args.batch_size)
+        where = environment("cpu", choose_training_dtype(args.dtype, torch.device("cpu")))
+        if args.profile:
+            profile = profile_training(setup, folder / "profile", args.steps or PROFILED_STEPS)
+            return report(asdict(profile), str(profile), where, args.json)
+        steps, measure = args.steps, None
+        if args.shape == EMBEDDED_SHAPE and steps is None:
+            postcards = make_domains(args.fresh, args.seed)[:1]
+
+            def measure(trained: Path) -> float:
+                return measure_shares(trained, postcards)[0]
+
+        race = Race(setup, args.against, folder, checkout)
+        results = race.run(steps or RACED_STEPS * (measure is None), 60 * args.minutes, measure)
+        return report({result.name: result.as_dict() for result in results}, race_table(results), where, args.json)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser("finetune", __doc__)
+    add = parser.add_argument
+    ways = f"any of {', '.join(map(repr, TRAIN_FLAGS))} (default: all)"
+    add("ways", nargs="*", type=one_of(TRAIN_FLAGS), metavar="WAY", help=ways)
+    add("--images", type=positive, default=200, metavar="N", help="to learn from (default: 200)")
+    add("--fresh", type=positive, default=400, metavar="N", help="test images a domain (default: 400)")
+    add("--seed", default="1", help="which images (default: 1)")
+    add("--flags", default="", metavar="'--max-steps N ...'", help="further flags of train.py")
+    add("--profile", action="store_true", help="print the share of each stage in a training step on the CPU")
+    add("--against", choices=PEERS, help="compare with another training loop on the CPU")
+    add("--nanovlm", type=Path, metavar="PATH", help="a checkout of huggingface/nanoVLM, for --against nanovlm")
+    add("--shape", choices=TRAINED_SHAPES, default=EMBEDDED_SHAPE, help=f"model (default: {EMBEDDED_SHAPE})")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="as of train.py (default: auto)")
+    add("--batch-size", type=positive, default=FINETUNING.batch_size, metavar="N", help="(default: %(default)s)")
+    add("--steps", type=positive, metavar="N", help="steps to measure, instead of --minutes")
+    add("--minutes", type=float, default=1.0, help="of training with each loop of --against (default: 1)")
+    add_threads_flag(parser)
+    args = parser.parse_args(argv)
+    if args.profile and args.against:
+        parser.error("--profile and --against exclude each other")
+    try:
+        return measure_speed(args) if args.profile or args.against else measure_limits(args)
+    except NanoVLMError as error:
+        print_error(f"{parser.prog}: {error}")
+        return error.exit_code
 
 
 if __name__ == "__main__":
