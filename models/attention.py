@@ -17,8 +17,9 @@ def attention(
 ) -> Tensor:
     """Queries q (B, H, T, D) on keys and values k, v (B, H_kv, S, D), each shared by H / H_kv heads: (B, H, T, D).
 
-    mask (B or 1, 1, T, S) is True where a query may attend. causal, allowed without mask and for T == S, lets each
-    query attend to its own and earlier positions. k and v are not repeated for the heads that share them.
+    mask (B or 1, 1, T, S) is True where a query may attend; a mask of q's dtype is added to the scores. causal, allowed
+    without mask and for T == S, lets each query attend to its own and earlier positions. k and v are not repeated for
+    the heads that share them.
     """
     B, H, T, D = q.shape
     half = q.dtype == torch.bfloat16 and q.device.type == "cpu" and not needs_grad_or_graph()
@@ -80,7 +81,9 @@ def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dr
     if causal:
         scores.view(B, groups, -1, T, S)[..., S - T :] += q.new_full((T, T), float("-inf")).triu(1)
     if mask is not None:
-        bias = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask, float("-inf"))
+        bias = mask.to(scores.dtype)
+        if mask.dtype == torch.bool:
+            bias = torch.zeros_like(bias).masked_fill_(~mask, float("-inf"))
         scores = (scores.view(B, groups, -1, T, S) + bias[:, None]).view(B * groups, -1, S)
     wide = torch.float32 if S < MAX_FLOAT32_KEYS and not needs_grad_or_graph() else None  # same values
     weights = F.dropout(scores.softmax(-1, dtype=wide).type_as(v), dropout_p)

@@ -77,14 +77,19 @@ class _Request:
 
 
 class _SlotKV:
-    """A KVCache to which each slot appends one token at its own position; key and value are views of one cache."""
+    """A KVCache to which each slot appends one token at its own position.
 
-    def __init__(self, key: Tensor, value: Tensor, slots: Tensor, positions: Tensor):
-        self.key, self.value, self.slots, self.positions = key, value, slots, positions
+    whole is the cache of one block and of all slots, (2, slots, n_kv_heads, capacity, head_dim). slots and span select
+    key and value from it. rows are the places of the new tokens among its slots * n_kv_heads * capacity vectors.
+    """
+
+    def __init__(self, whole: Tensor, slots: slice, span: int, rows: Tensor):
+        self.key, self.value = whole[:, slots, :, :span]
+        self.whole, self.rows = whole, rows
 
     def append(self, key: Tensor, value: Tensor) -> "_SlotKV":
-        self.key[self.slots, :, self.positions] = key[:, :, 0]
-        self.value[self.slots, :, self.positions] = value[:, :, 0]
+        for part, new in zip(self.whole, (key, value)):
+            part.view(-1, part.size(-1)).index_copy_(0, self.rows, new.reshape(-1, new.size(-1)))
         return self
 
 
@@ -353,13 +358,16 @@ class ContinuousBatch:
         positions = torch.tensor([request.length for request in requests])
         span = int(positions.max()) + 1
         self._reserve(start + n, span)
-        positions, slots = positions.to(model.device), torch.arange(n, device=model.device)
-        mask = (torch.arange(span, device=model.device) <= positions[:, None])[:, None, None]
+        positions, (_, _, _, n_kv_heads, capacity, _) = positions.to(model.device), self._cache.shape
+        heads = torch.arange(start * n_kv_heads, (start + n) * n_kv_heads, device=model.device).view(n, n_kv_heads)
+        rows = (heads * capacity + positions[:, None]).flatten()
+        later = torch.arange(span, device=model.device) > positions[:, None]
+        bias = self._cache.new_zeros(n, 1, 1, span).masked_fill(later[:, None, None], float("-inf"))
         cos, sin = rope_cos_sin(positions[:, None, None], model.cfg)
         decoder = self._network().decoder
         x = decoder.token_embedding(torch.tensor([[request.output[-1]] for request in requests], device=model.device))
-        for block, (key, value) in zip(decoder.blocks, self._cache[:, :, start : start + n, :, :span]):
-            x, _ = block(x, cos, sin, mask, _SlotKV(key, value, slots, positions))
+        for block, whole in zip(decoder.blocks, self._cache):
+            x, _ = block(x, cos, sin, bias, _SlotKV(whole, slice(start, start + n), span, rows))
         return decoder.head(decoder.norm(x[:, -1]))
 
     def _reserve(self, n_slots: int, n_tokens: int) -> None:

@@ -32,3 +32,17 @@ def test_attention_in_bfloat16_matches_float32(monkeypatch, fast_sdpa, causal, m
         got = attention_module.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, causal)
     assert got.dtype == torch.bfloat16 and got.shape == wanted.shape
     assert relative_error(got, wanted) < 0.01
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fast_sdpa", [False, True])
+@pytest.mark.parametrize("queries", [1, 40])
+def test_a_mask_that_is_added_to_the_scores_acts_as_a_boolean_one(monkeypatch, dtype, fast_sdpa, queries):
+    monkeypatch.setattr(attention_module, "sdpa_is_fast_in_bfloat16", lambda: fast_sdpa)
+    q, (k, v) = torch.randn(3, 4, queries, 16).to(dtype), torch.randn(2, 3, 2, 40, 16).to(dtype)
+    mask = torch.rand(3, 1, queries, 40) < 0.6
+    mask[..., 0] = True
+    bias = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, float("-inf"))
+    got, wanted = (attention_module.attention(q, k, v, m) for m in (bias, mask))
+    torch.testing.assert_close(got, wanted)
