@@ -268,6 +268,8 @@ def restore_model(checkpoint: Checkpoint, model: VisionLanguageModel) -> None:
 
 def _restore_shards(checkpoint: Checkpoint, model: VisionLanguageModel) -> None:
     """The same from shards: each process reads its part of a sharded model."""
+    if any(p.dtype != torch.float32 for p in model.parameters()):
+        raise CheckpointError(f"{checkpoint.path} is sharded, with weights in float32; resume it without --quantize")
     frozen = {
         name: p.detach().clone() for name, p in model.named_parameters() if adapters(model) and not p.requires_grad
     }

@@ -52,13 +52,16 @@ def run(
     stop_at: int | None = None,
     kill_at: int | None = None,
     kill_in_save: int | None = None,
+    apart: bool = False,
     bucket: int | None = None,
 ) -> list[str]:
     """Train on batches of so many rows and return the lines logged.
 
     SIGTERM arrives with batch `stop_at`; SIGKILL with batch `kill_at`, but once only, or, in the second process, while
-    the checkpoint of step `kill_in_save` is written.
+    the checkpoint of step `kill_in_save` is written. If `apart`, each process has a folder of its own.
     """
+    if apart:
+        folder = folder / os.environ["RANK"]
 
     def get_batch(i: int) -> dict:
         if i == stop_at:

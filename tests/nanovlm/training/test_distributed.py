@@ -64,12 +64,13 @@ def folder(tmp_path_factory):
     runs += [(name, {"settings": options["settings"]}) for name, options in KILLED.items()]  # after they were killed
     runs.append(("two, then three", {"settings": {"fsdp": True, "gradient_accumulation_steps": 3}, "stop_at": 7}))
     then = [("two, then three", {"settings": {"fsdp": True, "gradient_accumulation_steps": 2}})]
-    groups = [*((2, [run]) for run in KILLED.items()), (2, runs), (3, then)]
+    apart = [("apart", {"settings": {}, "apart": True})]
+    groups = [*((2, [run]) for run in KILLED.items()), (2, apart), (2, runs), (3, then)]
     command = [sys.executable, str(PROGRAM), str(folder), json.dumps(groups)]
     process = subprocess.run(command, env=environment(), timeout=240, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     codes = (folder / "exit_codes").read_text().splitlines()
-    assert codes == [*["[1, -9]"] * len(KILLED), "[0, 0]", "[0, 0, 0]"], process.stderr
+    assert codes == [*["[1, -9]"] * len(KILLED), "[1, 1]", "[0, 0]", "[0, 0, 0]"], process.stderr
     return folder
 
 
@@ -173,6 +174,13 @@ def test_a_run_whose_process_was_killed_is_run_again_to_the_same_file(folder, na
     log = (folder / f"{name}.0.log").read_text()
     assert "error: another process ended" in log and "resumed" in log and "at step 2" in log
     assert not list((folder / name).rglob("*.tmp"))
+
+
+def test_a_folder_that_is_not_shared_is_reported_before_the_first_step(folder):
+    for rank in (0, 1):
+        (line,) = (folder / f"apart.{rank}.log").read_text().splitlines()
+        assert "is not the same folder for all 2 processes: 1 see what the first one writes" in line
+        assert list((folder / "apart" / str(rank)).iterdir()) == []
 
 
 def digest(path):
