@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from models.attention import needs_grad_or_graph
 
 CPUINFO = Path("/proc/cpuinfo")
+X86 = ("x86_64", "amd64")
 QUICK_COMPILE = {  # Inductor's options
     "cpp.vec_isa_ok": True,
     "aot_inductor.precompile_headers": False,
@@ -33,8 +34,10 @@ def private_kernels_allowed() -> bool:
 
 
 def has_onednn_linear() -> bool:
-    """Whether this torch has oneDNN's linear with a fused activation."""
-    return private_kernels_allowed() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    """Whether this torch has oneDNN's linear with a fused activation, for a processor with fast kernels for it."""
+    if not private_kernels_allowed() or platform.machine().lower() not in X86:  # elsewhere it may run reference code
+        return False
+    return hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def has_int8_kernel() -> bool:

@@ -15,6 +15,7 @@ from models.attention import attention, needs_grad_or_graph
 from models.cache import KVCache
 from models.inference.cpu_kernels import (
     OneDNNLinear,
+    has_onednn_linear,
     onednn_linear,
     onednn_linear_add,
     onednn_swiglu,
@@ -81,10 +82,10 @@ class FusedBlock(Block):
 
 
 def fuse_decoder(decoder: LanguageModel) -> None:
-    """Replace the blocks of a decoder that can be fused; for CPUs and for inference only."""
+    """Replace the blocks of a decoder that can be fused; for CPUs and for inference only. Nothing without oneDNN."""
     blocks = cast(nn.ModuleList, decoder.blocks)
     for i, block in enumerate(decoder.blocks):
-        if FusedBlock.supports(block):
+        if has_onednn_linear() and FusedBlock.supports(block):
             blocks[i] = FusedBlock(block)
 
 

@@ -118,8 +118,9 @@ class ChunkedVisionTransformer(nn.Module):
 
 def fuse_vision(encoder: VisionTransformer) -> ChunkedVisionTransformer:
     """The encoder with fused modules, which replace its own, in chunks; for CPUs and for inference only."""
-    if type(encoder.patch_embedding) is PatchEmbedding and type(encoder.patch_embedding.conv) is nn.Conv2d:
-        encoder.patch_embedding = cast(PatchEmbedding, FusedPatchEmbedding(encoder.patch_embedding))
+    embedding = encoder.patch_embedding
+    if type(embedding) is PatchEmbedding and type(embedding.conv) is nn.Conv2d and has_onednn_linear():
+        encoder.patch_embedding = cast(PatchEmbedding, FusedPatchEmbedding(embedding))
     blocks = cast(nn.ModuleList, encoder.blocks)
     for i, block in enumerate(encoder.blocks):
         plain = type(block) is Block and all(type(linear) in (nn.Linear, OneDNNLinear) for linear in linears(block))
@@ -131,4 +132,5 @@ def fuse_vision(encoder: VisionTransformer) -> ChunkedVisionTransformer:
 def fuse_projector(projector: ModalityProjector) -> nn.Module:
     """The projector in fewer passes over its weight; for CPUs and for inference only."""
     plain = type(projector) is ModalityProjector and type(projector.proj) in (nn.Linear, OneDNNLinear)
-    return FusedProjector(projector) if plain and projector.proj.weight.dtype in DTYPES else projector
+    supported = plain and projector.proj.weight.dtype in DTYPES and has_onednn_linear()
+    return FusedProjector(projector) if supported else projector

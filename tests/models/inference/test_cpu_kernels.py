@@ -84,6 +84,12 @@ def test_only_large_linears_are_replaced(monkeypatch):
     assert type(replace_linears(nn.Sequential(nn.Linear(24, 40)))[0]) is nn.Linear
 
 
+def test_onednn_products_are_for_x86_processors(monkeypatch):
+    for machine, wanted in (("x86_64", True), ("AMD64", True), ("arm64", False), ("aarch64", False)):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        assert has_onednn_linear() == (wanted and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
+
+
 @needs_onednn
 def test_gradients_flow_through_onednn_linears():
     linear = nn.Linear(24, 40)

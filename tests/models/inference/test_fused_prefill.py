@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from models.cache import KVCache
+from models.inference.cpu_kernels import has_onednn_linear
 from models.inference.fused_prefill import FusedBlock, fuse_decoder
 from models.inference.inference_model import InferenceModel
 from models.inference.live_weights import share_modules
@@ -12,6 +13,7 @@ from models.language_model import Block, build_attention_mask, rope_cos_sin
 from models.lora import adapt
 
 WIDTH = 24  # of the tiny model
+pytestmark = pytest.mark.skipif(not has_onednn_linear(), reason="this torch has no oneDNN linear")
 
 
 def fused(model):

@@ -66,6 +66,7 @@ def test_patch_embedding_is_the_convolution(tiny_model, position_ids):
 
 
 @torch.inference_mode()
+@pytest.mark.skipif(not has_onednn_linear(), reason="this torch has no oneDNN linear")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_projector_matches_the_plain_one(tiny_model, dtype):
     model = tiny_model(**LARGER).to(dtype)
