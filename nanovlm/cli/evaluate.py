@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovlm.cli.options import ModelOptions, add_model_flags, add_read_flags, load_captioner, read_options_from_args
+from nanovlm.cli.options import (
+    ModelOptions,
+    add_model_flags,
+    add_read_flags,
+    check_validation,
+    load_captioner,
+    read_options_from_args,
+)
 from nanovlm.console import print_error
 from nanovlm.errors import InputError, UsageError
 
@@ -69,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check_flags(args: argparse.Namespace) -> None:
     """UsageError for a value out of range."""
+    check_validation(args.validation)
     for name in ("limit", "batch_size", "max_new_tokens", "worst_count"):
         value = getattr(args, name)
         if value is not None and value < 1:

@@ -204,6 +204,12 @@ def load_captioner(
     return captioner
 
 
+def check_validation(n: float | None) -> None:
+    """UsageError for a --validation that is neither a share below 1 nor a number of examples."""
+    if n is not None and not (0 <= n < 1 or (n >= 1 and float(n).is_integer())):
+        raise UsageError(f"--validation {n:g} is neither a share below 1 nor a number of examples")
+
+
 def read_options_from_args(args: argparse.Namespace) -> "ReadOptions":
     from nanovlm.data import ReadOptions
 

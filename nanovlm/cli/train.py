@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovlm import EMBEDDED
-from nanovlm.cli.options import DEVICES, add_read_flags, add_renamed, add_threads_flag, read_options_from_args
+from nanovlm.cli.options import (
+    DEVICES,
+    add_read_flags,
+    add_renamed,
+    add_threads_flag,
+    check_validation,
+    read_options_from_args,
+)
 from nanovlm.cli.run_file import apply_run_file, run_file_text
 from nanovlm.errors import InputError, UsageError
 from nanovlm.training.config import (
@@ -240,9 +247,7 @@ def check_flags(args: argparse.Namespace, cfg: TrainConfig) -> None:
         raise UsageError("--tensorboard needs tensorboard: pip install 'nanovlm[tensorboard]'")
     if cfg.track != "none" and find_spec(cfg.track) is None:
         raise UsageError(f"--track {cfg.track} needs {cfg.track}: pip install 'nanovlm[track]'")
-    n = float(args.validation or 0)
-    if not (0 <= n < 1 or (n >= 1 and n.is_integer())):
-        raise UsageError(f"--validation {n:g} is neither a share below 1 nor a number of examples")
+    check_validation(args.validation)
 
 
 def options_from_args(args: argparse.Namespace) -> "FinetuneOptions":

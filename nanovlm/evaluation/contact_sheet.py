@@ -15,21 +15,22 @@ LINE, MAX_TEXT = 50, 140  # characters
 
 
 def write_contact_sheet(path: Path, answers: Sequence[Answer]) -> None:
-    """Draw the answers, in rows of COLUMNS. Needs matplotlib (extra: eval)."""
+    """Draw the answers, in rows of at most COLUMNS. Needs matplotlib (extra: eval)."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtraError(f"{path} needs matplotlib: pip install 'nanovlm[eval]'") from None
-    rows = max(1, -(-len(answers) // COLUMNS))
-    figure: Any = Figure(figsize=(CELL_WIDTH * COLUMNS, CELL_HEIGHT * rows), layout="constrained")
-    cells = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+    columns = max(1, min(COLUMNS, len(answers)))
+    rows = max(1, -(-len(answers) // columns))
+    figure: Any = Figure(figsize=(CELL_WIDTH * columns, CELL_HEIGHT * rows), layout="constrained")
+    cells = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in cells:
         axes.set_axis_off()
     for axes, answer in zip(cells, answers):
         if answer.question.images:
             axes.imshow(load_image(answer.question.images[0]))
         axes.set_title(describe(answer), fontsize=7, loc="left", parse_math=False)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=100, bbox_inches="tight")  # a long text in the first row would be cut off
 
 
 def describe(answer: Answer) -> str:

@@ -108,6 +108,8 @@ def test_the_command_prints_a_table_json_and_a_contact_sheet(capsys):
     [
         (["--metric", "bleu"], ["bleu", "exact_match"]),
         (["--limit", "0"], ["--limit 0"]),
+        (["--validation", "1.5"], ["--validation 1.5", "neither a share below 1 nor a number"]),
+        (["--validation", "-1"], ["--validation -1", "neither a share below 1 nor a number"]),
         (["--worst", "x.jpg"], ["--worst x.jpg", ".png"]),
         (["--worst", "nowhere/x.png"], ["nowhere"]),
         (["--model", "nowhere"], ["nowhere", "Hub id"]),
