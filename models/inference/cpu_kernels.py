@@ -93,6 +93,41 @@ def int8_linear_function(weight: Tensor, scale: Tensor) -> Callable[[Tensor], Te
     return partial(torch._weight_int8pack_mm, mat2=weight, scales=scale)
 
 
+def has_int8_activations() -> bool:
+    """Whether this torch and CPU multiply int8 activations by int8 weights; without VNNI the sums would overflow."""
+    if not (private_kernels_allowed() and torch.backends.mkldnn.is_available()):
+        return False
+    available = all(hasattr(torch.ops.onednn, name) for name in ("qlinear_prepack", "qlinear_pointwise"))
+    return available and "avx512_vnni" in cpu_info("flags").split()
+
+
+def pack_int8(weight: Tensor) -> Tensor:
+    """An int8 weight (out, in) in oneDNN's own layout, (in, out); `to_dense` gives it back."""
+    return torch.ops.onednn.qlinear_prepack(weight, None)
+
+
+def onednn_int8_linear(
+    codes: Tensor,
+    scale: float,
+    zero_point: int,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype = torch.float32,
+    gelu: bool = False,
+) -> Tensor:
+    """scale * (codes - zero_point), codes (M, in) uint8, times weight by `pack_int8` with weight_scale (out,): (M, out).
+
+    GELU is computed by erf, see `onednn_linear_gelu`. dtype is float32 or bfloat16. There is no fallback: callers
+    check `has_int8_activations`.
+    """
+    post_op, algorithm = ("gelu", "none") if gelu else ("none", "")
+    weight_zero_point = torch.zeros(len(weight_scale), dtype=torch.int32)
+    return torch.ops.onednn.qlinear_pointwise(
+        codes, scale, zero_point, weight, weight_scale, weight_zero_point, bias, 1.0, 0, dtype, post_op, [], algorithm
+    )
+
+
 def has_int4_kernel() -> bool:
     """Whether this torch has a product with group-wise int4 weights for CPUs."""
     names = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from models.inference.cpu_kernels import OneDNNLinear
 from models.inference.fused_prefill import FusedBlock
 from models.inference.int4 import Int4Linear, int4_gemv
+from models.inference.int8_blocks import Int8Block
 from models.inference.live_weights import adjacent
 from models.inference.quantization import Int8Linear, int8_gemv
 from models.language_model import MLP, Attention, Block, LanguageModel, RMSNorm, inverse_frequencies, rope_cos_sin
@@ -48,7 +49,7 @@ class FusedDecodeStep:
         """Whether the blocks are the model's own classes, in a precision and on a device that the step is made for."""
         weight = decoder.norm.weight
         known = all(
-            type(block) in (Block, FusedBlock)
+            type(block) in (Block, FusedBlock, Int8Block)
             and (type(block.attn), type(block.mlp), type(block.norm1)) == (Attention, MLP, RMSNorm)
             for block in decoder.blocks
         )

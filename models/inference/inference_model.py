@@ -18,6 +18,7 @@ from models.inference.decode_step import DecodeStep
 from models.inference.fused_decode_step import DecodeFunction, FusedDecodeStep
 from models.inference.fused_prefill import fuse_decoder
 from models.inference.fused_vision import fuse_projector, fuse_vision
+from models.inference.int8_blocks import Int8VisionTransformer, quantize_activations
 from models.inference.live_weights import Fingerprint, share_modules
 from models.inference.quantization import pack_quantized, quantizer
 from models.language_model import LanguageModel
@@ -36,8 +37,9 @@ class InferenceModel(GenerationMixin):
     `load_state_dict`, `read_adapters`, `.to(...)` or an assignment, results follow the new weights. The one change that
     goes unseen is an edit through `tensor.data` of a quantized model: call `refresh` after it.
 
-    quantize="int8" or "int8-weights" stores the linear layers of the language model in 8 bits, "int4" in 4 bits with a
-    scale and a zero point for 32 weights. compile=True compiles the decoder block on a CPU, which takes up to a minute
+    quantize="int8" stores the linear layers in 8 bits, and on CPUs with AVX512-VNNI rounds their inputs to 8 bits, too,
+    where there are many rows: in vision encoder, projector and prefill. "int8-weights" stores those of the language
+    model in 8 bits, "int4" in 4 bits with a scale and a zero point for 32 weights. compile=True compiles the decoder block on a CPU, which takes up to a minute
     once (see `models.inference.aot_compile`); None uses one compiled before, False does not. int4 weights cannot be
     compiled. Raises InputError for other values, CompileError if the step cannot be compiled.
     """
@@ -230,10 +232,13 @@ def _build(model: VisionLanguageModel, quantize: str | None, compile: bool | Non
     if quantize:
         quantizer(quantize)(network.decoder)
         network.decoder.pack_projections(pack_quantized)
+    if quantize == "int8":
+        quantize_activations(network)
     if model.device.type == "cpu":
         if onednn_pays_off():
             replace_linears(network)
-        network.vision_encoder = cast(VisionTransformer, fuse_vision(network.vision_encoder))
+        if type(network.vision_encoder) is not Int8VisionTransformer:
+            network.vision_encoder = cast(VisionTransformer, fuse_vision(network.vision_encoder))
         network.MP = cast(ModalityProjector, fuse_projector(network.MP))
         fuse_decoder(network.decoder)
     return _with_step(network, compile, fingerprints)

@@ -1,0 +1,70 @@
+"""Products of int8 weights with activations rounded to int8 while the model runs (dynamic quantization, W8A8).
+
+An activation is scale * (code - 128), with codes from 1 to 255. A scale belongs to one row, or to a few rows of one
+image, so a result depends neither on other sequences of a batch nor on earlier inputs, and nothing is calibrated.
+Codes are unsigned because oneDNN has no fast product of signed ones on CPUs without AMX. Rounding takes several passes
+over the input, which cost a fraction of the product while the rows fit the processor's cache.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from models.inference.cpu_kernels import onednn_int8_linear, pack_int8
+from models.inference.quantization import Int8Linear
+
+ZERO_POINT = 128
+SMALLEST = torch.finfo(torch.float32).tiny  # scale
+
+
+def quantize_rows(x: Tensor, lowest: float | None = None) -> tuple[Tensor, Tensor]:
+    """Codes (M, K) uint8 and the scale of each row (M, 1) float32, of x (M, K) float32, which is overwritten.
+
+    lowest, if given, is a negative bound that no entry of x falls below, which saves looking for the smallest.
+    """
+    largest = x.amax(-1, keepdim=True)
+    if lowest is None:
+        largest = torch.maximum(largest, x.amin(-1, keepdim=True).neg_())
+    scale = largest.clamp_min_(SMALLEST if lowest is None else -lowest).div_(127)
+    return _codes(x.mul_(scale.clamp_min_(SMALLEST).reciprocal())), scale
+
+
+def quantize_tensor(x: Tensor) -> tuple[Tensor, float]:
+    """Codes (M, K) uint8 and one scale for all of x (M, K) float32, which is overwritten."""
+    low, high = (bound.item() for bound in x.aminmax())
+    scale = max(max(-low, high) / 127, SMALLEST)
+    return _codes(x.mul_(1 / scale)), scale
+
+
+def _codes(x: Tensor) -> Tensor:
+    # torch converts to int8 four times as fast as to uint8; flipping the first bit adds 128
+    return x.round_().to(torch.int8).view(torch.uint8).bitwise_xor_(ZERO_POINT)
+
+
+class Int8Matmul:
+    """Linear layers of one input as one product: int8 weights (out, in) packed for oneDNN, int8 activations."""
+
+    def __init__(self, *linears: Int8Linear):
+        self.weight = pack_int8(torch.cat([linear.weight.detach() for linear in linears]))
+        self.scale = torch.cat([linear.scale.detach() for linear in linears]).float()
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        self.bias = torch.cat(biases).float() if biases else None
+
+    def __call__(
+        self, codes: Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float32, gelu: bool = False
+    ) -> Tensor:
+        """Codes (M, in) uint8 with one scale to (M, out) in dtype, bias and on request GELU included."""
+        return onednn_int8_linear(codes, scale, ZERO_POINT, self.weight, self.scale, self.bias, dtype, gelu)
+
+    def rows(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """Codes (M, in) uint8 with a scale for each row (M, 1) to (M, out) float32."""
+        y = onednn_int8_linear(codes, 1.0, ZERO_POINT, self.weight, self.scale, None).mul_(scale)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def __getstate__(self) -> dict:
+        """For copies and pickles, which cannot hold a packed weight."""
+        return {"weight": self.weight.to_dense().t().contiguous(), "scale": self.scale, "bias": self.bias}
+
+    def __setstate__(self, state: dict) -> None:
+        self.weight, self.scale, self.bias = pack_int8(state["weight"]), state["scale"], state["bias"]

@@ -1,0 +1,182 @@
+"""The network with int8 weights and int8 activations on CPUs: vision encoder, projector, and the decoder's prefill.
+
+What multiplies many rows rounds them to int8; norms, attention, GELU and the residual stream stay in floating point. One
+token at a time is decoded with int8 weights alone: that is memory-bandwidth bound, and more exact.
+"""
+
+import copy
+import logging
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models import language_model, vision_transformer
+from models.attention import attention
+from models.cache import KVCache
+from models.inference.cpu_kernels import has_int8_activations
+from models.inference.int8_activations import Int8Matmul, quantize_rows, quantize_tensor
+from models.inference.quantization import Int8Linear, quantize_int8
+from models.modality_projector import ModalityProjector, pixel_shuffle
+from models.vision_language_model import VisionLanguageModel
+from models.vision_transformer import VisionTransformer
+
+logger = logging.getLogger(__name__)
+
+DTYPES = (torch.float32, torch.bfloat16)  # that oneDNN writes int8 products in
+MIN_GELU = -0.17  # below the function's minimum
+CHUNK_ENTRIES = 256 * 3072  # of an MLP's activations at a time; more leave the processor's cache
+
+
+def quantize_activations(network: VisionLanguageModel) -> None:
+    """Replace, in place, what has a form with int8 activations; the decoder's linear layers are int8 already.
+
+    Without the kernels, which need AVX512-VNNI, nothing happens and a log entry says so.
+    """
+    weight = network.decoder.norm.weight
+    if weight.device.type != "cpu" or weight.dtype not in DTYPES or not has_int8_activations():
+        logger.info("no kernel for int8 activations in %s on this device: the weights alone are int8", weight.dtype)
+        return
+    quantize_int8(network.vision_encoder)
+    if type(network.vision_encoder) is VisionTransformer and all(map(_is_vision_block, network.vision_encoder.blocks)):
+        network.vision_encoder = cast(VisionTransformer, Int8VisionTransformer(network.vision_encoder))
+    quantize_int8(network.MP)
+    if type(network.MP) is ModalityProjector:
+        network.MP = cast(ModalityProjector, Int8ModalityProjector(network.MP, weight.dtype))
+    blocks = cast(nn.ModuleList, network.decoder.blocks)
+    for i, block in enumerate(network.decoder.blocks):
+        if _is_decoder_block(block):
+            blocks[i] = Int8Block(block)
+
+
+def _is_vision_block(block: nn.Module) -> bool:
+    return type(block) is vision_transformer.Block and all(
+        type(linear) is Int8Linear
+        for linear in (block.attn.qkv_proj, block.attn.out_proj, block.mlp.fc1, block.mlp.fc2)
+    )
+
+
+def _is_decoder_block(block: nn.Module) -> bool:
+    known = (language_model.Block, language_model.Attention, language_model.MLP)
+    return (type(block), type(getattr(block, "attn", None)), type(getattr(block, "mlp", None))) == known
+
+
+class Int8VisionTransformer(nn.Module):
+    """The vision encoder, which encodes one image at a time: scales belong to rows of one image."""
+
+    def __init__(self, encoder: VisionTransformer):
+        super().__init__()
+        self.patch_embedding, self.layer_norm = encoder.patch_embedding, _in_float32(encoder.layer_norm)
+        self.blocks = nn.ModuleList(Int8VisionBlock(block) for block in encoder.blocks)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """See `VisionTransformer.forward`."""
+        return torch.cat([self._encode(image) for image in images.split(1)]).to(images.dtype)
+
+    def _encode(self, image: Tensor) -> Tensor:
+        x = self.patch_embedding(image)[0].to(torch.float32, copy=True)
+        for block in self.blocks:
+            block(x, image.dtype)
+        return self.layer_norm(x)[None]
+
+
+class Int8VisionBlock(nn.Module):
+    """A block of the encoder that works on a few rows at a time, except for attention."""
+
+    def __init__(self, block: vision_transformer.Block):
+        super().__init__()
+        linears = block.attn.qkv_proj, block.attn.out_proj, block.mlp.fc1, block.mlp.fc2
+        self.qkv_proj, self.out_proj, self.fc1, self.fc2 = (Int8Matmul(cast(Int8Linear, layer)) for layer in linears)
+        self.ln1, self.ln2 = _in_float32(block.ln1), _in_float32(block.ln2)
+        self.n_heads, self.max_rows = block.attn.n_heads, max(16, CHUNK_ENTRIES // block.mlp.fc1.out_features)
+
+    def forward(self, x: Tensor, dtype: torch.dtype) -> None:
+        """Update x (T, C) float32, the patches of one image; attention is computed in dtype."""
+        T, C = x.shape
+        n_parts = -(-T // self.max_rows)
+        parts = x.tensor_split(n_parts)
+        qkv = torch.cat([self.qkv_proj(*quantize_tensor(self.ln1(part)), dtype) for part in parts])
+        q, k, v = qkv.view(1, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
+        y = attention(q, k, v).transpose(1, 2).reshape(T, C)
+        for part, y_part in zip(parts, y.tensor_split(n_parts)):
+            part.add_(self.out_proj(*quantize_tensor(y_part.to(torch.float32, copy=True))))
+            hidden = self.fc1(*quantize_tensor(self.ln2(part)), gelu=True)
+            part.add_(self.fc2.rows(*quantize_rows(hidden, MIN_GELU)))  # few rows may be far larger than the others
+
+
+class Int8ModalityProjector(nn.Module):
+    def __init__(self, projector: ModalityProjector, dtype: torch.dtype):
+        super().__init__()
+        self.factor, self.dtype = projector.factor, dtype
+        self.proj = Int8Matmul(cast(Int8Linear, projector.proj))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See `ModalityProjector.forward`."""
+        x = pixel_shuffle(x, self.factor)
+        y = self.proj.rows(*quantize_rows(x.flatten(0, 1).to(torch.float32, copy=True)))
+        return y.view(*x.shape[:2], -1).to(self.dtype)
+
+
+class Int8Block(language_model.Block):
+    """A decoder block with the given block's modules, whose int8 weights multiply int8 activations in a prefill.
+
+    Every row has a scale of its own, so that sequences and padding of a batch do not affect each other.
+    """
+
+    def __init__(self, block: language_model.Block):
+        nn.Module.__init__(self)
+        self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
+        self.norm_weights = block.norm1.weight.detach().float(), block.norm2.weight.detach().float()
+        attn, mlp = block.attn, block.mlp
+        products = (attn.q_proj, attn.k_proj, attn.v_proj), (attn.out_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)
+        self.qkv, self.out, self.gate_up, self.down = (Int8Matmul(*cast(list, linears)) for linears in products)
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+        block_kv_cache: KVCache | None = None,
+        last_only: bool = False,
+    ) -> tuple[Tensor, KVCache]:
+        """The arguments of `Attention.forward`. One token per sequence is decoded with int8 weights alone."""
+        B, T, C = x.shape
+        if T == 1:
+            return super().forward(x, cos, sin, mask, block_kv_cache, last_only)
+        q, k, v = self._qkv(x, cos, sin)
+        kv = KVCache(k, v) if block_kv_cache is None else block_kv_cache.append(k, v)
+        n_out = 1 if last_only else T
+        mask = None if mask is None else mask[..., -n_out:, :]
+        y = attention(q[:, :, -n_out:], kv.key, kv.value, mask, causal=mask is None and n_out > 1)
+        y = y.transpose(1, 2).reshape(B * n_out, -1).to(torch.float32, copy=True)
+        rows = x[:, -n_out:].reshape(-1, C) + self.out.rows(*quantize_rows(y))
+        gate, up = self.gate_up.rows(*_quantize_normalized(rows, self.norm_weights[1], self.norm2.eps)).chunk(2, dim=-1)
+        rows = self.down.rows(*quantize_rows(F.silu(gate).mul_(up))).add_(rows)
+        return rows.to(x.dtype).view(B, n_out, C), kv
+
+    def _qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries (B, H, T, D) and keys, and values (B, H_kv, T, D), of x (B, T, C)."""
+        (B, T, C), D = x.shape, self.attn.head_dim
+        n_q, n_kv = self.attn.n_heads, self.attn.n_kv_heads
+        heads = self.qkv.rows(*_quantize_normalized(x.view(-1, C).float(), self.norm_weights[0], self.norm1.eps))
+        heads = heads.view(B, T, -1, D)
+        cos, sin = (angle[:, None] if angle.dim() == 2 else angle.transpose(1, 2) for angle in (cos, sin))
+        sin = torch.cat([-sin[..., : D // 2], sin[..., D // 2 :]], dim=-1)
+        rotated = heads[:, :, : n_q + n_kv]
+        rotated = torch.addcmul(rotated * cos, rotated.roll(D // 2, -1), sin)
+        parts = torch.cat([rotated, heads[:, :, n_q + n_kv :]], dim=2).to(x.dtype).transpose(1, 2)
+        q, k, v = parts.split([n_q, n_kv, n_kv], dim=1)
+        return q, k, v
+
+
+def _quantize_normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` of RMSNorm of x (M, C) float32: the root mean square of a row changes its scale alone."""
+    codes, scale = quantize_rows(x * weight)
+    mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1))
+    return codes, scale.mul_(mean_square.add_(eps).rsqrt_())
+
+
+def _in_float32(norm: nn.LayerNorm) -> nn.LayerNorm:
+    return norm if norm.weight.dtype == torch.float32 else copy.deepcopy(norm).float()
