@@ -121,7 +121,7 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.MP.proj.weight.device
+        return self.decoder.token_embedding.weight.device
 
     @property
     def dtype(self) -> torch.dtype:

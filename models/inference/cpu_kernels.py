@@ -116,7 +116,7 @@ def onednn_int8_linear(
     dtype: torch.dtype = torch.float32,
     gelu: bool = False,
 ) -> Tensor:
-    """scale * (codes - zero_point), codes (M, in) uint8, times weight by `pack_int8` with weight_scale (out,): (M, out).
+    """scale * (codes - zero_point), codes (M, in) uint8, times a weight of `pack_int8` with weight_scale (out,).
 
     GELU is computed by erf, see `onednn_linear_gelu`. dtype is float32 or bfloat16. There is no fallback: callers
     check `has_int8_activations`.

@@ -39,9 +39,10 @@ class InferenceModel(GenerationMixin):
 
     quantize="int8" stores the linear layers in 8 bits, and on CPUs with AVX512-VNNI rounds their inputs to 8 bits, too,
     where there are many rows: in vision encoder, projector and prefill. "int8-weights" stores those of the language
-    model in 8 bits, "int4" in 4 bits with a scale and a zero point for 32 weights. compile=True compiles the decoder block on a CPU, which takes up to a minute
-    once (see `models.inference.aot_compile`); None uses one compiled before, False does not. int4 weights cannot be
-    compiled. Raises InputError for other values, CompileError if the step cannot be compiled.
+    model in 8 bits, "int4" in 4 bits with a scale and a zero point for 32 weights. compile=True compiles the decoder
+    block on a CPU, which takes up to a minute once (see `models.inference.aot_compile`); None uses one compiled before,
+    False does not. int4 weights cannot be compiled. Raises InputError for other values, CompileError if the step cannot
+    be compiled.
     """
 
     def __init__(self, model: VisionLanguageModel, *, quantize: str | None = None, compile: bool | None = None):
@@ -237,7 +238,7 @@ def _build(model: VisionLanguageModel, quantize: str | None, compile: bool | Non
     if model.device.type == "cpu":
         if onednn_pays_off():
             replace_linears(network)
-        if type(network.vision_encoder) is not Int8VisionTransformer:
+        if not isinstance(network.vision_encoder, Int8VisionTransformer):
             network.vision_encoder = cast(VisionTransformer, fuse_vision(network.vision_encoder))
         network.MP = cast(ModalityProjector, fuse_projector(network.MP))
         fuse_decoder(network.decoder)

@@ -6,8 +6,6 @@ Codes are unsigned because oneDNN has no fast product of signed ones on CPUs wit
 over the input, which cost a fraction of the product while the rows fit the processor's cache.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 

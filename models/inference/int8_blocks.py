@@ -1,7 +1,7 @@
 """The network with int8 weights and int8 activations on CPUs: vision encoder, projector, and the decoder's prefill.
 
-What multiplies many rows rounds them to int8; norms, attention, GELU and the residual stream stay in floating point. One
-token at a time is decoded with int8 weights alone: that is memory-bandwidth bound, and more exact.
+What multiplies many rows rounds them to int8; norms, attention, GELU and the residual stream stay in floating point.
+One token at a time is decoded with int8 weights alone: that is memory-bandwidth bound, and more exact.
 """
 
 import copy
@@ -47,12 +47,12 @@ def quantize_activations(network: VisionLanguageModel) -> None:
     blocks = cast(nn.ModuleList, network.decoder.blocks)
     for i, block in enumerate(network.decoder.blocks):
         if _is_decoder_block(block):
-            blocks[i] = Int8Block(block)
+            blocks[i] = Int8Block(block, is_last=i == len(blocks) - 1)
 
 
 def _is_vision_block(block: nn.Module) -> bool:
     return type(block) is vision_transformer.Block and all(
-        type(linear) is Int8Linear
+        isinstance(linear, Int8Linear)
         for linear in (block.attn.qkv_proj, block.attn.out_proj, block.mlp.fc1, block.mlp.fc2)
     )
 
@@ -121,15 +121,22 @@ class Int8ModalityProjector(nn.Module):
 class Int8Block(language_model.Block):
     """A decoder block with the given block's modules, whose int8 weights multiply int8 activations in a prefill.
 
-    Every row has a scale of its own, so that sequences and padding of a batch do not affect each other.
+    Every row has a scale of its own, so that sequences and padding of a batch do not affect each other. In a prefill
+    the residual stream is float32 up to the last block, which returns the dtype of the norms.
     """
 
-    def __init__(self, block: language_model.Block):
+    def __init__(self, block: language_model.Block, is_last: bool = True):
         nn.Module.__init__(self)
+        self.dtype, self.is_last = block.norm1.weight.dtype, is_last
         self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
         self.norm_weights = block.norm1.weight.detach().float(), block.norm2.weight.detach().float()
         attn, mlp = block.attn, block.mlp
-        products = (attn.q_proj, attn.k_proj, attn.v_proj), (attn.out_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)
+        products = (
+            (attn.q_proj, attn.k_proj, attn.v_proj),
+            (attn.out_proj,),
+            (mlp.gate_proj, mlp.up_proj),
+            (mlp.down_proj,),
+        )
         self.qkv, self.out, self.gate_up, self.down = (Int8Matmul(*cast(list, linears)) for linears in products)
 
     def forward(
@@ -151,22 +158,22 @@ class Int8Block(language_model.Block):
         mask = None if mask is None else mask[..., -n_out:, :]
         y = attention(q[:, :, -n_out:], kv.key, kv.value, mask, causal=mask is None and n_out > 1)
         y = y.transpose(1, 2).reshape(B * n_out, -1).to(torch.float32, copy=True)
-        rows = x[:, -n_out:].reshape(-1, C) + self.out.rows(*quantize_rows(y))
+        rows = x[:, -n_out:].reshape(-1, C).float() + self.out.rows(*quantize_rows(y))
         gate, up = self.gate_up.rows(*_quantize_normalized(rows, self.norm_weights[1], self.norm2.eps)).chunk(2, dim=-1)
         rows = self.down.rows(*quantize_rows(F.silu(gate).mul_(up))).add_(rows)
-        return rows.to(x.dtype).view(B, n_out, C), kv
+        return rows.to(self.dtype if self.is_last else torch.float32).view(B, n_out, C), kv
 
     def _qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries (B, H, T, D) and keys, and values (B, H_kv, T, D), of x (B, T, C)."""
         (B, T, C), D = x.shape, self.attn.head_dim
         n_q, n_kv = self.attn.n_heads, self.attn.n_kv_heads
-        heads = self.qkv.rows(*_quantize_normalized(x.view(-1, C).float(), self.norm_weights[0], self.norm1.eps))
+        heads = self.qkv.rows(*_quantize_normalized(x.reshape(-1, C).float(), self.norm_weights[0], self.norm1.eps))
         heads = heads.view(B, T, -1, D)
         cos, sin = (angle[:, None] if angle.dim() == 2 else angle.transpose(1, 2) for angle in (cos, sin))
         sin = torch.cat([-sin[..., : D // 2], sin[..., D // 2 :]], dim=-1)
         rotated = heads[:, :, : n_q + n_kv]
         rotated = torch.addcmul(rotated * cos, rotated.roll(D // 2, -1), sin)
-        parts = torch.cat([rotated, heads[:, :, n_q + n_kv :]], dim=2).to(x.dtype).transpose(1, 2)
+        parts = torch.cat([rotated, heads[:, :, n_q + n_kv :]], dim=2).to(self.dtype).transpose(1, 2)
         q, k, v = parts.split([n_q, n_kv, n_kv], dim=1)
         return q, k, v
 

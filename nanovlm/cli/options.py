@@ -42,7 +42,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--quantize",
         choices=QUANTIZATIONS,
-        help="store the language model's weights in 8 bits (int8 or int8-weights) or 4 bits (default: as --dtype)",
+        help="int8: weights, and on CPUs the activations of images and prompts, in 8 bits; int8-weights or int4: the "
+        "language model's weights in 8 or 4 bits (default: as --dtype)",
     )
     add(
         "--max-tiles",

@@ -87,7 +87,7 @@ def test_other_precisions_match(tiny_model, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_is_close_to_the_dequantized_model(tiny_model, dtype):
     model = tiny_model(lm_tie_weights=False).to(dtype)
-    inference = InferenceModel(model, quantize="int8", compile=False)
+    inference = InferenceModel(model, quantize="int8-weights", compile=False)
     dequantized = copy.deepcopy(model)
     with torch.no_grad():
         for module in dequantized.decoder.modules():
