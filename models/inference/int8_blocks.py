@@ -153,7 +153,8 @@ class Int8Block(language_model.Block):
         if T == 1:
             return super().forward(x, cos, sin, mask, block_kv_cache, last_only)
         q, k, v = self._qkv(x, cos, sin)
-        kv = KVCache(k, v) if block_kv_cache is None else block_kv_cache.append(k, v)
+        # a new cache must not keep the queries' memory alive
+        kv = KVCache(k.clone(), v.clone()) if block_kv_cache is None else block_kv_cache.append(k, v)
         n_out = 1 if last_only else T
         mask = None if mask is None else mask[..., -n_out:, :]
         y = attention(q[:, :, -n_out:], kv.key, kv.value, mask, causal=mask is None and n_out > 1)
