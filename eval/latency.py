@@ -13,10 +13,10 @@ every sequence), first-token (from the picture), questions (eight about one pict
 
 Engines beside this project: "plain" is nanoVLM's computation, float32 and layer by layer; transformers runs the
 language model only. OpenVINO and ONNX Runtime run the files of `nanovlm export --onnx`, without the head's logits of
-earlier tokens; with --quantize int8 also with int8 weights and activations, by NNCF calibrated on drawn pictures and by
-dynamic quantization. llama.cpp, for models of SmolVLM's layout, runs the files of `nanovlm export --gguf`,
-preprocessing included; with --quantize also in q8_0 (int8) or q4_0 (int4), without AMX kernels. All need the extra
-`peers`. All engines read the same weights, which are random for a published shape, and take turns in every round.
+earlier tokens; with --quantize int8 also with int8 weights and activations, by NNCF calibrated on drawn pictures and
+random text, and by dynamic quantization. llama.cpp, for models of SmolVLM's layout, runs the files of `nanovlm export
+--gguf`, preprocessing included; with --quantize also in q8_0 (int8) or q4_0 (int4), without AMX kernels. All need the
+extra `peers`. All engines read the same weights, which are random for a published shape, and take turns in every round.
 
 "of limit" relates a median to the least time in which this machine reads the stage's weights once and does its
 operations, at the speed measured for one large tensor and one large matrix product. "error" is the root mean square
@@ -65,6 +65,7 @@ from nanovlm.cli.main import Parser
 from nanovlm.cli.options import QUANTIZATIONS, add_threads_flag
 from nanovlm.device import DTYPES
 from nanovlm.errors import NanoVLMError
+from nanovlm.image_processing import as_tensor
 from nanovlm.synthetic import draw, random_scene
 from nanovlm.threads import set_threads
 
@@ -115,7 +116,7 @@ class Inputs:
         size = (batch_size, cfg.mp_image_token_length + TEXT_TOKENS)
         prompts = torch.randint(min(1000, cfg.lm_vocab_size), size, generator=generator)
         prompts += prompts == image_token_id  # no image is given with these
-        image = torch.randint(256, (1, 3, cfg.vit_img_size, cfg.vit_img_size), generator=generator) / 255
+        image = as_tensor(draw(random_scene(Random("image")), cfg.vit_img_size, cfg.vit_img_size))[None] / 255
         image = image if cfg.smolvlm is None else image * 2 - 1
         pictures = {side: draw(random_scene(Random("pictures")), side, side) for side in image_sizes}
         return cls(prompts.tolist(), image, pictures)

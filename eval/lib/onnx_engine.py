@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,9 @@ def graph_path(graphs: Path, name: str, dtype: str) -> Path:
     return graphs / f"{name}{SUFFIXES[dtype]}.onnx"
 
 
+@lru_cache(maxsize=1)
 def weights_digest(model: VisionLanguageModel) -> str:
+    """A name for the model's config and weights, which must not change between calls for the same object."""
     digest = hashlib.blake2b(repr(model.cfg).encode(), digest_size=6)
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
