@@ -82,8 +82,10 @@ class FusedPatchEmbedding(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (N, 3, S, S) to patches (N, P, C), row by row."""
-        weight, (N, channels, height, width), side = self.conv.weight, images.shape, self.conv.kernel_size[0]
-        pixels = images.reshape(N, channels, height // side, side, width // side, side).permute(0, 2, 4, 1, 3, 5)
+        weight, (N, channels, S, _), side = self.conv.weight, images.shape, self.conv.kernel_size[0]
+        grid = S // side
+        images = images[..., : grid * side, : grid * side]  # as a convolution, without pixels that fill no patch
+        pixels = images.reshape(N, channels, grid, side, grid, side).permute(0, 2, 4, 1, 3, 5)
         multiply = onednn_linear if weight.dtype == torch.bfloat16 or onednn_pays_off() else F.linear
         patches = multiply(pixels.reshape(N, -1, weight[0].numel()), weight.flatten(1), self.conv.bias)
         positions = self.position_embedding
