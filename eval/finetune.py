@@ -102,7 +102,7 @@ def measure_shares(folder: Path, domains: list[Domain]) -> list[float]:
 def train(way: str, data: Path, flags: Sequence[str], domains: list[Domain]) -> Result:
     """Run train.py with TRAIN_FLAGS of this way and further flags, then measure. Raises TrainingError if it fails."""
     out = data.parent / way.replace(" ", "-")
-    argv = ["--data", str(data), *TRAIN_FLAGS[way], "--out", str(out), *flags]
+    argv = ["--data", str(data), *TRAIN_FLAGS[way], "--validation", "0", "--out", str(out), *flags]
     progress(f"{way}: train.py {' '.join(argv)}")
     started = time.perf_counter()
     if code := run_verb("train", argv):

@@ -39,7 +39,9 @@ class TrainingSetup:
         cfg = replace(
             FINETUNING, max_steps=max_steps, batch_size=self.batch_size, dtype=self.dtype, augment=0.0, num_workers=0
         )
-        options = FinetuneOptions([str(self.data)], folder, model=str(self.model), device="cpu", scale_lr=True)
+        options = FinetuneOptions(
+            [str(self.data)], folder, model=str(self.model), device="cpu", validation=0, scale_lr=True
+        )
         trainer = Trainer(*prepare(options, cfg))
         trainer.model.train()
         return trainer

@@ -40,6 +40,14 @@ DATA_FLAGS = (  # without effect on --recipe
     "on_error", "metric", "epochs", "push_to_hub", "check_data", "quantize",
 )  # fmt: skip
 
+EVALUATION_FLAGS = (  # without effect unless examples are held out
+    "validate_every", "validation_batches", "validation_questions", "keep_best", "best_by", "patience", "metric",
+)  # fmt: skip
+VALIDATION_HELP = (
+    "hold out N examples, or below 1 a share of them; 0 holds out none (default: a twentieth, at least 10 and at most "
+    "200, but none of fewer than 100 examples or of streamed data)"
+)
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     task = parser.add_mutually_exclusive_group()  # required, but --config may name it
@@ -89,12 +97,12 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         "memory; adapters are merged into the weights as they were before (default: float32)",
     )
     add_read_flags(parser)
-    add("--validation", type=float, metavar="N", help="hold out N examples, or below 1 a share of them (default: 0)")
+    add("--validation", type=float, metavar="N", help=VALIDATION_HELP)
     add(
         "--metric",
         action="append",
         metavar="NAME",
-        help="with --validation: score answers by exact_match, f1, vqa_accuracy, anls, rouge_l, cider, or a "
+        help="with held-out examples: score answers by exact_match, f1, vqa_accuracy, anls, rouge_l, cider, or a "
         "module:function(answer, references) of your own (default: all six)",
     )
     add(
@@ -102,7 +110,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         type=_keep,
         metavar="best,last,N",
         help="which checkpoints to keep: best, last, a number of newest ones; the final model is the best one if it is "
-        "kept, else the last (default: best,2; without --validation 2)",
+        "kept, else the last (default: best,2; without held-out examples 2)",
     )
     add(
         "--check-data",
@@ -217,7 +225,7 @@ def check_flags(args: argparse.Namespace, cfg: TrainConfig) -> None:
         for name in DATA_FLAGS:
             if getattr(args, name) is not None:
                 raise UsageError(f"{_flag(name)} belongs to --data; --recipe scenes draws its own images")
-    only_validating = ("validate_every", "validation_batches", "validation_questions", "keep_best", "best_by")
+    no_validation = args.validation == 0 and "with --validation 0"
     without_effect: dict[str, Any] = {
         "lora_alpha": not cfg.lora_rank and "without --lora-rank",
         "lora_words": not cfg.lora_rank and "without --lora-rank",
@@ -225,7 +233,7 @@ def check_flags(args: argparse.Namespace, cfg: TrainConfig) -> None:
         "lora_rank": args.recipe and "with --recipe, which trains from scratch",
         "augment": args.recipe and "with --recipe, which shows no image twice",
         "decay": cfg.schedule == "cosine" and "with --schedule cosine",
-        **dict.fromkeys((*only_validating, "patience", "metric"), not args.validation and "without --validation"),
+        **dict.fromkeys(EVALUATION_FLAGS, "with --recipe" if args.recipe else no_validation),
         "fsdp": cfg.fsdp and "WORLD_SIZE" not in os.environ and not args.dry_run and "without torchrun",
     }
     for name, reason in without_effect.items():
@@ -262,7 +270,8 @@ def options_from_args(args: argparse.Namespace) -> "FinetuneOptions":
         format=args.format,
         device=args.device,
         read=read_options_from_args(args),
-        validation=args.validation or 0,
+        validation=args.validation,
+        evaluation_flags=[_flag(name) for name in EVALUATION_FLAGS if getattr(args, name) is not None],
         metrics=args.metric or (),
         epochs=args.epochs,
         push_to_hub=args.push_to_hub,

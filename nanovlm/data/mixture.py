@@ -18,6 +18,8 @@ from nanovlm.image_processing import random_crop
 from nanovlm.processor import Processor
 
 SHARE_BLOCK = 1000  # positions within which each share is kept exactly
+MIN_TO_HOLD_OUT = 100  # of fewer examples none are held out by default
+MIN_HELD_OUT, MAX_HELD_OUT = 10, 200  # by default, a twentieth of all examples within these limits
 MAX_CONSECUTIVE_ERRORS = 100  # more bad examples in a row than this are not skipped but raise
 
 logger = logging.getLogger(__name__)
@@ -45,13 +47,17 @@ class Subset:
 
 
 def split(
-    sources: Sequence[tuple[Source | Stream, float | None]], validation: float
+    sources: Sequence[tuple[Source | Stream, float | None]], validation: float | None
 ) -> tuple[list[Subset], list[Subset]]:
     """Split (source, weight) pairs into training and held-out subsets; validation is a fraction below 1 or a number.
+
+    None holds out a twentieth of all examples, at least 10 and at most 200, but none of fewer than 100 or of streams.
 
     The hash of an example's key decides, so that an example stays on its side when others come or go, and examples of
     one image stay together, even if that holds out a few more than asked. Endless sources are not held out.
     """
+    if validation is None:
+        return _split_by_default(sources)
     hashes: dict[int, list[float]] = {}
     for i, (source, _) in enumerate(sources):
         if validation and isinstance(source, Source) and not source.endless:
@@ -72,6 +78,21 @@ def split(
     if validation and not held_out:
         raise DataError(f"--validation {validation:g} holds nothing out of so few examples; raise it")
     return train, held_out
+
+
+def _split_by_default(
+    sources: Sequence[tuple[Source | Stream, float | None]],
+) -> tuple[list[Subset], list[Subset]]:
+    n = sum(len(source) for source, _ in sources if isinstance(source, Source) and not source.endless)
+    if n < MIN_TO_HOLD_OUT or any(isinstance(source, Stream) for source, _ in sources):
+        return split(sources, 0)
+    wanted = min(max(n // 20, MIN_HELD_OUT), MAX_HELD_OUT)
+    try:
+        train, held_out = split(sources, wanted)
+    except DataError:  # nothing is left of a source with few examples
+        return split(sources, 0)
+    # the examples of one image may be many
+    return (train, held_out) if sum(map(len, held_out)) <= 2 * wanted else split(sources, 0)
 
 
 def hash_fraction(key: str) -> float:

@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Checkpoint:
 
     path: Path
     step: int  # steps done
-    settings: dict[str, Any]  # the fields of TrainConfig, and "data": see TrainingTask.data_fingerprint
+    settings: dict[str, Any]  # the fields of TrainConfig, "data" and "validation": see TrainingTask
     scaler: dict[str, Any]  # the state of the float16 gradient scaler
     weights: dict[str, Tensor] | None  # the state dict of the model; of a LoRA run, with merged adapters
     optimizer: dict[str, Tensor] | None  # see optimizer_state; both are None if they are in shards
@@ -214,6 +214,14 @@ def load_newest(folder: Path, model: VisionLanguageModel) -> Checkpoint | None:
         return checkpoint
     if damaged:
         raise CheckpointError(f"{damaged[0]}; move it away to start over")
+    return None
+
+
+def stored_settings(folder: Path) -> dict[str, Any] | None:
+    """The settings in the newest of folder/checkpoints, see Checkpoint.settings; None if there are none to read."""
+    for path in reversed(checkpoint_paths(folder)):
+        with suppress(DamagedCheckpointError), _damage(path):
+            return upgrade_settings(read_object(path / STATE).get("config", {}))
     return None
 
 

@@ -68,10 +68,12 @@ class TrainConfig:
     keep_checkpoints: int = setting(2, "number of newest checkpoints to keep", minimum=1)
     log_every: int = setting(50, "steps between progress lines", minimum=1)
     keep_best: bool = setting(
-        True, "with --validation: also keep the checkpoint of the best evaluation, whose model is the final one"
+        True, "with held-out examples: also keep the checkpoint of the best evaluation, whose model is the final one"
     )
     best_by: str = setting(
-        "loss", "with --validation: what makes an evaluation the best: loss, or a metric as in --metric", metavar="NAME"
+        "loss",
+        "with held-out examples: what makes an evaluation the best: loss, or a metric as in --metric",
+        metavar="NAME",
     )
     patience: int = setting(0, "stop after N evaluations in a row without a better one; 0 goes on to the last step")
     validate_every: int = setting(

@@ -32,7 +32,7 @@ from nanovlm.smolvlm_layout import check_format, convert_layout
 from nanovlm.synthetic.recipe import scene_source
 from nanovlm.tokenizer import Tokenizer
 from nanovlm.training.best import LOSS
-from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, write_errors, write_model
+from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, stored_settings, write_errors, write_model
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import Run, TrainingTask, run_training
 from nanovlm.training.probe import RunEstimate, estimate_run, memory_errors
@@ -60,7 +60,8 @@ class FinetuneOptions:
     format: str | None = None  # nanovlm or smolvlm: the layout to train in; None keeps the model's
     device: str = "auto"
     read: ReadOptions = field(default_factory=ReadOptions)
-    validation: float = 0  # examples to hold out: a share below 1, or a number
+    validation: float | None = None  # examples to hold out: a share below 1, or a number; None as `split` says
+    evaluation_flags: Sequence[str] = ()  # that were given, and have no effect unless examples are held out
     metrics: Sequence[str] = ()  # of answers to held-out questions, see load_metric; () is all that are installed
     epochs: float | None = None  # how often each example is shown, instead of cfg.max_steps
     push_to_hub: str | None = None  # a Hub id to which every saved model is uploaded; a new one is private
@@ -79,10 +80,10 @@ def fine_tune(options: FinetuneOptions, cfg: TrainConfig) -> VisionLanguageModel
 
 def estimate_finetuning(options: FinetuneOptions, cfg: TrainConfig) -> RunEstimate:
     """What `fine_tune` needs with these arguments; leaves nothing on disk."""
-    training, held_out = open_data(options.data, options.read, options.validation)
+    options, training, held_out = open_examples(options)
     mixture = Mixture(training, cfg.seed)
     steps = cfg.max_steps if options.epochs is None else steps_of_epochs(options.epochs, mixture, cfg)
-    logger.info(describe_data(mixture, held_out, replace(cfg, max_steps=steps)))
+    logger.info(describe_data(mixture, held_out, replace(cfg, max_steps=steps), options.validation))
     return estimate_run(partial(_fine_tune, options, cfg))
 
 
@@ -115,14 +116,14 @@ def write_run_file(folder: Path, text: str) -> None:
 
 def check_examples(options: FinetuneOptions) -> int:
     """Read all examples and print counts, errors and samples; 1 if some are unusable and not to be skipped."""
-    training, held_out = open_data(options.data, options.read, options.validation)
+    options, training, held_out = open_examples(options)
     _, processor, _ = load_start(options)
     return check_data(training, held_out, processor, skip_errors=options.read.skip_errors)
 
 
 def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
     """The model, its task, and cfg adapted to the width of the model and to the number of held-out examples."""
-    training, held_out = open_data(options.data, options.read, options.validation)
+    options, training, held_out = open_examples(options)
     model, processor, dtype = load_start(options)
     if options.scale_lr:  # the wider a model, the lower its learning rate, in proportion (Yang et al. 2022)
         cfg = replace(cfg, lr=cfg.lr * REFERENCE_HIDDEN_DIM / processor.cfg.lm_hidden_dim)
@@ -150,13 +151,14 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         options.folder,
         save_dtype=dtype,
         data_fingerprint=fingerprint(training, n_parts),
+        n_held_out=sum(map(len, held_out)) if options.validation is None else options.validation,
         write_model=partial(write_model, home=str(options.folder.resolve()), base=base_model(options)),
         base=base_model(options),
         after_save=partial(push_to_hub, options.push_to_hub) if options.push_to_hub else None,
         **evaluation,
     )
     if os.environ.get("RANK", "0") == "0":
-        logger.info(describe_data(mixture, held_out, cfg))
+        logger.info(describe_data(mixture, held_out, cfg, options.validation))
     return model, task, cfg
 
 
@@ -176,8 +178,23 @@ def base_model(options: FinetuneOptions) -> BaseModel:
 # -------------------------------------------------------------------------------------------------------------- data
 
 
-def open_data(data: Sequence[str], read: ReadOptions, validation: float) -> tuple[list[Subset], list[Subset]]:
-    """The training examples and the held-out examples of each source, see FinetuneOptions."""
+def open_examples(options: FinetuneOptions) -> tuple[FinetuneOptions, list[Subset], list[Subset]]:
+    """The training examples and the held-out examples of each source, and the options.
+
+    If these do not say what to hold out, they get the validation of the run that they resume. UsageError for flags that
+    have no effect because nothing is held out.
+    """
+    if options.validation is None and (settings := stored_settings(options.folder)) is not None:
+        options = replace(options, validation=settings.get("validation", 0))  # earlier versions held out nothing
+    training, held_out = open_data(options.data, options.read, options.validation)
+    if options.evaluation_flags and not held_out:
+        flag = options.evaluation_flags[0]
+        raise UsageError(f"{flag} has no effect without --validation: nothing of these data is held out by default")
+    return options, training, held_out
+
+
+def open_data(data: Sequence[str], read: ReadOptions, validation: float | None) -> tuple[list[Subset], list[Subset]]:
+    """The training examples and the held-out examples of each source, see FinetuneOptions and `split`."""
     sources = []
     for text in data:
         path, share = parse_data(text)
@@ -257,8 +274,8 @@ def steps_of_epochs(epochs: float, mixture: Mixture, cfg: TrainConfig) -> int:
     return max(1, math.ceil(round(epochs * positions / per_step, 6)))
 
 
-def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig) -> str:
-    """One line: how many examples each source has, and how often each is shown."""
+def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig, validation: float | None) -> str:
+    """One line: how many examples each source has, how often each is shown, and how many are held out."""
     batches = cfg.max_steps * cfg.gradient_accumulation_steps * world_size()
     parts = []
     for subsets, share in zip(mixture.groups, mixture.shares):
@@ -269,7 +286,14 @@ def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig
             total = sum(map(len, subsets))
             parts.append(f"{paths}: {total:,} examples, each shown {shown / total:.1f} times")
     if held_out:
-        parts.append(f"{sum(map(len, held_out)):,} held out")
+        hint = " (--validation N holds out N, 0 none)" if validation is None else ""
+        parts.append(f"{sum(map(len, held_out)):,} held out{hint}")
+    elif validation is None:
+        sources = [subset.source for group in mixture.groups for subset in group]
+        if any(isinstance(source, Stream) for source in sources):
+            parts.append("nothing held out (--validation 0.05 holds out 5%)")
+        elif not all(source.endless for source in sources):
+            parts.append("nothing held out (--validation N holds out N)")
     return "; ".join(parts)
 
 

@@ -67,7 +67,8 @@ class TrainingTask:
     get_batch(0), get_batch(1), ... must be a pure function of the number. validation(0), ... are held-out batches.
     caption_images captions held-out images with the model it is given; folder/report.png shows the first and the last
     captions. score_answers gives the mean of each metric over the model's answers to held-out questions.
-    data_fingerprint identifies the examples, so that a resumed run can report that they have changed.
+    data_fingerprint identifies the examples, so that a resumed run can report that they have changed; n_held_out is the
+    number, or the share, of those held out, so that a resumed run can hold out the same.
     """
 
     get_batch: Callable[[int], Batch]
@@ -78,6 +79,7 @@ class TrainingTask:
     caption_images: Callable[[VisionLanguageModel], Sequence[tuple[Image.Image, str]]] | None = None
     score_answers: Callable[[VisionLanguageModel], Mapping[str, float]] | None = None
     data_fingerprint: str | None = None
+    n_held_out: float = 0
     write_model: ModelWriter = write_model
     base: BaseModel | None = None  # that adapters in sharded checkpoints are of; write_model names it in others
     # Called with the folder of the final model and of every checkpoint that holds a complete model.
@@ -264,7 +266,7 @@ class Trainer:
     def save(self, step: int) -> None:
         """Write the checkpoint of `step` steps; every process must call it."""
         context, task, model, optimizer = self.context, self.task, self.model, self.optimizer
-        settings = asdict(self.cfg) | {"data": task.data_fingerprint}
+        settings = asdict(self.cfg) | {"data": task.data_fingerprint, "validation": task.n_held_out}
         state = {"step": step, "config": settings, "scaler": self.scaler.state_dict()}
 
         def write(files: Path) -> None:

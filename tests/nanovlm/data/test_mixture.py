@@ -148,6 +148,32 @@ def test_endless_source_is_not_held_out():
         Mixture([Subset(one, range(len(one))) for one, _ in sources], 0)
 
 
+@pytest.mark.parametrize(("examples", "expected"), [(99, 0), (100, 10), (200, 10), (999, 49), (5000, 200)])
+def test_a_twentieth_is_held_out_by_default_but_none_of_few(examples, expected):
+    sources = [(source("mine", examples - 9), None), (source("more", 9), None), (source("drawn", 9, endless=True), 0.2)]
+    train, held_out = split(sources, None)
+    same = split(sources, expected)
+    assert sum(map(len, held_out)) == expected
+    assert [[list(subset.indices) for subset in side] for side in (train, held_out)] == [
+        [list(subset.indices) for subset in side] for side in same
+    ]
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        [source("mine", 500), stream("a", 500)],
+        [source("mine", 500), source("tiny", 1, keys=["292"])],  # which has one of the lowest hashes
+        [source("mine", 500, keys=["one.png"] * 500)],
+        [source("mine", 500, keys=[f"{i // 125}.png" for i in range(500)])],
+    ],
+    ids=["stream", "source of one example", "one image", "four images"],
+)
+def test_nothing_is_held_out_by_default_where_too_little_would_be_left(sources):
+    train, held_out = split([(one, None) for one in sources], None)
+    assert held_out == [] and len(train[0]) == 500
+
+
 class Shard:
     """The rows of a shard, whose readings are counted."""
 

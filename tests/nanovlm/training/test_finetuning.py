@@ -103,7 +103,7 @@ def test_a_dry_run_prints_an_estimate_and_writes_nothing(train):
         and "parameters" in out
         and "peak memory " in out
         and "minutes for 850 steps" in out
-        and "4 examples" in err
+        and "4 examples, each shown 425.0 times; nothing held out" in err
     )
     assert {path.name for path in Path().iterdir()} == {"mine"}
 
@@ -128,6 +128,49 @@ def test_held_out_answers_are_scored_and_the_best_model_by_a_metric_is_written(t
     assert f"the final model is that of step {best}, with the best validation anls" in err
     final, kept = load_file("out/model.safetensors"), load_file(f"out/checkpoints/step-{best}/model.safetensors")
     assert all(torch.equal(final[name], kept[name].to(final[name].dtype)) for name in final)
+
+
+def test_examples_are_held_out_by_default(train):
+    scenes(100)
+    code, _, err = train("--data", "mine", *QUICK, "--validate-every", "3", "--validation-questions", "2")
+    assert code == 0, err
+    hint = "(--validation N holds out N, 0 none)"
+    assert err.splitlines()[0] == f"mine: 90 examples, each shown 0.1 times; 10 held out {hint}"
+    entries = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    found = {entry["step"]: entry for entry in entries if "validation_loss" in entry}
+    assert list(found) == [0, 3] and all("validation_f1" in entry for entry in found.values())
+    assert "the final model is that of step " in err
+    subsets = open_data(["mine"], ReadOptions(), 10)[1]  # as `nanovlm evaluate --validation 10` asks
+    by_default = finetuning.open_examples(finetuning.FinetuneOptions(["mine"], Path("other")))[2]
+    assert [list(subset.indices) for subset in by_default] == [list(subset.indices) for subset in subsets]
+    _, task, cfg = prepared("--data", "mine", *QUICK, "--out", "same")
+    assert task.validation and task.n_held_out == 10 and cfg.evaluation_interval == 1
+    _, task, _ = prepared("--data", "mine", *QUICK, "--validation", "0", "--out", "off")
+    assert (task.validation, task.score_answers, task.n_held_out) == (None, None, 0)
+
+
+def test_few_examples_are_all_trained_on_and_a_line_says_how_to_hold_out_some(train):
+    scenes(4)
+    code, _, err = train("--data", "mine", *QUICK)
+    line = "mine: 4 examples, each shown 3.0 times; nothing held out (--validation N holds out N)"
+    assert code == 0 and err.splitlines()[0] == line
+
+
+def test_a_resumed_run_holds_out_what_it_began_with(train):
+    """Also a run of an earlier version, which held out nothing unless it was told to."""
+    scenes(100)
+    state = Path("early/checkpoints/step-1/training.json")
+    for out, n in (("default", None), ("given", 7), ("early", 0)):
+        given = [] if n is None else ["--validation", n]
+        assert train("--data", "mine", *QUICK, "--max-steps", "1", "--out", out, *given)[0] == 0
+    content = json.loads(state.read_text())
+    del content["config"]["validation"]
+    state.write_text(json.dumps(content))
+    for out, held_out in (("default", "; 10 held out\n"), ("given", "; 7 held out\n"), ("early", " times\n")):
+        code, _, err = train("--data", "mine", *QUICK, "--max-steps", "2", "--out", out)
+        assert code == 0 and held_out in err and f"resumed {out} at step 1" in err and "has changed" not in err
+    flags = ["--data", "mine", *QUICK, "--out", "early", "--patience", "1"]
+    assert_usage_error(train(*flags), "--patience has no effect without --validation", program="train.py")
 
 
 def test_every_run_writes_the_file_that_repeats_it(train):
@@ -407,6 +450,7 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
         ("--data scenes --out out --epochs 1", ["--epochs needs data whose size is known", "--max-steps"]),
         ("--data mine --out out --epochs 0", ["--epochs 0 must be above 0"]),
         ("--config nowhere.yaml", ["nowhere.yaml cannot be read"]),
+        ("--data mine --out out --validation 0 --best-by f1", ["--best-by has no effect with --validation 0"]),
         ("--data mine --out out --patience 2", ["--patience has no effect without --validation"]),
         ("--data mine --out out --metric f1", ["--metric has no effect without --validation"]),
         ("--data mine --out out --keep best,x", ["--keep", "best,last,3"]),
