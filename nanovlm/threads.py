@@ -37,9 +37,9 @@ def cgroup_quota(root: Path = CGROUP) -> float | None:
 
 def available_threads(root: Path = CGROUP) -> int:
     """OMP_NUM_THREADS if it is set, else the cores that affinity and the control group's quota allow, at least 1."""
-    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    if asked.isdecimal() and int(asked) > 0:
-        return int(asked)
+    requested = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if requested.isdecimal() and int(requested) > 0:
+        return int(requested)
     quota = cgroup_quota(root)
     cores = available_cores()
     return cores if quota is None else max(1, min(cores, int(quota)))

@@ -159,12 +159,12 @@ class NanoVLMRun:
 
 
 class TrlRun:
-    """trl's SFTTrainer on the exported model, in a thread that stops after each step until the next is asked for."""
+    """trl's SFTTrainer on the exported model, in a thread that stops after each step until the next is requested."""
 
     def __init__(self, setup: TrainingSetup, folder: Path, lr: float, max_steps: int):
         self.setup, self.folder = setup, folder
         export_smolvlm(Captioner.from_pretrained(setup.model, dtype="float32"), folder)
-        self.asked: queue.Queue[None] = queue.Queue()
+        self.requests: queue.Queue[None] = queue.Queue()
         self.losses: queue.Queue[float] = queue.Queue()
         self.trainer = self._make_trainer(lr, max_steps)
         self.threads = torch.get_num_threads()
@@ -177,11 +177,11 @@ class TrlRun:
             from trl import SFTConfig, SFTTrainer
         except ImportError as error:
             raise MissingExtraError(f"--against trl needs trl ({error}): pip install 'nanovlm[trl]'") from None
-        asked, losses = self.asked, self.losses
+        requests, losses = self.requests, self.losses
 
         class Turns(TrainerCallback):
             def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                asked.get()
+                requests.get()
 
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
                 if "loss" in logs:
@@ -223,7 +223,7 @@ class TrlRun:
         """Learn from one batch; returns its loss."""
         if self.run is None:
             self.run = ThreadPoolExecutor(1).submit(self._train)
-        self.asked.put(None)
+        self.requests.put(None)
         while True:
             try:
                 return self.losses.get(timeout=1)

@@ -81,7 +81,7 @@ class RaceResult:
 
 @dataclass(frozen=True)
 class Race:
-    """The runs of a race, made anew for each number of steps."""
+    """The runs of a race, made again for each number of steps."""
 
     setup: TrainingSetup
     peer: str
