@@ -183,7 +183,9 @@ def test_files_hold_numbers_and_text_only(whole):
     for name, content in whole.items():
         assert json.loads(content) if name.endswith("json") else content
     state = json.loads(whole["checkpoints/step-6/training.json"])
-    assert state["step"] == 6 and state["config"].pop("data") is None and TrainConfig(**state["config"]) == CFG
+    held_out, data = state["config"].pop("validation"), state["config"].pop("data")
+    assert not held_out and data is None
+    assert state["step"] == 6 and TrainConfig(**state["config"]) == CFG
 
 
 def test_weights_are_stored_in_the_precision_asked_for(learn, whole, tmp_path):
