@@ -3,7 +3,7 @@
     python -m eval.captions --scenes 1000
     python -m eval.captions --quantize int8
     python -m eval.captions --drawer independent      # scenes in another geometry, other tones and other patterns
-    python -m eval.captions --wordings --scenes 300   # captions and numbers, asked for in other words
+    python -m eval.captions --wordings --scenes 300   # captions and numbers, requested in other words
     python -m eval.captions --words                   # what a picture of a printed word says (extra fonts)
     python -m eval.captions --compare                 # float32, bfloat16, int8 and int4 on the same scenes
     python -m eval.captions --turns 6 --scenes 200    # questions in a conversation, beside the same questions alone

@@ -60,7 +60,7 @@ def test_float32_decodes_the_same_tokens_everywhere(folder, tmp_path, batch_size
     assert len({step[0] for step in expected}) > 1, "not one token again and again"
     assert all(steps == expected for steps in ids.values())
     for engine in engines.values():
-        assert greedy_ids(engine, prompts, 12) == expected, "a prefill starts anew"
+        assert greedy_ids(engine, prompts, 12) == expected, "a prefill starts with an empty cache"
 
 
 def test_the_plain_engine_is_the_plain_model(folder, tmp_path):
@@ -103,7 +103,9 @@ def test_llama_cpp_decodes_the_same_tokens_in_float32(smolvlm_folder, tmp_path, 
     assert list(ids) == ["plain float32", "llama.cpp f32", "nanovlm float32"]
     assert len({step[0] for step in ids["plain float32"]}) > 1, "not one token again and again"
     assert ids["llama.cpp f32"] == ids["nanovlm float32"] == ids["plain float32"]
-    assert greedy_ids(engines["llama.cpp f32"], prompts, 12) == ids["llama.cpp f32"], "a prefill starts anew"
+    assert greedy_ids(engines["llama.cpp f32"], prompts, 12) == ids["llama.cpp f32"], (
+        "a prefill starts with an empty cache"
+    )
 
 
 @needs_llama_cpp

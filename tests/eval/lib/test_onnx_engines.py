@@ -66,7 +66,9 @@ def test_every_precision_computes_what_the_plain_model_computes(plain, folder, c
         assert relative_error(engine.logits, plain.logits) < limit
         if "float32" in name:
             assert greedy_ids(engine, prompts, 6) == expected
-            assert greedy_ids(engine, prompts[:1], 6) == [step[:1] for step in expected], "a prefill starts anew"
+            assert greedy_ids(engine, prompts[:1], 6) == [step[:1] for step in expected], (
+                "a prefill starts with an empty cache"
+            )
 
 
 @needs_onnx

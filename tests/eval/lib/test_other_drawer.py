@@ -122,4 +122,4 @@ def test_an_image_depends_on_the_scene_alone_and_is_not_trainings():
     assert (pixels(scene) == pixels(scene)).all()
     assert (pixels(scene) != pixels(replace(scene, seed=scene.seed + 1))).any()
     assert (pixels(scene) != np.asarray(synthetic.draw(scene, 120, 120))).mean() > 0.5
-    assert SIZES["small"][1] < SIZES["large"][0], "sizes are told by the scene's radius"
+    assert SIZES["small"][1] < SIZES["large"][0], "a size follows from the scene's radius"

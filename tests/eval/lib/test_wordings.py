@@ -27,7 +27,7 @@ def trained():
 def test_every_prompt_of_the_recipe_and_of_the_command_line_is_asked():
     assert {*CAPTION_PROMPTS, *(prompt for prompt, _ in LENGTHS.values())} <= {*CAPTION_WORDINGS}
     wordings = [simplified(wording) for wording in (*CAPTION_WORDINGS, *COUNT_WORDINGS)]
-    assert len(set(wordings)) == len(wordings), "a wording is asked twice"
+    assert len(set(wordings)) == len(wordings), "a wording occurs twice"
 
 
 def test_what_training_asks_is_told_from_what_it_does_not(trained):
@@ -53,16 +53,16 @@ def test_a_short_caption_names_colors_and_shapes_only():
 
 
 def test_every_wording_is_asked_about_the_same_scenes():
-    asked = {}
+    seen = {}
 
     class Teller:
         def captions(self, images, prompt, batch_size):
-            asked[prompt] = images
+            seen[prompt] = images
             return iter(["three"] * len(images))
 
     results = measure_wordings(Teller(), 12, "test", 4)
-    assert list(results) == list(asked) == [*CAPTION_WORDINGS, *COUNT_WORDINGS]
-    assert all(images is asked["describe"] for images in asked.values()) and len(asked["describe"]) == 12
+    assert list(results) == list(seen) == [*CAPTION_WORDINGS, *COUNT_WORDINGS]
+    assert all(images is seen["describe"] for images in seen.values()) and len(seen["describe"]) == 12
     counts = {results[wording]["right"] for wording in COUNT_WORDINGS}
     assert len(counts) == 1 and 0 < counts.pop() < 12
     assert all(results[wording]["right"] == 0 and results[wording]["of"] == 12 for wording in CAPTION_WORDINGS)

@@ -157,7 +157,7 @@ def test_few_examples_are_all_trained_on_and_a_line_says_how_to_hold_out_some(tr
 
 
 def test_a_resumed_run_holds_out_what_it_began_with(train):
-    """Also a run of an earlier version, which held out nothing unless it was told to."""
+    """Also a run of an earlier version, which held out nothing by default."""
     scenes(100)
     state = Path("early/checkpoints/step-1/training.json")
     for out, n in (("default", None), ("given", 7), ("early", 0)):
