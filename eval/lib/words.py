@@ -27,6 +27,7 @@ MAX_LENGTH = 6  # characters
 MARGIN = 0.03  # kept free along each side, of that side
 MAX_WIDTH, MAX_HEIGHT = 0.9, 0.45  # of the text, as shares of the image's
 MIN_CHARACTER = 0.1  # least mean width of a character, as a share of the image's
+MIN_HEIGHT = 0.06  # of the text, as a share of the image's: 5 pixels in an image of 96 pixels
 LIGHT, DARK = (205, 255), (0, 80)  # of each channel of a paper and an ink, or the other way round
 SAME_IN_BOTH_CASES = frozenset("ciklopsuvwxyz01")  # alone they do not tell capitals, small letters and digits apart
 
@@ -138,7 +139,12 @@ def layout(text: str, font: Font, width: int, height: int, rng: Random) -> tuple
     """A font size, and a position at which the text lies inside the image's margins."""
     left, top, right, bottom = load_font(font, 100).getbbox(text)
     share = rng.uniform(max(0.3, MIN_CHARACTER * len(text)), MAX_WIDTH)
-    size = int(100 * min(share * width / (right - left), MAX_HEIGHT * height / (bottom - top)))
+    wide, low, high = (
+        share * width / (right - left),
+        MIN_HEIGHT * height / (bottom - top),
+        MAX_HEIGHT * height / (bottom - top),
+    )
+    size = int(100 * min(max(wide, low), high, MAX_WIDTH * width / (right - left)))
     left, top, right, bottom = load_font(font, size).getbbox(text)
     x, y = (
         rng.uniform(MARGIN * side, max(MARGIN * side, (1 - MARGIN) * side - own))
