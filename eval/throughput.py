@@ -44,7 +44,7 @@ from nanovlm.synthetic import draw, random_scene
 from nanovlm.training.config import FINETUNING
 from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loop import Batch, backward, to_device
-from nanovlm.training.optimizer import adamw
+from nanovlm.training.optimizer import make_optimizer
 
 IMAGE_SIZES = (96, 1024)  # pixels
 IMAGE_FORMATS = ("png", "jpg", "webp")
@@ -149,7 +149,7 @@ def packing_batches(cfg: VLMConfig, shortest: int = 8, longest: int = 448, n: in
 
 def make_step(model: VisionLanguageModel) -> Callable[[TrainingBatch], float]:
     """A training step as `nanovlm.training.loop.train` does it, which returns its seconds."""
-    optimizer, device = adamw(model, FINETUNING), model.device
+    optimizer, device = make_optimizer(model, FINETUNING), model.device
     context, scaler = DistributedContext(device), torch.amp.GradScaler(device.type, enabled=False)
 
     def step(batch: TrainingBatch) -> float:

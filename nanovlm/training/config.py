@@ -54,7 +54,12 @@ class TrainConfig:
     )
     warmup_steps: int = setting(100, "steps over which the learning rate rises linearly")
     decay: float = setting(0.4, "wsd: share of all steps, at the end, over which the learning rate falls to 0")
-    weight_decay: float = setting(0.1, "weight decay of AdamW, applied to matrices only")
+    optimizer: str = setting(
+        "adamw",
+        "adamw, or muon, which learns from scratch in fewer steps, for the matrices of linear layers",
+        choices=("adamw", "muon"),
+    )
+    weight_decay: float = setting(0.1, "weight decay, applied to matrices only")
     beta2: float = setting(0.99, "beta2 of AdamW")
     max_grad_norm: float = setting(1.0, "clip gradients to this norm")
     dtype: str = setting(
@@ -109,6 +114,8 @@ class TrainConfig:
         ):
             if not in_range:
                 raise InputError(f"{name}={getattr(self, name)} must be {limit}")
+        if self.optimizer == "muon" and self.lora_rank:
+            raise InputError("optimizer=muon trains whole matrices; omit it with lora_rank, or choose adamw")
         if not any(self.rates.values()):
             raise InputError("vision_rate, projector_rate and language_rate are all 0: no weights are left to train")
 

@@ -51,7 +51,7 @@ from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import Batch, load_batches
 from nanovlm.training.metrics import MetricsLogger, StepMetrics
-from nanovlm.training.optimizer import accelerated, adamw, freeze
+from nanovlm.training.optimizer import accelerated, freeze, make_optimizer
 from nanovlm.training.report import write_report
 from nanovlm.training.signals import TrainingInterrupted, catch_stop_signals
 
@@ -136,7 +136,7 @@ class Trainer:
             self.context.shard(model)
         if checkpoint and checkpoint.sharded:
             restore_model(checkpoint, model)
-        self.optimizer = adamw(model, cfg)
+        self.optimizer = make_optimizer(model, cfg)
         if checkpoint:
             restore_optimizer(checkpoint, model, self.optimizer, self.scaler)
             self._log_resumed(checkpoint)
@@ -304,6 +304,8 @@ class Trainer:
     def _check_fsdp(self) -> None:
         if self.context.world_size == 1:
             raise InputError("fsdp=True shards a model over several processes, and this is one; start it by torchrun")
+        if self.cfg.optimizer == "muon":
+            raise InputError("fsdp=True cuts the matrices that optimizer=muon needs whole; choose optimizer=adamw")
         if self.scaler.is_enabled():
             raise InputError(f"fsdp=True does not work with {self.dtype}; choose dtype=float32, or omit fsdp")
 

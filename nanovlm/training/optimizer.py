@@ -1,4 +1,4 @@
-"""AdamW for the three parts of the model, which of them are trained, and how their blocks are executed."""
+"""AdamW or Muon for the three parts of the model, which of them are trained, and how their blocks are executed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +12,9 @@ from models.config import VLMConfig
 from models.lora import adapt
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.training.config import TrainConfig
+from nanovlm.training.muon import Muon
+
+MUON_RATE = 3.0  # Muon takes larger steps than AdamW; the other parameters learn at AdamW's rate
 
 
 def freeze(model: VisionLanguageModel, cfg: TrainConfig) -> None:
@@ -36,25 +39,36 @@ def empty_copy(cfg: VLMConfig, image_token_id: int, settings: TrainConfig) -> Vi
     return model
 
 
-def adamw(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019) with weight decay on matrices only: not on norms, biases and embeddings.
 
-    The "rate" of a parameter group is that of its part of the model, a multiple of the step's learning rate.
+    With cfg.optimizer "muon" the matrices of the Linear layers are trained by Muon, at MUON_RATE times the rate. The
+    "rate" of a parameter group is that of its part of the model, a multiple of the step's learning rate.
     """
     embeddings = {id(model.decoder.token_embedding.weight), id(model.vision_encoder.patch_embedding.position_embedding)}
+    muon = cfg.optimizer == "muon"
     groups: list[dict[str, Any]] = []
     for part, rate in cfg.rates.items():
         trained = [p for p in getattr(model, part).parameters() if p.requires_grad]
-        decayed = [p for p in trained if p.ndim >= 2 and id(p) not in embeddings]
+        matrices = [p for p in trained if p.ndim == 2 and id(p) not in embeddings]
+        kernels = [p for p in trained if p.ndim > 2 and id(p) not in embeddings]
         others = [p for p in trained if p.ndim < 2 or id(p) in embeddings]
-        groups += [{"params": decayed, "weight_decay": cfg.weight_decay, "rate": rate}]
-        groups += [{"params": others, "weight_decay": 0.0, "rate": rate}]
+        linear = {"params": matrices, "rate": MUON_RATE * rate, "orthogonal": True}
+        decayed = {"params": kernels if muon else matrices + kernels, "rate": rate, "orthogonal": False}
+        groups += [group | {"weight_decay": cfg.weight_decay} for group in ([linear] if muon else []) + [decayed]]
+        groups += [{"params": others, "weight_decay": 0.0, "rate": rate, "orthogonal": False}]
     groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, cfg.beta2), fused=True)
-    for p in (p for group in groups for p in group["params"]):  # checkpoints hold the state of unused parameters, too
-        optimizer.state[p] = {"step": torch.zeros((), device=p.device)}
-        optimizer.state[p] |= {moment: torch.zeros_like(p) for moment in ("exp_avg", "exp_avg_sq")}
+    optimizer = (Muon if muon else torch.optim.AdamW)(groups, lr=cfg.lr, betas=(0.9, cfg.beta2), fused=True)
+    for group in groups:  # checkpoints hold the state of unused parameters, too
+        for p in group["params"]:
+            optimizer.state[p] = _initial_state(p, group["orthogonal"])
     return optimizer
+
+
+def _initial_state(p: torch.nn.Parameter, orthogonal: bool) -> dict[str, torch.Tensor]:
+    if orthogonal:
+        return {"momentum": torch.zeros_like(p)}
+    return {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
 @contextmanager

@@ -32,6 +32,7 @@ VARIANTS = {
     "adapters alone": {"lora_rank": 2, "lora_words": False},
     "frozen parts": {"vision_rate": 0.0, "language_rate": 0.0},
     "rates": {"vision_rate": 0.1, "projector_rate": 2.0, "gradient_checkpointing": True},
+    "muon": {"optimizer": "muon", "gradient_accumulation_steps": 2},
     "float16": {"dtype": "float16", "max_steps": 12},
 }
 
