@@ -7,10 +7,8 @@ packages for several numbers stand side by side. Without one for the current num
 used.
 """
 
-import hashlib
 import json
 import logging
-import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +22,7 @@ from models.checkpoint import atomic_write
 from models.config import VLMConfig
 from models.errors import CompileError
 from models.inference import decode_step
+from models.inference.compile_cache import cache_folder, digest
 from models.inference.cpu_kernels import (
     OneDNNLinear,
     check_compiler,
@@ -51,15 +50,13 @@ def package_path(block: Block) -> Path:
 
     The folder is $NANOVLM_CACHE, or nanovlm in $XDG_CACHE_HOME or ~/.cache.
     """
-    given = os.environ.get("NANOVLM_CACHE")
-    folder = Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanovlm"))
-    return folder / f"block-{_shape(block)}-{_digest(_environment())}-{torch.get_num_threads()}t.pt2"
+    return cache_folder() / f"block-{_shape(block)}-{digest(_environment())}-{torch.get_num_threads()}t.pt2"
 
 
 def _shape(block: Block) -> str:
     attn = block.attn
     state = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in block.state_dict().items()]
-    return _digest([attn.n_heads, attn.n_kv_heads, block.norm1.eps, block.norm2.eps, sorted(state)])
+    return digest([attn.n_heads, attn.n_kv_heads, block.norm1.eps, block.norm2.eps, sorted(state)])
 
 
 def _environment() -> dict[str, str]:
@@ -68,13 +65,9 @@ def _environment() -> dict[str, str]:
     return {
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _digest(cpu_info("flags")),
-        "code": _digest(sources),
+        "cpu": digest(cpu_info("flags")),
+        "code": digest(sources),
     }
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def is_compilable(decoder: LanguageModel) -> bool:

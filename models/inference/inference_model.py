@@ -40,9 +40,9 @@ class InferenceModel(GenerationMixin):
     quantize="int8" stores the linear layers in 8 bits, and on CPUs with AVX512-VNNI rounds their inputs to 8 bits, too,
     where there are many rows: in vision encoder, projector and prefill. "int8-weights" stores those of the language
     model in 8 bits, "int4" in 4 bits with a scale and a zero point for 32 weights. compile=True compiles the decoder
-    block on a CPU, which takes up to a minute once (see `models.inference.aot_compile`); None uses one compiled before,
-    False does not. int4 weights cannot be compiled. Raises InputError for other values, CompileError if the step cannot
-    be compiled.
+    block on a CPU, which takes up to a minute once (see `models.inference.aot_compile`), and the operations between
+    int8 products, in a second (`models.inference.int8_kernels`); None uses what was compiled before, False does not.
+    int4 weights cannot be compiled. Raises InputError for other values, CompileError if the step cannot be compiled.
     """
 
     def __init__(self, model: VisionLanguageModel, *, quantize: str | None = None, compile: bool | None = None):
@@ -234,7 +234,7 @@ def _build(model: VisionLanguageModel, quantize: str | None, compile: bool | Non
         quantizer(quantize)(network.decoder)
         network.decoder.pack_projections(pack_quantized)
     if quantize == "int8":
-        quantize_activations(network)
+        quantize_activations(network, compile)
     if model.device.type == "cpu":
         if onednn_pays_off():
             replace_linears(network)

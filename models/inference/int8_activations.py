@@ -13,6 +13,7 @@ from models.inference.cpu_kernels import onednn_int8_linear, pack_int8
 from models.inference.quantization import Int8Linear
 
 ZERO_POINT = 128
+ROUNDING = 1.5 * 2**23  # adding it to a float32 rounds it, and leaves the integer in the lowest bits
 SMALLEST = torch.finfo(torch.float32).tiny  # scale
 
 
@@ -21,23 +22,21 @@ def quantize_rows(x: Tensor, lowest: float | None = None) -> tuple[Tensor, Tenso
 
     lowest, if given, is a negative bound that no entry of x falls below, which saves looking for the smallest.
     """
-    largest = x.amax(-1, keepdim=True)
-    if lowest is None:
-        largest = torch.maximum(largest, x.amin(-1, keepdim=True).neg_())
-    scale = largest.clamp_min_(SMALLEST if lowest is None else -lowest).div_(127)
-    return _codes(x.mul_(scale.clamp_min_(SMALLEST).reciprocal())), scale
+    largest = (x.abs() if lowest is None else x).amax(-1, keepdim=True)
+    scale = largest.clamp_min_(127 * SMALLEST if lowest is None else -lowest).div_(127)
+    return torch.addcmul(_rounding(x), x, scale.reciprocal(), out=x).view(torch.int32).to(torch.uint8), scale
 
 
 def quantize_tensor(x: Tensor) -> tuple[Tensor, float]:
     """Codes (M, K) uint8 and one scale for all of x (M, K) float32, which is overwritten."""
     low, high = (bound.item() for bound in x.aminmax())
     scale = max(max(-low, high) / 127, SMALLEST)
-    return _codes(x.mul_(1 / scale)), scale
+    return torch.add(_rounding(x), x, alpha=1 / scale, out=x).view(torch.int32).to(torch.uint8), scale
 
 
-def _codes(x: Tensor) -> Tensor:
-    # torch converts to int8 four times as fast as to uint8; flipping the first bit adds 128
-    return x.round_().to(torch.int8).view(torch.uint8).bitwise_xor_(ZERO_POINT)
+def _rounding(x: Tensor) -> Tensor:
+    """A row (K,) that, added to scaled rows (M, K), leaves an entry's code in its lowest byte."""
+    return x.new_full(x.shape[-1:], ROUNDING + ZERO_POINT)
 
 
 class Int8Matmul:
@@ -55,9 +54,13 @@ class Int8Matmul:
         """Codes (M, in) uint8 with one scale to (M, out) in dtype, bias and on request GELU included."""
         return onednn_int8_linear(codes, scale, ZERO_POINT, self.weight, self.scale, self.bias, dtype, gelu)
 
+    def unscaled(self, codes: Tensor) -> Tensor:
+        """Codes (M, in) uint8 to (M, out) float32, which the caller multiplies by the rows' scales; without bias."""
+        return onednn_int8_linear(codes, 1.0, ZERO_POINT, self.weight, self.scale, None)
+
     def rows(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """Codes (M, in) uint8 with a scale for each row (M, 1) to (M, out) float32."""
-        y = onednn_int8_linear(codes, 1.0, ZERO_POINT, self.weight, self.scale, None).mul_(scale)
+        """Codes (M, in) uint8 with a scale for each row (M, 1) to (M, out) float32, bias included."""
+        y = self.unscaled(codes).mul_(scale)
         return y if self.bias is None else y.add_(self.bias)
 
     def __getstate__(self) -> dict:

@@ -9,14 +9,15 @@ import logging
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import language_model, vision_transformer
 from models.attention import attention
 from models.cache import KVCache
 from models.inference.cpu_kernels import has_int8_activations
-from models.inference.int8_activations import Int8Matmul, quantize_rows, quantize_tensor
+from models.inference.int8_activations import Int8Matmul
+from models.inference.int8_kernels import load_int8_ops
+from models.inference.int8_ops import Int8Ops
 from models.inference.quantization import Int8Linear, quantize_int8
 from models.modality_projector import ModalityProjector, pixel_shuffle
 from models.vision_language_model import VisionLanguageModel
@@ -29,25 +30,27 @@ MIN_GELU = -0.17  # below the function's minimum
 CHUNK_ENTRIES = 256 * 3072  # of an MLP's activations at a time; more leave the processor's cache
 
 
-def quantize_activations(network: VisionLanguageModel) -> None:
+def quantize_activations(network: VisionLanguageModel, compile: bool | None = None) -> None:
     """Replace, in place, what has a form with int8 activations; the decoder's linear layers are int8 already.
 
-    Without the kernels, which need AVX512-VNNI, nothing happens and a log entry says so.
+    Without oneDNN's products, which need AVX512-VNNI, nothing happens and a log entry says so. compile is as for
+    `models.inference.int8_kernels.load_int8_ops`.
     """
     weight = network.decoder.norm.weight
     if weight.device.type != "cpu" or weight.dtype not in DTYPES or not has_int8_activations():
         logger.info("no kernel for int8 activations in %s on this device: the weights alone are int8", weight.dtype)
         return
+    ops = load_int8_ops(compile)
     quantize_int8(network.vision_encoder)
     if type(network.vision_encoder) is VisionTransformer and all(map(_is_vision_block, network.vision_encoder.blocks)):
-        network.vision_encoder = cast(VisionTransformer, Int8VisionTransformer(network.vision_encoder))
+        network.vision_encoder = cast(VisionTransformer, Int8VisionTransformer(network.vision_encoder, ops))
     quantize_int8(network.MP)
     if type(network.MP) is ModalityProjector:
-        network.MP = cast(ModalityProjector, Int8ModalityProjector(network.MP, weight.dtype))
+        network.MP = cast(ModalityProjector, Int8ModalityProjector(network.MP, weight.dtype, ops))
     blocks = cast(nn.ModuleList, network.decoder.blocks)
     for i, block in enumerate(network.decoder.blocks):
         if _is_decoder_block(block):
-            blocks[i] = Int8Block(block, is_last=i == len(blocks) - 1)
+            blocks[i] = Int8Block(block, ops, is_last=i == len(blocks) - 1)
 
 
 def _is_vision_block(block: nn.Module) -> bool:
@@ -65,10 +68,10 @@ def _is_decoder_block(block: nn.Module) -> bool:
 class Int8VisionTransformer(nn.Module):
     """The vision encoder, which encodes one image at a time: scales belong to rows of one image."""
 
-    def __init__(self, encoder: VisionTransformer):
+    def __init__(self, encoder: VisionTransformer, ops: Int8Ops):
         super().__init__()
         self.patch_embedding, self.layer_norm = encoder.patch_embedding, _in_float32(encoder.layer_norm)
-        self.blocks = nn.ModuleList(Int8VisionBlock(block) for block in encoder.blocks)
+        self.blocks = nn.ModuleList(Int8VisionBlock(block, ops) for block in encoder.blocks)
 
     def forward(self, images: Tensor) -> Tensor:
         """See `VisionTransformer.forward`."""
@@ -84,8 +87,9 @@ class Int8VisionTransformer(nn.Module):
 class Int8VisionBlock(nn.Module):
     """A block of the encoder that works on a few rows at a time, except for attention."""
 
-    def __init__(self, block: vision_transformer.Block):
+    def __init__(self, block: vision_transformer.Block, ops: Int8Ops):
         super().__init__()
+        self.ops = ops
         linears = block.attn.qkv_proj, block.attn.out_proj, block.mlp.fc1, block.mlp.fc2
         self.qkv_proj, self.out_proj, self.fc1, self.fc2 = (Int8Matmul(cast(Int8Linear, layer)) for layer in linears)
         self.ln1, self.ln2 = _in_float32(block.ln1), _in_float32(block.ln2)
@@ -96,25 +100,26 @@ class Int8VisionBlock(nn.Module):
         T, C = x.shape
         n_parts = -(-T // self.max_rows)
         parts = x.tensor_split(n_parts)
-        qkv = torch.cat([self.qkv_proj(*quantize_tensor(self.ln1(part)), dtype) for part in parts])
+        qkv = torch.cat([self.qkv_proj(*self.ops.layer_norm(part, self.ln1), dtype) for part in parts])
         q, k, v = qkv.view(1, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
         y = attention(q, k, v).transpose(1, 2).reshape(T, C)
         for part, y_part in zip(parts, y.tensor_split(n_parts)):
-            part.add_(self.out_proj(*quantize_tensor(y_part.to(torch.float32, copy=True))))
-            hidden = self.fc1(*quantize_tensor(self.ln2(part)), gelu=True)
-            part.add_(self.fc2.rows(*quantize_rows(hidden, MIN_GELU)))  # few rows may be far larger than the others
+            y_part = self.out_proj(*self.ops.quantize_tensor(y_part))
+            hidden = self.fc1(*self.ops.add_layer_norm(part, y_part, self.ln2), gelu=True)
+            codes, scale = self.ops.quantize_rows(hidden, MIN_GELU)  # few rows may be far larger than the others
+            self.ops.add_rows(part, self.fc2.unscaled(codes), scale, self.fc2.bias)
 
 
 class Int8ModalityProjector(nn.Module):
-    def __init__(self, projector: ModalityProjector, dtype: torch.dtype):
+    def __init__(self, projector: ModalityProjector, dtype: torch.dtype, ops: Int8Ops):
         super().__init__()
-        self.factor, self.dtype = projector.factor, dtype
+        self.factor, self.dtype, self.ops = projector.factor, dtype, ops
         self.proj = Int8Matmul(cast(Int8Linear, projector.proj))
 
     def forward(self, x: Tensor) -> Tensor:
         """See `ModalityProjector.forward`."""
         x = pixel_shuffle(x, self.factor)
-        y = self.proj.rows(*quantize_rows(x.flatten(0, 1).to(torch.float32, copy=True)))
+        y = self.proj.rows(*self.ops.quantize_rows(x.flatten(0, 1)))
         return y.view(*x.shape[:2], -1).to(self.dtype)
 
 
@@ -125,9 +130,9 @@ class Int8Block(language_model.Block):
     the residual stream is float32 up to the last block, which returns the dtype of the norms.
     """
 
-    def __init__(self, block: language_model.Block, is_last: bool = True):
+    def __init__(self, block: language_model.Block, ops: Int8Ops, is_last: bool = True):
         nn.Module.__init__(self)
-        self.dtype, self.is_last = block.norm1.weight.dtype, is_last
+        self.ops, self.dtype, self.is_last = ops, block.norm1.weight.dtype, is_last
         self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
         self.norm_weights = block.norm1.weight.detach().float(), block.norm2.weight.detach().float()
         attn, mlp = block.attn, block.mlp
@@ -152,38 +157,28 @@ class Int8Block(language_model.Block):
         B, T, C = x.shape
         if T == 1:
             return super().forward(x, cos, sin, mask, block_kv_cache, last_only)
-        q, k, v = self._qkv(x, cos, sin)
-        # a new cache must not keep the queries' memory alive
-        kv = KVCache(k.clone(), v.clone()) if block_kv_cache is None else block_kv_cache.append(k, v)
+        x = x.reshape(-1, C).float()
+        q, kv = self._qkv(x.view(B, T, C), cos, sin, block_kv_cache)
         n_out = 1 if last_only else T
         mask = None if mask is None else mask[..., -n_out:, :]
         y = attention(q[:, :, -n_out:], kv.key, kv.value, mask, causal=mask is None and n_out > 1)
-        y = y.transpose(1, 2).reshape(B * n_out, -1).to(torch.float32, copy=True)
-        rows = x[:, -n_out:].reshape(-1, C).float() + self.out.rows(*quantize_rows(y))
-        gate, up = self.gate_up.rows(*_quantize_normalized(rows, self.norm_weights[1], self.norm2.eps)).chunk(2, dim=-1)
-        rows = self.down.rows(*quantize_rows(F.silu(gate).mul_(up))).add_(rows)
+        codes, scale = self.ops.quantize_rows(y.transpose(1, 2).reshape(B * n_out, -1).contiguous())
+        rows = x.view(B, T, C)[:, -n_out:].reshape(-1, C).contiguous()
+        y = self.out.unscaled(codes)
+        rows, quantized = self.ops.add_rms_norm(rows, y, scale, self.norm_weights[1], self.norm2.eps)
+        codes, scale = self.ops.swiglu(self.gate_up.unscaled(quantized[0]), quantized[1])
+        self.ops.add_rows(rows, self.down.unscaled(codes), scale, None)
         return rows.to(self.dtype if self.is_last else torch.float32).view(B, n_out, C), kv
 
-    def _qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries (B, H, T, D) and keys, and values (B, H_kv, T, D), of x (B, T, C)."""
-        (B, T, C), D = x.shape, self.attn.head_dim
-        n_q, n_kv = self.attn.n_heads, self.attn.n_kv_heads
-        heads = self.qkv.rows(*_quantize_normalized(x.reshape(-1, C).float(), self.norm_weights[0], self.norm1.eps))
-        heads = heads.view(B, T, -1, D)
-        cos, sin = (angle[:, None] if angle.dim() == 2 else angle.transpose(1, 2) for angle in (cos, sin))
-        sin = torch.cat([-sin[..., : D // 2], sin[..., D // 2 :]], dim=-1)
-        rotated = heads[:, :, : n_q + n_kv]
-        rotated = torch.addcmul(rotated * cos, rotated.roll(D // 2, -1), sin)
-        parts = torch.cat([rotated, heads[:, :, n_q + n_kv :]], dim=2).to(self.dtype).transpose(1, 2)
-        q, k, v = parts.split([n_q, n_kv, n_kv], dim=1)
-        return q, k, v
-
-
-def _quantize_normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`quantize_rows` of RMSNorm of x (M, C) float32: the root mean square of a row changes its scale alone."""
-    codes, scale = quantize_rows(x * weight)
-    mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1))
-    return codes, scale.mul_(mean_square.add_(eps).rsqrt_())
+    def _qkv(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> tuple[Tensor, KVCache]:
+        """Rotated queries (B, H, T, D) of x (B, T, C) float32, and the cache with its keys and values."""
+        (B, T, C), attn = x.shape, self.attn
+        codes, scale = self.ops.rms_norm(x.view(-1, C), self.norm_weights[0], self.norm1.eps)
+        angles = cos.reshape(-1, attn.head_dim), sin.reshape(-1, attn.head_dim)  # of T rows, or of B * T
+        n_heads = attn.n_heads, attn.n_kv_heads
+        parts = self.ops.rope(self.qkv.unscaled(codes), scale, *angles, n_heads, self.dtype)
+        q, k, v = (part.view(B, T, -1, attn.head_dim).transpose(1, 2) for part in parts)
+        return q, KVCache(k, v) if cache is None else cache.append(k, v)
 
 
 def _in_float32(norm: nn.LayerNorm) -> nn.LayerNorm:

@@ -74,7 +74,7 @@ def test_a_sequence_does_not_depend_on_its_batch(tiny_model, dtype):
     assert torch.equal(together[:1], model.encode_images(IMAGES))
     ids = torch.tensor([[0, 0, 0, 5, 6, 8], [4, 9, 8, 7, 6, 5]])
     mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1] * 6])
-    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.03}
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.1}
     logits, state = model.prefill(ids, attention_mask=mask)
     for row, length in ((0, 3), (1, 6)):
         alone, own = model.prefill(ids[row : row + 1, -length:])

@@ -1,0 +1,158 @@
+"""`models.inference.int8_ops` in C: each operation is one pass over its rows instead of up to fifteen.
+
+A prefill of few tokens spends more time on starting PyTorch's operations than on its products. `nanovlm compile` and
+InferenceModel(compile=True) build the library `int8_kernels.c` with the system's C compiler, which takes a second, and
+keep it in the cache beside the compiled blocks. Without it the operations are PyTorch's.
+"""
+
+import ctypes
+import logging
+import os
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from models.checkpoint import atomic_write
+from models.errors import CompileError
+from models.inference.compile_cache import cache_folder, digest
+from models.inference.cpu_kernels import cpu_info
+from models.inference.int8_ops import Codes, Int8Ops, Rows
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_suffix(".c")
+FLAGS = [
+    "-O3", "-march=native", "-mprefer-vector-width=512", "-ffast-math", "-fopenmp", "-shared", "-fPIC",
+    "-Wl,--as-needed",
+    "-nostartfiles",  # those of -ffast-math make the whole process flush denormal numbers to zero
+]  # fmt: skip
+POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+SIGNATURES = {  # the result, then the arguments
+    "quantize_rows": (None, POINTER, INT, FLOAT, POINTER, POINTER, LONG, LONG, INT),
+    "quantize_tensor": (FLOAT, POINTER, INT, POINTER, LONG, LONG, INT),
+    "add_rms_norm": (None, *[POINTER] * 4, FLOAT, *[POINTER] * 3, LONG, LONG, INT),
+    "add_layer_norm": (FLOAT, *[POINTER] * 4, FLOAT, *[POINTER] * 2, LONG, LONG, INT),
+    "add_rows": (None, *[POINTER] * 4, LONG, LONG, INT),
+    "swiglu": (None, *[POINTER] * 4, LONG, LONG, INT),
+    "rope": (None, *[POINTER] * 7, INT, *[LONG] * 5, INT),
+}
+
+
+def library_path() -> Path:
+    """The path of the library for this source, processor and PyTorch, whose OpenMP it shares."""
+    made_of = SOURCE.read_text("utf-8"), FLAGS, cpu_info("flags"), torch.__version__
+    return cache_folder() / f"int8-{digest(made_of)}.so"
+
+
+def compile_int8_kernels() -> Path:
+    """Compile the library unless that was done before, and return its path. CompileError if that is not possible."""
+    path = library_path()
+    if path.exists():
+        return path
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise CompileError("compiling needs a C compiler: install gcc, or leave compile away")
+    openmp = [str(library) for library in Path(torch.__file__).with_name("lib").glob("libgomp*.so*")]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as new:
+        command = [*compiler.split(), *FLAGS, "-o", str(new), str(SOURCE), *openmp, "-lm"]
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if result.returncode:
+            raise CompileError(f"{compiler} cannot compile {SOURCE.name}: {result.stderr.strip()[:500]}")
+    return path
+
+
+def load_int8_ops(compile: bool | None = None) -> Int8Ops:
+    """The operations: compiled now if need be and compile is True, PyTorch's if it is False; None: if in the cache."""
+    if compile is False:
+        return Int8Ops()
+    path = compile_int8_kernels() if compile else library_path()
+    try:
+        return CompiledInt8Ops(path) if path.exists() else Int8Ops()
+    except (OSError, AttributeError) as error:  # damaged, or of another system
+        logger.warning("%s is not a usable library (%s); int8 goes without it: delete it", path, error)
+        return Int8Ops()
+
+
+@cache
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, (result, *arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class CompiledInt8Ops(Int8Ops):
+    def __init__(self, path: Path):
+        self._library = _load(path)
+
+    def __reduce__(self) -> tuple:
+        return load_int8_ops, ()
+
+    def quantize_rows(self, x: Tensor, lowest: float | None = None) -> Rows:
+        codes, scale = _rows_like(x)
+        half, smallest = x.dtype == torch.bfloat16, -(lowest or 0)
+        self._library.quantize_rows(_at(x), half, smallest, _at(codes), _at(scale), *_size(x))
+        return codes, scale
+
+    def quantize_tensor(self, x: Tensor) -> Codes:
+        codes = torch.empty(x.shape, dtype=torch.uint8)
+        return codes, self._library.quantize_tensor(_at(x), x.dtype == torch.bfloat16, _at(codes), *_size(x))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
+        codes, scale = _rows_like(x)
+        self._library.add_rms_norm(_at(x), 0, 0, _at(weight), eps, 0, _at(codes), _at(scale), *_size(x))
+        return codes, scale
+
+    def add_rms_norm(self, x: Tensor, y: Tensor, scale: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Rows]:
+        total, rows = torch.empty_like(x), _rows_like(x)
+        places = [_at(tensor) for tensor in (total, *rows)]
+        self._library.add_rms_norm(_at(x), _at(y), _at(scale), _at(weight), eps, *places, *_size(x))
+        return total, rows
+
+    def swiglu(self, gate_up: Tensor, scale: Tensor) -> Rows:
+        codes, new_scale = _rows_like(gate_up, gate_up.size(1) // 2)
+        self._library.swiglu(_at(gate_up), _at(scale), _at(codes), _at(new_scale), *_size(codes))
+        return codes, new_scale
+
+    def rope(
+        self, heads: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, n_heads: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        (n_q, n_kv), (T, D), M = n_heads, cos.shape, len(heads)
+        q, k, v = (torch.empty(M, n, D, dtype=dtype) for n in (n_q, n_kv, n_kv))
+        places = [_at(tensor) for tensor in (heads, scale, cos, sin, q, k, v)]
+        self._library.rope(*places, dtype == torch.bfloat16, M, T, n_q, n_kv, D, torch.get_num_threads())
+        return q, k, v
+
+    def layer_norm(self, x: Tensor, norm: nn.LayerNorm) -> Codes:
+        return self._layer_norm(x, 0, norm)
+
+    def add_layer_norm(self, x: Tensor, y: Tensor, norm: nn.LayerNorm) -> Codes:
+        return self._layer_norm(x, _at(y), norm)
+
+    def _layer_norm(self, x: Tensor, y: int, norm: nn.LayerNorm) -> Codes:
+        codes, normalized = torch.empty(x.shape, dtype=torch.uint8), torch.empty_like(x)
+        weights = _at(norm.weight), _at(norm.bias), norm.eps
+        return codes, self._library.add_layer_norm(_at(x), y, *weights, _at(normalized), _at(codes), *_size(x))
+
+    def add_rows(self, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        self._library.add_rows(_at(x), _at(y), _at(scale), 0 if bias is None else _at(bias), *_size(x))
+
+
+def _at(x: Tensor) -> int:
+    assert x.is_contiguous()
+    return x.data_ptr()
+
+
+def _size(x: Tensor) -> tuple[int, int, int]:
+    """Rows, columns and the number of threads: the last arguments of most functions."""
+    return (*x.shape, torch.get_num_threads())
+
+
+def _rows_like(x: Tensor, width: int | None = None) -> Rows:
+    return torch.empty(len(x), width or x.size(1), dtype=torch.uint8), torch.empty(len(x), 1)

@@ -1,0 +1,71 @@
+"""What the int8 network computes between its products, in PyTorch; `models.inference.int8_kernels` is the same in C.
+
+Most operations end in codes and scales for the next product, see `models.inference.int8_activations`, or start from a
+product whose rows still lack their scales. Tensors are contiguous and float32, unless said otherwise.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.inference import int8_activations
+
+Rows = tuple[Tensor, Tensor]  # codes (M, K) uint8 and a scale for each row (M, 1)
+Codes = tuple[Tensor, float]  # codes (M, K) uint8 and one scale
+
+
+class Int8Ops:
+    def quantize_rows(self, x: Tensor, lowest: float | None = None) -> Rows:
+        """Codes of x (M, K) float32 or bfloat16, of which no entry falls below lowest, if that is given."""
+        return int8_activations.quantize_rows(x.to(torch.float32, copy=True), lowest)
+
+    def quantize_tensor(self, x: Tensor) -> Codes:
+        """Codes of x (M, K) float32 or bfloat16."""
+        return int8_activations.quantize_tensor(x.to(torch.float32, copy=True))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
+        """Codes of RMSNorm of x (M, C): the root mean square of a row changes its scale alone."""
+        codes, scale = int8_activations.quantize_rows(x * weight)
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1))
+        return codes, scale.mul_(mean_square.add_(eps).rsqrt_())
+
+    def add_rms_norm(self, x: Tensor, y: Tensor, scale: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Rows]:
+        """x + scale * y (M, C) with scale (M, 1), and codes of its RMSNorm."""
+        x = torch.addcmul(x, y, scale)
+        return x, self.rms_norm(x, weight, eps)
+
+    def swiglu(self, gate_up: Tensor, scale: Tensor) -> Rows:
+        """Codes of silu(gate) * up, of scale (M, 1) times gates and ups (M, 2 * K)."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        codes, without_up = int8_activations.quantize_rows(F.silu(gate * scale, inplace=True).mul_(up))
+        return codes, without_up.mul_(scale)
+
+    def rope(
+        self, heads: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, n_heads: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries (M, H, D), rotated keys (M, H_kv, D) and values in dtype, of scale times heads (M, ...).
+
+        n_heads is H and H_kv; cos and sin (T, D) are the angles of the first T rows, of the next T rows, and so on.
+        """
+        (n_q, n_kv), (T, D) = n_heads, cos.shape
+        heads = heads.mul_(scale).view(-1, T, n_q + 2 * n_kv, D)
+        sin = torch.cat([-sin[:, : D // 2], sin[:, D // 2 :]], dim=-1)[:, None]
+        rotated = heads[:, :, : n_q + n_kv]
+        rotated = torch.addcmul(rotated * cos[:, None], rotated.roll(D // 2, -1), sin)
+        parts = rotated[:, :, :n_q], rotated[:, :, n_q:], heads[:, :, n_q + n_kv :]
+        q, k, v = (part.to(dtype, copy=True).flatten(0, 1) for part in parts)  # no part keeps the others' memory alive
+        return q, k, v
+
+    def layer_norm(self, x: Tensor, norm: nn.LayerNorm) -> Codes:
+        """Codes of LayerNorm of x (M, C)."""
+        return int8_activations.quantize_tensor(norm(x))
+
+    def add_layer_norm(self, x: Tensor, y: Tensor, norm: nn.LayerNorm) -> Codes:
+        """Add y to x (M, C) in place, and return codes of the sum's LayerNorm."""
+        return self.layer_norm(x.add_(y), norm)
+
+    def add_rows(self, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        """Add scale * y (M, C) with scale (M, 1), and bias (C,), to x in place."""
+        x.addcmul_(y, scale)
+        if bias is not None:
+            x.add_(bias)

@@ -1,0 +1,183 @@
+"""Each operation in C gives the codes and scales of the same in PyTorch, and networks use it once it is compiled."""
+
+import copy
+import os
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from models.errors import CompileError
+from models.inference import int8_kernels
+from models.inference.cpu_kernels import has_int8_activations
+from models.inference.inference_model import InferenceModel
+from models.inference.int8_kernels import CompiledInt8Ops, compile_int8_kernels, library_path, load_int8_ops
+from models.inference.int8_ops import Int8Ops
+
+LARGER = {"vit_img_size": 32, "mp_image_token_length": 16, "lm_max_position_embeddings": 256}  # 64 patches an image
+IDS, IMAGES = torch.tensor([[5, *[3] * 16, 7, 9, 4]]), torch.rand(1, 3, 32, 32)
+CLOSE = {"rtol": 1e-5, "atol": 1e-3}  # sums of numbers up to some thousands
+SIZES = pytest.mark.parametrize("size", [(1, 8), (7, 40), (70, 96)])
+
+pytestmark = pytest.mark.skipif(not has_int8_activations(), reason="this CPU or torch has no int8 products")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOVLM_CACHE", str(folder))
+        path = compile_int8_kernels()
+    assert path.parent == folder
+    return path
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def compiled(library, request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield CompiledInt8Ops(library)
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def in_cache(library, monkeypatch):
+    monkeypatch.setenv("NANOVLM_CACHE", str(library.parent))
+
+
+def rows(size, seed=0):
+    """Rows of which one is zero and one far larger than the others."""
+    x = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    x[-1] *= 1000
+    if len(x) > 1:
+        x[0] = 0
+    return x
+
+
+def check_same(got, wanted):
+    """Codes within one step, as a value may lie between two, and scales within rounding."""
+    (codes, scale), (wanted_codes, wanted_scale) = got, wanted
+    assert codes.dtype == torch.uint8 and codes.shape == wanted_codes.shape
+    assert (codes.int() - wanted_codes.int()).abs().max() <= 1
+    assert (codes != wanted_codes).sum() <= 1 + 0.01 * codes.numel()
+    torch.testing.assert_close(torch.as_tensor(scale), torch.as_tensor(wanted_scale), rtol=1e-4, atol=1e-30)
+
+
+@SIZES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantization(compiled, size, dtype):
+    x = rows(size).to(dtype)
+    check_same(compiled.quantize_rows(x), Int8Ops().quantize_rows(x))
+    positive = x.abs() - 0.1
+    check_same(compiled.quantize_rows(positive, -0.17), Int8Ops().quantize_rows(positive, -0.17))
+    check_same(compiled.quantize_tensor(x), Int8Ops().quantize_tensor(x))
+
+
+@SIZES
+def test_rms_norm_after_a_scaled_sum(compiled, size):
+    x, y, scale, weight = rows(size), rows(size, 1), torch.rand(size[0], 1), torch.randn(size[1])
+    before = x.clone()
+    check_same(compiled.rms_norm(x, weight, 1e-5), Int8Ops().rms_norm(x, weight, 1e-5))
+    total, got = compiled.add_rms_norm(x, y, scale, weight, 1e-5)
+    wanted_total, wanted = Int8Ops().add_rms_norm(x, y, scale, weight, 1e-5)
+    torch.testing.assert_close(total, wanted_total, **CLOSE)
+    check_same(got, wanted)
+    assert torch.equal(x, before)
+
+
+@SIZES
+@torch.no_grad()
+def test_layer_norm_after_a_sum(compiled, size):
+    norm = nn.LayerNorm(size[1])
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x, y = rows(size), rows(size, 1)
+    check_same(compiled.layer_norm(x, norm), Int8Ops().layer_norm(x, norm))
+    got, wanted = x.clone(), x.clone()
+    check_same(compiled.add_layer_norm(got, y, norm), Int8Ops().add_layer_norm(wanted, y, norm))
+    torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+@SIZES
+@pytest.mark.parametrize("bias", [False, True])
+def test_scaled_rows_are_added_in_place(compiled, size, bias):
+    x, y, scale, offset = rows(size), rows(size, 1), torch.rand(size[0], 1), torch.randn(size[1]) if bias else None
+    got, wanted = x.clone(), x.clone()
+    compiled.add_rows(got, y, scale, offset)
+    Int8Ops().add_rows(wanted, y, scale, offset)
+    torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+@SIZES
+def test_swiglu(compiled, size):
+    gate_up, scale = rows((size[0], 2 * size[1])), torch.rand(size[0], 1)
+    check_same(compiled.swiglu(gate_up, scale), Int8Ops().swiglu(gate_up, scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("n_angles", [5, 15])
+def test_rope(compiled, dtype, n_heads, n_angles):
+    heads, scale = torch.randn(15, (n_heads[0] + 2 * n_heads[1]) * 8), torch.rand(15, 1)
+    cos, sin = torch.randn(2, n_angles, 8)  # not of angles: a channel has its own
+    got = compiled.rope(heads, scale, cos, sin, n_heads, dtype)
+    for part, wanted in zip(got, Int8Ops().rope(heads.clone(), scale, cos, sin, n_heads, dtype)):
+        assert part.dtype == dtype
+        torch.testing.assert_close(part, wanted)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_network_uses_what_is_in_the_cache(in_cache, tiny_model, dtype):
+    model = tiny_model(**LARGER).to(dtype)
+    eager = InferenceModel(model, quantize="int8", compile=False)
+    compiled = InferenceModel(model, quantize="int8")
+    assert [type(each.network.decoder.blocks[0].ops) for each in (eager, compiled)] == [Int8Ops, CompiledInt8Ops]
+    assert type(compiled.network.vision_encoder.blocks[0].ops) is type(compiled.network.MP.ops) is CompiledInt8Ops
+    images = IMAGES.to(dtype)
+    wanted = eager.encode_images(images).float()
+    assert (compiled.encode_images(images).float() - wanted).norm() < 0.02 * wanted.norm()
+    got, state = compiled.prefill(IDS, images)
+    wanted, other = eager.prefill(IDS, images)
+    assert (got.float() - wanted.float()).norm() < 0.03 * wanted.float().norm()
+    more = torch.tensor([[8, 6]])  # after a prefix
+    got, wanted = (each.prefill(more, None, None, prefix)[0] for each, prefix in ((compiled, state), (eager, other)))
+    assert (got.float() - wanted.float()).norm() < 0.03 * wanted.float().norm()
+
+
+@torch.inference_mode()
+def test_a_sequence_does_not_depend_on_its_batch(in_cache, tiny_model):
+    model = InferenceModel(tiny_model(**LARGER), quantize="int8")
+    ids, mask = torch.tensor([[0, 0, 0, 5, 6, 8], [4, 9, 8, 7, 6, 5]]), torch.tensor([[0, 0, 0, 1, 1, 1], [1] * 6])
+    logits = model.prefill(ids, attention_mask=mask)[0]
+    for row, length in ((0, 3), (1, 6)):
+        alone = model.prefill(ids[row : row + 1, -length:])[0]
+        torch.testing.assert_close(logits[row : row + 1], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_find_the_library_or_do_without(in_cache, monkeypatch, tmp_path, duplicate):
+    ops = load_int8_ops()
+    assert type(duplicate(ops)) is CompiledInt8Ops
+    monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path))
+    assert type(duplicate(ops)) is Int8Ops
+
+
+def test_the_process_keeps_denormal_numbers(compiled):
+    assert (torch.tensor([1e-40]) * 2).item() > 0 and 1e-310 * 0.5 > 0
+
+
+def test_without_a_compiler_or_a_sound_library(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path))
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(CompileError, match=r"false cannot compile int8_kernels\.c"):
+        load_int8_ops(compile=True)
+    assert not os.listdir(tmp_path)
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(int8_kernels.shutil, "which", lambda name: None)
+    with pytest.raises(CompileError, match="needs a C compiler: install gcc, or leave compile away"):
+        load_int8_ops(compile=True)
+    library_path().write_bytes(b"not a library")
+    assert type(load_int8_ops()) is Int8Ops
+    assert "is not a usable library" in caplog.text
