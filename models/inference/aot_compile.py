@@ -21,7 +21,7 @@ from models import language_model
 from models.checkpoint import atomic_write
 from models.config import VLMConfig
 from models.errors import CompileError
-from models.inference import decode_step
+from models.inference import compiled_ops, decode_step
 from models.inference.compile_cache import cache_folder, digest
 from models.inference.cpu_kernels import (
     OneDNNLinear,
@@ -61,7 +61,8 @@ def _shape(block: Block) -> str:
 
 def _environment() -> dict[str, str]:
     """What compiled code depends on besides the block's shape, with names for messages."""
-    sources = [Path(str(module.__file__)).read_text("utf-8") for module in (decode_step, language_model)]
+    paths = decode_step.__file__, language_model.__file__, compiled_ops.SOURCE  # the last is compiled first
+    sources = [Path(str(path)).read_text("utf-8") for path in paths]
     return {
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.machine()}",

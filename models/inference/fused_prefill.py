@@ -20,6 +20,7 @@ from models.inference.cpu_kernels import (
     onednn_linear_add,
     onednn_swiglu,
 )
+from models.inference.elementwise_ops import ElementwiseOps
 from models.inference.live_weights import adjacent
 from models.language_model import MLP, Attention, Block, LanguageModel, RMSNorm
 
@@ -32,8 +33,9 @@ class FusedBlock(Block):
     Its output (B, T, C) is a view of a tensor (C, B, T), which the next fused block reads without a copy.
     """
 
-    def __init__(self, block: Block):
+    def __init__(self, block: Block, ops: ElementwiseOps):
         nn.Module.__init__(self)  # Block's would make new weights
+        self.ops = ops
         self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
         self.qkv_weights = _adjacent_weights(block.attn.q_proj, block.attn.k_proj, block.attn.v_proj)
 
@@ -59,34 +61,34 @@ class FusedBlock(Block):
         B, T, C = x.shape
         if B * T == 1 or needs_grad_or_graph():
             return super().forward(x, cos, sin, mask, block_kv_cache, last_only)
-        columns, attn = x.permute(2, 0, 1).reshape(C, B * T), self.attn
-        heads = _matmul(self.qkv_weights, _rms_norm(columns, self.norm1)).view(-1, attn.head_dim, B, T)
-        heads = heads.permute(2, 0, 3, 1).contiguous()
-        rotated = _rotate(heads[:, : attn.n_heads + attn.n_kv_heads], cos, sin)
-        k, v = rotated[:, attn.n_heads :], heads[:, attn.n_heads + attn.n_kv_heads :]
-        # a new cache must not keep the queries' memory alive
-        kv = KVCache(k.clone(), v.clone()) if block_kv_cache is None else block_kv_cache.append(k, v)
+        columns, attn = x.permute(2, 0, 1).reshape(C, B * T).contiguous(), self.attn
+        heads = _matmul(self.qkv_weights, self._rms_norm(columns, self.norm1))
+        q, k, v = self.ops.rope_columns(heads, cos, sin, (attn.n_heads, attn.n_kv_heads), B)
+        kv = KVCache(k, v) if block_kv_cache is None else block_kv_cache.append(k, v)
 
-        q = rotated[:, : attn.n_heads]
         if last_only:
             q, T = q[:, :, -1:], 1
-            columns = columns.view(C, B, -1)[..., -1]
+            columns = columns.view(C, B, -1)[..., -1].contiguous()
             mask = None if mask is None else mask[..., -1:, :]
         causal = mask is None and T > 1  # correct without a past only; with one, several tokens come with a mask
         y = attention(q, kv.key, kv.value, mask, causal).transpose(1, 2).reshape(B * T, -1)
         columns = onednn_linear_add(attn.out_proj.weight, y, None, columns)
 
-        hidden = onednn_swiglu(_rms_norm(columns, self.norm2).t(), self.mlp.gate_proj.weight, self.mlp.up_proj.weight)
+        normalized = self._rms_norm(columns, self.norm2)
+        hidden = onednn_swiglu(normalized.t(), self.mlp.gate_proj.weight, self.mlp.up_proj.weight)
         columns = onednn_linear_add(self.mlp.down_proj.weight, hidden.t(), None, columns)
         return columns.view(C, B, T).permute(1, 2, 0), kv
 
+    def _rms_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return self.ops.rms_norm_columns(x, norm.weight, norm.eps)
 
-def fuse_decoder(decoder: LanguageModel) -> None:
+
+def fuse_decoder(decoder: LanguageModel, ops: ElementwiseOps) -> None:
     """Replace the blocks of a decoder that can be fused; for CPUs and for inference only. Nothing without oneDNN."""
     blocks = cast(nn.ModuleList, decoder.blocks)
     for i, block in enumerate(decoder.blocks):
         if has_onednn_linear() and FusedBlock.supports(block):
-            blocks[i] = FusedBlock(block)
+            blocks[i] = FusedBlock(block, ops)
 
 
 def _adjacent_weights(*linears: nn.Linear) -> list[Tensor]:
@@ -100,19 +102,3 @@ def _matmul(weights: Sequence[Tensor], x: Tensor) -> Tensor:
     """Weights (out, in), below each other, times x (in, n)."""
     parts = [onednn_linear(weight, x.t(), None) for weight in weights]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
-    """`norm` of the columns of x (C, n)."""
-    wide = x.float()
-    scale = (wide.square().mean(0) + norm.eps).rsqrt()
-    return (wide * scale).mul_(norm.weight.float()[:, None]).type_as(x)  # mixed types take three times as long
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`models.language_model.apply_rope` in fewer operations."""
-    half, wide = x.size(-1) // 2, x.float()
-    y = wide * cos
-    y[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-1)
-    y[..., half:].addcmul_(wide[..., :half], sin[..., half:])
-    return y.type_as(x)

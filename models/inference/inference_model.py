@@ -13,6 +13,7 @@ from models.config import VLMConfig
 from models.decoding import GenerationMixin
 from models.errors import CompileError, InputError
 from models.inference.aot_compile import compile_block, load_compiled_decode
+from models.inference.compiled_ops import load_ops
 from models.inference.cpu_kernels import onednn_pays_off, replace_linears
 from models.inference.decode_step import DecodeStep
 from models.inference.fused_decode_step import DecodeFunction, FusedDecodeStep
@@ -40,8 +41,8 @@ class InferenceModel(GenerationMixin):
     quantize="int8" stores the linear layers in 8 bits, and on CPUs with AVX512-VNNI rounds their inputs to 8 bits, too,
     where there are many rows: in vision encoder, projector and prefill. "int8-weights" stores those of the language
     model in 8 bits, "int4" in 4 bits with a scale and a zero point for 32 weights. compile=True compiles the decoder
-    block on a CPU, which takes up to a minute once (see `models.inference.aot_compile`), and the operations between
-    int8 products, in a second (`models.inference.int8_kernels`); None uses what was compiled before, False does not.
+    block on a CPU, which takes up to a minute once (see `models.inference.aot_compile`), and what is computed between
+    products, in a second (`models.inference.compiled_ops`); None uses what was compiled before, False does not.
     int4 weights cannot be compiled. Raises InputError for other values, CompileError if the step cannot be compiled.
     """
 
@@ -229,19 +230,19 @@ class _State:
 @torch.no_grad()
 def _build(model: VisionLanguageModel, quantize: str | None, compile: bool | None) -> _State:
     fingerprints = Fingerprint(model, bool(quantize)), Fingerprint(model.decoder, bool(quantize))
-    network = share_modules(model).eval()
+    network, ops = share_modules(model).eval(), load_ops(compile if model.device.type == "cpu" else False)
     if quantize:
         quantizer(quantize)(network.decoder)
         network.decoder.pack_projections(pack_quantized)
     if quantize == "int8":
-        quantize_activations(network, compile)
+        quantize_activations(network, ops)
     if model.device.type == "cpu":
         if onednn_pays_off():
             replace_linears(network)
         if not isinstance(network.vision_encoder, Int8VisionTransformer):
             network.vision_encoder = cast(VisionTransformer, fuse_vision(network.vision_encoder))
         network.MP = cast(ModalityProjector, fuse_projector(network.MP))
-        fuse_decoder(network.decoder)
+        fuse_decoder(network.decoder, ops)
     return _with_step(network, compile, fingerprints)
 
 

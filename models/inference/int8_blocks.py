@@ -15,9 +15,8 @@ from models import language_model, vision_transformer
 from models.attention import attention
 from models.cache import KVCache
 from models.inference.cpu_kernels import has_int8_activations
+from models.inference.elementwise_ops import ElementwiseOps
 from models.inference.int8_activations import Int8Matmul
-from models.inference.int8_kernels import load_int8_ops
-from models.inference.int8_ops import Int8Ops
 from models.inference.quantization import Int8Linear, quantize_int8
 from models.modality_projector import ModalityProjector, pixel_shuffle
 from models.vision_language_model import VisionLanguageModel
@@ -30,17 +29,15 @@ MIN_GELU = -0.17  # below the function's minimum
 CHUNK_ENTRIES = 256 * 3072  # of an MLP's activations at a time; more leave the processor's cache
 
 
-def quantize_activations(network: VisionLanguageModel, compile: bool | None = None) -> None:
+def quantize_activations(network: VisionLanguageModel, ops: ElementwiseOps) -> None:
     """Replace, in place, what has a form with int8 activations; the decoder's linear layers are int8 already.
 
-    Without oneDNN's products, which need AVX512-VNNI, nothing happens and a log entry says so. compile is as for
-    `models.inference.int8_kernels.load_int8_ops`.
+    Without oneDNN's products, which need AVX512-VNNI, nothing happens and a log entry says so.
     """
     weight = network.decoder.norm.weight
     if weight.device.type != "cpu" or weight.dtype not in DTYPES or not has_int8_activations():
         logger.info("no kernel for int8 activations in %s on this device: the weights alone are int8", weight.dtype)
         return
-    ops = load_int8_ops(compile)
     quantize_int8(network.vision_encoder)
     if type(network.vision_encoder) is VisionTransformer and all(map(_is_vision_block, network.vision_encoder.blocks)):
         network.vision_encoder = cast(VisionTransformer, Int8VisionTransformer(network.vision_encoder, ops))
@@ -68,7 +65,7 @@ def _is_decoder_block(block: nn.Module) -> bool:
 class Int8VisionTransformer(nn.Module):
     """The vision encoder, which encodes one image at a time: scales belong to rows of one image."""
 
-    def __init__(self, encoder: VisionTransformer, ops: Int8Ops):
+    def __init__(self, encoder: VisionTransformer, ops: ElementwiseOps):
         super().__init__()
         self.patch_embedding, self.layer_norm = encoder.patch_embedding, _in_float32(encoder.layer_norm)
         self.blocks = nn.ModuleList(Int8VisionBlock(block, ops) for block in encoder.blocks)
@@ -87,7 +84,7 @@ class Int8VisionTransformer(nn.Module):
 class Int8VisionBlock(nn.Module):
     """A block of the encoder that works on a few rows at a time, except for attention."""
 
-    def __init__(self, block: vision_transformer.Block, ops: Int8Ops):
+    def __init__(self, block: vision_transformer.Block, ops: ElementwiseOps):
         super().__init__()
         self.ops = ops
         linears = block.attn.qkv_proj, block.attn.out_proj, block.mlp.fc1, block.mlp.fc2
@@ -111,7 +108,7 @@ class Int8VisionBlock(nn.Module):
 
 
 class Int8ModalityProjector(nn.Module):
-    def __init__(self, projector: ModalityProjector, dtype: torch.dtype, ops: Int8Ops):
+    def __init__(self, projector: ModalityProjector, dtype: torch.dtype, ops: ElementwiseOps):
         super().__init__()
         self.factor, self.dtype, self.ops = projector.factor, dtype, ops
         self.proj = Int8Matmul(cast(Int8Linear, projector.proj))
@@ -130,7 +127,7 @@ class Int8Block(language_model.Block):
     the residual stream is float32 up to the last block, which returns the dtype of the norms.
     """
 
-    def __init__(self, block: language_model.Block, ops: Int8Ops, is_last: bool = True):
+    def __init__(self, block: language_model.Block, ops: ElementwiseOps, is_last: bool = True):
         nn.Module.__init__(self)
         self.ops, self.dtype, self.is_last = ops, block.norm1.weight.dtype, is_last
         self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp

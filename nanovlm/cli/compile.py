@@ -27,18 +27,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile the decoder block unless that was done before, and print the file's name. Only the config is read.
 
-    For int8 activations, a second library takes a second.
+    The operations between products take a second of it.
     """
     from models.checkpoint import load_config, snapshot_path
     from models.inference.aot_compile import compile_for_config
-    from models.inference.cpu_kernels import has_int8_activations
-    from models.inference.int8_kernels import compile_int8_kernels
+    from models.inference.compiled_ops import can_compile_ops, compile_ops
     from nanovlm.device import choose_device, choose_dtype
     from nanovlm.threads import set_threads
 
     set_threads(args.threads)
     cfg = load_config(snapshot_path(args.model, args.revision))
-    if args.quantize == "int8" and has_int8_activations():
-        compile_int8_kernels()
+    if can_compile_ops():
+        compile_ops()
     print(compile_for_config(cfg, choose_dtype(args.dtype, choose_device("cpu")), args.quantize))
     return 0

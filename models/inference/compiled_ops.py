@@ -1,7 +1,7 @@
-"""`models.inference.int8_ops` in C: each operation is one pass over its rows instead of up to fifteen.
+"""`models.inference.elementwise_ops` in C: each operation is one pass over its rows instead of up to fifteen.
 
-A prefill of few tokens spends more time on starting PyTorch's operations than on its products. `nanovlm compile` and
-InferenceModel(compile=True) build the library `int8_kernels.c` with the system's C compiler, which takes a second, and
+A prefill of few tokens spends as much time on starting PyTorch's operations as on its products. `nanovlm compile` and
+InferenceModel(compile=True) build the library `compiled_ops.c` with the system's C compiler, which takes a second, and
 keep it in the cache beside the compiled blocks. Without it the operations are PyTorch's.
 """
 
@@ -20,7 +20,7 @@ from models.checkpoint import atomic_write
 from models.errors import CompileError
 from models.inference.compile_cache import cache_folder, digest
 from models.inference.cpu_kernels import cpu_info
-from models.inference.int8_ops import Codes, Int8Ops, Rows
+from models.inference.elementwise_ops import Codes, ElementwiseOps, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +39,23 @@ SIGNATURES = {  # the result, then the arguments
     "add_rows": (None, *[POINTER] * 4, LONG, LONG, INT),
     "swiglu": (None, *[POINTER] * 4, LONG, LONG, INT),
     "rope": (None, *[POINTER] * 7, INT, *[LONG] * 5, INT),
+    "rms_norm_columns": (None, *[POINTER] * 2, FLOAT, POINTER, INT, LONG, LONG, INT),
+    "rope_columns": (None, *[POINTER] * 6, INT, *[LONG] * 5, INT),
 }
+
+
+def can_compile_ops() -> bool:
+    """Whether this processor is of the kind that the library is written for: x86-64 with AVX512, on Linux."""
+    return "avx512f" in cpu_info("flags").split()
 
 
 def library_path() -> Path:
     """The path of the library for this source, processor and PyTorch, whose OpenMP it shares."""
     made_of = SOURCE.read_text("utf-8"), FLAGS, cpu_info("flags"), torch.__version__
-    return cache_folder() / f"int8-{digest(made_of)}.so"
+    return cache_folder() / f"ops-{digest(made_of)}.so"
 
 
-def compile_int8_kernels() -> Path:
+def compile_ops() -> Path:
     """Compile the library unless that was done before, and return its path. CompileError if that is not possible."""
     path = library_path()
     if path.exists():
@@ -66,16 +73,16 @@ def compile_int8_kernels() -> Path:
     return path
 
 
-def load_int8_ops(compile: bool | None = None) -> Int8Ops:
+def load_ops(compile: bool | None = None) -> ElementwiseOps:
     """The operations: compiled now if need be and compile is True, PyTorch's if it is False; None: if in the cache."""
-    if compile is False:
-        return Int8Ops()
-    path = compile_int8_kernels() if compile else library_path()
+    if compile is False or not can_compile_ops():
+        return ElementwiseOps()
+    path = compile_ops() if compile else library_path()
     try:
-        return CompiledInt8Ops(path) if path.exists() else Int8Ops()
+        return CompiledOps(path) if path.exists() else ElementwiseOps()
     except (OSError, AttributeError) as error:  # damaged, or of another system
         logger.warning("%s is not a usable library (%s); int8 goes without it: delete it", path, error)
-        return Int8Ops()
+        return ElementwiseOps()
 
 
 @cache
@@ -87,12 +94,12 @@ def _load(path: Path) -> ctypes.CDLL:
     return library
 
 
-class CompiledInt8Ops(Int8Ops):
+class CompiledOps(ElementwiseOps):
     def __init__(self, path: Path):
         self._library = _load(path)
 
     def __reduce__(self) -> tuple:
-        return load_int8_ops, ()
+        return load_ops, ()
 
     def quantize_rows(self, x: Tensor, lowest: float | None = None) -> Rows:
         codes, scale = _rows_like(x)
@@ -128,6 +135,21 @@ class CompiledInt8Ops(Int8Ops):
         places = [_at(tensor) for tensor in (heads, scale, cos, sin, q, k, v)]
         self._library.rope(*places, dtype == torch.bfloat16, M, T, n_q, n_kv, D, torch.get_num_threads())
         return q, k, v
+
+    def rms_norm_columns(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out, half = torch.empty_like(x), x.dtype == torch.bfloat16
+        self._library.rms_norm_columns(_at(x), _at(weight), eps, _at(out), half, *_size(x))
+        return out
+
+    def rope_columns(
+        self, heads: Tensor, cos: Tensor, sin: Tensor, n_heads: tuple[int, int], batch_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        cos, sin = (angle.reshape(-1, angle.size(-1)) for angle in (cos, sin))  # of T rows, or of B * T
+        (n_q, n_kv), (T, D), M = n_heads, cos.shape, heads.size(1)
+        q, k, v = (heads.new_empty(batch_size, M // batch_size, n, D) for n in (n_q, n_kv, n_kv))
+        places, half = [_at(tensor) for tensor in (heads, cos, sin, q, k, v)], heads.dtype == torch.bfloat16
+        self._library.rope_columns(*places, half, M, T, n_q, n_kv, D, torch.get_num_threads())
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def layer_norm(self, x: Tensor, norm: nn.LayerNorm) -> Codes:
         return self._layer_norm(x, 0, norm)

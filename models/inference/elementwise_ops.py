@@ -1,7 +1,7 @@
-"""What the int8 network computes between its products, in PyTorch; `models.inference.int8_kernels` is the same in C.
+"""What is computed between large products, in PyTorch; `models.inference.compiled_ops` is the same in C.
 
-Most operations end in codes and scales for the next product, see `models.inference.int8_activations`, or start from a
-product whose rows still lack their scales. Tensors are contiguous and float32, unless said otherwise.
+Most operations end in codes and scales for the next int8 product, see `models.inference.int8_activations`, or start
+from a product whose rows still lack their scales. Tensors are contiguous and float32, unless said otherwise.
 """
 
 import torch
@@ -14,7 +14,7 @@ Rows = tuple[Tensor, Tensor]  # codes (M, K) uint8 and a scale for each row (M, 
 Codes = tuple[Tensor, float]  # codes (M, K) uint8 and one scale
 
 
-class Int8Ops:
+class ElementwiseOps:
     def quantize_rows(self, x: Tensor, lowest: float | None = None) -> Rows:
         """Codes of x (M, K) float32 or bfloat16, of which no entry falls below lowest, if that is given."""
         return int8_activations.quantize_rows(x.to(torch.float32, copy=True), lowest)
@@ -55,6 +55,29 @@ class Int8Ops:
         parts = rotated[:, :, :n_q], rotated[:, :, n_q:], heads[:, :, n_q + n_kv :]
         q, k, v = (part.to(dtype, copy=True).flatten(0, 1) for part in parts)  # no part keeps the others' memory alive
         return q, k, v
+
+    def rms_norm_columns(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of the columns of x (C, M), float32 or bfloat16, by a weight (C,) of x's dtype."""
+        wide = x.float()
+        scale = (wide.square().mean(0) + eps).rsqrt()
+        return (wide * scale).mul_(weight.float()[:, None]).type_as(x)  # mixed types take three times as long
+
+    def rope_columns(
+        self, heads: Tensor, cos: Tensor, sin: Tensor, n_heads: tuple[int, int], batch_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries (B, H, T, D), rotated keys (B, H_kv, T, D) and values of heads ((H + 2 * H_kv) * D, B * T).
+
+        heads is float32 or bfloat16; cos and sin are (T, D) or (B, 1, T, D).
+        """
+        (n_q, n_kv), half = n_heads, cos.size(-1) // 2
+        heads = heads.view(-1, 2 * half, batch_size, heads.size(1) // batch_size).permute(2, 0, 3, 1).contiguous()
+        wide = heads[:, : n_q + n_kv].float()
+        rotated = wide * cos
+        rotated[..., :half].addcmul_(wide[..., half:], sin[..., :half], value=-1)
+        rotated[..., half:].addcmul_(wide[..., :half], sin[..., half:])
+        rotated = rotated.type_as(heads)
+        # copies: a cache must not keep the queries' memory alive
+        return rotated[:, :n_q], rotated[:, n_q:].clone(), heads[:, n_q + n_kv :].clone()
 
     def layer_norm(self, x: Tensor, norm: nn.LayerNorm) -> Codes:
         """Codes of LayerNorm of x (M, C)."""

@@ -1,9 +1,11 @@
-// What `models.inference.int8_ops` computes between int8 products, each in one pass over the rows: see there.
-// x of `half` inputs and outputs is bfloat16, else float32. A code is 128 + round(x / scale).
+// What `models.inference.elementwise_ops` computes between products, each in one pass over the rows: see there.
+// `half` inputs and outputs are bfloat16, else float32. A code is 128 + round(x / scale).
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
+#define COLUMNS 64  // of one pass
+#define TILE 16
 #define SMALLEST 1e-36f  // of a row's largest magnitude
 #define PARALLEL_ROWS _Pragma("omp parallel for num_threads(threads)") for (long r = 0; r < rows; r++)
 #define PARALLEL_MAX _Pragma("omp parallel for num_threads(threads) reduction(max : largest)") \
@@ -22,9 +24,18 @@ static inline uint16_t to_half(float x) {  // to the nearest, ties to even
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+static inline float get(const void *x, int half, long i) {
+    return half ? from_half(((const uint16_t *)x)[i]) : ((const float *)x)[i];
+}
+
+static inline void put(void *x, int half, long i, float value) {
+    if (half) ((uint16_t *)x)[i] = to_half(value);
+    else ((float *)x)[i] = value;
+}
+
 static inline const float *load(const void *x, int half, long at, float *buffer, long n) {
     if (!half) return (const float *)x + at;
-    for (long i = 0; i < n; i++) buffer[i] = from_half(((const uint16_t *)x)[at + i]);
+    for (long i = 0; i < n; i++) buffer[i] = get(x, 1, at + i);
     return buffer;
 }
 
@@ -110,24 +121,77 @@ void swiglu(const float *gate_up, const float *in_scale, uint8_t *codes, float *
     }
 }
 
+static inline void rotate(float *y, const float *cos, const float *sin, long dim) {
+    for (long i = 0, m = dim / 2; i < m; i++) {
+        float first = y[i], second = y[i + m];
+        y[i] = first * cos[i] - second * sin[i];
+        y[i + m] = second * cos[i + m] + first * sin[i + m];
+    }
+}
+
 // row r of heads (rows, n_q + 2 * n_kv, dim) has row r % n_angles of cos and sin (n_angles, dim)
 void rope(const float *heads, const float *scale, const float *cos, const float *sin, void *q, void *k, void *v,
           int half, long rows, long n_angles, long n_q, long n_kv, long dim, int threads) {
-    PARALLEL_ROWS {
-        const float *c = cos + r % n_angles * dim, *s = sin + r % n_angles * dim;
-        for (long h = 0; h < n_q + 2 * n_kv; h++) {
-            const float *x = heads + (r * (n_q + 2 * n_kv) + h) * dim;
-            float y[dim];
-            for (long i = 0; i < dim; i++) y[i] = x[i] * scale[r];
-            for (long i = 0, m = dim / 2; i < m && h < n_q + n_kv; i++) {
-                float first = y[i], second = y[i + m];
-                y[i] = first * c[i] - second * s[i];
-                y[i + m] = second * c[i + m] + first * s[i + m];
-            }
-            void *out = h < n_q ? q : h < n_q + n_kv ? k : v;
-            long at = (h < n_q ? r * n_q + h : r * n_kv + (h - n_q) % n_kv) * dim;
-            if (half) for (long i = 0; i < dim; i++) ((uint16_t *)out)[at + i] = to_half(y[i]);
-            else memcpy((float *)out + at, y, dim * sizeof *y);
-        }
+    PARALLEL_ROWS for (long h = 0; h < n_q + 2 * n_kv; h++) {
+        const float *x = heads + (r * (n_q + 2 * n_kv) + h) * dim;
+        float y[dim];
+        for (long i = 0; i < dim; i++) y[i] = x[i] * scale[r];
+        if (h < n_q + n_kv) rotate(y, cos + r % n_angles * dim, sin + r % n_angles * dim, dim);
+        void *out = h < n_q ? q : h < n_q + n_kv ? k : v;
+        long at = (h < n_q ? r * n_q + h : r * n_kv + (h - n_q) % n_kv) * dim;
+        if (half) for (long i = 0; i < dim; i++) put(out, 1, at + i, y[i]);
+        else for (long i = 0; i < dim; i++) put(out, 0, at + i, y[i]);
     }
+}
+
+static inline void norm_block(const void *x, const void *weight, float eps, void *out, int half, long n, long columns,
+                              long start, long width) {
+    float scale[COLUMNS] = {0};
+    for (long i = 0; i < n; i++)
+        for (long t = 0; t < width; t++) {
+            float value = get(x, half, i * columns + start + t);
+            scale[t] += value * value;
+        }
+    for (long t = 0; t < width; t++) scale[t] = 1 / sqrtf(scale[t] / n + eps);
+    for (long i = 0; i < n; i++) {
+        float w = get(weight, half, i);
+        for (long t = 0; t < width; t++)
+            put(out, half, i * columns + start + t, get(x, half, i * columns + start + t) * scale[t] * w);
+    }
+}
+
+// x and out (n, columns)
+void rms_norm_columns(const void *x, const void *weight, float eps, void *out, int half, long n, long columns,
+                      int threads) {
+    #pragma omp parallel for num_threads(threads)
+    for (long start = 0; start < columns; start += COLUMNS) {
+        long width = columns - start < COLUMNS ? columns - start : COLUMNS;
+        if (half) norm_block(x, weight, eps, out, 1, n, columns, start, width);
+        else norm_block(x, weight, eps, out, 0, n, columns, start, width);
+    }
+}
+
+static inline void rope_tile(const void *heads, const float *cos, const float *sin, void *q, void *k, void *v, int half,
+                             long rows, long n_angles, long n_q, long n_kv, long dim, long h, long start) {
+    long width = rows - start < TILE ? rows - start : TILE;
+    float tile[TILE][dim];
+    for (long i = 0; i < dim; i++)
+        for (long t = 0; t < width; t++) tile[t][i] = get(heads, half, (h * dim + i) * rows + start + t);
+    void *out = h < n_q ? q : h < n_q + n_kv ? k : v;
+    for (long t = 0, r = start; t < width; t++, r++) {
+        if (h < n_q + n_kv) rotate(tile[t], cos + r % n_angles * dim, sin + r % n_angles * dim, dim);
+        long at = (h < n_q ? r * n_q + h : r * n_kv + (h - n_q) % n_kv) * dim;
+        for (long i = 0; i < dim; i++) put(out, half, at + i, tile[t][i]);
+    }
+}
+
+// heads (n_q + 2 * n_kv, dim, rows), otherwise as `rope`
+void rope_columns(const void *heads, const float *cos, const float *sin, void *q, void *k, void *v, int half, long rows,
+                  long n_angles, long n_q, long n_kv, long dim, int threads) {
+    #pragma omp parallel for num_threads(threads) collapse(2)
+    for (long h = 0; h < n_q + 2 * n_kv; h++)
+        for (long start = 0; start < rows; start += TILE) {
+            if (half) rope_tile(heads, cos, sin, q, k, v, 1, rows, n_angles, n_q, n_kv, dim, h, start);
+            else rope_tile(heads, cos, sin, q, k, v, 0, rows, n_angles, n_q, n_kv, dim, h, start);
+        }
 }

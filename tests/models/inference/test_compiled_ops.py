@@ -1,4 +1,4 @@
-"""Each operation in C gives the codes and scales of the same in PyTorch, and networks use it once it is compiled."""
+"""Each operation in C gives what PyTorch's gives, codes and scales included; networks use it once it is compiled."""
 
 import copy
 import os
@@ -9,18 +9,19 @@ import torch
 from torch import nn
 
 from models.errors import CompileError
-from models.inference import int8_kernels
+from models.inference import compiled_ops
+from models.inference.compiled_ops import CompiledOps, can_compile_ops, compile_ops, library_path, load_ops
 from models.inference.cpu_kernels import has_int8_activations
+from models.inference.elementwise_ops import ElementwiseOps
 from models.inference.inference_model import InferenceModel
-from models.inference.int8_kernels import CompiledInt8Ops, compile_int8_kernels, library_path, load_int8_ops
-from models.inference.int8_ops import Int8Ops
 
 LARGER = {"vit_img_size": 32, "mp_image_token_length": 16, "lm_max_position_embeddings": 256}  # 64 patches an image
 IDS, IMAGES = torch.tensor([[5, *[3] * 16, 7, 9, 4]]), torch.rand(1, 3, 32, 32)
 CLOSE = {"rtol": 1e-5, "atol": 1e-3}  # sums of numbers up to some thousands
 SIZES = pytest.mark.parametrize("size", [(1, 8), (7, 40), (70, 96)])
 
-pytestmark = pytest.mark.skipif(not has_int8_activations(), reason="this CPU or torch has no int8 products")
+pytestmark = pytest.mark.skipif(not can_compile_ops(), reason="the library is for other CPUs")
+needs_int8 = pytest.mark.skipif(not has_int8_activations(), reason="this CPU or torch has no int8 products")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOVLM_CACHE", str(folder))
-        path = compile_int8_kernels()
+        path = compile_ops()
     assert path.parent == folder
     return path
 
@@ -37,7 +38,7 @@ def library(tmp_path_factory):
 def compiled(library, request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    yield CompiledInt8Ops(library)
+    yield CompiledOps(library)
     torch.set_num_threads(before)
 
 
@@ -68,19 +69,19 @@ def check_same(got, wanted):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantization(compiled, size, dtype):
     x = rows(size).to(dtype)
-    check_same(compiled.quantize_rows(x), Int8Ops().quantize_rows(x))
+    check_same(compiled.quantize_rows(x), ElementwiseOps().quantize_rows(x))
     positive = x.abs() - 0.1
-    check_same(compiled.quantize_rows(positive, -0.17), Int8Ops().quantize_rows(positive, -0.17))
-    check_same(compiled.quantize_tensor(x), Int8Ops().quantize_tensor(x))
+    check_same(compiled.quantize_rows(positive, -0.17), ElementwiseOps().quantize_rows(positive, -0.17))
+    check_same(compiled.quantize_tensor(x), ElementwiseOps().quantize_tensor(x))
 
 
 @SIZES
 def test_rms_norm_after_a_scaled_sum(compiled, size):
     x, y, scale, weight = rows(size), rows(size, 1), torch.rand(size[0], 1), torch.randn(size[1])
     before = x.clone()
-    check_same(compiled.rms_norm(x, weight, 1e-5), Int8Ops().rms_norm(x, weight, 1e-5))
+    check_same(compiled.rms_norm(x, weight, 1e-5), ElementwiseOps().rms_norm(x, weight, 1e-5))
     total, got = compiled.add_rms_norm(x, y, scale, weight, 1e-5)
-    wanted_total, wanted = Int8Ops().add_rms_norm(x, y, scale, weight, 1e-5)
+    wanted_total, wanted = ElementwiseOps().add_rms_norm(x, y, scale, weight, 1e-5)
     torch.testing.assert_close(total, wanted_total, **CLOSE)
     check_same(got, wanted)
     assert torch.equal(x, before)
@@ -93,9 +94,9 @@ def test_layer_norm_after_a_sum(compiled, size):
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
     x, y = rows(size), rows(size, 1)
-    check_same(compiled.layer_norm(x, norm), Int8Ops().layer_norm(x, norm))
+    check_same(compiled.layer_norm(x, norm), ElementwiseOps().layer_norm(x, norm))
     got, wanted = x.clone(), x.clone()
-    check_same(compiled.add_layer_norm(got, y, norm), Int8Ops().add_layer_norm(wanted, y, norm))
+    check_same(compiled.add_layer_norm(got, y, norm), ElementwiseOps().add_layer_norm(wanted, y, norm))
     torch.testing.assert_close(got, wanted, **CLOSE)
 
 
@@ -105,14 +106,14 @@ def test_scaled_rows_are_added_in_place(compiled, size, bias):
     x, y, scale, offset = rows(size), rows(size, 1), torch.rand(size[0], 1), torch.randn(size[1]) if bias else None
     got, wanted = x.clone(), x.clone()
     compiled.add_rows(got, y, scale, offset)
-    Int8Ops().add_rows(wanted, y, scale, offset)
+    ElementwiseOps().add_rows(wanted, y, scale, offset)
     torch.testing.assert_close(got, wanted, **CLOSE)
 
 
 @SIZES
 def test_swiglu(compiled, size):
     gate_up, scale = rows((size[0], 2 * size[1])), torch.rand(size[0], 1)
-    check_same(compiled.swiglu(gate_up, scale), Int8Ops().swiglu(gate_up, scale))
+    check_same(compiled.swiglu(gate_up, scale), ElementwiseOps().swiglu(gate_up, scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -122,19 +123,61 @@ def test_rope(compiled, dtype, n_heads, n_angles):
     heads, scale = torch.randn(15, (n_heads[0] + 2 * n_heads[1]) * 8), torch.rand(15, 1)
     cos, sin = torch.randn(2, n_angles, 8)  # not of angles: a channel has its own
     got = compiled.rope(heads, scale, cos, sin, n_heads, dtype)
-    for part, wanted in zip(got, Int8Ops().rope(heads.clone(), scale, cos, sin, n_heads, dtype)):
+    for part, wanted in zip(got, ElementwiseOps().rope(heads.clone(), scale, cos, sin, n_heads, dtype)):
         assert part.dtype == dtype
         torch.testing.assert_close(part, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(8, 1), (40, 7), (96, 130)])
+def test_rms_norm_of_columns(compiled, dtype, size):
+    x, weight = rows(size[::-1]).t().contiguous().to(dtype), torch.randn(size[0]).to(dtype)
+    got, wanted = (ops.rms_norm_columns(x, weight, 1e-5) for ops in (compiled, ElementwiseOps()))
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_rope_of_columns(compiled, dtype, n_heads, per_sequence):
+    heads = torch.randn((n_heads[0] + 2 * n_heads[1]) * 8, 2 * 17).to(dtype)
+    cos, sin = torch.randn(2, 2, 1, 17, 8) if per_sequence else torch.randn(2, 17, 8)
+    before = heads.clone()
+    got, wanted = (ops.rope_columns(heads, cos, sin, n_heads, 2) for ops in (compiled, ElementwiseOps()))
+    for part, exact in zip(got, wanted):
+        assert part.dtype == dtype and part.shape == exact.shape
+        torch.testing.assert_close(part, exact)
+    assert torch.equal(heads, before)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_prefill_without_quantization(in_cache, tiny_model, dtype, batch_size):
+    model = tiny_model(**LARGER).to(dtype)
+    eager, compiled = InferenceModel(model, compile=False), InferenceModel(model)
+    assert type(compiled.network.decoder.blocks[0].ops) is CompiledOps
+    ids, images = IDS.repeat(batch_size, 1), IMAGES.repeat(batch_size, 1, 1, 1).to(dtype)
+    mask = None if batch_size == 1 else torch.ones_like(ids).index_fill(1, torch.tensor([0]), 0)
+    (wanted, other), (got, state) = (each.prefill(ids, images, mask) for each in (eager, compiled))
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    assert (got.float() - wanted.float()).norm() < tolerance * wanted.float().norm()
+    assert state.kv_cache[0].bytes_allocated == other.kv_cache[0].bytes_allocated
+    more = torch.tensor([[8, 6]] * batch_size)
+    got, wanted = (each.prefill(more, None, None, prefix)[0] for each, prefix in ((compiled, state), (eager, other)))
+    assert (got.float() - wanted.float()).norm() < tolerance * wanted.float().norm()
+
+
+@needs_int8
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_network_uses_what_is_in_the_cache(in_cache, tiny_model, dtype):
     model = tiny_model(**LARGER).to(dtype)
     eager = InferenceModel(model, quantize="int8", compile=False)
     compiled = InferenceModel(model, quantize="int8")
-    assert [type(each.network.decoder.blocks[0].ops) for each in (eager, compiled)] == [Int8Ops, CompiledInt8Ops]
-    assert type(compiled.network.vision_encoder.blocks[0].ops) is type(compiled.network.MP.ops) is CompiledInt8Ops
+    assert [type(each.network.decoder.blocks[0].ops) for each in (eager, compiled)] == [ElementwiseOps, CompiledOps]
+    assert type(compiled.network.vision_encoder.blocks[0].ops) is type(compiled.network.MP.ops) is CompiledOps
     images = IMAGES.to(dtype)
     wanted = eager.encode_images(images).float()
     assert (compiled.encode_images(images).float() - wanted).norm() < 0.02 * wanted.norm()
@@ -146,6 +189,7 @@ def test_a_network_uses_what_is_in_the_cache(in_cache, tiny_model, dtype):
     assert (got.float() - wanted.float()).norm() < 0.03 * wanted.float().norm()
 
 
+@needs_int8
 @torch.inference_mode()
 def test_a_sequence_does_not_depend_on_its_batch(in_cache, tiny_model):
     model = InferenceModel(tiny_model(**LARGER), quantize="int8")
@@ -158,10 +202,10 @@ def test_a_sequence_does_not_depend_on_its_batch(in_cache, tiny_model):
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_find_the_library_or_do_without(in_cache, monkeypatch, tmp_path, duplicate):
-    ops = load_int8_ops()
-    assert type(duplicate(ops)) is CompiledInt8Ops
+    ops = load_ops()
+    assert type(duplicate(ops)) is CompiledOps
     monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path))
-    assert type(duplicate(ops)) is Int8Ops
+    assert type(duplicate(ops)) is ElementwiseOps
 
 
 def test_the_process_keeps_denormal_numbers(compiled):
@@ -171,13 +215,13 @@ def test_the_process_keeps_denormal_numbers(compiled):
 def test_without_a_compiler_or_a_sound_library(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path))
     monkeypatch.setenv("CC", "false")
-    with pytest.raises(CompileError, match=r"false cannot compile int8_kernels\.c"):
-        load_int8_ops(compile=True)
+    with pytest.raises(CompileError, match=r"false cannot compile compiled_ops\.c"):
+        load_ops(compile=True)
     assert not os.listdir(tmp_path)
     monkeypatch.delenv("CC")
-    monkeypatch.setattr(int8_kernels.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiled_ops.shutil, "which", lambda name: None)
     with pytest.raises(CompileError, match="needs a C compiler: install gcc, or leave compile away"):
-        load_int8_ops(compile=True)
+        load_ops(compile=True)
     library_path().write_bytes(b"not a library")
-    assert type(load_int8_ops()) is Int8Ops
+    assert type(load_ops()) is ElementwiseOps
     assert "is not a usable library" in caplog.text
