@@ -32,7 +32,7 @@ from models.inference.cpu_kernels import (
 )
 from models.inference.decode_step import BlockFunction, DecodeStep, decode_block
 from models.inference.fused_prefill import FusedBlock
-from models.inference.int8_blocks import Int8Block
+from models.inference.int8_blocks import Int8Block, Int8Head
 from models.inference.quantization import Int8Linear, quantizer
 from models.language_model import Block, LanguageModel
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 KNOWN_MODULES = {
     *(type_ for type_ in vars(language_model).values() if isinstance(type_, type)),
     nn.Linear, nn.Embedding, nn.Dropout, nn.ModuleList, OneDNNLinear, Int8Linear, FusedBlock,
-    Int8Block,
+    Int8Block, Int8Head,
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@
 
 #define COLUMNS 64  // of one pass
 #define TILE 16
+#define AHEAD 2048  // bytes of a weight, read before they are needed
 #define SMALLEST 1e-36f  // of a row's largest magnitude
 #define PARALLEL_ROWS _Pragma("omp parallel for num_threads(threads)") for (long r = 0; r < rows; r++)
 #define PARALLEL_MAX _Pragma("omp parallel for num_threads(threads) reduction(max : largest)") \
@@ -194,4 +195,18 @@ void rope_columns(const void *heads, const float *cos, const float *sin, void *q
             if (half) rope_tile(heads, cos, sin, q, k, v, 1, rows, n_angles, n_q, n_kv, dim, h, start);
             else rope_tile(heads, cos, sin, q, k, v, 0, rows, n_angles, n_q, n_kv, dim, h, start);
         }
+}
+
+// weight (rows, n) times x (n,)
+void int8_gemv(const void *x, int half, const int8_t *weight, const void *scale, void *y, long rows, long n,
+               int threads) {
+    float buffer[n];
+    const float *wide = load(x, half, 0, buffer, n);
+    PARALLEL_ROWS {
+        const int8_t *row = weight + r * n;
+        float sum = 0;
+        for (long i = 0; i < n; i += 64) __builtin_prefetch(row + AHEAD + i);
+        for (long i = 0; i < n; i++) sum += wide[i] * row[i];
+        put(y, half, r, sum * get(scale, half, r));
+    }
 }

@@ -39,6 +39,7 @@ SIGNATURES = {  # the result, then the arguments
     "add_rows": (None, *[POINTER] * 4, LONG, LONG, INT),
     "swiglu": (None, *[POINTER] * 4, LONG, LONG, INT),
     "rope": (None, *[POINTER] * 7, INT, *[LONG] * 5, INT),
+    "int8_gemv": (None, POINTER, INT, *[POINTER] * 3, LONG, LONG, INT),
     "rms_norm_columns": (None, *[POINTER] * 2, FLOAT, POINTER, INT, LONG, LONG, INT),
     "rope_columns": (None, *[POINTER] * 6, INT, *[LONG] * 5, INT),
 }
@@ -135,6 +136,11 @@ class CompiledOps(ElementwiseOps):
         places = [_at(tensor) for tensor in (heads, scale, cos, sin, q, k, v)]
         self._library.rope(*places, dtype == torch.bfloat16, M, T, n_q, n_kv, D, torch.get_num_threads())
         return q, k, v
+
+    def int8_gemv(self, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        y, half = x.new_empty(1, len(weight)), x.dtype == torch.bfloat16
+        self._library.int8_gemv(_at(x), half, _at(weight), _at(scale), _at(y), *_size(weight))
+        return y
 
     def rms_norm_columns(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, half = torch.empty_like(x), x.dtype == torch.bfloat16

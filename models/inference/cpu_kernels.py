@@ -122,10 +122,15 @@ def onednn_int8_linear(
     check `has_int8_activations`.
     """
     post_op, algorithm = ("gelu", "none") if gelu else ("none", "")
-    weight_zero_point = torch.zeros(len(weight_scale), dtype=torch.int32)
+    weight_zero_points = _zeros(len(weight_scale))
     return torch.ops.onednn.qlinear_pointwise(
-        codes, scale, zero_point, weight, weight_scale, weight_zero_point, bias, 1.0, 0, dtype, post_op, [], algorithm
+        codes, scale, zero_point, weight, weight_scale, weight_zero_points, bias, 1.0, 0, dtype, post_op, [], algorithm
     )
+
+
+@cache
+def _zeros(n: int) -> Tensor:
+    return torch.zeros(n, dtype=torch.int32)
 
 
 def has_int4_kernel() -> bool:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.inference import int8_activations
+from models.inference.quantization import int8_matmul
 
 Rows = tuple[Tensor, Tensor]  # codes (M, K) uint8 and a scale for each row (M, 1)
 Codes = tuple[Tensor, float]  # codes (M, K) uint8 and one scale
@@ -55,6 +56,10 @@ class ElementwiseOps:
         parts = rotated[:, :, :n_q], rotated[:, :, n_q:], heads[:, :, n_q + n_kv :]
         q, k, v = (part.to(dtype, copy=True).flatten(0, 1) for part in parts)  # no part keeps the others' memory alive
         return q, k, v
+
+    def int8_gemv(self, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        """x (1, in) float32 or bfloat16 times the transpose of int8 weight (out, in) with scale (out,): (1, out)."""
+        return int8_matmul(x, weight, scale)
 
     def rms_norm_columns(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm of the columns of x (C, M), float32 or bfloat16, by a weight (C,) of x's dtype."""

@@ -44,7 +44,9 @@ def quantize_activations(network: VisionLanguageModel, ops: ElementwiseOps) -> N
     quantize_int8(network.MP)
     if type(network.MP) is ModalityProjector:
         network.MP = cast(ModalityProjector, Int8ModalityProjector(network.MP, weight.dtype, ops))
-    blocks = cast(nn.ModuleList, network.decoder.blocks)
+    blocks, head = cast(nn.ModuleList, network.decoder.blocks), cast(nn.Module, network.decoder.head)
+    if type(head) is Int8Linear:
+        network.decoder.head = cast(nn.Linear, Int8Head(head, ops))
     for i, block in enumerate(network.decoder.blocks):
         if _is_decoder_block(block):
             blocks[i] = Int8Block(block, ops, is_last=i == len(blocks) - 1)
@@ -176,6 +178,20 @@ class Int8Block(language_model.Block):
         parts = self.ops.rope(self.qkv.unscaled(codes), scale, *angles, n_heads, self.dtype)
         q, k, v = (part.view(B, T, -1, attn.head_dim).transpose(1, 2) for part in parts)
         return q, KVCache(k, v) if cache is None else cache.append(k, v)
+
+
+class Int8Head(Int8Linear):
+    """The given layer, which reads the whole vocabulary's weights for one token: bound by memory bandwidth."""
+
+    def __init__(self, head: Int8Linear, ops: ElementwiseOps):
+        nn.Module.__init__(self)
+        self.weight, self.scale, self.bias, self.ops = head.weight, head.scale, head.bias, ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) to (..., out_features)."""
+        if x[..., 0].numel() > 1 or self.bias is not None or x.dtype not in DTYPES:
+            return super().forward(x)
+        return self.ops.int8_gemv(x.reshape(1, -1), self.weight, self.scale).view(*x.shape[:-1], -1)
 
 
 def _in_float32(norm: nn.LayerNorm) -> nn.LayerNorm:
