@@ -111,11 +111,11 @@ void add_rows(float *x, const float *y, const float *y_scale, const float *bias,
     PARALLEL_ROWS for (long i = 0; i < n; i++) x[r * n + i] += y[r * n + i] * y_scale[r] + (bias ? bias[i] : 0);
 }
 
-void swiglu(const float *gate_up, const float *in_scale, uint8_t *codes, float *scale, long rows, long n,
+void swiglu(const void *gate_up, int half, const float *in_scale, uint8_t *codes, float *scale, long rows, long n,
             int threads) {
     PARALLEL_ROWS {
-        const float *gate = gate_up + r * 2 * n, *up = gate + n;
-        float hidden[n], s = in_scale[r];
+        float buffer[2 * n], hidden[n], s = in_scale[r];
+        const float *gate = load(gate_up, half, r * 2 * n, buffer, 2 * n), *up = gate + n;
         for (long i = 0; i < n; i++)
             hidden[i] = gate[i] * s / (1 + expf(fminf(-gate[i] * s, 80))) * up[i];  // larger ones would overflow
         scale[r] = quantize_row(hidden, SMALLEST, codes + r * n, n) * s;

@@ -37,7 +37,7 @@ SIGNATURES = {  # the result, then the arguments
     "add_rms_norm": (None, *[POINTER] * 4, FLOAT, *[POINTER] * 3, LONG, LONG, INT),
     "add_layer_norm": (FLOAT, *[POINTER] * 4, FLOAT, *[POINTER] * 2, LONG, LONG, INT),
     "add_rows": (None, *[POINTER] * 4, LONG, LONG, INT),
-    "swiglu": (None, *[POINTER] * 4, LONG, LONG, INT),
+    "swiglu": (None, POINTER, INT, *[POINTER] * 3, LONG, LONG, INT),
     "rope": (None, *[POINTER] * 7, INT, *[LONG] * 5, INT),
     "int8_gemv": (None, POINTER, INT, *[POINTER] * 3, LONG, LONG, INT),
     "rms_norm_columns": (None, *[POINTER] * 2, FLOAT, POINTER, INT, LONG, LONG, INT),
@@ -125,7 +125,8 @@ class CompiledOps(ElementwiseOps):
 
     def swiglu(self, gate_up: Tensor, scale: Tensor) -> Rows:
         codes, new_scale = _rows_like(gate_up, gate_up.size(1) // 2)
-        self._library.swiglu(_at(gate_up), _at(scale), _at(codes), _at(new_scale), *_size(codes))
+        half = gate_up.dtype == torch.bfloat16
+        self._library.swiglu(_at(gate_up), half, _at(scale), _at(codes), _at(new_scale), *_size(codes))
         return codes, new_scale
 
     def rope(

@@ -36,8 +36,8 @@ class ElementwiseOps:
         return x, self.rms_norm(x, weight, eps)
 
     def swiglu(self, gate_up: Tensor, scale: Tensor) -> Rows:
-        """Codes of silu(gate) * up, of scale (M, 1) times gates and ups (M, 2 * K)."""
-        gate, up = gate_up.chunk(2, dim=-1)
+        """Codes of silu(gate) * up, of scale (M, 1) times gates and ups (M, 2 * K), float32 or bfloat16."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
         codes, without_up = int8_activations.quantize_rows(F.silu(gate * scale, inplace=True).mul_(up))
         return codes, without_up.mul_(scale)
 

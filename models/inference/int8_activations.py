@@ -54,9 +54,9 @@ class Int8Matmul:
         """Codes (M, in) uint8 with one scale to (M, out) in dtype, bias and on request GELU included."""
         return onednn_int8_linear(codes, scale, ZERO_POINT, self.weight, self.scale, self.bias, dtype, gelu)
 
-    def unscaled(self, codes: Tensor) -> Tensor:
-        """Codes (M, in) uint8 to (M, out) float32, which the caller multiplies by the rows' scales; without bias."""
-        return onednn_int8_linear(codes, 1.0, ZERO_POINT, self.weight, self.scale, None)
+    def unscaled(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Codes (M, in) uint8 to (M, out) in dtype, which the caller multiplies by the rows' scales; without bias."""
+        return onednn_int8_linear(codes, 1.0, ZERO_POINT, self.weight, self.scale, None, dtype)
 
     def rows(self, codes: Tensor, scale: Tensor) -> Tensor:
         """Codes (M, in) uint8 with a scale for each row (M, 1) to (M, out) float32, bias included."""

@@ -165,7 +165,7 @@ class Int8Block(language_model.Block):
         rows = x.view(B, T, C)[:, -n_out:].reshape(-1, C).contiguous()
         y = self.out.unscaled(codes)
         rows, quantized = self.ops.add_rms_norm(rows, y, scale, self.norm_weights[1], self.norm2.eps)
-        codes, scale = self.ops.swiglu(self.gate_up.unscaled(quantized[0]), quantized[1])
+        codes, scale = self.ops.swiglu(self.gate_up.unscaled(quantized[0], self.dtype), quantized[1])
         self.ops.add_rows(rows, self.down.unscaled(codes), scale, None)
         return rows.to(self.dtype if self.is_last else torch.float32).view(B, n_out, C), kv
 

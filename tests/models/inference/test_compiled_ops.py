@@ -111,8 +111,9 @@ def test_scaled_rows_are_added_in_place(compiled, size, bias):
 
 
 @SIZES
-def test_swiglu(compiled, size):
-    gate_up, scale = rows((size[0], 2 * size[1])), torch.rand(size[0], 1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu(compiled, size, dtype):
+    gate_up, scale = rows((size[0], 2 * size[1])).to(dtype), torch.rand(size[0], 1)
     check_same(compiled.swiglu(gate_up, scale), ElementwiseOps().swiglu(gate_up, scale))
 
 
