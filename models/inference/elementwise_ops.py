@@ -17,12 +17,12 @@ Codes = tuple[Tensor, float]  # codes (M, K) uint8 and one scale
 
 class ElementwiseOps:
     def quantize_rows(self, x: Tensor, lowest: float | None = None) -> Rows:
-        """Codes of x (M, K) float32 or bfloat16, of which no entry falls below lowest, if that is given."""
-        return int8_activations.quantize_rows(x.to(torch.float32, copy=True), lowest)
+        """Codes of x (M, K) float32 or bfloat16, which may be overwritten; no entry falls below lowest, if given."""
+        return int8_activations.quantize_rows(x.float(), lowest)
 
     def quantize_tensor(self, x: Tensor) -> Codes:
-        """Codes of x (M, K) float32 or bfloat16."""
-        return int8_activations.quantize_tensor(x.to(torch.float32, copy=True))
+        """Codes of x (M, K) float32 or bfloat16, which may be overwritten."""
+        return int8_activations.quantize_tensor(x.float())
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
         """Codes of RMSNorm of x (M, C): the root mean square of a row changes its scale alone."""

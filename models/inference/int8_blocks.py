@@ -118,7 +118,7 @@ class Int8ModalityProjector(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """See `ModalityProjector.forward`."""
         x = pixel_shuffle(x, self.factor)
-        y = self.proj.rows(*self.ops.quantize_rows(x.flatten(0, 1)))
+        y = self.proj.rows(*self.ops.quantize_rows(x.flatten(0, 1).to(torch.float32, copy=True)))
         return y.view(*x.shape[:2], -1).to(self.dtype)
 
 

@@ -69,10 +69,10 @@ def check_same(got, wanted):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantization(compiled, size, dtype):
     x = rows(size).to(dtype)
-    check_same(compiled.quantize_rows(x), ElementwiseOps().quantize_rows(x))
+    check_same(compiled.quantize_rows(x), ElementwiseOps().quantize_rows(x.clone()))
     positive = x.abs() - 0.1
-    check_same(compiled.quantize_rows(positive, -0.17), ElementwiseOps().quantize_rows(positive, -0.17))
-    check_same(compiled.quantize_tensor(x), ElementwiseOps().quantize_tensor(x))
+    check_same(compiled.quantize_rows(positive, -0.17), ElementwiseOps().quantize_rows(positive.clone(), -0.17))
+    check_same(compiled.quantize_tensor(x), ElementwiseOps().quantize_tensor(x.clone()))
 
 
 @SIZES
