@@ -28,7 +28,7 @@ from nanovlm.training.quantized_base import count_parameters
 PROBED_STEPS = 12
 PROBED_SAVES = 4  # memory grows with checkpoints, too
 UNTIMED_STEPS = 3  # the first warms up, and the next two have the largest batches
-MARGIN = 0.07  # malloc's fragmentation grows a little with every step; up to 5% was measured within 120 steps
+MARGIN = 0.06  # malloc's fragmentation grows a little with every step; up to 5% was measured within 120 steps
 SEARCHED_BATCHES, SEARCH_SECONDS = 64, 5.0  # the largest of these is among the probed
 
 
