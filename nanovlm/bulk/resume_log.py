@@ -75,7 +75,9 @@ class JsonlLog:
             data = path.read_bytes()
             repair_jsonl(path)
             if path.stat().st_size < len(data):  # shown, in case it was edited by hand
-                logger.warning("%s: removed its unfinished last line: %s", path, data.rpartition(b"\n")[2].decode())
+                logger.warning(
+                    "%s: removed its unfinished last line: %s", path, data.rpartition(b"\n")[2].decode(errors="replace")
+                )
 
     def add(self, row: Mapping[str, Any]) -> None:
         line = json_line(row)

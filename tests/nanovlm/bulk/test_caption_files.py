@@ -341,7 +341,16 @@ def test_an_unfinished_last_line_is_repaired(generate, folder, texts, cut):
     table = folder / "captions.jsonl"
     generate(folder, "--out", table)
     os.truncate(table, table.stat().st_size - cut)
-    assert generate(folder, "--out", table)[0] == 0 and read(table) == texts
+    code, _, err = generate(folder, "--out", table)
+    assert code == 0 and read(table) == texts, err
+
+
+def test_a_line_cut_within_a_character_is_repaired(generate, folder, texts):
+    table = folder / "captions.jsonl"
+    generate(folder, "--out", table)
+    table.write_bytes(table.read_bytes() + '{"file_name": "z.png", "text": "é'.encode()[:-1])
+    code, _, err = generate(folder, "--out", table)
+    assert code == 0 and read(table) == texts and "removed its unfinished last line" in err
 
 
 def test_a_table_that_is_not_ours_is_refused_and_kept(generate, folder):
@@ -429,15 +438,14 @@ def test_images_that_fail_are_listed_and_do_not_stop_the_run(generate, folder, t
 
 @pytest.mark.parametrize("existing", ["skip", "append"])
 @pytest.mark.parametrize("where", ["txt", *TABLES])
-def test_an_empty_caption_is_a_failure_that_the_next_run_tries_again(generate, where, existing):
-    """The embedded model answers "describe" with nothing."""
+def test_an_empty_caption_is_a_failure_that_the_next_run_tries_again(generate, silent_model, where, existing):
     (folder := Path("scenes")).mkdir()
     for name in ("a.png", "b.png"):
         (folder / name).write_bytes(SAMPLE.read_bytes())
     out = ["--out", where if where == "txt" else folder / where, "--existing", existing]
     flags = [folder, *out, "--prefix", "drawing: ", "--suffix", "."]
     for _ in range(2):
-        code, _, err = generate(*flags, "--prompt", "describe", model=None)
+        code, _, err = generate(*flags, model=silent_model)
         assert code == 1 and err.count("the model's caption is empty") == 2
         assert "0 captioned" in err and f"2 failed (2 with an empty caption), see {folder / 'failures.jsonl'}" in err
         rows = [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
