@@ -4,7 +4,6 @@
     python -m eval.captions --quantize int8
     python -m eval.captions --drawer independent      # scenes in another geometry, other tones and other patterns
     python -m eval.captions --wordings --scenes 300   # captions and numbers, requested in other words
-    python -m eval.captions --words                   # what a picture of a printed word says (extra fonts)
     python -m eval.captions --compare                 # float32, bfloat16, int8 and int4 on the same scenes
     python -m eval.captions --turns 6 --scenes 200    # questions in a conversation, beside the same questions alone
 
@@ -31,8 +30,6 @@ from eval.lib.command import add_device_flags, make_parser, positive, report
 from eval.lib.hardware import environment
 from eval.lib.scene_splits import DRAWERS, SPLITS, Drawer, count_by_row, make_splits, png
 from eval.lib.wordings import measure_wordings
-from eval.lib.words import SPLITS as WORD_SPLITS
-from eval.lib.words import measure_words
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
@@ -174,19 +171,6 @@ def wordings_table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def words_table(results: dict, n_misses: int) -> str:
-    lines = []
-    for split in WORD_SPLITS:
-        lines.append(share(split, results[split]))
-        for rows in results[split]["rows"].values():
-            lines += ["  " + share(row, counts) for row, counts in rows.items()]
-    lines += [
-        f"missed in {split}: {font}\n  truth  {truth}\n  answer {answer}"
-        for split, font, truth, answer in results["missed"][:n_misses]
-    ]
-    return "\n".join(lines)
-
-
 def comparison_table(results: dict[str, dict[str, float]]) -> str:
     lines = [f"{'':16}{'right':>8}{'kept':>8}{'logits':>9}"]
     for name, shares in results.items():
@@ -202,7 +186,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--questions", type=positive, default=3, metavar="N", help="questions per scene (default: 3)")
     add("--turns", type=positive, metavar="N", help="ask N questions about each scene in a conversation")
     add("--wordings", action="store_true", help="ask for captions and numbers of objects in other words, too")
-    add("--words", action="store_true", help="read printed text: --scenes pictures in trained fonts and in unseen ones")
     add("--drawer", choices=tuple(DRAWERS), default="training", help="what draws the scenes (default: training's own)")
     add("--quantize", choices=QUANTIZATIONS, help="quantize the language model's weights")
     add("--compare", action="store_true", help="compare float32, bfloat16, int8 and int4 on the CPU")
@@ -220,9 +203,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report(results, comparison_table(results), environment(), args.json, failures)
         captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, quantize=args.quantize)
         where = environment(captioner.inference.device, captioner.inference.dtype)
-        if args.words:
-            words = measure_words(captioner, args.scenes, args.seed, BATCH_SIZE)
-            return report(words, words_table(words, args.misses), where, args.json)
     except NanoVLMError as error:
         parser.error(str(error))
     if args.wordings:

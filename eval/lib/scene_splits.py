@@ -20,7 +20,6 @@ DRAWERS: dict[str, Drawer] = {"training": draw, "independent": other_drawer.draw
 IMAGE_SIZES = (96, 512)  # pixels
 N_COMPARED = 3  # relation questions of each kind about one scene
 OBJECT_ROWS = ("one object", "two objects", "three objects", "four objects")
-CHARACTER_ROWS = ("1 character", "2 characters", "3 characters", "4 characters", "5 characters", "6 characters")
 QUESTION_KINDS = {  # every other kind is named by its first two words
     "Is X left of Y?": r"Is the .+ (left of|right of|above|below) the ",
     "What is left of X?": r"What is (left of|right of|above|below) the ",
@@ -98,6 +97,6 @@ def question_kind(question: str) -> str:
 def count_by_row(rows: Sequence[str], right: Sequence[bool]) -> dict[str, Counts]:
     """Right answers of each row: numbers of objects or characters in order, any other rows by size."""
     hits, totals = Counter(row for row, is_right in zip(rows, right) if is_right), Counter(rows)
-    numbered = set(totals) <= {*OBJECT_ROWS, *CHARACTER_ROWS}
-    ordered = sorted(totals, key=(*OBJECT_ROWS, *CHARACTER_ROWS).index if numbered else lambda row: -totals[row])
+    numbered = set(totals) <= set(OBJECT_ROWS)
+    ordered = sorted(totals, key=OBJECT_ROWS.index if numbered else lambda row: -totals[row])
     return {row: {"right": hits[row], "of": totals[row]} for row in ordered}

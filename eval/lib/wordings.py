@@ -6,9 +6,9 @@ from random import Random
 from eval.lib.scene_splits import Drawer, png
 from nanovlm.captioner import Captioner
 from nanovlm.cli.caption import LENGTHS
-from nanovlm.synthetic import Scene, caption, draw, random_scene, recipe
+from nanovlm.synthetic import Scene, caption, draw, random_scene
 from nanovlm.synthetic.captions import NUMBERS
-from nanovlm.synthetic.recipe import CAPTION_PROMPTS, scene_example
+from nanovlm.synthetic.recipe import CAPTION_PROMPTS, SHORT_PROMPTS, scene_example
 
 # What people ask. Training may come to use any of these, too: `trained_wordings` says which it does.
 CAPTION_WORDINGS = tuple(
@@ -16,8 +16,6 @@ CAPTION_WORDINGS = tuple(
         (
             *CAPTION_PROMPTS,
             *(prompt for prompt, _ in LENGTHS.values()),
-            "describe",
-            "Write a detailed caption.",
             "Describe the scene.",
             "Tell me what you see.",
             "What does this image show?",
@@ -40,7 +38,6 @@ COUNT_WORDINGS = (
     "Count the shapes.",
     "What is the number of objects?",
 )
-SHORT_PROMPTS: tuple[str, ...] = getattr(recipe, "SHORT_PROMPTS", ())  # for colors and shapes only
 _N_SAMPLED = 1000  # training examples; a wording that is in use occurs in at least one of 100
 
 

@@ -210,6 +210,8 @@ def run_finetuning(args: argparse.Namespace, cfg: TrainConfig) -> int:
 
 def config_from_args(args: argparse.Namespace) -> TrainConfig:
     """The settings of the run: the defaults of its kind, and the flags that were given."""
+    if args.recipe and args.lora_rank is not None:
+        raise UsageError("--lora-rank has no effect with --recipe, which trains from scratch; omit it")
     given = {f.name: getattr(args, f.name) for f in fields(TrainConfig) if getattr(args, f.name) is not None}
     given = (keep_settings(args.keep) if args.keep else {}) | given
     defaults = SCENES if args.recipe else ADAPTERS if args.lora_rank else FINETUNING
@@ -230,8 +232,8 @@ def check_flags(args: argparse.Namespace, cfg: TrainConfig) -> None:
         "lora_alpha": not cfg.lora_rank and "without --lora-rank",
         "lora_words": not cfg.lora_rank and "without --lora-rank",
         "quantize": not cfg.lora_rank and "without --lora-rank",
-        "lora_rank": args.recipe and "with --recipe, which trains from scratch",
         "augment": args.recipe and "with --recipe, which shows no image twice",
+        "pack": args.recipe and "with --recipe, whose rows are full",
         "decay": cfg.schedule == "cosine" and "with --schedule cosine",
         **dict.fromkeys(EVALUATION_FLAGS, "with --recipe" if args.recipe else no_validation),
         "fsdp": cfg.fsdp and "WORLD_SIZE" not in os.environ and not args.dry_run and "without torchrun",

@@ -21,6 +21,13 @@ def caption(scene: Scene) -> str:
     return f"{text[0].upper()}{text[1:]} on a {scene.background} background."
 
 
+def short_caption(scene: Scene) -> str:
+    """Color and shape of everything, from left to right."""
+    names = [_with_article(f"{shape.color} {shape.kind}") for shape in scene.shapes]
+    text = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def questions(scene: Scene, rng: Random) -> list[tuple[str, str]]:
     """Everything that this scene answers unambiguously, as (question, answer) in random order.
 

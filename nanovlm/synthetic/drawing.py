@@ -1,7 +1,7 @@
 """The image of a scene: a background mixed from two muted tones, and antialiased shapes on it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 from PIL import Image, ImageChops, ImageDraw
@@ -25,20 +25,29 @@ TONES = (
 _SUPERSAMPLING = 3  # patterns and shapes are drawn this many times larger, then averaged
 
 
-def draw(scene: Scene, width: int = 192, height: int = 192) -> Image.Image:
-    """The scene as an RGB image of width x height pixels; it looks the same at every size. InputError below 16."""
+def draw(scene: Scene, width: int = 192, height: int = 192, varied: bool = True) -> Image.Image:
+    """The scene as an RGB image of width x height pixels; it looks the same at every size. InputError below 16.
+
+    Without `varied`, patterns are always dim on bright, dots in straight rows, and hearts deeply notched.
+    """
     if min(width, height) < 16:
         raise InputError(f"an image of {width}x{height} pixels is too small to draw on: use at least 16 x 16")
     rng = Random(scene.seed)
-    bright, dim = (tuple(c + rng.randint(-4, 4) for c in tone) for tone in rng.choice(TONES))
+    bright, dim = (tuple(c + rng.randint(-8, 8) for c in tone) for tone in rng.choice(TONES))
+    background = scene.background
+    if varied and background != "glowing" and rng.random() < 0.5:  # what glows is bright in the middle
+        bright, dim = dim, bright
+    if varied and background == "dotted" and rng.random() < 0.5:
+        background = "staggered"
     image = Image.new("RGB", (width, height), bright)
-    image.paste(dim, mask=_mask(scene.background, rng, width, height))
+    image.paste(dim, mask=_mask(background, rng, width, height))
     for shape in scene.shapes:
-        _draw_shape(image, shape, rng)
+        _draw_shape(image, shape, rng, varied)
     return image
 
 
-# Outlines: points around (0, 0) at a distance of up to about 1; y points down.
+# Outlines: points around (0, 0) at a distance of up to about 1; y points down. Their proportions vary from shape to
+# shape, so that a model learns what a cross is and not what this file's cross looks like.
 
 
 def _star(n: int, *radii: float) -> list[Point]:
@@ -47,30 +56,103 @@ def _star(n: int, *radii: float) -> list[Point]:
     return [(radii[i % len(radii)] * math.sin(i * turn), -radii[i % len(radii)] * math.cos(i * turn)) for i in range(n)]
 
 
-def _heart(t: float) -> Point:
-    y = 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
-    return 0.98 * math.sin(t) ** 3, -y / 16 - 0.1
+def _circle(rng: Random) -> list[Point]:
+    return _star(64, rng.uniform(0.88, 1))
 
 
-_ARM = 0.33  # half the width of the cross's arms
-_OUTLINES: dict[str, list[Point]] = {
-    "circle": _star(64, 0.94),
-    "square": [(-0.8, -0.8), (0.8, -0.8), (0.8, 0.8), (-0.8, 0.8)],
-    "triangle": [(0, -0.95), (0.9, 0.7), (-0.9, 0.7)],
-    "diamond": [(0, -1), (0.8, 0), (0, 1), (-0.8, 0)],
-    "star": _star(10, 1.04, 0.44),
-    "heart": [_heart(2 * math.pi * i / 48) for i in range(48)],
-    "cross": [(-_ARM, -1), (_ARM, -1), (_ARM, -_ARM), (1, -_ARM), (1, _ARM), (_ARM, _ARM)]
-    + [(_ARM, 1), (-_ARM, 1), (-_ARM, _ARM), (-1, _ARM), (-1, -_ARM), (-_ARM, -_ARM)],
-    "ring": _star(64, 0.98),
+def _square(rng: Random) -> list[Point]:
+    """A superellipse (Lame curve): sharp or with rounded corners."""
+    half, exponent = rng.uniform(0.72, 0.88), 2 / rng.choice((6, 10, 20, 100))
+    points = [(math.sin(2 * math.pi * i / 64), -math.cos(2 * math.pi * i / 64)) for i in range(64)]
+    return [(half * _signed_power(x, exponent), half * _signed_power(y, exponent)) for x, y in points]
+
+
+def _signed_power(x: float, exponent: float) -> float:
+    return math.copysign(abs(x) ** exponent, x)
+
+
+def _triangle(rng: Random) -> list[Point]:
+    top, bottom, half = rng.uniform(0.85, 1), rng.uniform(0.5, 0.8), rng.uniform(0.72, 1)
+    return [(0, -top), (half, bottom), (-half, bottom)]
+
+
+def _diamond(rng: Random) -> list[Point]:
+    half = rng.uniform(0.55, 1)
+    return [(0, -1), (half, 0), (0, 1), (-half, 0)]
+
+
+def _five_pointed_star(rng: Random) -> list[Point]:
+    return _star(10, rng.uniform(0.95, 1.06), rng.uniform(0.36, 0.58))
+
+
+def _heart(rng: Random) -> list[Point]:
+    """A curve of sines and cosines, or two arcs that meet in a notch and run straight to the tip."""
+    width, height = rng.uniform(0.85, 1.05), rng.uniform(0.88, 1.08)
+    if rng.random() < 0.5:
+        angles = [2 * math.pi * i / 48 for i in range(48)]
+        points = [(0.98 * math.sin(t) ** 3, -_heart_height(t) / 16 - 0.1) for t in angles]
+    else:
+        center = rng.uniform(0.42, 0.5)
+        points = _heart_of_arcs(center, center * rng.uniform(1.03, 1.15))
+    return [(width * x, height * y) for x, y in points]
+
+
+def _full_heart(rng: Random) -> list[Point]:
+    """A heart between a deeply notched one and a circle."""
+    share = rng.uniform(0.1, 0.5)
+    return [(x * _toward(0.9, x, y, share), y * _toward(0.9, x, y, share)) for x, y in _heart(rng)]
+
+
+def _toward(radius: float, x: float, y: float, share: float) -> float:
+    """The factor by which (x, y) comes closer to a circle by this share of its distance."""
+    return 1 - share + share * radius / math.hypot(x, y)
+
+
+def _heart_height(t: float) -> float:
+    return 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
+
+
+def _heart_of_arcs(center: float, radius: float, height: float = 0.35, tip: float = 0.95) -> list[Point]:
+    """Arcs around (center, -height) and its mirror image, and the tangents from them to (0, tip)."""
+    distance = math.hypot(center, tip + height)
+    lean = math.atan2(center, tip + height) + math.asin(radius / distance)  # of the tangent, from upright
+    start, stop = -lean, math.pi - math.acos(center / radius)  # of the right arc, counterclockwise
+    angles = [start + (stop - start) * i / 24 for i in range(25)]
+    right = [(center + radius * math.cos(t), -height - radius * math.sin(t)) for t in angles]
+    return [(0, tip), *right, *((-x, y) for x, y in reversed(right))]
+
+
+def _cross(rng: Random) -> list[Point]:
+    arm = rng.uniform(0.14, 0.42)  # half of its width
+    corner = [(arm, -1.0), (arm, -arm), (1.0, -arm)]
+    quarters = [corner, [(-y, x) for x, y in corner], [(-x, -y) for x, y in corner], [(y, -x) for x, y in corner]]
+    return [point for quarter in quarters for point in quarter]
+
+
+def _ring(rng: Random) -> list[Point]:
+    return _star(64, 0.98)
+
+
+_OUTLINES: dict[str, Callable[[Random], list[Point]]] = {
+    "circle": _circle,
+    "square": _square,
+    "triangle": _triangle,
+    "diamond": _diamond,
+    "star": _five_pointed_star,
+    "heart": _heart,
+    "full heart": _full_heart,
+    "cross": _cross,
+    "ring": _ring,
 }
-_RING_HOLE = _star(64, 0.55)
 
 
-def _draw_shape(image: Image.Image, shape: Shape, rng: Random) -> None:
+def _draw_shape(image: Image.Image, shape: Shape, rng: Random, varied: bool) -> None:
     """Paint one shape, flat, outlined or softly shaded."""
     style = rng.choice(("flat", "flat", "outlined", "shaded"))
     shading = rng.choice(_DIRECTIONS)
+    kind = "full heart" if varied and shape.kind == "heart" and rng.random() < 0.5 else shape.kind
+    outline = _OUTLINES[kind](rng)
+    hole = _star(64, rng.uniform(0.4, 0.8)) if shape.kind == "ring" else None
     radius = shape.radius * min(image.size)
     x, y = shape.x * image.width, shape.y * image.height
     left, top = math.floor(x - 1.1 * radius) - 1, math.floor(y - 1.1 * radius) - 1
@@ -85,15 +167,15 @@ def _draw_shape(image: Image.Image, shape: Shape, rng: Random) -> None:
         ]
 
     inside, canvas = _canvas(side, side)
-    canvas.polygon(to_canvas(_OUTLINES[shape.kind]), fill=255)
-    if shape.kind == "ring":
-        canvas.polygon(to_canvas(_RING_HOLE), fill=0)
+    canvas.polygon(to_canvas(outline), fill=255)
+    if hole:
+        canvas.polygon(to_canvas(hole), fill=0)
     inside = inside.reduce(_SUPERSAMPLING)
     image.paste(shape.rgb, (left, top), inside)
     if style == "outlined":
         edge, canvas = _canvas(side, side)
         width = max(1, round(_SUPERSAMPLING * radius * 0.09))
-        canvas.polygon(to_canvas(_OUTLINES[shape.kind]), outline=255, width=width)
+        canvas.polygon(to_canvas(outline), outline=255, width=width)
         image.paste(_darker(shape.rgb, 0.6), (left, top), edge.reduce(_SUPERSAMPLING))
     elif style == "shaded":
         shade = ImageChops.multiply(inside, _blend(shading, side, side))
@@ -153,29 +235,31 @@ def _random_grid(rng: Random, width: int, height: int, across: int) -> Image.Ima
 
 
 def _noisy(rng: Random, width: int, height: int) -> Image.Image:
-    grains = _random_grid(rng, width, height, 64).point([min(255, max(0, 128 + 3 * (v - 128))) for v in range(256)])
+    contrast = [min(255, max(0, 128 + 3 * (v - 128))) for v in range(256)]
+    grains = _random_grid(rng, width, height, rng.randint(40, 96)).point(contrast)
     return grains.resize((width, height), Image.Resampling.BILINEAR)
 
 
 def _cloudy(rng: Random, width: int, height: int) -> Image.Image:
-    return _random_grid(rng, width, height, 5).resize((width, height), Image.Resampling.BICUBIC)
+    return _random_grid(rng, width, height, rng.randint(4, 7)).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def _striped(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
-    step = rng.uniform(0.13, 0.19) * min(width, height)
-    angle = rng.choice((0, 45, 90, 135))
+    step = rng.uniform(0.1, 0.2) * min(width, height)
+    angle = rng.choice((0, 45, 90, 135)) + rng.uniform(-6, 6)
+    share = rng.uniform(0.35, 0.6)  # of the dim tone
     cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
     far = width + height
     offset = rng.random()
     for i in range(-math.ceil(far / step), math.ceil(far / step)):
-        u, v = (i + offset) * step, (i + offset + 0.5) * step
+        u, v = (i + offset) * step, (i + offset + share) * step
         corners = ((u, -far), (v, -far), (v, far), (u, far))
         canvas.polygon([(cos * p - sin * q, sin * p + cos * q) for p, q in corners], fill=255)
 
 
 def _wavy(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
     short = min(width, height)
-    step, swing, wave = (rng.uniform(*span) * short for span in ((0.14, 0.18), (0.035, 0.045), (0.26, 0.36)))
+    step, swing, wave = (rng.uniform(*span) * short for span in ((0.12, 0.2), (0.03, 0.05), (0.22, 0.4)))
     phase, offset, upright = rng.uniform(0, 2 * math.pi), rng.random(), rng.random() < 0.5
     along, aside = (height, width) if upright else (width, height)
     xs = [i * wave / 16 for i in range(math.ceil(16 * along / wave) + 2)]
@@ -196,25 +280,42 @@ def _cells(
 
 
 def _checkered(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
-    step, cells = _cells(rng, width, height, 0.09, 0.125)
+    step, cells = _cells(rng, width, height, 0.08, 0.15)
     for i, j, x, y in cells:
         if (i + j) % 2:
             canvas.rectangle((x, y, x + step, y + step), fill=255)
 
 
 def _dotted(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
-    step, cells = _cells(rng, width, height, 0.10, 0.13)
+    step, cells = _cells(rng, width, height, 0.09, 0.15)
+    size = rng.uniform(0.35, 0.6) * step
     for _, _, x, y in cells:
-        canvas.ellipse((x, y, x + 0.42 * step, y + 0.42 * step), fill=255)
+        canvas.ellipse((x, y, x + size, y + size), fill=255)
+
+
+def _staggered(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
+    """Dots, every other row of them shifted by half a step."""
+    step, cells = _cells(rng, width, height, 0.09, 0.15)
+    size = rng.uniform(0.35, 0.6) * step
+    for _, row, x, y in cells:
+        x -= step / 2 * (row % 2)
+        canvas.ellipse((x, y, x + size, y + size), fill=255)
 
 
 def _gridded(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
-    step, cells = _cells(rng, width, height, 0.11, 0.15)
-    line = 0.02 * min(width, height)
+    step, cells = _cells(rng, width, height, 0.09, 0.16)
+    line = rng.uniform(0.014, 0.032) * min(width, height)
     for _, _, x, y in cells:
         canvas.rectangle((x, y, x + step, y + line), fill=255)
         canvas.rectangle((x, y, x + line, y + step), fill=255)
 
 
 _SOFT = {"plain": _plain, "gradient": _gradient, "glowing": _glowing, "noisy": _noisy, "cloudy": _cloudy}
-_SHARP = {"striped": _striped, "wavy": _wavy, "checkered": _checkered, "dotted": _dotted, "gridded": _gridded}
+_SHARP = {
+    "striped": _striped,
+    "wavy": _wavy,
+    "checkered": _checkered,
+    "dotted": _dotted,
+    "staggered": _staggered,
+    "gridded": _gridded,
+}

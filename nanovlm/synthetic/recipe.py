@@ -5,10 +5,10 @@ the published weights; a change of anything here, even of the order of random dr
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from random import Random
+from typing import TypeVar
 
 import tokenizers
 import torch
@@ -19,13 +19,14 @@ from models.config import VLMConfig, extra_tokens
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import PROMPT
 from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, collate, encode
-from nanovlm.data.packing import pack as pack_examples
 from nanovlm.data.source import Source
 from nanovlm.processor import Processor
-from nanovlm.synthetic.captions import caption, questions
+from nanovlm.synthetic.captions import RELATIONS, caption, questions, short_caption
 from nanovlm.synthetic.drawing import draw
 from nanovlm.synthetic.scene import COLORS, Scene, random_scene, with_unnamed_colors
 from nanovlm.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 # Prompts that ask for a caption; the first is the default prompt everywhere.
 CAPTION_PROMPTS = (
@@ -35,14 +36,45 @@ CAPTION_PROMPTS = (
     "What is this?",
     "What is in this picture?",
     "What do you see?",
+    "Describe",
+    "Caption",
+    "Describe this image.",
+    "Describe what you see.",
+    "Describe this picture in detail.",
+    "Describe the image in detail.",
+    "Write a caption.",
+    "Write a detailed caption.",
+    "What does the picture show?",
 )
-N_QUESTIONS = 5  # questions per training image beside its caption, each answered independently
-N_CONVERSATION_QUESTIONS = 8  # the same in a multi-turn example
+SHORT_PROMPTS = ("Describe this picture in a few words.", "Write a short caption.")  # for colors and shapes only
+READING_PROMPTS = ("What does it say?", "Read the text.", "What is written here?", "What does the sign say?")
+NO_TEXT = "nothing"  # the answer to them
+REWORDINGS = {  # other ways to put a part of a question
+    "How many objects are there?": (
+        *("How many shapes are there?", "How many shapes?", "How many objects?", "How many things are there?"),
+        *("How many shapes do you see?", "Count the objects.", "Count the shapes."),
+    ),
+    "What colour is": ("Which colour is", "What is the colour of"),
+    "What shape is": ("Which shape is",),
+    "How big is": ("What size is",),
+    "What is the background like?": ("What is the background?", "Describe the background."),
+    "left of": ("to the left of",),
+    "right of": ("to the right of",),
+    "Is there": ("Do you see", "Can you see"),
+}
+REWORDED_SHARE = 0.25  # of questions that can be put in another way
 IMAGE_SIDES = (96, 256)  # range of the training images' sides, in pixels
-BASE_VOCAB_SIZE = 512
-WORD_DROPOUT = {0: 0.0, 4500: 0.2, 5700: 0.5}  # probability that an earlier word of an answer is masked in the input
-UNNAMED_SHARE = {0: 0.0, 6300: 0.4}  # share of scenes in colors that have no name here
-CONVERSATION_SHARE = {0: 0.0, 7800: 0.5}  # share of multi-turn examples
+BASE_VOCAB_SIZE = 640
+# Schedules: step -> value from that step on. Captions of single shapes first teach the encoder to see.
+MAX_SHAPES = {0: 1, 500: 2, 900: 4}
+N_QUESTIONS = {0: 0, 500: 5}  # per image beside its caption, each answered independently
+N_RELATION_QUESTIONS = 2  # more of those that compare the places of two shapes, which are learned last
+N_CONVERSATION_QUESTIONS = 9  # of an example whose questions follow each other
+ROW_LENGTH = {0: 64, 500: 128, 900: 160, 2500: 200}  # tokens; conversations need more. Longer rows are cut
+WORD_DROPOUT = {0: 0.0, 1300: 0.2, 2300: 0.4}  # probability that an earlier word of an answer is masked in the input
+UNNAMED_SHARE = {0: 0.0, 900: 0.3}  # share of scenes in colors that have no name here
+VARIED = {0: False, 4096: True}  # whether patterns and hearts vary as widely as `draw` can
+CONVERSATION_SHARE = {0: 0.0, 2500: 0.4}  # share of multi-turn examples
 CHECKPOINT_DTYPE = torch.float16  # rounds these weights 8 times finer than bfloat16 in the same 2 bytes
 
 
@@ -70,6 +102,8 @@ def _corpus() -> Iterator[str]:
         example = scene_example(random_scene(rng), rng, n_questions=20, size=None)
         for prompt, answer in example.qa_pairs:
             yield from ("user\n", prompt, "assistant\n", answer)
+    for prompt in (*CAPTION_PROMPTS, *SHORT_PROMPTS, *READING_PROMPTS):
+        yield from [prompt] * 100
 
 
 def make_config(tokenizer: tokenizers.Tokenizer) -> VLMConfig:
@@ -115,19 +149,39 @@ def make_model(seed: int) -> tuple[VisionLanguageModel, Processor]:
 
 
 def scene_example(
-    scene: Scene, rng: Random, n_questions: int, size: tuple[int, int] | None, colorless: bool = False
+    scene: Scene,
+    rng: Random,
+    n_questions: int,
+    size: tuple[int, int] | None,
+    colorless: bool = False,
+    varied: bool = True,
 ) -> Example:
     """A scene's image of size (width, height) with a caption and the first n_questions of its questions.
 
-    Without a size there is no image. A colorless example leaves out the questions that mention or ask for a color.
+    N_RELATION_QUESTIONS more compare the places of two shapes. Without a size there is no image. A colorless example
+    leaves out the questions that mention or ask for a color.
     """
-    asked = questions(scene, rng)
+    pairs = questions(scene, rng)
     if colorless:
-        asked = [pair for pair in asked if COLORS.keys().isdisjoint(re.findall(r"\w+", " ".join(pair)))]
-    asked = [(_as_typed(question, rng), answer) for question, answer in asked[:n_questions]]
-    prompt = CAPTION_PROMPTS[0] if rng.random() < 0.5 else rng.choice(CAPTION_PROMPTS)
-    images = [draw(scene, *size)] if size else []
-    return Example(images, [(_as_typed(prompt, rng), caption(scene)), *asked])
+        pairs = [pair for pair in pairs if COLORS.keys().isdisjoint(re.findall(r"\w+", " ".join(pair)))]
+    first, rest = pairs[:n_questions], pairs[n_questions:]
+    if n_questions:
+        first += [pair for pair in rest if _is_relation(pair[0])][:N_RELATION_QUESTIONS]
+        first += [(rng.choice(READING_PROMPTS), NO_TEXT)] * (rng.random() < 0.05)
+    rng.shuffle(first)
+    asked = [_caption_pair(scene, rng, colorless), *first]
+    images = [draw(scene, *size, varied)] if size else []
+    return Example(images, [(_as_typed(prompt, rng), answer) for prompt, answer in asked])
+
+
+def _is_relation(question: str) -> bool:
+    return any(f" {relation} " in question for relation in RELATIONS)
+
+
+def _caption_pair(scene: Scene, rng: Random, colorless: bool) -> tuple[str, str]:
+    if rng.random() < 0.08 and not colorless:
+        return rng.choice(SHORT_PROMPTS), short_caption(scene)
+    return CAPTION_PROMPTS[0] if rng.random() < 0.4 else rng.choice(CAPTION_PROMPTS), caption(scene)
 
 
 def as_conversation(example: Example, rng: Random) -> Example:
@@ -138,7 +192,7 @@ def as_conversation(example: Example, rng: Random) -> Example:
 def random_example(rng: Random, name: str = "example") -> Example:
     """A fresh scene as training shows it."""
     size, scene = _random_size(rng), random_scene(rng)
-    return replace(scene_example(scene, rng, N_QUESTIONS, size), name=name)
+    return replace(scene_example(scene, rng, max(N_QUESTIONS.values()), size), name=name)
 
 
 def _random_size(rng: Random) -> tuple[int, int]:
@@ -157,7 +211,10 @@ def _example_of_number(number: int, name: str) -> Example:
 
 
 def _as_typed(prompt: str, rng: Random) -> str:
-    """The prompt, sometimes as people type it: in American spelling, in lower case, without the final mark."""
+    """The prompt, sometimes as people type it: in other words or American spelling, in lower case, without a mark."""
+    for part, alternatives in REWORDINGS.items():
+        if part in prompt and rng.random() < REWORDED_SHARE:
+            prompt = prompt.replace(part, rng.choice(alternatives))
     if rng.random() < 0.3:
         prompt = prompt.replace("colour", "color")
     if rng.random() < 0.1:
@@ -167,51 +224,54 @@ def _as_typed(prompt: str, rng: Random) -> str:
     return prompt
 
 
-def batches(
-    processor: Processor,
-    *,
-    batch_size: int,
-    seed: int,
-    pack: int = 0,
-    conversation_share: Mapping[int, float] = CONVERSATION_SHARE,
-) -> Callable[[int], dict[str, Tensor | None]]:
+@dataclass(frozen=True)
+class SceneBatches:
     """A function step -> batch of fresh scenes, see `collate`; it is pure and can be pickled.
 
-    pack joins examples into rows of at most that many tokens; 0 gives each example a row.
+    Every batch of a part of the schedule has the same shape, (batch_size, ROW_LENGTH) tokens, so that a compiled step
+    is compiled once for each part.
     """
-    return partial(_batch, processor, batch_size, seed, pack, conversation_share)
+
+    processor: Processor
+    batch_size: int
+    seed: int
+    conversation_share: Mapping[int, float] = field(default_factory=lambda: CONVERSATION_SHARE)
+
+    def __call__(self, step: int) -> dict[str, Tensor | None]:
+        rng = Random(f"{self.seed} {step}")
+        rows = [self._row(rng, step) for _ in range(self.batch_size)]
+        length = schedule_value(ROW_LENGTH, step)
+        rows = [_resized(row, length) for row in rows]
+        return collate(rows, max_length=length)
+
+    def _row(self, rng: Random, step: int) -> EncodedExample:
+        schedules = (WORD_DROPOUT, UNNAMED_SHARE, self.conversation_share)
+        dropout, unnamed_share, multi_turn_share = (schedule_value(schedule, step) for schedule in schedules)
+        size, scene = _random_size(rng), random_scene(rng, max_shapes=schedule_value(MAX_SHAPES, step))
+        colorless, multi_turn = rng.random() < unnamed_share, rng.random() < multi_turn_share
+        if colorless:
+            scene = with_unnamed_colors(scene, rng)
+        n_questions = N_CONVERSATION_QUESTIONS if multi_turn else schedule_value(N_QUESTIONS, step)
+        example = scene_example(scene, rng, n_questions, size, colorless, schedule_value(VARIED, step))
+        if multi_turn:
+            example = as_conversation(example, rng)
+            dropout /= 2  # a masked word stays masked for all later turns
+        row = drop_words(encode(example, self.processor), rng, dropout)
+        return mask_tokens(row, color_token_ids(self.processor.tokenizer)) if colorless else row
 
 
-def _batch(
-    processor: Processor, batch_size: int, seed: int, pack: int, conversation_share: Mapping[int, float], step: int
-) -> dict[str, Tensor | None]:
-    rng = Random(f"{seed} {step}")
-    schedules = (WORD_DROPOUT, UNNAMED_SHARE, conversation_share)
-    dropout, unnamed_share, multi_turn_share = (schedule_value(schedule, step) for schedule in schedules)
-    rows = [_encoded(processor, rng, dropout, unnamed_share, multi_turn_share) for _ in range(batch_size)]
-    limit = processor.cfg.lm_max_position_embeddings
-    return collate(pack_examples(rows, min(pack, limit)) if pack else rows, max_length=limit)
+def _resized(row: EncodedExample, length: int) -> EncodedExample:
+    """The row cut, or padded with tokens outside of any sample, to length tokens."""
+    missing = length - len(row.ids)
+    return replace(
+        row,
+        ids=(row.ids + [0] * missing)[:length],
+        targets=(row.targets + [IGNORE_INDEX] * missing)[:length],
+        mask=(row.mask + [0] * missing)[:length],
+    )
 
 
-def _encoded(
-    processor: Processor, rng: Random, dropout: float, unnamed_share: float, multi_turn_share: float
-) -> EncodedExample:
-    size, scene = _random_size(rng), random_scene(rng)
-    colorless = unnamed_share > 0 and rng.random() < unnamed_share
-    if colorless:
-        scene = with_unnamed_colors(scene, rng)
-    multi_turn = multi_turn_share > 0 and rng.random() < multi_turn_share
-    example = scene_example(scene, rng, N_CONVERSATION_QUESTIONS if multi_turn else N_QUESTIONS, size, colorless)
-    if multi_turn:
-        example = as_conversation(example, rng)
-        dropout /= 2  # a masked word stays masked for all later turns
-    row = encode(example, processor)
-    if dropout:
-        row = drop_words(row, rng, dropout)
-    return mask_tokens(row, color_token_ids(processor.tokenizer)) if colorless else row
-
-
-def schedule_value(schedule: Mapping[int, float], step: int) -> float:
+def schedule_value(schedule: Mapping[int, T], step: int) -> T:
     """The value of the latest entry at or before step."""
     return schedule[max(start for start in schedule if start <= step)]
 

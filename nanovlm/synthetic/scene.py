@@ -92,9 +92,9 @@ def names_withheld(scene: Scene) -> bool:
     return any((shape.color, shape.kind) in WITHHELD for shape in scene.shapes)
 
 
-def random_scene(rng: Random, *, withheld: bool = False) -> Scene:
-    """One to four different shapes on a grid or placed freely; with `withheld`, at least one is a withheld pair."""
-    n = rng.randint(1, 4)
+def random_scene(rng: Random, *, withheld: bool = False, max_shapes: int = 4) -> Scene:
+    """One to max_shapes different shapes on a grid or placed freely; withheld: at least one is a withheld pair."""
+    n = rng.randint(1, max_shapes)
     on_grid = rng.random() < 0.5
     touching = not on_grid and n > 1 and rng.random() < 0.25
     while True:

@@ -151,8 +151,10 @@ def upgrade_settings(stored: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-# How training of the embedded model began; see its card, nanovlm/assets/README.md.
-SCENES = TrainConfig(max_steps=5700, lr=1e-3, warmup_steps=300, decay=0.25, compile=True)
+# How the embedded model is trained; see its card, nanovlm/assets/README.md.
+SCENES = TrainConfig(
+    max_steps=6200, batch_size=48, optimizer="muon", lr=1e-3, warmup_steps=100, decay=0.3, compile=True
+)
 FINETUNING = TrainConfig(
     max_steps=850,
     batch_size=8,

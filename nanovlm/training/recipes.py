@@ -24,7 +24,7 @@ def estimate_scenes(cfg: TrainConfig, device: str = "auto") -> RunEstimate:
 
 def _train_scenes(cfg: TrainConfig, device: str, folder: Path, run: Run) -> Any:
     model, processor = recipe.make_model(cfg.seed)
-    get_batch = recipe.batches(processor, batch_size=cfg.batch_size, seed=cfg.seed, pack=cfg.pack)
+    get_batch = recipe.SceneBatches(processor, cfg.batch_size, cfg.seed)
     task = TrainingTask(get_batch, processor.tokenizer.to_json(), folder, save_dtype=recipe.CHECKPOINT_DTYPE)
     with memory_errors():
         return run(model.to(choose_device(device)), task, cfg)

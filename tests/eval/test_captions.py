@@ -58,15 +58,6 @@ def test_wordings_are_told_by_whether_training_uses_them(capsys):
     assert "Describe everything in the picture." in held_out and " of 2, 95% interval" in held_out
 
 
-def test_words_are_counted_by_kind_length_ink_and_font(capsys):
-    assert main(["--words", "--scenes", "3", "--misses", "1"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("trained fonts  ") and "\nunseen fonts  " in out
-    assert main(["--words", "--scenes", "3", "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)
-    assert list(results["unseen fonts"]["rows"]) == ["kind", "length", "ink", "font"]
-
-
 def test_questions_are_counted_by_turn(captioner, monkeypatch):
     """Alone, in a conversation, and in one that began with a caption. A first question has no history either way."""
     history, ask = [], ChatSession.ask

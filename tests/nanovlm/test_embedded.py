@@ -10,12 +10,22 @@ import torch
 from PIL import Image, ImageChops
 
 from eval.captions import measure
+from eval.lib.scene_splits import SPLITS
 from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.captioner import Captioner
 from nanovlm.data.examples import encode
 from nanovlm.embedded import trained_prompts
 from nanovlm.synthetic import caption, draw, random_scene, recipe
-from nanovlm.synthetic.recipe import CAPTION_PROMPTS, drop_words, make_config, make_tokenizer, scene_example
+from nanovlm.synthetic.captions import short_caption
+from nanovlm.synthetic.recipe import (
+    CAPTION_PROMPTS,
+    SHORT_PROMPTS,
+    SceneBatches,
+    drop_words,
+    make_config,
+    make_tokenizer,
+    scene_example,
+)
 from nanovlm.synthetic.scene import with_unnamed_colors
 
 
@@ -31,7 +41,7 @@ def test_model_and_card_fit_in_ten_megabytes():
 
 
 def test_the_card_lists_the_prompts_of_the_recipe(tmp_path):
-    assert trained_prompts(EMBEDDED) == list(CAPTION_PROMPTS)
+    assert trained_prompts(EMBEDDED) == [*CAPTION_PROMPTS, *SHORT_PROMPTS]
     assert trained_prompts(tmp_path) is None
     for text in ("no metadata", "---\nlicense: mit\n---\n", "---\n: [\n---\n"):
         (tmp_path / "README.md").write_text(text)
@@ -92,7 +102,7 @@ def test_conversation_is_a_permutation_of_the_questions_in_sequence(captioner):
 
 
 def test_conversations_start_at_their_scheduled_step(captioner):
-    batches, first = partial(recipe.batches, captioner.processor, batch_size=8, seed=0), max(recipe.CONVERSATION_SHARE)
+    batches, first = partial(SceneBatches, captioner.processor, 8, 0), max(recipe.CONVERSATION_SHARE)
     branches = [[len(row.unique()) for row in batches()(step)["attention_mask"]] for step in (first - 1, first)]
     assert min(branches[0]) > 3 >= min(branches[1]) and max(branches[1]) > 3, (
         "a conversation has the mask values 0, 1 and 2 only"
@@ -107,6 +117,8 @@ def test_sample_is_a_drawn_scene_with_the_right_caption(captioner):
         assert ImageChops.difference(sample, draw(scene, *sample.size)).getbbox() is None
     for prompt in CAPTION_PROMPTS:
         assert captioner.caption(SAMPLE, prompt) == caption(scene)
+    for prompt in SHORT_PROMPTS:
+        assert captioner.caption(SAMPLE, prompt) == short_caption(scene)
 
 
 def test_cached_answers_match_uncached(captioner):
@@ -137,5 +149,7 @@ def test_4_to_3_scenes_are_captioned_right():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_thousand_fresh_scenes_reach_the_required_shares(dtype):
     result = measure(Captioner.from_pretrained(dtype=dtype), 1000, 3, "slow")
-    shares = {name: result[name]["right"] / result[name]["of"] for name in ("captions", "withheld", "questions")}
+    shares = {name: result[name]["right"] / result[name]["of"] for name in SPLITS}
     assert shares["captions"] >= 0.96 and shares["withheld"] >= 0.90 and shares["questions"] >= 0.95, shares
+    rows = {row: counts["right"] / counts["of"] for row, counts in result["relations"]["rows"].items()}
+    assert len(rows) == 3 and min(rows.values()) >= 0.97, rows

@@ -10,9 +10,9 @@ from PIL import Image
 from models.config import extra_tokens
 from nanovlm.processor import Processor
 
-END, IMAGE, GLOBAL = 2, 512, 513  # ids of the embedded model's tokenizer
+END, IMAGE, GLOBAL = 2, 599, 600  # ids of the embedded model's tokenizer
 START = 1
-R1C1, R1C2, R2C1, R2C2, R3C1, R3C2 = 514, 515, 522, 523, 530, 531  # eight to a row
+R1C1, R1C2, R2C1, R2C2, R3C1, R3C2 = 601, 602, 609, 610, 617, 618  # eight to a row
 
 
 def noise_image(width, height, seed=0):

@@ -26,8 +26,8 @@ class Tokenizer:
 class VisionLanguageModel(nn.Module):
     def __init__(self):
         super().__init__()
-        self.vision_encoder, self.MP, self.decoder = nn.Linear(1, 1), nn.Linear(1, 1), nn.Embedding(600, WIDTH)
-        self.head, self.tokenizer = nn.Linear(WIDTH, 600), Tokenizer()
+        self.vision_encoder, self.MP, self.decoder = nn.Linear(1, 1), nn.Linear(1, 1), nn.Embedding(700, WIDTH)
+        self.head, self.tokenizer = nn.Linear(WIDTH, 700), Tokenizer()
 
     @classmethod
     def from_pretrained(cls, folder):
@@ -83,7 +83,7 @@ def test_a_timed_step_learns_what_a_plain_one_does(tmp_path):
 def test_the_profile_is_a_table_of_all_stages(capsys):
     assert main(["--profile", "--images", "4", "--batch-size", "2", "--steps", "1", "--dtype", "float32"]) == 0
     out = capsys.readouterr().out
-    assert all(f"\n{stage} " in out for stage in STAGES) and "100.0%" in out and "tokens/s, 3,395,264 parameters" in out
+    assert all(f"\n{stage} " in out for stage in STAGES) and "100.0%" in out and "tokens/s, 3,411,968 parameters" in out
 
 
 def test_another_loop_takes_turns_with_ours(capsys, checkout):

@@ -62,7 +62,7 @@ def test_every_wording_is_asked_about_the_same_scenes():
 
     results = measure_wordings(Teller(), 12, "test", 4)
     assert list(results) == list(seen) == [*CAPTION_WORDINGS, *COUNT_WORDINGS]
-    assert all(images is seen["describe"] for images in seen.values()) and len(seen["describe"]) == 12
+    assert all(images is seen["Describe"] for images in seen.values()) and len(seen["Describe"]) == 12
     counts = {results[wording]["right"] for wording in COUNT_WORDINGS}
     assert len(counts) == 1 and 0 < counts.pop() < 12
     assert all(results[wording]["right"] == 0 and results[wording]["of"] == 12 for wording in CAPTION_WORDINGS)

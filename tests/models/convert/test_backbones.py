@@ -360,14 +360,14 @@ def test_damaged_or_mismatched_files_raise_in_one_line(copies, what):
 
 def test_backbones_with_a_tokenizer_make_a_model_folder(tmp_path, pair):
     """One call makes model and tokenizer, one writes them; generate.py's door opens it without the backbones."""
-    vocabulary = 514
+    vocabulary = 601
     llama(vocab_size=vocabulary, max_position_embeddings=1024).save_pretrained(tmp_path / "llama")
     shutil.copy(EMBEDDED / "tokenizer.json", tmp_path / "llama")  # knows two of the extra tokens already
     captioner = Captioner.from_backbones(pair[0], tmp_path / "llama", **FOLD)
     tokenizer = captioner.tokenizer
-    assert captioner.model.image_token_id == tokenizer.image_token_id == 512
-    assert [tokenizer.special_id(f"<row_1_col_{i}>") for i in (1, 2)] == [514, 515]
-    assert len(tokenizer) == 514 + 64 <= captioner.model.cfg.lm_vocab_size
+    assert captioner.model.image_token_id == tokenizer.image_token_id == 599
+    assert [tokenizer.special_id(f"<row_1_col_{i}>") for i in (1, 2)] == [601, 602]
+    assert len(tokenizer) == 601 + 64 <= captioner.model.cfg.lm_vocab_size
 
     save_checkpoint(tmp_path / "model", captioner.model, tokenizer.to_json())
     shutil.rmtree(tmp_path / "llama")
@@ -409,15 +409,15 @@ def test_each_backbone_is_read_at_its_revision(hub, pair):
     ]
     assert (v1.cfg.vit_model_type, v1.cfg.lm_model_type, v1.cfg.lm_tokenizer) == ("some/siglip", *["some/llama"] * 2)
     shutil.copy(EMBEDDED / "tokenizer.json", "v1")
-    cfg = find_backbones(*pair, lm_vocab_size=600, **FOLD).cfg
-    assert Tokenizer.from_backbone("some/llama", cfg, "v1").image_token_id == 512
+    cfg = find_backbones(*pair, lm_vocab_size=700, **FOLD).cfg
+    assert Tokenizer.from_backbone("some/llama", cfg, "v1").image_token_id == 599
     assert hub[-1] == ("some/llama", "v1", ["tokenizer.json"])
 
 
 def test_each_backbone_is_downloaded_and_its_config_read_once(hub, monkeypatch):
-    edit(Path("v1"), vocab_size=514)
+    edit(Path("v1"), vocab_size=601)
     state = load_file("v1/model.safetensors")
-    rows = {name: torch.zeros(514, 24) for name in ("lm_head.weight", "model.embed_tokens.weight")}
+    rows = {name: torch.zeros(601, 24) for name in ("lm_head.weight", "model.embed_tokens.weight")}
     save_file(state | rows, "v1/model.safetensors")
     shutil.copy(EMBEDDED / "tokenizer.json", "v1")
     read = []
@@ -441,7 +441,7 @@ def test_the_documented_call_starts_a_model_from_backbones(tmp_path, monkeypatch
     vision, language = re.findall(r'"([\w-]+/[\w.-]*\d[\w.-]*)"', block)
     monkeypatch.chdir(tmp_path)
     siglip().save_pretrained(vision)
-    llama(vocab_size=514).save_pretrained(language)
+    llama(vocab_size=601).save_pretrained(language)
     shutil.copy(EMBEDDED / "tokenizer.json", language)
     exec(block, {})
     cfg = load_config(tmp_path / "out" / "new")

@@ -18,7 +18,7 @@ def test_generator_is_opened_by_its_name():
     scenes = open_source("scenes", OPTIONS, {"scenes": scene_source})
     one, again, other = scenes[7], scenes[7], scenes[8]
     assert one.qa_pairs == again.qa_pairs and one.images[0].tobytes() == again.images[0].tobytes()
-    assert (one.name, len(one.qa_pairs)) == ("scenes[7]", 6)
+    assert (one.name, len(one.qa_pairs)) == ("scenes[7]", 8)
     assert one.images[0].tobytes() != other.images[0].tobytes()
     check_refused("scenes", "scenes: no such file or folder")
     Path("scenes").mkdir()

@@ -24,7 +24,7 @@ def test_center_pixels_have_the_color_of_their_shape(scenes, size):
         image = draw(scene, *size)
         assert image.size == size and image.mode == "RGB"
         for t in scene.shapes:
-            band = 0.77 * t.radius if t.kind == "ring" else 0
+            band = 0.85 * t.radius if t.kind == "ring" else 0
             x, y = t.x * size[0] + band * min(size), t.y * size[1]
             pixel = image.getpixel((round(x - 0.5), round(y - 0.5)))
             total += 1

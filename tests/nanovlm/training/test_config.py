@@ -62,7 +62,14 @@ def test_something_must_be_trained():
 
 
 def test_settings_of_the_first_version_are_understood():
-    old = {"steps": 5700, "accumulate": 1, "warmup": 300, "workers": 1, "schedule": "trapezoid", "plan": False}
+    old = {
+        "steps": SCENES.max_steps,
+        "accumulate": 1,
+        "warmup": SCENES.warmup_steps,
+        "workers": 1,
+        "schedule": "trapezoid",
+        "plan": False,
+    }
     others = {name: value for name, value in asdict(SCENES).items() if name not in upgrade_settings(old)}
     assert TrainConfig(**upgrade_settings(old | others)) == SCENES
     assert upgrade_settings(asdict(SCENES)) == asdict(SCENES)

@@ -16,7 +16,7 @@ from nanovlm import Captioner
 from nanovlm.data.examples import Example, collate, encode
 from nanovlm.errors import DataError, TrainingError
 from nanovlm.processor import Processor
-from nanovlm.synthetic.recipe import batches as scenes_of
+from nanovlm.synthetic.recipe import SceneBatches
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import train
 from support.logs import log_lines
@@ -151,7 +151,7 @@ def test_an_error_of_the_data_keeps_its_class_and_message(learn, batch, tmp_path
 
 
 def test_a_worker_changes_nothing(learn, processor, tmp_path):
-    get_batch = scenes_of(processor, batch_size=CFG.batch_size, seed=CFG.seed)
+    get_batch = SceneBatches(processor, CFG.batch_size, CFG.seed)
     for workers in (0, 1):
         learn(tmp_path / str(workers), replace(CFG, num_workers=workers), get_batch)
     assert files(tmp_path / "0")["model.safetensors"] == files(tmp_path / "1")["model.safetensors"]
