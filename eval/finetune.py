@@ -49,7 +49,8 @@ from nanovlm.training.config import FINETUNING
 
 MAX_MINUTES = 3
 REPLAY = ["scenes@0.22", "--pack", "256", "--max-steps", "1050"]  # packed, since scenes are longer than postcards
-TRAIN_FLAGS = {"all weights": [], "adapters": ["--lora-rank", "16"], "scenes mixed in": REPLAY}
+MUON = ["--optimizer", "muon", "--lr", "5e-4", "--max-steps", "700"]  # as the embedded model was trained before
+TRAIN_FLAGS = {"all weights": MUON, "adapters": ["--lora-rank", "16"], "scenes mixed in": REPLAY}
 MIN_SHARES = {"all weights": (0.9, 0.0), "adapters": (0.85, 0.0), "scenes mixed in": (0.9, 0.8)}  # postcards, scenes
 
 PROFILED_STEPS, RACED_STEPS = 5, 5  # by default, beside a step that warms up
