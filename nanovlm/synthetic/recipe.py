@@ -169,9 +169,9 @@ def scene_example(
         first += [pair for pair in rest if _is_relation(pair[0])][:N_RELATION_QUESTIONS]
         first += [(rng.choice(READING_PROMPTS), NO_TEXT)] * (rng.random() < 0.05)
     rng.shuffle(first)
-    asked = [_caption_pair(scene, rng, colorless), *first]
+    pairs = [_caption_pair(scene, rng, colorless), *first]
     images = [draw(scene, *size, varied)] if size else []
-    return Example(images, [(_as_typed(prompt, rng), answer) for prompt, answer in asked])
+    return Example(images, [(_as_typed(prompt, rng), answer) for prompt, answer in pairs])
 
 
 def _is_relation(question: str) -> bool:
