@@ -95,7 +95,7 @@ def question_kind(question: str) -> str:
 
 
 def count_by_row(rows: Sequence[str], right: Sequence[bool]) -> dict[str, Counts]:
-    """Right answers of each row: numbers of objects or characters in order, any other rows by size."""
+    """Right answers of each row: numbers of objects in order, any other rows by size."""
     hits, totals = Counter(row for row, is_right in zip(rows, right) if is_right), Counter(rows)
     numbered = set(totals) <= set(OBJECT_ROWS)
     ordered = sorted(totals, key=OBJECT_ROWS.index if numbered else lambda row: -totals[row])

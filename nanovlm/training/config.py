@@ -56,7 +56,7 @@ class TrainConfig:
     decay: float = setting(0.4, "wsd: share of all steps, at the end, over which the learning rate falls to 0")
     optimizer: str = setting(
         "adamw",
-        "adamw, or muon, which learns from scratch in fewer steps, for the matrices of linear layers",
+        "adamw, or muon for the matrices of linear layers, for training from scratch or a model trained by it",
         choices=("adamw", "muon"),
     )
     weight_decay: float = setting(0.1, "weight decay, applied to matrices only")

@@ -1,6 +1,6 @@
 """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): momentum with orthogonalized matrices.
 
-A model that is trained from scratch needs a fraction of AdamW's steps.
+It is for models that are trained from scratch, and for fine-tuning models that it trained.
 """
 
 from collections.abc import Callable
