@@ -1,7 +1,8 @@
 """What is computed between large products, in PyTorch; `models.inference.compiled_ops` is the same in C.
 
 Most operations end in codes and scales for the next int8 product, see `models.inference.int8_activations`, or start
-from a product whose rows are not multiplied by their scales yet. Tensors are contiguous and float32, unless stated otherwise.
+from a product whose rows must first be multiplied by their scales. Tensors are contiguous and float32 where nothing
+else is stated.
 """
 
 import torch
