@@ -61,7 +61,7 @@ def _shape(block: Block) -> str:
 
 def _environment() -> dict[str, str]:
     """What compiled code depends on besides the block's shape, with names for messages."""
-    paths = decode_step.__file__, language_model.__file__, compiled_ops.SOURCE  # the last is compiled first
+    paths = decode_step.__file__, language_model.__file__, *compiled_ops.SOURCES  # these are compiled first
     sources = [Path(str(path)).read_text("utf-8") for path in paths]
     return {
         "torch": torch.__version__,

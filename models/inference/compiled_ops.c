@@ -1,4 +1,4 @@
-// What `models.inference.elementwise_ops` computes between products, each in one pass over the rows: see there.
+// What `models.inference.eager_ops` computes between products, each in one pass over the rows: see there.
 // `half` inputs and outputs are bfloat16, else float32. A code is 128 + round(x / scale).
 #include <math.h>
 #include <stdint.h>

@@ -1,7 +1,7 @@
-"""`models.inference.elementwise_ops` in C: each operation is one pass over its rows instead of up to fifteen.
+"""`models.inference.eager_ops` in C: attention, and operations in one pass over their rows instead of up to fifteen.
 
 A prefill of few tokens spends as much time on starting PyTorch's operations as on its products. `nanovlm compile` and
-InferenceModel(compile=True) build the library `compiled_ops.c` with the system's C compiler, which takes a second, and
+InferenceModel(compile=True) build a library with the system's C compiler, which takes two seconds, and
 keep it in the cache beside the compiled blocks. Without it the operations are PyTorch's.
 """
 
@@ -20,11 +20,12 @@ from models.checkpoint import atomic_write
 from models.errors import CompileError
 from models.inference.compile_cache import cache_folder, digest
 from models.inference.cpu_kernels import cpu_info
-from models.inference.elementwise_ops import Codes, ElementwiseOps, Rows
+from models.inference.eager_ops import Codes, EagerOps, Rows
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCES = [Path(__file__).with_suffix(".c"), Path(__file__).with_name("compiled_attention.c")]
+MAX_KEYS = 4096  # of compiled attention: the scores of a block of queries leave the processor's cache beyond
 FLAGS = [
     "-O3", "-march=native", "-mprefer-vector-width=512", "-ffast-math", "-fopenmp", "-shared", "-fPIC",
     "-Wl,--as-needed",
@@ -32,6 +33,8 @@ FLAGS = [
 ]  # fmt: skip
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 SIGNATURES = {  # the result, then the arguments
+    "has_tiles": (INT,),
+    "attention": (None, *[POINTER] * 4, *[LONG * 3] * 3, INT, INT, *[LONG] * 6, INT),
     "quantize_rows": (None, POINTER, INT, FLOAT, POINTER, POINTER, LONG, LONG, INT),
     "quantize_tensor": (FLOAT, POINTER, INT, POINTER, LONG, LONG, INT),
     "add_rms_norm": (None, *[POINTER] * 4, FLOAT, *[POINTER] * 3, LONG, LONG, INT),
@@ -52,7 +55,7 @@ def can_compile_ops() -> bool:
 
 def library_path() -> Path:
     """The path of the library for this source, processor and PyTorch, whose OpenMP it shares."""
-    made_of = SOURCE.read_text("utf-8"), FLAGS, cpu_info("flags"), torch.__version__
+    made_of = [source.read_text("utf-8") for source in SOURCES], FLAGS, cpu_info("flags"), torch.__version__
     return cache_folder() / f"ops-{digest(made_of)}.so"
 
 
@@ -67,23 +70,23 @@ def compile_ops() -> Path:
     openmp = [str(library) for library in Path(torch.__file__).with_name("lib").glob("libgomp*.so*")]
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as new:
-        command = [*compiler.split(), *FLAGS, "-o", str(new), str(SOURCE), *openmp, "-lm"]
+        command = [*compiler.split(), *FLAGS, "-o", str(new), *map(str, SOURCES), *openmp, "-lm"]
         result = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if result.returncode:
-            raise CompileError(f"{compiler} cannot compile {SOURCE.name}: {result.stderr.strip()[:500]}")
+            raise CompileError(f"{compiler} cannot compile {SOURCES[0].parent}: {result.stderr.strip()[:500]}")
     return path
 
 
-def load_ops(compile: bool | None = None) -> ElementwiseOps:
+def load_ops(compile: bool | None = None) -> EagerOps:
     """The operations: compiled now if need be and compile is True, PyTorch's if it is False; None: if in the cache."""
     if compile is False or not can_compile_ops():
-        return ElementwiseOps()
+        return EagerOps()
     path = compile_ops() if compile else library_path()
     try:
-        return CompiledOps(path) if path.exists() else ElementwiseOps()
+        return CompiledOps(path) if path.exists() else EagerOps()
     except (OSError, AttributeError) as error:  # damaged, or of another system
         logger.warning("%s is not a usable library (%s); int8 goes without it: delete it", path, error)
-        return ElementwiseOps()
+        return EagerOps()
 
 
 @cache
@@ -95,12 +98,23 @@ def _load(path: Path) -> ctypes.CDLL:
     return library
 
 
-class CompiledOps(ElementwiseOps):
+class CompiledOps(EagerOps):
     def __init__(self, path: Path):
         self._library = _load(path)
+        self._attention_dtypes = {torch.float32} | ({torch.bfloat16} if self._library.has_tiles() else set())
 
     def __reduce__(self) -> tuple:
         return load_ops, ()
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        (B, H, T, D), (_, H_kv, S, _) = q.shape, k.shape
+        if mask is not None or T == 1 or D % 2 or S > MAX_KEYS or q.dtype not in self._attention_dtypes:
+            return super().attention(q, k, v, mask, causal)
+        out, half = q.new_empty(B, T, H * D), q.dtype == torch.bfloat16
+        strides = [(LONG * 3)(*x.stride()[:3]) for x in (q, k, v)]
+        places, sizes = [x.data_ptr() for x in (q, k, v, out)], (B, H, H_kv, T, S, D)
+        self._library.attention(*places, *strides, half, causal, *sizes, torch.get_num_threads())
+        return out
 
     def quantize_rows(self, x: Tensor, lowest: float | None = None) -> Rows:
         codes, scale = _rows_like(x)

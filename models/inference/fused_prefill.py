@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from models.attention import attention, needs_grad_or_graph
+from models.attention import needs_grad_or_graph
 from models.cache import KVCache
 from models.inference.cpu_kernels import (
     OneDNNLinear,
@@ -20,7 +20,7 @@ from models.inference.cpu_kernels import (
     onednn_linear_add,
     onednn_swiglu,
 )
-from models.inference.elementwise_ops import ElementwiseOps
+from models.inference.eager_ops import EagerOps
 from models.inference.live_weights import adjacent
 from models.language_model import MLP, Attention, Block, LanguageModel, RMSNorm
 
@@ -33,7 +33,7 @@ class FusedBlock(Block):
     Its output (B, T, C) is a view of a tensor (C, B, T), which the next fused block reads without a copy.
     """
 
-    def __init__(self, block: Block, ops: ElementwiseOps):
+    def __init__(self, block: Block, ops: EagerOps):
         nn.Module.__init__(self)  # Block's would make new weights
         self.ops = ops
         self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
@@ -71,7 +71,7 @@ class FusedBlock(Block):
             columns = columns.view(C, B, -1)[..., -1].contiguous()
             mask = None if mask is None else mask[..., -1:, :]
         causal = mask is None and T > 1  # correct without a past only; with one, several tokens come with a mask
-        y = attention(q, kv.key, kv.value, mask, causal).transpose(1, 2).reshape(B * T, -1)
+        y = self.ops.attention(q, kv.key, kv.value, mask, causal).view(B * T, -1)
         columns = onednn_linear_add(attn.out_proj.weight, y, None, columns)
 
         normalized = self._rms_norm(columns, self.norm2)
@@ -83,7 +83,7 @@ class FusedBlock(Block):
         return self.ops.rms_norm_columns(x, norm.weight, norm.eps)
 
 
-def fuse_decoder(decoder: LanguageModel, ops: ElementwiseOps) -> None:
+def fuse_decoder(decoder: LanguageModel, ops: EagerOps) -> None:
     """Replace the blocks of a decoder that can be fused; for CPUs and for inference only. Nothing without oneDNN."""
     blocks = cast(nn.ModuleList, decoder.blocks)
     for i, block in enumerate(decoder.blocks):

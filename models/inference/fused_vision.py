@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import attention
 from models.inference.cpu_kernels import (
     OneDNNLinear,
     has_onednn_linear,
@@ -19,11 +18,13 @@ from models.inference.cpu_kernels import (
     onednn_linear_gelu,
     onednn_pays_off,
 )
+from models.inference.eager_ops import EagerOps
 from models.modality_projector import ModalityProjector, pixel_shuffle
 from models.vision_transformer import Block, PatchEmbedding, VisionTransformer
 
 DTYPES = (torch.float32, torch.bfloat16)
 MIN_FUSED_PATCHES = 16  # fewer gain nothing
+MAX_ROWS_OF_TWO = 512  # of a product in bfloat16 on two threads: of 1,024 rows oneDNN gives all to one of them
 MAX_CHUNK_PATCHES = 1024  # of one pass through the encoder; tensors of more patches leave the processor's cache
 
 
@@ -33,9 +34,9 @@ class FusedBlock(nn.Module):
     It shares the block's modules.
     """
 
-    def __init__(self, block: Block):
+    def __init__(self, block: Block, ops: EagerOps):
         super().__init__()
-        self.block = block
+        self.block, self.ops = block, ops
 
     def forward(self, x: Tensor) -> Tensor:
         """x (N, T, C) to (N, T, C)."""
@@ -44,10 +45,14 @@ class FusedBlock(nn.Module):
             return block(x)
         N, T, C = x.shape
         qkv, out, fc1, fc2 = linears(block)
-        heads = _linear(block.ln1(x), qkv).view(N, T, 3, block.attn.n_heads, -1).permute(2, 0, 3, 1, 4)
-        q, k, v = heads.contiguous() if x.dtype == torch.float32 else heads  # rows far apart slow attention down
-        x = _linear_add(attention(q, k, v).transpose(1, 2).reshape(N, T, C), out, x)
-        return _linear_add(onednn_linear_gelu(block.ln2(x), fc1.weight, fc1.bias), fc2, x)
+        q, k, v = _linear(block.ln1(x), qkv).view(N, T, 3, block.attn.n_heads, -1).permute(2, 0, 3, 1, 4)
+        y, parts = self.ops.attention(q, k, v), []
+        n_rows = MAX_ROWS_OF_TWO if torch.get_num_threads() == 2 else N * T
+        for x_part, y_part in zip(x.view(N * T, C).split(n_rows), y.view(N * T, C).split(n_rows)):
+            x_part = _linear_add(y_part, out, x_part)
+            hidden = onednn_linear_gelu(block.ln2(x_part), fc1.weight, fc1.bias)
+            parts.append(_linear_add(hidden, fc2, x_part))
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(N, T, C)
 
 
 def linears(block: Block) -> tuple[nn.Linear, ...]:
@@ -118,7 +123,7 @@ class ChunkedVisionTransformer(nn.Module):
         return torch.cat([self.encoder(chunk) for chunk in chunks]) if len(chunks) > 1 else self.encoder(images)
 
 
-def fuse_vision(encoder: VisionTransformer) -> ChunkedVisionTransformer:
+def fuse_vision(encoder: VisionTransformer, ops: EagerOps) -> ChunkedVisionTransformer:
     """The encoder with fused modules, which replace its own, in chunks; for CPUs and for inference only."""
     embedding = encoder.patch_embedding
     if type(embedding) is PatchEmbedding and type(embedding.conv) is nn.Conv2d and has_onednn_linear():
@@ -127,7 +132,7 @@ def fuse_vision(encoder: VisionTransformer) -> ChunkedVisionTransformer:
     for i, block in enumerate(encoder.blocks):
         plain = type(block) is Block and all(type(linear) in (nn.Linear, OneDNNLinear) for linear in linears(block))
         if plain and block.mlp.fc1.weight.dtype in DTYPES and has_onednn_linear():
-            blocks[i] = FusedBlock(block)
+            blocks[i] = FusedBlock(block, ops)
     return ChunkedVisionTransformer(encoder)
 
 

@@ -240,7 +240,7 @@ def _build(model: VisionLanguageModel, quantize: str | None, compile: bool | Non
         if onednn_pays_off():
             replace_linears(network)
         if not isinstance(network.vision_encoder, Int8VisionTransformer):
-            network.vision_encoder = cast(VisionTransformer, fuse_vision(network.vision_encoder))
+            network.vision_encoder = cast(VisionTransformer, fuse_vision(network.vision_encoder, ops))
         network.MP = cast(ModalityProjector, fuse_projector(network.MP))
         fuse_decoder(network.decoder, ops)
     return _with_step(network, compile, fingerprints)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from models import language_model, vision_transformer
-from models.attention import attention
 from models.cache import KVCache
 from models.inference.cpu_kernels import has_int8_activations
-from models.inference.elementwise_ops import ElementwiseOps
+from models.inference.eager_ops import EagerOps
 from models.inference.int8_activations import Int8Matmul
 from models.inference.quantization import Int8Linear, quantize_int8
 from models.modality_projector import ModalityProjector, pixel_shuffle
@@ -29,7 +28,7 @@ MIN_GELU = -0.17  # below the function's minimum
 CHUNK_ENTRIES = 256 * 3072  # of an MLP's activations at a time; more leave the processor's cache
 
 
-def quantize_activations(network: VisionLanguageModel, ops: ElementwiseOps) -> None:
+def quantize_activations(network: VisionLanguageModel, ops: EagerOps) -> None:
     """Replace, in place, what has a form with int8 activations; the decoder's linear layers are int8 already.
 
     Without oneDNN's products, which need AVX512-VNNI, nothing happens and a log entry says so.
@@ -67,7 +66,7 @@ def _is_decoder_block(block: nn.Module) -> bool:
 class Int8VisionTransformer(nn.Module):
     """The vision encoder, which encodes one image at a time: scales belong to rows of one image."""
 
-    def __init__(self, encoder: VisionTransformer, ops: ElementwiseOps):
+    def __init__(self, encoder: VisionTransformer, ops: EagerOps):
         super().__init__()
         self.patch_embedding, self.layer_norm = encoder.patch_embedding, _in_float32(encoder.layer_norm)
         self.blocks = nn.ModuleList(Int8VisionBlock(block, ops) for block in encoder.blocks)
@@ -86,7 +85,7 @@ class Int8VisionTransformer(nn.Module):
 class Int8VisionBlock(nn.Module):
     """A block of the encoder that works on a few rows at a time, except for attention."""
 
-    def __init__(self, block: vision_transformer.Block, ops: ElementwiseOps):
+    def __init__(self, block: vision_transformer.Block, ops: EagerOps):
         super().__init__()
         self.ops = ops
         linears = block.attn.qkv_proj, block.attn.out_proj, block.mlp.fc1, block.mlp.fc2
@@ -101,7 +100,7 @@ class Int8VisionBlock(nn.Module):
         parts = x.tensor_split(n_parts)
         qkv = torch.cat([self.qkv_proj(*self.ops.layer_norm(part, self.ln1), dtype) for part in parts])
         q, k, v = qkv.view(1, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
-        y = attention(q, k, v).transpose(1, 2).reshape(T, C)
+        y = self.ops.attention(q, k, v).view(T, C)
         for part, y_part in zip(parts, y.tensor_split(n_parts)):
             y_part = self.out_proj(*self.ops.quantize_tensor(y_part))
             hidden = self.fc1(*self.ops.add_layer_norm(part, y_part, self.ln2), gelu=True)
@@ -110,7 +109,7 @@ class Int8VisionBlock(nn.Module):
 
 
 class Int8ModalityProjector(nn.Module):
-    def __init__(self, projector: ModalityProjector, dtype: torch.dtype, ops: ElementwiseOps):
+    def __init__(self, projector: ModalityProjector, dtype: torch.dtype, ops: EagerOps):
         super().__init__()
         self.factor, self.dtype, self.ops = projector.factor, dtype, ops
         self.proj = Int8Matmul(cast(Int8Linear, projector.proj))
@@ -129,7 +128,7 @@ class Int8Block(language_model.Block):
     the residual stream is float32 up to the last block, which returns the dtype of the norms.
     """
 
-    def __init__(self, block: language_model.Block, ops: ElementwiseOps, is_last: bool = True):
+    def __init__(self, block: language_model.Block, ops: EagerOps, is_last: bool = True):
         nn.Module.__init__(self)
         self.ops, self.dtype, self.is_last = ops, block.norm1.weight.dtype, is_last
         self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
@@ -160,8 +159,8 @@ class Int8Block(language_model.Block):
         q, kv = self._qkv(x.view(B, T, C), cos, sin, block_kv_cache)
         n_out = 1 if last_only else T
         mask = None if mask is None else mask[..., -n_out:, :]
-        y = attention(q[:, :, -n_out:], kv.key, kv.value, mask, causal=mask is None and n_out > 1)
-        codes, scale = self.ops.quantize_rows(y.transpose(1, 2).reshape(B * n_out, -1).contiguous())
+        y = self.ops.attention(q[:, :, -n_out:], kv.key, kv.value, mask, causal=mask is None and n_out > 1)
+        codes, scale = self.ops.quantize_rows(y.view(B * n_out, -1))
         rows = x.view(B, T, C)[:, -n_out:].reshape(-1, C).contiguous()
         y = self.out.unscaled(codes)
         rows, quantized = self.ops.add_rms_norm(rows, y, scale, self.norm_weights[1], self.norm2.eps)
@@ -183,7 +182,7 @@ class Int8Block(language_model.Block):
 class Int8Head(Int8Linear):
     """The given layer, which reads the whole vocabulary's weights for one token: bound by memory bandwidth."""
 
-    def __init__(self, head: Int8Linear, ops: ElementwiseOps):
+    def __init__(self, head: Int8Linear, ops: EagerOps):
         nn.Module.__init__(self)
         self.weight, self.scale, self.bias, self.ops = head.weight, head.scale, head.bias, ops
 

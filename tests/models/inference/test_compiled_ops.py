@@ -12,7 +12,7 @@ from models.errors import CompileError
 from models.inference import compiled_ops
 from models.inference.compiled_ops import CompiledOps, can_compile_ops, compile_ops, library_path, load_ops
 from models.inference.cpu_kernels import has_int8_activations
-from models.inference.elementwise_ops import ElementwiseOps
+from models.inference.eager_ops import EagerOps
 from models.inference.inference_model import InferenceModel
 
 LARGER = {"vit_img_size": 32, "mp_image_token_length": 16, "lm_max_position_embeddings": 256}  # 64 patches an image
@@ -69,19 +69,19 @@ def check_same(got, wanted):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantization(compiled, size, dtype):
     x = rows(size).to(dtype)
-    check_same(compiled.quantize_rows(x), ElementwiseOps().quantize_rows(x.clone()))
+    check_same(compiled.quantize_rows(x), EagerOps().quantize_rows(x.clone()))
     positive = x.abs() - 0.1
-    check_same(compiled.quantize_rows(positive, -0.17), ElementwiseOps().quantize_rows(positive.clone(), -0.17))
-    check_same(compiled.quantize_tensor(x), ElementwiseOps().quantize_tensor(x.clone()))
+    check_same(compiled.quantize_rows(positive, -0.17), EagerOps().quantize_rows(positive.clone(), -0.17))
+    check_same(compiled.quantize_tensor(x), EagerOps().quantize_tensor(x.clone()))
 
 
 @SIZES
 def test_rms_norm_after_a_scaled_sum(compiled, size):
     x, y, scale, weight = rows(size), rows(size, 1), torch.rand(size[0], 1), torch.randn(size[1])
     before = x.clone()
-    check_same(compiled.rms_norm(x, weight, 1e-5), ElementwiseOps().rms_norm(x, weight, 1e-5))
+    check_same(compiled.rms_norm(x, weight, 1e-5), EagerOps().rms_norm(x, weight, 1e-5))
     total, got = compiled.add_rms_norm(x, y, scale, weight, 1e-5)
-    wanted_total, wanted = ElementwiseOps().add_rms_norm(x, y, scale, weight, 1e-5)
+    wanted_total, wanted = EagerOps().add_rms_norm(x, y, scale, weight, 1e-5)
     torch.testing.assert_close(total, wanted_total, **CLOSE)
     check_same(got, wanted)
     assert torch.equal(x, before)
@@ -94,9 +94,9 @@ def test_layer_norm_after_a_sum(compiled, size):
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
     x, y = rows(size), rows(size, 1)
-    check_same(compiled.layer_norm(x, norm), ElementwiseOps().layer_norm(x, norm))
+    check_same(compiled.layer_norm(x, norm), EagerOps().layer_norm(x, norm))
     got, wanted = x.clone(), x.clone()
-    check_same(compiled.add_layer_norm(got, y, norm), ElementwiseOps().add_layer_norm(wanted, y, norm))
+    check_same(compiled.add_layer_norm(got, y, norm), EagerOps().add_layer_norm(wanted, y, norm))
     torch.testing.assert_close(got, wanted, **CLOSE)
 
 
@@ -106,7 +106,7 @@ def test_scaled_rows_are_added_in_place(compiled, size, bias):
     x, y, scale, offset = rows(size), rows(size, 1), torch.rand(size[0], 1), torch.randn(size[1]) if bias else None
     got, wanted = x.clone(), x.clone()
     compiled.add_rows(got, y, scale, offset)
-    ElementwiseOps().add_rows(wanted, y, scale, offset)
+    EagerOps().add_rows(wanted, y, scale, offset)
     torch.testing.assert_close(got, wanted, **CLOSE)
 
 
@@ -114,7 +114,7 @@ def test_scaled_rows_are_added_in_place(compiled, size, bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_swiglu(compiled, size, dtype):
     gate_up, scale = rows((size[0], 2 * size[1])).to(dtype), torch.rand(size[0], 1)
-    check_same(compiled.swiglu(gate_up, scale), ElementwiseOps().swiglu(gate_up, scale))
+    check_same(compiled.swiglu(gate_up, scale), EagerOps().swiglu(gate_up, scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -124,7 +124,7 @@ def test_rope(compiled, dtype, n_heads, n_angles):
     heads, scale = torch.randn(15, (n_heads[0] + 2 * n_heads[1]) * 8), torch.rand(15, 1)
     cos, sin = torch.randn(2, n_angles, 8)  # not of angles: a channel has its own
     got = compiled.rope(heads, scale, cos, sin, n_heads, dtype)
-    for part, wanted in zip(got, ElementwiseOps().rope(heads.clone(), scale, cos, sin, n_heads, dtype)):
+    for part, wanted in zip(got, EagerOps().rope(heads.clone(), scale, cos, sin, n_heads, dtype)):
         assert part.dtype == dtype
         torch.testing.assert_close(part, wanted)
 
@@ -135,7 +135,7 @@ def test_int8_gemv(compiled, size, dtype):
     weight, scale, x = torch.randint(-127, 128, size, dtype=torch.int8), torch.rand(size[0]), torch.randn(1, size[1])
     scale, x = scale.to(dtype), x.to(dtype)
     wanted = (x.double() @ weight.double().t() * scale.double()).to(dtype)
-    for ops in (compiled, ElementwiseOps()):
+    for ops in (compiled, EagerOps()):
         torch.testing.assert_close(ops.int8_gemv(x, weight, scale), wanted, rtol=0.01, atol=0.05 * size[1] ** 0.5)
 
 
@@ -143,7 +143,7 @@ def test_int8_gemv(compiled, size, dtype):
 @pytest.mark.parametrize("size", [(8, 1), (40, 7), (96, 130)])
 def test_rms_norm_of_columns(compiled, dtype, size):
     x, weight = rows(size[::-1]).t().contiguous().to(dtype), torch.randn(size[0]).to(dtype)
-    got, wanted = (ops.rms_norm_columns(x, weight, 1e-5) for ops in (compiled, ElementwiseOps()))
+    got, wanted = (ops.rms_norm_columns(x, weight, 1e-5) for ops in (compiled, EagerOps()))
     assert got.dtype == dtype
     torch.testing.assert_close(got, wanted)
 
@@ -155,7 +155,7 @@ def test_rope_of_columns(compiled, dtype, n_heads, per_sequence):
     heads = torch.randn((n_heads[0] + 2 * n_heads[1]) * 8, 2 * 17).to(dtype)
     cos, sin = torch.randn(2, 2, 1, 17, 8) if per_sequence else torch.randn(2, 17, 8)
     before = heads.clone()
-    got, wanted = (ops.rope_columns(heads, cos, sin, n_heads, 2) for ops in (compiled, ElementwiseOps()))
+    got, wanted = (ops.rope_columns(heads, cos, sin, n_heads, 2) for ops in (compiled, EagerOps()))
     for part, exact in zip(got, wanted):
         assert part.dtype == dtype and part.shape == exact.shape
         torch.testing.assert_close(part, exact)
@@ -187,7 +187,7 @@ def test_a_network_uses_what_is_in_the_cache(in_cache, tiny_model, dtype):
     model = tiny_model(**LARGER).to(dtype)
     eager = InferenceModel(model, quantize="int8", compile=False)
     compiled = InferenceModel(model, quantize="int8")
-    assert [type(each.network.decoder.blocks[0].ops) for each in (eager, compiled)] == [ElementwiseOps, CompiledOps]
+    assert [type(each.network.decoder.blocks[0].ops) for each in (eager, compiled)] == [EagerOps, CompiledOps]
     assert type(compiled.network.vision_encoder.blocks[0].ops) is type(compiled.network.MP.ops) is CompiledOps
     images = IMAGES.to(dtype)
     wanted = eager.encode_images(images).float()
@@ -216,7 +216,7 @@ def test_copies_find_the_library_or_do_without(in_cache, monkeypatch, tmp_path, 
     ops = load_ops()
     assert type(duplicate(ops)) is CompiledOps
     monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path))
-    assert type(duplicate(ops)) is ElementwiseOps
+    assert type(duplicate(ops)) is EagerOps
 
 
 def test_the_process_keeps_denormal_numbers(compiled):
@@ -234,5 +234,5 @@ def test_without_a_compiler_or_a_sound_library(monkeypatch, tmp_path, caplog):
     with pytest.raises(CompileError, match="needs a C compiler: install gcc, or leave compile away"):
         load_ops(compile=True)
     library_path().write_bytes(b"not a library")
-    assert type(load_ops()) is ElementwiseOps
+    assert type(load_ops()) is EagerOps
     assert "is not a usable library" in caplog.text

@@ -5,7 +5,7 @@ import torch
 
 from models.cache import KVCache
 from models.inference.cpu_kernels import has_onednn_linear
-from models.inference.elementwise_ops import ElementwiseOps
+from models.inference.eager_ops import EagerOps
 from models.inference.fused_prefill import FusedBlock, fuse_decoder
 from models.inference.inference_model import InferenceModel
 from models.inference.live_weights import share_modules
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not has_onednn_linear(), reason="this torch has 
 
 def fused(model):
     network = share_modules(model)
-    fuse_decoder(network.decoder, ElementwiseOps())
+    fuse_decoder(network.decoder, EagerOps())
     return network
 
 
@@ -73,7 +73,7 @@ def test_bfloat16_is_as_close_to_float32_as_the_plain_blocks(tiny_model):
 @torch.inference_mode()
 def test_a_fused_block_reads_live_weights_and_the_last_token_alone(tiny_model):
     block = tiny_model().decoder.blocks[0]
-    one, x = FusedBlock(block, ElementwiseOps()), torch.randn(2, 5, WIDTH)
+    one, x = FusedBlock(block, EagerOps()), torch.randn(2, 5, WIDTH)
     cos, sin = rope_cos_sin(torch.arange(3, 8), tiny_model().cfg)
     head_dim, n_kv_heads = block.attn.head_dim, block.attn.n_kv_heads
     past = [torch.randn(2, n_kv_heads, 3, head_dim) for _ in range(2)]

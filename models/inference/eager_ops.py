@@ -1,4 +1,4 @@
-"""What is computed between large products, in PyTorch; `models.inference.compiled_ops` is the same in C.
+"""What is computed between the products with weights, in PyTorch; `models.inference.compiled_ops` is the same in C.
 
 Most operations end in codes and scales for the next int8 product, see `models.inference.int8_activations`, or start
 from a product whose rows must first be multiplied by their scales. Tensors are contiguous and float32 where nothing
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.attention import attention
 from models.inference import int8_activations
 from models.inference.quantization import int8_matmul
 
@@ -16,7 +17,13 @@ Rows = tuple[Tensor, Tensor]  # codes (M, K) uint8 and a scale for each row (M, 
 Codes = tuple[Tensor, float]  # codes (M, K) uint8 and one scale
 
 
-class ElementwiseOps:
+class EagerOps:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """`models.attention.attention` of the same arguments, with a token's heads in a row: (B, T, H * D)."""
+        if q.dtype == torch.float32 and q.stride(2) > q.size(1) * q.size(3):  # rows far apart slow attention down
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        return attention(q, k, v, mask, causal).transpose(1, 2).flatten(2)
+
     def quantize_rows(self, x: Tensor, lowest: float | None = None) -> Rows:
         """Codes of x (M, K) float32 or bfloat16, which may be overwritten; no entry falls below lowest, if given."""
         return int8_activations.quantize_rows(x.float(), lowest)

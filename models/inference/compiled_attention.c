@@ -1,0 +1,207 @@
+// Scaled dot-product attention (Vaswani et al. 2017). A block of queries meets all of its keys at once, and its scores
+// stay in the processor's cache. bfloat16 is multiplied in tiles (AMX), float32 in vectors; scores, softmax and sums
+// are float32. Right factors lie in panels of PANEL columns: (depth, PANEL), in bfloat16 (depth / 2, PANEL, 2).
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define PANEL 32
+#define VECTOR_ROWS 12  // of a block of queries in float32: its 24 sums fit the registers
+#define TILE_ROWS 32  // in bfloat16: its 4 sums of 16 rows and 16 columns fit the tiles
+#define REQUEST_PERMISSION 0x1023  // of arch_prctl
+#define TILE_DATA 18
+
+typedef float vector __attribute__((vector_size(64), aligned(4)));
+
+static inline long padded(long n) { return (n + PANEL - 1) / PANEL * PANEL; }
+
+// out (VECTOR_ROWS, PANEL) = left (VECTOR_ROWS, depth) times a panel
+static void multiply_vectors(const float *left, long left_stride, const float *panel, long depth, float *out,
+                             long out_stride) {
+    vector sums[VECTOR_ROWS][2] = {0};
+    for (long i = 0; i < depth; i++) {
+        vector first = *(const vector *)(panel + i * PANEL), second = *(const vector *)(panel + i * PANEL + 16);
+        #pragma GCC unroll 12
+        for (int r = 0; r < VECTOR_ROWS; r++) {
+            sums[r][0] += left[r * left_stride + i] * first;
+            sums[r][1] += left[r * left_stride + i] * second;
+        }
+    }
+    #pragma GCC unroll 12
+    for (int r = 0; r < VECTOR_ROWS; r++) {
+        *(vector *)(out + r * out_stride) = sums[r][0];
+        *(vector *)(out + r * out_stride + 16) = sums[r][1];
+    }
+}
+
+#ifdef __AMX_BF16__
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];  // of a row of each tile
+    uint8_t rows[16];
+} tile_config;
+
+static const tile_config TILES = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+                                  .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
+
+// out (TILE_ROWS, PANEL) = left (TILE_ROWS, depth) times a panel; depth is a multiple of 32
+static void multiply_tiles(const uint16_t *left, long left_stride, const uint16_t *panel, long depth, float *out,
+                           long out_stride) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long i = 0; i < depth; i += 32) {
+        _tile_loadd(4, left + i, left_stride * 2);
+        _tile_loadd(5, left + 16 * left_stride + i, left_stride * 2);
+        _tile_loadd(6, panel + i * PANEL, PANEL * 4);
+        _tile_loadd(7, panel + i * PANEL + 32, PANEL * 4);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, out, out_stride * 4);
+    _tile_stored(1, out + 16, out_stride * 4);
+    _tile_stored(2, out + 16 * out_stride, out_stride * 4);
+    _tile_stored(3, out + 16 * out_stride + 16, out_stride * 4);
+}
+
+static inline __m256i to_half(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+
+int has_tiles(void) { return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0; }
+#else  // nobody asks for bfloat16 where has_tiles is false
+typedef char tile_config;
+static const tile_config TILES;
+#define _tile_storeconfig(config)
+#define _tile_loadconfig(config)
+static void multiply_tiles(const uint16_t *left, long left_stride, const uint16_t *panel, long depth, float *out,
+                           long out_stride) {}
+
+static inline __m256i to_half(__m512 x) { return _mm256_setzero_si256(); }
+
+int has_tiles(void) { return 0; }
+#endif
+
+// out (rows, n) = left (rows, depth) times panels that are panel_depth deep
+static void multiply(const void *left, long left_stride, const void *panels, long panel_depth, long depth, float *out,
+                     long out_stride, long n, int half) {
+    for (long j = 0; j < n; j += PANEL, out += PANEL)
+        if (half) multiply_tiles(left, left_stride, (uint16_t *)panels + j * panel_depth, padded(depth), out, out_stride);
+        else multiply_vectors(left, left_stride, (float *)panels + j * panel_depth, depth, out, out_stride);
+}
+
+// Keys (n, units) as columns of panels; a unit of 4 bytes is one float32 or two bfloat16.
+static void pack_keys(const uint32_t *k, long stride, uint32_t *panels, long n, long units, long padded_units) {
+    memset(panels, 0, padded(n) * padded_units * 4);
+    for (long key = 0; key < n; key++)
+        for (long i = 0; i < units; i++)
+            panels[(key / PANEL * padded_units + i) * PANEL + key % PANEL] = k[key * stride + i];
+}
+
+// Values (n, dim) as rows of panels
+static void pack_values(const void *v, long stride, void *panels, int half, long n, long dim) {
+    memset(panels, 0, padded(n) * padded(dim) * (half ? 2 : 4));
+    for (long j = 0; j < dim; j += PANEL) {
+        long width = dim - j < PANEL ? dim - j : PANEL;
+        for (long key = 0; key < n; key += half ? 2 : 1) {
+            uint32_t *out = (uint32_t *)panels + (j * padded(n) + key * PANEL) / (half ? 2 : 1);
+            const uint16_t *first = (const uint16_t *)v + key * stride + j, *second = first + stride;
+            if (!half) memcpy(out, (const float *)v + key * stride + j, width * 4);
+            else if (key + 1 < n) for (long i = 0; i < width; i++) out[i] = first[i] | (uint32_t)second[i] << 16;
+            else for (long i = 0; i < width; i++) out[i] = first[i];
+        }
+    }
+}
+
+// 2^x with a relative error of 8e-8: a polynomial of the part after the point
+static inline __m512 exp2_vector(__m512 x) {
+    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT), part = x - whole;
+    __m512 y = part * 1.326697e-3f + 9.675460e-3f;
+    y = y * part + 5.5507426e-2f;
+    y = y * part + 2.4022122e-1f;
+    y = y * part + 6.9314695e-1f;
+    y = y * part + 1.0000001f;
+    return _mm512_scalef_ps(y, whole);
+}
+
+// weights = 2^(scale * (score - largest)) of n scores, then zeros up to `padded`; their sum is returned.
+static inline float softmax_row(const float *scores, void *weights, int half, float scale, long n, long padded) {
+    __m512 largest = _mm512_set1_ps(scores[0]), sum = _mm512_setzero_ps();
+    for (long i = 0; i < n; i += 16) {
+        __mmask16 visible = n - i < 16 ? (1 << (n - i)) - 1 : 0xffff;
+        largest = _mm512_mask_max_ps(largest, visible, largest, _mm512_loadu_ps(scores + i));
+    }
+    __m512 offset = _mm512_set1_ps(-scale * _mm512_reduce_max_ps(largest));
+    for (long i = 0; i < padded; i += 16) {
+        __mmask16 visible = n - i >= 16 ? 0xffff : n > i ? (1 << (n - i)) - 1 : 0;
+        __m512 y = _mm512_maskz_mov_ps(visible, exp2_vector(_mm512_loadu_ps(scores + i) * scale + offset));
+        sum += y;
+        if (half) _mm256_storeu_si256((__m256i *)((uint16_t *)weights + i), to_half(y));
+        else _mm512_storeu_ps((float *)weights + i, y);
+    }
+    return _mm512_reduce_add_ps(sum);
+}
+
+static inline void write_row(const float *sums, float total, void *out, int half, long n) {
+    for (long i = 0; i < n; i += 16) {
+        __mmask16 visible = n - i < 16 ? (1 << (n - i)) - 1 : 0xffff;
+        __m512 y = _mm512_loadu_ps(sums + i) / total;
+        if (half) _mm512_mask_cvtepi32_storeu_epi16((uint16_t *)out + i, visible, _mm512_cvtepu16_epi32(to_half(y)));
+        else _mm512_mask_storeu_ps((float *)out + i, visible, y);
+    }
+}
+
+// q (B, H, T, D), k and v (B, H_kv, S, D) with strides of batch, head and row; out (B, T, H, D). With `causal` the last
+// query sees all keys, the one before all but one.
+void attention(const char *q, const char *k, const char *v, char *out, const long *q_stride, const long *k_stride,
+               const long *v_stride, int half, int causal, long B, long H, long H_kv, long T, long S, long D,
+               int threads) {
+    const long size = half ? 2 : 4, rows = half ? TILE_ROWS : VECTOR_ROWS, n_blocks = (T + rows - 1) / rows;
+    const long width = padded(D), n_parts = B * H % threads && B * H < 4 * threads && n_blocks >= 4 ? 4 : 1;
+    const long panels = padded(S) * width * size, block = rows * padded(S) * 4;
+    const float scale = 1.44269504f / sqrtf(D);  // 2^(x / ln 2) is e^x
+    #pragma omp parallel num_threads(threads)
+    {
+        tile_config outer;  // of other code that multiplies in tiles
+        if (half) {
+            _tile_storeconfig(&outer);
+            _tile_loadconfig(&TILES);
+        }
+        char *keys = aligned_alloc(64, 2 * panels + 2 * block + rows * width * 8), *values = keys + panels;
+        float *scores = (float *)(values + panels), *sums = (float *)((char *)scores + 2 * block), total[TILE_ROWS];
+        char *weights = half ? (char *)scores + block : (char *)scores, *queries = (char *)(sums + rows * width);
+        memset(queries, 0, rows * width * size);
+        #pragma omp for schedule(dynamic)
+        for (long unit = 0; unit < B * H * n_parts; unit++) {
+            long part = unit % n_parts, b = unit / n_parts / H, h = unit / n_parts % H, kv = h / (H / H_kv);
+            long start = part * n_blocks / n_parts * rows, stop = (part + 1) * n_blocks / n_parts * rows;
+            if (stop > T) stop = T;
+            long n_keys = causal ? S - T + stop : S;
+            const char *k_head = k + (b * k_stride[0] + kv * k_stride[1]) * size;
+            pack_keys((const uint32_t *)k_head, k_stride[2] * size / 4, (uint32_t *)keys, n_keys, D * size / 4, width * size / 4);
+            pack_values(v + (b * v_stride[0] + kv * v_stride[1]) * size, v_stride[2], values, half, n_keys, D);
+            for (long t = start; t < stop; t += rows) {
+                long n = stop - t < rows ? stop - t : rows, visible = causal ? S - T + t + n : S;
+                for (long r = 0; r < n; r++)
+                    memcpy(queries + r * width * size,
+                           q + (b * q_stride[0] + h * q_stride[1] + (t + r) * q_stride[2]) * size, D * size);
+                multiply(queries, width, keys, width, D, scores, padded(S), visible, half);
+                for (long r = 0; r < n; r++) {
+                    long seen = causal ? S - T + t + r + 1 : S, at = r * padded(S);
+                    if (half) total[r] = softmax_row(scores + at, weights + 2 * at, 1, scale, seen, padded(visible));
+                    else total[r] = softmax_row(scores + at, weights + 4 * at, 0, scale, seen, padded(visible));
+                }
+                multiply(weights, padded(S), values, padded(n_keys), visible, sums, width, D, half);
+                for (long r = 0; r < n; r++)
+                    write_row(sums + r * width, total[r], out + ((b * T + t + r) * H + h) * D * size, half, D);
+            }
+        }
+        free(keys);
+        if (half) _tile_loadconfig(&outer);
+    }
+}
