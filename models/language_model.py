@@ -171,17 +171,20 @@ class LanguageModel(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     @torch.no_grad()
-    def pack_projections(self, pack: Callable[[Sequence[nn.Module]], None] | None = None) -> None:
+    def pack_projections(
+        self, pack: Callable[[Sequence[nn.Module]], None] | None = None, attention_only: bool = False
+    ) -> None:
         """Store each block's q, k and v adjacent in memory, and its gate and up, so that one product can read each.
 
-        Only the place in memory changes. `InferenceModel` decodes faster with packed weights, above all in bfloat16.
-        pack, by default `pack_linears`, does it for layers of one type.
+        Only the place in memory changes. `InferenceModel` is faster with packed weights, above all in bfloat16. pack,
+        by default `pack_linears`, does it for layers of one type. attention_only leaves gate and up where they are.
         """
         for block in self.blocks:
-            for linears in (
+            qkv, gate_up = (
                 (block.attn.q_proj, block.attn.k_proj, block.attn.v_proj),
                 (block.mlp.gate_proj, block.mlp.up_proj),
-            ):
+            )
+            for linears in (qkv,) if attention_only else (qkv, gate_up):
                 if len({type(linear) for linear in linears}) == 1:  # else some have adapters
                     (pack or pack_linears)(linears)
 

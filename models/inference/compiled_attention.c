@@ -1,13 +1,10 @@
 // Scaled dot-product attention (Vaswani et al. 2017). A block of queries meets all of its keys at once, and its scores
 // stay in the processor's cache. bfloat16 is multiplied in tiles (AMX), float32 in vectors; scores, softmax and sums
 // are float32. Right factors lie in panels of PANEL columns: (depth, PANEL), in bfloat16 (depth / 2, PANEL, 2).
-#include <immintrin.h>
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "compiled_ops.h"
 
 #define PANEL 32
 #define VECTOR_ROWS 12  // of a block of queries in float32: its 24 sums fit the registers
@@ -71,8 +68,6 @@ static void multiply_tiles(const uint16_t *left, long left_stride, const uint16_
     _tile_stored(3, out + 16 * out_stride + 16, out_stride * 4);
 }
 
-static inline __m256i to_half(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
-
 int has_tiles(void) { return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0; }
 #else  // nobody asks for bfloat16 where has_tiles is false
 typedef char tile_config;
@@ -81,8 +76,6 @@ static const tile_config TILES;
 #define _tile_loadconfig(config)
 static void multiply_tiles(const uint16_t *left, long left_stride, const uint16_t *panel, long depth, float *out,
                            long out_stride) {}
-
-static inline __m256i to_half(__m512 x) { return _mm256_setzero_si256(); }
 
 int has_tiles(void) { return 0; }
 #endif
@@ -118,42 +111,24 @@ static void pack_values(const void *v, long stride, void *panels, int half, long
     }
 }
 
-// 2^x with a relative error of 8e-8: a polynomial of the part after the point
-static inline __m512 exp2_vector(__m512 x) {
-    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT), part = x - whole;
-    __m512 y = part * 1.326697e-3f + 9.675460e-3f;
-    y = y * part + 5.5507426e-2f;
-    y = y * part + 2.4022122e-1f;
-    y = y * part + 6.9314695e-1f;
-    y = y * part + 1.0000001f;
-    return _mm512_scalef_ps(y, whole);
-}
-
 // weights = 2^(scale * (score - largest)) of n scores, then zeros up to `padded`; their sum is returned.
 static inline float softmax_row(const float *scores, void *weights, int half, float scale, long n, long padded) {
     __m512 largest = _mm512_set1_ps(scores[0]), sum = _mm512_setzero_ps();
-    for (long i = 0; i < n; i += 16) {
-        __mmask16 visible = n - i < 16 ? (1 << (n - i)) - 1 : 0xffff;
-        largest = _mm512_mask_max_ps(largest, visible, largest, _mm512_loadu_ps(scores + i));
-    }
+    for (long i = 0; i < n; i += 16)
+        largest = _mm512_mask_max_ps(largest, first_of(n - i), largest, _mm512_loadu_ps(scores + i));
     __m512 offset = _mm512_set1_ps(-scale * _mm512_reduce_max_ps(largest));
     for (long i = 0; i < padded; i += 16) {
-        __mmask16 visible = n - i >= 16 ? 0xffff : n > i ? (1 << (n - i)) - 1 : 0;
-        __m512 y = _mm512_maskz_mov_ps(visible, exp2_vector(_mm512_loadu_ps(scores + i) * scale + offset));
+        __m512 y = exp2_vector(_mm512_loadu_ps(scores + i) * scale + offset);
+        if (n - i < 16) y = _mm512_maskz_mov_ps(n > i ? first_of(n - i) : 0, y);
         sum += y;
-        if (half) _mm256_storeu_si256((__m256i *)((uint16_t *)weights + i), to_half(y));
-        else _mm512_storeu_ps((float *)weights + i, y);
+        store_vector(weights, half, i, 0xffff, y);
     }
     return _mm512_reduce_add_ps(sum);
 }
 
-static inline void write_row(const float *sums, float total, void *out, int half, long n) {
-    for (long i = 0; i < n; i += 16) {
-        __mmask16 visible = n - i < 16 ? (1 << (n - i)) - 1 : 0xffff;
-        __m512 y = _mm512_loadu_ps(sums + i) / total;
-        if (half) _mm512_mask_cvtepi32_storeu_epi16((uint16_t *)out + i, visible, _mm512_cvtepu16_epi32(to_half(y)));
-        else _mm512_mask_storeu_ps((float *)out + i, visible, y);
-    }
+static inline void divide_row(const float *sums, float total, void *out, int half, long n) {
+    for (long i = 0; i < n; i += 16)
+        store_vector(out, half, i, first_of(n - i), _mm512_loadu_ps(sums + i) / total);
 }
 
 // q (B, H, T, D), k and v (B, H_kv, S, D) with strides of batch, head and row; out (B, T, H, D). With `causal` the last
@@ -198,7 +173,7 @@ void attention(const char *q, const char *k, const char *v, char *out, const lon
                 }
                 multiply(weights, padded(S), values, padded(n_keys), visible, sums, width, D, half);
                 for (long r = 0; r < n; r++)
-                    write_row(sums + r * width, total[r], out + ((b * T + t + r) * H + h) * D * size, half, D);
+                    divide_row(sums + r * width, total[r], out + ((b * T + t + r) * H + h) * D * size, half, D);
             }
         }
         free(keys);

@@ -1,8 +1,6 @@
 // What `models.inference.eager_ops` computes between products, each in one pass over the rows: see there.
 // `half` inputs and outputs are bfloat16, else float32. A code is 128 + round(x / scale).
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "compiled_ops.h"
 
 #define COLUMNS 64  // of one pass
 #define TILE 16
@@ -114,11 +112,31 @@ void add_rows(float *x, const float *y, const float *y_scale, const float *bias,
 void swiglu(const void *gate_up, int half, const float *in_scale, uint8_t *codes, float *scale, long rows, long n,
             int threads) {
     PARALLEL_ROWS {
-        float buffer[2 * n], hidden[n], s = in_scale[r];
-        const float *gate = load(gate_up, half, r * 2 * n, buffer, 2 * n), *up = gate + n;
-        for (long i = 0; i < n; i++)
-            hidden[i] = gate[i] * s / (1 + expf(fminf(-gate[i] * s, 80))) * up[i];  // larger ones would overflow
-        scale[r] = quantize_row(hidden, SMALLEST, codes + r * n, n) * s;
+        float hidden[n];
+        for (long i = 0; i < n; i += 16) {
+            __m512 gate = load_vector(gate_up, half, r * 2 * n + i, first_of(n - i)) * in_scale[r];
+            __m512 up = load_vector(gate_up, half, r * 2 * n + n + i, first_of(n - i));
+            store_vector(hidden, 0, i, first_of(n - i), gate * sigmoid_vector(gate) * up);
+        }
+        scale[r] = quantize_row(hidden, SMALLEST, codes + r * n, n) * in_scale[r];
+    }
+}
+
+// gate = silu(gate) * up
+void silu_mul(void *gate, const void *up, int half, long rows, long n, int threads) {
+    PARALLEL_ROWS for (long i = 0; i < n; i += 16) {
+        __mmask16 mask = first_of(n - i);
+        __m512 x = load_vector(gate, half, r * n + i, mask);
+        store_vector(gate, half, r * n + i, mask, x * sigmoid_vector(x) * load_vector(up, half, r * n + i, mask));
+    }
+}
+
+// x = gelu(x + bias), by the approximation with tanh: x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y)
+void add_gelu(float *x, const float *bias, long rows, long n, int threads) {
+    PARALLEL_ROWS for (long i = 0; i < n; i += 16) {
+        __mmask16 mask = first_of(n - i);
+        __m512 y = load_vector(x, 0, r * n + i, mask) + load_vector(bias, 0, i, mask);
+        store_vector(x, 0, r * n + i, mask, y * sigmoid_vector(y * (1.5957691f + 0.071354816f * y * y)));
     }
 }
 

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from models.checkpoint import atomic_write
 from models.errors import CompileError
 from models.inference.compile_cache import cache_folder, digest
-from models.inference.cpu_kernels import cpu_info
+from models.inference.cpu_kernels import cpu_info, fast_linear
 from models.inference.eager_ops import Codes, EagerOps, Rows
 
 logger = logging.getLogger(__name__)
 
-SOURCES = [Path(__file__).with_suffix(".c"), Path(__file__).with_name("compiled_attention.c")]
+SOURCES = [Path(__file__).with_name(name) for name in ("compiled_ops.h", "compiled_ops.c", "compiled_attention.c")]
 MAX_KEYS = 4096  # of compiled attention: the scores of a block of queries leave the processor's cache beyond
 FLAGS = [
     "-O3", "-march=native", "-mprefer-vector-width=512", "-ffast-math", "-fopenmp", "-shared", "-fPIC",
@@ -41,6 +41,8 @@ SIGNATURES = {  # the result, then the arguments
     "add_layer_norm": (FLOAT, *[POINTER] * 4, FLOAT, *[POINTER] * 2, LONG, LONG, INT),
     "add_rows": (None, *[POINTER] * 4, LONG, LONG, INT),
     "swiglu": (None, POINTER, INT, *[POINTER] * 3, LONG, LONG, INT),
+    "silu_mul": (None, *[POINTER] * 2, INT, LONG, LONG, INT),
+    "add_gelu": (None, *[POINTER] * 2, LONG, LONG, INT),
     "rope": (None, *[POINTER] * 7, INT, *[LONG] * 5, INT),
     "int8_gemv": (None, POINTER, INT, *[POINTER] * 3, LONG, LONG, INT),
     "rms_norm_columns": (None, *[POINTER] * 2, FLOAT, POINTER, INT, LONG, LONG, INT),
@@ -50,7 +52,7 @@ SIGNATURES = {  # the result, then the arguments
 
 def can_compile_ops() -> bool:
     """Whether this processor is of the kind that the library is written for: x86-64 with AVX512, on Linux."""
-    return "avx512f" in cpu_info("flags").split()
+    return {"avx512f", "avx512bw", "avx512vl"} <= set(cpu_info("flags").split())
 
 
 def library_path() -> Path:
@@ -70,7 +72,7 @@ def compile_ops() -> Path:
     openmp = [str(library) for library in Path(torch.__file__).with_name("lib").glob("libgomp*.so*")]
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as new:
-        command = [*compiler.split(), *FLAGS, "-o", str(new), *map(str, SOURCES), *openmp, "-lm"]
+        command = [*compiler.split(), *FLAGS, "-o", str(new), *map(str, SOURCES[1:]), *openmp, "-lm"]
         result = subprocess.run(command, capture_output=True, text=True, errors="replace")
         if result.returncode:
             raise CompileError(f"{compiler} cannot compile {SOURCES[0].parent}: {result.stderr.strip()[:500]}")
@@ -115,6 +117,17 @@ class CompiledOps(EagerOps):
         places, sizes = [x.data_ptr() for x in (q, k, v, out)], (B, H, H_kv, T, S, D)
         self._library.attention(*places, *strides, half, causal, *sizes, torch.get_num_threads())
         return out
+
+    def linear_gelu(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        if x.dtype != torch.float32 or linear.bias is None:  # in bfloat16 oneDNN's own is as fast
+            return super().linear_gelu(x, linear)
+        y = fast_linear(x, linear.weight, None)
+        self._library.add_gelu(_at(y), _at(linear.bias), *_size(y.flatten(0, -2)))
+        return y
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        self._library.silu_mul(_at(gate), _at(up), gate.dtype == torch.bfloat16, *_size(gate))
+        return gate
 
     def quantize_rows(self, x: Tensor, lowest: float | None = None) -> Rows:
         codes, scale = _rows_like(x)

@@ -52,6 +52,12 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
+def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear by the faster library: oneDNN in bfloat16 and on AMD's processors, else torch's choice, MKL."""
+    by_onednn = weight.dtype == torch.bfloat16 or onednn_pays_off()
+    return onednn_linear(x, weight, bias) if by_onednn else F.linear(x, weight, bias)
+
+
 def onednn_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear and GELU (tanh approximation) in one pass over the result.
 
@@ -69,14 +75,6 @@ def onednn_linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: 
     if not has_onednn_linear():
         return residual + F.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise.binary(x, residual, weight, bias, "add")
-
-
-def onednn_swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate @ x.t()) * (up @ x.t()) of x (n, in) and weights (out, in) in one pass over the results: (out, n)."""
-    if not has_onednn_linear():
-        return F.silu(F.linear(gate, x)) * F.linear(up, x)
-    activated = torch.ops.mkldnn._linear_pointwise(gate, x, None, "swish", [], "")
-    return torch.ops.mkldnn._linear_pointwise.binary(up, activated, x, None, "mul")
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from models.attention import attention
 from models.inference import int8_activations
+from models.inference.cpu_kernels import onednn_linear_gelu
 from models.inference.quantization import int8_matmul
 
 Rows = tuple[Tensor, Tensor]  # codes (M, K) uint8 and a scale for each row (M, 1)
@@ -23,6 +24,14 @@ class EagerOps:
         if q.dtype == torch.float32 and q.stride(2) > q.size(1) * q.size(3):  # rows far apart slow attention down
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         return attention(q, k, v, mask, causal).transpose(1, 2).flatten(2)
+
+    def linear_gelu(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """GELU of a linear layer's output on x (..., in), float32 or bfloat16 as its weights."""
+        return onednn_linear_gelu(x, linear.weight, linear.bias)
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, of matrices of one shape, float32 or bfloat16; gate may be overwritten."""
+        return F.silu(gate, inplace=True).mul_(up)
 
     def quantize_rows(self, x: Tensor, lowest: float | None = None) -> Rows:
         """Codes of x (M, K) float32 or bfloat16, which may be overwritten; no entry falls below lowest, if given."""

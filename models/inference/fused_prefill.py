@@ -18,7 +18,6 @@ from models.inference.cpu_kernels import (
     has_onednn_linear,
     onednn_linear,
     onednn_linear_add,
-    onednn_swiglu,
 )
 from models.inference.eager_ops import EagerOps
 from models.inference.live_weights import adjacent
@@ -38,6 +37,7 @@ class FusedBlock(Block):
         self.ops = ops
         self.norm1, self.attn, self.norm2, self.mlp = block.norm1, block.attn, block.norm2, block.mlp
         self.qkv_weights = _adjacent_weights(block.attn.q_proj, block.attn.k_proj, block.attn.v_proj)
+        self.gate_up_weights = _adjacent_weights(block.mlp.gate_proj, block.mlp.up_proj)
 
     @staticmethod
     def supports(block: Block) -> bool:
@@ -62,7 +62,8 @@ class FusedBlock(Block):
         if B * T == 1 or needs_grad_or_graph():
             return super().forward(x, cos, sin, mask, block_kv_cache, last_only)
         columns, attn = x.permute(2, 0, 1).reshape(C, B * T).contiguous(), self.attn
-        heads = _matmul(self.qkv_weights, self._rms_norm(columns, self.norm1))
+        qkv = _products(self.qkv_weights, self._rms_norm(columns, self.norm1))
+        heads = qkv[0] if len(qkv) == 1 else torch.cat(qkv)
         q, k, v = self.ops.rope_columns(heads, cos, sin, (attn.n_heads, attn.n_kv_heads), B)
         kv = KVCache(k, v) if block_kv_cache is None else block_kv_cache.append(k, v)
 
@@ -74,8 +75,9 @@ class FusedBlock(Block):
         y = self.ops.attention(q, kv.key, kv.value, mask, causal).view(B * T, -1)
         columns = onednn_linear_add(attn.out_proj.weight, y, None, columns)
 
-        normalized = self._rms_norm(columns, self.norm2)
-        hidden = onednn_swiglu(normalized.t(), self.mlp.gate_proj.weight, self.mlp.up_proj.weight)
+        gate_up = _products(self.gate_up_weights, self._rms_norm(columns, self.norm2))
+        gate, up = gate_up[0].chunk(2) if len(gate_up) == 1 else gate_up
+        hidden = self.ops.silu_mul(gate, up)
         columns = onednn_linear_add(self.mlp.down_proj.weight, hidden.t(), None, columns)
         return columns.view(C, B, T).permute(1, 2, 0), kv
 
@@ -98,7 +100,6 @@ def _adjacent_weights(*linears: nn.Linear) -> list[Tensor]:
     return weights if joined is None else [joined]
 
 
-def _matmul(weights: Sequence[Tensor], x: Tensor) -> Tensor:
-    """Weights (out, in), below each other, times x (in, n)."""
-    parts = [onednn_linear(weight, x.t(), None) for weight in weights]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _products(weights: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+    """Each weight (out, in) times x (in, n)."""
+    return [onednn_linear(weight, x.t(), None) for weight in weights]

@@ -7,15 +7,14 @@ writes it again. `python -m eval.latency` measures the effect.
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.inference.cpu_kernels import (
     OneDNNLinear,
+    fast_linear,
     has_onednn_linear,
     onednn_linear,
     onednn_linear_add,
-    onednn_linear_gelu,
     onednn_pays_off,
 )
 from models.inference.eager_ops import EagerOps
@@ -45,12 +44,14 @@ class FusedBlock(nn.Module):
             return block(x)
         N, T, C = x.shape
         qkv, out, fc1, fc2 = linears(block)
-        q, k, v = _linear(block.ln1(x), qkv).view(N, T, 3, block.attn.n_heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            fast_linear(block.ln1(x), qkv.weight, qkv.bias).view(N, T, 3, block.attn.n_heads, -1).permute(2, 0, 3, 1, 4)
+        )
         y, parts = self.ops.attention(q, k, v), []
         n_rows = MAX_ROWS_OF_TWO if torch.get_num_threads() == 2 else N * T
         for x_part, y_part in zip(x.view(N * T, C).split(n_rows), y.view(N * T, C).split(n_rows)):
             x_part = _linear_add(y_part, out, x_part)
-            hidden = onednn_linear_gelu(block.ln2(x_part), fc1.weight, fc1.bias)
+            hidden = self.ops.linear_gelu(block.ln2(x_part), fc1)
             parts.append(_linear_add(hidden, fc2, x_part))
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(N, T, C)
 
@@ -60,18 +61,9 @@ def linears(block: Block) -> tuple[nn.Linear, ...]:
     return block.attn.qkv_proj, block.attn.out_proj, block.mlp.fc1, block.mlp.fc2
 
 
-def _by_onednn(linear: nn.Linear) -> bool:
-    """Whether oneDNN multiplies at least as fast as torch's own choice, which in float32 is MKL except on AMD."""
-    return linear.weight.dtype == torch.bfloat16 or isinstance(linear, OneDNNLinear)
-
-
-def _linear(x: Tensor, linear: nn.Linear) -> Tensor:
-    return onednn_linear(x, linear.weight, linear.bias) if _by_onednn(linear) else linear(x)
-
-
 def _linear_add(x: Tensor, linear: nn.Linear, residual: Tensor) -> Tensor:
     """residual + linear(x), of the residual's shape, in one pass over the result."""
-    if _by_onednn(linear):
+    if linear.weight.dtype == torch.bfloat16 or onednn_pays_off():
         return onednn_linear_add(x, linear.weight, linear.bias, residual)
     result = (residual + linear.bias).flatten(0, -2)
     return result.addmm_(x.flatten(0, -2), linear.weight.t()).view_as(residual)
@@ -91,8 +83,7 @@ class FusedPatchEmbedding(nn.Module):
         grid = S // side
         images = images[..., : grid * side, : grid * side]  # as a convolution, without pixels that fill no patch
         pixels = images.reshape(N, channels, grid, side, grid, side).permute(0, 2, 4, 1, 3, 5)
-        multiply = onednn_linear if weight.dtype == torch.bfloat16 or onednn_pays_off() else F.linear
-        patches = multiply(pixels.reshape(N, -1, weight[0].numel()), weight.flatten(1), self.conv.bias)
+        patches = fast_linear(pixels.reshape(N, -1, weight[0].numel()), weight.flatten(1), self.conv.bias)
         positions = self.position_embedding
         return patches.add_(positions if self.position_ids is None else positions[:, self.position_ids])
 

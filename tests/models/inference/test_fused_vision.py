@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
-from models.inference import fused_vision
-from models.inference.cpu_kernels import OneDNNLinear, has_onednn_linear
+from models.inference import cpu_kernels, fused_vision
+from models.inference.cpu_kernels import has_onednn_linear
+from models.inference.eager_ops import EagerOps
 from models.inference.fused_vision import (
     FusedBlock,
     FusedPatchEmbedding,
@@ -35,7 +35,7 @@ def test_fused_encoder_is_as_close_to_float32_as_the_plain_one(tiny_model, monke
     images = torch.rand(2, 3, 32, 32)
     wanted = tiny_model(**LARGER).vision_encoder(images)
     plain = tiny_model(**LARGER).to(dtype).vision_encoder
-    fused = fuse_vision(share_modules(plain))
+    fused = fuse_vision(share_modules(plain), EagerOps())
     assert all((type(block) is FusedBlock) == private_kernels for block in fused.encoder.blocks)
     assert all(type(block) is Block for block in plain.blocks), "the model itself is unchanged"
     error, plain_error = (relative_error(encoder(images.to(dtype)), wanted) for encoder in (fused, plain))
@@ -44,16 +44,20 @@ def test_fused_encoder_is_as_close_to_float32_as_the_plain_one(tiny_model, monke
 
 @torch.inference_mode()
 @pytest.mark.parametrize("onednn", [True, False])
-def test_float32_blocks_match_with_either_library(tiny_model, onednn):
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_float32_blocks_match_with_either_library(tiny_model, monkeypatch, onednn, n_threads):
+    """On two threads the rows are split, unevenly here."""
     block = tiny_model().vision_encoder.blocks[0]
     x = torch.randn(2, 40, 16)
     wanted = block(x)
-    if onednn:
-        for parent in (block.attn, block.mlp):
-            for name, linear in list(parent.named_children()):
-                if type(linear) is nn.Linear:
-                    setattr(parent, name, OneDNNLinear(linear))
-    torch.testing.assert_close(FusedBlock(block)(x), wanted, rtol=1e-5, atol=1e-5)
+    for module in (fused_vision, cpu_kernels):
+        monkeypatch.setattr(module, "onednn_pays_off", lambda: onednn)
+    monkeypatch.setattr(fused_vision, "MAX_ROWS_OF_TWO", 32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    got = FusedBlock(block, EagerOps())(x)
+    torch.set_num_threads(before)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @torch.inference_mode()
@@ -82,7 +86,7 @@ def test_projector_matches_the_plain_one(tiny_model, dtype):
 def test_few_patches_take_the_plain_block(tiny_model):
     block = tiny_model().bfloat16().vision_encoder.blocks[0]
     x = torch.randn(1, fused_vision.MIN_FUSED_PATCHES - 1, 16).bfloat16()
-    assert torch.equal(FusedBlock(block)(x), block(x))
+    assert torch.equal(FusedBlock(block, EagerOps())(x), block(x))
 
 
 @torch.inference_mode()
