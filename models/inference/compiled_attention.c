@@ -118,7 +118,7 @@ static inline float softmax_row(const float *scores, void *weights, int half, fl
         largest = _mm512_mask_max_ps(largest, first_of(n - i), largest, _mm512_loadu_ps(scores + i));
     __m512 offset = _mm512_set1_ps(-scale * _mm512_reduce_max_ps(largest));
     for (long i = 0; i < padded; i += 16) {
-        __m512 y = exp2_vector(_mm512_loadu_ps(scores + i) * scale + offset);
+        __m512 y = exp2_vector(_mm512_loadu_ps(scores + i) * scale + offset, half);
         if (n - i < 16) y = _mm512_maskz_mov_ps(n > i ? first_of(n - i) : 0, y);
         sum += y;
         store_vector(weights, half, i, 0xffff, y);

@@ -140,6 +140,30 @@ void add_gelu(float *x, const float *bias, long rows, long n, int threads) {
     }
 }
 
+void layer_norm(const void *x, const void *weight, const void *bias, int half, float eps, void *out, long rows, long n,
+                int threads) {
+    PARALLEL_ROWS {
+        float row[n];
+        __m512 sum = _mm512_setzero_ps(), squares = sum;
+        for (long i = 0; i < n; i += 16) {
+            __m512 y = load_vector(x, half, r * n + i, first_of(n - i));
+            store_vector(row, 0, i, first_of(n - i), y);
+            sum += y;
+        }
+        float mean = _mm512_reduce_add_ps(sum) / n;
+        for (long i = 0; i < n; i += 16) {
+            __m512 y = _mm512_maskz_mov_ps(first_of(n - i), load_vector(row, 0, i, first_of(n - i)) - mean);
+            squares += y * y;
+        }
+        float inverse = 1 / sqrtf(_mm512_reduce_add_ps(squares) / n + eps);
+        for (long i = 0; i < n; i += 16) {
+            __mmask16 mask = first_of(n - i);
+            __m512 y = (load_vector(row, 0, i, mask) - mean) * inverse * load_vector(weight, half, i, mask);
+            store_vector(out, half, r * n + i, mask, y + load_vector(bias, half, i, mask));
+        }
+    }
+}
+
 static inline void rotate(float *y, const float *cos, const float *sin, long dim) {
     for (long i = 0, m = dim / 2; i < m; i++) {
         float first = y[i], second = y[i + m];

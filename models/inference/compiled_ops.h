@@ -28,18 +28,24 @@ static inline void store_vector(void *x, int half, long i, __mmask16 mask, __m51
 #endif
 }
 
-// 2^x with a relative error of 8e-8, by a polynomial of what lies behind the point
-static inline __m512 exp2_vector(__m512 x) {
-    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT), part = x - whole;
-    __m512 y = part * 1.326697e-3f + 9.675460e-3f;
-    y = y * part + 5.5507426e-2f;
-    y = y * part + 2.4022122e-1f;
-    y = y * part + 6.9314695e-1f;
-    y = y * part + 1.0000001f;
+// 2^x with a relative error of 8e-8, or 8e-5 if that is enough, by a polynomial of what lies behind the point
+static inline __m512 exp2_vector(__m512 x, int coarse) {
+    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT), part = x - whole, y;
+    if (coarse) {
+        y = part * 5.508868e-2f + 2.426041e-1f;
+        y = y * part + 6.932762e-1f;
+        y = y * part + 9.999289e-1f;
+    } else {
+        y = part * 1.326697e-3f + 9.675460e-3f;
+        y = y * part + 5.5507426e-2f;
+        y = y * part + 2.4022122e-1f;
+        y = y * part + 6.9314695e-1f;
+        y = y * part + 1.0000001f;
+    }
     return _mm512_scalef_ps(y, whole);
 }
 
 // 1 / (1 + e^-x); the reciprocal of infinity, as -ffast-math computes it, is not a number
 static inline __m512 sigmoid_vector(__m512 x) {
-    return 1 / (1 + exp2_vector(_mm512_min_ps(x * -1.44269504f, _mm512_set1_ps(126))));
+    return 1 / (1 + exp2_vector(_mm512_min_ps(x * -1.44269504f, _mm512_set1_ps(126)), 0));
 }

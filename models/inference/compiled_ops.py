@@ -43,6 +43,7 @@ SIGNATURES = {  # the result, then the arguments
     "swiglu": (None, POINTER, INT, *[POINTER] * 3, LONG, LONG, INT),
     "silu_mul": (None, *[POINTER] * 2, INT, LONG, LONG, INT),
     "add_gelu": (None, *[POINTER] * 2, LONG, LONG, INT),
+    "layer_norm": (None, *[POINTER] * 3, INT, FLOAT, POINTER, LONG, LONG, INT),
     "rope": (None, *[POINTER] * 7, INT, *[LONG] * 5, INT),
     "int8_gemv": (None, POINTER, INT, *[POINTER] * 3, LONG, LONG, INT),
     "rms_norm_columns": (None, *[POINTER] * 2, FLOAT, POINTER, INT, LONG, LONG, INT),
@@ -118,6 +119,13 @@ class CompiledOps(EagerOps):
         self._library.attention(*places, *strides, half, causal, *sizes, torch.get_num_threads())
         return out
 
+    def layer_norm(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:
+        if x.dtype != torch.bfloat16 or norm.weight.dtype != x.dtype:  # in float32 PyTorch's is as fast
+            return super().layer_norm(x, norm)
+        out, rows = torch.empty_like(x), x.flatten(0, -2)
+        self._library.layer_norm(_at(x), _at(norm.weight), _at(norm.bias), True, norm.eps, _at(out), *_size(rows))
+        return out
+
     def linear_gelu(self, x: Tensor, linear: nn.Linear) -> Tensor:
         if x.dtype != torch.float32 or linear.bias is None:  # in bfloat16 oneDNN's own is as fast
             return super().linear_gelu(x, linear)
@@ -185,7 +193,7 @@ class CompiledOps(EagerOps):
         self._library.rope_columns(*places, half, M, T, n_q, n_kv, D, torch.get_num_threads())
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def layer_norm(self, x: Tensor, norm: nn.LayerNorm) -> Codes:
+    def layer_norm_codes(self, x: Tensor, norm: nn.LayerNorm) -> Codes:
         return self._layer_norm(x, 0, norm)
 
     def add_layer_norm(self, x: Tensor, y: Tensor, norm: nn.LayerNorm) -> Codes:

@@ -25,6 +25,10 @@ class EagerOps:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         return attention(q, k, v, mask, causal).transpose(1, 2).flatten(2)
 
+    def layer_norm(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:
+        """LayerNorm of x (..., C), float32 or bfloat16."""
+        return norm(x)
+
     def linear_gelu(self, x: Tensor, linear: nn.Linear) -> Tensor:
         """GELU of a linear layer's output on x (..., in), float32 or bfloat16 as its weights."""
         return onednn_linear_gelu(x, linear.weight, linear.bias)
@@ -101,13 +105,13 @@ class EagerOps:
         # copies: a cache must not keep the queries' memory alive
         return rotated[:, :n_q], rotated[:, n_q:].clone(), heads[:, n_q + n_kv :].clone()
 
-    def layer_norm(self, x: Tensor, norm: nn.LayerNorm) -> Codes:
+    def layer_norm_codes(self, x: Tensor, norm: nn.LayerNorm) -> Codes:
         """Codes of LayerNorm of x (M, C)."""
         return int8_activations.quantize_tensor(norm(x))
 
     def add_layer_norm(self, x: Tensor, y: Tensor, norm: nn.LayerNorm) -> Codes:
         """Add y to x (M, C) in place, and return codes of the sum's LayerNorm."""
-        return self.layer_norm(x.add_(y), norm)
+        return self.layer_norm_codes(x.add_(y), norm)
 
     def add_rows(self, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         """Add scale * y (M, C) with scale (M, 1), and bias (C,), to x in place."""

@@ -23,7 +23,7 @@ from models.vision_transformer import Block, PatchEmbedding, VisionTransformer
 
 DTYPES = (torch.float32, torch.bfloat16)
 MIN_FUSED_PATCHES = 16  # fewer gain nothing
-MAX_ROWS_OF_TWO = 512  # of a product in bfloat16 on two threads: of 1,024 rows oneDNN gives all to one of them
+MAX_ROWS_OF_TWO = 512  # of a product on two threads: 1,024 rows of 768 oneDNN gives to one of them alone
 MAX_CHUNK_PATCHES = 1024  # of one pass through the encoder; tensors of more patches leave the processor's cache
 
 
@@ -42,18 +42,16 @@ class FusedBlock(nn.Module):
         block = self.block
         if x.numel() < MIN_FUSED_PATCHES * x.size(-1):
             return block(x)
-        N, T, C = x.shape
+        N, T, _ = x.shape
         qkv, out, fc1, fc2 = linears(block)
         q, k, v = (
-            fast_linear(block.ln1(x), qkv.weight, qkv.bias).view(N, T, 3, block.attn.n_heads, -1).permute(2, 0, 3, 1, 4)
+            fast_linear(self.ops.layer_norm(x, block.ln1), qkv.weight, qkv.bias)
+            .view(N, T, 3, block.attn.n_heads, -1)
+            .permute(2, 0, 3, 1, 4)
         )
-        y, parts = self.ops.attention(q, k, v), []
-        n_rows = MAX_ROWS_OF_TWO if torch.get_num_threads() == 2 else N * T
-        for x_part, y_part in zip(x.view(N * T, C).split(n_rows), y.view(N * T, C).split(n_rows)):
-            x_part = _linear_add(y_part, out, x_part)
-            hidden = self.ops.linear_gelu(block.ln2(x_part), fc1)
-            parts.append(_linear_add(hidden, fc2, x_part))
-        return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(N, T, C)
+        x = _linear_add(self.ops.attention(q, k, v), out, x)
+        hidden = self.ops.linear_gelu(self.ops.layer_norm(x, block.ln2), fc1)
+        return _linear_add(hidden, fc2, x)
 
 
 def linears(block: Block) -> tuple[nn.Linear, ...]:
@@ -63,10 +61,14 @@ def linears(block: Block) -> tuple[nn.Linear, ...]:
 
 def _linear_add(x: Tensor, linear: nn.Linear, residual: Tensor) -> Tensor:
     """residual + linear(x), of the residual's shape, in one pass over the result."""
-    if linear.weight.dtype == torch.bfloat16 or onednn_pays_off():
-        return onednn_linear_add(x, linear.weight, linear.bias, residual)
-    result = (residual + linear.bias).flatten(0, -2)
-    return result.addmm_(x.flatten(0, -2), linear.weight.t()).view_as(residual)
+    rows, residual_rows = x.flatten(0, -2), residual.flatten(0, -2)
+    if linear.weight.dtype != torch.bfloat16 and not onednn_pays_off():
+        result = residual_rows + linear.bias
+        return result.addmm_(rows, linear.weight.t()).view_as(residual)
+    n = MAX_ROWS_OF_TWO if torch.get_num_threads() == 2 else max(1, len(rows))
+    parts = zip(rows.split(n), residual_rows.split(n))
+    sums = [onednn_linear_add(part, linear.weight, linear.bias, other) for part, other in parts]
+    return (sums[0] if len(sums) == 1 else torch.cat(sums)).view_as(residual)
 
 
 class FusedPatchEmbedding(nn.Module):

@@ -98,7 +98,7 @@ class Int8VisionBlock(nn.Module):
         T, C = x.shape
         n_parts = -(-T // self.max_rows)
         parts = x.tensor_split(n_parts)
-        qkv = torch.cat([self.qkv_proj(*self.ops.layer_norm(part, self.ln1), dtype) for part in parts])
+        qkv = torch.cat([self.qkv_proj(*self.ops.layer_norm_codes(part, self.ln1), dtype) for part in parts])
         q, k, v = qkv.view(1, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
         y = self.ops.attention(q, k, v).view(T, C)
         for part, y_part in zip(parts, y.tensor_split(n_parts)):

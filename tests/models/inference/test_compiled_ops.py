@@ -162,10 +162,21 @@ def test_layer_norm_after_a_sum(compiled, size):
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
     x, y = rows(size), rows(size, 1)
-    check_same(compiled.layer_norm(x, norm), EagerOps().layer_norm(x, norm))
+    check_same(compiled.layer_norm_codes(x, norm), EagerOps().layer_norm_codes(x, norm))
     got, wanted = x.clone(), x.clone()
     check_same(compiled.add_layer_norm(got, y, norm), EagerOps().add_layer_norm(wanted, y, norm))
     torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+@SIZES
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_norm(compiled, size, dtype):
+    norm = nn.LayerNorm(size[1])
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x, norm = torch.stack([rows(size), rows(size, 1) + 5]).to(dtype), norm.to(dtype)
+    torch.testing.assert_close(compiled.layer_norm(x, norm), norm(x))
 
 
 @SIZES
