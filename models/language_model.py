@@ -171,20 +171,17 @@ class LanguageModel(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     @torch.no_grad()
-    def pack_projections(
-        self, pack: Callable[[Sequence[nn.Module]], None] | None = None, attention_only: bool = False
-    ) -> None:
+    def pack_projections(self, pack: Callable[[Sequence[nn.Module]], None] | None = None) -> None:
         """Store each block's q, k and v adjacent in memory, and its gate and up, so that one product can read each.
 
-        Only the place in memory changes. `InferenceModel` is faster with packed weights, above all in bfloat16. pack,
-        by default `pack_linears`, does it for layers of one type. attention_only leaves gate and up where they are.
+        Only the place in memory changes. `InferenceModel` decodes faster with packed weights, above all in bfloat16.
+        pack, by default `pack_linears`, does it for layers of one type.
         """
         for block in self.blocks:
-            qkv, gate_up = (
+            for linears in (
                 (block.attn.q_proj, block.attn.k_proj, block.attn.v_proj),
                 (block.mlp.gate_proj, block.mlp.up_proj),
-            )
-            for linears in (qkv,) if attention_only else (qkv, gate_up):
+            ):
                 if len({type(linear) for linear in linears}) == 1:  # else some have adapters
                     (pack or pack_linears)(linears)
 

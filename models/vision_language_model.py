@@ -92,8 +92,7 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
     ) -> "VisionLanguageModel":
         """Load a folder or a Hub id (owner/name, at a branch, tag or commit), in eval mode. Raises CheckpointError.
 
-        On a CPU, float32 weights stored as such stay memory-mapped, but for those of queries, keys and values, which
-        are packed for `InferenceModel`; in other dtypes the MLP's gate and up are packed, too.
+        Weights stored in dtype stay memory-mapped on a CPU in float32; in other dtypes they are packed for decoding.
         """
         folder = snapshot_path(name_or_folder, revision)
         cfg = load_config(folder)
@@ -250,8 +249,8 @@ def load_model(
         raise CheckpointError(f"{path}: a model of {sizes} is larger than any memory") from None
     model.load_state_dict(read_weights(folder, cfg, model.state_dict(), dtype, device), assign=True)
     model.decoder.tie_weights()
-    if model.device.type == "cpu":
-        model.decoder.pack_projections(attention_only=dtype == torch.float32)
+    if model.device.type == "cpu" and dtype != torch.float32:
+        model.decoder.pack_projections()
     return model.eval()
 
 

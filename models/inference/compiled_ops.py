@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -24,7 +25,9 @@ from models.inference.eager_ops import Codes, EagerOps, Rows
 
 logger = logging.getLogger(__name__)
 
-SOURCES = [Path(__file__).with_name(name) for name in ("compiled_ops.h", "compiled_ops.c", "compiled_attention.c")]
+SOURCES = [Path(__file__).with_name(name) for name in ("compiled_ops.h", "compiled_ops.c", "compiled_products.c")]
+MAX_COLUMNS = 128  # of a compiled product; with more, reading the weight is a small part
+MIN_ROWS = 16
 MAX_KEYS = 4096  # of compiled attention: the scores of a block of queries leave the processor's cache beyond
 FLAGS = [
     "-O3", "-march=native", "-mprefer-vector-width=512", "-ffast-math", "-fopenmp", "-shared", "-fPIC",
@@ -35,6 +38,7 @@ POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes
 SIGNATURES = {  # the result, then the arguments
     "has_tiles": (INT,),
     "attention": (None, *[POINTER] * 4, *[LONG * 3] * 3, INT, INT, *[LONG] * 6, INT),
+    "product": (None, POINTER, POINTER, LONG, *[POINTER] * 3, INT, LONG, LONG, INT),
     "quantize_rows": (None, POINTER, INT, FLOAT, POINTER, POINTER, LONG, LONG, INT),
     "quantize_tensor": (FLOAT, POINTER, INT, POINTER, LONG, LONG, INT),
     "add_rms_norm": (None, *[POINTER] * 4, FLOAT, *[POINTER] * 3, LONG, LONG, INT),
@@ -117,6 +121,18 @@ class CompiledOps(EagerOps):
         strides = [(LONG * 3)(*x.stride()[:3]) for x in (q, k, v)]
         places, sizes = [x.data_ptr() for x in (q, k, v, out)], (B, H, H_kv, T, S, D)
         self._library.attention(*places, *strides, half, causal, *sizes, torch.get_num_threads())
+        return out
+
+    def product(self, weights: Sequence[Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
+        (n, depth), by_rows = x.shape, x.is_contiguous()
+        known = x.dtype == torch.float32 and n <= MAX_COLUMNS and (by_rows or x.t().is_contiguous())
+        if not known or any(len(weight) < MIN_ROWS or not weight.is_contiguous() for weight in weights):
+            return super().product(weights, x, residual)
+        rows = (LONG * len(weights))(*map(len, weights))
+        out, places = x.new_empty(sum(rows), n), (POINTER * len(weights))(*[weight.data_ptr() for weight in weights])
+        added = 0 if residual is None else _at(residual)
+        sizes = by_rows, depth, n, torch.get_num_threads()
+        self._library.product(places, rows, len(weights), x.data_ptr(), added, _at(out), *sizes)
         return out
 
     def layer_norm(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:

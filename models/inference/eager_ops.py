@@ -5,13 +5,15 @@ from a product whose rows must first be multiplied by their scales. Tensors are 
 else is stated.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import attention
 from models.inference import int8_activations
-from models.inference.cpu_kernels import onednn_linear_gelu
+from models.inference.cpu_kernels import onednn_linear, onednn_linear_add, onednn_linear_gelu
 from models.inference.quantization import int8_matmul
 
 Rows = tuple[Tensor, Tensor]  # codes (M, K) uint8 and a scale for each row (M, 1)
@@ -24,6 +26,16 @@ class EagerOps:
         if q.dtype == torch.float32 and q.stride(2) > q.size(1) * q.size(3):  # rows far apart slow attention down
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         return attention(q, k, v, mask, causal).transpose(1, 2).flatten(2)
+
+    def product(self, weights: Sequence[Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Weights (out, in), below each other, times the transpose of x (n, in): (out, n).
+
+        residual (out, n) is added, if given, with one weight. Rows or columns of x are adjacent.
+        """
+        if residual is not None:
+            return onednn_linear_add(weights[0], x, None, residual)
+        parts = [onednn_linear(weight, x, None) for weight in weights]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def layer_norm(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:
         """LayerNorm of x (..., C), float32 or bfloat16."""

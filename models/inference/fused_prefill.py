@@ -5,7 +5,6 @@ their own layout in every call: here the activations of n tokens, which are few,
 read once, and nothing is stored twice. If the weights of queries, keys and values are adjacent, they are one product.
 """
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -13,12 +12,7 @@ from torch import Tensor, nn
 
 from models.attention import needs_grad_or_graph
 from models.cache import KVCache
-from models.inference.cpu_kernels import (
-    OneDNNLinear,
-    has_onednn_linear,
-    onednn_linear,
-    onednn_linear_add,
-)
+from models.inference.cpu_kernels import OneDNNLinear, has_onednn_linear
 from models.inference.eager_ops import EagerOps
 from models.inference.live_weights import adjacent
 from models.language_model import MLP, Attention, Block, LanguageModel, RMSNorm
@@ -62,8 +56,7 @@ class FusedBlock(Block):
         if B * T == 1 or needs_grad_or_graph():
             return super().forward(x, cos, sin, mask, block_kv_cache, last_only)
         columns, attn = x.permute(2, 0, 1).reshape(C, B * T).contiguous(), self.attn
-        qkv = _products(self.qkv_weights, self._rms_norm(columns, self.norm1))
-        heads = qkv[0] if len(qkv) == 1 else torch.cat(qkv)
+        heads = self.ops.product(self.qkv_weights, self._rms_norm(columns, self.norm1).t())
         q, k, v = self.ops.rope_columns(heads, cos, sin, (attn.n_heads, attn.n_kv_heads), B)
         kv = KVCache(k, v) if block_kv_cache is None else block_kv_cache.append(k, v)
 
@@ -73,12 +66,11 @@ class FusedBlock(Block):
             mask = None if mask is None else mask[..., -1:, :]
         causal = mask is None and T > 1  # correct without a past only; with one, several tokens come with a mask
         y = self.ops.attention(q, kv.key, kv.value, mask, causal).view(B * T, -1)
-        columns = onednn_linear_add(attn.out_proj.weight, y, None, columns)
+        columns = self.ops.product([attn.out_proj.weight], y, columns)
 
-        gate_up = _products(self.gate_up_weights, self._rms_norm(columns, self.norm2))
-        gate, up = gate_up[0].chunk(2) if len(gate_up) == 1 else gate_up
+        gate, up = self.ops.product(self.gate_up_weights, self._rms_norm(columns, self.norm2).t()).chunk(2)
         hidden = self.ops.silu_mul(gate, up)
-        columns = onednn_linear_add(self.mlp.down_proj.weight, hidden.t(), None, columns)
+        columns = self.ops.product([self.mlp.down_proj.weight], hidden.t(), columns)
         return columns.view(C, B, T).permute(1, 2, 0), kv
 
     def _rms_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
@@ -98,8 +90,3 @@ def _adjacent_weights(*linears: nn.Linear) -> list[Tensor]:
     weights = [linear.weight.detach() for linear in linears]
     joined = adjacent(weights)
     return weights if joined is None else [joined]
-
-
-def _products(weights: Sequence[Tensor], x: Tensor) -> list[Tensor]:
-    """Each weight (out, in) times x (in, n)."""
-    return [onednn_linear(weight, x.t(), None) for weight in weights]

@@ -111,6 +111,25 @@ def test_attention_that_the_library_does_not_compute(compiled, monkeypatch):
     torch.testing.assert_close(compiled.attention(q, q, q, causal=True), EagerOps().attention(q, q, q, causal=True))
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_rows", [[24], [16, 40, 17], [8, 16]])
+@pytest.mark.parametrize("n", [1, 16, 70, compiled_ops.MAX_COLUMNS + 1])
+def test_product(compiled, dtype, n_rows, n):
+    """Of inputs in rows and in columns; rows of a weight need not fill blocks, and may be too few."""
+    weights, x = [torch.randn(n_out, 40).to(dtype) for n_out in n_rows], torch.randn(n, 40).to(dtype)
+    wanted = torch.cat(weights).double() @ x.double().t()
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.1}
+    for ops in (compiled, EagerOps()):
+        for same in (x, x.t().contiguous().t()):
+            got = ops.product(weights, same)
+            assert got.dtype == dtype and got.is_contiguous()
+            torch.testing.assert_close(got.double(), wanted, **tolerance)
+        residual = torch.randn(n_rows[0], n).to(dtype)
+        got = ops.product(weights[:1], x, residual).double()
+        torch.testing.assert_close(got, wanted[: n_rows[0]] + residual.double(), **tolerance)
+
+
 @SIZES
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

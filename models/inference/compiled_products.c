@@ -1,14 +1,15 @@
-// Scaled dot-product attention (Vaswani et al. 2017). A block of queries meets all of its keys at once, and its scores
-// stay in the processor's cache. bfloat16 is multiplied in tiles (AMX), float32 in vectors; scores, softmax and sums
-// are float32. Right factors lie in panels of PANEL columns: (depth, PANEL), in bfloat16 (depth / 2, PANEL, 2).
+// Products in vectors (float32) and tiles (bfloat16, AMX), and what is made of them: a weight times the activations of
+// few tokens, and scaled dot-product attention (Vaswani et al. 2017), in which a block of queries meets all of its keys
+// at once and its scores stay in the processor's cache. Scores, softmax and sums are float32. Right factors lie in
+// panels of PANEL columns: (depth, PANEL), in bfloat16 (depth / 2, PANEL, 2).
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "compiled_ops.h"
 
 #define PANEL 32
-#define VECTOR_ROWS 12  // of a block of queries in float32: its 24 sums fit the registers
-#define TILE_ROWS 32  // in bfloat16: its 4 sums of 16 rows and 16 columns fit the tiles
+#define VECTOR_ROWS 12  // of a left factor in float32: 24 sums fit the registers
+#define TILE_ROWS 32  // in bfloat16: 4 sums of 16 rows and 16 columns fit the tiles
 #define REQUEST_PERMISSION 0x1023  // of arch_prctl
 #define TILE_DATA 18
 
@@ -16,22 +17,25 @@ typedef float vector __attribute__((vector_size(64), aligned(4)));
 
 static inline long padded(long n) { return (n + PANEL - 1) / PANEL * PANEL; }
 
-// out (VECTOR_ROWS, PANEL) = left (VECTOR_ROWS, depth) times a panel
-static void multiply_vectors(const float *left, long left_stride, const float *panel, long depth, float *out,
-                             long out_stride) {
+// out (VECTOR_ROWS, columns) = left (VECTOR_ROWS, depth) times the first 16 or all columns of a panel. In every step
+// `step` bytes of `ahead`, a later left factor, are fetched from memory.
+static inline __attribute__((always_inline)) void multiply_vectors(
+    const float *left, long left_stride, const float *panel, long depth, float *out, long out_stride, const int columns,
+    const char *ahead, long step) {
     vector sums[VECTOR_ROWS][2] = {0};
     for (long i = 0; i < depth; i++) {
         vector first = *(const vector *)(panel + i * PANEL), second = *(const vector *)(panel + i * PANEL + 16);
+        __builtin_prefetch(ahead + i * step);
         #pragma GCC unroll 12
         for (int r = 0; r < VECTOR_ROWS; r++) {
             sums[r][0] += left[r * left_stride + i] * first;
-            sums[r][1] += left[r * left_stride + i] * second;
+            if (columns > 16) sums[r][1] += left[r * left_stride + i] * second;
         }
     }
     #pragma GCC unroll 12
     for (int r = 0; r < VECTOR_ROWS; r++) {
         *(vector *)(out + r * out_stride) = sums[r][0];
-        *(vector *)(out + r * out_stride + 16) = sums[r][1];
+        if (columns > 16) *(vector *)(out + r * out_stride + 16) = sums[r][1];
     }
 }
 
@@ -85,7 +89,7 @@ static void multiply(const void *left, long left_stride, const void *panels, lon
                      long out_stride, long n, int half) {
     for (long j = 0; j < n; j += PANEL, out += PANEL)
         if (half) multiply_tiles(left, left_stride, (uint16_t *)panels + j * panel_depth, padded(depth), out, out_stride);
-        else multiply_vectors(left, left_stride, (float *)panels + j * panel_depth, depth, out, out_stride);
+        else multiply_vectors(left, left_stride, (float *)panels + j * panel_depth, depth, out, out_stride, PANEL, 0, 0);
 }
 
 // Keys (n, units) as columns of panels; a unit of 4 bytes is one float32 or two bfloat16.
@@ -109,6 +113,45 @@ static void pack_values(const void *v, long stride, void *panels, int half, long
             else for (long i = 0; i < width; i++) out[i] = first[i];
         }
     }
+}
+
+// out (all rows, n) = weights (rows[w], depth), below each other, times x (depth, n), or x (n, depth) if by_rows; plus
+// residual, if given. A weight has at least VECTOR_ROWS rows; its last block may compute some of them again.
+void product(const float *const *weights, const long *rows, long n_weights, const float *x, const float *residual,
+             float *out, int by_rows, long depth, long n, int threads) {
+    const long step = VECTOR_ROWS * 4 * PANEL / padded(n);  // a later block is fetched while all panels are multiplied
+    float *panels = aligned_alloc(64, depth * padded(n) * 4);
+    #pragma omp parallel num_threads(threads)
+    {
+        float sums[VECTOR_ROWS * PANEL];
+        #pragma omp for
+        for (long j = 0; j < n; j += PANEL) {
+            long width = n - j < PANEL ? n - j : PANEL;
+            if (by_rows) pack_keys((const uint32_t *)x + j * depth, depth, (uint32_t *)panels + j * depth, width, depth, depth);
+            else for (long i = 0; i < depth; i++) memcpy(panels + j * depth + i * PANEL, x + i * n + j, width * 4);
+        }
+        for (long w = 0, above = 0; w < n_weights; above += rows[w++] * n) {
+            #pragma omp for nowait
+            for (long at = 0; at < rows[w]; at += VECTOR_ROWS) {
+                long start = at + VECTOR_ROWS > rows[w] ? rows[w] - VECTOR_ROWS : at;
+                const float *left = weights[w] + start * depth;
+                const char *ahead = (const char *)(left + VECTOR_ROWS * depth);
+                for (long j = 0; j < n; j += PANEL, ahead += depth * step) {
+                    const float *panel = panels + j * depth;
+                    if (n - j > 16) multiply_vectors(left, depth, panel, depth, sums, PANEL, 32, ahead, step);
+                    else multiply_vectors(left, depth, panel, depth, sums, PANEL, 16, ahead, step);
+                    for (long r = 0; r < VECTOR_ROWS; r++)
+                        for (long i = j; i < j + PANEL && i < n; i += 16) {
+                            long place = above + (start + r) * n + i;
+                            __m512 y = _mm512_loadu_ps(sums + r * PANEL + i - j);
+                            if (residual) y += load_vector(residual, 0, place, first_of(n - i));
+                            store_vector(out, 0, place, first_of(n - i), y);
+                        }
+                }
+            }
+        }
+    }
+    free(panels);
 }
 
 // weights = 2^(scale * (score - largest)) of n scores, then zeros up to `padded`; their sum is returned.
