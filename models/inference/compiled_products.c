@@ -89,7 +89,7 @@ static void multiply(const void *left, long left_stride, const void *panels, lon
                      long out_stride, long n, int half) {
     for (long j = 0; j < n; j += PANEL, out += PANEL)
         if (half) multiply_tiles(left, left_stride, (uint16_t *)panels + j * panel_depth, padded(depth), out, out_stride);
-        else multiply_vectors(left, left_stride, (float *)panels + j * panel_depth, depth, out, out_stride, PANEL, 0, 0);
+        else multiply_vectors(left, left_stride, (float *)panels + j * panel_depth, depth, out, out_stride, PANEL, left, 0);
 }
 
 // Keys (n, units) as columns of panels; a unit of 4 bytes is one float32 or two bfloat16.
@@ -181,7 +181,8 @@ void attention(const char *q, const char *k, const char *v, char *out, const lon
                int threads) {
     const long size = half ? 2 : 4, rows = half ? TILE_ROWS : VECTOR_ROWS, n_blocks = (T + rows - 1) / rows;
     const long width = padded(D), n_parts = B * H % threads && B * H < 4 * threads && n_blocks >= 4 ? 4 : 1;
-    const long panels = padded(S) * width * size, block = rows * padded(S) * 4;
+    const long stride = padded(S) + PANEL;  // rows that lie a power of two apart would compete for places in the cache
+    const long panels = padded(S) * width * size, block = rows * stride * 4;
     const float scale = 1.44269504f / sqrtf(D);  // 2^(x / ln 2) is e^x
     #pragma omp parallel num_threads(threads)
     {
@@ -208,13 +209,13 @@ void attention(const char *q, const char *k, const char *v, char *out, const lon
                 for (long r = 0; r < n; r++)
                     memcpy(queries + r * width * size,
                            q + (b * q_stride[0] + h * q_stride[1] + (t + r) * q_stride[2]) * size, D * size);
-                multiply(queries, width, keys, width, D, scores, padded(S), visible, half);
+                multiply(queries, width, keys, width, D, scores, stride, visible, half);
                 for (long r = 0; r < n; r++) {
-                    long seen = causal ? S - T + t + r + 1 : S, at = r * padded(S);
+                    long seen = causal ? S - T + t + r + 1 : S, at = r * stride;
                     if (half) total[r] = softmax_row(scores + at, weights + 2 * at, 1, scale, seen, padded(visible));
                     else total[r] = softmax_row(scores + at, weights + 4 * at, 0, scale, seen, padded(visible));
                 }
-                multiply(weights, padded(S), values, padded(n_keys), visible, sums, width, D, half);
+                multiply(weights, stride, values, padded(n_keys), visible, sums, width, D, half);
                 for (long r = 0; r < n; r++)
                     divide_row(sums + r * width, total[r], out + ((b * T + t + r) * H + h) * D * size, half, D);
             }
