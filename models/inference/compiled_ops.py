@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = [Path(__file__).with_name(name) for name in ("compiled_ops.h", "compiled_ops.c", "compiled_products.c")]
 MAX_COLUMNS = 128  # of a compiled product; with more, reading the weight is a small part
-MIN_ROWS = 16
+MIN_ROWS = 32
 MAX_KEYS = 4096  # of compiled attention: the scores of a block of queries leave the processor's cache beyond
 FLAGS = [
     "-O3", "-march=native", "-mprefer-vector-width=512", "-ffast-math", "-fopenmp", "-shared", "-fPIC",
@@ -38,7 +38,7 @@ POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes
 SIGNATURES = {  # the result, then the arguments
     "has_tiles": (INT,),
     "attention": (None, *[POINTER] * 4, *[LONG * 3] * 3, INT, INT, *[LONG] * 6, INT),
-    "product": (None, POINTER, POINTER, LONG, *[POINTER] * 3, INT, LONG, LONG, INT),
+    "product": (None, POINTER, POINTER, LONG, *[POINTER] * 3, INT, INT, LONG, LONG, INT),
     "quantize_rows": (None, POINTER, INT, FLOAT, POINTER, POINTER, LONG, LONG, INT),
     "quantize_tensor": (FLOAT, POINTER, INT, POINTER, LONG, LONG, INT),
     "add_rms_norm": (None, *[POINTER] * 4, FLOAT, *[POINTER] * 3, LONG, LONG, INT),
@@ -108,14 +108,14 @@ def _load(path: Path) -> ctypes.CDLL:
 class CompiledOps(EagerOps):
     def __init__(self, path: Path):
         self._library = _load(path)
-        self._attention_dtypes = {torch.float32} | ({torch.bfloat16} if self._library.has_tiles() else set())
+        self._product_dtypes = {torch.float32} | ({torch.bfloat16} if self._library.has_tiles() else set())
 
     def __reduce__(self) -> tuple:
         return load_ops, ()
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         (B, H, T, D), (_, H_kv, S, _) = q.shape, k.shape
-        if mask is not None or T == 1 or D % 2 or S > MAX_KEYS or q.dtype not in self._attention_dtypes:
+        if mask is not None or T == 1 or D % 2 or S > MAX_KEYS or q.dtype not in self._product_dtypes:
             return super().attention(q, k, v, mask, causal)
         out, half = q.new_empty(B, T, H * D), q.dtype == torch.bfloat16
         strides = [(LONG * 3)(*x.stride()[:3]) for x in (q, k, v)]
@@ -124,14 +124,15 @@ class CompiledOps(EagerOps):
         return out
 
     def product(self, weights: Sequence[Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
-        (n, depth), by_rows = x.shape, x.is_contiguous()
-        known = x.dtype == torch.float32 and n <= MAX_COLUMNS and (by_rows or x.t().is_contiguous())
-        if not known or any(len(weight) < MIN_ROWS or not weight.is_contiguous() for weight in weights):
+        (n, depth), by_rows, half = x.shape, x.is_contiguous(), x.dtype == torch.bfloat16
+        known = x.dtype in self._product_dtypes and n <= MAX_COLUMNS and (by_rows or x.t().is_contiguous())
+        whole = depth % 32 == 0 or not half
+        if not (known and whole) or any(len(weight) < MIN_ROWS or not weight.is_contiguous() for weight in weights):
             return super().product(weights, x, residual)
         rows = (LONG * len(weights))(*map(len, weights))
         out, places = x.new_empty(sum(rows), n), (POINTER * len(weights))(*[weight.data_ptr() for weight in weights])
         added = 0 if residual is None else _at(residual)
-        sizes = by_rows, depth, n, torch.get_num_threads()
+        sizes = half, by_rows, depth, n, torch.get_num_threads()
         self._library.product(places, rows, len(weights), x.data_ptr(), added, _at(out), *sizes)
         return out
 

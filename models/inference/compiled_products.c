@@ -46,8 +46,12 @@ typedef struct {
     uint8_t rows[16];
 } tile_config;
 
-static const tile_config TILES = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
-                                  .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
+static inline void enter_tiles(tile_config *outer) {  // outer is of other code that multiplies in tiles
+    const tile_config config = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+                                .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
+    _tile_storeconfig(outer);
+    _tile_loadconfig(&config);
+}
 
 // out (TILE_ROWS, PANEL) = left (TILE_ROWS, depth) times a panel; depth is a multiple of 32
 static void multiply_tiles(const uint16_t *left, long left_stride, const uint16_t *panel, long depth, float *out,
@@ -75,8 +79,7 @@ static void multiply_tiles(const uint16_t *left, long left_stride, const uint16_
 int has_tiles(void) { return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0; }
 #else  // nobody asks for bfloat16 where has_tiles is false
 typedef char tile_config;
-static const tile_config TILES;
-#define _tile_storeconfig(config)
+static void enter_tiles(tile_config *outer) {}
 #define _tile_loadconfig(config)
 static void multiply_tiles(const uint16_t *left, long left_stride, const uint16_t *panel, long depth, float *out,
                            long out_stride) {}
@@ -84,12 +87,16 @@ static void multiply_tiles(const uint16_t *left, long left_stride, const uint16_
 int has_tiles(void) { return 0; }
 #endif
 
-// out (rows, n) = left (rows, depth) times panels that are panel_depth deep
+// out (rows, n) = left (rows, depth) times panels that are panel_depth deep; see multiply_vectors
 static void multiply(const void *left, long left_stride, const void *panels, long panel_depth, long depth, float *out,
-                     long out_stride, long n, int half) {
-    for (long j = 0; j < n; j += PANEL, out += PANEL)
-        if (half) multiply_tiles(left, left_stride, (uint16_t *)panels + j * panel_depth, padded(depth), out, out_stride);
-        else multiply_vectors(left, left_stride, (float *)panels + j * panel_depth, depth, out, out_stride, PANEL, left, 0);
+                     long out_stride, long n, int half, const char *ahead, long step) {
+    for (long j = 0; j < n; j += PANEL, out += PANEL, ahead += depth * step) {
+        const float *panel = (const float *)panels + j * panel_depth;
+        const uint16_t *half_panel = (const uint16_t *)panels + j * panel_depth;
+        if (half) multiply_tiles(left, left_stride, half_panel, padded(depth), out, out_stride);
+        else if (n - j > 16) multiply_vectors(left, left_stride, panel, depth, out, out_stride, PANEL, ahead, step);
+        else multiply_vectors(left, left_stride, panel, depth, out, out_stride, 16, ahead, step);
+    }
 }
 
 // Keys (n, units) as columns of panels; a unit of 4 bytes is one float32 or two bfloat16.
@@ -116,40 +123,41 @@ static void pack_values(const void *v, long stride, void *panels, int half, long
 }
 
 // out (all rows, n) = weights (rows[w], depth), below each other, times x (depth, n), or x (n, depth) if by_rows; plus
-// residual, if given. A weight has at least VECTOR_ROWS rows; its last block may compute some of them again.
-void product(const float *const *weights, const long *rows, long n_weights, const float *x, const float *residual,
-             float *out, int by_rows, long depth, long n, int threads) {
-    const long step = VECTOR_ROWS * 4 * PANEL / padded(n);  // a later block is fetched while all panels are multiplied
-    float *panels = aligned_alloc(64, depth * padded(n) * 4);
+// residual, if given. A weight has as many rows as a block or more; its last block may compute some of them again. In
+// bfloat16 depth is a multiple of 32.
+void product(const char *const *weights, const long *rows, long n_weights, const char *x, const void *residual,
+             void *out, int half, int by_rows, long depth, long n, int threads) {
+    const long size = half ? 2 : 4, block = half ? TILE_ROWS : VECTOR_ROWS, width = padded(n), height = padded(depth);
+    const long step = half ? 0 : block * size * PANEL / width;  // all panels together fetch a block
+    char *panels = aligned_alloc(64, height * width * size);
     #pragma omp parallel num_threads(threads)
     {
-        float sums[VECTOR_ROWS * PANEL];
+        float sums[block * width];
+        tile_config outer;
+        if (half) enter_tiles(&outer);
         #pragma omp for
         for (long j = 0; j < n; j += PANEL) {
-            long width = n - j < PANEL ? n - j : PANEL;
-            if (by_rows) pack_keys((const uint32_t *)x + j * depth, depth, (uint32_t *)panels + j * depth, width, depth, depth);
-            else for (long i = 0; i < depth; i++) memcpy(panels + j * depth + i * PANEL, x + i * n + j, width * 4);
+            void *panel = panels + j * height * size;
+            long columns = n - j < PANEL ? n - j : PANEL, units = depth * size / 4;
+            if (by_rows) pack_keys((const uint32_t *)x + j * units, units, panel, columns, units, height * size / 4);
+            else pack_values(x + j * size, n, panel, half, depth, columns);
         }
         for (long w = 0, above = 0; w < n_weights; above += rows[w++] * n) {
             #pragma omp for nowait
-            for (long at = 0; at < rows[w]; at += VECTOR_ROWS) {
-                long start = at + VECTOR_ROWS > rows[w] ? rows[w] - VECTOR_ROWS : at;
-                const float *left = weights[w] + start * depth;
-                const char *ahead = (const char *)(left + VECTOR_ROWS * depth);
-                for (long j = 0; j < n; j += PANEL, ahead += depth * step) {
-                    const float *panel = panels + j * depth;
-                    if (n - j > 16) multiply_vectors(left, depth, panel, depth, sums, PANEL, 32, ahead, step);
-                    else multiply_vectors(left, depth, panel, depth, sums, PANEL, 16, ahead, step);
-                    for (long r = 0; r < VECTOR_ROWS; r++)
-                        for (long i = j; i < j + PANEL && i < n; i += 16) {
-                            long place = above + (start + r) * n + i;
-                            __m512 y = _mm512_loadu_ps(sums + r * PANEL + i - j);
-                            if (residual) y += load_vector(residual, 0, place, first_of(n - i));
-                            store_vector(out, 0, place, first_of(n - i), y);
-                        }
-                }
+            for (long at = 0; at < rows[w]; at += block) {
+                long start = at + block > rows[w] ? rows[w] - block : at;
+                const char *left = weights[w] + start * depth * size, *ahead = left + block * depth * size;
+                multiply(left, depth, panels, height, depth, sums, width, n, half, ahead, step);
+                for (long r = 0; r < block; r++)
+                    for (long i = 0; i < n; i += 16) {
+                        long place = above + (start + r) * n + i;
+                        __m512 y = _mm512_loadu_ps(sums + r * width + i);
+                        if (residual) y += load_vector(residual, half, place, first_of(n - i));
+                        store_vector(out, half, place, first_of(n - i), y);
+                    }
             }
         }
+        if (half) _tile_loadconfig(&outer);
     }
     free(panels);
 }
@@ -186,11 +194,8 @@ void attention(const char *q, const char *k, const char *v, char *out, const lon
     const float scale = 1.44269504f / sqrtf(D);  // 2^(x / ln 2) is e^x
     #pragma omp parallel num_threads(threads)
     {
-        tile_config outer;  // of other code that multiplies in tiles
-        if (half) {
-            _tile_storeconfig(&outer);
-            _tile_loadconfig(&TILES);
-        }
+        tile_config outer;
+        if (half) enter_tiles(&outer);
         char *keys = aligned_alloc(64, 2 * panels + 2 * block + rows * width * 8), *values = keys + panels;
         float *scores = (float *)(values + panels), *sums = (float *)((char *)scores + 2 * block), total[TILE_ROWS];
         char *weights = half ? (char *)scores + block : (char *)scores, *queries = (char *)(sums + rows * width);
@@ -209,13 +214,13 @@ void attention(const char *q, const char *k, const char *v, char *out, const lon
                 for (long r = 0; r < n; r++)
                     memcpy(queries + r * width * size,
                            q + (b * q_stride[0] + h * q_stride[1] + (t + r) * q_stride[2]) * size, D * size);
-                multiply(queries, width, keys, width, D, scores, stride, visible, half);
+                multiply(queries, width, keys, width, D, scores, stride, visible, half, queries, 0);
                 for (long r = 0; r < n; r++) {
                     long seen = causal ? S - T + t + r + 1 : S, at = r * stride;
                     if (half) total[r] = softmax_row(scores + at, weights + 2 * at, 1, scale, seen, padded(visible));
                     else total[r] = softmax_row(scores + at, weights + 4 * at, 0, scale, seen, padded(visible));
                 }
-                multiply(weights, stride, values, padded(n_keys), visible, sums, width, D, half);
+                multiply(weights, stride, values, padded(n_keys), visible, sums, width, D, half, weights, 0);
                 for (long r = 0; r < n; r++)
                     divide_row(sums + r * width, total[r], out + ((b * T + t + r) * H + h) * D * size, half, D);
             }

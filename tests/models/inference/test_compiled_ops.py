@@ -113,11 +113,12 @@ def test_attention_that_the_library_does_not_compute(compiled, monkeypatch):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("n_rows", [[24], [16, 40, 17], [8, 16]])
+@pytest.mark.parametrize("n_rows", [[64], [40, 96, 33], [8, 32]])
+@pytest.mark.parametrize("depth", [64, 40])
 @pytest.mark.parametrize("n", [1, 16, 70, compiled_ops.MAX_COLUMNS + 1])
-def test_product(compiled, dtype, n_rows, n):
+def test_product(compiled, dtype, n_rows, depth, n):
     """Of inputs in rows and in columns; rows of a weight need not fill blocks, and may be too few."""
-    weights, x = [torch.randn(n_out, 40).to(dtype) for n_out in n_rows], torch.randn(n, 40).to(dtype)
+    weights, x = [torch.randn(n_out, depth).to(dtype) for n_out in n_rows], torch.randn(n, depth).to(dtype)
     wanted = torch.cat(weights).double() @ x.double().t()
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.1}
     for ops in (compiled, EagerOps()):
