@@ -22,7 +22,8 @@ static inline void store_vector(void *x, int half, long i, __mmask16 mask, __m51
 #ifdef __AVX512BF16__
     _mm256_mask_storeu_epi16((uint16_t *)x + i, mask, (__m256i)_mm512_cvtneps_pbh(value));
 #else
-    __m512i bits = _mm512_castps_si512(value), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i bits = _mm512_castps_si512(value);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));  // to the nearest, ties to even
     _mm512_mask_cvtepi32_storeu_epi16((uint16_t *)x + i, mask, _mm512_srli_epi32(bits, 16));
 #endif

@@ -26,7 +26,8 @@ from models.inference.eager_ops import Codes, EagerOps, Rows
 logger = logging.getLogger(__name__)
 
 SOURCES = [Path(__file__).with_name(name) for name in ("compiled_ops.h", "compiled_ops.c", "compiled_products.c")]
-MAX_COLUMNS = 128  # of a compiled product; with more, reading the weight is a small part
+MAX_COLUMNS = 112  # of a compiled product; with more, reading the weight is a small part
+MIN_TILE_COLUMNS = 17  # fewer fill one of two tiles
 MIN_ROWS = 32
 MAX_KEYS = 4096  # of compiled attention: the scores of a block of queries leave the processor's cache beyond
 FLAGS = [
@@ -124,17 +125,21 @@ class CompiledOps(EagerOps):
         return out
 
     def product(self, weights: Sequence[Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
-        (n, depth), by_rows, half = x.shape, x.is_contiguous(), x.dtype == torch.bfloat16
-        known = x.dtype in self._product_dtypes and n <= MAX_COLUMNS and (by_rows or x.t().is_contiguous())
-        whole = depth % 32 == 0 or not half
-        if not (known and whole) or any(len(weight) < MIN_ROWS or not weight.is_contiguous() for weight in weights):
+        if not self._multiplies(weights, x):
             return super().product(weights, x, residual)
+        (n, depth), by_rows, half = x.shape, x.is_contiguous(), x.dtype == torch.bfloat16
         rows = (LONG * len(weights))(*map(len, weights))
         out, places = x.new_empty(sum(rows), n), (POINTER * len(weights))(*[weight.data_ptr() for weight in weights])
         added = 0 if residual is None else _at(residual)
         sizes = half, by_rows, depth, n, torch.get_num_threads()
         self._library.product(places, rows, len(weights), x.data_ptr(), added, _at(out), *sizes)
         return out
+
+    def _multiplies(self, weights: Sequence[Tensor], x: Tensor) -> bool:
+        (n, depth), adjacent = x.shape, x.is_contiguous() or x.t().is_contiguous()
+        fits_tiles = x.dtype != torch.bfloat16 or (depth % 32 == 0 and n >= MIN_TILE_COLUMNS)
+        fits = adjacent and n <= MAX_COLUMNS and fits_tiles and x.dtype in self._product_dtypes
+        return fits and all(len(weight) >= MIN_ROWS and weight.is_contiguous() for weight in weights)
 
     def layer_norm(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:
         if x.dtype != torch.bfloat16 or norm.weight.dtype != x.dtype:  # in float32 PyTorch's is as fast

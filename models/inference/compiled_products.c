@@ -207,8 +207,10 @@ void attention(const char *q, const char *k, const char *v, char *out, const lon
             if (stop > T) stop = T;
             long n_keys = causal ? S - T + stop : S;
             const char *k_head = k + (b * k_stride[0] + kv * k_stride[1]) * size;
-            pack_keys((const uint32_t *)k_head, k_stride[2] * size / 4, (uint32_t *)keys, n_keys, D * size / 4, width * size / 4);
-            pack_values(v + (b * v_stride[0] + kv * v_stride[1]) * size, v_stride[2], values, half, n_keys, D);
+            const char *v_head = v + (b * v_stride[0] + kv * v_stride[1]) * size;
+            const long units = D * size / 4, k_units = k_stride[2] * size / 4;
+            pack_keys((const uint32_t *)k_head, k_units, (uint32_t *)keys, n_keys, units, width * size / 4);
+            pack_values(v_head, v_stride[2], values, half, n_keys, D);
             for (long t = start; t < stop; t += rows) {
                 long n = stop - t < rows ? stop - t : rows, visible = causal ? S - T + t + n : S;
                 for (long r = 0; r < n; r++)
