@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16)  # that oneDNN writes int8 products in
 MIN_GELU = -0.17  # below the function's minimum
-CHUNK_ENTRIES = 256 * 3072  # of an MLP's activations at a time; more leave the processor's cache
 
 
 def quantize_activations(network: VisionLanguageModel, ops: EagerOps) -> None:
@@ -83,7 +82,7 @@ class Int8VisionTransformer(nn.Module):
 
 
 class Int8VisionBlock(nn.Module):
-    """A block of the encoder that works on a few rows at a time, except for attention."""
+    """A block of the encoder. An image's patches share a scale, but in an MLP's activations each has its own."""
 
     def __init__(self, block: vision_transformer.Block, ops: EagerOps):
         super().__init__()
@@ -91,21 +90,17 @@ class Int8VisionBlock(nn.Module):
         linears = block.attn.qkv_proj, block.attn.out_proj, block.mlp.fc1, block.mlp.fc2
         self.qkv_proj, self.out_proj, self.fc1, self.fc2 = (Int8Matmul(cast(Int8Linear, layer)) for layer in linears)
         self.ln1, self.ln2 = _in_float32(block.ln1), _in_float32(block.ln2)
-        self.n_heads, self.max_rows = block.attn.n_heads, max(16, CHUNK_ENTRIES // block.mlp.fc1.out_features)
+        self.n_heads = block.attn.n_heads
 
     def forward(self, x: Tensor, dtype: torch.dtype) -> None:
         """Update x (T, C) float32, the patches of one image; attention is computed in dtype."""
         T, C = x.shape
-        n_parts = -(-T // self.max_rows)
-        parts = x.tensor_split(n_parts)
-        qkv = torch.cat([self.qkv_proj(*self.ops.layer_norm_codes(part, self.ln1), dtype) for part in parts])
-        q, k, v = qkv.view(1, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
-        y = self.ops.attention(q, k, v).view(T, C)
-        for part, y_part in zip(parts, y.tensor_split(n_parts)):
-            y_part = self.out_proj(*self.ops.quantize_tensor(y_part))
-            hidden = self.fc1(*self.ops.add_layer_norm(part, y_part, self.ln2), gelu=True)
-            codes, scale = self.ops.quantize_rows(hidden, MIN_GELU)  # few rows may be far larger than the others
-            self.ops.add_rows(part, self.fc2.unscaled(codes), scale, self.fc2.bias)
+        qkv = self.qkv_proj(*self.ops.layer_norm_codes(x, self.ln1), dtype)
+        y = self.ops.attention(*qkv.view(1, T, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)).view(T, C)
+        y = self.out_proj(*self.ops.quantize_tensor(y))
+        hidden = self.fc1(*self.ops.add_layer_norm(x, y, self.ln2), gelu=True)
+        codes, scale = self.ops.quantize_rows(hidden, MIN_GELU)  # few rows may be far larger than the others
+        self.ops.add_rows(x, self.fc2.unscaled(codes), scale, self.fc2.bias)
 
 
 class Int8ModalityProjector(nn.Module):

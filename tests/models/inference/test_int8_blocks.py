@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from models.inference import int8_blocks
 from models.inference.cpu_kernels import has_int8_activations
 from models.inference.inference_model import InferenceModel
 from models.inference.int8_activations import Int8Matmul
@@ -81,17 +80,6 @@ def test_a_sequence_does_not_depend_on_its_batch(tiny_model, dtype):
         torch.testing.assert_close(logits[row : row + 1], alone, **tolerance)
         next_alone = model.decode(torch.tensor([7]), own)[0]
         torch.testing.assert_close(model.decode(torch.tensor([7, 7]), state)[0][row : row + 1], next_alone, **tolerance)
-
-
-@needs_kernel
-@torch.inference_mode()
-def test_patches_in_chunks_give_the_same(tiny_model, monkeypatch):
-    model = tiny_model(**LARGER)
-    whole = int8_model(model).encode_images(IMAGES)
-    monkeypatch.setattr(int8_blocks, "CHUNK_ENTRIES", 0)
-    chunked = int8_model(model)
-    assert chunked.network.vision_encoder.blocks[0].max_rows == 16
-    assert 0 < relative_error(chunked.encode_images(IMAGES), whole) < 0.05
 
 
 @needs_kernel
