@@ -10,6 +10,7 @@
 #define PANEL 32
 #define VECTOR_ROWS 12  // of a left factor in float32: 24 sums fit the registers
 #define TILE_ROWS 32  // in bfloat16: 4 sums of 16 rows and 16 columns fit the tiles
+#define ROWS_AHEAD 8  // of keys and values, fetched before they are needed: rows far apart are not foreseen
 #define REQUEST_PERMISSION 0x1023  // of arch_prctl
 #define TILE_DATA 18
 
@@ -99,22 +100,32 @@ static void multiply(const void *left, long left_stride, const void *panels, lon
     }
 }
 
+static inline void prefetch_row(const void *row, long bytes) {
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i);
+}
+
 // Keys (n, units) as columns of panels; a unit of 4 bytes is one float32 or two bfloat16.
 static void pack_keys(const uint32_t *k, long stride, uint32_t *panels, long n, long units, long padded_units) {
     memset(panels, 0, padded(n) * padded_units * 4);
-    for (long key = 0; key < n; key++)
+    for (long key = 0; key < n; key++) {
+        prefetch_row(k + (key + ROWS_AHEAD) * stride, units * 4);
         for (long i = 0; i < units; i++)
             panels[(key / PANEL * padded_units + i) * PANEL + key % PANEL] = k[key * stride + i];
+    }
 }
 
 // Values (n, dim) as rows of panels
 static void pack_values(const void *v, long stride, void *panels, int half, long n, long dim) {
-    memset(panels, 0, padded(n) * padded(dim) * (half ? 2 : 4));
+    const long size = half ? 2 : 4;
+    memset(panels, 0, padded(n) * padded(dim) * size);
     for (long j = 0; j < dim; j += PANEL) {
         long width = dim - j < PANEL ? dim - j : PANEL;
         for (long key = 0; key < n; key += half ? 2 : 1) {
             uint32_t *out = (uint32_t *)panels + (j * padded(n) + key * PANEL) / (half ? 2 : 1);
             const uint16_t *first = (const uint16_t *)v + key * stride + j, *second = first + stride;
+            const char *later = (const char *)v + ((key + ROWS_AHEAD) * stride + j) * size;
+            prefetch_row(later, width * size);
+            if (half) prefetch_row(later + stride * size, width * size);
             if (!half) memcpy(out, (const float *)v + key * stride + j, width * 4);
             else if (key + 1 < n) for (long i = 0; i < width; i++) out[i] = first[i] | (uint32_t)second[i] << 16;
             else for (long i = 0; i < width; i++) out[i] = first[i];
