@@ -193,8 +193,8 @@ static inline void divide_row(const float *sums, float total, void *out, int hal
         store_vector(out, half, i, first_of(n - i), _mm512_loadu_ps(sums + i) / total);
 }
 
-// q (B, H, T, D), k and v (B, H_kv, S, D) with strides of batch, head and row; out (B, T, H, D). With `causal` the last
-// query sees all keys, the one before all but one.
+// q (B, H, T, D), k and v (B, H_kv, S, D) with strides of batch, head and row; out (B, T, H, D). With `causal`, S is T
+// and a query sees its own and earlier keys.
 void attention(const char *q, const char *k, const char *v, char *out, const long *q_stride, const long *k_stride,
                const long *v_stride, int half, int causal, long B, long H, long H_kv, long T, long S, long D,
                int threads) {
@@ -216,20 +216,20 @@ void attention(const char *q, const char *k, const char *v, char *out, const lon
             long part = unit % n_parts, b = unit / n_parts / H, h = unit / n_parts % H, kv = h / (H / H_kv);
             long start = part * n_blocks / n_parts * rows, stop = (part + 1) * n_blocks / n_parts * rows;
             if (stop > T) stop = T;
-            long n_keys = causal ? S - T + stop : S;
+            long n_keys = causal ? stop : S;
             const char *k_head = k + (b * k_stride[0] + kv * k_stride[1]) * size;
             const char *v_head = v + (b * v_stride[0] + kv * v_stride[1]) * size;
             const long units = D * size / 4, k_units = k_stride[2] * size / 4;
             pack_keys((const uint32_t *)k_head, k_units, (uint32_t *)keys, n_keys, units, width * size / 4);
             pack_values(v_head, v_stride[2], values, half, n_keys, D);
             for (long t = start; t < stop; t += rows) {
-                long n = stop - t < rows ? stop - t : rows, visible = causal ? S - T + t + n : S;
+                long n = stop - t < rows ? stop - t : rows, visible = causal ? t + n : S;
                 for (long r = 0; r < n; r++)
                     memcpy(queries + r * width * size,
                            q + (b * q_stride[0] + h * q_stride[1] + (t + r) * q_stride[2]) * size, D * size);
                 multiply(queries, width, keys, width, D, scores, stride, visible, half, queries, 0);
                 for (long r = 0; r < n; r++) {
-                    long seen = causal ? S - T + t + r + 1 : S, at = r * stride;
+                    long seen = causal ? t + r + 1 : S, at = r * stride;
                     if (half) total[r] = softmax_row(scores + at, weights + 2 * at, 1, scale, seen, padded(visible));
                     else total[r] = softmax_row(scores + at, weights + 4 * at, 0, scale, seen, padded(visible));
                 }

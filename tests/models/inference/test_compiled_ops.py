@@ -70,7 +70,7 @@ def check_same(got, wanted):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [64, 40, 6])
 @pytest.mark.parametrize("n_heads", [(1, 1), (6, 2)])
-@pytest.mark.parametrize(("length", "past", "causal"), [(77, 0, False), (2, 5, False), (97, 0, True), (33, 17, True)])
+@pytest.mark.parametrize(("length", "past", "causal"), [(77, 0, False), (2, 5, False), (97, 0, True), (33, 0, True)])
 def test_attention(compiled, dtype, dim, n_heads, length, past, causal):
     """Of rows far apart, as in the vision encoder, and near; the last sequence's scores are far from each other."""
     (n_q, n_kv), total = n_heads, length + past
