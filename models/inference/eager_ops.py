@@ -1,4 +1,4 @@
-"""What is computed between the products with weights, in PyTorch; `models.inference.compiled_ops` is the same in C.
+"""Attention, products, and what is computed between them, in PyTorch; `models.inference.compiled_ops` is the same in C.
 
 Most operations end in codes and scales for the next int8 product, see `models.inference.int8_activations`, or start
 from a product whose rows must first be multiplied by their scales. Tensors are contiguous and float32 where nothing
