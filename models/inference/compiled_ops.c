@@ -114,9 +114,9 @@ void swiglu(const void *gate_up, int half, const float *in_scale, uint8_t *codes
     PARALLEL_ROWS {
         float hidden[n];
         for (long i = 0; i < n; i += 16) {
-            __m512 gate = load_vector(gate_up, half, r * 2 * n + i, first_of(n - i)) * in_scale[r];
-            __m512 up = load_vector(gate_up, half, r * 2 * n + n + i, first_of(n - i));
-            store_vector(hidden, 0, i, first_of(n - i), gate * sigmoid_vector(gate) * up);
+            __m512 gate = load_vector(gate_up, half, r * 2 * n + i, lane_mask(n - i)) * in_scale[r];
+            __m512 up = load_vector(gate_up, half, r * 2 * n + n + i, lane_mask(n - i));
+            store_vector(hidden, 0, i, lane_mask(n - i), gate * sigmoid_vector(gate) * up);
         }
         scale[r] = quantize_row(hidden, SMALLEST, codes + r * n, n) * in_scale[r];
     }
@@ -125,7 +125,7 @@ void swiglu(const void *gate_up, int half, const float *in_scale, uint8_t *codes
 // gate = silu(gate) * up
 void silu_mul(void *gate, const void *up, int half, long rows, long n, int threads) {
     PARALLEL_ROWS for (long i = 0; i < n; i += 16) {
-        __mmask16 mask = first_of(n - i);
+        __mmask16 mask = lane_mask(n - i);
         __m512 x = load_vector(gate, half, r * n + i, mask);
         store_vector(gate, half, r * n + i, mask, x * sigmoid_vector(x) * load_vector(up, half, r * n + i, mask));
     }
@@ -134,7 +134,7 @@ void silu_mul(void *gate, const void *up, int half, long rows, long n, int threa
 // x = gelu(x + bias), by the approximation with tanh: x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y)
 void add_gelu(float *x, const float *bias, long rows, long n, int threads) {
     PARALLEL_ROWS for (long i = 0; i < n; i += 16) {
-        __mmask16 mask = first_of(n - i);
+        __mmask16 mask = lane_mask(n - i);
         __m512 y = load_vector(x, 0, r * n + i, mask) + load_vector(bias, 0, i, mask);
         store_vector(x, 0, r * n + i, mask, y * sigmoid_vector(y * (1.5957691f + 0.071354816f * y * y)));
     }
@@ -146,18 +146,18 @@ void layer_norm(const void *x, const void *weight, const void *bias, int half, f
         float row[n];
         __m512 sum = _mm512_setzero_ps(), squares = sum;
         for (long i = 0; i < n; i += 16) {
-            __m512 y = load_vector(x, half, r * n + i, first_of(n - i));
-            store_vector(row, 0, i, first_of(n - i), y);
+            __m512 y = load_vector(x, half, r * n + i, lane_mask(n - i));
+            store_vector(row, 0, i, lane_mask(n - i), y);
             sum += y;
         }
         float mean = _mm512_reduce_add_ps(sum) / n;
         for (long i = 0; i < n; i += 16) {
-            __m512 y = _mm512_maskz_mov_ps(first_of(n - i), load_vector(row, 0, i, first_of(n - i)) - mean);
+            __m512 y = _mm512_maskz_mov_ps(lane_mask(n - i), load_vector(row, 0, i, lane_mask(n - i)) - mean);
             squares += y * y;
         }
         float inverse = 1 / sqrtf(_mm512_reduce_add_ps(squares) / n + eps);
         for (long i = 0; i < n; i += 16) {
-            __mmask16 mask = first_of(n - i);
+            __mmask16 mask = lane_mask(n - i);
             __m512 y = (load_vector(row, 0, i, mask) - mean) * inverse * load_vector(weight, half, i, mask);
             store_vector(out, half, r * n + i, mask, y + load_vector(bias, half, i, mask));
         }

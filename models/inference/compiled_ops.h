@@ -5,8 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-// The first n of 16
-static inline __mmask16 first_of(long n) { return n < 16 ? (1 << n) - 1 : 0xffff; }
+// The first n of a vector's 16 lanes
+static inline __mmask16 lane_mask(long n) { return n < 16 ? (1 << n) - 1 : 0xffff; }
 
 static inline __m512 load_vector(const void *x, int half, long i, __mmask16 mask) {
     if (!half) return _mm512_maskz_loadu_ps(mask, (const float *)x + i);

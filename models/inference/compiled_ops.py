@@ -1,8 +1,8 @@
 """`models.inference.eager_ops` in C: attention, and operations in one pass over their rows instead of up to fifteen.
 
 A prefill of few tokens spends as much time on starting PyTorch's operations as on its products. `nanovlm compile` and
-InferenceModel(compile=True) build a library with the system's C compiler, which takes two seconds, and
-keep it in the cache beside the compiled blocks. Without it the operations are PyTorch's.
+InferenceModel(compile=True) build a library with the system's C compiler, which takes a second, and keep it in the
+cache beside the compiled blocks. Without it the operations are PyTorch's.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 SOURCES = [Path(__file__).with_name(name) for name in ("compiled_ops.h", "compiled_ops.c", "compiled_products.c")]
 MAX_COLUMNS = 112  # of a compiled product; with more, reading the weight is a small part
 MIN_TILE_COLUMNS = 17  # fewer fill one of two tiles
-MIN_ROWS = 32
+MIN_WEIGHT_ROWS = 32  # as many as the product computes at a time
 MAX_KEYS = 4096  # of compiled attention: the scores of a block of queries leave the processor's cache beyond
 FLAGS = [
     "-O3", "-march=native", "-mprefer-vector-width=512", "-ffast-math", "-fopenmp", "-shared", "-fPIC",
@@ -120,26 +120,26 @@ class CompiledOps(EagerOps):
             return super().attention(q, k, v, mask, causal)
         out, half = q.new_empty(B, T, H * D), q.dtype == torch.bfloat16
         strides = [(LONG * 3)(*x.stride()[:3]) for x in (q, k, v)]
-        places, sizes = [x.data_ptr() for x in (q, k, v, out)], (B, H, H_kv, T, S, D)
-        self._library.attention(*places, *strides, half, causal, *sizes, torch.get_num_threads())
+        pointers, sizes = [x.data_ptr() for x in (q, k, v, out)], (B, H, H_kv, T, S, D)
+        self._library.attention(*pointers, *strides, half, causal, *sizes, torch.get_num_threads())
         return out
 
     def product(self, weights: Sequence[Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if not self._multiplies(weights, x):
+        if not self._can_multiply(weights, x):
             return super().product(weights, x, residual)
         (n, depth), by_rows, half = x.shape, x.is_contiguous(), x.dtype == torch.bfloat16
         rows = (LONG * len(weights))(*map(len, weights))
-        out, places = x.new_empty(sum(rows), n), (POINTER * len(weights))(*[weight.data_ptr() for weight in weights])
+        out, pointers = x.new_empty(sum(rows), n), (POINTER * len(weights))(*[weight.data_ptr() for weight in weights])
         added = 0 if residual is None else _at(residual)
         sizes = half, by_rows, depth, n, torch.get_num_threads()
-        self._library.product(places, rows, len(weights), x.data_ptr(), added, _at(out), *sizes)
+        self._library.product(pointers, rows, len(weights), x.data_ptr(), added, _at(out), *sizes)
         return out
 
-    def _multiplies(self, weights: Sequence[Tensor], x: Tensor) -> bool:
+    def _can_multiply(self, weights: Sequence[Tensor], x: Tensor) -> bool:
         (n, depth), adjacent = x.shape, x.is_contiguous() or x.t().is_contiguous()
         fits_tiles = x.dtype != torch.bfloat16 or (depth % 32 == 0 and n >= MIN_TILE_COLUMNS)
         fits = adjacent and n <= MAX_COLUMNS and fits_tiles and x.dtype in self._product_dtypes
-        return fits and all(len(weight) >= MIN_ROWS and weight.is_contiguous() for weight in weights)
+        return fits and all(len(weight) >= MIN_WEIGHT_ROWS and weight.is_contiguous() for weight in weights)
 
     def layer_norm(self, x: Tensor, norm: nn.LayerNorm) -> Tensor:
         if x.dtype != torch.bfloat16 or norm.weight.dtype != x.dtype:  # in float32 PyTorch's is as fast
@@ -176,8 +176,8 @@ class CompiledOps(EagerOps):
 
     def add_rms_norm(self, x: Tensor, y: Tensor, scale: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Rows]:
         total, rows = torch.empty_like(x), _rows_like(x)
-        places = [_at(tensor) for tensor in (total, *rows)]
-        self._library.add_rms_norm(_at(x), _at(y), _at(scale), _at(weight), eps, *places, *_size(x))
+        pointers = [_at(tensor) for tensor in (total, *rows)]
+        self._library.add_rms_norm(_at(x), _at(y), _at(scale), _at(weight), eps, *pointers, *_size(x))
         return total, rows
 
     def swiglu(self, gate_up: Tensor, scale: Tensor) -> Rows:
@@ -191,8 +191,8 @@ class CompiledOps(EagerOps):
     ) -> tuple[Tensor, Tensor, Tensor]:
         (n_q, n_kv), (T, D), M = n_heads, cos.shape, len(heads)
         q, k, v = (torch.empty(M, n, D, dtype=dtype) for n in (n_q, n_kv, n_kv))
-        places = [_at(tensor) for tensor in (heads, scale, cos, sin, q, k, v)]
-        self._library.rope(*places, dtype == torch.bfloat16, M, T, n_q, n_kv, D, torch.get_num_threads())
+        pointers = [_at(tensor) for tensor in (heads, scale, cos, sin, q, k, v)]
+        self._library.rope(*pointers, dtype == torch.bfloat16, M, T, n_q, n_kv, D, torch.get_num_threads())
         return q, k, v
 
     def int8_gemv(self, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -211,8 +211,8 @@ class CompiledOps(EagerOps):
         cos, sin = (angle.reshape(-1, angle.size(-1)) for angle in (cos, sin))  # of T rows, or of B * T
         (n_q, n_kv), (T, D), M = n_heads, cos.shape, heads.size(1)
         q, k, v = (heads.new_empty(batch_size, M // batch_size, n, D) for n in (n_q, n_kv, n_kv))
-        places, half = [_at(tensor) for tensor in (heads, cos, sin, q, k, v)], heads.dtype == torch.bfloat16
-        self._library.rope_columns(*places, half, M, T, n_q, n_kv, D, torch.get_num_threads())
+        pointers, half = [_at(tensor) for tensor in (heads, cos, sin, q, k, v)], heads.dtype == torch.bfloat16
+        self._library.rope_columns(*pointers, half, M, T, n_q, n_kv, D, torch.get_num_threads())
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def layer_norm_codes(self, x: Tensor, norm: nn.LayerNorm) -> Codes:

@@ -47,10 +47,10 @@ typedef struct {
     uint8_t rows[16];
 } tile_config;
 
-static inline void enter_tiles(tile_config *outer) {  // outer is of other code that multiplies in tiles
+static inline void configure_tiles(tile_config *previous) {  // previous: of other code that multiplies in tiles
     const tile_config config = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64},
                                 .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
-    _tile_storeconfig(outer);
+    _tile_storeconfig(previous);
     _tile_loadconfig(&config);
 }
 
@@ -80,7 +80,7 @@ static void multiply_tiles(const uint16_t *left, long left_stride, const uint16_
 int has_tiles(void) { return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0; }
 #else  // nobody asks for bfloat16 where has_tiles is false
 typedef char tile_config;
-static void enter_tiles(tile_config *outer) {}
+static void configure_tiles(tile_config *previous) {}
 #define _tile_loadconfig(config)
 static void multiply_tiles(const uint16_t *left, long left_stride, const uint16_t *panel, long depth, float *out,
                            long out_stride) {}
@@ -104,8 +104,8 @@ static inline void prefetch_row(const void *row, long bytes) {
     for (long i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i);
 }
 
-// Keys (n, units) as columns of panels; a unit of 4 bytes is one float32 or two bfloat16.
-static void pack_keys(const uint32_t *k, long stride, uint32_t *panels, long n, long units, long padded_units) {
+// Rows k (n, units) become columns of panels; a unit of 4 bytes is one float32 or two bfloat16.
+static void pack_columns(const uint32_t *k, long stride, uint32_t *panels, long n, long units, long padded_units) {
     memset(panels, 0, padded(n) * padded_units * 4);
     for (long key = 0; key < n; key++) {
         prefetch_row(k + (key + ROWS_AHEAD) * stride, units * 4);
@@ -114,8 +114,8 @@ static void pack_keys(const uint32_t *k, long stride, uint32_t *panels, long n, 
     }
 }
 
-// Values (n, dim) as rows of panels
-static void pack_values(const void *v, long stride, void *panels, int half, long n, long dim) {
+// Rows v (n, dim) become rows of panels.
+static void pack_rows(const void *v, long stride, void *panels, int half, long n, long dim) {
     const long size = half ? 2 : 4;
     memset(panels, 0, padded(n) * padded(dim) * size);
     for (long j = 0; j < dim; j += PANEL) {
@@ -144,14 +144,14 @@ void product(const char *const *weights, const long *rows, long n_weights, const
     #pragma omp parallel num_threads(threads)
     {
         float sums[block * width];
-        tile_config outer;
-        if (half) enter_tiles(&outer);
+        tile_config previous;
+        if (half) configure_tiles(&previous);
         #pragma omp for
         for (long j = 0; j < n; j += PANEL) {
             void *panel = panels + j * height * size;
             long columns = n - j < PANEL ? n - j : PANEL, units = depth * size / 4;
-            if (by_rows) pack_keys((const uint32_t *)x + j * units, units, panel, columns, units, height * size / 4);
-            else pack_values(x + j * size, n, panel, half, depth, columns);
+            if (by_rows) pack_columns((const uint32_t *)x + j * units, units, panel, columns, units, height * size / 4);
+            else pack_rows(x + j * size, n, panel, half, depth, columns);
         }
         for (long w = 0, above = 0; w < n_weights; above += rows[w++] * n) {
             #pragma omp for nowait
@@ -161,14 +161,14 @@ void product(const char *const *weights, const long *rows, long n_weights, const
                 multiply(left, depth, panels, height, depth, sums, width, n, half, ahead, step);
                 for (long r = 0; r < block; r++)
                     for (long i = 0; i < n; i += 16) {
-                        long place = above + (start + r) * n + i;
+                        long index = above + (start + r) * n + i;
                         __m512 y = _mm512_loadu_ps(sums + r * width + i);
-                        if (residual) y += load_vector(residual, half, place, first_of(n - i));
-                        store_vector(out, half, place, first_of(n - i), y);
+                        if (residual) y += load_vector(residual, half, index, lane_mask(n - i));
+                        store_vector(out, half, index, lane_mask(n - i), y);
                     }
             }
         }
-        if (half) _tile_loadconfig(&outer);
+        if (half) _tile_loadconfig(&previous);
     }
     free(panels);
 }
@@ -177,11 +177,11 @@ void product(const char *const *weights, const long *rows, long n_weights, const
 static inline float softmax_row(const float *scores, void *weights, int half, float scale, long n, long padded) {
     __m512 largest = _mm512_set1_ps(scores[0]), sum = _mm512_setzero_ps();
     for (long i = 0; i < n; i += 16)
-        largest = _mm512_mask_max_ps(largest, first_of(n - i), largest, _mm512_loadu_ps(scores + i));
+        largest = _mm512_mask_max_ps(largest, lane_mask(n - i), largest, _mm512_loadu_ps(scores + i));
     __m512 offset = _mm512_set1_ps(-scale * _mm512_reduce_max_ps(largest));
     for (long i = 0; i < padded; i += 16) {
         __m512 y = exp2_vector(_mm512_loadu_ps(scores + i) * scale + offset, half);
-        if (n - i < 16) y = _mm512_maskz_mov_ps(n > i ? first_of(n - i) : 0, y);
+        if (n - i < 16) y = _mm512_maskz_mov_ps(n > i ? lane_mask(n - i) : 0, y);
         sum += y;
         store_vector(weights, half, i, 0xffff, y);
     }
@@ -190,7 +190,7 @@ static inline float softmax_row(const float *scores, void *weights, int half, fl
 
 static inline void divide_row(const float *sums, float total, void *out, int half, long n) {
     for (long i = 0; i < n; i += 16)
-        store_vector(out, half, i, first_of(n - i), _mm512_loadu_ps(sums + i) / total);
+        store_vector(out, half, i, lane_mask(n - i), _mm512_loadu_ps(sums + i) / total);
 }
 
 // q (B, H, T, D), k and v (B, H_kv, S, D) with strides of batch, head and row; out (B, T, H, D). With `causal`, S is T
@@ -205,8 +205,8 @@ void attention(const char *q, const char *k, const char *v, char *out, const lon
     const float scale = 1.44269504f / sqrtf(D);  // 2^(x / ln 2) is e^x
     #pragma omp parallel num_threads(threads)
     {
-        tile_config outer;
-        if (half) enter_tiles(&outer);
+        tile_config previous;
+        if (half) configure_tiles(&previous);
         char *keys = aligned_alloc(64, 2 * panels + 2 * block + rows * width * 8), *values = keys + panels;
         float *scores = (float *)(values + panels), *sums = (float *)((char *)scores + 2 * block), total[TILE_ROWS];
         char *weights = half ? (char *)scores + block : (char *)scores, *queries = (char *)(sums + rows * width);
@@ -220,8 +220,8 @@ void attention(const char *q, const char *k, const char *v, char *out, const lon
             const char *k_head = k + (b * k_stride[0] + kv * k_stride[1]) * size;
             const char *v_head = v + (b * v_stride[0] + kv * v_stride[1]) * size;
             const long units = D * size / 4, k_units = k_stride[2] * size / 4;
-            pack_keys((const uint32_t *)k_head, k_units, (uint32_t *)keys, n_keys, units, width * size / 4);
-            pack_values(v_head, v_stride[2], values, half, n_keys, D);
+            pack_columns((const uint32_t *)k_head, k_units, (uint32_t *)keys, n_keys, units, width * size / 4);
+            pack_rows(v_head, v_stride[2], values, half, n_keys, D);
             for (long t = start; t < stop; t += rows) {
                 long n = stop - t < rows ? stop - t : rows, visible = causal ? t + n : S;
                 for (long r = 0; r < n; r++)
@@ -239,6 +239,6 @@ void attention(const char *q, const char *k, const char *v, char *out, const lon
             }
         }
         free(keys);
-        if (half) _tile_loadconfig(&outer);
+        if (half) _tile_loadconfig(&previous);
     }
 }

@@ -23,7 +23,7 @@ from models.vision_transformer import Block, PatchEmbedding, VisionTransformer
 
 DTYPES = (torch.float32, torch.bfloat16)
 MIN_FUSED_PATCHES = 16  # fewer gain nothing
-MAX_ROWS_OF_TWO = 512  # of a product on two threads: 1,024 rows of 768 oneDNN gives to one of them alone
+MAX_TWO_THREAD_ROWS = 512  # of a product; oneDNN gives 1,024 rows of 768 columns to one of two threads
 MAX_CHUNK_PATCHES = 1024  # of one pass through the encoder; tensors of more patches leave the processor's cache
 
 
@@ -65,7 +65,7 @@ def _linear_add(x: Tensor, linear: nn.Linear, residual: Tensor) -> Tensor:
     if linear.weight.dtype != torch.bfloat16 and not onednn_pays_off():
         result = residual_rows + linear.bias
         return result.addmm_(rows, linear.weight.t()).view_as(residual)
-    n = MAX_ROWS_OF_TWO if torch.get_num_threads() == 2 else max(1, len(rows))
+    n = MAX_TWO_THREAD_ROWS if torch.get_num_threads() == 2 else max(1, len(rows))
     parts = zip(rows.split(n), residual_rows.split(n))
     sums = [onednn_linear_add(part, linear.weight, linear.bias, other) for part, other in parts]
     return (sums[0] if len(sums) == 1 else torch.cat(sums)).view_as(residual)

@@ -52,7 +52,7 @@ def test_float32_blocks_match_with_either_library(tiny_model, monkeypatch, onedn
     wanted = block(x)
     for module in (fused_vision, cpu_kernels):
         monkeypatch.setattr(module, "onednn_pays_off", lambda: onednn)
-    monkeypatch.setattr(fused_vision, "MAX_ROWS_OF_TWO", 32)
+    monkeypatch.setattr(fused_vision, "MAX_TWO_THREAD_ROWS", 32)
     before = torch.get_num_threads()
     torch.set_num_threads(n_threads)
     got = FusedBlock(block, EagerOps())(x)
