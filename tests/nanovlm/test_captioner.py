@@ -138,7 +138,17 @@ def test_batched_captions_match_single_captions(captioner, pictures):
     assert list(captioner.captions([])) == []
 
 
-QUESTIONS = ["Describe this picture.", "What?", "How many are there? " * 4, "?", "What?", "<|im_end|>", "Hi!", "Which?"]
+QUESTIONS = [
+    "Describe this picture.",
+    "What?",
+    "How many are there? " * 4,
+    "?",
+    "What?",
+    "<|im_end|>",
+    "Hi!",
+    "Which?",
+    "Is it?",
+]
 
 
 def test_ask_matches_single_questions(captioner, tiled, pictures):
@@ -147,7 +157,7 @@ def test_ask_matches_single_questions(captioner, tiled, pictures):
             alone = [one.caption(inputs_of_rows, question, max_new_tokens=12) for question in QUESTIONS]
             assert one.ask(inputs_of_rows, QUESTIONS, max_new_tokens=12) == alone
             assert one.ask(inputs_of_rows, QUESTIONS[:1], max_new_tokens=12) == alone[:1]
-            assert len(set(alone)) > 3, "equal answers would prove nothing"
+            assert len(set(alone)) > 5, "equal answers would prove nothing"
     assert captioner.ask(pictures[0], []) == []
     penalized = SamplingParams(repetition_penalty=1.5)
     alone = [captioner.caption(pictures[0], question, max_new_tokens=12, sampling=penalized) for question in QUESTIONS]
