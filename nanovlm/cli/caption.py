@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, BinaryIO
 
 from nanovlm import PROMPT, SAMPLE
-from nanovlm.cli.background_compile import compile_in_background
 from nanovlm.cli.options import GenerationOptions, ModelOptions, add_generation_flags, add_renamed, load_captioner
 from nanovlm.console import print_error
 from nanovlm.embedded import trained_prompts
@@ -220,7 +219,6 @@ def print_captions(args: argparse.Namespace, generation: GenerationOptions) -> i
                 failed += 1
             if args.stats:
                 print_error(format_stats(stats, load_seconds, captioner.inference.device))
-    compile_in_background(captioner, ModelOptions.from_args(args))
     return 1 if failed else 0
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from nanovlm.cli.background_compile import compile_in_background
 from nanovlm.cli.options import GenerationOptions, ModelOptions, add_generation_flags, load_captioner
 from nanovlm.console import bold, print_error
 from nanovlm.errors import ImageError, InputError, NanoVLMError, UsageError, is_out_of_memory
@@ -66,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
                 if not interactive:
                     raise
                 print()
-    compile_in_background(captioner, ModelOptions.from_args(args))
     return 1 if chat.n_failed and not interactive else 0
 
 

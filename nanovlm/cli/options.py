@@ -116,8 +116,7 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="compile the decoder block first, which takes up to a minute once (default: use it if it was compiled; "
-        "with a large model, compile it in the background after the answer)",
+        help="compile the decoder block first, which takes up to a minute once (default: use it if it was compiled)",
     )
 
 
