@@ -84,7 +84,6 @@ class Captioner:
         max_tiles: int | None = None,
         upscale: bool = True,
         quantize: str | None = None,
-        compile: bool | None = None,
         skip_special_tokens: bool = True,
         allow_urls: bool = False,
     ) -> "Captioner":
@@ -93,12 +92,10 @@ class Captioner:
         device is auto, cpu, cuda or mps; dtype is auto, float32, bfloat16 or float16. max_tiles and upscale limit the
         tiles of an image, see `Processor`. quantize="int8" stores weights in 8 bits and, on CPUs with AVX512-VNNI,
         rounds activations of images and prompts to 8 bits, too; "int8-weights" stores the language model's weights in 8
-        bits, "int4" in 4 bits, which cannot be compiled. compile=True compiles the decoder block, which takes up to a
-        minute once; None uses it if it was compiled before; False does not use it. skip_special_tokens=False keeps
-        special tokens in answers, as SmolDocling needs. allow_urls lets http(s) URLs name images.
+        bits, "int4" in 4 bits. skip_special_tokens=False keeps special tokens in answers, as SmolDocling needs.
+        allow_urls lets http(s) URLs name images.
 
-        Raises CheckpointError if the model cannot be loaded, InputError for an argument, and CompileError if
-        compilation fails.
+        Raises CheckpointError if the model cannot be loaded, and InputError for an argument.
         """
         if quantize is not None:
             quantizer(quantize)  # raises for an unknown name, before anything is loaded
@@ -109,7 +106,7 @@ class Captioner:
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
         tokenizer.skip_special_tokens = skip_special_tokens
         model = load_model(folder, cfg, tokenizer.image_token_id, torch_dtype, torch_device)
-        inference = InferenceModel(model, quantize=quantize, compile=compile)
+        inference = InferenceModel(model, quantize=quantize)
         if quantize:
             inference.release_source()
         return cls(inference, Processor(cfg, tokenizer, max_tiles, upscale), allow_urls=allow_urls)

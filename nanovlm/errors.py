@@ -1,10 +1,9 @@
 """The errors of `models.errors`, and those of images, data and the command line."""
 
-from models.errors import CheckpointError, CompileError, InputError, NanoVLMError, is_out_of_memory
+from models.errors import CheckpointError, InputError, NanoVLMError, is_out_of_memory
 
 __all__ = [
     "CheckpointError",
-    "CompileError",
     "DataError",
     "ImageError",
     "InputError",

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from nanovlm import __version__
-from nanovlm.cli import caption, chat, compile, evaluate, export, merge, serve, train
+from nanovlm.cli import caption, chat, evaluate, export, merge, serve, train
 from nanovlm.console import configure_logging, print_error, warnings_as_notes
 from nanovlm.errors import NanoVLMError, is_out_of_memory
 
@@ -24,20 +24,22 @@ VERBS: dict[str, ModuleType] = {  # each has HELP, EXAMPLE, add_flags(parser) an
     "serve": serve,
     "train": train,
     "evaluate": evaluate,
-    "compile": compile,
     "export": export,
     "merge": merge,
 }
+OMIT = "kernels are built when the package is installed or at first use; omit it"
+REMOVED = {"'compile'": OMIT, "--compile": OMIT, "--no-compile": OMIT}  # words of argparse's messages: what to do
 EXIT_FAILURE, EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 70, 130
 SPIN_COUNT = "10000"  # half a millisecond, longer than what lies between two products
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"}
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that reports errors in one line."""
+    """An argparse parser that reports errors in one line, and names the way out for what was removed."""
 
     def error(self, message: str):
-        print_error(f"{self.prog}: {message} (see {self.prog} --help)")
+        removed = [f"{word} is gone: {REMOVED[word]}" for word in message.split() if word in REMOVED]
+        print_error(f"{self.prog}: {removed[0] if removed else f'{message} (see {self.prog} --help)'}")
         self.exit(EXIT_USAGE)
 
 

@@ -27,7 +27,7 @@ def add_renamed(parser: Any, old_flag: str, **options: Any) -> None:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `ModelOptions`, without --compile."""
+    """Add the flags of `ModelOptions`."""
     add = parser.add_argument
     add(
         "--model",
@@ -113,11 +113,6 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
         help="above 1, tokens already used become less likely (default: 1)",
     )
     add("--seed", type=int, metavar="N", help="seed of the random generator, for reproducible samples")
-    add(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="compile the decoder block first, which takes up to a minute once (default: use it if it was compiled)",
-    )
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,6 @@ class ModelOptions:
     device: str = "auto"
     dtype: str = "auto"
     quantize: str | None = None
-    compile: bool | None = None
     threads: str = "auto"
     max_tiles: int | None = None
     upscale: bool = True
@@ -182,8 +176,6 @@ def load_captioner(
     from nanovlm.threads import set_threads
 
     set_threads(options.threads)
-    if options.compile:
-        print_error("note: compiling the decoder block takes up to a minute, the first time for a block's shape")
     try:
         captioner = Captioner.from_pretrained(
             options.model,
@@ -193,7 +185,6 @@ def load_captioner(
             max_tiles=options.max_tiles,
             upscale=options.upscale,
             quantize=options.quantize,
-            compile=options.compile,
         )
         for prompt in prompts:
             captioner.check_prompt(prompt, max_new_tokens)

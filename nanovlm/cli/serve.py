@@ -76,7 +76,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_renamed(parser, "--rows", dest="max_num_seqs", type=int)
     add_renamed(parser, "--queue", dest="max_pending", type=int)
     add_model_flags(parser)
-    parser.set_defaults(compile=False)  # a compiled step decodes one sequence at a time
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import torch
 import nanovlm
 from nanovlm import Captioner
 from nanovlm.cli import main as cli
-from nanovlm.errors import CompileError, DataError, ImageError, InputError, UsageError
+from nanovlm.errors import CheckpointError, DataError, ImageError, InputError, UsageError
 from support import ROOT
 from support.cli import FAST_FLAGS, assert_usage_error, run_program
 
@@ -24,6 +24,24 @@ def test_wrong_verb_is_one_error_line(argv, capsys):
     assert_usage_error(
         (end.value.code, *capsys.readouterr()), program="nanovlm train" if "train" in argv else "nanovlm"
     )
+
+
+@pytest.mark.parametrize(
+    ("program", "argv", "way_out"),
+    [
+        ("nanovlm", ["compile"], "'compile' is gone: kernels are built when"),
+        ("nanovlm", ["compile", "out/mine", "--quantize", "int8"], "'compile' is gone: kernels are built when"),
+        ("nanovlm", ["caption", "good.png", "--compile"], "--compile is gone: kernels are built when"),
+        ("nanovlm", ["chat", "--no-compile", "good.png"], "--no-compile is gone: kernels are built when"),
+        ("nanovlm", ["serve", "--compile"], "--compile is gone: kernels are built when"),
+        ("generate.py", ["--no-compile", "good.png"], "--no-compile is gone: kernels are built when"),
+    ],
+)
+def test_what_was_removed_is_one_line_with_a_way_out(program, argv, way_out, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [program, *argv])
+    with pytest.raises(SystemExit) as end:
+        cli.run_verb("caption") if program == "generate.py" else cli.main()
+    assert_usage_error((end.value.code, *capsys.readouterr()), way_out, program=program)
 
 
 @pytest.mark.parametrize("argv", [["generate.py"], ["train.py"], ["-m", "nanovlm"]])
@@ -116,7 +134,7 @@ def failing(generate, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("error", [UsageError("bad flag"), DataError("bad row"), CompileError("no compiler")])
+@pytest.mark.parametrize("error", [UsageError("bad flag"), DataError("bad row"), CheckpointError("no model")])
 def test_user_errors_are_one_line_and_their_exit_code(failing, error):
     assert failing(error) == (error.exit_code, "", f"generate.py: {error}\n")
 
