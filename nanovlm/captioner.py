@@ -90,10 +90,10 @@ class Captioner:
         """Load a folder or a Hub id (owner/name), by default the model that ships with the package.
 
         device is auto, cpu, cuda or mps; dtype is auto, float32, bfloat16 or float16. max_tiles and upscale limit the
-        tiles of an image, see `Processor`. quantize="int8" stores weights in 8 bits and, on CPUs with AVX512-VNNI,
-        rounds activations of images and prompts to 8 bits, too; "int8-weights" stores the language model's weights in 8
-        bits, "int4" in 4 bits. skip_special_tokens=False keeps special tokens in answers, as SmolDocling needs.
-        allow_urls lets http(s) URLs name images.
+        tiles of an image, see `Processor`. quantize="int8" stores weights in 8 bits and, on CPUs with kernels
+        for it, rounds activations to 8 bits, too; "int4" stores the language model's weights in 4 bits.
+        skip_special_tokens=False keeps special tokens in answers, as SmolDocling needs. allow_urls lets http(s) URLs
+        name images.
 
         Raises CheckpointError if the model cannot be loaded, and InputError for an argument.
         """

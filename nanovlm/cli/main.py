@@ -28,7 +28,12 @@ VERBS: dict[str, ModuleType] = {  # each has HELP, EXAMPLE, add_flags(parser) an
     "merge": merge,
 }
 OMIT = "kernels are built when the package is installed or at first use; omit it"
-REMOVED = {"'compile'": OMIT, "--compile": OMIT, "--no-compile": OMIT}  # words of argparse's messages: what to do
+REMOVED = {  # words of argparse's messages, and what to do instead
+    "'compile'": OMIT,
+    "--compile": OMIT,
+    "--no-compile": OMIT,
+    "'int8-weights'": "use int8, which stores weights in 8 bits, too",
+}
 EXIT_FAILURE, EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 70, 130
 SPIN_COUNT = "10000"  # half a millisecond, longer than what lies between two products
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"}

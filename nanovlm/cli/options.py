@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 EMBEDDED_NOTE = f"note: {EMBEDDED_LIMITS}; --model FOLDER_OR_HUB_ID names a model for photographs"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("int8", "int8-weights", "int4")  # of models.inference.quantization
+QUANTIZATIONS = ("int8", "int4")  # of models.inference.quantization
 DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
@@ -42,8 +42,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--quantize",
         choices=QUANTIZATIONS,
-        help="int8: weights, and on CPUs the activations of images and prompts, in 8 bits; int8-weights or int4: the "
-        "language model's weights in 8 or 4 bits (default: as --dtype)",
+        help="int8: weights, and on CPUs with kernels for it activations, in 8 bits; int4: the language model's "
+        "weights in 4 bits (default: as --dtype)",
     )
     add(
         "--max-tiles",

@@ -93,7 +93,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--quantize",
         choices=BASE_FORMATS,
-        help="LoRA: store the frozen weights in bfloat16, 8 bits (int8-weights) or 4 bits (int4), which takes less "
+        help="LoRA: store the frozen weights in bfloat16, 8 bits (int8) or 4 bits (int4), which takes less "
         "memory; adapters are merged into the weights as they were before (default: float32)",
     )
     add_read_flags(parser)

@@ -16,7 +16,7 @@ RENAMED_FIELDS = {  # as checkpoints and scripts of the first version call them
     "workers": "num_workers",
 }
 RENAMED_SCHEDULES = {"trapezoid": "wsd"}
-BASE_FORMATS = ("bfloat16", "int8-weights", "int4")  # of the frozen weights of a LoRA run, beside float32
+BASE_FORMATS = ("bfloat16", "int8", "int4")  # of the frozen weights of a LoRA run, beside float32
 
 
 def setting(default: Any, help: str, minimum: float = 0, choices: tuple[str, ...] = (), metavar: str = "N") -> Any:

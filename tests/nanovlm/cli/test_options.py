@@ -180,7 +180,7 @@ def test_help_lists_every_flag(generate):
     assert code == 0 and all(flags.split()[0].split("=")[0] in out for flags in WRONG_FLAGS if "unknown" not in flags)
 
 
-def test_every_quantization_has_a_flag_value(generate):
-    from models.inference.quantization import QUANTIZERS
-
-    assert tuple(QUANTIZERS) == options.QUANTIZATIONS
+@pytest.mark.parametrize("name", options.QUANTIZATIONS)
+def test_every_value_of_quantize_answers(generate, name):
+    code, out, err = generate("good.png", "--quantize", name)
+    assert (code, err) == (0, "") and out.endswith("\n")

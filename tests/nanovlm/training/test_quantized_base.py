@@ -25,7 +25,7 @@ from nanovlm.training.quantized_base import (
 from support.smolvlm import write_folder
 
 # relative error of a random weight in each format, with some room
-ERRORS = {"bfloat16": 0.004, "int8-weights": 0.02, "int4": 0.12}
+ERRORS = {"bfloat16": 0.004, "int8": 0.02, "int4": 0.12}
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_layer_computes_with_its_dequantized_weight_forward_and_backward(forma
 
 
 def test_autocast_computes_in_its_dtype():
-    layer = QuantizedLinear(nn.Linear(32, 16).requires_grad_(False), "int8-weights", torch.Tensor)
+    layer = QuantizedLinear(nn.Linear(32, 16).requires_grad_(False), "int8", torch.Tensor)
     x = torch.randn(3, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
