@@ -193,16 +193,23 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
         self, embeds: Tensor, attention_mask: Tensor | None = None, prefix: PrefillState | None = None
     ) -> tuple[Tensor, PrefillState]:
         """`prefill` of embeddings (B, T, C); attention_mask (B, T) covers these alone."""
-        mask, kv_cache, start_pos = attention_mask, None, 0
-        if prefix is not None:
-            kv_cache, start_pos = prefix.kv_cache, prefix.length
-        past = None if prefix is None else prefix.attention_mask
-        if past is not None or mask is not None:
-            parts = ((past, start_pos), (mask, embeds.size(1)))
-            ones = embeds.new_ones(1, dtype=torch.long)
-            mask = torch.cat([ones.expand(len(embeds), n) if part is None else part for part, n in parts], dim=1)
+        kv_cache, start_pos = (None, 0) if prefix is None else (prefix.kv_cache, prefix.length)
+        mask = self.join_masks(embeds, attention_mask, prefix)
         hidden, kv_cache = self.decoder(embeds, mask, kv_cache, start_pos, last_only=True)
         return self.decoder.head(hidden[:, -1]), PrefillState(kv_cache, mask)
+
+    @staticmethod
+    def join_masks(embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None) -> Tensor | None:
+        """The mask (B, T_past + T) over a prefix and embeds (B, T, C), from the prefix's and that of embeds (B, T).
+
+        None if neither has one.
+        """
+        past, start_pos = (None, 0) if prefix is None else (prefix.attention_mask, prefix.length)
+        if past is None and attention_mask is None:
+            return None
+        ones = torch.ones(1, 1, dtype=torch.long, device=embeds.device)
+        parts = ((past, start_pos), (attention_mask, embeds.size(1)))
+        return torch.cat([ones.expand(len(embeds), n) if part is None else part for part, n in parts], dim=1)
 
     def validate_images(self, input_ids: Tensor, images: Tensor | None) -> None:
         """Raise InputError unless images (N, 3, S, S) match the image tokens of ids (..., T) in number."""

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from models.cache import KVCache, storage_bytes
+from models.cache import storage_bytes
 from models.decoding import GREEDY, SamplingParams, split_end_tokens, token_presence_mask
 from models.errors import InputError, NanoVLMError, is_out_of_memory
 from models.inference.inference_model import InferenceModel
 from models.inference.serving_caches import CachedPrefix, ImageCache, ImageInput, PrefixCache, image_starts
-from models.language_model import rope_cos_sin
 from models.vision_language_model import VisionLanguageModel
 
 MAX_PREFILL_TOKENS = 2048  # in one prefill of several prompts; running requests wait for it
@@ -76,23 +75,6 @@ class _Request:
     output: list[int] = field(default_factory=list)  # the last of it is not yet in the cache
 
 
-class _SlotKV:
-    """A KVCache to which each slot appends one token at its own position.
-
-    whole is the cache of one block and of all slots, (2, slots, n_kv_heads, capacity, head_dim). slots and span select
-    key and value from it. rows are the places of the new tokens among its slots * n_kv_heads * capacity vectors.
-    """
-
-    def __init__(self, whole: Tensor, slots: slice, span: int, rows: Tensor):
-        self.key, self.value = whole[:, slots, :, :span]
-        self.whole, self.rows = whole, rows
-
-    def append(self, key: Tensor, value: Tensor) -> "_SlotKV":
-        for part, new in zip(self.whole, (key, value)):
-            part.view(-1, part.size(-1)).index_copy_(0, self.rows, new.reshape(-1, new.size(-1)))
-        return self
-
-
 class ContinuousBatch:
     """Generates for many prompts at once: a prompt is prefilled when a slot is free, and frees it when it ends.
 
@@ -111,7 +93,8 @@ class ContinuousBatch:
     ):
         if max_num_seqs < 1:
             raise InputError(f"max_num_seqs={max_num_seqs} is less than 1")
-        self.model, self.max_num_seqs = model, max_num_seqs
+        self.model = model if isinstance(model, InferenceModel) else InferenceModel(model)
+        self.max_num_seqs = max_num_seqs
         self.image_cache, self.prefix_cache = image_cache, prefix_cache
         self.eos_token_id, self._other_ends = split_end_tokens(eos_token_id)
         self._waiting: dict[Hashable, _Request] = {}
@@ -191,15 +174,12 @@ class ContinuousBatch:
         allocator's error (see `is_out_of_memory`): cancel some requests and step again. After any of these exceptions
         the batch is intact, and no token is lost.
         """
+        self._compact()
         self._outputs += self._prefill(self._next_prompts())
         self._compact()
         self._decode(0, len(self._slots))
         outputs, self._outputs = self._outputs, []
         return outputs
-
-    def _network(self) -> VisionLanguageModel:
-        """The layers to compute with; an InferenceModel's follow changes of its weights."""
-        return self.model.network if isinstance(self.model, InferenceModel) else self.model
 
     def _next_prompts(self) -> list[_Request]:
         """The first waiting prompt and later ones of about its length, as many as there are free slots.
@@ -250,27 +230,22 @@ class ContinuousBatch:
 
         Several prompts begin at their first token, a single one where its prefix ends.
         """
-        model, device, network = self.model, self.model.device, self._network()
+        model, network = self.model, self.model.network
         start, lengths = requests[0].prefix_length, [len(request.input_ids) for request in requests]
-        free = [slot for slot, request in enumerate(self._slots) if request is None]
-        free += range(len(self._slots), len(self._slots) + len(requests) - len(free))
-        slots = free[: len(requests)]
-        self._reserve(max(slots) + 1, max(lengths))
+        first = len(self._slots)  # there are no holes
+        stop = first + len(requests)
+        self._reserve(stop, max(lengths))
         pad = int(model.image_token_id == 0)  # any id but the image token's
         rows = [request.input_ids[start:] for request in requests]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
-        x = model.embed_encoded(ids.to(device), self._encode_images(requests))
-        even = len(set(lengths)) == 1
-        hidden, caches = network.decoder(x, None, self._prefix_caches(requests[0]), start, last_only=even)
-        index, T = torch.tensor(slots, device=device), start + x.size(1)
-        for block, kv in zip(self._cache, caches):
-            block[0][index, :, :T], block[1][index, :, :T] = kv.key, kv.value
-        self._cache[:, :, slots, :, T:] = 0  # an infinity left there would reach this request as 0 * inf
-        last = torch.tensor(lengths, device=device) - max(lengths) + hidden.size(1) - 1
-        logits = network.decoder.head(hidden[torch.arange(len(requests), device=device), last])
-        self._slots += [None] * (max(slots) + 1 - len(self._slots))
-        for slot, request, length in zip(slots, requests, lengths):
-            self._slots[slot], request.length, request.images = request, length, []
+        x = model.embed_encoded(ids.to(model.device), self._encode_images(requests))
+        if (prefix := requests[0].prefix) is not None:
+            self._cache[:, :, first, :, :start] = prefix.first(start)
+        last = [length - start - 1 for length in lengths]
+        logits = network.run(x, self._cache[:, :, first:stop], [start] * len(requests), None, last)
+        for request, length in zip(requests, lengths):
+            self._slots.append(request)
+            request.length, request.images = length, []
         return logits
 
     def _encode_images(self, requests: Sequence[_Request]) -> Tensor | None:
@@ -297,12 +272,6 @@ class ContinuousBatch:
                 if self.image_cache is not None:
                     self.image_cache.add(same[0])
         return torch.cat([image.embeds for image in images if image.embeds is not None]).flatten(0, 1)[n_done:]
-
-    def _prefix_caches(self, request: _Request) -> list[KVCache] | None:
-        """The keys and values of a request's prefix, one cache a block."""
-        if request.prefix is None:
-            return None
-        return [KVCache(key[None], value[None]) for key, value in request.prefix.first(request.prefix_length)]
 
     def _end(self, slot: int, request: _Request) -> None:
         """Free the slot of a request; the prefix cache may keep its keys and values."""
@@ -354,21 +323,12 @@ class ContinuousBatch:
 
     def _decode_logits(self, requests: Sequence[_Request], start: int) -> Tensor:
         """Logits (B, vocabulary) after the last token of each of the requests, whose slots begin with start."""
-        model, n = self.model, len(requests)
-        positions = torch.tensor([request.length for request in requests])
-        span = int(positions.max()) + 1
-        self._reserve(start + n, span)
-        positions, (_, _, _, n_kv_heads, capacity, _) = positions.to(model.device), self._cache.shape
-        heads = torch.arange(start * n_kv_heads, (start + n) * n_kv_heads, device=model.device).view(n, n_kv_heads)
-        rows = (heads * capacity + positions[:, None]).flatten()
-        later = torch.arange(span, device=model.device) > positions[:, None]
-        bias = self._cache.new_zeros(n, 1, 1, span).masked_fill(later[:, None, None], float("-inf"))
-        cos, sin = rope_cos_sin(positions[:, None, None], model.cfg)
-        decoder = self._network().decoder
-        x = decoder.token_embedding(torch.tensor([[request.output[-1]] for request in requests], device=model.device))
-        for block, whole in zip(decoder.blocks, self._cache):
-            x, _ = block(x, cos, sin, bias, _SlotKV(whole, slice(start, start + n), span, rows))
-        return decoder.head(decoder.norm(x[:, -1]))
+        network, lengths = self.model.network, [request.length for request in requests]
+        stop = start + len(requests)
+        self._reserve(stop, max(lengths) + 1)
+        ids = torch.tensor([[request.output[-1]] for request in requests], device=self.model.device)
+        x = network.embed_tokens(ids)
+        return network.run(x, self._cache[:, :, start:stop], lengths, None, [0] * len(requests))
 
     def _reserve(self, n_slots: int, n_tokens: int) -> None:
         """Make the cache large enough, with room to grow into. It may shrink when nothing runs."""
@@ -379,8 +339,7 @@ class ContinuousBatch:
             n_slots = max(min(2 * n_slots, self.max_num_seqs), old.size(2)) if n_slots > old.size(2) else old.size(2)
             n_tokens = max(n_tokens, old.size(4) * 5 // 4) if n_tokens > old.size(4) else old.size(4)
         capacity = min(-(-n_tokens // CACHE_GROWTH) * CACHE_GROWTH, cfg.lm_max_position_embeddings)
-        weight = self._network().decoder.norm.weight
-        new = weight.new_zeros(cfg.lm_n_blocks, 2, n_slots, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim)
+        new = self.model.network.new_cache(n_slots, capacity)
         if self._slots:
             new[:, :, : old.size(2), :, : old.size(4)] = old
         self._cache = new

@@ -1,60 +1,49 @@
 """InferenceModel: a VisionLanguageModel as fast as its device, precision and quantization allow."""
 
+import copy
 import logging
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from models.config import VLMConfig
 from models.decoding import GenerationMixin
-from models.errors import CompileError, InputError
-from models.inference.aot_compile import compile_block, load_compiled_decode
-from models.inference.compiled_ops import load_ops
-from models.inference.cpu_kernels import onednn_pays_off, replace_linears
-from models.inference.decode_step import DecodeStep
-from models.inference.fused_decode_step import DecodeFunction, FusedDecodeStep
-from models.inference.fused_prefill import fuse_decoder
-from models.inference.fused_vision import fuse_projector, fuse_vision
-from models.inference.int8_blocks import Int8VisionTransformer, quantize_activations
-from models.inference.live_weights import Fingerprint, share_modules
-from models.inference.quantization import pack_quantized, quantizer
-from models.language_model import LanguageModel
-from models.modality_projector import ModalityProjector
+from models.errors import InputError
+from models.inference.kernel_network import KernelNetwork
+from models.inference.plain_network import PlainNetwork
+from models.inference.quantization import check_format, quantize_linears
 from models.vision_language_model import PrefillState, VisionLanguageModel
-from models.vision_transformer import VisionTransformer
 
 logger = logging.getLogger(__name__)
+
+Network = KernelNetwork | PlainNetwork
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class InferenceModel(GenerationMixin):
     """Generates what a VisionLanguageModel generates, up to rounding, as fast as possible; for inference only.
 
-    It never changes the model. It builds a private network whose modules are made for inference and whose parameters
-    are the model's own. When the model's modules or parameters change, the next call rebuilds the network: after
-    `load_state_dict`, `read_adapters`, `.to(...)` or an assignment, results follow the new weights. The one change that
-    goes unseen is an edit through `tensor.data` of a quantized model: call `refresh` after it.
+    On CPUs with kernels (`models.inference.kernels`), models of the core's own modules in float32 or bfloat16 are
+    computed by these; all others by the plain modules. It never changes the model and, unless quantized, reads the
+    model's own weights. A change of the model (`load_state_dict`, `read_adapters`, `.to(...)`, an edit in place, an
+    assignment) is noticed by the next prefill or image. The one change that goes unseen is an edit through
+    `tensor.data` of a quantized weight, a norm or a bias: call `refresh` after it.
 
-    quantize="int8" stores the linear layers in 8 bits, and on CPUs with AVX512-VNNI rounds their inputs to 8 bits, too,
-    where there are many rows: in vision encoder, projector and prefill. "int8-weights" stores those of the language
-    model in 8 bits, "int4" in 4 bits with a scale and a zero point for 32 weights. compile=True compiles the decoder
-    block on a CPU, which takes up to a minute once (see `models.inference.aot_compile`), and what is computed between
-    products, in a second (`models.inference.compiled_ops`); None uses what was compiled before, False does not.
-    int4 weights cannot be compiled. Raises InputError for other values, CompileError if the step cannot be compiled.
+    quantize="int8" stores the language model's linear layers in 8 bits and, with kernels, the vision encoder's and the
+    projector's, too; activations are then rounded to 8 bits for every matmul (dynamic quantization). "int4" stores
+    those of the language model in 4 bits with a scale and a minimum for 32 weights. Raises InputError for other values.
     """
 
-    def __init__(self, model: VisionLanguageModel, *, quantize: str | None = None, compile: bool | None = None):
-        if quantize is not None:
-            quantizer(quantize)
-        if quantize == "int4" and compile:
-            raise InputError("the compiled block does not read int4 weights; leave compile away, or use int8")
+    def __init__(self, model: VisionLanguageModel, *, quantize: str | None = None):
+        check_format(quantize)
         self._source: VisionLanguageModel | None = model
-        self._quantize, self._compile = quantize, compile
+        self._quantize = quantize
         self._lock = threading.Lock()
-        self._state = _build(model, quantize, compile)
+        self._state = _build(model, quantize)
 
     @property
     def model(self) -> VisionLanguageModel:
@@ -67,61 +56,73 @@ class InferenceModel(GenerationMixin):
         return self._source
 
     @property
-    def network(self) -> VisionLanguageModel:
-        """The private network with the current weights; for code that drives the layers itself. Do not train it."""
-        return self._current().network
+    def network(self) -> Network:
+        """What computes with the current weights; see `KernelNetwork` for its methods."""
+        state = self._state
+        if self._source is None or state.fingerprint == _fingerprint(self._source):
+            return state.network
+        with self._lock:
+            if self._state is state:
+                logger.info("the model's weights have changed; rebuilding the inference model")
+                self._state = _build(self._source, self._quantize)
+        return self._state.network
 
     @property
     def cfg(self) -> VLMConfig:
-        return self._state.network.cfg
+        return self._state.network.model.cfg
 
     @property
     def image_token_id(self) -> int:
-        return self._state.network.image_token_id
+        return self._state.network.model.image_token_id
 
     @property
     def device(self) -> torch.device:
-        return (self._source or self._state.network).device
+        return (self._source or self._state.network.model).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return (self._source or self._state.network).dtype
+        return (self._source or self._state.network.model).dtype
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that inference reads."""
-        return self._state.network.parameters()
+        return self._state.network.model.parameters()
 
     def refresh(self) -> None:
         """Rebuild everything that is derived from the model's weights, without looking for a change."""
         if self._source is not None:
-            self._state = _build(self._source, self._quantize, self._recompile)
+            self._state = _build(self._source, self._quantize)
 
     def release_source(self) -> None:
         """Forget the floating-point model, which is free once nobody else holds it. InputError if not quantized."""
         if self._quantize is None:
             raise InputError("release_source needs quantize=; without it, inference uses the model's own weights")
         self._source = None
-        self._state = replace(self._state, fingerprint=None, decoder_fingerprint=None)
+        self._state = _State(self._state.network, ())
 
     @torch.no_grad()
     def embed(self, input_ids: Tensor, images: Tensor | None = None) -> Tensor:
-        """See `VisionLanguageModel.embed`."""
-        return self.network.embed(input_ids, images)
+        """See `VisionLanguageModel.embed`. The dtype is float32 with kernels."""
+        self.validate_images(input_ids, images)
+        if images is None or not len(images):
+            return self.embed_encoded(input_ids, None)
+        return self.embed_encoded(input_ids, self.encode_images(images).flatten(0, 1))
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
-        """See `VisionLanguageModel.encode_images`."""
+        """See `VisionLanguageModel.encode_images`. The dtype is float32 with kernels."""
         return self.network.encode_images(images)
 
     @torch.no_grad()
     def embed_encoded(self, input_ids: Tensor, image_embeds: Tensor | None) -> Tensor:
-        """See `VisionLanguageModel.embed_encoded`."""
-        return self.network.embed_encoded(input_ids, image_embeds)
+        """See `VisionLanguageModel.embed_encoded`. The dtype is float32 with kernels."""
+        is_image = input_ids == self.image_token_id
+        x = self.embed_tokens(input_ids.masked_fill(is_image, 0))  # any id will do there
+        return x if image_embeds is None else x.masked_scatter(is_image[..., None], image_embeds.to(x.dtype))
 
     @torch.no_grad()
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
-        """See `VisionLanguageModel.embed_tokens`."""
-        return self.network.embed_tokens(input_ids)
+        """See `VisionLanguageModel.embed_tokens`. The dtype is float32 with kernels."""
+        return self._state.network.embed_tokens(input_ids)
 
     @torch.no_grad()
     def prefill(
@@ -131,142 +132,100 @@ class InferenceModel(GenerationMixin):
         attention_mask: Tensor | None = None,
         prefix: PrefillState | None = None,
     ) -> tuple[Tensor, PrefillState]:
-        """See `VisionLanguageModel.prefill`."""
-        state = self._current()
-        state.check_prefix(prefix)
-        return state.network.prefill(input_ids, images, attention_mask, prefix)
+        """See `VisionLanguageModel.prefill`. Logits are float32 with kernels."""
+        network = self.network
+        if attention_mask is not None and bool((attention_mask == 1).all()):
+            attention_mask = None
+        return network.prefill_embeds(self.embed(input_ids, images), attention_mask, prefix)
 
     @torch.no_grad()
     def prefill_embeds(
         self, embeds: Tensor, attention_mask: Tensor | None = None, prefix: PrefillState | None = None
     ) -> tuple[Tensor, PrefillState]:
-        """See `VisionLanguageModel.prefill_embeds`."""
-        state = self._current()
-        state.check_prefix(prefix)
-        return state.network.prefill_embeds(embeds, attention_mask, prefix)
+        """See `VisionLanguageModel.prefill_embeds`. Logits are float32 with kernels."""
+        return self.network.prefill_embeds(embeds, attention_mask, prefix)
 
     @torch.no_grad()
     def decode(self, ids: Tensor, prefix: PrefillState) -> tuple[Tensor, PrefillState]:
-        """See `VisionLanguageModel.decode`. A single sequence without padding takes the compiled or the fused step."""
-        state = self._current(decoder_only=True)
-        state.check_prefix(prefix)
-        full = prefix.length >= state.network.cfg.lm_max_position_embeddings  # the network raises the error
-        if state.step is None or len(ids) > 1 or prefix.attention_mask is not None or full:
-            return state.network.decode(ids, prefix)
-        kv_cache = [kv.reserve(1) for kv in prefix.kv_cache]
-        keys, values = zip(*(kv.buffer for kv in kv_cache))
-        position = torch.full((1,), prefix.length, device=ids.device)
-        return state.step(ids, position, keys, values), PrefillState(kv_cache)
+        """See `VisionLanguageModel.decode`. Logits are float32 with kernels."""
+        network = self._state.network  # a change of the weights is noticed by the next prefill
+        return network.prefill_embeds(network.embed_tokens(ids[:, None]), None, prefix)
 
     def validate_images(self, input_ids: Tensor, images: Tensor | None) -> None:
         """See `VisionLanguageModel.validate_images`."""
-        self._state.network.validate_images(input_ids, images)
+        self._state.network.model.validate_images(input_ids, images)
 
     def validate_length(self, prompt: int, max_new_tokens: int) -> None:
         """See `VisionLanguageModel.validate_length`."""
-        self._state.network.validate_length(prompt, max_new_tokens)
+        self._state.network.model.validate_length(prompt, max_new_tokens)
 
     def __getstate__(self) -> dict:
         """What deepcopy and pickle take along: the model, or the private network once the model was released."""
-        network = self._state.network if self._source is None else None
-        return {"model": self._source, "network": network, "quantize": self._quantize, "compile": self._compile}
+        network = self._state.network.model if self._source is None else None
+        return {"model": self._source, "network": network, "quantize": self._quantize}
 
     def __setstate__(self, state: dict) -> None:
-        self._source, self._quantize, self._compile = state["model"], state["quantize"], state["compile"]
+        self._source, self._quantize = state["model"], state["quantize"]
         self._lock = threading.Lock()
         if self._source is None:
-            self._state = _with_step(state["network"], self._recompile, None)
+            self._state = _State(_network(state["network"]), ())
         else:
-            self._state = _build(self._source, self._quantize, self._recompile)
-
-    @property
-    def _recompile(self) -> bool | None:
-        """The compile option for a rebuild, which uses what was compiled but never stops to compile."""
-        return None if self._compile else self._compile
-
-    def _current(self, decoder_only: bool = False) -> "_State":
-        """The derived state, rebuilt if the weights have changed since the last call."""
-        state = self._state
-        if self._source is None or state.is_current(decoder_only):
-            return state
-        with self._lock:
-            if self._state is state:
-                logger.info("the model's weights have changed; rebuilding the inference model")
-                self._state = _build(self._source, self._quantize, self._recompile)
-                if self._compile and not self._state.compiled:
-                    logger.warning("no compiled block fits the changed model; InferenceModel(compile=True) makes one")
-        return self._state
+            self._state = _build(self._source, self._quantize)
 
 
 @dataclass(frozen=True)
 class _State:
     """All that is derived from a model's weights."""
 
-    network: VisionLanguageModel
-    dtype: torch.dtype  # of the decoder's activations, and their device
-    device: torch.device
-    step: DecodeFunction | None
-    compiled: bool
-    fingerprint: Fingerprint | None  # None once the model was released
-    decoder_fingerprint: Fingerprint | None
-
-    def is_current(self, decoder_only: bool) -> bool:
-        fingerprint = self.decoder_fingerprint if decoder_only else self.fingerprint
-        return fingerprint is None or fingerprint.matches()
-
-    def check_prefix(self, prefix: PrefillState | None) -> None:
-        """Raise InputError for a prefix in another dtype or on another device."""
-        if prefix is None:
-            return
-        key = prefix.kv_cache[0].key
-        if key.dtype != self.dtype or key.device != self.device:
-            raise InputError(
-                f"the prefix was computed in {key.dtype} on {key.device}, but the model is now in {self.dtype} on "
-                f"{self.device}; prefill the prompt again"
-            )
+    network: Network
+    fingerprint: tuple  # of the model when this was made; () once it was released
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _build(model: VisionLanguageModel, quantize: str | None, compile: bool | None) -> _State:
-    fingerprints = Fingerprint(model, bool(quantize)), Fingerprint(model.decoder, bool(quantize))
-    network, ops = share_modules(model).eval(), load_ops(compile if model.device.type == "cpu" else False)
+def _build(model: VisionLanguageModel, quantize: str | None) -> _State:
+    """The network for a model: its own modules, or a tree of new ones that share its parameters, quantized."""
+    fingerprint, used = _fingerprint(model), model
     if quantize:
-        quantizer(quantize)(network.decoder)
-        network.decoder.pack_projections(pack_quantized)
-    if quantize == "int8":
-        quantize_activations(network, ops)
-    if model.device.type == "cpu":
-        if onednn_pays_off():
-            replace_linears(network)
-        if not isinstance(network.vision_encoder, Int8VisionTransformer):
-            network.vision_encoder = cast(VisionTransformer, fuse_vision(network.vision_encoder, ops))
-        network.MP = cast(ModalityProjector, fuse_projector(network.MP))
-        fuse_decoder(network.decoder, ops)
-    return _with_step(network, compile, fingerprints)
+        with_kernels = KernelNetwork.supports(model)
+        used = share_modules(model).eval()
+        for part in (used.decoder, used.vision_encoder, used.MP) if quantize == "int8" and with_kernels else (used.decoder,):
+            quantize_linears(part, quantize)
+    return _State(_network(used), fingerprint)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-def _with_step(
-    network: VisionLanguageModel, compile: bool | None, fingerprints: tuple[Fingerprint, Fingerprint] | None
-) -> _State:
-    step = _compiled_step(network.decoder, compile) if compile is not False else None
-    compiled = step is not None
-    if step is None and FusedDecodeStep.supports(network.decoder):
-        step = FusedDecodeStep(network.decoder)
-    weight = network.decoder.norm.weight
-    return _State(network, weight.dtype, weight.device, step, compiled, *(fingerprints or (None, None)))
+def _network(model: VisionLanguageModel) -> Network:
+    return KernelNetwork(model) if KernelNetwork.supports(model) else PlainNetwork(model)
 
 
-def _compiled_step(decoder: LanguageModel, compile: bool | None) -> DecodeFunction | None:
-    """The compiled decode step: compiled now if need be and compile is True, else only if it is in the cache."""
-    if decoder.norm.weight.device.type != "cpu":
-        return torch.compile(DecodeStep(decoder), mode="reduce-overhead") if compile else None
-    step = load_compiled_decode(decoder)
-    if step is None and compile:
-        path = compile_block(decoder.blocks[0])
-        step = load_compiled_decode(decoder)
-        if step is None:
-            raise CompileError(f"{path} was compiled, but cannot be loaded")
-    return step
+def _fingerprint(model: VisionLanguageModel) -> tuple:
+    """Differs after any change of modules or weights that torch knows of; it holds the tensors, so no address returns."""
+    modules = list(model.modules())
+    tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    versions = [-1 if t.is_inference() else t._version for t in tensors]
+    return [id(m) for m in modules], [(t.data_ptr(), t.dtype) for t in tensors], versions, _Held(tensors)
+
+
+class _Held(list):
+    """Tensors that are kept alive; equal to every other list of this kind."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def share_modules(module: AnyModule) -> AnyModule:
+    """A copy of a module tree with new modules and the same parameters, buffers and hooks.
+
+    Modules of the copy can be replaced, and the original does not change.
+    """
+    return _share(module, {})
+
+
+def _share(module, copies: dict):
+    if id(module) not in copies:
+        copied = copies[id(module)] = copy.copy(module)
+        copied._parameters, copied._buffers = dict(module._parameters), dict(module._buffers)
+        copied._modules = {name: child and _share(child, copies) for name, child in module._modules.items()}
+    return copies[id(module)]

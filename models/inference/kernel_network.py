@@ -1,0 +1,255 @@
+"""A VisionLanguageModel whose vision encoder and decoder run in the C kernels: packing structs and calling."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models import language_model, vision_transformer
+from models.cache import KVCache, capacity_for
+from models.errors import InputError
+from models.inference.kernels.load import LEVELS, chosen_level, load_library
+from models.inference.quantization import QuantizedLinear
+from models.inference.stacked_cache import StackedCache
+from models.language_model import build_attention_mask, rope_cos_sin
+from models.modality_projector import ModalityProjector, pixel_shuffle
+from models.vision_language_model import PrefillState, VisionLanguageModel
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbers in common.h
+QUANTIZED = {"int8": 2, "int4": 3}
+MAX_PATCHES = 1024  # of images that are encoded together; activations of more leave the CPU's cache
+KNOWN_MODULES = (
+    vision_transformer.VisionTransformer, vision_transformer.PatchEmbedding, vision_transformer.Block,
+    vision_transformer.Attention, vision_transformer.MLP, ModalityProjector, language_model.LanguageModel,
+    language_model.Block, language_model.Attention, language_model.MLP, language_model.RMSNorm,
+    QuantizedLinear, nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv2d, nn.Dropout, nn.ModuleList,
+)  # fmt: skip
+
+_POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = [(n, _POINTER) for n in ("data", "scale", "groups", "bias")] + [
+        (n, _LONG) for n in ("n_rows", "depth", "stride", "dtype")
+    ]
+
+
+class _DecoderBlock(ctypes.Structure):
+    _fields_ = [
+        ("qkv", _Matrix * 3), ("out", _Matrix), ("gate_up", _Matrix * 2), ("down", _Matrix),
+        ("norm1", _POINTER), ("norm2", _POINTER),
+    ]  # fmt: skip
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = [(n, _POINTER) for n in ("blocks", "head", "norm", "cos", "sin")] + [
+        *((n, _LONG) for n in ("n_blocks", "hidden_dim", "inter_dim", "n_heads", "n_kv_heads", "head_dim")),
+        ("eps", _FLOAT),
+    ]
+
+
+class _DecoderStep(ctypes.Structure):
+    _fields_ = [
+        ("x", _POINTER), ("x_dtype", _LONG), ("n_sequences", _LONG), ("n_new", _LONG),
+        *((n, _POINTER) for n in ("past", "positions", "mask", "last", "cache")),
+        *((n, _LONG) for n in ("cache_dtype", "capacity", "block_stride", "part_stride", "sequence_stride")),
+        ("logits", _POINTER), ("threads", _INT),
+    ]  # fmt: skip
+
+
+class _VisionBlock(ctypes.Structure):
+    _fields_ = [(n, _Matrix) for n in ("qkv", "out", "fc1", "fc2")] + [
+        (n, _POINTER) for n in ("ln1", "ln1_bias", "ln2", "ln2_bias")
+    ]
+
+
+class _VisionEncoder(ctypes.Structure):
+    _fields_ = [(n, _POINTER) for n in ("blocks", "patch", "position", "norm", "norm_bias")] + [
+        *((n, _LONG) for n in ("n_blocks", "hidden_dim", "inter_dim", "n_heads", "n_patches", "dtype")),
+        ("eps", _FLOAT),
+    ]
+
+
+class KernelNetwork:
+    """Calls the kernels with a model's weights, which it reads where they are; norms and biases are copied to float32.
+
+    `supports` says whether the kernels can compute a model. Activations are float32. Keys and values are stored in
+    bfloat16 where the weights are and the CPU multiplies in it, else in float32: bfloat16 weights are then multiplied
+    exactly.
+    """
+
+    def __init__(self, model: VisionLanguageModel):
+        self.model, self.cfg = model, model.cfg
+        level = chosen_level()
+        assert level is not None
+        self.level, self._library = level, load_library(level)
+        assert self._library is not None  # see supports
+        bf16 = model.dtype == torch.bfloat16 and LEVELS[level][0] in (0, 3, 4)
+        self.cache_dtype = torch.bfloat16 if bf16 else torch.float32
+        self._kept: list[Any] = []  # what the structs point to
+        self._decoder = self._pack_decoder(model.decoder)
+        self._encoder = self._pack_encoder(model.vision_encoder, bf16)
+        self._projector = self._matrix(model.MP.proj)
+
+    @staticmethod
+    def supports(model: VisionLanguageModel) -> bool:
+        """Whether the kernels compute what the model does: on this CPU, in its dtype, and of the core's own modules."""
+        known = all(
+            type(module) in KNOWN_MODULES and not (module._forward_hooks or module._forward_pre_hooks)
+            for part in (model.vision_encoder, model.MP, model.decoder)
+            for module in part.modules()
+        )
+        tensors = [p for p in model.parameters() if p.is_floating_point()]
+        fits = all(p.device.type == "cpu" and p.dtype in DTYPES for p in tensors) and model.cfg.vit_grid > 1
+        level = chosen_level() if known and fits else None
+        return level is not None and load_library(level) is not None
+
+    # ---------------------------------------------------------------------------------------------------- images
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """`VisionLanguageModel.encode_images`, to float32."""
+        cfg = self.cfg
+        n = max(1, MAX_PATCHES // cfg.vit_grid**2)
+        parts = [pixel_shuffle(self._encode(part), cfg.mp_pixel_shuffle_factor) for part in images.float().split(n)]
+        x = torch.cat(parts) if parts else images.new_zeros(0, cfg.mp_image_token_length, self._projector.depth)
+        return self._linear(self._projector, x)
+
+    def _encode(self, images: Tensor) -> Tensor:
+        """`VisionTransformer.forward`, to float32."""
+        grid, size = self.cfg.vit_grid, self.cfg.vit_patch_size
+        patches = images.reshape(len(images), 3, grid, size, grid, size).permute(0, 2, 4, 1, 3, 5).contiguous()
+        out = torch.empty(len(images), grid**2, self.cfg.vit_hidden_dim)
+        pointers = ctypes.byref(self._encoder), _POINTER(patches.data_ptr())
+        self._library.vision_forward(*pointers, _LONG(len(images)), _POINTER(out.data_ptr()), torch.get_num_threads())
+        return out
+
+    def _linear(self, matrix: _Matrix, x: Tensor) -> Tensor:
+        """x (..., depth) float32 to (..., n_rows) float32."""
+        y, n = x.new_empty(*x.shape[:-1], matrix.n_rows), x[..., 0].numel()
+        if n:
+            at = _POINTER(x.contiguous().data_ptr()), _LONG(0), _LONG(n), _POINTER(y.data_ptr())
+            self._library.linear_rows(ctypes.byref(matrix), *at, torch.get_num_threads())
+        return y
+
+    # --------------------------------------------------------------------------------------------------- decoder
+
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        """Embeddings (..., C) float32 of ids (...)."""
+        return self.model.decoder.token_embedding(ids).float()
+
+    def prefill_embeds(
+        self, embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None
+    ) -> tuple[Tensor, PrefillState]:
+        """`VisionLanguageModel.prefill_embeds`; logits are float32."""
+        (B, T, _), past = embeds.shape, 0 if prefix is None else prefix.length
+        if past + T > (limit := self.cfg.lm_max_position_embeddings):
+            raise InputError(f"{past + T} tokens exceed lm_max_position_embeddings={limit}; shorten the prompt")
+        mask = self.model.join_masks(embeds, attention_mask, prefix)
+        cache = self._extended(prefix, B, T)
+        logits = self.run(embeds, cache.data, [past] * B, mask, [T - 1] * B)
+        return logits, PrefillState(cache, mask)
+
+    def run(
+        self, x: Tensor, cache: Tensor, past: Sequence[int], mask: Tensor | None = None, last: Sequence[int] = ()
+    ) -> Tensor:
+        """The decoder on embeddings x (B, T, C), new tokens of B sequences: logits (B, vocabulary) float32.
+
+        cache (n_blocks, 2, B, n_kv_heads, capacity, head_dim) holds `past` tokens of each sequence and gets the new
+        ones behind them. mask is that of `build_attention_mask`, for sequences of equal `past`; last says whose logits
+        are computed, a new token of each sequence.
+        """
+        B, T, _ = x.shape
+        x = x.contiguous() if x.dtype in DTYPES else x.float().contiguous()
+        past_lengths = torch.tensor(past)
+        if mask is None:
+            visible = None
+            positions = past_lengths[:, None] + torch.arange(T)
+        else:
+            visible = build_attention_mask(mask, T)[:, 0]
+            positions = visible.sum(-1) - 1
+            visible = visible.expand(B, -1, -1).transpose(1, 2).to(torch.uint8).contiguous()
+        positions, last_tokens = positions.contiguous(), torch.tensor(last)
+        logits = torch.empty(B, self.cfg.lm_vocab_size)
+        step = _DecoderStep(
+            x.data_ptr(), DTYPES[x.dtype], B, T, past_lengths.data_ptr(), positions.data_ptr(),
+            None if visible is None else visible.data_ptr(), last_tokens.data_ptr(), cache.data_ptr(),
+            DTYPES[cache.dtype], cache.size(4), *cache.stride()[:3], logits.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        self._library.decoder_forward(ctypes.byref(self._decoder), ctypes.byref(step))
+        return logits
+
+    def new_cache(self, n_sequences: int, capacity: int) -> Tensor:
+        """An empty cache for `run`."""
+        cfg = self.cfg
+        shape = cfg.lm_n_blocks, 2, n_sequences, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim
+        return torch.zeros(shape, dtype=self.cache_dtype)
+
+    def _extended(self, prefix: PrefillState | None, B: int, T: int) -> StackedCache:
+        """The prefix's cache with place for T new tokens."""
+        if prefix is None:
+            return StackedCache(self.new_cache(B, capacity_for(T)), 0).extend(T)
+        kv_cache: Sequence[KVCache] = prefix.kv_cache
+        if not isinstance(kv_cache, StackedCache) or kv_cache.data.dtype != self.cache_dtype:
+            kv_cache = StackedCache.of(kv_cache, torch.empty(0, dtype=self.cache_dtype), T)
+        return kv_cache.extend(T)
+
+    # --------------------------------------------------------------------------------------------------- packing
+
+    def _float(self, x: Tensor | None) -> int | None:
+        """The address of a vector in float32, or None."""
+        if x is None:
+            return None
+        self._kept.append(x.detach().float().contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _matrix(self, linear: nn.Linear | QuantizedLinear) -> _Matrix:
+        address = self._float(linear.bias)
+        if isinstance(linear, QuantizedLinear):
+            self._kept.append(linear)
+            scale, groups = (None if x is None else x.data_ptr() for x in (linear.scale, linear.groups))
+            size, dtype = (linear.out_features, linear.in_features, linear.stride), QUANTIZED[linear.format]
+            return _Matrix(linear.data.data_ptr(), scale, groups, address, *size, dtype)
+        weight = linear.weight.detach().contiguous()
+        self._kept.append(weight)
+        return _Matrix(weight.data_ptr(), None, None, address, *weight.shape, weight.size(1), DTYPES[weight.dtype])
+
+    def _pack_decoder(self, decoder: language_model.LanguageModel) -> _Decoder:
+        cfg = self.cfg
+        cos, sin = rope_cos_sin(torch.arange(cfg.lm_max_position_embeddings), cfg)
+        blocks = (_DecoderBlock * len(decoder.blocks))()
+        for packed, block in zip(blocks, decoder.blocks):
+            attn, mlp = block.attn, block.mlp
+            packed.qkv[:] = [self._matrix(linear) for linear in (attn.q_proj, attn.k_proj, attn.v_proj)]
+            packed.gate_up[:] = [self._matrix(linear) for linear in (mlp.gate_proj, mlp.up_proj)]
+            packed.out, packed.down = self._matrix(attn.out_proj), self._matrix(mlp.down_proj)
+            packed.norm1, packed.norm2 = self._float(block.norm1.weight), self._float(block.norm2.weight)
+        head = self._matrix(decoder.head)
+        self._kept += [blocks, head]
+        angles = (self._float(angle[:, : cfg.lm_head_dim // 2]) for angle in (cos, sin))
+        return _Decoder(
+            ctypes.addressof(blocks), ctypes.addressof(head), self._float(decoder.norm.weight), *angles, len(blocks),
+            cfg.lm_hidden_dim, cfg.lm_inter_dim, cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_head_dim, decoder.norm.eps,
+        )  # fmt: skip
+
+    def _pack_encoder(self, encoder: vision_transformer.VisionTransformer, bf16: bool) -> _VisionEncoder:
+        cfg, embedding = self.cfg, encoder.patch_embedding
+        positions = embedding.position_embedding[0]
+        positions = positions if embedding.position_ids is None else positions[embedding.position_ids]
+        conv = embedding.conv.weight.detach().flatten(1).contiguous()
+        size, dtype = (*conv.shape, conv.size(1)), DTYPES[conv.dtype]
+        patch = _Matrix(conv.data_ptr(), None, None, self._float(embedding.conv.bias), *size, dtype)
+        blocks = (_VisionBlock * len(encoder.blocks))()
+        for packed, block in zip(blocks, encoder.blocks):
+            packed.qkv, packed.out = self._matrix(block.attn.qkv_proj), self._matrix(block.attn.out_proj)
+            packed.fc1, packed.fc2 = self._matrix(block.mlp.fc1), self._matrix(block.mlp.fc2)
+            packed.ln1, packed.ln1_bias = self._float(block.ln1.weight), self._float(block.ln1.bias)
+            packed.ln2, packed.ln2_bias = self._float(block.ln2.weight), self._float(block.ln2.bias)
+        self._kept += [blocks, patch, conv]
+        norm = encoder.layer_norm
+        return _VisionEncoder(
+            ctypes.addressof(blocks), ctypes.addressof(patch), self._float(positions), self._float(norm.weight),
+            self._float(norm.bias), len(blocks), cfg.vit_hidden_dim, cfg.vit_inter_dim, cfg.vit_n_heads,
+            cfg.vit_grid**2, DTYPES[torch.bfloat16 if bf16 else torch.float32], norm.eps,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The CPU kernels, in C: see README.md beside this file."""

@@ -1,0 +1,159 @@
+// What every kernel file shares: levels, data layout (drawn in README.md) and small vector helpers.
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+// Levels of instructions. This source is compiled once for each of them, with -DLEVEL=<number> and a suffix for names.
+#define NAIVE 0  // plain loops: what the tests compare the others with
+#define AVX2 1
+#define VNNI 2   // AVX-512 with int8 dot products
+#define BF16_DOT 3  // AVX-512 with bfloat16 dot products, too
+#define AMX 4
+
+#if LEVEL == AVX2
+#pragma GCC target("avx2,fma,f16c")
+#elif LEVEL == VNNI
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,prefer-vector-width=512")
+#elif LEVEL >= BF16_DOT
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,prefer-vector-width=512")
+#endif
+#if LEVEL == AMX && !defined(EMULATE_AMX)
+#pragma GCC target("amx-tile,amx-bf16,amx-int8")
+#endif
+#if LEVEL > NAIVE
+#include <immintrin.h>
+#endif
+
+#define LANES (LEVEL >= VNNI ? 16 : 8)  // float32 values of a vector
+#define PANEL (2 * LANES)               // tokens of a panel
+#define BLOCK_ROWS (LEVEL == AMX ? 32 : LEVEL >= VNNI ? 12 : LEVEL == AVX2 ? 6 : 4)  // weight rows of one multiply
+#define UNIT_MULTIPLE (LEVEL == AMX ? 16 : 1)  // a depth in units is padded to it
+#define HAS_BF16_DOT (LEVEL == NAIVE || LEVEL >= BF16_DOT)
+#define INT8_PER_UNIT (LEVEL == AVX2 ? 2 : 4)  // AVX2 multiplies int8 as int16
+#define INT8_OFFSET (LEVEL == AVX2 ? 0 : 128)  // of stored int8 weights when they are multiplied
+#define QUANT_GROUP 64  // values of one token that share a scale when a single token is multiplied by int8 or int4
+#define INT4_GROUP 32   // weights that share a scale and a minimum
+
+#define INLINE static inline __attribute__((always_inline))
+#define ALIGNED __attribute__((aligned(64)))
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+typedef struct { vec v; } __attribute__((packed, aligned(1), may_alias)) unaligned_vec;
+typedef struct { ivec v; } __attribute__((packed, aligned(1), may_alias)) unaligned_ivec;
+typedef struct { hvec v; } __attribute__((packed, aligned(1), may_alias)) unaligned_hvec;
+
+enum { FLOAT32, BFLOAT16, INT8, INT4 };  // how a weight, an operand or a cache is stored
+
+// A matrix (n_rows, depth), row-major: a layer's weight, or the keys of an attention head.
+typedef struct {
+    const void *data;        // INT8: 128 + value in a byte; INT4: 64 values in 32 bytes, two halves of nibbles
+    const float *scale;      // INT8: of each row
+    const uint32_t *groups;  // INT4: (n_rows, stride / 32), bfloat16 scale below bfloat16 minimum
+    const float *bias;       // (n_rows), or NULL
+    long n_rows, depth;
+    long stride;             // values from a row to the next; of INT8 and INT4 a multiple of 64
+    long dtype;
+} matrix;
+
+// Activations as the right factor of a matmul: for each panel, (units, PANEL) of 4 bytes. A unit is one float32, two
+// bfloat16 or four int8 (AVX2: two int16) values of one token, successive in depth.
+typedef struct {
+    char *data;
+    float *scale;   // INT8: of each token (padded to panels); of a single token, of each group of QUANT_GROUP
+    int32_t *sum;   // INT8: of each token's quantized values
+    float *group_sum;  // a single token for INT4: scaled sums of each group of INT4_GROUP
+    float offset;   // a single token for INT8: what INT8_OFFSET adds to every row
+    long n_tokens, depth, units, type;
+} operand;
+
+INLINE vec load(const float *x) { return ((const unaligned_vec *)x)->v; }
+INLINE void store(float *x, vec y) { ((unaligned_vec *)x)->v = y; }
+INLINE vec splat(float x) { return (vec){0} + x; }
+INLINE ivec load_int(const void *x) { return ((const unaligned_ivec *)x)->v; }
+INLINE void store_int(void *x, ivec y) { ((unaligned_ivec *)x)->v = y; }
+INLINE long min_long(long a, long b) { return a < b ? a : b; }
+INLINE long max_long(long a, long b) { return a > b ? a : b; }
+INLINE long round_up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
+INLINE vec max_vec(vec a, vec b) { return (vec)(((ivec)a & (a > b)) | ((ivec)b & ~(a > b))); }
+INLINE vec min_vec(vec a, vec b) { return (vec)(((ivec)a & (a < b)) | ((ivec)b & ~(a < b))); }
+INLINE vec abs_vec(vec x) { return (vec)((ivec)x & 0x7fffffff); }
+
+INLINE float sum_lanes(vec x) {
+#if LEVEL >= VNNI
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    typedef float quarter __attribute__((vector_size(16)));
+    quarter low, high;
+    memcpy(&low, &x, 16), memcpy(&high, (char *)&x + 16, 16);
+    low += high;
+    return (low[0] + low[1]) + (low[2] + low[3]);
+#endif
+}
+
+INLINE float max_lanes(vec x) {
+    float largest = x[0];
+    for (int i = 1; i < LANES; i++) largest = fmaxf(largest, x[i]);
+    return largest;
+}
+
+// bfloat16 is the upper half of a float32. Rounding is to the nearest, ties to even.
+INLINE ivec round_bits(vec x) { return (ivec)x + 0x7fff + (((ivec)x >> 16) & 1); }
+INLINE vec load_bf16(const uint16_t *x) {
+    return (vec)(__builtin_convertvector(((const unaligned_hvec *)x)->v, ivec) << 16);
+}
+INLINE void store_bf16(uint16_t *x, vec y) {
+    ((unaligned_hvec *)x)->v = __builtin_convertvector((round_bits(y) >> 16) & 0xffff, hvec);
+}
+
+INLINE float from_bf16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+INLINE uint16_t to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+INLINE float get(const void *x, long dtype, long i) {
+    return dtype == BFLOAT16 ? from_bf16(((const uint16_t *)x)[i]) : ((const float *)x)[i];
+}
+
+INLINE void put(void *x, long dtype, long i, float y) {
+    if (dtype == BFLOAT16) ((uint16_t *)x)[i] = to_bf16(y);
+    else ((float *)x)[i] = y;
+}
+
+// To the nearest integer, for |x| < 2^22; compiled without -ffast-math, which would cancel the two sums
+#define ROUND_FLOAT 12582912.0f  // 1.5 * 2^23
+#define ROUND_BITS 0x4b400000
+INLINE ivec round_to_int(vec x) { return (ivec)(x + ROUND_FLOAT) - ROUND_BITS; }
+
+// e^x with a relative error of 2e-7; 0 for x below -87
+INLINE vec exp_vec(vec x) {
+    vec power = max_vec(min_vec(x * 1.44269504f, splat(127)), splat(-126.5f)), whole = power + ROUND_FLOAT;
+    ivec exponent = (ivec)whole - ROUND_BITS;
+    vec part = power - (whole - ROUND_FLOAT), y;
+    y = part * 1.326697e-3f + 9.675460e-3f;
+    y = y * part + 5.5507426e-2f;
+    y = y * part + 2.4022122e-1f;
+    y = y * part + 6.9314695e-1f;
+    y = y * part + 1.0f;
+    return (vec)((ivec)(y * (vec)((exponent + 127) << 23)) & (x > -87.0f));
+}
+
+INLINE vec silu_vec(vec x) { return x / (1.0f + exp_vec(-x)); }
+// GELU's tanh approximation, x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)) (Hendrycks and Gimpel 2016)
+INLINE vec gelu_vec(vec x) { return x / (1.0f + exp_vec(-1.5957691216f * x * (1.0f + 0.044715f * x * x))); }
+
+// Activations between matmuls are float32 panels: feature c of token m is at panel_at(c, m, n_features).
+INLINE long panel_at(long c, long m, long n_features) { return (m / PANEL * n_features + c) * PANEL + m % PANEL; }
+INLINE long n_panels(long n_tokens) { return (n_tokens + PANEL - 1) / PANEL; }
+
+static void *allocate(long n_bytes) { return aligned_alloc(64, round_up(n_bytes + 64, 64)); }

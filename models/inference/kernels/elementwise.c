@@ -1,0 +1,154 @@
+// Norms, rotary embeddings, SwiGLU and quantization: one pass over activations in panels, a vector of tokens at a time.
+// With a single token (width 1) the features of that token are one row.
+
+// Mean and mean square of each token in a panel, or of a single token (width 1)
+INLINE void moments(const float *x, long depth, long width, float *mean, float *square) {
+    if (width == 1) {
+        vec sum = {0}, squares = {0};
+        long c = 0;
+        for (; c + LANES <= depth; c += LANES) sum += load(x + c), squares += load(x + c) * load(x + c);
+        *mean = sum_lanes(sum), *square = sum_lanes(squares);
+        for (; c < depth; c++) *mean += x[c], *square += x[c] * x[c];
+        *mean /= depth, *square /= depth;
+        return;
+    }
+    for (long i = 0; i < PANEL; i += LANES) {
+        vec sum = {0}, squares = {0};
+        for (long c = 0; c < depth; c++) {
+            vec value = load(x + c * PANEL + i);
+            sum += value, squares += value * value;
+        }
+        store(mean + i, sum / (float)depth), store(square + i, squares / (float)depth);
+    }
+}
+
+// y = RMSNorm (bias NULL; Zhang and Sennrich 2019) or LayerNorm of a panel x (depth, width)
+static void normalize(const float *x, const float *weight, const float *bias, float eps, long depth, long width,
+                      float *y) {
+    float mean[PANEL] ALIGNED, square[PANEL] ALIGNED, inverse[PANEL] ALIGNED;
+    moments(x, depth, width, mean, square);
+    if (bias) {  // the variance around the mean in a second pass: a difference of squares would lose digits
+        for (long i = 0; i < width; i++) square[i] = 0;
+        for (long c = 0; c < depth; c++)
+            for (long i = 0; i < width; i++) square[i] += (x[c * width + i] - mean[i]) * (x[c * width + i] - mean[i]);
+        for (long i = 0; i < width; i++) square[i] /= depth;
+    }
+    for (long i = 0; i < width; i++) inverse[i] = 1 / sqrtf(square[i] + eps), mean[i] = bias ? mean[i] : 0;
+    if (width == 1) {
+        for (long c = 0; c < depth; c++) y[c] = (x[c] - mean[0]) * inverse[0] * weight[c] + (bias ? bias[c] : 0);
+        return;
+    }
+    for (long c = 0; c < depth; c++)
+        for (long i = 0; i < PANEL; i += LANES) {
+            vec value = (load(x + c * PANEL + i) - load(mean + i)) * load(inverse + i) * weight[c];
+            store(y + c * PANEL + i, bias ? value + bias[c] : value);
+        }
+}
+
+// Rotate features i and i + D / 2 of each of n_heads in place (Su et al. 2021); cos and sin (D / 2, width)
+static void rotate(float *x, const float *cos, const float *sin, long n_heads, long D, long width) {
+    const long half = D / 2 * width;
+    for (long h = 0; h < n_heads; h++, x += 2 * half)
+        for (long i = 0; i < half; i++) {
+            float first = x[i], second = x[i + half];
+            x[i] = first * cos[i] - second * sin[i];
+            x[i + half] = second * cos[i] + first * sin[i];
+        }
+}
+
+// gate = silu(gate) * up, n values each (Shazeer 2020)
+static void swiglu(float *gate, const float *up, long n) {
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) store(gate + i, silu_vec(load(gate + i)) * load(up + i));
+    for (; i < n; i++) gate[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
+}
+
+// Panels (depth, PANEL) from n rows of depth values, and back
+static void rows_to_panels(const void *rows, long dtype, long n, long depth, float *panels, int threads) {
+    #pragma omp parallel for num_threads(threads) if (n > PANEL)
+    for (long p = 0; p < n_panels(n); p++)
+        for (long i = 0; i < PANEL; i++) {
+            float *column = panels + p * depth * PANEL + i;
+            long m = p * PANEL + i;
+            if (m >= n) for (long c = 0; c < depth; c++) column[c * PANEL] = 0;
+            else if (dtype == BFLOAT16) for (long c = 0; c < depth; c++)
+                column[c * PANEL] = from_bf16(((const uint16_t *)rows)[m * depth + c]);
+            else for (long c = 0; c < depth; c++) column[c * PANEL] = ((const float *)rows)[m * depth + c];
+        }
+}
+
+static void panels_to_rows(const float *panels, long n, long depth, float *rows, int threads) {
+    #pragma omp parallel for num_threads(threads) if (n * depth > 4096)
+    for (long block = 0; block < (depth + 63) / 64 * n_panels(n); block++) {  // 64 features of one panel
+        long p = block % n_panels(n), start = block / n_panels(n) * 64, stop = min_long(start + 64, depth);
+        for (long m = p * PANEL; m < min_long(n, (p + 1) * PANEL); m++)
+            for (long c = start; c < stop; c++) rows[m * depth + c] = panels[panel_at(c, m, depth)];
+    }
+}
+
+// Units of an operand from a panel x (depth, PANEL) of float32
+static void pack_panel(const float *x, operand *out, long panel) {
+    const long depth = out->depth;
+    char *units = out->data + panel * out->units * PANEL * 4;
+    if (out->type == FLOAT32 && (const char *)x == units) return;
+    for (long i = 0; i < PANEL; i += LANES) {
+        const float *lane = x + i;
+        char *to = units + i * 4;
+        if (out->type == FLOAT32) {
+            for (long c = 0; c < depth; c++) store((float *)to + c * PANEL, load(lane + c * PANEL));
+            continue;
+        }
+        if (out->type == BFLOAT16) {
+            for (long c = 0; c < depth; c += 2) {
+                ivec low = (round_bits(load(lane + c * PANEL)) >> 16) & 0xffff, high = {0};
+                if (c + 1 < depth) high = round_bits(load(lane + (c + 1) * PANEL)) & (int32_t)0xffff0000;
+                store_int(to + c / 2 * PANEL * 4, low | high);
+            }
+            for (long u = (depth + 1) / 2; u < out->units; u++) store_int(to + u * PANEL * 4, (ivec){0});
+            continue;
+        }
+        vec largest = splat(1e-30f);
+        for (long c = 0; c < depth; c++) largest = max_vec(largest, abs_vec(load(lane + c * PANEL)));
+        vec inverse = 127.0f / largest;
+        ivec sum = {0};
+        const int bits = 32 / INT8_PER_UNIT, mask = bits == 8 ? 0xff : 0xffff;
+        for (long u = 0; u < out->units; u++) {
+            ivec unit = {0};
+            for (long j = 0; j < INT8_PER_UNIT && u * INT8_PER_UNIT + j < depth; j++) {
+                ivec q = round_to_int(load(lane + (u * INT8_PER_UNIT + j) * PANEL) * inverse);
+                sum += q;
+                unit |= (q & mask) << (int)(j * bits);
+            }
+            store_int(to + u * PANEL * 4, unit);
+        }
+        store(out->scale + panel * PANEL + i, largest / 127.0f);
+        store_int(out->sum + panel * PANEL + i, sum);
+    }
+}
+
+// Round a single token x (depth) to int8, with a scale for each QUANT_GROUP values; data is padded with zeros
+static void quantize_token(const float *x, operand *out) {
+    int8_t *q = (int8_t *)out->data;
+    out->offset = 0;
+    for (long g = 0; g * QUANT_GROUP < out->depth; g++) {
+        const long start = g * QUANT_GROUP, n = min_long(QUANT_GROUP, out->depth - start);
+        float values[QUANT_GROUP] ALIGNED = {0};
+        memcpy(values, x + start, n * 4);
+        vec largest = splat(1e-30f);
+        for (long i = 0; i < QUANT_GROUP; i += LANES) largest = max_vec(largest, abs_vec(load(values + i)));
+        const float scale = max_lanes(largest) / 127, inverse = 1 / scale;
+        for (long half = 0; half < 2; half++) {
+            ivec sum = {0};
+            for (long i = half * INT4_GROUP; i < (half + 1) * INT4_GROUP; i += LANES) {
+                ivec rounded = round_to_int(load(values + i) * inverse);
+                sum += rounded;
+                for (int j = 0; j < LANES; j++) q[start + i + j] = (int8_t)rounded[j];
+            }
+            int32_t total = 0;
+            for (int j = 0; j < LANES; j++) total += sum[j];
+            out->group_sum[2 * g + half] = scale * total;
+            out->offset -= INT8_OFFSET * scale * total;
+        }
+        out->scale[g] = scale;
+    }
+}

@@ -1,0 +1,384 @@
+// Matmuls: a weight, row-major as it is stored, times panels of tokens (gemm) or one token (gemv).
+
+// The type of operand that a weight is multiplied by, if there are several tokens
+INLINE long operand_type(long dtype) {
+    if (dtype == INT8) return INT8;
+    return dtype == FLOAT32 || !HAS_BF16_DOT ? FLOAT32 : BFLOAT16;
+}
+
+INLINE long values_per_unit(long type) { return type == FLOAT32 ? 1 : type == BFLOAT16 ? 2 : INT8_PER_UNIT; }
+
+INLINE long units_of(long depth, long type) {
+    return round_up((depth + values_per_unit(type) - 1) / values_per_unit(type), UNIT_MULTIPLE);
+}
+
+static operand new_operand(long n_tokens, long depth, long type) {
+    operand x = {.n_tokens = n_tokens, .depth = depth, .type = type};
+    if (n_tokens == 1) {
+        long groups = (depth + QUANT_GROUP - 1) / QUANT_GROUP;
+        if (type == FLOAT32) x.data = allocate(depth * 4);
+        else x.data = allocate(groups * QUANT_GROUP), x.scale = allocate(groups * 4), x.group_sum = allocate(groups * 8);
+        return x;
+    }
+    x.units = units_of(depth, type);
+    x.data = allocate(n_panels(n_tokens) * x.units * PANEL * 4);
+    if (type == INT8) x.scale = allocate(n_panels(n_tokens) * PANEL * 4), x.sum = allocate(n_panels(n_tokens) * PANEL * 4);
+    return x;
+}
+
+static void free_operand(operand *x) { free(x->data), free(x->scale), free(x->sum), free(x->group_sum); }
+
+// An operand for products with weights like w, for n_tokens tokens
+static operand operand_for(const matrix *w, long n_tokens) {
+    if (n_tokens > 1) return new_operand(n_tokens, w->depth, operand_type(w->dtype));
+    return new_operand(1, w->depth, w->dtype == FLOAT32 || w->dtype == BFLOAT16 ? FLOAT32 : INT8);
+}
+
+// --- one block of weight rows times one panel ---
+
+#if LEVEL == NAIVE
+static void multiply(long type, long rows, const char *left, long stride, const char *panel, long units, void *sums,
+                     long vectors) {
+    for (long r = 0; r < rows; r++)
+        for (long i = 0; i < vectors * LANES; i++) {
+            float sum = 0;
+            int32_t exact = 0;
+            for (long u = 0; u < units; u++) {
+                const char *a = left + r * stride + u * 4, *b = panel + (u * PANEL + i) * 4;
+                if (type == FLOAT32) sum += *(const float *)a * *(const float *)b;
+                for (int j = 0; j < 2 && type == BFLOAT16; j++)
+                    sum += from_bf16(((const uint16_t *)a)[j]) * from_bf16(((const uint16_t *)b)[j]);
+                for (int j = 0; j < 4 && type == INT8; j++) exact += ((const uint8_t *)a)[j] * ((const int8_t *)b)[j];
+            }
+            if (type == INT8) ((int32_t *)sums)[r * PANEL + i] = exact;
+            else ((float *)sums)[r * PANEL + i] = sum;
+        }
+}
+#else
+// Sums of one unit: left is the same for all tokens
+INLINE ivec dot(long type, ivec sum, ivec left, ivec right) {
+    if (type == FLOAT32) return (ivec)((vec)sum + (vec)left * (vec)right);
+#if LEVEL == AVX2
+    return sum + (ivec)_mm256_madd_epi16((__m256i)left, (__m256i)right);
+#else
+    if (type == INT8) return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
+#if LEVEL >= BF16_DOT
+    return (ivec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
+#endif
+#endif
+    return sum;
+}
+
+INLINE void multiply_rows(const long type, const long rows, const long vectors, const char *left, long stride,
+                          const char *panel, long units, void *sums) {
+    ivec sum[12][2] = {0};
+    for (long u = 0; u < units; u++) {
+        ivec first = load_int(panel + u * PANEL * 4), second = load_int(panel + u * PANEL * 4 + 4 * LANES);
+        #pragma GCC unroll 12
+        for (long r = 0; r < rows; r++) {
+            ivec unit = (ivec){0} + *(const int32_t *)(left + r * stride + u * 4);
+            sum[r][0] = dot(type, sum[r][0], unit, first);
+            if (vectors == 2) sum[r][1] = dot(type, sum[r][1], unit, second);
+        }
+    }
+    #pragma GCC unroll 12
+    for (long r = 0; r < rows; r++)
+        for (long v = 0; v < vectors; v++) store_int((float *)sums + r * PANEL + v * LANES, sum[r][v]);
+}
+
+#if LEVEL == AMX
+static void multiply(long type, long rows, const char *left, long stride, const char *panel, long units, void *sums,
+                     long vectors) {
+    if (type == INT8) return multiply_tiles(INT8, left, stride, panel, units, sums, vectors);
+    if (type == BFLOAT16) return multiply_tiles(BFLOAT16, left, stride, panel, units, sums, vectors);
+    for (long r = 0; r < rows; r += 8) {  // float32 has no tiles
+        float *part = (float *)sums + r * PANEL;
+        if (vectors == 1) multiply_rows(FLOAT32, 8, 1, left + r * stride, stride, panel, units, part);
+        else multiply_rows(FLOAT32, 8, 2, left + r * stride, stride, panel, units, part);
+    }
+}
+#else
+#define SMALL_ROWS 4  // of a last block
+INLINE void multiply_type(const long type, long rows, const char *left, long stride, const char *panel, long units,
+                          void *sums, long vectors) {
+    if (rows <= SMALL_ROWS && vectors == 1) multiply_rows(type, SMALL_ROWS, 1, left, stride, panel, units, sums);
+    else if (rows <= SMALL_ROWS) multiply_rows(type, SMALL_ROWS, 2, left, stride, panel, units, sums);
+    else if (vectors == 1) multiply_rows(type, BLOCK_ROWS, 1, left, stride, panel, units, sums);
+    else multiply_rows(type, BLOCK_ROWS, 2, left, stride, panel, units, sums);
+}
+
+static void multiply(long type, long rows, const char *left, long stride, const char *panel, long units, void *sums,
+                     long vectors) {
+    if (type == FLOAT32) multiply_type(FLOAT32, rows, left, stride, panel, units, sums, vectors);
+    else if (type == INT8) multiply_type(INT8, rows, left, stride, panel, units, sums, vectors);
+    else if (HAS_BF16_DOT) multiply_type(BFLOAT16, rows, left, stride, panel, units, sums, vectors);
+}
+#endif
+#endif
+
+// Rows `row` to row + BLOCK_ROWS of w as units of `type`: where they are if their layout fits, else in buffer, where
+// missing rows and units are zero. Returns the first row, and the bytes from a row to the next in *stride.
+static const char *left_rows(const matrix *w, long row, long type, long units, char *buffer, long *stride) {
+    const long rows = min_long(BLOCK_ROWS, w->n_rows - row), size = w->dtype == FLOAT32 ? 4 : w->dtype == BFLOAT16 ? 2 : 1;
+    const int same = w->dtype == type && !(type == INT8 && LEVEL == AVX2);
+    if (same && rows == BLOCK_ROWS && units * 4 <= w->stride * size && (w->depth * size) % (4 * UNIT_MULTIPLE) == 0) {
+        *stride = w->stride * size;
+        return (const char *)w->data + row * w->stride * size;
+    }
+    *stride = units * 4 + 64;
+    if (rows < BLOCK_ROWS) memset(buffer, 0, BLOCK_ROWS * *stride);
+    for (long r = 0; r < rows; r++) {
+        const char *from = (const char *)w->data + (row + r) * w->stride * (w->dtype == INT4 ? 1 : size * 2) / 2;
+        char *to = buffer + r * *stride;
+        const long depth = w->depth, padded = units * values_per_unit(type);
+        long i = 0;
+        if (same) {
+            memcpy(to, from, depth * size);
+        } else if (type == FLOAT32 && w->dtype == BFLOAT16) {
+            for (; i + LANES <= depth; i += LANES) store((float *)to + i, load_bf16((const uint16_t *)from + i));
+            for (; i < depth; i++) ((float *)to)[i] = from_bf16(((const uint16_t *)from)[i]);
+        } else if (w->dtype == INT8) {
+            for (; i < depth; i++) ((int16_t *)to)[i] = ((const uint8_t *)from)[i] - 128;
+        } else {
+            const uint32_t *groups = w->groups + (row + r) * (w->stride / INT4_GROUP);
+            float values[2 * INT4_GROUP] ALIGNED;
+            for (; i < depth; i += 2 * INT4_GROUP, from += INT4_GROUP) {
+                const uint32_t *pair = groups + i / INT4_GROUP;
+                for (int half = 0; half < 2; half++) {
+                    const float scale = from_bf16((uint16_t)pair[half]), least = from_bf16((uint16_t)(pair[half] >> 16));
+                    for (int j = 0; j < INT4_GROUP; j++)
+                        values[half * INT4_GROUP + j] =
+                            (float)((((const uint8_t *)from)[j] >> (4 * half)) & 15) * scale + least;
+                }
+                const long n = min_long(2 * INT4_GROUP, depth - i);
+                if (type == FLOAT32) memcpy((float *)to + i, values, n * 4);
+                else if (n == 2 * INT4_GROUP)
+                    for (int j = 0; j < n; j += LANES) store_bf16((uint16_t *)to + i + j, load(values + j));
+                else for (int j = 0; j < n; j++) ((uint16_t *)to)[i + j] = to_bf16(values[j]);
+            }
+        }
+        memset(to + depth * 4 / values_per_unit(type), 0, (padded - depth) * 4 / values_per_unit(type));
+    }
+    return buffer;
+}
+
+// --- all rows times all panels ---
+
+// What becomes of a matmul's result y: panels (n_features, PANEL) from feature `first` on, for a single token a row
+typedef struct {
+    float *y;
+    long n_features, first;
+    int add, gelu;  // add to what y holds; apply GELU
+} result;
+
+INLINE void finish_block(const matrix *w, long row, long rows, const operand *x, long panel, const void *sums, long vectors,
+                         const result *out) {
+    float *y = out->y + (panel * out->n_features + out->first + row) * PANEL;
+    for (long r = 0; r < rows; r++)
+        for (long v = 0; v < vectors; v++) {
+            vec value = load((const float *)sums + r * PANEL + v * LANES);
+            if (x->type == INT8) {
+                ivec exact = (ivec)value - INT8_OFFSET * load_int(x->sum + panel * PANEL + v * LANES);
+                value = __builtin_convertvector(exact, vec) * load(x->scale + panel * PANEL + v * LANES);
+                value *= w->scale[row + r];
+            }
+            if (w->bias) value += w->bias[row + r];
+            if (out->gelu) value = gelu_vec(value);
+            float *at = y + r * PANEL + v * LANES;
+            store(at, out->add ? load(at) + value : value);
+        }
+}
+
+#define L2_BYTES (512 << 10)  // of panels that stay in a core's cache while all weight rows pass
+
+static void gemm(const matrix *weights, int n_weights, const operand *x, result out, int threads) {
+    const long panels = n_panels(x->n_tokens), panel_bytes = x->units * PANEL * 4;
+    const long group = max_long(1, min_long(panels, L2_BYTES / panel_bytes));
+    #pragma omp parallel num_threads(threads)
+    {
+        amx_state state = begin_multiply();
+        char *buffer = allocate(BLOCK_ROWS * (x->units * 4 + 64));
+        float sums[BLOCK_ROWS * PANEL] ALIGNED;
+        for (long start = 0; start < panels; start += group) {
+            result part = out;
+            for (int k = 0; k < n_weights; part.first += weights[k++].n_rows) {
+                const matrix *w = &weights[k];
+                #pragma omp for schedule(dynamic, 2) nowait
+                for (long row = 0; row < w->n_rows; row += BLOCK_ROWS) {
+                    long stride, rows = min_long(BLOCK_ROWS, w->n_rows - row);
+                    const char *left = left_rows(w, row, x->type, x->units, buffer, &stride);
+                    for (long p = start; p < min_long(panels, start + group); p++) {
+                        const long vectors = x->n_tokens - p * PANEL > LANES ? 2 : 1;
+                        multiply(x->type, rows, left, stride, x->data + p * panel_bytes, x->units, sums, vectors);
+                        finish_block(w, row, rows, x, p, sums, vectors, &part);
+                    }
+                }
+            }
+        }
+        free(buffer);
+        end_multiply(&state);
+    }
+}
+
+// --- one token ---
+
+// Dot products of `rows` successive rows with the token, in float32; the rows' scales are applied
+#if LEVEL == NAIVE
+static void dot_rows(const matrix *w, long row, long rows, const operand *x, float *y) {
+    for (long r = 0; r < rows; r++) {
+        float sum = 0;
+        const char *data = w->data;
+        for (long i = 0; i < w->depth; i++) {
+            const long at = (row + r) * w->stride + i;
+            if (w->dtype == FLOAT32 || w->dtype == BFLOAT16) sum += get(data, w->dtype, at) * ((float *)x->data)[i];
+            const float value = w->dtype < INT8 ? 0 : ((int8_t *)x->data)[i] * x->scale[i / QUANT_GROUP];
+            if (w->dtype == INT8) sum += (((const uint8_t *)data)[at] - 128) * w->scale[row + r] * value;
+            if (w->dtype == INT4) {
+                const uint8_t byte = ((const uint8_t *)data)[(row + r) * w->stride / 2 + i / 64 * 32 + i % 32];
+                const uint32_t group = w->groups[at / INT4_GROUP];
+                const int q = i % 64 < 32 ? byte & 15 : byte >> 4;
+                sum += (q * from_bf16((uint16_t)group) + from_bf16((uint16_t)(group >> 16))) * value;
+            }
+        }
+        y[r] = sum;
+    }
+}
+#else
+// Fetch from memory what the next block of rows reads at this place
+INLINE void prefetch(const matrix *w, long size, long at, long rows) {
+    __builtin_prefetch((const char *)w->data + (at + rows * w->stride) * size);
+}
+
+INLINE vec load_row(const matrix *w, const long dtype, long at) {
+    return dtype == FLOAT32 ? load((const float *)w->data + at) : load_bf16((const uint16_t *)w->data + at);
+}
+
+INLINE void dot_rows_float(const matrix *w, const long dtype, long row, const long rows, const float *x, float *y) {
+    vec sum[4][2] = {0};
+    long i = 0;
+    for (; i + 2 * LANES <= w->depth; i += 2 * LANES)
+        for (long r = 0; r < rows; r++) {
+            const long at = (row + r) * w->stride + i;
+            prefetch(w, dtype == FLOAT32 ? 4 : 2, at, rows);
+            if (dtype == FLOAT32) prefetch(w, 4, at + LANES, rows);
+            sum[r][0] += load_row(w, dtype, at) * load(x + i);
+            sum[r][1] += load_row(w, dtype, at + LANES) * load(x + i + LANES);
+        }
+    for (long r = 0; r < rows; r++) y[r] = sum_lanes(sum[r][0] + sum[r][1]);
+    for (; i < w->depth; i++)
+        for (long r = 0; r < rows; r++) y[r] += get(w->data, dtype, (row + r) * w->stride + i) * x[i];
+}
+
+// Sums of four (AVX2: of 32 / LANES) products of QUANT_GROUP values
+INLINE ivec dot_int8(const uint8_t *w, const int8_t *x) {
+#if LEVEL == AVX2
+    ivec sum = {0};
+    for (int i = 0; i < QUANT_GROUP; i += 32) {  // |x| * (w with the sign of x): a pair of products fits 16 bits
+        __m256i values = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)(w + i)), _mm256_set1_epi8(-128));
+        __m256i token = _mm256_loadu_si256((const __m256i *)(x + i));
+        __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(token), _mm256_sign_epi8(values, token));
+        sum += (ivec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    }
+    return sum;
+#else
+    return (ivec)_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_loadu_si512(w), _mm512_loadu_si512(x));
+#endif
+}
+
+INLINE void dot_rows_int8(const matrix *w, long row, const long rows, const operand *x, float *y) {
+    vec sum[4] = {0};
+    for (long g = 0; g * QUANT_GROUP < w->depth; g++)
+        for (long r = 0; r < rows; r++) {
+            const uint8_t *values = (const uint8_t *)w->data + (row + r) * w->stride + g * QUANT_GROUP;
+            prefetch(w, 1, (row + r) * w->stride + g * QUANT_GROUP, rows);
+            ivec exact = dot_int8(values, (const int8_t *)x->data + g * QUANT_GROUP);
+            sum[r] += __builtin_convertvector(exact, vec) * x->scale[g];
+        }
+    for (long r = 0; r < rows; r++) y[r] = (sum_lanes(sum[r]) + x->offset) * w->scale[row + r];
+}
+
+// The sum over a row of scale * (q . x) + minimum * sum(x), group by group
+INLINE void dot_rows_int4(const matrix *w, long row, const long rows, const operand *x, float *y) {
+    for (long r = 0; r < rows; r++) {
+        const uint8_t *data = (const uint8_t *)w->data + (row + r) * w->stride / 2;
+        const uint32_t *groups = w->groups + (row + r) * (w->stride / INT4_GROUP);
+        const long n_groups = w->stride / INT4_GROUP;
+        vec sum = {0};
+#if LEVEL == AVX2
+        const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+        for (long g = 0; g < n_groups; g += 2) {
+            __m256i bytes = _mm256_loadu_si256((const __m256i *)(data + g / 2 * 32));
+            for (int half = 0; half < 2; half++) {
+                __m256i q = _mm256_and_si256(half ? _mm256_srli_epi16(bytes, 4) : bytes, low);
+                __m256i token = _mm256_loadu_si256((const __m256i *)(x->data + (g + half) * INT4_GROUP));
+                ivec exact = (ivec)_mm256_madd_epi16(_mm256_maddubs_epi16(q, token), ones);
+                sum += __builtin_convertvector(exact, vec) * (from_bf16((uint16_t)groups[g + half]) * x->scale[g / 2]);
+            }
+        }
+        float least = 0;
+        for (long g = 0; g < n_groups; g++) least += from_bf16((uint16_t)(groups[g] >> 16)) * x->group_sum[g];
+        y[r] = sum_lanes(sum) + least;
+#else
+        const __m256i low = _mm256_set1_epi8(15);
+        const __m512i pairs = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+        vec least = {0};
+        for (long g = 0; g < n_groups; g += 16) {
+            const long n = min_long(16, n_groups - g);
+            const __mmask16 mask = (__mmask16)((1u << n) - 1);
+            const ivec both = (ivec)_mm512_maskz_loadu_epi32(mask, groups + g);
+            const __m512 scale = (__m512)(both << 16);
+            least += (vec)(both & (int32_t)0xffff0000) * (vec)_mm512_maskz_loadu_ps(mask, x->group_sum + g);
+            for (long j = 0; j < n; j += 2) {  // 64 values: two groups, in the lower and the upper half of the lanes
+                __m256i bytes = _mm256_loadu_si256((const __m256i *)(data + (g + j) / 2 * 32));
+                __m512i q = _mm512_inserti64x4(
+                    _mm512_castsi256_si512(_mm256_and_si256(bytes, low)),
+                    _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low), 1);
+                __m512i token = _mm512_loadu_si512(x->data + (g + j) * INT4_GROUP);
+                vec exact = (vec)_mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), q, token));
+                vec scales = (vec)_mm512_permutexvar_ps(_mm512_add_epi32(pairs, _mm512_set1_epi32((int)j)), scale);
+                sum += exact * scales * x->scale[(g + j) / 2];
+            }
+        }
+        y[r] = sum_lanes(sum + least);
+#endif
+    }
+}
+
+INLINE void dot_rows_type(const matrix *w, long row, const long rows, const operand *x, float *y) {
+    if (w->dtype == INT8) dot_rows_int8(w, row, rows, x, y);
+    else if (w->dtype == INT4) dot_rows_int4(w, row, rows, x, y);
+    else if (w->dtype == FLOAT32) dot_rows_float(w, FLOAT32, row, rows, (const float *)x->data, y);
+    else dot_rows_float(w, BFLOAT16, row, rows, (const float *)x->data, y);
+}
+
+static void dot_rows(const matrix *w, long row, long rows, const operand *x, float *y) {
+    if (rows == 4) return dot_rows_type(w, row, 4, x, y);
+    for (long r = 0; r < rows; r++) dot_rows_type(w, row + r, 1, x, y + r);
+}
+#endif
+
+static void gemv(const matrix *weights, int n_weights, const operand *x, result out, int threads) {
+    #pragma omp parallel num_threads(threads)
+    for (int k = 0; k < n_weights; k++) {
+        const matrix *w = &weights[k];
+        long first = out.first;
+        for (int before = 0; before < k; before++) first += weights[before].n_rows;
+        #pragma omp for schedule(dynamic, 16) nowait
+        for (long row = 0; row < w->n_rows; row += 4) {
+            const long rows = min_long(4, w->n_rows - row);
+            float y[4];
+            dot_rows(w, row, rows, x, y);
+            for (long r = 0; r < rows; r++) {
+                float value = y[r] + (w->bias ? w->bias[row + r] : 0), *at = out.y + first + row + r;
+                if (out.gelu) value /= 1 + expf(-1.5957691216f * value * (1 + 0.044715f * value * value));
+                *at = out.add ? *at + value : value;
+            }
+        }
+    }
+}
+
+// Layers of one input: their rows below each other
+static void linear(const matrix *weights, int n_weights, const operand *x, result out, int threads) {
+    if (x->n_tokens == 1) gemv(weights, n_weights, x, out, threads);
+    else gemm(weights, n_weights, x, out, threads);
+}

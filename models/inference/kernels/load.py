@@ -1,0 +1,122 @@
+"""Build and load the kernel library: one small library for each level of CPU instructions.
+
+setup.py builds all levels into the installed package if there is a C compiler. From a source checkout, or where that
+was not possible, the level that this CPU needs is built at first use, in about two seconds, into the user's cache.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent
+LEVELS = {  # name: the number in common.h, and the flags in /proc/cpuinfo that the CPU must have
+    "naive": (0, ()),  # plain loops, for tests
+    "avx2": (1, ("avx2", "fma", "f16c")),
+    "vnni": (2, ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")),
+    "bf16": (3, ("avx512_bf16",)),
+    "amx": (4, ("amx_tile", "amx_bf16", "amx_int8")),
+}
+FLAGS = [
+    "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-w",
+    "-nostartfiles",
+    "-nodefaultlibs", "-lm", "-lc",  # without libgomp: torch has loaded one, and two would compete for the cores
+]  # fmt: skip
+
+
+@cache
+def cpu_info(field: str) -> str:
+    """A field of /proc/cpuinfo, such as "model name" or "flags"; "" if there is none."""
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text().splitlines() if path.exists() else ():
+        name, _, value = line.partition(":")
+        if name.strip() == field:
+            return value.strip()
+    return ""
+
+
+def available_levels() -> list[str]:
+    """The levels that this CPU has, lowest first; empty on a CPU that is not x86-64, or not on Linux."""
+    if platform.machine() != "x86_64" or not cpu_info("flags"):
+        return []
+    flags, levels = set(cpu_info("flags").split()), []
+    for name, (_, needed) in LEVELS.items():
+        if not flags.issuperset(needed):
+            break  # a level has what those below it have
+        levels.append(name)
+    return levels
+
+
+def chosen_level() -> str | None:
+    """The level to use: the highest that this CPU has, or $NANOVLM_CPU_LEVEL if it is lower; None for "none"."""
+    levels, wanted = available_levels(), os.environ.get("NANOVLM_CPU_LEVEL")
+    if wanted == "none" or len(levels) < 2:
+        return None
+    if wanted and wanted not in LEVELS:
+        logger.warning("NANOVLM_CPU_LEVEL=%s is none of none, %s; using %s", wanted, ", ".join(LEVELS), levels[-1])
+    return wanted if wanted in levels else levels[-1]
+
+
+def cache_folder() -> Path:
+    """$NANOVLM_CACHE, or nanovlm in $XDG_CACHE_HOME or ~/.cache."""
+    given = os.environ.get("NANOVLM_CACHE")
+    return Path(given or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanovlm"))
+
+
+def library_name(level: str) -> str:
+    """The name of a level's library, which changes with the source."""
+    sources = [path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]"))]
+    return f"kernels-{level}-{hashlib.sha256(b''.join([*sources, repr(FLAGS).encode()])).hexdigest()[:12]}.so"
+
+
+def build(level: str, folder: Path, *extra_flags: str) -> Path:
+    """Compile a level's library into a folder. Raises OSError or subprocess.SubprocessError if that is not possible."""
+    compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        new = Path(scratch) / "kernels.so"
+        command = [*compiler, f"-DLEVEL={LEVELS[level][0]}", *extra_flags, "-o", new, FOLDER / "kernels.c", *FLAGS]
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=120)
+        return new.rename(folder / library_name(level))
+
+
+def is_trusted(path: Path) -> bool:
+    """Whether path is a regular file that only this user or root can write, in a folder of which that holds, too."""
+
+    def is_own(status: os.stat_result) -> bool:
+        return status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+    try:
+        file, folder = path.lstat(), path.parent.stat()
+    except OSError:
+        return False
+    return stat.S_ISREG(file.st_mode) and is_own(file) and is_own(folder)
+
+
+@cache
+def load_library(level: str) -> ctypes.CDLL | None:
+    """A level's library, built now if need be; None, with a log entry, if that is not possible."""
+    try:
+        name = library_name(level)
+        paths = [path for folder in (FOLDER, cache_folder()) if is_trusted(path := folder / name)]
+        path = paths[0] if paths else build(level, cache_folder())
+        if not is_trusted(path):
+            raise OSError(f"others can write to {path.parent}")
+        library = ctypes.CDLL(str(path))
+        if library.prepare():
+            return library
+        logger.warning("the operating system does not let this process use %s instructions", level)
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().partition("\n")[0]
+        logger.warning("no CPU kernels (%s): PyTorch's own operations are used, which are slower", reason)
+    return None
