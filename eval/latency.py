@@ -283,7 +283,6 @@ def make_latency_parser() -> Parser:
     which.add_argument("--model", metavar="MODEL", help="a folder or a Hub id, instead of --shape")
     add("--dtype", nargs="+", default=["auto"], choices=("auto", *DTYPES), help="one or several (default: auto)")
     add("--quantize", choices=QUANTIZATIONS, help="also measure quantized weights")
-    add("--compile", action="store_true", help="also measure the compiled decode step, made first if it is missing")
     add("--against", nargs="*", default=["plain"], choices=BASELINES, help="other engines (default: plain)")
     stages = [stage for stage in STAGES if stage != "questions"]
     add("--stages", nargs="+", default=stages, choices=STAGES, help=f"(default: {' '.join(stages)})")
@@ -311,7 +310,7 @@ def engine_files(cache: Path | None) -> Iterator[Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_latency_parser()
     args = parser.parse_args(argv)
-    options = EngineOptions(args.dtype, args.quantize, args.compile, args.against, args.batch_size)
+    options = EngineOptions(args.dtype, args.quantize, args.against, args.batch_size)
     with model_folder(args.shape) as folder, engine_files(args.cache) as files:
         try:
             set_threads(args.threads)

@@ -17,7 +17,7 @@ from models.convert.backbones import find_backbones, read_backbones
 from models.decoding import stream_tokens
 from models.inference.cache_observer import CacheObserver
 from models.inference.inference_model import InferenceModel
-from models.inference.quantization import quantizer
+from models.inference.quantization import check_format as check_quantization
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, PROMPT
@@ -97,11 +97,10 @@ class Captioner:
 
         Raises CheckpointError if the model cannot be loaded, and InputError for an argument.
         """
-        if quantize is not None:
-            quantizer(quantize)  # raises for an unknown name, before anything is loaded
+        check_quantization(quantize)  # before anything is loaded
         torch_device = choose_device(device)
-        torch_dtype = choose_dtype(dtype, torch_device)
         folder = snapshot_path(name_or_folder, revision)
+        torch_dtype = choose_dtype(dtype, torch_device, folder)
         cfg = load_config(folder)
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
         tokenizer.skip_special_tokens = skip_special_tokens

@@ -21,7 +21,7 @@ from nanovlm.errors import MissingExtraError
 
 BASELINES = ("plain", "transformers", "llama.cpp", "onnxruntime", "openvino")
 GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-QUANTIZED = {"int8": ("q8_0", 1), "int8-weights": ("q8_0", 1), "int4": ("q4_0", 0.625)}  # llama.cpp's type, our bytes
+QUANTIZED = {"int8": ("q8_0", 1), "int4": ("q4_0", 0.625)}  # llama.cpp's type, our bytes
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class EngineOptions:
 
     dtypes: Sequence[str] = ("auto",)
     quantize: str | None = None  # quantized weights beside unquantized ones
-    compile: bool = False  # the compiled decode step beside the eager one
     against: Sequence[str] = ("plain",)
     batch_size: int = 1
 
@@ -159,19 +158,17 @@ def make_engines(plain: NanoVLMEngine, folder: Path, temporary: Path, options: E
         engines += _baseline(name, plain, dtypes, temporary, options)
     for dtype in dtypes:
         for quantize in dict.fromkeys((None, options.quantize)):
-            for compile in (False, True) if options.compile else (False,):
-                precision = str(dtype).removeprefix("torch.")
-                captioner = Captioner.from_pretrained(folder, "cpu", precision, quantize=quantize, compile=compile)
-                name = " ".join(filter(None, ("nanovlm", precision, quantize, "compiled" if compile else "")))
-                engines.append(
-                    NanoVLMEngine(name, captioner, weight_bytes=QUANTIZED[quantize][1] if quantize else dtype.itemsize)
-                )
+            precision = str(dtype).removeprefix("torch.")
+            captioner = Captioner.from_pretrained(folder, "cpu", precision, quantize=quantize)
+            weight_bytes = QUANTIZED[quantize][1] if quantize else dtype.itemsize
+            name = " ".join(filter(None, ("nanovlm", precision, quantize)))
+            engines.append(NanoVLMEngine(name, captioner, weight_bytes=weight_bytes))
     return engines
 
 
 def plain_engine(folder: Path) -> NanoVLMEngine:
     """The model in folder as nanoVLM computes it, in float32: the reference of all other engines."""
-    captioner = Captioner.from_pretrained(folder, "cpu", "float32", compile=False)
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
     return NanoVLMEngine("plain float32", captioner, plain=True)
 
 

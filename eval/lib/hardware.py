@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from models.inference.cpu_kernels import cpu_info
+from models.inference.kernels.load import cpu_info
 
 
 def environment(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> str:

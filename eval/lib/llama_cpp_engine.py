@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from PIL import Image
 from torch import Tensor
 
-from models.inference.cpu_kernels import cpu_has_amx
+from models.inference.kernels.load import cpu_info
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.errors import MissingExtraError
@@ -52,7 +52,7 @@ class LlamaCppEngine:
         params = self.lib.llama_model_default_params()
         # llama.cpp's AMX kernels for q8_0 and q4_0, compiled by GCC, end the process (llama-cpp-python 0.3.36). The
         # switch turns off repacked weights, too, so it stays on where there is no AMX.
-        params.use_extra_bufts = gguf_type not in ("q8_0", "q4_0") or not cpu_has_amx()
+        params.use_extra_bufts = gguf_type not in ("q8_0", "q4_0") or "amx_int8" not in cpu_info("flags")
         return _loaded(self.lib.llama_model_load_from_file(str(path).encode(), params), path)
 
     def _make_context(self, gguf_type: str, batch_size: int) -> Any:

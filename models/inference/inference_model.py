@@ -202,8 +202,15 @@ def _fingerprint(model: VisionLanguageModel) -> tuple:
     """Differs after any change of modules or weights that torch knows of; it holds the tensors, so no address returns."""
     modules = list(model.modules())
     tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    versions = [-1 if t.is_inference() else t._version for t in tensors]
-    return [id(m) for m in modules], [(t.data_ptr(), t.dtype) for t in tensors], versions, _Held(tensors)
+    return [id(m) for m in modules], [(t.data_ptr(), t.dtype, _version(t)) for t in tensors], _Held(tensors)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; tensors made in torch's inference mode do not count that."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 class _Held(list):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from models import language_model, vision_transformer
 from models.cache import KVCache, capacity_for
 from models.errors import InputError
-from models.inference.kernels.load import LEVELS, chosen_level, load_library
+from models.inference.kernels.load import chosen_level, load_library
 from models.inference.quantization import QuantizedLinear
 from models.inference.stacked_cache import StackedCache
 from models.language_model import build_attention_mask, rope_cos_sin
@@ -30,7 +30,7 @@ KNOWN_MODULES = (
 _POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 
 
-class _Matrix(ctypes.Structure):
+class Matrix(ctypes.Structure):
     _fields_ = [(n, _POINTER) for n in ("data", "scale", "groups", "bias")] + [
         (n, _LONG) for n in ("n_rows", "depth", "stride", "dtype")
     ]
@@ -38,7 +38,7 @@ class _Matrix(ctypes.Structure):
 
 class _DecoderBlock(ctypes.Structure):
     _fields_ = [
-        ("qkv", _Matrix * 3), ("out", _Matrix), ("gate_up", _Matrix * 2), ("down", _Matrix),
+        ("qkv", Matrix * 3), ("out", Matrix), ("gate_up", Matrix * 2), ("down", Matrix),
         ("norm1", _POINTER), ("norm2", _POINTER),
     ]  # fmt: skip
 
@@ -60,7 +60,7 @@ class _DecoderStep(ctypes.Structure):
 
 
 class _VisionBlock(ctypes.Structure):
-    _fields_ = [(n, _Matrix) for n in ("qkv", "out", "fc1", "fc2")] + [
+    _fields_ = [(n, Matrix) for n in ("qkv", "out", "fc1", "fc2")] + [
         (n, _POINTER) for n in ("ln1", "ln1_bias", "ln2", "ln2_bias")
     ]
 
@@ -70,6 +70,37 @@ class _VisionEncoder(ctypes.Structure):
         *((n, _LONG) for n in ("n_blocks", "hidden_dim", "inter_dim", "n_heads", "n_patches", "dtype")),
         ("eps", _FLOAT),
     ]
+
+
+def float_address(x: Tensor | None, kept: list[Any]) -> int | None:
+    """The address of a vector in float32, which `kept` keeps in memory; None for None."""
+    if x is None:
+        return None
+    kept.append(x.detach().float().contiguous())
+    return kept[-1].data_ptr()
+
+
+def make_matrix(layer: nn.Linear | QuantizedLinear, kept: list[Any]) -> Matrix:
+    """The struct of a linear layer; `kept` keeps what it points to in memory."""
+    bias = float_address(layer.bias, kept)
+    if isinstance(layer, QuantizedLinear):
+        kept.append(layer)
+        scale, groups = (None if x is None else x.data_ptr() for x in (layer.scale, layer.groups))
+        size = layer.out_features, layer.in_features, layer.stride
+        return Matrix(layer.data.data_ptr(), scale, groups, bias, *size, QUANTIZED[layer.format])
+    weight = layer.weight.detach().contiguous()
+    kept.append(weight)
+    return Matrix(weight.data_ptr(), None, None, bias, *weight.shape, weight.size(1), DTYPES[weight.dtype])
+
+
+def linear(library: ctypes.CDLL, matrix: Matrix, x: Tensor) -> Tensor:
+    """A linear layer by the kernels: x (..., depth) float32 to (..., n_rows) float32."""
+    x, n = x.contiguous(), x[..., 0].numel()
+    y = x.new_empty(*x.shape[:-1], matrix.n_rows)
+    if n:
+        pointers = _POINTER(x.data_ptr()), _LONG(0), _LONG(n), _POINTER(y.data_ptr())
+        library.linear_rows(ctypes.byref(matrix), *pointers, torch.get_num_threads())
+    return y
 
 
 class KernelNetwork:
@@ -86,7 +117,7 @@ class KernelNetwork:
         assert level is not None
         self.level, self._library = level, load_library(level)
         assert self._library is not None  # see supports
-        bf16 = model.dtype == torch.bfloat16 and LEVELS[level][0] in (0, 3, 4)
+        bf16 = model.dtype == torch.bfloat16 and level not in ("avx2", "vnni")
         self.cache_dtype = torch.bfloat16 if bf16 else torch.float32
         self._kept: list[Any] = []  # what the structs point to
         self._decoder = self._pack_decoder(model.decoder)
@@ -111,10 +142,11 @@ class KernelNetwork:
     def encode_images(self, images: Tensor) -> Tensor:
         """`VisionLanguageModel.encode_images`, to float32."""
         cfg = self.cfg
-        n = max(1, MAX_PATCHES // cfg.vit_grid**2)
-        parts = [pixel_shuffle(self._encode(part), cfg.mp_pixel_shuffle_factor) for part in images.float().split(n)]
-        x = torch.cat(parts) if parts else images.new_zeros(0, cfg.mp_image_token_length, self._projector.depth)
-        return self._linear(self._projector, x)
+        if not len(images):
+            return images.new_zeros(0, cfg.mp_image_token_length, cfg.lm_hidden_dim, dtype=torch.float32)
+        parts = images.float().split(max(1, MAX_PATCHES // cfg.vit_grid**2))
+        x = torch.cat([pixel_shuffle(self._encode(part), cfg.mp_pixel_shuffle_factor) for part in parts])
+        return linear(self._library, self._projector, x)
 
     def _encode(self, images: Tensor) -> Tensor:
         """`VisionTransformer.forward`, to float32."""
@@ -124,14 +156,6 @@ class KernelNetwork:
         pointers = ctypes.byref(self._encoder), _POINTER(patches.data_ptr())
         self._library.vision_forward(*pointers, _LONG(len(images)), _POINTER(out.data_ptr()), torch.get_num_threads())
         return out
-
-    def _linear(self, matrix: _Matrix, x: Tensor) -> Tensor:
-        """x (..., depth) float32 to (..., n_rows) float32."""
-        y, n = x.new_empty(*x.shape[:-1], matrix.n_rows), x[..., 0].numel()
-        if n:
-            at = _POINTER(x.contiguous().data_ptr()), _LONG(0), _LONG(n), _POINTER(y.data_ptr())
-            self._library.linear_rows(ctypes.byref(matrix), *at, torch.get_num_threads())
-        return y
 
     # --------------------------------------------------------------------------------------------------- decoder
 
@@ -197,23 +221,11 @@ class KernelNetwork:
 
     # --------------------------------------------------------------------------------------------------- packing
 
-    def _float(self, x: Tensor | None) -> int | None:
-        """The address of a vector in float32, or None."""
-        if x is None:
-            return None
-        self._kept.append(x.detach().float().contiguous())
-        return self._kept[-1].data_ptr()
+    def _float(self, x: Tensor) -> int | None:
+        return float_address(x, self._kept)
 
-    def _matrix(self, linear: nn.Linear | QuantizedLinear) -> _Matrix:
-        address = self._float(linear.bias)
-        if isinstance(linear, QuantizedLinear):
-            self._kept.append(linear)
-            scale, groups = (None if x is None else x.data_ptr() for x in (linear.scale, linear.groups))
-            size, dtype = (linear.out_features, linear.in_features, linear.stride), QUANTIZED[linear.format]
-            return _Matrix(linear.data.data_ptr(), scale, groups, address, *size, dtype)
-        weight = linear.weight.detach().contiguous()
-        self._kept.append(weight)
-        return _Matrix(weight.data_ptr(), None, None, address, *weight.shape, weight.size(1), DTYPES[weight.dtype])
+    def _matrix(self, layer: nn.Linear | QuantizedLinear) -> Matrix:
+        return make_matrix(layer, self._kept)
 
     def _pack_decoder(self, decoder: language_model.LanguageModel) -> _Decoder:
         cfg = self.cfg
@@ -239,7 +251,7 @@ class KernelNetwork:
         positions = positions if embedding.position_ids is None else positions[embedding.position_ids]
         conv = embedding.conv.weight.detach().flatten(1).contiguous()
         size, dtype = (*conv.shape, conv.size(1)), DTYPES[conv.dtype]
-        patch = _Matrix(conv.data_ptr(), None, None, self._float(embedding.conv.bias), *size, dtype)
+        patch = Matrix(conv.data_ptr(), None, None, self._float(embedding.conv.bias), *size, dtype)
         blocks = (_VisionBlock * len(encoder.blocks))()
         for packed, block in zip(blocks, encoder.blocks):
             packed.qkv, packed.out = self._matrix(block.attn.qkv_proj), self._matrix(block.attn.out_proj)

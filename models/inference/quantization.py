@@ -27,16 +27,11 @@ class QuantizedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None = None, format: str = "int8"):
         super().__init__()
         (self.out_features, self.in_features), self.format = weight.shape, format
-        self.stride = -(-self.in_features // ROW_MULTIPLE) * ROW_MULTIPLE
-        self.scale = self.groups = None
-        if format == "int8":
-            data, self.scale = _quantize_int8(weight.detach().float(), self.stride)
-        else:
-            parts = [_quantize_int4(rows.detach().float(), self.stride) for rows in weight.split(FIT_ROWS)]
-            data, self.groups = (torch.cat(part) for part in zip(*parts))
-        self.data = nn.Parameter(data, requires_grad=False)
-        self.scale = None if self.scale is None else nn.Parameter(self.scale, requires_grad=False)
-        self.groups = None if self.groups is None else nn.Parameter(self.groups, requires_grad=False)
+        data, scale, groups = quantize_weight(weight.detach(), format)
+        self.stride = data.size(1) * (1 if format == "int8" else 2)
+        self.data, self.scale, self.groups = (
+            None if x is None else nn.Parameter(x, requires_grad=False) for x in (data, scale, groups)
+        )
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,15 +40,28 @@ class QuantizedLinear(nn.Module):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight (out, in) that the layer acts as."""
-        if self.scale is not None:
-            weight = (self.data.float() - 128) * self.scale[:, None]
-        else:
-            assert self.groups is not None
-            blocks = self.data.view(self.out_features, -1, 1, GROUP_SIZE)
-            values = torch.cat([blocks & 15, blocks >> 4], dim=2).view(self.out_features, -1, GROUP_SIZE)
-            scale, minimum = self.groups.view(torch.bfloat16).view(self.out_features, -1, 2, 1).float().unbind(2)
-            weight = (values * scale + minimum).flatten(1)
-        return weight[:, : self.in_features].to(dtype)
+        return dequantize_weight(self.data, self.scale, self.groups, self.in_features).to(dtype)
+
+
+def quantize_weight(weight: Tensor, format: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`data`, `scale` and `groups` of `QuantizedLinear` for a weight (out, in)."""
+    stride = -(-weight.size(1) // ROW_MULTIPLE) * ROW_MULTIPLE
+    if format == "int8":
+        return *_quantize_int8(weight.float(), stride), None
+    parts = [_quantize_int4(rows.float(), stride) for rows in weight.split(FIT_ROWS)]
+    data, groups = (torch.cat(part) for part in zip(*parts))
+    return data, None, groups
+
+
+def dequantize_weight(data: Tensor, scale: Tensor | None, groups: Tensor | None, in_features: int) -> Tensor:
+    """The weight (out, in_features) float32 that `quantize_weight` stored."""
+    if scale is not None:
+        return (data[:, :in_features].float() - 128) * scale[:, None]
+    assert groups is not None
+    n, blocks = len(data), data.view(len(data), -1, 1, GROUP_SIZE)
+    values = torch.cat([blocks & 15, blocks >> 4], dim=2).view(n, -1, GROUP_SIZE)
+    step, minimum = groups.view(torch.bfloat16).view(n, -1, 2, 1).float().unbind(2)
+    return (values * step + minimum).flatten(1)[:, :in_features]
 
 
 def quantize_linears(module: nn.Module, format: str) -> None:

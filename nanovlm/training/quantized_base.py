@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from models.checkpoint import weight_files
 from models.config import VLMConfig
 from models.errors import CheckpointError
-from models.inference.int4 import Int4Layout, dequantize_int4
-from models.inference.quantization import quantizer
+from models.inference.quantization import dequantize_weight, quantize_weight
 from models.lora import LoRALinear
 from models.smolvlm import to_smolvlm
 from models.vision_language_model import VisionLanguageModel
@@ -29,20 +28,18 @@ HEAD = "decoder.head"  # has no adapter
 class QuantizedWeight(nn.Linear):
     """What the layers below share: a weight in a smaller format, and where to read it in full precision.
 
-    `weight` is bfloat16, int8 with a `scale` for each row, or the bytes of int4 with a `layout`, too.
+    `weight` is bfloat16, or the `data` of `models.inference.quantization.QuantizedLinear` with its scale or groups.
     """
 
     scale: Tensor | None
-    layout: Int4Layout | None
+    groups: Tensor | None
     read_original: Callable[[], Tensor]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight that the layer acts as, (out, in)."""
-        if self.scale is None:
+        if self.scale is None and self.groups is None:
             return self.weight.to(dtype)
-        if self.layout is not None:
-            return dequantize_int4(self.weight, self.scale, self.layout, dtype)[:, : self.out_features].T
-        return self.weight.to(dtype) * self.scale[:, None].to(dtype)
+        return dequantize_weight(self.weight, self.scale, self.groups, self.in_features).to(dtype)
 
     def base_product(self, x: Tensor) -> Tensor:
         """x (..., in) times the weight, plus the bias: (..., out)."""
@@ -72,9 +69,11 @@ class QuantizedLinear(QuantizedWeight):
 
     def __init__(self, linear: nn.Linear, format: str, read_original: Callable[[], Tensor]):
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        weight, scale, self.layout = _quantize(linear.weight.detach(), format)
-        self.weight, self.bias = nn.Parameter(weight, requires_grad=False), linear.bias
-        self.register_buffer("scale", scale, persistent=False)
+        weight = linear.weight.detach()
+        stored = (weight.bfloat16(), None, None) if format == "bfloat16" else quantize_weight(weight, format)
+        self.weight, self.bias = nn.Parameter(stored[0], requires_grad=False), linear.bias
+        self.register_buffer("scale", stored[1], persistent=False)
+        self.register_buffer("groups", stored[2], persistent=False)
         self.read_original = read_original
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,7 +92,8 @@ class QuantizedLoRALinear(QuantizedWeight, LoRALinear):
     def __init__(self, linear: QuantizedLinear, rank: int, alpha: float):
         LoRALinear.__init__(self, linear, rank, alpha, dtype=torch.float32)
         self.register_buffer("scale", linear.scale, persistent=False)
-        self.layout, self.read_original = linear.layout, linear.read_original
+        self.register_buffer("groups", linear.groups, persistent=False)
+        self.read_original = linear.read_original
 
 
 def quantize_base(model: VisionLanguageModel, format: str, folder: Path) -> VisionLanguageModel:
@@ -114,16 +114,6 @@ def quantize_base(model: VisionLanguageModel, format: str, folder: Path) -> Visi
         if id(p) not in quantized:
             p.data = p.data.float()
     return model
-
-
-def _quantize(weight: Tensor, format: str) -> tuple[Tensor, Tensor | None, Int4Layout | None]:
-    """The weight in one of BASE_FORMATS, its scale and its layout in int4."""
-    if format == "bfloat16":
-        return weight.bfloat16(), None, None
-    linear = nn.Linear(weight.size(1), weight.size(0), bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.float(), requires_grad=False)
-    stored: Any = quantizer(format)(nn.Sequential(linear)).get_submodule("0")
-    return stored.weight.detach(), stored.scale.detach(), getattr(stored, "layout", None)
 
 
 def read_original(folder: Path, cfg: VLMConfig, name: str) -> Tensor:

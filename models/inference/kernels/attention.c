@@ -13,6 +13,7 @@ typedef struct {
     float *y;         // panels (n_heads * head_dim, PANEL)
     long n_features, first_token;  // of q and y: the sequence's tokens are first_token to first_token + n_new - 1
     head_rows key, value;
+    const float *value_panels;  // instead of value: the head's values in panels like q
     long n_heads, n_kv_heads, head_dim;
     long n_new, n_keys;  // causal: the last query sees all keys, the one before it all but one, and so on
     int causal;
@@ -47,25 +48,35 @@ static void attend(const attention_args *a, long h) {
         for (long d = 0; d < D; d++) {
             float sum = 0;
             for (long s = 0; s < a->n_keys; s++)
-                sum += weights[s] / total * get(row_of(&a->value, kv, s, D), a->value.dtype, d);
+                sum += weights[s] / total * (a->value_panels ? a->value_panels[panel_at(d, a->first_token + s, a->n_features)]
+                                                             : get(row_of(&a->value, kv, s, D), a->value.dtype, d));
             a->y[panel_at(h * D + d, m, a->n_heads * D)] = sum;
         }
     }
-    free(weights);
+    release(weights);
 }
 #else
 // Values (n_keys, D) of a head, transposed to rows (D, stride) of float32 or bfloat16, with zeros behind the last key
 static void transpose_values(const attention_args *a, long kv, long type, char *out, long stride) {
-    const long D = a->head_dim;
-    for (long start = 0; start < stride; start += 16)
+    const long D = a->head_dim, size = type == BFLOAT16 ? 2 : 4;
+    for (long d = 0; d < D; d++) memset(out + (d * stride + a->n_keys) * size, 0, (stride - a->n_keys) * size);
+    if (!a->value_panels) {
+        transpose(row_of(&a->value, kv, 0, D), a->value.dtype, D, a->n_keys, D, out, type, stride);
+        return;
+    }
+    for (long s = 0; s < a->n_keys; s += PANEL) {  // in panels they are transposed already
+        float panel[D * PANEL];
+        read_tokens(a->value_panels, a->n_features, D, a->first_token + s, min_long(PANEL, a->n_keys - s), panel);
         for (long d = 0; d < D; d++)
-            for (long s = start; s < min_long(start + 16, stride); s++)
-                put(out, type, d * stride + s,
-                    s < a->n_keys ? get(row_of(&a->value, kv, s, D), a->value.dtype, d) : 0);
+            for (long i = 0; i < PANEL && s + i < stride; i += LANES) {
+                if (type == BFLOAT16) store_bf16((uint16_t *)out + d * stride + s + i, load(panel + d * PANEL + i));
+                else store((float *)out + d * stride + s + i, load(panel + d * PANEL + i));
+            }
+    }
 }
 
-// scores (n_keys, PANEL) of `n` queries from t on become e^(score - largest); their sums are `total`
-static void softmax_panel(const attention_args *a, long t, long n, long n_keys, float *scores, float *total) {
+// scores (n_keys, PANEL) of `n` queries from t on become e^(score - largest), as units of `weights`; their sums are `total`
+static void softmax_panel(const attention_args *a, long t, long n, long n_keys, float *scores, operand *weights, float *total) {
     const long always = a->mask ? 0 : a->causal ? min_long(n_keys, a->n_keys - a->n_new + t + 1) : n_keys;
     for (long s = always; s < n_keys; s++)
         for (long i = 0; i < n; i++)
@@ -73,11 +84,21 @@ static void softmax_panel(const attention_args *a, long t, long n, long n_keys, 
     for (long i = 0; i < PANEL; i += LANES) {
         vec largest = splat(-1e30f), sum = {0};
         for (long s = 0; s < n_keys; s++) largest = max_vec(largest, load(scores + s * PANEL + i));
-        for (long s = 0; s < n_keys; s++) {
+        long s = 0;
+        for (; weights->type == BFLOAT16 && s + 2 <= n_keys; s += 2) {
+            vec first = exp_vec(load(scores + s * PANEL + i) - largest);
+            vec second = exp_vec(load(scores + (s + 1) * PANEL + i) - largest);
+            sum += first + second;
+            store_int(weights->data + (s / 2 * PANEL + i) * 4, pack_bf16(first, second));
+        }
+        for (; s < n_keys; s++) {
             vec weight = exp_vec(load(scores + s * PANEL + i) - largest);
             sum += weight;
-            store(scores + s * PANEL + i, weight);
+            if (weights->type == FLOAT32) store(scores + s * PANEL + i, weight);
+            else store_int(weights->data + (s / 2 * PANEL + i) * 4, pack_bf16(weight, (vec){0}));
         }
+        for (long u = (n_keys + 1) / 2; weights->type == BFLOAT16 && u < weights->units; u++)
+            store_int(weights->data + (u * PANEL + i) * 4, (ivec){0});
         store(total + i, sum);
     }
 }
@@ -85,10 +106,12 @@ static void softmax_panel(const attention_args *a, long t, long n, long n_keys, 
 // One head's attention: panels of queries meet all of their keys at once, whose scores stay in the core's cache.
 static void attend(const attention_args *a, long h) {
     const long D = a->head_dim, kv = h / (a->n_heads / a->n_kv_heads), n_keys = a->n_keys;
-    const long type = operand_type(a->key.dtype), padded_keys = round_up(n_keys, 64);
+    const long type = operand_type(a->key.dtype);
+    const long padded_keys = round_up(n_keys, 64) + 32;  // rows a power of two apart would share places in the cache
     char *values = allocate(D * padded_keys * 4), *buffer = allocate(BLOCK_ROWS * (round_up(max_long(D, n_keys), 64) * 4 + 64));
     float *scores = allocate((padded_keys + BLOCK_ROWS) * PANEL * 4), *queries = allocate(D * PANEL * 4);
     operand q = new_operand(PANEL, D, type), weights = new_operand(PANEL, n_keys, type);
+    if (type == FLOAT32) release(weights.data), weights.data = (char *)scores;
     float total[PANEL] ALIGNED, sums[BLOCK_ROWS * PANEL] ALIGNED;
     transpose_values(a, kv, type, values, padded_keys);
     matrix key = {.data = row_of(&a->key, kv, 0, D), .depth = D, .stride = D, .dtype = a->key.dtype};
@@ -97,9 +120,8 @@ static void attend(const attention_args *a, long h) {
     amx_state state = begin_multiply();
     for (long t = 0; t < a->n_new; t += PANEL) {
         const long n = min_long(PANEL, a->n_new - t), m = a->first_token + t, vectors = n > LANES ? 2 : 1;
-        for (long d = 0; d < D; d++)
-            for (long i = 0; i < PANEL; i++)
-                queries[d * PANEL + i] = i < n ? a->q[panel_at(h * D + d, m + i, a->n_features)] * scale : 0;
+        read_tokens(a->q + h * D * PANEL, a->n_features, D, m, n, queries);
+        for (long i = 0; i < D * PANEL; i += LANES) store(queries + i, load(queries + i) * scale);
         pack_panel(queries, &q, 0);
         key.n_rows = a->causal ? n_keys - a->n_new + t + n : n_keys;
         for (long s = 0; s < key.n_rows; s += BLOCK_ROWS) {
@@ -107,52 +129,70 @@ static void attend(const attention_args *a, long h) {
             const char *left = left_rows(&key, s, type, q.units, buffer, &stride);
             multiply(type, min_long(BLOCK_ROWS, key.n_rows - s), left, stride, q.data, q.units, scores + s * PANEL, vectors);
         }
-        softmax_panel(a, t, n, key.n_rows, scores, total);
-        weights.depth = value.depth = key.n_rows, weights.units = units_of(key.n_rows, type);
-        pack_panel(scores, &weights, 0);
+        value.depth = key.n_rows, weights.units = units_of(key.n_rows, type);
+        softmax_panel(a, t, n, key.n_rows, scores, &weights, total);
         for (long d = 0; d < D; d += BLOCK_ROWS) {
             long stride, rows = min_long(BLOCK_ROWS, D - d);
             const char *left = left_rows(&value, d, type, weights.units, buffer, &stride);
             multiply(type, rows, left, stride, weights.data, weights.units, sums, vectors);
             for (long r = 0; r < rows; r++)
-                for (long i = 0; i < n; i++)
-                    a->y[panel_at(h * D + d + r, m + i, a->n_heads * D)] = sums[r * PANEL + i] / total[i];
+                for (long i = 0; i < PANEL; i += LANES)
+                    store(sums + r * PANEL + i, load(sums + r * PANEL + i) / load(total + i));
+            write_tokens(a->y + (h * D + d) * PANEL, a->n_heads * D, rows, m, n, sums);
         }
     }
     end_multiply(&state);
-    free_operand(&q), free_operand(&weights), free(values), free(buffer), free(scores), free(queries);
+    if (type == FLOAT32) weights.data = NULL;
+    free_operand(&q), free_operand(&weights), release(values), release(buffer), release(scores), release(queries);
 }
 #endif
+
+INLINE vec load_values(const head_rows *x, const void *row, long i) {
+    return x->dtype == BFLOAT16 ? load_bf16((const uint16_t *)row + i) : load((const float *)row + i);
+}
 
 // Attention of a single query: dot products with the keys, then a weighted sum of the values. `step` is 1 where a token's
 // features are one row, PANEL where they are in a panel.
 static void attend_one(const attention_args *a, long h, long step) {
     const long D = a->head_dim, kv = h / (a->n_heads / a->n_kv_heads), m = step == 1 ? 0 : a->first_token;
+    const long n_keys = a->n_keys, padded = round_up(n_keys, LANES);
     const float *q = a->q + (step == 1 ? h * D : panel_at(h * D, m, a->n_features));
     float *y = a->y + (step == 1 ? h * D : panel_at(h * D, m, a->n_heads * D));
-    float *weights = allocate(a->n_keys * 4), query[D], sum[D], largest = -INFINITY, total = 0;
-    for (long d = 0; d < D; d++) query[d] = q[d * step] / sqrtf(D), sum[d] = 0;
-    for (long s = 0; s < a->n_keys; s++) {
+    float *weights = allocate(padded * 4), query[D];
+    vec largest = splat(-1e30f), total = {0};
+    for (long d = 0; d < D; d++) query[d] = q[d * step] / sqrtf(D);
+    for (long s = 0; s < n_keys; s++) {
         const void *row = row_of(&a->key, kv, s, D);
         vec lanes = {0};
         long d = 0;
-        for (; d + LANES <= D; d += LANES)
-            lanes += load(query + d) * (a->key.dtype == BFLOAT16 ? load_bf16((const uint16_t *)row + d)
-                                                                 : load((const float *)row + d));
+        for (; d + LANES <= D; d += LANES) lanes += load(query + d) * load_values(&a->key, row, d);
         weights[s] = sum_lanes(lanes);
         for (; d < D; d++) weights[s] += query[d] * get(row, a->key.dtype, d);
         if (!is_visible(a, s, 0)) weights[s] = -INFINITY;
-        largest = fmaxf(largest, weights[s]);
     }
-    for (long s = 0; s < a->n_keys; s++) total += weights[s] = expf(weights[s] - largest);
-    for (long s = 0; s < a->n_keys; s++) {
-        const void *row = row_of(&a->value, kv, s, D);
-        long d = 0;
-        for (; d + LANES <= D; d += LANES)
-            store(sum + d, load(sum + d) + weights[s] * (a->value.dtype == BFLOAT16 ? load_bf16((const uint16_t *)row + d)
-                                                                                   : load((const float *)row + d)));
-        for (; d < D; d++) sum[d] += weights[s] * get(row, a->value.dtype, d);
+    for (long s = n_keys; s < padded; s++) weights[s] = -INFINITY;
+    for (long s = 0; s < padded; s += LANES) largest = max_vec(largest, load(weights + s));
+    largest = splat(max_lanes(largest));
+    for (long s = 0; s < padded; s += LANES) {
+        const vec weight = exp_vec(load(weights + s) - largest);
+        total += weight;
+        store(weights + s, weight);
     }
-    for (long d = 0; d < D; d++) y[d * step] = sum[d] / total;
-    free(weights);
+    const float sum = sum_lanes(total);
+    long d = 0;
+    for (; d + LANES <= D; d += LANES) {
+        vec lanes[4] = {0};
+        long s = 0;
+        for (; s + 4 <= n_keys; s += 4)
+            for (int j = 0; j < 4; j++) lanes[j] += weights[s + j] * load_values(&a->value, row_of(&a->value, kv, s + j, D), d);
+        for (; s < n_keys; s++) lanes[0] += weights[s] * load_values(&a->value, row_of(&a->value, kv, s, D), d);
+        lanes[0] = (lanes[0] + lanes[1] + lanes[2] + lanes[3]) / sum;
+        for (int j = 0; j < LANES; j++) y[(d + j) * step] = lanes[0][j];
+    }
+    for (; d < D; d++) {
+        float lane = 0;
+        for (long s = 0; s < n_keys; s++) lane += weights[s] * get(row_of(&a->value, kv, s, D), a->value.dtype, d);
+        y[d * step] = lane / sum;
+    }
+    release(weights);
 }

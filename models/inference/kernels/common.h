@@ -62,11 +62,12 @@ typedef struct {
 // bfloat16 or four int8 (AVX2: two int16) values of one token, successive in depth.
 typedef struct {
     char *data;
-    float *scale;   // INT8: of each token (padded to panels); of a single token, of each group of QUANT_GROUP
+    float *scale;   // INT8: of each token (padded to panels); of a single token, of each INT4_GROUP values
     int32_t *sum;   // INT8: of each token's quantized values
     float *group_sum;  // a single token for INT4: scaled sums of each group of INT4_GROUP
     float offset;   // a single token for INT8: what INT8_OFFSET adds to every row
     long n_tokens, depth, units, type;
+    int borrowed;  // data is the activations themselves
 } operand;
 
 INLINE vec load(const float *x) { return ((const unaligned_vec *)x)->v; }
@@ -77,8 +78,16 @@ INLINE void store_int(void *x, ivec y) { ((unaligned_ivec *)x)->v = y; }
 INLINE long min_long(long a, long b) { return a < b ? a : b; }
 INLINE long max_long(long a, long b) { return a > b ? a : b; }
 INLINE long round_up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
+#if LEVEL >= VNNI
+INLINE vec max_vec(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vec min_vec(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif LEVEL == AVX2
+INLINE vec max_vec(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vec min_vec(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
 INLINE vec max_vec(vec a, vec b) { return (vec)(((ivec)a & (a > b)) | ((ivec)b & ~(a > b))); }
 INLINE vec min_vec(vec a, vec b) { return (vec)(((ivec)a & (a < b)) | ((ivec)b & ~(a < b))); }
+#endif
 INLINE vec abs_vec(vec x) { return (vec)((ivec)x & 0x7fffffff); }
 
 INLINE float sum_lanes(vec x) {
@@ -108,6 +117,16 @@ INLINE void store_bf16(uint16_t *x, vec y) {
     ((unaligned_hvec *)x)->v = __builtin_convertvector((round_bits(y) >> 16) & 0xffff, hvec);
 }
 
+// Two bfloat16 values in each lane of 4 bytes
+INLINE ivec pack_bf16(vec low, vec high) {
+#if LEVEL >= BF16_DOT
+    const __m512i a = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)low));
+    return (ivec)a | (ivec)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)high)) << 16;
+#else
+    return ((round_bits(low) >> 16) & 0xffff) | (round_bits(high) & (int32_t)0xffff0000);
+#endif
+}
+
 INLINE float from_bf16(uint16_t x) {
     uint32_t bits = (uint32_t)x << 16;
     float y;
@@ -135,9 +154,9 @@ INLINE void put(void *x, long dtype, long i, float y) {
 #define ROUND_BITS 0x4b400000
 INLINE ivec round_to_int(vec x) { return (ivec)(x + ROUND_FLOAT) - ROUND_BITS; }
 
-// e^x with a relative error of 2e-7; 0 for x below -87
+// e^x with a relative error of 2e-7, for x up to 88; 0 or up to 1e-38 for x below -87
 INLINE vec exp_vec(vec x) {
-    vec power = max_vec(min_vec(x * 1.44269504f, splat(127)), splat(-126.5f)), whole = power + ROUND_FLOAT;
+    vec power = max_vec(min_vec(x * 1.44269504f, splat(127)), splat(-127)), whole = power + ROUND_FLOAT;
     ivec exponent = (ivec)whole - ROUND_BITS;
     vec part = power - (whole - ROUND_FLOAT), y;
     y = part * 1.326697e-3f + 9.675460e-3f;
@@ -145,7 +164,7 @@ INLINE vec exp_vec(vec x) {
     y = y * part + 2.4022122e-1f;
     y = y * part + 6.9314695e-1f;
     y = y * part + 1.0f;
-    return (vec)((ivec)(y * (vec)((exponent + 127) << 23)) & (x > -87.0f));
+    return y * (vec)((exponent + 127) << 23);  // 2^-127 is 0 here
 }
 
 INLINE vec silu_vec(vec x) { return x / (1.0f + exp_vec(-x)); }
@@ -156,4 +175,88 @@ INLINE vec gelu_vec(vec x) { return x / (1.0f + exp_vec(-1.5957691216f * x * (1.
 INLINE long panel_at(long c, long m, long n_features) { return (m / PANEL * n_features + c) * PANEL + m % PANEL; }
 INLINE long n_panels(long n_tokens) { return (n_tokens + PANEL - 1) / PANEL; }
 
-static void *allocate(long n_bytes) { return aligned_alloc(64, round_up(n_bytes + 64, 64)); }
+#if LEVEL > NAIVE
+// Eight successive values as float32, and back
+INLINE __m256 load8(const void *x, const long dtype) {
+    if (dtype == FLOAT32) return _mm256_loadu_ps(x);
+    return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(x)), 16);
+}
+
+INLINE void store8(void *x, const long dtype, __m256 y) {
+    if (dtype == FLOAT32) return _mm256_storeu_ps(x, y);
+    __m256i bits = (__m256i)y, odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    bits = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    _mm_storeu_si128(x, _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1)));
+}
+
+INLINE void transpose8(const char *from, const long from_dtype, long from_bytes, char *to, const long to_dtype, long to_bytes) {
+    __m256 a[8], b[8];
+    for (int i = 0; i < 8; i++) a[i] = load8(from + i * from_bytes, from_dtype);
+    for (int i = 0; i < 8; i += 2) b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0x44);
+            a[i + 2 * j + 1] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0xee);
+        }
+    for (int i = 0; i < 4; i++) {
+        store8(to + i * to_bytes, to_dtype, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+        store8(to + (i + 4) * to_bytes, to_dtype, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    }
+}
+#endif
+
+// to[column][row] = from[row][column]; strides in values
+static void transpose(const void *from, long from_dtype, long from_stride, long n_rows, long n_columns, void *to,
+                      long to_dtype, long to_stride) {
+    long rows = 0, columns = 0;
+#if LEVEL > NAIVE
+    rows = n_rows / 8 * 8, columns = n_columns / 8 * 8;
+    const long from_size = from_dtype == FLOAT32 ? 4 : 2, to_size = to_dtype == FLOAT32 ? 4 : 2;
+    for (long r = 0; r < rows; r += 8)
+        for (long c = 0; c < columns; c += 8) {
+            const char *x = (const char *)from + (r * from_stride + c) * from_size;
+            char *y = (char *)to + (c * to_stride + r) * to_size;
+            const long x_bytes = from_stride * from_size, y_bytes = to_stride * to_size;
+            if (from_dtype == FLOAT32 && to_dtype == FLOAT32) transpose8(x, FLOAT32, x_bytes, y, FLOAT32, y_bytes);
+            else if (from_dtype == FLOAT32) transpose8(x, FLOAT32, x_bytes, y, BFLOAT16, y_bytes);
+            else if (to_dtype == FLOAT32) transpose8(x, BFLOAT16, x_bytes, y, FLOAT32, y_bytes);
+            else transpose8(x, BFLOAT16, x_bytes, y, BFLOAT16, y_bytes);
+        }
+#endif
+    for (long r = 0; r < n_rows; r++)
+        for (long c = r < rows ? columns : 0; c < n_columns; c++)
+            put(to, to_dtype, c * to_stride + r, get(from, from_dtype, r * from_stride + c));
+}
+
+// Scratch memory, aligned to 64 bytes. Released blocks are kept for the next pass: the operating system clears every new
+// page, which takes a tenth of an image's time.
+#define KEPT_BLOCKS 64
+#define KEPT_BYTES (256l << 20)
+typedef struct { long n_bytes, unused[7]; } scratch_header;
+static scratch_header *kept[KEPT_BLOCKS];
+static long kept_bytes;
+static char kept_lock;
+
+static void *allocate(long n_bytes) {
+    scratch_header *block = NULL;
+    int best = -1;
+    n_bytes = round_up(n_bytes + 64, 64);
+    while (__atomic_test_and_set(&kept_lock, __ATOMIC_ACQUIRE)) {}
+    for (int i = 0; i < KEPT_BLOCKS; i++)
+        if (kept[i] && kept[i]->n_bytes >= n_bytes && kept[i]->n_bytes <= 2 * n_bytes &&
+            (best < 0 || kept[i]->n_bytes < kept[best]->n_bytes)) best = i;
+    if (best >= 0) block = kept[best], kept[best] = NULL, kept_bytes -= block->n_bytes;
+    __atomic_clear(&kept_lock, __ATOMIC_RELEASE);
+    if (!block) block = aligned_alloc(64, sizeof *block + n_bytes), block->n_bytes = n_bytes;
+    return block + 1;
+}
+
+static void release(void *data) {
+    if (!data) return;
+    scratch_header *block = (scratch_header *)data - 1;
+    while (__atomic_test_and_set(&kept_lock, __ATOMIC_ACQUIRE)) {}
+    for (int i = 0; i < KEPT_BLOCKS && block; i++)
+        if (!kept[i] && kept_bytes + block->n_bytes <= KEPT_BYTES) kept[i] = block, kept_bytes += block->n_bytes, block = NULL;
+    __atomic_clear(&kept_lock, __ATOMIC_RELEASE);
+    free(block);
+}

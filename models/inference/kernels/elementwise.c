@@ -66,23 +66,40 @@ static void swiglu(float *gate, const float *up, long n) {
 // Panels (depth, PANEL) from n rows of depth values, and back
 static void rows_to_panels(const void *rows, long dtype, long n, long depth, float *panels, int threads) {
     #pragma omp parallel for num_threads(threads) if (n > PANEL)
-    for (long p = 0; p < n_panels(n); p++)
-        for (long i = 0; i < PANEL; i++) {
-            float *column = panels + p * depth * PANEL + i;
-            long m = p * PANEL + i;
-            if (m >= n) for (long c = 0; c < depth; c++) column[c * PANEL] = 0;
-            else if (dtype == BFLOAT16) for (long c = 0; c < depth; c++)
-                column[c * PANEL] = from_bf16(((const uint16_t *)rows)[m * depth + c]);
-            else for (long c = 0; c < depth; c++) column[c * PANEL] = ((const float *)rows)[m * depth + c];
-        }
+    for (long p = 0; p < n_panels(n); p++) {
+        const long used = min_long(PANEL, n - p * PANEL);
+        float *panel = panels + p * depth * PANEL;
+        if (used < PANEL) memset(panel, 0, depth * PANEL * 4);
+        transpose((const char *)rows + p * PANEL * depth * (dtype == BFLOAT16 ? 2 : 4), dtype, depth, used, depth, panel,
+                  FLOAT32, PANEL);
+    }
 }
 
 static void panels_to_rows(const float *panels, long n, long depth, float *rows, int threads) {
     #pragma omp parallel for num_threads(threads) if (n * depth > 4096)
     for (long block = 0; block < (depth + 63) / 64 * n_panels(n); block++) {  // 64 features of one panel
-        long p = block % n_panels(n), start = block / n_panels(n) * 64, stop = min_long(start + 64, depth);
-        for (long m = p * PANEL; m < min_long(n, (p + 1) * PANEL); m++)
-            for (long c = start; c < stop; c++) rows[m * depth + c] = panels[panel_at(c, m, depth)];
+        const long p = block % n_panels(n), start = block / n_panels(n) * 64;
+        transpose(panels + (p * depth + start) * PANEL, FLOAT32, PANEL, min_long(64, depth - start),
+                  min_long(PANEL, n - p * PANEL), rows + p * PANEL * depth + start, FLOAT32, depth);
+    }
+}
+
+// The features of tokens m to m + n - 1 in panels x (n_features, PANEL), as one panel; and back
+static void read_tokens(const float *x, long n_features, long depth, long m, long n, float *panel) {
+    const float *from = x + m / PANEL * n_features * PANEL;
+    if (m % PANEL == 0) {
+        memcpy(panel, from, depth * PANEL * 4);
+        return;
+    }
+    for (long d = 0; d < depth; d++)
+        for (long i = 0; i < PANEL; i++) panel[d * PANEL + i] = i < n ? x[panel_at(d, m + i, n_features)] : 0;
+}
+
+static void write_tokens(float *x, long n_features, long depth, long m, long n, const float *panel) {
+    for (long d = 0; d < depth; d++) {
+        float *row = x + (m / PANEL * n_features + d) * PANEL;
+        if (m % PANEL == 0) memcpy(row, panel + d * PANEL, n * 4);
+        else for (long i = 0; i < n; i++) x[panel_at(d, m + i, n_features)] = panel[d * PANEL + i];
     }
 }
 
@@ -100,9 +117,8 @@ static void pack_panel(const float *x, operand *out, long panel) {
         }
         if (out->type == BFLOAT16) {
             for (long c = 0; c < depth; c += 2) {
-                ivec low = (round_bits(load(lane + c * PANEL)) >> 16) & 0xffff, high = {0};
-                if (c + 1 < depth) high = round_bits(load(lane + (c + 1) * PANEL)) & (int32_t)0xffff0000;
-                store_int(to + c / 2 * PANEL * 4, low | high);
+                vec high = c + 1 < depth ? load(lane + (c + 1) * PANEL) : (vec){0};
+                store_int(to + c / 2 * PANEL * 4, pack_bf16(load(lane + c * PANEL), high));
             }
             for (long u = (depth + 1) / 2; u < out->units; u++) store_int(to + u * PANEL * 4, (ivec){0});
             continue;
@@ -146,9 +162,8 @@ static void quantize_token(const float *x, operand *out) {
             }
             int32_t total = 0;
             for (int j = 0; j < LANES; j++) total += sum[j];
-            out->group_sum[2 * g + half] = scale * total;
+            out->scale[2 * g + half] = scale, out->group_sum[2 * g + half] = scale * total;
             out->offset -= INT8_OFFSET * scale * total;
         }
-        out->scale[g] = scale;
     }
 }

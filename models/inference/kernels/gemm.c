@@ -9,6 +9,7 @@ INLINE long operand_type(long dtype) {
 INLINE long values_per_unit(long type) { return type == FLOAT32 ? 1 : type == BFLOAT16 ? 2 : INT8_PER_UNIT; }
 
 INLINE long units_of(long depth, long type) {
+    if (type == FLOAT32) return depth;
     return round_up((depth + values_per_unit(type) - 1) / values_per_unit(type), UNIT_MULTIPLE);
 }
 
@@ -17,7 +18,7 @@ static operand new_operand(long n_tokens, long depth, long type) {
     if (n_tokens == 1) {
         long groups = (depth + QUANT_GROUP - 1) / QUANT_GROUP;
         if (type == FLOAT32) x.data = allocate(depth * 4);
-        else x.data = allocate(groups * QUANT_GROUP), x.scale = allocate(groups * 4), x.group_sum = allocate(groups * 8);
+        else x.data = allocate(groups * QUANT_GROUP), x.scale = allocate(groups * 8), x.group_sum = allocate(groups * 8);
         return x;
     }
     x.units = units_of(depth, type);
@@ -26,7 +27,10 @@ static operand new_operand(long n_tokens, long depth, long type) {
     return x;
 }
 
-static void free_operand(operand *x) { free(x->data), free(x->scale), free(x->sum), free(x->group_sum); }
+static void free_operand(operand *x) {
+    if (!x->borrowed) release(x->data);
+    release(x->scale), release(x->sum), release(x->group_sum);
+}
 
 // An operand for products with weights like w, for n_tokens tokens
 static operand operand_for(const matrix *w, long n_tokens) {
@@ -215,7 +219,7 @@ static void gemm(const matrix *weights, int n_weights, const operand *x, result 
                 }
             }
         }
-        free(buffer);
+        release(buffer);
         end_multiply(&state);
     }
 }
@@ -231,7 +235,7 @@ static void dot_rows(const matrix *w, long row, long rows, const operand *x, flo
         for (long i = 0; i < w->depth; i++) {
             const long at = (row + r) * w->stride + i;
             if (w->dtype == FLOAT32 || w->dtype == BFLOAT16) sum += get(data, w->dtype, at) * ((float *)x->data)[i];
-            const float value = w->dtype < INT8 ? 0 : ((int8_t *)x->data)[i] * x->scale[i / QUANT_GROUP];
+            const float value = w->dtype < INT8 ? 0 : ((int8_t *)x->data)[i] * x->scale[i / INT4_GROUP];
             if (w->dtype == INT8) sum += (((const uint8_t *)data)[at] - 128) * w->scale[row + r] * value;
             if (w->dtype == INT4) {
                 const uint8_t byte = ((const uint8_t *)data)[(row + r) * w->stride / 2 + i / 64 * 32 + i % 32];
@@ -244,10 +248,9 @@ static void dot_rows(const matrix *w, long row, long rows, const operand *x, flo
     }
 }
 #else
-// Fetch from memory what the next block of rows reads at this place
-INLINE void prefetch(const matrix *w, long size, long at, long rows) {
-    __builtin_prefetch((const char *)w->data + (at + rows * w->stride) * size);
-}
+// Fetch from memory what is multiplied soon: a core's own prefetcher starts anew at every row
+#define PREFETCH_BYTES 8192
+INLINE void prefetch(const void *at) { __builtin_prefetch((const char *)at + PREFETCH_BYTES); }
 
 INLINE vec load_row(const matrix *w, const long dtype, long at) {
     return dtype == FLOAT32 ? load((const float *)w->data + at) : load_bf16((const uint16_t *)w->data + at);
@@ -259,8 +262,8 @@ INLINE void dot_rows_float(const matrix *w, const long dtype, long row, const lo
     for (; i + 2 * LANES <= w->depth; i += 2 * LANES)
         for (long r = 0; r < rows; r++) {
             const long at = (row + r) * w->stride + i;
-            prefetch(w, dtype == FLOAT32 ? 4 : 2, at, rows);
-            if (dtype == FLOAT32) prefetch(w, 4, at + LANES, rows);
+            prefetch((const char *)w->data + at * (dtype == FLOAT32 ? 4 : 2));
+            if (dtype == FLOAT32) prefetch((const float *)w->data + at + LANES);
             sum[r][0] += load_row(w, dtype, at) * load(x + i);
             sum[r][1] += load_row(w, dtype, at + LANES) * load(x + i + LANES);
         }
@@ -290,58 +293,64 @@ INLINE void dot_rows_int8(const matrix *w, long row, const long rows, const oper
     for (long g = 0; g * QUANT_GROUP < w->depth; g++)
         for (long r = 0; r < rows; r++) {
             const uint8_t *values = (const uint8_t *)w->data + (row + r) * w->stride + g * QUANT_GROUP;
-            prefetch(w, 1, (row + r) * w->stride + g * QUANT_GROUP, rows);
+            prefetch(values);
             ivec exact = dot_int8(values, (const int8_t *)x->data + g * QUANT_GROUP);
-            sum[r] += __builtin_convertvector(exact, vec) * x->scale[g];
+            sum[r] += __builtin_convertvector(exact, vec) * x->scale[2 * g];
         }
     for (long r = 0; r < rows; r++) y[r] = (sum_lanes(sum[r]) + x->offset) * w->scale[row + r];
 }
 
-// The sum over a row of scale * (q . x) + minimum * sum(x), group by group
+// The sum over each row's groups of scale * (q . x) + minimum * sum(x)
 INLINE void dot_rows_int4(const matrix *w, long row, const long rows, const operand *x, float *y) {
-    for (long r = 0; r < rows; r++) {
-        const uint8_t *data = (const uint8_t *)w->data + (row + r) * w->stride / 2;
-        const uint32_t *groups = w->groups + (row + r) * (w->stride / INT4_GROUP);
-        const long n_groups = w->stride / INT4_GROUP;
-        vec sum = {0};
+    const long n_groups = w->stride / INT4_GROUP;
+    const uint8_t *data = (const uint8_t *)w->data + row * w->stride / 2;
+    const uint32_t *groups = w->groups + row * n_groups;
+    vec sum[4] = {0}, least[4] = {0};
+    for (long g = 0; g < n_groups; g += LANES) {
+        const long n = min_long(LANES, n_groups - g);
 #if LEVEL == AVX2
-        const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-        for (long g = 0; g < n_groups; g += 2) {
-            __m256i bytes = _mm256_loadu_si256((const __m256i *)(data + g / 2 * 32));
-            for (int half = 0; half < 2; half++) {
-                __m256i q = _mm256_and_si256(half ? _mm256_srli_epi16(bytes, 4) : bytes, low);
-                __m256i token = _mm256_loadu_si256((const __m256i *)(x->data + (g + half) * INT4_GROUP));
-                ivec exact = (ivec)_mm256_madd_epi16(_mm256_maddubs_epi16(q, token), ones);
-                sum += __builtin_convertvector(exact, vec) * (from_bf16((uint16_t)groups[g + half]) * x->scale[g / 2]);
-            }
-        }
-        float least = 0;
-        for (long g = 0; g < n_groups; g++) least += from_bf16((uint16_t)(groups[g] >> 16)) * x->group_sum[g];
-        y[r] = sum_lanes(sum) + least;
+        const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+        const vec token_scale = (vec)_mm256_maskload_ps(x->scale + g, mask);
+        const vec token_sum = (vec)_mm256_maskload_ps(x->group_sum + g, mask);
 #else
-        const __m256i low = _mm256_set1_epi8(15);
-        const __m512i pairs = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
-        vec least = {0};
-        for (long g = 0; g < n_groups; g += 16) {
-            const long n = min_long(16, n_groups - g);
-            const __mmask16 mask = (__mmask16)((1u << n) - 1);
-            const ivec both = (ivec)_mm512_maskz_loadu_epi32(mask, groups + g);
-            const __m512 scale = (__m512)(both << 16);
-            least += (vec)(both & (int32_t)0xffff0000) * (vec)_mm512_maskz_loadu_ps(mask, x->group_sum + g);
-            for (long j = 0; j < n; j += 2) {  // 64 values: two groups, in the lower and the upper half of the lanes
-                __m256i bytes = _mm256_loadu_si256((const __m256i *)(data + (g + j) / 2 * 32));
-                __m512i q = _mm512_inserti64x4(
-                    _mm512_castsi256_si512(_mm256_and_si256(bytes, low)),
-                    _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low), 1);
-                __m512i token = _mm512_loadu_si512(x->data + (g + j) * INT4_GROUP);
-                vec exact = (vec)_mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), q, token));
-                vec scales = (vec)_mm512_permutexvar_ps(_mm512_add_epi32(pairs, _mm512_set1_epi32((int)j)), scale);
-                sum += exact * scales * x->scale[(g + j) / 2];
+        const __mmask16 mask = (__mmask16)((1u << n) - 1);
+        const vec token_scale = (vec)_mm512_maskz_loadu_ps(mask, x->scale + g);
+        const vec token_sum = (vec)_mm512_maskz_loadu_ps(mask, x->group_sum + g);
+#endif
+        for (long r = 0; r < rows; r++) {
+            const uint8_t *bytes = data + r * w->stride / 2 + g * INT4_GROUP / 2;
+#if LEVEL == AVX2
+            const ivec pairs = (ivec)_mm256_maskload_epi32((const int *)groups + r * n_groups + g, mask);
+#else
+            const ivec pairs = (ivec)_mm512_maskz_loadu_epi32(mask, groups + r * n_groups + g);
+#endif
+            __builtin_prefetch((const char *)(groups + r * n_groups + g) + PREFETCH_BYTES / 4);
+            const vec scale = (vec)(pairs << 16) * token_scale;
+            least[r] += (vec)(pairs & (int32_t)0xffff0000) * token_sum;
+            for (long j = 0; j < n; j += 2, bytes += INT4_GROUP) {  // 64 values: two groups
+                prefetch(bytes);
+                const __m256i both = _mm256_loadu_si256((const __m256i *)bytes), low = _mm256_set1_epi8(15);
+                const __m256i first = _mm256_and_si256(both, low), second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+                const char *token = x->data + (g + j) * INT4_GROUP;
+#if LEVEL == AVX2
+                for (int half = 0; half < 2; half++) {
+                    const __m256i values = _mm256_loadu_si256((const __m256i *)token + half);
+                    const __m256i dots = _mm256_maddubs_epi16(half ? second : first, values);
+                    const ivec exact = (ivec)_mm256_madd_epi16(dots, _mm256_set1_epi16(1));
+                    const __m256 scales = _mm256_permutevar8x32_ps((__m256)scale, _mm256_set1_epi32((int)j + half));
+                    sum[r] += __builtin_convertvector(exact, vec) * (vec)scales;
+                }
+#else  // the first group in the lower half of the lanes, the second in the upper
+                const __m512i lanes = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+                const __m512i q = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+                const __m512i exact = _mm512_dpbusd_epi32(_mm512_setzero_si512(), q, _mm512_loadu_si512(token));
+                const __m512i index = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)j));
+                sum[r] += (vec)_mm512_cvtepi32_ps(exact) * (vec)_mm512_permutexvar_ps(index, (__m512)scale);
+#endif
             }
         }
-        y[r] = sum_lanes(sum + least);
-#endif
     }
+    for (long r = 0; r < rows; r++) y[r] = sum_lanes(sum[r] + least[r]);
 }
 
 INLINE void dot_rows_type(const matrix *w, long row, const long rows, const operand *x, float *y) {

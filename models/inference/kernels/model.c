@@ -40,7 +40,7 @@ static void norm_operand(const float *x, const float *weight, const float *bias,
     if (out->n_tokens == 1) {
         float *y = out->type == FLOAT32 ? (float *)out->data : allocate(depth * 4);
         normalize(x, weight, bias, eps, depth, 1, y);
-        if (out->type == INT8) quantize_token(y, out), free(y);
+        if (out->type == INT8) quantize_token(y, out), release(y);
         return;
     }
     #pragma omp parallel for num_threads(threads) if (out->n_tokens > PANEL)
@@ -48,17 +48,18 @@ static void norm_operand(const float *x, const float *weight, const float *bias,
         float *y = out->type == FLOAT32 ? (float *)out->data + p * depth * PANEL : allocate(depth * PANEL * 4);
         normalize(x + p * depth * PANEL, weight, bias, eps, depth, PANEL, y);
         pack_panel(y, out, p);
-        if (out->type != FLOAT32) free(y);
+        if (out->type != FLOAT32) release(y);
     }
 }
 
 // out: an operand of x as it is
-static void pack_operand(const float *x, operand *out, int threads) {
-    if (out->n_tokens == 1) {
-        if (out->type == INT8) quantize_token(x, out);
-        else memcpy(out->data, x, out->depth * 4);
+static void pack_operand(float *x, operand *out, int threads) {
+    if (out->type == FLOAT32) {
+        release(out->data);
+        out->data = (char *)x, out->borrowed = 1;
         return;
     }
+    if (out->n_tokens == 1) return quantize_token(x, out);
     #pragma omp parallel for num_threads(threads) if (out->n_tokens > PANEL)
     for (long p = 0; p < n_panels(out->n_tokens); p++) pack_panel(x + p * out->depth * PANEL, out, p);
 }
@@ -77,14 +78,16 @@ static void rotate_and_append(const decoder *d, const decoder_step *s, long bloc
     for (long p = 0; p < (n == 1 ? 1 : n_panels(n)); p++) {
         float *panel = qkv + p * n_features * width;
         rotate(panel, cos + p * D / 2 * width, sin + p * D / 2 * width, d->n_heads + d->n_kv_heads, D, width);
-        for (long m = p * PANEL; m < min_long(n, (p + 1) * PANEL); m++) {
+        for (long m = p * PANEL, stop; m < min_long(n, (p + 1) * PANEL); m = stop) {  // tokens of one sequence
             const long b = m / s->n_new, token = s->past[b] + m % s->n_new;
+            stop = min_long(min_long(n, (p + 1) * PANEL), (b + 1) * s->n_new);
             for (long part = 0; part < 2; part++)
                 for (long h = 0; h < d->n_kv_heads; h++) {
-                    const float *from = panel + (n_q + part * n_kv + h * D) * width + (width == 1 ? 0 : m % PANEL);
+                    const float *from = panel + (n_q + part * n_kv + h * D) * width + m % width;
                     const long to = block * s->block_stride + part * s->part_stride + b * s->sequence_stride +
                                     (h * s->capacity + token) * D;
-                    for (long i = 0; i < D; i++) put(s->cache, s->cache_dtype, to + i, from[i * width]);
+                    transpose(from, FLOAT32, width, D, stop - m, (char *)s->cache + to * (s->cache_dtype == BFLOAT16 ? 2 : 4),
+                              s->cache_dtype, D);
                 }
         }
     }
@@ -146,7 +149,7 @@ void decoder_forward(const decoder *d, const decoder_step *s) {
                 }
                 memcpy(to[j], kept, depth * (n == 1 ? 1 : n_panels(n) * PANEL) * 4);
             }
-            free(kept);
+            release(kept);
         }
 
         h = operand_for(&block->out, n);
@@ -176,10 +179,10 @@ void decoder_forward(const decoder *d, const decoder_step *s) {
         norm_operand(x, d->norm, NULL, d->eps, &h, threads);
         float *logits = n == 1 ? s->logits : allocate(n_panels(n) * head->n_rows * PANEL * 4);
         linear(head, 1, &h, (result){logits, head->n_rows}, threads);
-        if (n > 1) panels_to_rows(logits, n, head->n_rows, s->logits, threads), free(logits);
+        if (n > 1) panels_to_rows(logits, n, head->n_rows, s->logits, threads), release(logits);
         free_operand(&h);
     }
-    free(x), free(qkv), free(y), free(gate_up), free(cos), free(sin);
+    release(x), release(qkv), release(y), release(gate_up), release(cos), release(sin);
 }
 
 // --- the vision encoder: SigLIP (Zhai et al. 2023), as models/vision_transformer.py ---
@@ -198,23 +201,24 @@ typedef struct {
     float eps;
 } vision_encoder;
 
-// Attention of one image's head; keys and values are first copied from panels to rows
+// Attention of one image's head; keys are first copied from panels to rows
 static void attend_image(const vision_encoder *e, const float *qkv, float *y, long image, long h) {
     const long C = e->hidden_dim, D = C / e->n_heads, T = e->n_patches, type = operand_type(e->dtype);
-    char *rows = allocate(2 * T * D * 4);
-    for (long part = 0; part < 2; part++)
-        for (long t = 0; t < T; t++)
-            for (long i = 0; i < D; i++)
-                put(rows, type, (part * T + t) * D + i, qkv[panel_at((part + 1) * C + h * D + i, image * T + t, 3 * C)]);
-    const long size = type == BFLOAT16 ? 2 : 4;
+    float panel[D * PANEL];
+    char *keys = allocate(T * D * 4);
+    for (long t = 0; t < T; t += PANEL) {
+        const long n = min_long(PANEL, T - t), size = type == BFLOAT16 ? 2 : 4;
+        read_tokens(qkv + (C + h * D) * PANEL, 3 * C, D, image * T + t, n, panel);
+        transpose(panel, FLOAT32, PANEL, D, n, keys + t * D * size, type, D);
+    }
     // the head is the first one of its own rows and, with shifted pointers, of q and y
     const attention_args args = {
         .q = qkv + h * D * PANEL, .y = y + h * D * PANEL, .n_features = 3 * C, .first_token = image * T,
-        .key = {rows, type, 0}, .value = {rows + T * D * size, type, 0},
+        .key = {keys, type, 0}, .value_panels = qkv + (2 * C + h * D) * PANEL,
         .n_heads = e->n_heads, .n_kv_heads = e->n_heads, .head_dim = D, .n_new = T, .n_keys = T,
     };
     attend(&args, 0);
-    free(rows);
+    release(keys);
 }
 
 // Patches (n_images * n_patches, values of a patch) float32 to features of the same shape, (..., hidden_dim) float32
@@ -230,7 +234,7 @@ void vision_forward(const vision_encoder *e, const float *patches, long n_images
     operand h = operand_for(e->patch, n);
     pack_operand(pixels, &h, threads);
     linear(e->patch, 1, &h, (result){x, C, .add = 1}, threads);
-    free_operand(&h), free(pixels);
+    free_operand(&h), release(pixels);
     for (long k = 0; k < e->n_blocks; k++) {
         const vision_block *block = &e->blocks[k];
         h = operand_for(&block->qkv, n);
@@ -256,7 +260,7 @@ void vision_forward(const vision_encoder *e, const float *patches, long n_images
     #pragma omp parallel for num_threads(threads)
     for (long p = 0; p < panels; p++) normalize(x + p * C * PANEL, e->norm, e->norm_bias, e->eps, C, PANEL, y + p * C * PANEL);
     panels_to_rows(y, n, C, out, threads);
-    free(x), free(qkv), free(y), free(hidden);
+    release(x), release(qkv), release(y), release(hidden);
 }
 
 // --- one layer, for the projector and the tests ---
@@ -270,6 +274,6 @@ void linear_rows(const matrix *w, const void *x, long x_dtype, long n, float *y,
     operand h = operand_for(w, n);
     pack_operand(in, &h, threads);
     linear(w, 1, &h, (result){out, w->n_rows}, threads);
-    if (n > 1) panels_to_rows(out, n, w->n_rows, y, threads), free(out);
-    free_operand(&h), free(in);
+    if (n > 1) panels_to_rows(out, n, w->n_rows, y, threads), release(out);
+    free_operand(&h), release(in);
 }

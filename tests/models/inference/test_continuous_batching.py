@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from models.decoding import GREEDY, SamplingParams
 from models.inference import continuous_batching
 from models.inference.continuous_batching import ContinuousBatch, PrefillError
+from models.inference.inference_model import InferenceModel
 from support.generation import only_row, prompt
 
 few_examples = settings(max_examples=25, deadline=None)
@@ -143,7 +144,7 @@ def test_a_batch_has_at_least_one_slot(tiny_model):
 
 
 def test_a_prompt_too_large_for_memory_fails_alone(tiny_model, monkeypatch):
-    model, embed = tiny_model(), type(tiny_model()).embed_encoded
+    model, embed = InferenceModel(tiny_model()), InferenceModel.embed_encoded
 
     def small(self, ids, images=None):
         if ids.numel() > 8:

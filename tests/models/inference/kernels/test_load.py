@@ -1,0 +1,94 @@
+"""The kernel library is built and loaded safely, at the level asked for, and its absence is one log line."""
+
+import logging
+import os
+import shutil
+
+import pytest
+import torch
+
+from models.errors import InputError
+from models.inference.inference_model import InferenceModel
+from models.inference.kernels.load import available_levels, build, chosen_level, is_trusted, load_library
+from models.inference.plain_network import PlainNetwork
+
+HAS_KERNELS = pytest.mark.skipif(len(available_levels()) < 2, reason="no kernels for this CPU")
+
+
+@pytest.fixture
+def library(tmp_path):
+    folder = tmp_path / "kernels"
+    folder.mkdir(mode=0o700)
+    return build("naive", folder)
+
+
+def test_the_level_is_the_highest_or_the_one_asked_for(monkeypatch):
+    monkeypatch.delenv("NANOVLM_CPU_LEVEL", raising=False)
+    real = [level for level in available_levels() if level not in ("naive", "amx-emulated")]
+    assert chosen_level() == (real[-1] if real else None)
+    for level in available_levels():
+        monkeypatch.setenv("NANOVLM_CPU_LEVEL", level)
+        assert chosen_level() == level
+    monkeypatch.setenv("NANOVLM_CPU_LEVEL", "none")
+    assert chosen_level() is None
+    monkeypatch.setenv("NANOVLM_CPU_LEVEL", "sse")
+    with pytest.raises(InputError, match=r"NANOVLM_CPU_LEVEL=sse is not a level; use naive, avx2, .* or none"):
+        chosen_level()
+
+
+@HAS_KERNELS
+def test_a_library_is_trusted_only_if_nobody_else_can_write_it(library):
+    assert is_trusted(library)
+    library.chmod(0o770)
+    assert not is_trusted(library)
+    library.chmod(0o700)
+    library.parent.chmod(0o777)
+    assert not is_trusted(library)
+    library.parent.chmod(0o700)
+    link = library.with_name("link.so")
+    link.symlink_to(library)
+    os.mkfifo(fifo := library.with_name("fifo.so"))
+    assert not is_trusted(link) and not is_trusted(fifo) and not is_trusted(library.with_name("absent.so"))
+
+
+@HAS_KERNELS
+def test_a_damaged_library_is_built_anew(monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("models.inference.kernels.load.FOLDER", copy_sources(tmp_path))
+    assert load_library.__wrapped__("naive") is not None
+    (path,) = (tmp_path / "cache").glob("*.so")
+    whole = path.read_bytes()
+    for damaged in (whole[:5000], whole[:-40] + bytes(40), b""):
+        path.unlink()  # this process runs the former one
+        path.write_bytes(damaged)
+        path.chmod(0o700)
+        assert load_library.__wrapped__("naive") is not None
+        assert is_trusted(path)
+
+
+@HAS_KERNELS
+def test_without_a_compiler_the_plain_modules_compute_and_one_line_says_so(monkeypatch, tmp_path, tiny_model, caplog):
+    monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
+    monkeypatch.setattr("models.inference.kernels.load.FOLDER", copy_sources(tmp_path))
+    load_library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "models"):
+            inference = InferenceModel(tiny_model())
+            InferenceModel(tiny_model())
+    finally:
+        load_library.cache_clear()
+    assert isinstance(inference.network, PlainNetwork)
+    (record,) = caplog.records
+    assert record.message.startswith("no CPU kernels (") and "\n" not in record.message
+    ids = torch.tensor([[5, 8, 9]])
+    torch.testing.assert_close(inference.prefill(ids)[0], tiny_model().prefill(ids)[0], rtol=1e-4, atol=1e-4)
+
+
+def copy_sources(folder):
+    """The kernels' sources in a folder without libraries."""
+    sources = folder / "sources"
+    sources.mkdir()
+    for path in build.__globals__["FOLDER"].glob("*.[ch]"):
+        shutil.copy(path, sources)
+    return sources
