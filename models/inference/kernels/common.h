@@ -231,7 +231,11 @@ static void transpose(const void *from, long from_dtype, long from_stride, long 
 // Scratch memory, aligned to 64 bytes. Released blocks are kept for the next pass: the operating system clears every new
 // page, which takes a tenth of an image's time.
 #define KEPT_BLOCKS 64
+#ifdef __SANITIZE_ADDRESS__
+#define KEPT_BYTES 0l  // it must see every block
+#else
 #define KEPT_BYTES (256l << 20)
+#endif
 typedef struct { long n_bytes, unused[7]; } scratch_header;
 static scratch_header *kept[KEPT_BLOCKS];
 static long kept_bytes;
@@ -240,7 +244,7 @@ static char kept_lock;
 static void *allocate(long n_bytes) {
     scratch_header *block = NULL;
     int best = -1;
-    n_bytes = round_up(n_bytes + 64, 64);
+    n_bytes = round_up(n_bytes, 64);
     while (__atomic_test_and_set(&kept_lock, __ATOMIC_ACQUIRE)) {}
     for (int i = 0; i < KEPT_BLOCKS; i++)
         if (kept[i] && kept[i]->n_bytes >= n_bytes && kept[i]->n_bytes <= 2 * n_bytes &&
