@@ -1,5 +1,6 @@
 """The vision-language model: vision encoder, projector and language model on one sequence of embeddings."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -39,7 +40,7 @@ TARGETS_MULTIPLE = 32  # numbers of targets are rounded up to it: oneDNN keeps c
 class PrefillState:
     """A prefilled batch of sequences: the keys and values of every block, and which positions are padding."""
 
-    kv_cache: list[KVCache]  # one per block
+    kv_cache: Sequence[KVCache]  # one per block
     attention_mask: Tensor | None = None  # (B, length); None without padding
 
     @property

@@ -1,7 +1,8 @@
 """Build and load the kernel library: one small library for each level of CPU instructions.
 
 build_backend.py builds all levels when the package is installed, if there is a C compiler. Where that was not possible,
-and after a change of the source, the level that this CPU needs is built at first use, in about two seconds, into the user's cache.
+and after a change of the source, the level that this CPU needs is built at first use, in about two seconds, into the
+user's cache.
 """
 
 import ctypes
@@ -60,7 +61,7 @@ def available_levels() -> list[str]:
 
 
 def chosen_level() -> str | None:
-    """The level to use: the highest that this CPU has, or $NANOVLM_CPU_LEVEL; None where there is none, or for "none"."""
+    """The level to use: the highest of this CPU, or $NANOVLM_CPU_LEVEL; None where there is none, or for "none"."""
     available, wanted = available_levels(), os.environ.get("NANOVLM_CPU_LEVEL")
     if wanted in available:
         return wanted
@@ -83,13 +84,13 @@ def library_name(level: str) -> str:
     return f"kernels-{level}-{hashlib.sha256(b''.join(made_of)).hexdigest()[:12]}.so"
 
 
-def build(level: str, folder: Path, *extra_flags: str) -> Path:
+def build(level: str, folder: Path) -> Path:
     """Compile a level's library into a folder. Raises OSError or subprocess.SubprocessError if that is not possible."""
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         new = Path(scratch) / "kernels.so"
-        command = [*compiler, *LEVELS[level][0], *extra_flags, "-o", new, FOLDER / "kernels.c", *FLAGS]
+        command = [*compiler, *LEVELS[level][0], "-o", str(new), str(FOLDER / "kernels.c"), *FLAGS]
         subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=120)
         with new.open("rb+") as file:  # the linker's output, then its digest, which loaders ignore
             file.write(hashlib.sha256(file.read()).digest())
