@@ -154,7 +154,8 @@ class KernelNetwork:
     def _encode(self, images: Tensor) -> Tensor:
         """`VisionTransformer.forward`, to float32."""
         grid, size = self.cfg.vit_grid, self.cfg.vit_patch_size
-        patches = images.reshape(len(images), 3, grid, size, grid, size).permute(0, 2, 4, 1, 3, 5).contiguous()
+        whole = images[..., : grid * size, : grid * size]  # a patch cut off at the border is not computed
+        patches = whole.reshape(len(images), 3, grid, size, grid, size).permute(0, 2, 4, 1, 3, 5).contiguous()
         out = torch.empty(len(images), grid**2, self.cfg.vit_hidden_dim)
         pointers = ctypes.byref(self._encoder), _POINTER(patches.data_ptr())
         self._library.vision_forward(*pointers, _LONG(len(images)), _POINTER(out.data_ptr()), torch.get_num_threads())
