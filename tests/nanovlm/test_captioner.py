@@ -356,7 +356,8 @@ def test_unavailable_device_or_dtype_names_the_available_ones(monkeypatch, model
 def test_auto_keeps_stored_bfloat16_where_it_is_multiplied_exactly(model_folder, tmp_path, monkeypatch):
     """Kernels without bfloat16 arithmetic multiply bfloat16 weights in float32."""
     exact = Captioner.from_pretrained(model_folder, "cpu", "float32")
-    exact.model.save_pretrained(half := tmp_path / "half", dtype=torch.bfloat16)
+    text = exact.tokenizer.to_json()
+    exact.model.save_pretrained(half := tmp_path / "half", tokenizer=text, dtype=torch.bfloat16)
     stored = {model_folder: torch.float32, half: torch.bfloat16}
     for level in set(available_levels()) & {"avx2", "vnni", "bf16", "amx"}:
         monkeypatch.setenv("NANOVLM_CPU_LEVEL", level)
