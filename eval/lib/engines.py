@@ -30,7 +30,7 @@ class EngineOptions:
 
     dtypes: Sequence[str] = ("auto",)
     quantize: str | None = None  # quantized weights beside unquantized ones
-    against: Sequence[str] = ("plain",)
+    baselines: Sequence[str] = ("plain",)
     batch_size: int = 1
 
 
@@ -154,7 +154,7 @@ def make_engines(plain: NanoVLMEngine, folder: Path, temporary: Path, options: E
     cpu = torch.device("cpu")
     dtypes = list(dict.fromkeys(choose_dtype(name, cpu) for name in options.dtypes))
     engines: list[Engine] = []
-    for name in (name for name in BASELINES if name in options.against):
+    for name in (name for name in BASELINES if name in options.baselines):
         engines += _baseline(name, plain, dtypes, temporary, options)
     for dtype in dtypes:
         for quantize in dict.fromkeys((None, options.quantize)):

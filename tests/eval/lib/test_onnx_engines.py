@@ -41,7 +41,7 @@ def cache(tmp_path_factory):
 
 
 def make(plain, folder, cache, peer, **options):
-    engines = make_engines(plain, folder, cache, EngineOptions(against=[peer], **options))
+    engines = make_engines(plain, folder, cache, EngineOptions(baselines=[peer], **options))
     return {engine.name: engine for engine in engines if engine.name.startswith(peer)}
 
 
