@@ -8,6 +8,7 @@ import pytest
 from eval import latency
 from eval.latency import QUESTIONS, Result, cold_start, count_same, decode_seconds, failures, main, slowed, table
 from eval.lib import roofline
+from eval.lib.cpu_levels import current_level, levels_here
 from eval.lib.shapes import SHAPES
 from nanovlm import EMBEDDED
 from support.smolvlm import write_folder
@@ -46,8 +47,8 @@ def test_every_stage_of_every_engine_is_reported(capsys):
     for result in data["results"]:
         assert 0 < result["min_ms"] <= result["median_ms"]
         by_stage.setdefault(result["stage"], []).append(result["engine"])
-    engines = ["plain float32", "transformers float32", "nanovlm float32"]
-    assert by_stage.pop("encode") == ["plain float32", "nanovlm float32"]
+    engines = ["plain float32", "transformers float32", f"nanovlm float32 {current_level()}"]
+    assert by_stage.pop("encode") == [engines[0], engines[2]]
     assert by_stage.pop("prefill") == by_stage.pop("decode") == engines
     small, large, questions = by_stage
     assert small.startswith("first token, 512 px") and large.startswith("first token, 900 px")
@@ -60,8 +61,28 @@ def test_every_stage_of_every_engine_is_reported(capsys):
 def test_the_table_names_the_environment_once(capsys):
     assert main([*FAST, "--model-size", "230M", "--stages", "prefill", "decode", "--batch-size", "3"]) == 0
     out = capsys.readouterr().out
-    assert out.count("torch.float32, cpu") == 1 and "batch size 3" in out and "medians of 1 rounds" in out
+    assert out.count(f"level {current_level()}, ") == out.count("; other engines at their best; ") == 1
+    assert "batch size 3" in out and "medians of 1 rounds" in out
     assert "12 of 12" in out and "1.00x" in out and "of roofline" in out
+
+
+@pytest.mark.skipif(len(levels_here()) < 2, reason="needs two levels")
+def test_a_lower_level_holds_pytorch_to_it_in_a_process_of_its_own(capfd, tmp_path):
+    flags = ["--level", "avx2", "--stages", "decode", "--dtype", "float32", "--rounds", "1", "--tokens", "3"]
+    assert main([*flags, "--save", str(tmp_path)]) == 0
+    out = capfd.readouterr().out
+    assert "nanovlm float32 avx2 " in out and "level avx2, " in out and "PyTorch and oneDNN in OpenVINO held to" in out
+    (path,) = tmp_path.iterdir()
+    command, _, saved = path.read_text().partition("\n")
+    assert command.startswith("$ python -m eval.latency --level avx2") and saved.rstrip("\n") == out.rstrip("\n")
+
+
+@pytest.mark.skipif(len(levels_here()) < 2, reason="needs two levels")
+def test_several_levels_are_compared_in_one_process(capsys):
+    levels = levels_here()[:2]
+    assert main([*FAST, "--model-size", "230M", "--stages", "decode", "--level", *levels, levels[0], "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [result["engine"] for result in results[1:]] == [f"nanovlm float32 {level}" for level in levels]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
@@ -80,9 +101,10 @@ def test_llama_cpp_runs_end_to_end_on_a_model_of_smolvlms_layout(capsys, tmp_pat
     ]
     assert main([*FAST, *flags, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    engines = ["llama.cpp f32", "llama.cpp q8_0", "nanovlm float32", "nanovlm float32 int8"]
+    ours = f"nanovlm float32 {current_level()}", f"nanovlm float32 int8 {current_level()}"
+    engines = ["llama.cpp f32", "llama.cpp q8_0", *ours]
     assert [result["engine"] for result in data["results"]] == 2 * engines
-    assert data["ids"]["llama.cpp f32"] == data["ids"]["nanovlm float32"]
+    assert data["ids"]["llama.cpp f32"] == data["ids"][ours[0]]
 
 
 def test_a_cold_start_is_a_whole_process(capsys, monkeypatch):
@@ -157,6 +179,7 @@ def test_a_float32_engine_with_errors_fails_the_command(capsys, monkeypatch):
         (["--model", "no/where/near"], "no/where/near"),
         (["--stages", "encode", "speak"], "speak"),
         (["--image-size", "0"], "0 must be 1 or more"),
+        (["--level", "vnni", "amx-emulated"], "this CPU has no level amx-emulated; use "),
         (["--threads", "many"], "--threads many is neither auto nor a number"),
     ],
 )

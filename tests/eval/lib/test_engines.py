@@ -8,6 +8,7 @@ import torch
 
 from eval.latency import greedy_ids
 from eval.lib.accuracy import relative_error
+from eval.lib.cpu_levels import current_level, levels_here
 from eval.lib.engines import EngineOptions, NanoVLMEngine, make_engines, plain_engine
 from eval.lib.llama_cpp_engine import LlamaCppEngine
 from eval.lib.random_model import write_random_model
@@ -15,6 +16,7 @@ from nanovlm.captioner import Captioner
 from nanovlm.errors import InputError, MissingExtraError
 from support.smolvlm import write_folder
 
+LEVEL = current_level()
 PROMPT = [5, 9, 11, 7, 60, 33]
 needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
 
@@ -41,13 +43,23 @@ def test_every_configuration_is_an_engine(folder, tmp_path):
     engines = make(folder, tmp_path, **options)
     assert {name: engine.weight_bytes for name, engine in engines.items()} == {
         "plain float32": 4, "transformers float32": 4, "transformers bfloat16": 2,
-        "nanovlm float32": 4, "nanovlm float32 int8": 1, "nanovlm bfloat16": 2, "nanovlm bfloat16 int8": 1,
+        f"nanovlm float32 {LEVEL}": 4, f"nanovlm float32 int8 {LEVEL}": 1,
+        f"nanovlm bfloat16 {LEVEL}": 2, f"nanovlm bfloat16 int8 {LEVEL}": 1,
     }  # fmt: skip
-    assert engines["nanovlm bfloat16 int8"].dtype == torch.bfloat16
+    assert engines[f"nanovlm bfloat16 int8 {LEVEL}"].dtype == (torch.bfloat16 if LEVEL == "none" else torch.int8)
     engines = make(folder, tmp_path, dtypes=["bfloat16"], quantize="int4", baselines=[])
     assert {name: engine.weight_bytes for name, engine in engines.items()} == {
-        "nanovlm bfloat16": 2, "nanovlm bfloat16 int4": 0.625,
+        f"nanovlm bfloat16 {LEVEL}": 2, f"nanovlm bfloat16 int4 {LEVEL}": 0.625,
     }  # fmt: skip
+
+
+def test_every_level_is_an_engine_with_the_dtype_that_is_best_there(folder, tmp_path):
+    levels = [*levels_here(), "none"]
+    engines = make(folder, tmp_path, levels=levels, baselines=[])
+    assert [name.split()[-1] for name in engines] == levels
+    for name, engine in engines.items():
+        assert getattr(engine.model.network, "level", "none") == name.split()[-1]
+        assert "none" in name or ("bfloat16" in name) == name.endswith(("bf16", "amx"))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -100,9 +112,9 @@ def test_llama_cpp_decodes_the_same_tokens_in_float32(smolvlm_folder, tmp_path, 
     engines = make(smolvlm_folder, tmp_path, **options)
     prompts = [[token + row for token in PROMPT] for row in range(batch_size)]
     ids = {name: greedy_ids(engine, prompts, 12) for name, engine in engines.items()}
-    assert list(ids) == ["plain float32", "llama.cpp f32", "nanovlm float32"]
+    assert list(ids) == ["plain float32", "llama.cpp f32", f"nanovlm float32 {LEVEL}"]
     assert len({step[0] for step in ids["plain float32"]}) > 1, "not one token again and again"
-    assert ids["llama.cpp f32"] == ids["nanovlm float32"] == ids["plain float32"]
+    assert ids["llama.cpp f32"] == ids[f"nanovlm float32 {LEVEL}"] == ids["plain float32"]
     assert greedy_ids(engines["llama.cpp f32"], prompts, 12) == ids["llama.cpp f32"], (
         "a prefill starts with an empty cache"
     )
