@@ -4,7 +4,8 @@
     python -m eval.captions --quantize int8
     python -m eval.captions --drawer independent      # scenes in another geometry, other tones and other patterns
     python -m eval.captions --wordings --scenes 300   # captions and numbers, requested in other words
-    python -m eval.captions --compare                 # float32, bfloat16, int8 and int4 on the same scenes
+    python -m eval.captions --compare --save          # every precision at every level of CPU instructions
+    python -m eval.captions --compare --model FOLDER  # of another model
     python -m eval.captions --turns 6 --scenes 200    # questions in a conversation, beside the same questions alone
 
 By default there are five figures: captions that match word for word, the same on scenes with a color and shape that
@@ -12,9 +13,13 @@ training never combined ("withheld"), answers to questions of every kind, and an
 where shapes are. Captions and the last two are also counted by the number of objects. Images are PNG files of 96 to 512
 pixels a side.
 
---compare reports three figures per precision: the share of right captions, the share of float32's right captions that
-stay right ("kept"), and the root mean square difference of the first token's logits from float32's, relative to their
-standard deviation. It fails if int8 keeps less than 99%.
+--compare measures float32, bfloat16, int8 and int4 at every level of CPU instructions here (see eval.latency) beside
+float32 by plain modules ("none"), one picture at a time: the share of right captions, the share of that reference's
+right captions that stay right ("kept"), and the root mean square difference of the first token's logits from the
+reference's, relative to their standard deviation. Two more figures compare the greedy texts, as OpenVINO's
+who-what-benchmark does, but without its sentence embeddings, which are a download: means of the share of the
+reference's tokens before the first one that differs ("prefix", its "FDT norm"), and of difflib's similarity of the
+tokens ("ratio"). These need no right answers, so they suit any model. The command fails if int8 keeps less than 99%.
 """
 
 import math
@@ -22,12 +27,19 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from difflib import SequenceMatcher
+from functools import partial
+from itertools import zip_longest
 from random import Random
+from statistics import mean
 
 import torch
 
-from eval.lib.command import add_device_flags, make_parser, positive, report
+from eval.lib.accuracy import relative_error
+from eval.lib.command import add_device_flags, make_parser, positive, progress, report
+from eval.lib.cpu_levels import at_level, levels_here
 from eval.lib.hardware import environment
+from eval.lib.results import add_save_flag
 from eval.lib.scene_splits import DRAWERS, SPLITS, Drawer, count_by_row, make_splits, png
 from eval.lib.wordings import measure_wordings
 from nanovlm import EMBEDDED, PROMPT
@@ -40,14 +52,9 @@ from nanovlm.synthetic import caption, draw, questions, random_scene
 BATCH_SIZE = 64
 MAX_TURNS = 20  # every scene has at least as many questions
 MIN_KEPT = 0.99  # by int8, of the captions that float32 has right
-PRECISIONS = {
-    "float32": ("float32", None),
-    "bfloat16": ("bfloat16", None),
-    "float32, int8": ("float32", "int8"),
-    "bfloat16, int8": ("bfloat16", "int8"),
-    "float32, int4": ("float32", "int4"),
-    "bfloat16, int4": ("bfloat16", "int4"),
-}
+PRECISIONS = [(dtype, quantize) for quantize in (None, "int8", "int4") for dtype in ("float32", "bfloat16")]
+REFERENCE = ("float32", None, "none")  # dtype, quantization and level
+COLUMNS = {"right": ".1%", "kept": ".1%", "logits": ".2%", "prefix": ".1%", "ratio": ".1%"}
 
 
 def measure(
@@ -104,32 +111,41 @@ def measure_turns(
 def compare_precisions(
     n_scenes: int, seed: str, model: str | os.PathLike = EMBEDDED, drawer: Drawer = draw
 ) -> dict[str, dict[str, float]]:
-    """Share of right captions, share of float32's right ones kept, and logit error, by precision, on the CPU."""
+    """The figures of --compare by dtype, quantization and level, of which REFERENCE is the first."""
     rng = Random(f"quantised {seed}")
     scenes = [random_scene(rng) for _ in range(n_scenes)]
     images, truths = [png(scene, rng, drawer) for scene in scenes], [caption(scene) for scene in scenes]
-    results, reference_right, reference_logits = {}, [], torch.empty(0)
-    for name, (dtype, quantize) in PRECISIONS.items():
-        captioner = Captioner.from_pretrained(model, "cpu", dtype, quantize=quantize)
-        answers = captioner.captions(images, batch_size=BATCH_SIZE)
+    results, reference = {}, None
+    levels = levels_here() or ["none"]
+    for dtype, quantize, level in [REFERENCE, *((*precision, level) for precision in PRECISIONS for level in levels)]:
+        with at_level(level):
+            captioner = Captioner.from_pretrained(model, "cpu", dtype, quantize=quantize)
+        progress(name := " ".join(filter(None, (dtype, quantize, level))))
+        answers = list(captioner.captions(images, batch_size=1))
         right = [answer == truth for answer, truth in zip(answers, truths)]
+        ids = [[*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id] for answer in answers]
         inputs = captioner.processor.collate([captioner.prepare(image) for image in images[:BATCH_SIZE]])
         with torch.inference_mode():
             logits = captioner.inference.prefill(**inputs)[0].float()
-        if name == "float32":
-            reference_right, reference_logits = right, logits
-        kept = sum(here and there for here, there in zip(right, reference_right))
+        expected_right, expected_logits, expected_ids = reference = reference or (right, logits, ids)
         results[name] = {
-            "right": sum(right) / n_scenes,
-            "kept": kept / max(1, sum(reference_right)),
-            "logits": float((logits - reference_logits).square().mean().sqrt() / reference_logits.std()),
+            "right": mean(right),
+            "kept": sum(map(min, right, expected_right)) / max(1, sum(expected_right)),
+            "logits": relative_error(logits, expected_logits),
+            "prefix": mean(map(shared_prefix, ids, expected_ids)),
+            "ratio": mean(SequenceMatcher(None, *pair, autojunk=False).ratio() for pair in zip(ids, expected_ids)),
         }
     return results
 
 
+def shared_prefix(ids: Sequence[int], expected: Sequence[int]) -> float:
+    """The share of the expected tokens before the first one that differs."""
+    return next((i for i, (a, b) in enumerate(zip_longest(ids, expected)) if a != b), len(ids)) / len(expected)
+
+
 def comparison_failures(results: dict[str, dict[str, float]]) -> list[str]:
-    """Quantized precisions that keep too few of float32's right captions."""
-    lossy = [name for name in results if name.endswith("int8") and results[name]["kept"] < MIN_KEPT]
+    """Quantized precisions that keep too few of the reference's right captions."""
+    lossy = [name for name in results if " int8 " in name and results[name]["kept"] < MIN_KEPT]
     return [f"{name} keeps less than {MIN_KEPT:.0%} of float32's right captions" for name in lossy]
 
 
@@ -172,9 +188,10 @@ def wordings_table(results: dict[str, dict]) -> str:
 
 
 def comparison_table(results: dict[str, dict[str, float]]) -> str:
-    lines = [f"{'':16}{'right':>8}{'kept':>8}{'logits':>9}"]
-    for name, shares in results.items():
-        lines.append(f"{name:16}{shares['right']:>8.1%}{shares['kept']:>8.1%}{shares['logits']:>9.2%}")
+    width = max(map(len, results))
+    lines = [" " * width + "".join(f"{name:>8}" for name in COLUMNS)]
+    for name, row in results.items():
+        lines.append(f"{name:{width}}" + "".join(f"{row[column]:>8{form}}" for column, form in COLUMNS.items()))
     return "\n".join(lines)
 
 
@@ -182,37 +199,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("captions", __doc__)
     add = parser.add_argument
     add("--model", default=EMBEDDED, metavar="FOLDER_OR_HUB_ID", help="(default: the embedded model)")
-    add("--scenes", type=positive, default=1000, metavar="N", help="fresh scenes, and withheld ones (default: 1000)")
+    add("--scenes", type=positive, metavar="N", help="fresh scenes, and withheld ones (default: 1000, to compare 200)")
     add("--questions", type=positive, default=3, metavar="N", help="questions per scene (default: 3)")
     add("--turns", type=positive, metavar="N", help="ask N questions about each scene in a conversation")
     add("--wordings", action="store_true", help="ask for captions and numbers of objects in other words, too")
     add("--drawer", choices=tuple(DRAWERS), default="training", help="what draws the scenes (default: training's own)")
     add("--quantize", choices=QUANTIZATIONS, help="quantize the language model's weights")
-    add("--compare", action="store_true", help="compare float32, bfloat16, int8 and int4 on the CPU")
+    add("--compare", action="store_true", help="compare all precisions at all levels of the CPU")
     add("--seed", default="1", help="which scenes (default: 1)")
     add("--misses", type=int, default=0, metavar="N", help="show N misses")
     add_device_flags(parser)
+    add_save_flag(parser)
     args = parser.parse_args(argv)
+    args.scenes = args.scenes or (200 if args.compare else 1000)
     if args.turns and args.turns > MAX_TURNS:
         parser.error(f"--turns {args.turns} is more than {MAX_TURNS}, for which every scene has questions")
-    drawer = DRAWERS[args.drawer]
+    drawer, finish = DRAWERS[args.drawer], partial(report, as_json=args.json, save=args.save)
     try:
         if args.compare:
             results = compare_precisions(args.scenes, args.seed, args.model, drawer)
-            failures = comparison_failures(results)
-            return report(results, comparison_table(results), environment(), args.json, failures)
+            where = environment(levels=levels_here())
+            return finish(results, comparison_table(results), where, failures=comparison_failures(results))
         captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, quantize=args.quantize)
         where = environment(captioner.inference.device, captioner.inference.dtype)
     except NanoVLMError as error:
         parser.error(str(error))
     if args.wordings:
         wordings = measure_wordings(captioner, args.scenes, args.seed, BATCH_SIZE, drawer)
-        return report(wordings, wordings_table(wordings), where, args.json)
+        return finish(wordings, wordings_table(wordings), where)
     if args.turns:
         right = measure_turns(captioner, args.scenes, args.turns, args.seed, drawer)
-        return report({"of": args.scenes, "right": right}, turns_table(right, args.scenes), where, args.json)
+        return finish({"of": args.scenes, "right": right}, turns_table(right, args.scenes), where)
     results = measure(captioner, args.scenes, args.questions, args.seed, drawer=drawer)
-    return report(results, accuracy_table(results, args.misses), where, args.json)
+    return finish(results, accuracy_table(results, args.misses), where)
 
 
 if __name__ == "__main__":

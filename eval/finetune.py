@@ -8,11 +8,11 @@ are of captions that match word for word, greedy, on fresh images of both domain
 missed: three minutes each, 90% of postcards (85% with adapters; none before training), and 80% of scenes where they
 were mixed in.
 
-    python -m eval.finetune --profile --shape 222M --dtype bfloat16
-    python -m eval.finetune --against trl --minutes 1
-    python -m eval.finetune --against nanovlm --nanovlm ../nanoVLM --shape 222M --steps 5
+    python -m eval.finetune --profile --model-size 222M --dtype bfloat16
+    python -m eval.finetune --baseline trl --minutes 1
+    python -m eval.finetune --baseline nanovlm --nanovlm ../nanoVLM --model-size 222M --steps 5
 
-measure speed instead. --profile prints the share of each stage in a training step. --against fine-tunes on the same
+measure speed instead. --profile prints the share of each stage in a training step. --baseline fine-tunes on the same
 postcards with another training loop, in turns with this one: upstream nanoVLM's from a checkout of its repository, or
 trl's SFTTrainer on the exported model (extra trl). Both have the same model, batch size, number format and peak
 learning rate, and otherwise their own defaults. Shapes other than the embedded model have random weights.
@@ -138,22 +138,22 @@ def measure_limits(args: Namespace) -> int:
 
 def measure_speed(args: Namespace) -> int:
     """The stages of a training step, or two training loops in turns."""
-    checkout = check_nanovlm(args.nanovlm) if args.against == "nanovlm" else None
+    checkout = check_nanovlm(args.nanovlm) if args.baseline == "nanovlm" else None
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        setup = make_setup(folder, args.shape, args.images, args.seed, args.dtype, args.batch_size)
+        setup = make_setup(folder, args.model_size, args.images, args.seed, args.dtype, args.batch_size)
         where = environment("cpu", choose_training_dtype(args.dtype, torch.device("cpu")))
         if args.profile:
             profile = profile_training(setup, folder / "profile", args.steps or PROFILED_STEPS)
             return report(asdict(profile), str(profile), where, args.json)
         steps, measure = args.steps, None
-        if args.shape == EMBEDDED_SHAPE and steps is None:
+        if args.model_size == EMBEDDED_SHAPE and steps is None:
             postcards = make_domains(args.fresh, args.seed)[:1]
 
             def measure(trained: Path) -> float:
                 return measure_shares(trained, postcards)[0]
 
-        race = Race(setup, args.against, folder, checkout)
+        race = Race(setup, args.baseline, folder, checkout)
         results = race.run(steps or RACED_STEPS * (measure is None), 60 * args.minutes, measure)
         return report({result.name: result.as_dict() for result in results}, race_table(results), where, args.json)
 
@@ -168,19 +168,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seed", default="1", help="which images (default: 1)")
     add("--flags", default="", metavar="'--max-steps N ...'", help="further flags of train.py")
     add("--profile", action="store_true", help="print the share of each stage in a training step on the CPU")
-    add("--against", choices=PEERS, help="compare with another training loop on the CPU")
-    add("--nanovlm", type=Path, metavar="PATH", help="a checkout of huggingface/nanoVLM, for --against nanovlm")
-    add("--shape", choices=TRAINED_SHAPES, default=EMBEDDED_SHAPE, help=f"model (default: {EMBEDDED_SHAPE})")
+    add("--baseline", choices=PEERS, help="compare with another training loop on the CPU")
+    add("--nanovlm", type=Path, metavar="PATH", help="a checkout of huggingface/nanoVLM, for --baseline nanovlm")
+    add("--model-size", choices=TRAINED_SHAPES, default=EMBEDDED_SHAPE, help=f"model (default: {EMBEDDED_SHAPE})")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="as of train.py (default: auto)")
     add("--batch-size", type=positive, default=FINETUNING.batch_size, metavar="N", help="(default: %(default)s)")
     add("--steps", type=positive, metavar="N", help="steps to measure, instead of --minutes")
-    add("--minutes", type=float, default=1.0, help="of training with each loop of --against (default: 1)")
+    add("--minutes", type=float, default=1.0, help="of training with each loop of --baseline (default: 1)")
     add_threads_flag(parser)
     args = parser.parse_args(argv)
-    if args.profile and args.against:
-        parser.error("--profile and --against exclude each other")
+    if args.profile and args.baseline:
+        parser.error("--profile and --baseline exclude each other")
     try:
-        return measure_speed(args) if args.profile or args.against else measure_limits(args)
+        return measure_speed(args) if args.profile or args.baseline else measure_limits(args)
     except NanoVLMError as error:
         print_error(f"{parser.prog}: {error}")
         return error.exit_code

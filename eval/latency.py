@@ -1,15 +1,23 @@
 """Latency of every stage of a caption on the CPU, beside other engines and beside the machine's limits.
 
     python -m eval.latency                                             # the embedded model, beside plain nanoVLM
-    python -m eval.latency --shape 230M --dtype float32 bfloat16 --compile --against plain transformers
-    python -m eval.latency --model FOLDER --dtype float32 bfloat16 --against llama.cpp   # of SmolVLM's layout
-    python -m eval.latency --shape 230M --quantize int4 --stages prefill decode
-    python -m eval.latency --shape SmolVLM-256M --quantize int8 --against openvino onnxruntime llama.cpp --threads 1
-    python -m eval.latency --shape 230M --dtype bfloat16 --against openvino --busy 2   # beside two busy processes
+    python -m eval.latency --model-size 230M --dtype float32 bfloat16 --baselines plain transformers
+    python -m eval.latency --model FOLDER --dtype float32 bfloat16 --baselines llama.cpp   # of SmolVLM's layout
+    python -m eval.latency --model-size 230M --quantize int4 --stages prefill decode
+    python -m eval.latency --level avx2 vnni bf16 --quantize int8         # the kernels at several levels
+    python -m eval.latency --level vnni --baselines openvino --save       # oneDNN held to that level, too
+    python -m eval.latency --model-size SmolVLM-256M --quantize int8 --baselines openvino onnxruntime llama.cpp
+    python -m eval.latency --model-size 230M --baselines openvino --background-load 2   # beside two busy processes
 
 Stages: encode (one preprocessed image), prefill (as many tokens as an image and a short prompt), decode (one token of
 every sequence), first-token (from the picture), questions (eight about one picture, by single calls and by one
 `Captioner.ask`) and cold-start (a whole process). Figures are milliseconds.
+
+Engines of this project are named by dtype, quantization and level of CPU instructions; levels are those of
+models/inference/kernels/load.py, by default the highest that this CPU has. A single level below it also holds PyTorch
+and the oneDNN in OpenVINO to it: environment variables that they read when they start do that, so the command runs in a
+process of its own. llama.cpp, ONNX Runtime and OpenVINO's own kernels, such as attention and some float32 matmuls, can
+not be held. Below bf16, where oneDNN has no fast bfloat16, OpenVINO computes in float32.
 
 Engines beside this project: "plain" is nanoVLM's computation, float32 and layer by layer; transformers runs the
 language model only. OpenVINO and ONNX Runtime run the files of `nanovlm export --onnx`, without the head's logits of
@@ -18,14 +26,17 @@ random text, and by dynamic quantization. llama.cpp, for models of SmolVLM's lay
 --gguf`, preprocessing included; with --quantize also in q8_0 (int8) or q4_0 (int4), without AMX kernels. All need the
 extra `peers`. All engines read the same weights, which are random for a published shape, and take turns in every round.
 
-"of limit" relates a median to the least time in which this machine reads the stage's weights once and does its
-operations, at the speed measured for one large tensor and one large matrix product. "error" is the root mean square
-difference from the plain model's embeddings or logits, over their standard deviation; llama.cpp's embeddings have none,
-as it resizes every picture. "same ids" counts decoded tokens
-equal to the first engine's. The command fails if an engine in float32 has an error above 0.001 or decodes other tokens
-than another one.
+"of roofline" relates a median to the least time in which this machine reads the stage's weights once and does its
+operations, at the speed that PyTorch reaches in this process for one large tensor and one large matmul. "error" is the
+root mean square difference from the plain model's embeddings or logits, over their standard deviation; llama.cpp's
+embeddings have none, as it resizes every picture. "same ids" counts decoded tokens equal to the first engine's. The
+command fails if an engine in float32 has an error above 0.001 or decodes other tokens than another one.
+
+--save appends what is printed, with the command line, to eval/results.
 """
 
+import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -42,6 +53,7 @@ import torch
 
 from eval.lib.accuracy import inexact_engines, stage_errors
 from eval.lib.command import make_parser, positive, progress, report
+from eval.lib.cpu_levels import current_level, level_here, lowering, peers_note
 from eval.lib.engines import (
     BASELINES,
     Engine,
@@ -54,6 +66,7 @@ from eval.lib.engines import (
 from eval.lib.hardware import environment, matmul_flops, memory_bandwidth
 from eval.lib.llama_cpp_engine import LlamaCppEngine
 from eval.lib.random_model import write_random_model
+from eval.lib.results import add_save_flag
 from eval.lib.roofline import stage_costs
 from eval.lib.shapes import SHAPES
 from eval.lib.timing import competing_processes, interleave, measure_seconds
@@ -74,7 +87,7 @@ STAGES = ("encode", "prefill", "decode", "first-token", "questions", "cold-start
 TEXT_TOKENS = 16  # of the prompt, after the image
 MAX_IMAGE_SIZE = 2048  # pixels; larger pictures are reduced
 ANSWER_TOKENS = 16
-COLUMNS = ("median", "min", "speedup", "of limit", "error", "slowdown", "same ids")
+COLUMNS = ("median", "min", "speedup", "of roofline", "error", "slowdown", "same ids")
 QUESTIONS = [
     "How many objects are there?",
     "What is the background like?",
@@ -97,7 +110,7 @@ class Result:
     engine: str
     median_ms: float
     min_ms: float
-    limit_ms: float | None = None  # what the machine needs at least, where known
+    roofline_ms: float | None = None  # what the machine needs at least, where known
     error: float | None = None  # relative to the plain model
     slowdown: float | None = None  # by competing processes
 
@@ -212,17 +225,17 @@ def measure(
         for title, contestants in stage_contestants(stage, engines, inputs, tokens, folder):
             progress(f"{title}: {', '.join(contestants)}")
             for name, timing in interleave(contestants, rounds, warmup=0 if stage == "cold-start" else 1).items():
-                limit_ms = None
+                roofline_ms = None
                 if title in costs:
-                    limit_ms = 1000 * costs[title].limit_s(by_name[name].weight_bytes, by_name[name].dtype)
-                results.append(Result(title, name, 1000 * timing.median, 1000 * timing.minimum, limit_ms))
+                    roofline_ms = 1000 * costs[title].roofline_s(by_name[name].weight_bytes, by_name[name].dtype)
+                results.append(Result(title, name, 1000 * timing.median, 1000 * timing.minimum, roofline_ms))
     return results
 
 
 def slowed(results: Sequence[Result], idle: Sequence[Result], n: int) -> list[Result]:
     """Results beside n competing processes, with the slowdown of each median; limits no longer apply."""
     return [
-        replace(busy, stage=f"{busy.stage}, {n} busy", limit_ms=None, slowdown=busy.median_ms / quiet.median_ms)
+        replace(busy, stage=f"{busy.stage}, {n} busy", roofline_ms=None, slowdown=busy.median_ms / quiet.median_ms)
         for busy, quiet in zip(results, idle, strict=True)
     ]
 
@@ -261,8 +274,8 @@ def cells(result: Result, first: Result, ids: dict[str, list[list[int]]]) -> dic
         "min": f"{result.min_ms:,.2f} ms",
         "speedup": f"{first.median_ms / result.median_ms:.2f}x",
     }
-    if result.limit_ms is not None:
-        row["of limit"] = f"{result.limit_ms / result.median_ms:.0%}"
+    if result.roofline_ms is not None:
+        row["of roofline"] = f"{result.roofline_ms / result.median_ms:.0%}"
     if result.error is not None:
         row["error"] = f"{result.error:.1e}" if result.error < 1e-3 else f"{result.error:.3f}"
     if result.slowdown is not None:
@@ -278,21 +291,23 @@ def make_latency_parser() -> Parser:
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--shape", default="embedded", choices=("embedded", *SHAPES), help="which model (default: embedded)"
+        "--model-size", default="embedded", choices=("embedded", *SHAPES), help="which model (default: embedded)"
     )
-    which.add_argument("--model", metavar="MODEL", help="a folder or a Hub id, instead of --shape")
+    which.add_argument("--model", metavar="MODEL", help="a folder or a Hub id, instead of --model-size")
     add("--dtype", nargs="+", default=["auto"], choices=("auto", *DTYPES), help="one or several (default: auto)")
     add("--quantize", choices=QUANTIZATIONS, help="also measure quantized weights")
-    add("--against", nargs="*", default=["plain"], choices=BASELINES, help="other engines (default: plain)")
+    add("--level", nargs="+", type=level_here, metavar="LEVEL", help="avx2, vnni, bf16 or amx (default: the highest)")
+    add("--baselines", nargs="*", default=["plain"], choices=BASELINES, help="other engines (default: plain)")
     stages = [stage for stage in STAGES if stage != "questions"]
     add("--stages", nargs="+", default=stages, choices=STAGES, help=f"(default: {' '.join(stages)})")
     add("--image-size", nargs="+", type=positive, default=[512], metavar="N", help="pixels of a side (default: 512)")
     add("--batch-size", type=positive, default=1, metavar="N", help="sequences of prefill and decode (default: 1)")
     add("--tokens", type=positive, default=32, metavar="N", help="decode steps in a round (default: 32)")
     add("--rounds", type=positive, default=5, metavar="N", help="interleaved rounds (default: 5)")
-    add("--busy", type=positive, metavar="N", help="measure once more beside N processes that keep the cores busy")
+    add("--background-load", type=positive, metavar="N", help="measure once more beside N processes that use all cores")
     add("--cache", type=Path, metavar="FOLDER", help="keep the files made for other engines here, and reuse them")
     add_threads_flag(parser)
+    add_save_flag(parser)
     return parser
 
 
@@ -307,19 +322,15 @@ def engine_files(cache: Path | None) -> Iterator[Path]:
         yield cache
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_latency_parser()
-    args = parser.parse_args(argv)
-    options = EngineOptions(args.dtype, args.quantize, args.against, args.batch_size)
-    with model_folder(args.shape) as folder, engine_files(args.cache) as files:
-        try:
-            set_threads(args.threads)
-            folder = folder if args.model is None else snapshot_path(args.model)
-            progress("loading engines")
-            plain = plain_engine(folder)
-            engines = make_engines(plain, folder, files, options)
-        except NanoVLMError as error:
-            parser.error(str(error))
+def run(args: argparse.Namespace) -> int:
+    """Measure in this process, whose libraries the environment variables of `lowering` may hold to a level."""
+    options = EngineOptions(args.dtype, args.quantize, args.baselines, args.batch_size, args.level)
+    with model_folder(args.model_size) as folder, engine_files(args.cache) as files:
+        set_threads(args.threads)
+        folder = folder if args.model is None else snapshot_path(args.model)
+        progress("loading engines")
+        plain = plain_engine(folder)
+        engines = make_engines(plain, folder, files, options)
         inputs = Inputs.make(plain.model.cfg, plain.model.image_token_id, args.batch_size, args.image_size)
         errors = stage_errors(engines, plain, inputs.prompts, inputs.image, args.stages)
         ids = {}
@@ -327,18 +338,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             ids = {engine.name: greedy_ids(engine, inputs.prompts, args.tokens) for engine in engines}
         time_stages = partial(measure, args.stages, engines, inputs, args.tokens, args.rounds, folder)
         results = [replace(result, error=errors.get((result.stage, result.engine))) for result in time_stages()]
-        if args.busy:
-            with competing_processes(args.busy):
-                results += slowed(time_stages(), results, args.busy)
-    dtypes = dict.fromkeys(engine.dtype for engine in engines)
-    limits = {str(dtype): matmul_flops(dtype) for dtype in dtypes}
-    speeds = ", ".join(f"{name} products {flops / 1e9:,.0f} GFLOP/s" for name, flops in limits.items())
-    where = f"{environment(dtype=engines[-1].dtype)}; memory {memory_bandwidth() / 1e9:.1f} GB/s, {speeds}"
-    where += f"; medians of {args.rounds} rounds, batch size {args.batch_size}"
-    data = {"shape": args.shape, "model": args.model, "results": [asdict(result) for result in results], "ids": ids}
-    data |= {"bytes_per_s": memory_bandwidth(), "flops_per_s": limits}
+        if args.background_load:
+            with competing_processes(args.background_load):
+                results += slowed(time_stages(), results, args.background_load)
+    matmuls = {str(dtype): matmul_flops(dtype) for dtype in dict.fromkeys(engine.dtype for engine in engines)}
+    speeds = ", ".join(f"{flops / 1e9:,.0f} GFLOP/s in {name} matmuls" for name, flops in matmuls.items())
+    where = f"{environment(levels=args.level)}; {peers_note(args.level)}; memory {memory_bandwidth() / 1e9:.1f} GB/s, "
+    where += f"{speeds}; medians of {args.rounds} rounds, batch size {args.batch_size}"
+    data = {"model_size": args.model_size, "model": args.model, "results": [asdict(result) for result in results]}
+    data |= {"ids": ids, "bytes_per_s": memory_bandwidth(), "flops_per_s": matmuls}
     failed = inexact_engines(engines, errors) + (failures(engines, ids) if ids else [])
-    return report(data, table(results, ids), where, args.json, failed)
+    return report(data, table(results, ids), where, args.json, failed, args.save)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser, argv = make_latency_parser(), sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv)
+    try:
+        args.level = list(dict.fromkeys(args.level or [current_level()]))
+        if (settings := lowering(args.level)).items() <= os.environ.items():
+            return run(args)
+    except NanoVLMError as error:
+        parser.error(str(error))
+    return subprocess.run([sys.executable, "-m", "eval.latency", *argv], env=os.environ | settings).returncode
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Throughput: images captioned per minute in a folder, or with --train tokens learned per second.
 
     python -m eval.throughput                               # the embedded model on 500 drawn images
-    python -m eval.throughput --shape 230M --images 24      # a published shape, random weights
+    python -m eval.throughput --model-size 230M --images 24  # a published shape, random weights
     python -m eval.throughput --train                       # training steps at the 222M shape, random weights
 
 Captioning: drawn scenes of 96 to 1024 pixels a side as PNG, JPEG and WebP are captioned one call at a time and as one
@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--train", action="store_true", help="measure training steps instead of captioning")
     add("--model", default=EMBEDDED, metavar="FOLDER_OR_HUB_ID", help="(default: the embedded model)")
-    add("--shape", choices=tuple(SHAPES), help="a published shape, random weights (default with --train: 222M)")
+    add("--model-size", choices=tuple(SHAPES), help="a published shape, random weights (default with --train: 222M)")
     add("--images", type=positive, default=500, metavar="N", help="images in the folder (default: 500)")
     add("--rounds", type=positive, metavar="N", help=f"interleaved rounds (default: {ROUNDS}, with --train 3)")
     add("--seed", default="1", help="which images (default: 1)")
@@ -231,13 +231,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.train:
-            device, shape, rounds = choose_device(args.device), args.shape or "222M", args.rounds or 3
+            device, shape, rounds = choose_device(args.device), args.model_size or "222M", args.rounds or 3
             results = run_training(SHAPES[shape][0], device, rounds)
-            data = {"shape": shape, "results": [asdict(result) for result in results]}
+            data = {"model_size": shape, "results": [asdict(result) for result in results]}
             failures = [failure for result in results for failure in result.failures]
             text, where = training_table(shape, results), environment(device)
         else:
-            captioner, rounds = load_captioner(args.model, args.shape, args.device, args.dtype), args.rounds or ROUNDS
+            captioner = load_captioner(args.model, args.model_size, args.device, args.dtype)
+            rounds = args.rounds or ROUNDS
             data = measure_captioning(captioner, args.images, args.seed, rounds)
             failures = [f"no caption for {reason}" for reason in data["failed"]]
             device, dtype = captioner.inference.device, captioner.inference.dtype

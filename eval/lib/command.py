@@ -5,7 +5,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
+from eval.lib.results import append_output
 from nanovlm.cli.main import Parser
 from nanovlm.device import DTYPES
 from nanovlm.errors import UsageError
@@ -72,15 +74,25 @@ def progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def report(results: dict, text: str, environment: str, as_json: bool, failures: Sequence[str] = ()) -> int:
+def report(
+    results: dict,
+    text: str,
+    environment: str,
+    as_json: bool,
+    failures: Sequence[str] = (),
+    save: Path | None = None,
+) -> int:
     """Print results as JSON or as text, the environment once, and failed checks on stderr.
 
-    Returns the exit code: 1 if a check failed, else 0.
+    The text is also appended to a file in the folder `save`. Returns the exit code: 1 if a check failed, else 0.
     """
+    output = f"{text}\n{environment}"
+    if save:
+        progress(f"appended to {append_output(save, output)}")
     if as_json:
         print(json.dumps(results | {"failures": [*failures], "environment": environment}, indent=2))
     else:
-        print(f"{text}\n{environment}")
+        print(output)
     for failure in failures:
         print(failure, file=sys.stderr)
     return 1 if failures else 0

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from eval.lib.cpu_levels import at_level, current_level
 from eval.lib.llama_cpp_engine import LlamaCppEngine
 from eval.lib.onnxruntime_engine import OnnxRuntimeEngine
 from eval.lib.openvino_engine import OpenVINOEngine
@@ -30,8 +31,13 @@ class EngineOptions:
 
     dtypes: Sequence[str] = ("auto",)
     quantize: str | None = None  # quantized weights beside unquantized ones
-    against: Sequence[str] = ("plain",)
+    baselines: Sequence[str] = ("plain",)
     batch_size: int = 1
+    levels: Sequence[str] = ()  # of CPU instructions, for this project; empty is the current one
+
+    def choose_dtypes(self, folder: Path) -> list[torch.dtype]:
+        """The dtypes for the model in folder, of which auto depends on the level."""
+        return list(dict.fromkeys(choose_dtype(name, torch.device("cpu"), folder) for name in self.dtypes))
 
 
 class Engine(Protocol):
@@ -151,19 +157,26 @@ def make_engines(plain: NanoVLMEngine, folder: Path, temporary: Path, options: E
 
     Raises MissingExtraError if a baseline's package is not installed, InputError for a model that llama.cpp cannot run.
     """
-    cpu = torch.device("cpu")
-    dtypes = list(dict.fromkeys(choose_dtype(name, cpu) for name in options.dtypes))
     engines: list[Engine] = []
-    for name in (name for name in BASELINES if name in options.against):
-        engines += _baseline(name, plain, dtypes, temporary, options)
-    for dtype in dtypes:
-        for quantize in dict.fromkeys((None, options.quantize)):
-            precision = str(dtype).removeprefix("torch.")
-            captioner = Captioner.from_pretrained(folder, "cpu", precision, quantize=quantize)
-            weight_bytes = QUANTIZED[quantize][1] if quantize else dtype.itemsize
-            name = " ".join(filter(None, ("nanovlm", precision, quantize)))
-            engines.append(NanoVLMEngine(name, captioner, weight_bytes=weight_bytes))
+    for name in (name for name in BASELINES if name in options.baselines):
+        engines += _baseline(name, plain, options.choose_dtypes(folder), temporary, options)
+    for level in options.levels or [current_level()]:
+        with at_level(level):
+            for dtype in options.choose_dtypes(folder):
+                engines += [_own(folder, dtype, quantize) for quantize in dict.fromkeys((None, options.quantize))]
     return engines
+
+
+def _own(folder: Path, dtype: torch.dtype, quantize: str | None) -> NanoVLMEngine:
+    """This project's engine at the current level."""
+    precision = str(dtype).removeprefix("torch.")
+    captioner = Captioner.from_pretrained(folder, "cpu", precision, quantize=quantize)
+    level = getattr(captioner.inference.network, "level", "none")  # none where the kernels could not be built
+    weight_bytes = QUANTIZED[quantize][1] if quantize else dtype.itemsize
+    engine = NanoVLMEngine(" ".join(filter(None, ("nanovlm", precision, quantize, level))), captioner, weight_bytes)
+    if quantize == "int8" and level != "none":
+        engine.dtype = torch.int8
+    return engine
 
 
 def plain_engine(folder: Path) -> NanoVLMEngine:
@@ -187,5 +200,7 @@ def _baseline(
     if name == "onnxruntime":
         precisions = ("float32", "int8") if quantize == "int8" else ("float32",)
         return [OnnxRuntimeEngine(captioner, precision, temporary) for precision in precisions]
+    if current_level() in ("avx2", "vnni"):  # OpenVINO then computes bfloat16 in float32, but not if oneDNN is held
+        dtypes = list(dict.fromkeys(torch.float32 if dtype == torch.bfloat16 else dtype for dtype in dtypes))
     quantized = [OpenVINOEngine(captioner, dtypes[-1], temporary, int8=True)] if quantize == "int8" else []
     return [OpenVINOEngine(captioner, dtype, temporary) for dtype in dtypes] + quantized

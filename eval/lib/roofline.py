@@ -19,7 +19,7 @@ class StageCost:
     weights: int
     flops: int
 
-    def limit_s(self, weight_bytes: float, dtype: torch.dtype) -> float:
+    def roofline_s(self, weight_bytes: float, dtype: torch.dtype) -> float:
         """Seconds to read the weights, or to compute in dtype, whichever is longer; weight_bytes is of one entry."""
         return max(self.weights * weight_bytes / memory_bandwidth(), self.flops / matmul_flops(dtype))
 

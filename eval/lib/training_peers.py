@@ -35,7 +35,7 @@ HIDDEN = 1e9  # subtracted from the score of a key that must not be seen
 def check_nanovlm(path: Path | None) -> Path:
     """The folder of upstream's repository; UsageError if it is missing or is something else."""
     if path is None:
-        raise UsageError("--against nanovlm needs --nanovlm PATH, a checkout of https://github.com/huggingface/nanoVLM")
+        raise UsageError("--baseline nanovlm needs --nanovlm PATH, a clone of https://github.com/huggingface/nanoVLM")
     for name in NANOVLM_FILES:
         if not (path / name).is_file():
             raise UsageError(f"--nanovlm {path} has no {name}; name a checkout of huggingface/nanoVLM")
@@ -176,7 +176,7 @@ class TrlRun:
             from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
             from trl import SFTConfig, SFTTrainer
         except ImportError as error:
-            raise MissingExtraError(f"--against trl needs trl ({error}): pip install 'nanovlm[trl]'") from None
+            raise MissingExtraError(f"--baseline trl needs trl ({error}): pip install 'nanovlm[trl]'") from None
         requests, losses = self.requests, self.losses
 
         class Turns(TrainerCallback):

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from eval import captions
-from eval.captions import PRECISIONS, compare_precisions, comparison_failures, main, measure_turns
+from eval.captions import PRECISIONS, compare_precisions, comparison_failures, main, measure_turns, shared_prefix
+from eval.lib.cpu_levels import levels_here
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
 
@@ -77,12 +78,24 @@ def test_turns_are_printed_as_a_table_and_as_json(capsys):
     assert "after a caption" in capsys.readouterr().out
 
 
-def test_float32_is_the_reference_of_the_comparison():
-    results = compare_precisions(6, "1")
-    assert set(results) == set(PRECISIONS)
-    assert results["float32"]["kept"] == 1 and results["float32"]["logits"] == 0
-    assert 0 < results["float32, int8"]["logits"] < 0.1
-    assert results["float32, int8"]["logits"] != results["bfloat16"]["logits"] != results["bfloat16, int8"]["logits"]
+def test_every_precision_at_every_level_is_compared_with_plain_modules():
+    results = compare_precisions(4, "1")
+    levels = levels_here() or ["none"]
+    assert next(iter(results)) == "float32 none" and {name.split()[-1] for name in results} == {"none", *levels}
+    assert len(results) == len(levels) * len(PRECISIONS) + (levels != ["none"])
+    assert results["float32 none"] | {"right": 1} == {"right": 1, "kept": 1, "logits": 0, "prefix": 1, "ratio": 1}
+    for level in levels_here():
+        assert results[f"float32 {level}"]["logits"] < 1e-4 < results[f"float32 int8 {level}"]["logits"] < 0.1
+        assert results[f"float32 {level}"]["prefix"] == results[f"float32 {level}"]["ratio"] == 1
+        assert results[f"bfloat16 {level}"]["logits"] < results[f"bfloat16 int4 {level}"]["logits"]
+
+
+def test_a_shared_prefix_is_a_share_of_the_expected_tokens():
+    end = 0
+    assert shared_prefix([5, 6, 7, end], [5, 6, 7, end]) == shared_prefix([end], [end]) == 1
+    assert shared_prefix([5, 9, 7, end], [5, 6, 7, end]) == 1 / 4
+    assert shared_prefix([5, 6, end], [5, 6, 7, end]) == shared_prefix([5, 6, 8, 7, end], [5, 6, 7, end]) == 2 / 4
+    assert shared_prefix([6, end], [5, end]) == 0
 
 
 @pytest.mark.slow
@@ -91,14 +104,16 @@ def test_int8_keeps_what_float32_has_right():
 
 
 @pytest.mark.parametrize("kept", [0.98, 0.99])
-def test_int8_that_keeps_too_little_is_a_failure(monkeypatch, capsys, kept):
-    results = {name: {"right": 0.9, "kept": kept, "logits": 0.01} for name in PRECISIONS}
-    monkeypatch.setattr(captions, "compare_precisions", lambda *args: results)
-    assert main(["--compare"]) == (kept < 0.99)
+def test_int8_that_keeps_too_little_is_a_failure(monkeypatch, capsys, tmp_path, kept):
+    row = {"right": 0.9, "kept": kept, "logits": 0.01, "prefix": 0.5, "ratio": 0.8}
+    monkeypatch.setattr(captions, "compare_precisions", lambda *args: {"float32 int8 avx2": row, "float32 none": row})
+    assert main(["--compare", "--save", str(tmp_path)]) == (kept < 0.99)
     out, err = capsys.readouterr()
-    assert "bfloat16, int8     90.0%" in out
-    message = "{} keeps less than 99% of float32's right captions\n"
-    assert err == (message.format("float32, int8") + message.format("bfloat16, int8") if kept < 0.99 else "")
+    assert f"float32 int8 avx2   90.0%   {kept:.1%}   1.00%   50.0%   80.0%" in out
+    message = "float32 int8 avx2 keeps less than 99% of float32's right captions"
+    assert err.splitlines()[1:] == ([message] if kept < 0.99 else [])
+    (path,) = tmp_path.iterdir()
+    assert path.read_text().endswith(f"{out}\n"), "what was printed is kept"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from eval import latency
 from eval.latency import QUESTIONS, Result, cold_start, count_same, decode_seconds, failures, main, slowed, table
 from eval.lib import roofline
+from eval.lib.cpu_levels import current_level, levels_here
 from eval.lib.shapes import SHAPES
 from nanovlm import EMBEDDED
 from support.smolvlm import write_folder
@@ -39,29 +40,49 @@ class FakeEngine:
 
 def test_every_stage_of_every_engine_is_reported(capsys):
     stages = ["encode", "prefill", "decode", "first-token", "questions"]
-    flags = ["--shape", "230M", "--against", "plain", "transformers", "--stages", *stages, "--image-size", "512", "900"]
-    assert main([*FAST, *flags, "--json"]) == 0
+    flags = ["--model-size", "230M", "--baselines", "plain", "transformers", "--image-size", "512", "900"]
+    assert main([*FAST, *flags, "--stages", *stages, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     by_stage = {}
     for result in data["results"]:
         assert 0 < result["min_ms"] <= result["median_ms"]
         by_stage.setdefault(result["stage"], []).append(result["engine"])
-    engines = ["plain float32", "transformers float32", "nanovlm float32"]
-    assert by_stage.pop("encode") == ["plain float32", "nanovlm float32"]
+    engines = ["plain float32", "transformers float32", f"nanovlm float32 {current_level()}"]
+    assert by_stage.pop("encode") == [engines[0], engines[2]]
     assert by_stage.pop("prefill") == by_stage.pop("decode") == engines
     small, large, questions = by_stage
     assert small.startswith("first token, 512 px") and large.startswith("first token, 900 px")
     assert questions.startswith("8 questions, 512 px") and by_stage[questions] == ["single calls", "one ask"]
-    assert [result["limit_ms"] is not None for result in data["results"]] == [True] * 8 + [False] * 6
+    assert [result["roofline_ms"] is not None for result in data["results"]] == [True] * 8 + [False] * 6
     assert list(data["ids"]) == engines and len({json.dumps(ids) for ids in data["ids"].values()}) == 1
     assert data["bytes_per_s"] == 1e10 and len(set(QUESTIONS)) == 8
 
 
 def test_the_table_names_the_environment_once(capsys):
-    assert main([*FAST, "--shape", "230M", "--stages", "prefill", "decode", "--batch-size", "3"]) == 0
+    assert main([*FAST, "--model-size", "230M", "--stages", "prefill", "decode", "--batch-size", "3"]) == 0
     out = capsys.readouterr().out
-    assert out.count("torch.float32, cpu") == 1 and "batch size 3" in out and "medians of 1 rounds" in out
-    assert "12 of 12" in out and "1.00x" in out and "of limit" in out
+    assert out.count(f"level {current_level()}, ") == out.count("; other engines at their best; ") == 1
+    assert "batch size 3" in out and "medians of 1 rounds" in out
+    assert "12 of 12" in out and "1.00x" in out and "of roofline" in out
+
+
+@pytest.mark.skipif(len(levels_here()) < 2, reason="needs two levels")
+def test_a_lower_level_holds_pytorch_to_it_in_a_process_of_its_own(capfd, tmp_path):
+    flags = ["--level", "avx2", "--stages", "decode", "--dtype", "float32", "--rounds", "1", "--tokens", "3"]
+    assert main([*flags, "--save", str(tmp_path)]) == 0
+    out = capfd.readouterr().out
+    assert "nanovlm float32 avx2 " in out and "level avx2, " in out and "PyTorch and oneDNN in OpenVINO held to" in out
+    (path,) = tmp_path.iterdir()
+    command, _, saved = path.read_text().partition("\n")
+    assert command.startswith("$ python -m eval.latency --level avx2") and saved.rstrip("\n") == out.rstrip("\n")
+
+
+@pytest.mark.skipif(len(levels_here()) < 2, reason="needs two levels")
+def test_several_levels_are_compared_in_one_process(capsys):
+    levels = levels_here()[:2]
+    assert main([*FAST, "--model-size", "230M", "--stages", "decode", "--level", *levels, levels[0], "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [result["engine"] for result in results[1:]] == [f"nanovlm float32 {level}" for level in levels]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
@@ -70,7 +91,7 @@ def test_llama_cpp_runs_end_to_end_on_a_model_of_smolvlms_layout(capsys, tmp_pat
     flags = [
         "--model",
         str(folder),
-        "--against",
+        "--baselines",
         "llama.cpp",
         "--stages",
         "decode",
@@ -80,9 +101,10 @@ def test_llama_cpp_runs_end_to_end_on_a_model_of_smolvlms_layout(capsys, tmp_pat
     ]
     assert main([*FAST, *flags, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    engines = ["llama.cpp f32", "llama.cpp q8_0", "nanovlm float32", "nanovlm float32 int8"]
+    ours = f"nanovlm float32 {current_level()}", f"nanovlm float32 int8 {current_level()}"
+    engines = ["llama.cpp f32", "llama.cpp q8_0", *ours]
     assert [result["engine"] for result in data["results"]] == 2 * engines
-    assert data["ids"]["llama.cpp f32"] == data["ids"]["nanovlm float32"]
+    assert data["ids"]["llama.cpp f32"] == data["ids"][ours[0]]
 
 
 def test_a_cold_start_is_a_whole_process(capsys, monkeypatch):
@@ -91,7 +113,7 @@ def test_a_cold_start_is_a_whole_process(capsys, monkeypatch):
     assert list(programs) == ["import torch", "generate.py"]
     assert b"ring" in programs["generate.py"]().stdout, "the sample's caption"
     monkeypatch.setattr(latency, "cold_start", lambda folder: {"import torch": list, "generate.py": list})
-    assert main([*FAST, "--shape", "230M", "--stages", "cold-start", "--json"]) == 0
+    assert main([*FAST, "--model-size", "230M", "--stages", "cold-start", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert [(result["stage"], result["engine"]) for result in results] == [
         ("cold start", "import torch"),
@@ -115,7 +137,7 @@ def test_other_tokens_in_float32_are_a_failure():
 def test_the_table_shows_speedups_shares_and_ids():
     results = [Result("decode", "a", 4.0, 3.0, 1.0), Result("decode", "b", 2.0, 1.0, 1.0)]
     lines = table([*results, Result("cold start", "c", 9.0, 9.0, None)], {"a": [[1], [2]], "b": [[1], [3]]}).split("\n")
-    assert lines[0].split() == ["decode", "median", "min", "speedup", "of", "limit", "same", "ids"]
+    assert lines[0].split() == ["decode", "median", "min", "speedup", "of", "roofline", "same", "ids"]
     assert lines[1].split() == ["a", "4.00", "ms", "3.00", "ms", "1.00x", "25%", "2", "of", "2"]
     assert lines[2].split() == ["b", "2.00", "ms", "1.00", "ms", "2.00x", "50%", "1", "of", "2"]
     assert lines[3].split() == ["cold", "start", "median", "min", "speedup"]
@@ -125,38 +147,39 @@ def test_slowdowns_are_relative_to_the_same_stage_and_engine():
     idle = [Result("encode", "a", 4.0, 3.0, 1.0, 0.5), Result("encode", "b", 2.0, 1.0, 1.0, 0.5)]
     busy = slowed([Result("encode", "a", 6.0, 5.0, 1.0), Result("encode", "b", 8.0, 5.0, 1.0)], idle, 3)
     lines = table([*idle, *busy], {}).split("\n")
-    assert lines[0].split() == ["encode", "median", "min", "speedup", "of", "limit", "error"]
+    assert lines[0].split() == ["encode", "median", "min", "speedup", "of", "roofline", "error"]
     assert lines[1].split()[-2:] == ["25%", "0.500"]
     assert lines[3].split() == ["encode,", "3", "busy", "median", "min", "speedup", "slowdown"]
     assert lines[4].split()[-1] == "1.50x" and lines[5].split()[-1] == "4.00x"
 
 
 def test_busy_processes_slow_a_second_pass(capsys, tmp_path):
-    flags = ["--shape", "230M", "--stages", "encode", "prefill", "--busy", "1", "--threads", "1"]
+    flags = ["--model-size", "230M", "--stages", "encode", "prefill", "--background-load", "1", "--threads", "1"]
     assert main([*FAST, *flags, "--cache", str(tmp_path / "files"), "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
     assert [result["stage"] for result in results[::2]] == ["encode", "prefill", "encode, 1 busy", "prefill, 1 busy"]
     assert all(result["error"] < 1e-4 and result["slowdown"] is None for result in results[:4])
-    assert all(result["slowdown"] > 0 and result["limit_ms"] is None for result in results[4:])
+    assert all(result["slowdown"] > 0 and result["roofline_ms"] is None for result in results[4:])
     assert (tmp_path / "files").is_dir()
 
 
 def test_a_float32_engine_with_errors_fails_the_command(capsys, monkeypatch):
     monkeypatch.setattr("eval.lib.accuracy.MAX_FLOAT32_ERROR", -1.0)
-    assert main([*FAST, "--shape", "230M", "--stages", "prefill"]) == 1
+    assert main([*FAST, "--model-size", "230M", "--stages", "prefill"]) == 1
     assert "plain float32: prefill is 0.0e+00 off the plain model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--shape", "7B"], "7B"),
+        (["--model-size", "7B"], "7B"),
         (["--rounds", "0"], "--rounds: 0 must be 1 or more"),
-        (["--against", "vllm"], "vllm"),
-        (["--shape", "230M", "--model", "folder"], "not allowed with"),
+        (["--baselines", "vllm"], "vllm"),
+        (["--model-size", "230M", "--model", "folder"], "not allowed with"),
         (["--model", "no/where/near"], "no/where/near"),
         (["--stages", "encode", "speak"], "speak"),
         (["--image-size", "0"], "0 must be 1 or more"),
+        (["--level", "vnni", "amx-emulated"], "this CPU has no level amx-emulated; use "),
         (["--threads", "many"], "--threads many is neither auto nor a number"),
     ],
 )

@@ -42,7 +42,7 @@ def test_single_calls_and_the_folder_give_the_same_captions():
 
 def test_a_published_shape_is_captioned_with_random_weights(monkeypatch, capsys):
     monkeypatch.setitem(SHAPES, "230M", (small(SHAPES["230M"][0], 1000), 0))
-    assert main(["--shape", "230M", "--images", "2", "--rounds", "1", "--json"]) == 0
+    assert main(["--model-size", "230M", "--images", "2", "--rounds", "1", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["images"] == 2 and 0 < result["model_busy"] <= 1
 
@@ -102,7 +102,7 @@ def test_training_prints_both_comparisons_and_fails_below_the_minimum(monkeypatc
     assert ("packed is 1.40 times as fast as padded, less than 1.5 times" in err) == (speedup < 1.5)
 
 
-@pytest.mark.parametrize("flags", [["--rounds", "0"], ["--shape", "7B"], ["--device", "abacus"], ["--images", "0"]])
+@pytest.mark.parametrize("flags", [["--rounds", "0"], ["--model-size", "7B"], ["--device", "a"], ["--images", "0"]])
 def test_wrong_flags_are_one_line_and_exit_code_2(capsys, flags):
     with pytest.raises(SystemExit, match="2"):
         main(flags)

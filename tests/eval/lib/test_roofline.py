@@ -35,6 +35,6 @@ def test_the_limit_is_the_longer_of_reading_and_computing(monkeypatch):
     monkeypatch.setattr(roofline, "memory_bandwidth", lambda: 10.0)
     monkeypatch.setattr(roofline, "matmul_flops", {torch.float32: 2.0, torch.bfloat16: 100.0}.__getitem__)
     cost = StageCost(weights=20, flops=60)
-    assert cost.limit_s(4, torch.float32) == 60 / 2
-    assert cost.limit_s(2, torch.bfloat16) == 20 * 2 / 10
-    assert cost.limit_s(1, torch.bfloat16) == 20 * 1 / 10
+    assert cost.roofline_s(4, torch.float32) == 60 / 2
+    assert cost.roofline_s(2, torch.bfloat16) == 20 * 2 / 10
+    assert cost.roofline_s(1, torch.bfloat16) == 20 * 1 / 10

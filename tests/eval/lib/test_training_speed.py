@@ -88,7 +88,7 @@ def test_the_profile_is_a_table_of_all_stages(capsys):
 
 def test_another_loop_takes_turns_with_ours(capsys, checkout):
     flags = ["--images", "4", "--batch-size", "2", "--steps", "2", "--dtype", "float32"]
-    assert main(["--against", "nanovlm", "--nanovlm", str(checkout), *flags]) == 0
+    assert main(["--baseline", "nanovlm", "--nanovlm", str(checkout), *flags]) == 0
     out = capsys.readouterr().out
     assert "this project        nanovlm" in out and "tokens/s" in out
 
@@ -106,8 +106,8 @@ def test_the_packages_of_a_checkout_do_not_stay(checkout):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--against", "nanovlm"], "--against nanovlm needs --nanovlm PATH"),
-        (["--against", "nanovlm", "--nanovlm", "nowhere"], "nowhere has no models/vision_language_model.py"),
+        (["--baseline", "nanovlm"], "--baseline nanovlm needs --nanovlm PATH"),
+        (["--baseline", "nanovlm", "--nanovlm", "nowhere"], "nowhere has no models/vision_language_model.py"),
     ],
 )
 def test_a_missing_checkout_is_a_sentence(capsys, flags, message):
@@ -155,5 +155,5 @@ def test_the_222m_shape_has_the_published_layers():
 @pytest.mark.slow
 def test_trl_learns_the_same_postcards(capsys):
     pytest.importorskip("trl")
-    assert main(["--against", "trl", "--images", "4", "--batch-size", "2", "--steps", "2"]) == 0
+    assert main(["--baseline", "trl", "--images", "4", "--batch-size", "2", "--steps", "2"]) == 0
     assert "this project            trl" in capsys.readouterr().out
