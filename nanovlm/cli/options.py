@@ -185,6 +185,7 @@ def load_captioner(
             max_tiles=options.max_tiles,
             upscale=options.upscale,
             quantize=options.quantize,
+            skip_special_tokens=options.skip_special_tokens,
         )
         for prompt in prompts:
             captioner.check_prompt(prompt, max_new_tokens)

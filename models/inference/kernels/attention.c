@@ -64,12 +64,8 @@ static void attend(const attention_args *a, long h) {
 // Values (n_keys, D) of a head, transposed to rows (D, stride) of float32 or bfloat16, with zeros behind the last key
 static void transpose_values(const attention_args *a, long kv, long type, char *out, long stride) {
     const long D = a->head_dim, size = type == BFLOAT16 ? 2 : 4;
-    for (long d = 0; d < D; d++) memset(out + (d * stride + a->n_keys) * size, 0, (stride - a->n_keys) * size);
-    if (!a->value_feature) {
-        transpose(row_of(&a->value, kv, 0, D), a->value.dtype, D, a->n_keys, D, out, type, stride);
-        return;
-    }
-    for (long s = 0; s < a->n_keys; s += PANEL) {  // in panels they are transposed already
+    if (!a->value_feature) transpose(row_of(&a->value, kv, 0, D), a->value.dtype, D, a->n_keys, D, out, type, stride);
+    for (long s = 0; a->value_feature && s < a->n_keys; s += PANEL) {  // in panels they are transposed already
         float panel[D * PANEL];
         read_tokens(a->q, a->value_feature + kv * D, D, a->first_token + s, min_long(PANEL, a->n_keys - s), panel);
         for (long d = 0; d < D; d++)
@@ -78,6 +74,7 @@ static void transpose_values(const attention_args *a, long kv, long type, char *
                 else store((float *)out + d * stride + s + i, load(panel + d * PANEL + i));
             }
     }
+    for (long d = 0; d < D; d++) memset(out + (d * stride + a->n_keys) * size, 0, (stride - a->n_keys) * size);
 }
 
 // scores (n_keys, PANEL) of n queries from t on become units of `weights`, e^(score - largest); their sums are `total`
@@ -137,7 +134,8 @@ static void attend(const attention_args *a, long h) {
             const long rows = min_long(BLOCK_ROWS, key.n_rows - s);
             multiply(type, rows, left, stride, q.data, q.units, scores + s * PANEL, vectors);
         }
-        value.depth = key.n_rows, weights.units = units_of(key.n_rows, type);
+        weights.units = units_of(key.n_rows, type);
+        value.depth = weights.units * values_per_unit(type);  // its rows are longer than the keys that are seen
         softmax_panel(a, t, n, key.n_rows, scores, &weights, total);
         for (long d = 0; d < D; d += BLOCK_ROWS) {
             long stride, rows = min_long(BLOCK_ROWS, D - d);

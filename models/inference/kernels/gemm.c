@@ -121,51 +121,53 @@ static void multiply(long type, long rows, const char *left, long stride, const 
 #endif
 #endif
 
-// Rows `row` to row + BLOCK_ROWS of w as units of `type`: where they are if their layout fits, else in buffer, where
-// missing rows and units are zero. Returns the first row, and the bytes from a row to the next in *stride.
-static const char *left_rows(const matrix *w, long row, long type, long units, char *buffer, long *stride) {
-    const long rows = min_long(BLOCK_ROWS, w->n_rows - row);
-    const long size = w->dtype == FLOAT32 ? 4 : w->dtype == BFLOAT16 ? 2 : 1;
-    const int same = w->dtype == type && !(type == INT8 && LEVEL == AVX2);
-    if (same && rows == BLOCK_ROWS && units * 4 <= w->stride * size && (w->depth * size) % (4 * UNIT_MULTIPLE) == 0) {
-        *stride = w->stride * size;
-        return (const char *)w->data + row * w->stride * size;
-    }
-    *stride = units * 4 + 64;
-    if (rows < BLOCK_ROWS) memset(buffer, 0, BLOCK_ROWS * *stride);
-    for (long r = 0; r < rows; r++) {
-        const char *from = (const char *)w->data + (row + r) * w->stride * (w->dtype == INT4 ? 1 : size * 2) / 2;
-        char *to = buffer + r * *stride;
-        const long depth = w->depth, padded = units * values_per_unit(type);
-        long i = 0;
-        if (same) {
-            memcpy(to, from, depth * size);
-        } else if (type == FLOAT32 && w->dtype == BFLOAT16) {
-            for (; i + LANES <= depth; i += LANES) store((float *)to + i, load_bf16((const uint16_t *)from + i));
-            for (; i < depth; i++) ((float *)to)[i] = from_bf16(((const uint16_t *)from)[i]);
-        } else if (w->dtype == INT8) {
-            for (; i < depth; i++) ((int16_t *)to)[i] = ((const uint8_t *)from)[i] - 128;
-        } else {
-            const uint32_t *groups = w->groups + (row + r) * (w->stride / INT4_GROUP);
-            float values[2 * INT4_GROUP] ALIGNED;
-            for (; i < depth; i += 2 * INT4_GROUP, from += INT4_GROUP) {
-                const uint32_t *pair = groups + i / INT4_GROUP;
-                for (int half = 0; half < 2; half++) {
-                    const float scale = from_bf16((uint16_t)pair[half]);
-                    const float least = from_bf16((uint16_t)(pair[half] >> 16));
-                    for (int j = 0; j < INT4_GROUP; j++)
-                        values[half * INT4_GROUP + j] =
-                            (float)((((const uint8_t *)from)[j] >> (4 * half)) & 15) * scale + least;
-                }
-                const long n = min_long(2 * INT4_GROUP, depth - i);
-                if (type == FLOAT32) memcpy((float *)to + i, values, n * 4);
-                else if (n == 2 * INT4_GROUP)
-                    for (int j = 0; j < n; j += LANES) store_bf16((uint16_t *)to + i + j, load(values + j));
-                else for (int j = 0; j < n; j++) ((uint16_t *)to)[i + j] = to_bf16(values[j]);
-            }
+INLINE long value_bytes(const matrix *w) { return w->dtype == FLOAT32 ? 4 : w->dtype == BFLOAT16 ? 2 : 1; }
+
+// One row of int4 values as float32 or bfloat16, 64 values at a time
+static void convert_int4(const uint8_t *from, const uint32_t *groups, long depth, long type, char *to) {
+    float values[2 * INT4_GROUP] ALIGNED;
+    for (long i = 0; i < depth; i += 2 * INT4_GROUP, from += INT4_GROUP, groups += 2) {
+        for (int half = 0; half < 2; half++) {
+            const float scale = from_bf16((uint16_t)groups[half]), least = from_bf16((uint16_t)(groups[half] >> 16));
+            for (int j = 0; j < INT4_GROUP; j++)
+                values[half * INT4_GROUP + j] = (float)((from[j] >> (4 * half)) & 15) * scale + least;
         }
-        memset(to + depth * 4 / values_per_unit(type), 0, (padded - depth) * 4 / values_per_unit(type));
+        const long n = min_long(2 * INT4_GROUP, depth - i);
+        long j = 0;
+        for (; type == BFLOAT16 && j + LANES <= n; j += LANES) store_bf16((uint16_t *)to + i + j, load(values + j));
+        for (; j < n; j++) put(to, type, i + j, values[j]);
     }
+}
+
+// One row of w in the form that `type` multiplies, with zeros up to `padded` values
+static void convert_row(const matrix *w, long row, long type, long padded, char *to) {
+    const long depth = w->depth, bytes = 4 / values_per_unit(type);  // of a converted value
+    const char *from = (const char *)w->data + row * w->stride * value_bytes(w) / (w->dtype == INT4 ? 2 : 1);
+    long i = 0;
+    const uint32_t *groups = w->groups + row * (w->stride / INT4_GROUP);
+    if (w->dtype == INT4) convert_int4((const uint8_t *)from, groups, depth, type, to);
+    else if (bytes == value_bytes(w)) memcpy(to, from, depth * bytes);
+    else if (w->dtype == INT8) for (; i < depth; i++) ((int16_t *)to)[i] = ((const uint8_t *)from)[i] - 128;
+    else {
+        for (; i + LANES <= depth; i += LANES) store((float *)to + i, load_bf16((const uint16_t *)from + i));
+        for (; i < depth; i++) ((float *)to)[i] = from_bf16(((const uint16_t *)from)[i]);
+    }
+    memset(to + depth * bytes, 0, (padded - depth) * bytes);
+}
+
+// BLOCK_ROWS rows of w from `row` on as units of `type`: where they are if they fit, else in buffer, where missing rows
+// are zero. Returns the first row, and the bytes from a row to the next in *stride.
+static const char *left_rows(const matrix *w, long row, long type, long units, char *buffer, long *stride) {
+    const long rows = min_long(BLOCK_ROWS, w->n_rows - row), row_bytes = w->stride * value_bytes(w);
+    const int same = w->dtype == type && 4 / values_per_unit(type) == value_bytes(w);
+    const int whole = w->dtype == INT8 ? units * 4 <= row_bytes : units * 4 == w->depth * value_bytes(w);
+    if (same && whole && rows == BLOCK_ROWS) {
+        *stride = row_bytes;
+        return (const char *)w->data + row * row_bytes;
+    }
+    *stride = units * 4 + 64;  // rows a power of two apart would share places in the cache
+    memset(buffer + rows * *stride, 0, (BLOCK_ROWS - rows) * *stride);
+    for (long r = 0; r < rows; r++) convert_row(w, row + r, type, units * values_per_unit(type), buffer + r * *stride);
     return buffer;
 }
 
