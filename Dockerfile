@@ -15,7 +15,10 @@ RUN pip install "torch>=2.6"
 COPY pyproject.toml README.md LICENSE ./
 COPY models ./models
 COPY nanovlm ./nanovlm
-RUN pip install ".[serve,heic,structured]"
+# The C compiler builds the CPU kernels, and is not needed afterwards.
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && pip install ".[serve,heic,structured]" \
+    && apt-get purge --yes --auto-remove gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 
 # The folder is made here so that a volume mounted on it belongs to the user.
 RUN useradd --uid 10001 --create-home --shell /usr/sbin/nologin nanovlm \

@@ -5,8 +5,7 @@
 The table is that of the KV-cache homework at github.com/dataflowr/llm_efficiency, in its form and with its vocabulary
 of 128 tokens; --vocabulary 50257 is GPT-2's. Without a cache, GPT reads all T tokens. With one, GPT_kv reads the last
 token behind a cache of T - 1. Both read the same ids with the same random weights in float32 and choose the token with
-the highest logit; that they choose the same one is checked before timing. On AMD CPUs both use oneDNN
-(models/inference/cpu_kernels.py).
+the highest logit; that they choose the same one is checked before timing.
 
 Figures are medians of interleaved rounds. Every timed step with a cache starts from the same T - 1 tokens, which an
 untimed step has just cached, so that the cache has room for one more token. Growing it is not timed: each time a cache
@@ -25,7 +24,6 @@ from eval.lib.command import add_threads_flag, positive, progress
 from eval.lib.hardware import environment
 from eval.lib.timing import interleave, measure_seconds
 from models.checkpoint import atomic_write
-from models.inference.cpu_kernels import onednn_pays_off, replace_linears
 from models.mingpt import GPT, SIZES, GPT_kv, GPTConfig
 from nanovlm.cli.main import Parser
 from nanovlm.console import print_error
@@ -50,9 +48,6 @@ def make_models(size: str, device: torch.device, vocab_size: int = VOCAB_SIZE) -
     with torch.device("meta"):
         gpt_kv = GPT_kv(gpt.config).eval()
     gpt_kv.load_state_dict(gpt.state_dict(), assign=True)
-    if onednn_pays_off():
-        replace_linears(gpt)
-        replace_linears(gpt_kv)
     return gpt, gpt_kv
 
 

@@ -35,7 +35,6 @@ from eval.lib.command import add_threads_flag, make_parser, positive, progress, 
 from eval.lib.hardware import environment
 from eval.lib.shapes import SHAPES
 from eval.sort_task import SortTask, sort_task, summary
-from models.inference.cpu_kernels import onednn_pays_off, replace_linears
 from models.kv_study.encoder_decoder import EncoderDecoder
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT, SAMPLE
@@ -92,13 +91,10 @@ def random_model(shape: str, device: torch.device, dtype: str) -> tuple[VisionLa
 
 
 def make_cases(
-    model: VisionLanguageModel, ids: Tensor, images: Tensor, max_new_tokens: int, *, onednn: bool, export: bool
+    model: VisionLanguageModel, ids: Tensor, images: Tensor, max_new_tokens: int, *, export: bool
 ) -> tuple[StudyCase, StudyCase]:
     """The product's model, and an encoder-decoder of its size with random weights, each with all designs."""
     twin = EncoderDecoder(model.cfg).to(model.device, model.dtype).eval()
-    if onednn:
-        replace_linears(model)
-        replace_linears(twin)
     text = ids[:, ids[0] != model.image_token_id]
     progress("preparing, exporting five graphs" if export else "preparing")
     return (
@@ -116,7 +112,6 @@ def make_speedup_parser() -> Parser:
     add("--rounds", type=positive, default=5, metavar="N", help="interleaved rounds (default: 5)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="(default: auto)")
     add("--dtype", default="float32", choices=tuple(DTYPES), help="lower ones may choose other ids (default: float32)")
-    add("--onednn", action=switch, default=onednn_pays_off(), help="float32 products by oneDNN (default: on AMD)")
     add("--export", action=switch, default=True, help="measure the exported graphs too (default: yes)")
     add("--sort-task", action=switch, default=True, help="run the sorting task too (default: yes)")
     add("--table", action=switch, default=True, help="measure all designs in one table too (default: yes)")
@@ -163,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NanoVLMError as error:
         parser.error(str(error))
     ids, images = ids.to(device), images.to(device, model.dtype)
-    cases = make_cases(model, ids, images, max(args.lengths), onednn=args.onednn, export=args.export)
+    cases = make_cases(model, ids, images, max(args.lengths), export=args.export)
     results = [time_designs(case, args.lengths, args.rounds, device) for case in cases]
     twin = cast(EncoderDecoder, cases[1].model)
     designs = cache_table(model, twin, images) if args.table else None

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-ROOM_STEP = 16  # tokens; a buffer's capacity is a multiple of it
+CAPACITY_STEP = 16  # tokens; a buffer's capacity is a multiple of it
 
 
 class KVCache:
@@ -38,24 +38,10 @@ class KVCache:
         """A longer cache with the new tokens' key and value, (B, n_kv_heads, T_new, head_dim)."""
         if torch.is_grad_enabled():  # autograd needs new tensors, not views of a buffer that changes
             return KVCache(torch.cat([self.key, key], -2), torch.cat([self.value, value], -2))
-        longer = self.reserve(key.size(-2))
-        longer.key[..., self.length :, :] = key
-        longer.value[..., self.length :, :] = value
-        return longer
-
-    def reserve(self, n: int) -> "KVCache":
-        """A cache longer by n tokens, whose keys and values the caller writes, here or into `buffer`."""
-        buffer, length = self._buffer, self.length + n
-        if buffer is None or not buffer.can_write(self.length, length):
-            buffer = _Buffer(self.key, self.value, capacity_for(length))  # first append, a second continuation, or full
-        buffer.filled = length
-        return _ReservedCache(buffer, length)
-
-    @property
-    def buffer(self) -> tuple[Tensor, Tensor]:
-        """The whole buffer of a reserved cache, keys and values: this cache, then finite unused capacity."""
-        assert self._buffer is not None  # only a reserved cache has one
-        return self._buffer.key, self._buffer.value
+        buffer, longer = self._buffer, self.length + key.size(-2)
+        if buffer is None or not buffer.can_write(self.length, longer):
+            buffer = _Buffer(self.key, self.value, capacity_for(longer))  # first append, a second continuation, or full
+        return KVCache(*buffer.write(key, value), buffer)
 
     def first(self, n: int) -> "KVCache":
         """The cache of the first n tokens."""
@@ -64,27 +50,6 @@ class KVCache:
     def rows(self, index: Tensor) -> "KVCache":
         """A copy of the batch rows index (B_new,), in that order; a row may occur more than once."""
         return KVCache(self.key.index_select(0, index), self.value.index_select(0, index))
-
-
-class _ReservedCache(KVCache):
-    """The first `length` tokens of a buffer. Its views are made on use: a fused decode step uses the buffer alone."""
-
-    __slots__ = ("_length",)
-
-    def __init__(self, buffer: "_Buffer", length: int):
-        self._buffer, self._length = buffer, length
-
-    @property
-    def length(self) -> int:
-        return self._length
-
-    @property
-    def key(self) -> Tensor:  # type: ignore[override]  # read-only here
-        return self.buffer[0][..., : self._length, :]
-
-    @property
-    def value(self) -> Tensor:  # type: ignore[override]
-        return self.buffer[1][..., : self._length, :]
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -99,7 +64,7 @@ def capacity_for(length: int) -> int:
     From 128 tokens on, that is at most 1.25 times what is used. Appending tokens one by one copies each of them some
     8 times in all, little beside the attention that reads each of them at every step.
     """
-    return (length + length // 8 + ROOM_STEP) // ROOM_STEP * ROOM_STEP
+    return (length + length // 8 + CAPACITY_STEP) // CAPACITY_STEP * CAPACITY_STEP
 
 
 class _Buffer:
@@ -109,17 +74,23 @@ class _Buffer:
 
     def __init__(self, key: Tensor, value: Tensor, capacity: int):
         self.filled = key.size(-2)
-        self.key, self.value = (_with_room(old, capacity) for old in (key, value))
+        self.key, self.value = _grow(key, capacity), _grow(value, capacity)
 
     def can_write(self, start: int, stop: int) -> bool:
         """Whether positions start to stop - 1 are unused, fit, and are writable under torch's inference mode."""
         writable = torch.is_inference_mode_enabled() or not self.key.is_inference()
         return writable and start == self.filled and stop <= self.key.size(-2)
 
+    def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the next tokens; views of the keys and values of all."""
+        start, self.filled = self.filled, self.filled + key.size(-2)
+        self.key[..., start : self.filled, :] = key
+        self.value[..., start : self.filled, :] = value
+        return self.key[..., : self.filled, :], self.value[..., : self.filled, :]
 
-def _with_room(old: Tensor, capacity: int) -> Tensor:
-    """A copy of old (..., T, head_dim), (..., capacity, head_dim); zeros follow, as attention multiplies them by 0."""
+
+def _grow(old: Tensor, capacity: int) -> Tensor:
+    """A copy of old (..., T, head_dim) at the start of a tensor (..., capacity, head_dim)."""
     new = old.new_empty(*old.shape[:-2], capacity, old.size(-1))
     new[..., : old.size(-2), :] = old
-    new[..., old.size(-2) :, :] = 0
     return new

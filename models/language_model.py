@@ -3,7 +3,6 @@
 The architecture is LLaMA's (Touvron et al. 2023) as in SmolLM2; module names are those of nanoVLM's checkpoints.
 """
 
-from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -11,24 +10,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import attention
-from models.backward import RMSNormFunction, RotationFunction, is_faster_written_out
 from models.cache import KVCache
 from models.config import VLMConfig
 from models.errors import InputError
 
 
-class RMSNorm(nn.Module):
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm (Zhang and Sennrich 2019), computed in float32 for weights of any dtype."""
+    return weight * F.rms_norm(x.float(), x.shape[-1:], eps=eps).type_as(x)
 
+
+class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
+        self.normalize = rms_norm  # an add-on may set another function of these arguments
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype == torch.float32 and is_faster_written_out(x):
-            return RMSNormFunction.apply(x, self.weight, self.eps)
-        return self.weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).type_as(x)
+        return self.normalize(x, self.weight, self.eps)
 
 
 def inverse_frequencies(head_dim: int, base: float, device: torch.device | None = None) -> Tensor:
@@ -50,8 +50,6 @@ def rope_cos_sin(positions: Tensor, cfg: VLMConfig, frequencies: Tensor | None =
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channels i and i + D/2 of x (B, H, T, D); cos and sin (T, D) or (B, 1, T, D)."""
-    if is_faster_written_out(x):
-        return RotationFunction.apply(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).type_as(x)
 
@@ -86,6 +84,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(cfg.lm_hidden_dim, self.n_kv_heads * self.head_dim, bias=False)
         self.out_proj = nn.Linear(self.n_heads * self.head_dim, cfg.lm_hidden_dim, bias=False)
         self.dropout = nn.Dropout(cfg.lm_dropout)
+        self.attend = attention  # an add-on may set another function of these arguments
 
     def forward(
         self,
@@ -111,7 +110,7 @@ class Attention(nn.Module):
 
         causal = mask is None and n_out > 1  # correct without a past only; with one, several tokens come with a mask
         mask = None if mask is None else mask[..., -n_out:, :]
-        y = attention(q, kv.key, kv.value, mask, causal, self.dropout.p if self.training else 0.0)
+        y = self.attend(q, kv.key, kv.value, mask, causal, self.dropout.p if self.training else 0.0)
         return self.dropout(self.out_proj(y.transpose(1, 2).reshape(B, n_out, C))), kv
 
 
@@ -170,21 +169,6 @@ class LanguageModel(nn.Module):
         if self.cfg.lm_tie_weights:
             self.head.weight = self.token_embedding.weight
 
-    @torch.no_grad()
-    def pack_projections(self, pack: Callable[[Sequence[nn.Module]], None] | None = None) -> None:
-        """Store each block's q, k and v adjacent in memory, and its gate and up, so that one product can read each.
-
-        Only the place in memory changes. `InferenceModel` decodes faster with packed weights, above all in bfloat16.
-        pack, by default `pack_linears`, does it for layers of one type.
-        """
-        for block in self.blocks:
-            for linears in (
-                (block.attn.q_proj, block.attn.k_proj, block.attn.v_proj),
-                (block.mlp.gate_proj, block.mlp.up_proj),
-            ):
-                if len({type(linear) for linear in linears}) == 1:  # else some have adapters
-                    (pack or pack_linears)(linears)
-
     def forward(
         self,
         x: Tensor,
@@ -230,15 +214,6 @@ class LanguageModel(nn.Module):
                 caches.append(block_kv_cache)
         x = self.norm(x)
         return (self.head(x) if self.cfg.lm_use_tokens else x), caches
-
-
-def pack_linears(linears: Sequence[nn.Module]) -> None:
-    """Store the parameters of layers of one type adjacent in memory, as torch.cat would join them along the rows."""
-    for name in dict(linears[0].named_parameters()):
-        parameters = [linear.get_parameter(name) for linear in linears]
-        parts = torch.cat([p.detach() for p in parameters]).split([len(p) for p in parameters])
-        for parameter, part in zip(parameters, parts):
-            parameter.data = part
 
 
 def _cached_length(kv_cache: list[KVCache] | list[None] | None, n_blocks: int) -> int:

@@ -1,5 +1,6 @@
 """The vision-language model: vision encoder, projector and language model on one sequence of embeddings."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -32,14 +33,13 @@ from models.modality_projector import ModalityProjector
 from models.vision_transformer import PatchEmbedding, VisionTransformer
 
 IGNORE_INDEX = -100  # a target without a loss
-TARGETS_MULTIPLE = 32  # numbers of targets are rounded up to it: oneDNN keeps code and memory for every size it met
 
 
 @dataclass(frozen=True)
 class PrefillState:
     """A prefilled batch of sequences: the keys and values of every block, and which positions are padding."""
 
-    kv_cache: list[KVCache]  # one per block
+    kv_cache: Sequence[KVCache]  # one per block
     attention_mask: Tensor | None = None  # (B, length); None without padding
 
     @property
@@ -92,7 +92,7 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
     ) -> "VisionLanguageModel":
         """Load a folder or a Hub id (owner/name, at a branch, tag or commit), in eval mode. Raises CheckpointError.
 
-        Weights stored in dtype stay memory-mapped on a CPU in float32; in other dtypes they are packed for decoding.
+        Weights stored in dtype stay memory-mapped on a CPU.
         """
         folder = snapshot_path(name_or_folder, revision)
         cfg = load_config(folder)
@@ -159,13 +159,14 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
         """Logits (B, T, vocabulary) and, with targets, their mean cross-entropy; for training, without a cache.
 
         targets (B, T) holds at each position the id that should follow; -100 is ignored. targets_only computes the
-        logits (n, vocabulary) of the positions that have a target, and of a few others; the loss is the same.
+        logits (n, vocabulary) of the n positions that have a target, and no others; the loss is the same.
         """
         hidden, _ = self.decoder(self.embed(input_ids, images), attention_mask, use_cache=False)
         if targets is None:
             return self.decoder.head(hidden), None
         if targets_only:
-            hidden, targets = _with_targets(hidden.flatten(0, 1), targets.flatten())
+            has_target = targets != IGNORE_INDEX
+            hidden, targets = hidden[has_target], targets[has_target]
         logits = self.decoder.head(hidden)
         loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE_INDEX)
         return logits, loss
@@ -228,14 +229,6 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
             )
 
 
-def _with_targets(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of hidden (N, C) and targets (N) that have a target, and others up to a multiple of TARGETS_MULTIPLE."""
-    has_target = targets != IGNORE_INDEX
-    positions, others = has_target.nonzero().flatten(), (~has_target).nonzero().flatten()
-    positions = torch.cat([positions, others[: -len(positions) % TARGETS_MULTIPLE]])
-    return hidden[positions], targets[positions]
-
-
 def load_model(
     folder: str | PathLike,
     cfg: VLMConfig,
@@ -256,8 +249,6 @@ def load_model(
         raise CheckpointError(f"{path}: a model of {sizes} is larger than any memory") from None
     model.load_state_dict(read_weights(folder, cfg, model.state_dict(), dtype, device), assign=True)
     model.decoder.tie_weights()
-    if model.device.type == "cpu" and dtype != torch.float32:
-        model.decoder.pack_projections()
     return model.eval()
 
 

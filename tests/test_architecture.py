@@ -21,7 +21,7 @@ FORBIDDEN = {  # packages that the modules of a package must not import
 CORE = {
     "models.config", "models.errors", "models.cache", "models.attention", "models.language_model",
     "models.vision_transformer", "models.modality_projector", "models.vision_language_model", "models.decoding",
-    "models.backward", "models.checkpoint", "models.smolvlm", "models.transformers_layout",
+    "models.checkpoint", "models.smolvlm", "models.transformers_layout",
 }  # fmt: skip
 ADD_ONS = ("models.inference", "models.kv_study", "models.lora", "models.mingpt", "models.convert")
 DIALECT = {

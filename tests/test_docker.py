@@ -146,6 +146,9 @@ def test_every_step_runs_in_a_virtual_environment(tmp_path):
             command = ["cp", "-r", *(str(ROOT / source) for source in sources), str(app / target)]
             subprocess.run(command, check=True)
         elif name == "RUN" and (os.geteuid() == 0 or "useradd" not in rest):
+            rest = re.sub(
+                r"apt-get [^&]*|rm -rf /var/lib/apt/lists/\*", "true ", rest
+            )  # this machine keeps its compiler
             rest = rest.replace("useradd", f"useradd --prefix {root}").replace("/home/nanovlm", f"{root}/home/nanovlm")
             subprocess.run(["sh", "-e", "-c", rest], cwd=app, env=variables, check=True)
     (site / "nanovlm/__init__.py").resolve(strict=True)  # not the package of this environment

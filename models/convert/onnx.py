@@ -22,15 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.cache import KVCache
 from models.errors import InputError
-from models.language_model import (
-    Attention,
-    LanguageModel,
-    apply_rope,
-    build_attention_mask,
-    inverse_frequencies,
-    rope_cos_sin,
-)
+from models.language_model import LanguageModel, build_attention_mask, inverse_frequencies, rope_cos_sin
 from models.vision_language_model import VisionLanguageModel
 
 VISION_ENCODER, EMBED_TOKENS, DECODER = "vision_encoder", "embed_tokens", "decoder_model_merged"
@@ -108,40 +102,13 @@ class DecoderGraph(nn.Module):
         B, T, _ = inputs_embeds.shape
         missing = past[0].size(2) + T - attention_mask.size(1)
         attention_mask = torch.cat([attention_mask.new_ones(B, missing), attention_mask], dim=1)
-        groups = self.cfg.lm_n_heads // self.cfg.lm_n_kv_heads
-        visible = build_attention_mask(attention_mask, T).repeat(1, 1, groups, 1)
-        bias = torch.zeros_like(visible, dtype=self.dtype).masked_fill(~visible, torch.finfo(self.dtype).min)
+        mask = build_attention_mask(attention_mask, T)
         cos, sin = rope_cos_sin(position_ids[:, None], self.cfg, self.frequencies)
-
         x, present = inputs_embeds.to(self.dtype), []
-        for block, past_key, past_value in zip(self.decoder.blocks, past[::2], past[1::2]):
-            y, key, value = _attend(block.attn, block.norm1(x), cos, sin, bias, past_key, past_value)
-            x = x + y
-            x = x + block.mlp(block.norm2(x))
-            present += [key, value]
+        for block, key, value in zip(self.decoder.blocks, past[::2], past[1::2]):
+            x, kv = block(x, cos, sin, mask, KVCache(key, value))
+            present += [kv.key, kv.value]
         return self.decoder.head(self.decoder.norm(x)).float(), present
-
-
-def _attend(
-    attn: Attention, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor, past_key: Tensor, past_value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`Attention.forward` with one product for all queries of a key's group: ONNX runtimes repeat keys otherwise.
-
-    bias (B, 1, groups * T, T_past + T). Returns the output and the longer keys and values.
-    """
-    B, T, _ = x.shape
-    q, k, v = (
-        linear(x).view(B, T, heads, attn.head_dim).transpose(1, 2)
-        for linear, heads in (
-            (attn.q_proj, attn.n_heads), (attn.k_proj, attn.n_kv_heads), (attn.v_proj, attn.n_kv_heads),
-        )
-    )  # fmt: skip
-    q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-    key, value = torch.cat([past_key, k], dim=2), torch.cat([past_value, v], dim=2)
-    q = (q * attn.head_dim**-0.5).reshape(B, attn.n_kv_heads, -1, attn.head_dim)
-    y = (q @ key.transpose(2, 3) + bias).softmax(-1) @ value
-    y = y.reshape(B, attn.n_heads, T, attn.head_dim).transpose(1, 2)
-    return attn.out_proj(y.reshape(B, T, -1)), key, value
 
 
 def write_onnx(model: VisionLanguageModel, folder: Path, dtypes: Sequence[str] = ("float32",)) -> None:
@@ -166,7 +133,7 @@ def write_onnx(model: VisionLanguageModel, folder: Path, dtypes: Sequence[str] =
                     _quantize(path, folder / f"{name}{SUFFIXES['int8']}.onnx")
 
 
-@torch.no_grad()
+@torch.enable_grad()  # KVCache.append then concatenates, as a graph must
 def _write_graph(model: VisionLanguageModel, name: str, dtype: torch.dtype, path: Path) -> None:
     """Trace one of the graphs for example inputs, and write it."""
     from onnxscript import ir

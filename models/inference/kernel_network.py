@@ -27,7 +27,10 @@ KNOWN_MODULES = (
     QuantizedLinear, nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv2d, nn.Dropout, nn.ModuleList,
 )  # fmt: skip
 
-_POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+_POINTER: Any = ctypes.c_void_p
+_LONG: Any = ctypes.c_long
+_FLOAT: Any = ctypes.c_float
+_INT: Any = ctypes.c_int
 
 
 class Matrix(ctypes.Structure):
@@ -98,7 +101,7 @@ def linear(library: ctypes.CDLL, matrix: Matrix, x: Tensor) -> Tensor:
     x, n = x.contiguous(), x[..., 0].numel()
     y = x.new_empty(*x.shape[:-1], matrix.n_rows)
     if n:
-        pointers = _POINTER(x.data_ptr()), _LONG(0), _LONG(n), _POINTER(y.data_ptr())
+        pointers = _POINTER(x.data_ptr()), _LONG(n), _POINTER(y.data_ptr())
         library.linear_rows(ctypes.byref(matrix), *pointers, torch.get_num_threads())
     return y
 
@@ -114,9 +117,9 @@ class KernelNetwork:
     def __init__(self, model: VisionLanguageModel):
         self.model, self.cfg = model, model.cfg
         level = chosen_level()
-        assert level is not None
-        self.level, self._library = level, load_library(level)
-        assert self._library is not None  # see supports
+        library = None if level is None else load_library(level)
+        assert level is not None and library is not None  # see supports
+        self.level, self._library = level, library
         bf16 = model.dtype == torch.bfloat16 and level not in ("avx2", "vnni")
         self.cache_dtype = torch.bfloat16 if bf16 else torch.float32
         self._kept: list[Any] = []  # what the structs point to
@@ -151,7 +154,8 @@ class KernelNetwork:
     def _encode(self, images: Tensor) -> Tensor:
         """`VisionTransformer.forward`, to float32."""
         grid, size = self.cfg.vit_grid, self.cfg.vit_patch_size
-        patches = images.reshape(len(images), 3, grid, size, grid, size).permute(0, 2, 4, 1, 3, 5).contiguous()
+        whole = images[..., : grid * size, : grid * size]  # a patch cut off at the border is not computed
+        patches = whole.reshape(len(images), 3, grid, size, grid, size).permute(0, 2, 4, 1, 3, 5).contiguous()
         out = torch.empty(len(images), grid**2, self.cfg.vit_hidden_dim)
         pointers = ctypes.byref(self._encoder), _POINTER(patches.data_ptr())
         self._library.vision_forward(*pointers, _LONG(len(images)), _POINTER(out.data_ptr()), torch.get_num_threads())
@@ -221,7 +225,7 @@ class KernelNetwork:
 
     # --------------------------------------------------------------------------------------------------- packing
 
-    def _float(self, x: Tensor) -> int | None:
+    def _float(self, x: Tensor | None) -> int | None:
         return float_address(x, self._kept)
 
     def _matrix(self, layer: nn.Linear | QuantizedLinear) -> Matrix:

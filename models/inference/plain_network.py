@@ -27,10 +27,10 @@ class PlainNetwork:
     ) -> tuple[Tensor, PrefillState]:
         """See `VisionLanguageModel.prefill_embeds`; the prefix may be of another dtype or device."""
         if prefix is not None:
-            key, device = prefix.kv_cache[0].key, self.model.device
-            if (key.dtype, key.device) != (self.cache_dtype, device):
-                pairs = ((kv.key.to(device, self.cache_dtype), kv.value.to(device, self.cache_dtype)) for kv in prefix.kv_cache)
-                prefix = PrefillState([KVCache(*pair) for pair in pairs], prefix.attention_mask)
+            like = torch.empty(0, dtype=self.cache_dtype, device=self.model.device)
+            kv_cache = [KVCache(kv.key.to(like), kv.value.to(like)) for kv in prefix.kv_cache]
+            if kv_cache[0].key is not prefix.kv_cache[0].key:
+                prefix = PrefillState(kv_cache, prefix.attention_mask)
         return self.model.prefill_embeds(embeds, attention_mask, prefix)
 
     def new_cache(self, n_sequences: int, capacity: int) -> Tensor:

@@ -1,6 +1,5 @@
 """Linear layers with weights in 8 or 4 bits, in the layout that the kernels read."""
 
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,9 +28,8 @@ class QuantizedLinear(nn.Module):
         (self.out_features, self.in_features), self.format = weight.shape, format
         data, scale, groups = quantize_weight(weight.detach(), format)
         self.stride = data.size(1) * (1 if format == "int8" else 2)
-        self.data, self.scale, self.groups = (
-            None if x is None else nn.Parameter(x, requires_grad=False) for x in (data, scale, groups)
-        )
+        self.data = nn.Parameter(data, requires_grad=False)
+        self.scale, self.groups = (None if x is None else nn.Parameter(x, requires_grad=False) for x in (scale, groups))
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:

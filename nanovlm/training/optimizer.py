@@ -12,6 +12,7 @@ from models.config import VLMConfig
 from models.lora import adapt
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.training.config import TrainConfig
+from nanovlm.training.cpu_ops import cpu_ops
 from nanovlm.training.muon import Muon
 
 MUON_RATE = 3.0  # Muon takes larger steps than AdamW; the other parameters learn at AdamW's rate
@@ -75,14 +76,15 @@ def _initial_state(p: torch.nn.Parameter, orthogonal: bool) -> dict[str, torch.T
 def accelerated(model: VisionLanguageModel, cfg: TrainConfig) -> Iterator[None]:
     """Compile the blocks, recompute their activations in the backward pass (Chen et al. 2016), or both, as cfg asks.
 
-    At the end of the context the blocks are as they were.
+    On a CPU they compute with `cpu_ops`. At the end of the context the blocks are as they were.
     """
     changed = [*model.vision_encoder.blocks, *model.decoder.blocks] if cfg.compile or cfg.gradient_checkpointing else []
     for block in changed:
         forward = torch.compile(block.forward, dynamic=False) if cfg.compile else block.forward
         block.forward = partial(checkpoint, forward, use_reentrant=False) if cfg.gradient_checkpointing else forward
     try:
-        yield
+        with cpu_ops(model):
+            yield
     finally:
         for block in changed:
             del block.forward

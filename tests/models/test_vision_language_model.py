@@ -309,17 +309,6 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_targets(tiny_model):
     assert model(**inputs)[1] is None
 
 
-def test_numbers_of_targets_are_rounded_up(tiny_model):
-    """Each number of rows would be another matrix product, whose code and memory oneDNN keeps."""
-    model, ids = tiny_model(), torch.full((2, 40), 5)
-    for n, expected in ((1, 32), (32, 32), (33, 64), (70, 80)):
-        targets = torch.full((80,), -100)
-        targets[torch.randperm(80)[:n]] = 7
-        logits, loss = model(ids, targets=targets.view(2, 40), targets_only=True)
-        assert len(logits) == expected
-        close(loss, model(ids, targets=targets.view(2, 40))[1])
-
-
 def test_logits_of_the_targets_alone_give_the_same_loss_and_gradients(tiny_model):
     inputs, found = prompt("titt", "tt"), []
     targets = torch.full_like(inputs["input_ids"], -100)
@@ -330,7 +319,7 @@ def test_logits_of_the_targets_alone_give_the_same_loss_and_gradients(tiny_model
         loss.backward()
         found.append((logits, loss, [p.grad for p in model.parameters()]))
     (logits, loss, gradients), (some, same, others) = found
-    close(some[:4], torch.stack([logits[0, 2], logits[0, 3], logits[0, 4], logits[1, -1]]))
+    close(some, torch.stack([logits[0, 2], logits[0, 3], logits[0, 4], logits[1, -1]]))
     close(same, loss)
     for gradient, other in zip(gradients, others):
         close(other, gradient)

@@ -14,6 +14,8 @@ from PIL import Image
 
 import nanovlm
 from models.decoding import SamplingParams
+from models.inference.inference_model import InferenceModel
+from models.inference.kernels.load import available_levels
 from nanovlm import Captioner, ChatSession
 from nanovlm.captioner import Stats
 from nanovlm.device import choose_device, choose_dtype
@@ -165,7 +167,9 @@ def test_ask_matches_single_questions(captioner, tiled, pictures):
 
 
 def test_ask_encodes_and_prefills_the_image_once(captioner, pictures, monkeypatch):
-    model, seen, read = captioner.inference.network, [], []
+    monkeypatch.setenv("NANOVLM_CPU_LEVEL", "none")  # the plain modules can be watched
+    model, seen, read = captioner.model, [], []
+    captioner = Captioner(InferenceModel(model), captioner.processor)
     monkeypatch.setattr(
         model.vision_encoder, "forward", lambda x, f=model.vision_encoder.forward: seen.append(len(x)) or f(x)
     )
@@ -347,6 +351,19 @@ def test_unavailable_device_or_dtype_names_the_available_ones(monkeypatch, model
     assert choose_device("auto") == torch.device("mps")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device("auto") == torch.device("cuda")
+
+
+def test_auto_keeps_stored_bfloat16_where_it_is_multiplied_exactly(model_folder, tmp_path, monkeypatch):
+    """Kernels without bfloat16 arithmetic multiply bfloat16 weights in float32."""
+    exact = Captioner.from_pretrained(model_folder, "cpu", "float32")
+    text = exact.tokenizer.to_json()
+    exact.model.save_pretrained(half := tmp_path / "half", tokenizer=text, dtype=torch.bfloat16)
+    stored = {model_folder: torch.float32, half: torch.bfloat16}
+    for level in set(available_levels()) & {"avx2", "vnni", "bf16", "amx"}:
+        monkeypatch.setenv("NANOVLM_CPU_LEVEL", level)
+        for folder, dtype in stored.items():
+            wanted = dtype if level in ("avx2", "vnni") else torch.bfloat16
+            assert Captioner.from_pretrained(folder, "cpu").inference.dtype == wanted
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

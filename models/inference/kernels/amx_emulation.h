@@ -25,7 +25,8 @@ static void multiply_emulated(emulated_tile *to, const emulated_tile *a, const e
             for (int k = 0; k < 16; k++) {
                 const uint16_t *x = (const uint16_t *)&a->bytes[m][4 * k], *y = (const uint16_t *)&b->bytes[k][4 * n];
                 for (int j = 0; j < 2 && type == BFLOAT16; j++) sum += from_bf16(x[j]) * from_bf16(y[j]);
-                for (int j = 0; j < 4 && type == INT8; j++) exact += a->bytes[m][4 * k + j] * (int8_t)b->bytes[k][4 * n + j];
+                for (int j = 0; j < 4 && type == INT8; j++)
+                    exact += a->bytes[m][4 * k + j] * (int8_t)b->bytes[k][4 * n + j];
             }
             memcpy(&to->bytes[m][4 * n], type == INT8 ? (void *)&exact : (void *)&sum, 4);
         }

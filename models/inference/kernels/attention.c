@@ -9,15 +9,15 @@ typedef struct {
 
 // What all heads of one sequence share
 typedef struct {
-    const float *q;   // panels (n_features, PANEL) with queries from feature 0 on
-    float *y;         // panels (n_heads * head_dim, PANEL)
-    long n_features, first_token;  // of q and y: the sequence's tokens are first_token to first_token + n_new - 1
+    const activations *q;  // queries from feature 0 on
+    activations *y;
+    long first_token;      // of the sequence in q and y
     head_rows key, value;
-    const float *value_panels;  // instead of value: the head's values in panels like q
+    long value_feature;    // instead of value: where the first head's values are in q
     long n_heads, n_kv_heads, head_dim;
-    long n_new, n_keys;  // causal: the last query sees all keys, the one before it all but one, and so on
-    int causal;
-    const uint8_t *mask;  // (n_keys, n_new), 1 where a query may attend; or NULL
+    long n_new, n_keys;
+    int causal;            // the last query sees all keys, the one before it all but one, and so on
+    const uint8_t *mask;   // (n_keys, n_new), 1 where a query may attend; or NULL
 } attention_args;
 
 INLINE const void *row_of(const head_rows *x, long head, long token, long depth) {
@@ -30,6 +30,12 @@ INLINE int is_visible(const attention_args *a, long key, long query) {
 }
 
 #if LEVEL == NAIVE
+static float value_of(const attention_args *a, long kv, long key, long d) {
+    const long D = a->head_dim;
+    if (!a->value_feature) return get(row_of(&a->value, kv, key, D), a->value.dtype, d);
+    return a->q->data[panel_at(a->value_feature + kv * D + d, a->first_token + key, a->q->n_features)];
+}
+
 static void attend(const attention_args *a, long h) {
     const long D = a->head_dim, kv = h / (a->n_heads / a->n_kv_heads);
     float *weights = allocate(a->n_keys * 4);
@@ -39,7 +45,7 @@ static void attend(const attention_args *a, long h) {
         for (long s = 0; s < a->n_keys; s++) {
             weights[s] = 0;
             for (long d = 0; d < D; d++)
-                weights[s] += a->q[panel_at(h * D + d, m, a->n_features)] *
+                weights[s] += a->q->data[panel_at(h * D + d, m, a->q->n_features)] *
                               get(row_of(&a->key, kv, s, D), a->key.dtype, d) / sqrtf(D);
             if (is_visible(a, s, t)) largest = fmaxf(largest, weights[s]);
         }
@@ -48,9 +54,8 @@ static void attend(const attention_args *a, long h) {
         for (long d = 0; d < D; d++) {
             float sum = 0;
             for (long s = 0; s < a->n_keys; s++)
-                sum += weights[s] / total * (a->value_panels ? a->value_panels[panel_at(d, a->first_token + s, a->n_features)]
-                                                             : get(row_of(&a->value, kv, s, D), a->value.dtype, d));
-            a->y[panel_at(h * D + d, m, a->n_heads * D)] = sum;
+                sum += weights[s] / total * value_of(a, kv, s, d);
+            a->y->data[panel_at(h * D + d, m, a->y->n_features)] = sum;
         }
     }
     release(weights);
@@ -60,13 +65,13 @@ static void attend(const attention_args *a, long h) {
 static void transpose_values(const attention_args *a, long kv, long type, char *out, long stride) {
     const long D = a->head_dim, size = type == BFLOAT16 ? 2 : 4;
     for (long d = 0; d < D; d++) memset(out + (d * stride + a->n_keys) * size, 0, (stride - a->n_keys) * size);
-    if (!a->value_panels) {
+    if (!a->value_feature) {
         transpose(row_of(&a->value, kv, 0, D), a->value.dtype, D, a->n_keys, D, out, type, stride);
         return;
     }
     for (long s = 0; s < a->n_keys; s += PANEL) {  // in panels they are transposed already
         float panel[D * PANEL];
-        read_tokens(a->value_panels, a->n_features, D, a->first_token + s, min_long(PANEL, a->n_keys - s), panel);
+        read_tokens(a->q, a->value_feature + kv * D, D, a->first_token + s, min_long(PANEL, a->n_keys - s), panel);
         for (long d = 0; d < D; d++)
             for (long i = 0; i < PANEL && s + i < stride; i += LANES) {
                 if (type == BFLOAT16) store_bf16((uint16_t *)out + d * stride + s + i, load(panel + d * PANEL + i));
@@ -75,8 +80,9 @@ static void transpose_values(const attention_args *a, long kv, long type, char *
     }
 }
 
-// scores (n_keys, PANEL) of `n` queries from t on become e^(score - largest), as units of `weights`; their sums are `total`
-static void softmax_panel(const attention_args *a, long t, long n, long n_keys, float *scores, operand *weights, float *total) {
+// scores (n_keys, PANEL) of n queries from t on become units of `weights`, e^(score - largest); their sums are `total`
+static void softmax_panel(const attention_args *a, long t, long n, long n_keys, float *scores, operand *weights,
+                          float *total) {
     const long always = a->mask ? 0 : a->causal ? min_long(n_keys, a->n_keys - a->n_new + t + 1) : n_keys;
     for (long s = always; s < n_keys; s++)
         for (long i = 0; i < n; i++)
@@ -108,7 +114,8 @@ static void attend(const attention_args *a, long h) {
     const long D = a->head_dim, kv = h / (a->n_heads / a->n_kv_heads), n_keys = a->n_keys;
     const long type = operand_type(a->key.dtype);
     const long padded_keys = round_up(n_keys, 64) + 32;  // rows a power of two apart would share places in the cache
-    char *values = allocate(D * padded_keys * 4), *buffer = allocate(BLOCK_ROWS * (round_up(max_long(D, n_keys), 64) * 4 + 64));
+    char *values = allocate(D * padded_keys * 4);
+    char *buffer = allocate(BLOCK_ROWS * (round_up(max_long(D, n_keys), 64) * 4 + 64));
     float *scores = allocate((padded_keys + BLOCK_ROWS) * PANEL * 4), *queries = allocate(D * PANEL * 4);
     operand q = new_operand(PANEL, D, type), weights = new_operand(PANEL, n_keys, type);
     if (type == FLOAT32) release(weights.data), weights.data = (char *)scores;
@@ -120,14 +127,15 @@ static void attend(const attention_args *a, long h) {
     amx_state state = begin_multiply();
     for (long t = 0; t < a->n_new; t += PANEL) {
         const long n = min_long(PANEL, a->n_new - t), m = a->first_token + t, vectors = n > LANES ? 2 : 1;
-        read_tokens(a->q + h * D * PANEL, a->n_features, D, m, n, queries);
+        read_tokens(a->q, h * D, D, m, n, queries);
         for (long i = 0; i < D * PANEL; i += LANES) store(queries + i, load(queries + i) * scale);
         pack_panel(queries, &q, 0);
         key.n_rows = a->causal ? n_keys - a->n_new + t + n : n_keys;
         for (long s = 0; s < key.n_rows; s += BLOCK_ROWS) {
             long stride;
             const char *left = left_rows(&key, s, type, q.units, buffer, &stride);
-            multiply(type, min_long(BLOCK_ROWS, key.n_rows - s), left, stride, q.data, q.units, scores + s * PANEL, vectors);
+            const long rows = min_long(BLOCK_ROWS, key.n_rows - s);
+            multiply(type, rows, left, stride, q.data, q.units, scores + s * PANEL, vectors);
         }
         value.depth = key.n_rows, weights.units = units_of(key.n_rows, type);
         softmax_panel(a, t, n, key.n_rows, scores, &weights, total);
@@ -138,7 +146,7 @@ static void attend(const attention_args *a, long h) {
             for (long r = 0; r < rows; r++)
                 for (long i = 0; i < PANEL; i += LANES)
                     store(sums + r * PANEL + i, load(sums + r * PANEL + i) / load(total + i));
-            write_tokens(a->y + (h * D + d) * PANEL, a->n_heads * D, rows, m, n, sums);
+            write_tokens(a->y, h * D + d, rows, m, n, sums);
         }
     }
     end_multiply(&state);
@@ -151,13 +159,13 @@ INLINE vec load_values(const head_rows *x, const void *row, long i) {
     return x->dtype == BFLOAT16 ? load_bf16((const uint16_t *)row + i) : load((const float *)row + i);
 }
 
-// Attention of a single query: dot products with the keys, then a weighted sum of the values. `step` is 1 where a token's
-// features are one row, PANEL where they are in a panel.
-static void attend_one(const attention_args *a, long h, long step) {
-    const long D = a->head_dim, kv = h / (a->n_heads / a->n_kv_heads), m = step == 1 ? 0 : a->first_token;
+// Attention of a single query: dot products with the keys, then a weighted sum of the values
+static void attend_one(const attention_args *a, long h) {
+    const long D = a->head_dim, kv = h / (a->n_heads / a->n_kv_heads), m = a->first_token;
+    const long step = width_of(a->q);  // from a feature of the token to the next
     const long n_keys = a->n_keys, padded = round_up(n_keys, LANES);
-    const float *q = a->q + (step == 1 ? h * D : panel_at(h * D, m, a->n_features));
-    float *y = a->y + (step == 1 ? h * D : panel_at(h * D, m, a->n_heads * D));
+    const float *q = panel_of(a->q, m / PANEL) + h * D * step + m % PANEL;
+    float *y = panel_of(a->y, m / PANEL) + h * D * step + m % PANEL;
     float *weights = allocate(padded * 4), query[D];
     vec largest = splat(-1e30f), total = {0};
     for (long d = 0; d < D; d++) query[d] = q[d * step] / sqrtf(D);
@@ -184,7 +192,8 @@ static void attend_one(const attention_args *a, long h, long step) {
         vec lanes[4] = {0};
         long s = 0;
         for (; s + 4 <= n_keys; s += 4)
-            for (int j = 0; j < 4; j++) lanes[j] += weights[s + j] * load_values(&a->value, row_of(&a->value, kv, s + j, D), d);
+            for (int j = 0; j < 4; j++)
+                lanes[j] += weights[s + j] * load_values(&a->value, row_of(&a->value, kv, s + j, D), d);
         for (; s < n_keys; s++) lanes[0] += weights[s] * load_values(&a->value, row_of(&a->value, kv, s, D), d);
         lanes[0] = (lanes[0] + lanes[1] + lanes[2] + lanes[3]) / sum;
         for (int j = 0; j < LANES; j++) y[(d + j) * step] = lanes[0][j];

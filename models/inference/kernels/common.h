@@ -66,9 +66,15 @@ typedef struct {
     int32_t *sum;   // INT8: of each token's quantized values
     float *group_sum;  // a single token for INT4: scaled sums of each group of INT4_GROUP
     float offset;   // a single token for INT8: what INT8_OFFSET adds to every row
-    long n_tokens, depth, units, type;
+    long n_tokens, depth, units, type, panel_bytes;
     int borrowed;  // data is the activations themselves
 } operand;
+
+// Activations in float32: panels (n_features, PANEL) of tokens, or, of a single token, one row.
+typedef struct {
+    float *data;
+    long n_features, n_tokens;
+} activations;
 
 INLINE vec load(const float *x) { return ((const unaligned_vec *)x)->v; }
 INLINE void store(float *x, vec y) { ((unaligned_vec *)x)->v = y; }
@@ -171,7 +177,7 @@ INLINE vec silu_vec(vec x) { return x / (1.0f + exp_vec(-x)); }
 // GELU's tanh approximation, x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3)) (Hendrycks and Gimpel 2016)
 INLINE vec gelu_vec(vec x) { return x / (1.0f + exp_vec(-1.5957691216f * x * (1.0f + 0.044715f * x * x))); }
 
-// Activations between matmuls are float32 panels: feature c of token m is at panel_at(c, m, n_features).
+// Where feature c of token m is in panels
 INLINE long panel_at(long c, long m, long n_features) { return (m / PANEL * n_features + c) * PANEL + m % PANEL; }
 INLINE long n_panels(long n_tokens) { return (n_tokens + PANEL - 1) / PANEL; }
 
@@ -189,10 +195,12 @@ INLINE void store8(void *x, const long dtype, __m256 y) {
     _mm_storeu_si128(x, _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1)));
 }
 
-INLINE void transpose8(const char *from, const long from_dtype, long from_bytes, char *to, const long to_dtype, long to_bytes) {
+INLINE void transpose8(const char *from, const long from_dtype, long from_bytes, char *to, const long to_dtype,
+                       long to_bytes) {
     __m256 a[8], b[8];
     for (int i = 0; i < 8; i++) a[i] = load8(from + i * from_bytes, from_dtype);
-    for (int i = 0; i < 8; i += 2) b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    for (int i = 0; i < 8; i += 2)
+        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
     for (int i = 0; i < 8; i += 4)
         for (int j = 0; j < 2; j++) {
             a[i + 2 * j] = _mm256_shuffle_ps(b[i + j], b[i + j + 2], 0x44);
@@ -228,10 +236,14 @@ static void transpose(const void *from, long from_dtype, long from_stride, long 
             put(to, to_dtype, c * to_stride + r, get(from, from_dtype, r * from_stride + c));
 }
 
-// Scratch memory, aligned to 64 bytes. Released blocks are kept for the next pass: the operating system clears every new
-// page, which takes a tenth of an image's time.
+// Scratch memory, aligned to 64 bytes. Released blocks are kept for the next pass: the operating system clears every
+// new page, which takes a tenth of an image's time.
 #define KEPT_BLOCKS 64
+#ifdef __SANITIZE_ADDRESS__
+#define KEPT_BYTES 0l  // it must see every block
+#else
 #define KEPT_BYTES (256l << 20)
+#endif
 typedef struct { long n_bytes, unused[7]; } scratch_header;
 static scratch_header *kept[KEPT_BLOCKS];
 static long kept_bytes;
@@ -240,7 +252,7 @@ static char kept_lock;
 static void *allocate(long n_bytes) {
     scratch_header *block = NULL;
     int best = -1;
-    n_bytes = round_up(n_bytes + 64, 64);
+    n_bytes = round_up(n_bytes, 64);
     while (__atomic_test_and_set(&kept_lock, __ATOMIC_ACQUIRE)) {}
     for (int i = 0; i < KEPT_BLOCKS; i++)
         if (kept[i] && kept[i]->n_bytes >= n_bytes && kept[i]->n_bytes <= 2 * n_bytes &&
@@ -256,7 +268,18 @@ static void release(void *data) {
     scratch_header *block = (scratch_header *)data - 1;
     while (__atomic_test_and_set(&kept_lock, __ATOMIC_ACQUIRE)) {}
     for (int i = 0; i < KEPT_BLOCKS && block; i++)
-        if (!kept[i] && kept_bytes + block->n_bytes <= KEPT_BYTES) kept[i] = block, kept_bytes += block->n_bytes, block = NULL;
+        if (!kept[i] && kept_bytes + block->n_bytes <= KEPT_BYTES)
+            kept[i] = block, kept_bytes += block->n_bytes, block = NULL;
     __atomic_clear(&kept_lock, __ATOMIC_RELEASE);
     free(block);
+}
+
+INLINE long width_of(const activations *x) { return x->n_tokens == 1 ? 1 : PANEL; }
+INLINE long panels_of(const activations *x) { return x->n_tokens == 1 ? 1 : n_panels(x->n_tokens); }
+INLINE float *panel_of(const activations *x, long panel) { return x->data + panel * x->n_features * width_of(x); }
+
+static activations new_activations(long n_tokens, long n_features) {
+    activations x = {.n_features = n_features, .n_tokens = n_tokens};
+    x.data = allocate(panels_of(&x) * n_features * width_of(&x) * 4);
+    return x;
 }

@@ -63,50 +63,52 @@ static void swiglu(float *gate, const float *up, long n) {
     for (; i < n; i++) gate[i] = gate[i] / (1 + expf(-gate[i])) * up[i];
 }
 
-// Panels (depth, PANEL) from n rows of depth values, and back
-static void rows_to_panels(const void *rows, long dtype, long n, long depth, float *panels, int threads) {
-    #pragma omp parallel for num_threads(threads) if (n > PANEL)
-    for (long p = 0; p < n_panels(n); p++) {
-        const long used = min_long(PANEL, n - p * PANEL);
-        float *panel = panels + p * depth * PANEL;
-        if (used < PANEL) memset(panel, 0, depth * PANEL * 4);
-        transpose((const char *)rows + p * PANEL * depth * (dtype == BFLOAT16 ? 2 : 4), dtype, depth, used, depth, panel,
-                  FLOAT32, PANEL);
+// Activations from rows (n_tokens, n_features) of dtype, and back to float32
+static void read_rows(const void *rows, long dtype, activations *x, int threads) {
+    const long depth = x->n_features, size = dtype == BFLOAT16 ? 2 : 4;
+    #pragma omp parallel for num_threads(threads) if (x->n_tokens > PANEL)
+    for (long p = 0; p < panels_of(x); p++) {
+        const long used = min_long(width_of(x), x->n_tokens - p * PANEL);
+        const char *from = (const char *)rows + p * PANEL * depth * size;
+        if (used < width_of(x)) memset(panel_of(x, p), 0, depth * PANEL * 4);
+        transpose(from, dtype, depth, used, depth, panel_of(x, p), FLOAT32, width_of(x));
     }
 }
 
-static void panels_to_rows(const float *panels, long n, long depth, float *rows, int threads) {
-    #pragma omp parallel for num_threads(threads) if (n * depth > 4096)
-    for (long block = 0; block < (depth + 63) / 64 * n_panels(n); block++) {  // 64 features of one panel
-        const long p = block % n_panels(n), start = block / n_panels(n) * 64;
-        transpose(panels + (p * depth + start) * PANEL, FLOAT32, PANEL, min_long(64, depth - start),
-                  min_long(PANEL, n - p * PANEL), rows + p * PANEL * depth + start, FLOAT32, depth);
+static void write_rows(const activations *x, float *rows, int threads) {
+    const long depth = x->n_features;
+    #pragma omp parallel for num_threads(threads) if (x->n_tokens * depth > 4096)
+    for (long block = 0; block < (depth + 63) / 64 * panels_of(x); block++) {  // 64 features of one panel
+        const long p = block % panels_of(x), start = block / panels_of(x) * 64;
+        const long used = min_long(width_of(x), x->n_tokens - p * PANEL);
+        transpose(panel_of(x, p) + start * width_of(x), FLOAT32, width_of(x), min_long(64, depth - start), used,
+                  rows + p * PANEL * depth + start, FLOAT32, depth);
     }
 }
 
-// The features of tokens m to m + n - 1 in panels x (n_features, PANEL), as one panel; and back
-static void read_tokens(const float *x, long n_features, long depth, long m, long n, float *panel) {
-    const float *from = x + m / PANEL * n_features * PANEL;
+// Features `first` to first + depth - 1 of the tokens m to m + n - 1, n up to PANEL, as one panel; and back
+static void read_tokens(const activations *x, long first, long depth, long m, long n, float *panel) {
     if (m % PANEL == 0) {
-        memcpy(panel, from, depth * PANEL * 4);
+        memcpy(panel, panel_of(x, m / PANEL) + first * PANEL, depth * PANEL * 4);
         return;
     }
     for (long d = 0; d < depth; d++)
-        for (long i = 0; i < PANEL; i++) panel[d * PANEL + i] = i < n ? x[panel_at(d, m + i, n_features)] : 0;
+        for (long i = 0; i < PANEL; i++)
+            panel[d * PANEL + i] = i < n ? x->data[panel_at(first + d, m + i, x->n_features)] : 0;
 }
 
-static void write_tokens(float *x, long n_features, long depth, long m, long n, const float *panel) {
+static void write_tokens(activations *x, long first, long depth, long m, long n, const float *panel) {
     for (long d = 0; d < depth; d++) {
-        float *row = x + (m / PANEL * n_features + d) * PANEL;
+        float *row = panel_of(x, m / PANEL) + (first + d) * PANEL;
         if (m % PANEL == 0) memcpy(row, panel + d * PANEL, n * 4);
-        else for (long i = 0; i < n; i++) x[panel_at(d, m + i, n_features)] = panel[d * PANEL + i];
+        else for (long i = 0; i < n; i++) x->data[panel_at(first + d, m + i, x->n_features)] = panel[d * PANEL + i];
     }
 }
 
 // Units of an operand from a panel x (depth, PANEL) of float32
 static void pack_panel(const float *x, operand *out, long panel) {
     const long depth = out->depth;
-    char *units = out->data + panel * out->units * PANEL * 4;
+    char *units = out->data + panel * out->panel_bytes;
     if (out->type == FLOAT32 && (const char *)x == units) return;
     for (long i = 0; i < PANEL; i += LANES) {
         const float *lane = x + i;

@@ -17,13 +17,14 @@ static operand new_operand(long n_tokens, long depth, long type) {
     operand x = {.n_tokens = n_tokens, .depth = depth, .type = type};
     if (n_tokens == 1) {
         long groups = (depth + QUANT_GROUP - 1) / QUANT_GROUP;
-        if (type == FLOAT32) x.data = allocate(depth * 4);
-        else x.data = allocate(groups * QUANT_GROUP), x.scale = allocate(groups * 8), x.group_sum = allocate(groups * 8);
+        x.data = allocate(type == FLOAT32 ? depth * 4 : groups * QUANT_GROUP);
+        if (type == INT8) x.scale = allocate(groups * 8), x.group_sum = allocate(groups * 8);
         return x;
     }
-    x.units = units_of(depth, type);
-    x.data = allocate(n_panels(n_tokens) * x.units * PANEL * 4);
-    if (type == INT8) x.scale = allocate(n_panels(n_tokens) * PANEL * 4), x.sum = allocate(n_panels(n_tokens) * PANEL * 4);
+    const long n = n_panels(n_tokens) * PANEL;
+    x.units = units_of(depth, type), x.panel_bytes = x.units * PANEL * 4;
+    x.data = allocate(n * x.units * 4);
+    if (type == INT8) x.scale = allocate(n * 4), x.sum = allocate(n * 4);
     return x;
 }
 
@@ -123,7 +124,8 @@ static void multiply(long type, long rows, const char *left, long stride, const 
 // Rows `row` to row + BLOCK_ROWS of w as units of `type`: where they are if their layout fits, else in buffer, where
 // missing rows and units are zero. Returns the first row, and the bytes from a row to the next in *stride.
 static const char *left_rows(const matrix *w, long row, long type, long units, char *buffer, long *stride) {
-    const long rows = min_long(BLOCK_ROWS, w->n_rows - row), size = w->dtype == FLOAT32 ? 4 : w->dtype == BFLOAT16 ? 2 : 1;
+    const long rows = min_long(BLOCK_ROWS, w->n_rows - row);
+    const long size = w->dtype == FLOAT32 ? 4 : w->dtype == BFLOAT16 ? 2 : 1;
     const int same = w->dtype == type && !(type == INT8 && LEVEL == AVX2);
     if (same && rows == BLOCK_ROWS && units * 4 <= w->stride * size && (w->depth * size) % (4 * UNIT_MULTIPLE) == 0) {
         *stride = w->stride * size;
@@ -149,7 +151,8 @@ static const char *left_rows(const matrix *w, long row, long type, long units, c
             for (; i < depth; i += 2 * INT4_GROUP, from += INT4_GROUP) {
                 const uint32_t *pair = groups + i / INT4_GROUP;
                 for (int half = 0; half < 2; half++) {
-                    const float scale = from_bf16((uint16_t)pair[half]), least = from_bf16((uint16_t)(pair[half] >> 16));
+                    const float scale = from_bf16((uint16_t)pair[half]);
+                    const float least = from_bf16((uint16_t)(pair[half] >> 16));
                     for (int j = 0; j < INT4_GROUP; j++)
                         values[half * INT4_GROUP + j] =
                             (float)((((const uint8_t *)from)[j] >> (4 * half)) & 15) * scale + least;
@@ -168,16 +171,16 @@ static const char *left_rows(const matrix *w, long row, long type, long units, c
 
 // --- all rows times all panels ---
 
-// What becomes of a matmul's result y: panels (n_features, PANEL) from feature `first` on, for a single token a row
+// What becomes of a matmul's result: features of y from `first` on
 typedef struct {
-    float *y;
-    long n_features, first;
+    activations *y;
+    long first;
     int add, gelu;  // add to what y holds; apply GELU
 } result;
 
-INLINE void finish_block(const matrix *w, long row, long rows, const operand *x, long panel, const void *sums, long vectors,
-                         const result *out) {
-    float *y = out->y + (panel * out->n_features + out->first + row) * PANEL;
+INLINE void finish_block(const matrix *w, long row, long rows, const operand *x, long panel, const void *sums,
+                         long vectors, const result *out) {
+    float *y = panel_of(out->y, panel) + (out->first + row) * PANEL;
     for (long r = 0; r < rows; r++)
         for (long v = 0; v < vectors; v++) {
             vec value = load((const float *)sums + r * PANEL + v * LANES);
@@ -196,8 +199,8 @@ INLINE void finish_block(const matrix *w, long row, long rows, const operand *x,
 #define L2_BYTES (512 << 10)  // of panels that stay in a core's cache while all weight rows pass
 
 static void gemm(const matrix *weights, int n_weights, const operand *x, result out, int threads) {
-    const long panels = n_panels(x->n_tokens), panel_bytes = x->units * PANEL * 4;
-    const long group = max_long(1, min_long(panels, L2_BYTES / panel_bytes));
+    const long panels = n_panels(x->n_tokens);
+    const long group = max_long(1, min_long(panels, L2_BYTES / (x->units * PANEL * 4)));
     #pragma omp parallel num_threads(threads)
     {
         amx_state state = begin_multiply();
@@ -213,7 +216,7 @@ static void gemm(const matrix *weights, int n_weights, const operand *x, result 
                     const char *left = left_rows(w, row, x->type, x->units, buffer, &stride);
                     for (long p = start; p < min_long(panels, start + group); p++) {
                         const long vectors = x->n_tokens - p * PANEL > LANES ? 2 : 1;
-                        multiply(x->type, rows, left, stride, x->data + p * panel_bytes, x->units, sums, vectors);
+                        multiply(x->type, rows, left, stride, x->data + p * x->panel_bytes, x->units, sums, vectors);
                         finish_block(w, row, rows, x, p, sums, vectors, &part);
                     }
                 }
@@ -330,7 +333,8 @@ INLINE void dot_rows_int4(const matrix *w, long row, const long rows, const oper
             for (long j = 0; j < n; j += 2, bytes += INT4_GROUP) {  // 64 values: two groups
                 prefetch(bytes);
                 const __m256i both = _mm256_loadu_si256((const __m256i *)bytes), low = _mm256_set1_epi8(15);
-                const __m256i first = _mm256_and_si256(both, low), second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+                const __m256i first = _mm256_and_si256(both, low);
+                const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
                 const char *token = x->data + (g + j) * INT4_GROUP;
 #if LEVEL == AVX2
                 for (int half = 0; half < 2; half++) {
@@ -378,16 +382,10 @@ static void gemv(const matrix *weights, int n_weights, const operand *x, result 
             float y[4];
             dot_rows(w, row, rows, x, y);
             for (long r = 0; r < rows; r++) {
-                float value = y[r] + (w->bias ? w->bias[row + r] : 0), *at = out.y + first + row + r;
+                float value = y[r] + (w->bias ? w->bias[row + r] : 0), *at = out.y->data + first + row + r;
                 if (out.gelu) value /= 1 + expf(-1.5957691216f * value * (1 + 0.044715f * value * value));
                 *at = out.add ? *at + value : value;
             }
         }
     }
-}
-
-// Layers of one input: their rows below each other
-static void linear(const matrix *weights, int n_weights, const operand *x, result out, int threads) {
-    if (x->n_tokens == 1) gemv(weights, n_weights, x, out, threads);
-    else gemm(weights, n_weights, x, out, threads);
 }

@@ -1,7 +1,8 @@
 """Build and load the kernel library: one small library for each level of CPU instructions.
 
-setup.py builds all levels into the installed package if there is a C compiler. From a source checkout, or where that
-was not possible, the level that this CPU needs is built at first use, in about two seconds, into the user's cache.
+build_backend.py builds all levels when the package is installed, if there is a C compiler. Where that was not possible,
+and after a change of the source, the level that this CPU needs is built at first use, in about two seconds, into the
+user's cache.
 """
 
 import ctypes
@@ -60,7 +61,7 @@ def available_levels() -> list[str]:
 
 
 def chosen_level() -> str | None:
-    """The level to use: the highest that this CPU has, or $NANOVLM_CPU_LEVEL; None where there is none, or for "none"."""
+    """The level to use: the highest of this CPU, or $NANOVLM_CPU_LEVEL; None where there is none, or for "none"."""
     available, wanted = available_levels(), os.environ.get("NANOVLM_CPU_LEVEL")
     if wanted in available:
         return wanted
@@ -77,18 +78,19 @@ def cache_folder() -> Path:
 
 
 def library_name(level: str) -> str:
-    """The name of a level's library, which changes with the source."""
-    sources = [path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]"))]
-    return f"kernels-{level}-{hashlib.sha256(b''.join([*sources, repr(FLAGS).encode()])).hexdigest()[:12]}.so"
+    """The name of a level's library, which changes with the source and the compiler."""
+    made_of = [path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]"))]
+    made_of.append(repr((FLAGS, os.environ.get("CC"))).encode())
+    return f"kernels-{level}-{hashlib.sha256(b''.join(made_of)).hexdigest()[:12]}.so"
 
 
-def build(level: str, folder: Path, *extra_flags: str) -> Path:
+def build(level: str, folder: Path) -> Path:
     """Compile a level's library into a folder. Raises OSError or subprocess.SubprocessError if that is not possible."""
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("cc") or shutil.which("gcc") or "cc"]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         new = Path(scratch) / "kernels.so"
-        command = [*compiler, *LEVELS[level][0], *extra_flags, "-o", new, FOLDER / "kernels.c", *FLAGS]
+        command = [*compiler, *LEVELS[level][0], "-o", str(new), str(FOLDER / "kernels.c"), *FLAGS]
         subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=120)
         with new.open("rb+") as file:  # the linker's output, then its digest, which loaders ignore
             file.write(hashlib.sha256(file.read()).digest())
@@ -115,17 +117,26 @@ def is_trusted(path: Path) -> bool:
 @cache
 def load_library(level: str) -> ctypes.CDLL | None:
     """A level's library, built now if need be; None, with a log entry, if that is not possible."""
+    name = library_name(level)
+    for folder in (FOLDER, cache_folder()):
+        if is_trusted(folder / name):
+            try:
+                return _opened(folder / name, level)
+            except (OSError, AttributeError):  # of another system
+                continue
     try:
-        name = library_name(level)
-        paths = [path for folder in (FOLDER, cache_folder()) if is_trusted(path := folder / name)]
-        path = paths[0] if paths else build(level, cache_folder())
+        path = build(level, cache_folder())
         if not is_trusted(path):
-            raise OSError(f"others can write to {path.parent}")
-        library = ctypes.CDLL(str(path))
-        if library.prepare():
-            return library
-        logger.warning("the operating system does not let this process use %s instructions", level)
+            raise OSError(f"other users can write to {path.parent}")
+        return _opened(path, level)
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip().partition("\n")[0]
         logger.warning("no CPU kernels (%s): PyTorch's own operations are used, which are slower", reason)
     return None
+
+
+def _opened(path: Path, level: str) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    if not library.prepare():
+        raise OSError(f"the operating system does not let this process use the instructions of level {level}")
+    return library

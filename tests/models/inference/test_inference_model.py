@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.errors import InputError, NanoVLMError
+from models.errors import InputError
 from models.inference.inference_model import InferenceModel
 from models.inference.kernel_network import KernelNetwork
 from models.inference.plain_network import PlainNetwork

@@ -212,18 +212,17 @@ def test_a_gpu_without_bfloat16_learns_in_float16(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("maker", "bfloat16", "amx", "auto"),
+    ("maker", "flags", "auto"),
     [
-        ("GenuineIntel", True, True, torch.bfloat16),
-        ("GenuineIntel", True, False, torch.float32),
-        ("GenuineIntel", False, False, torch.float32),
-        ("AuthenticAMD", True, False, torch.bfloat16),
-        ("AuthenticAMD", False, False, torch.float32),
+        ("GenuineIntel", "avx512_bf16 amx_bf16", torch.bfloat16),
+        ("GenuineIntel", "avx512_bf16", torch.float32),
+        ("GenuineIntel", "avx2", torch.float32),
+        ("AuthenticAMD", "avx512_bf16", torch.bfloat16),
+        ("AuthenticAMD", "avx2", torch.float32),
     ],
 )
-def test_a_cpu_computes_in_bfloat16_where_that_is_faster(monkeypatch, maker, bfloat16, amx, auto):
-    monkeypatch.setattr(device, "made_by", lambda name: name == maker)
-    monkeypatch.setattr(device, "cpu_has_bfloat16", lambda: bfloat16)
-    monkeypatch.setattr(device, "cpu_has_amx", lambda: amx)
-    for choose in (device.choose_dtype, device.choose_training_dtype):
-        assert choose("auto", torch.device("cpu")) == auto and choose("bfloat16", torch.device("cpu")) == torch.bfloat16
+def test_a_cpu_learns_in_bfloat16_where_that_is_faster(monkeypatch, maker, flags, auto):
+    monkeypatch.setattr(device, "cpu_info", lambda field: {"vendor_id": maker, "flags": flags}[field])
+    cpu = torch.device("cpu")
+    assert device.choose_training_dtype("auto", cpu) == auto
+    assert device.choose_training_dtype("bfloat16", cpu) == torch.bfloat16
