@@ -43,6 +43,13 @@ def test_each_model_is_measured_in_its_own_process(small_shapes, capsys):
         assert result["needed_mb"] == 0 and result["dtype"] == "torch.float32"
 
 
+def test_a_quantized_model_is_measured_and_its_parameters_are_the_configs(small_shapes, capsys):
+    assert main(["230M", "--dtype", "bfloat16", "--quantize", "int8", "--json", "--max-new-tokens", "1"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["models"]
+    assert result["parameters"] == result["published"] and result["quantize"] == "int8"
+    assert 0 <= result["kept_mb"] <= result["private_mb"]
+
+
 def test_only_an_unneeded_copy_of_the_weights_is_a_failure():
     result = RealSize("x", 5, "torch.float32", 7, 7, 900.0, 1.0, 1500, 60, 0, 2000, 10, 700, 4, 2.0, 600)
     assert result.failures == []
