@@ -153,7 +153,9 @@ class KernelNetwork:
 
     def _encode(self, images: Tensor) -> Tensor:
         """`VisionTransformer.forward`, to float32."""
-        grid, size = self.cfg.vit_grid, self.cfg.vit_patch_size
+        grid, size, S = self.cfg.vit_grid, self.cfg.vit_patch_size, self.cfg.vit_img_size
+        if images.shape[1:] != (3, S, S):
+            raise InputError(f"images have the shape {tuple(images.shape)}, not (N, 3, {S}, {S}): vit_img_size={S}")
         whole = images[..., : grid * size, : grid * size]  # a patch cut off at the border is not computed
         patches = whole.reshape(len(images), 3, grid, size, grid, size).permute(0, 2, 4, 1, 3, 5).contiguous()
         out = torch.empty(len(images), grid**2, self.cfg.vit_hidden_dim)

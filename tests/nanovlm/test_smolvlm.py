@@ -164,7 +164,18 @@ def test_special_tokens_are_kept_in_answers_if_asked_for(folders, capsys):
     ids = [*kept.encode_answer("Two")[:-1], kept.special_id("<row_1_col_2>"), *kept.encode(" dogs.")]
     assert kept.decode(ids) == "".join(kept.stream(ids)) == "Two<row_1_col_2> dogs."
     assert Captioner.from_pretrained(folder).tokenizer.decode(ids) == "Two dogs."
-    args = ["caption", str(SAMPLE), "--model", str(folder), "--max-new-tokens", "40", "--temperature", "50", "--seed", "1"]
+    args = [
+        "caption",
+        str(SAMPLE),
+        "--model",
+        str(folder),
+        "--max-new-tokens",
+        "40",
+        "--temperature",
+        "50",
+        "--seed",
+        "1",
+    ]
     for flags, has_specials in (([], False), (["--no-skip-special-tokens"], True)):
         capsys.readouterr()
         assert main([*args, *flags]) == 0

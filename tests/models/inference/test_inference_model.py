@@ -309,6 +309,7 @@ def test_attention_masks_positions_and_odd_lengths(tiny_model, dtype, level):
 def test_images_of_several_sizes_of_batch(tiny_model, size, dtype):
     """With 16 or 9 patches, images share panels of tokens; 9 also leave half of a pair of bfloat16 values empty."""
     factor = {"mp_pixel_shuffle_factor": 2 if size == 16 else 3, "mp_image_token_length": 4 if size == 16 else 1}
+    factor["max_img_size"] = 2 * size
     model = tiny_model(vit_img_size=size, **factor).to(dtype)
     inference, images = InferenceModel(model), torch.rand(5, 3, size, size, dtype=dtype)
     for n in (0, 1, 2, 5):
