@@ -106,6 +106,7 @@ class Captioner:
         tokenizer.skip_special_tokens = skip_special_tokens
         model = load_model(folder, cfg, tokenizer.image_token_id, torch_dtype, torch_device)
         inference = InferenceModel(model, quantize=quantize)
+        del model  # so that release_source frees it
         if quantize:
             inference.release_source()
         return cls(inference, Processor(cfg, tokenizer, max_tiles, upscale), allow_urls=allow_urls)

@@ -1,7 +1,9 @@
 """InferenceModel: a VisionLanguageModel as fast as its device, precision and quantization allow."""
 
 import copy
+import ctypes
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,6 +100,10 @@ class InferenceModel(GenerationMixin):
             raise InputError("release_source needs quantize=; without it, inference uses the model's own weights")
         self._source = None
         self._state = _State(self._state.network, ())
+        if sys.platform == "linux":  # glibc keeps freed memory: here more than the quantized model takes
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            if trim is not None:
+                trim(0)
 
     @torch.no_grad()
     def embed(self, input_ids: Tensor, images: Tensor | None = None) -> Tensor:
