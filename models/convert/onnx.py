@@ -87,7 +87,10 @@ class DecoderGraph(nn.Module):
         super().__init__()
         cfg = model.cfg
         self.cfg, self.dtype = cfg, dtype
-        self.decoder: LanguageModel = _in_dtype(model.decoder, dtype)
+        decoder: LanguageModel = _in_dtype(model.decoder, dtype)
+        self.decoder = copy.deepcopy(decoder, {id(p): p for p in decoder.parameters()})  # shares the weights
+        for block in self.decoder.blocks:
+            block.attn.attend = grouped_attention
         self.frequencies = inverse_frequencies(cfg.lm_head_dim, cfg.lm_re_base)  # a constant of the graph, in float32
 
     def forward(
@@ -109,6 +112,18 @@ class DecoderGraph(nn.Module):
             x, kv = block(x, cos, sin, mask, KVCache(key, value))
             present += [kv.key, kv.value]
         return self.decoder.head(self.decoder.norm(x)).float(), present
+
+
+def grouped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool = False, dropout_p: float = 0.0
+) -> Tensor:
+    """`attention` with a mask, as one matmul for all queries of a key's group: SDPA's graph repeats the keys."""
+    assert not causal and not dropout_p
+    (B, H, T, D), n_kv_heads = q.shape, k.size(1)
+    bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
+    q = (q * D**-0.5).reshape(B, n_kv_heads, -1, D)
+    weights = (q @ k.transpose(2, 3) + bias.repeat(1, 1, H // n_kv_heads, 1)).softmax(-1)
+    return (weights @ v).reshape(B, H, T, D)
 
 
 def write_onnx(model: VisionLanguageModel, folder: Path, dtypes: Sequence[str] = ("float32",)) -> None:
