@@ -169,3 +169,14 @@ static void quantize_token(const float *x, operand *out) {
         }
     }
 }
+
+// The token of dot_rows_bf16: of each 2 * LANES values of x the even ones, then the odd ones. out may be x.
+static void split_token(const float *x, long depth, float *out) {
+    for (long i = 0; i < depth; i += 2 * LANES) {
+        const long n = min_long(2 * LANES, depth - i);
+        float values[2 * LANES];
+        memcpy(values, x + i, n * 4);
+        if (n < 2 * LANES) memcpy(out + i, values, n * 4);  // the rest is multiplied in order
+        else for (long j = 0; j < n; j++) out[i + j / 2 + j % 2 * LANES] = values[j];
+    }
+}

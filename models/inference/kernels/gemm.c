@@ -257,24 +257,37 @@ static void dot_rows(const matrix *w, long row, long rows, const operand *x, flo
 #define PREFETCH_BYTES 8192
 INLINE void prefetch(const void *at) { __builtin_prefetch((const char *)at + PREFETCH_BYTES); }
 
-INLINE vec load_row(const matrix *w, const long dtype, long at) {
-    return dtype == FLOAT32 ? load((const float *)w->data + at) : load_bf16((const uint16_t *)w->data + at);
-}
-
-INLINE void dot_rows_float(const matrix *w, const long dtype, long row, const long rows, const float *x, float *y) {
+INLINE void dot_rows_float(const matrix *w, long row, const long rows, const float *x, float *y) {
+    const float *data = (const float *)w->data + row * w->stride;
     vec sum[4][2] = {0};
     long i = 0;
     for (; i + 2 * LANES <= w->depth; i += 2 * LANES)
         for (long r = 0; r < rows; r++) {
-            const long at = (row + r) * w->stride + i;
-            prefetch((const char *)w->data + at * (dtype == FLOAT32 ? 4 : 2));
-            if (dtype == FLOAT32) prefetch((const float *)w->data + at + LANES);
-            sum[r][0] += load_row(w, dtype, at) * load(x + i);
-            sum[r][1] += load_row(w, dtype, at + LANES) * load(x + i + LANES);
+            const float *at = data + r * w->stride + i;
+            prefetch(at), prefetch(at + LANES);
+            sum[r][0] += load(at) * load(x + i);
+            sum[r][1] += load(at + LANES) * load(x + i + LANES);
         }
     for (long r = 0; r < rows; r++) y[r] = sum_lanes(sum[r][0] + sum[r][1]);
     for (; i < w->depth; i++)
-        for (long r = 0; r < rows; r++) y[r] += get(w->data, dtype, (row + r) * w->stride + i) * x[i];
+        for (long r = 0; r < rows; r++) y[r] += data[r * w->stride + i] * x[i];
+}
+
+// A lane of 4 bytes holds an even and an odd value, and x is split in the same way: see split_token.
+INLINE void dot_rows_bf16(const matrix *w, long row, const long rows, const float *x, float *y) {
+    const uint16_t *data = (const uint16_t *)w->data + row * w->stride;
+    vec even[4] = {0}, odd[4] = {0};
+    long i = 0;
+    for (; i + 2 * LANES <= w->depth; i += 2 * LANES)
+        for (long r = 0; r < rows; r++) {
+            const ivec pairs = load_int(data + r * w->stride + i);
+            prefetch(data + r * w->stride + i);
+            even[r] += (vec)(pairs << 16) * load(x + i);
+            odd[r] += (vec)(pairs & (int32_t)0xffff0000) * load(x + i + LANES);
+        }
+    for (long r = 0; r < rows; r++) y[r] = sum_lanes(even[r] + odd[r]);
+    for (; i < w->depth; i++)
+        for (long r = 0; r < rows; r++) y[r] += from_bf16(data[r * w->stride + i]) * x[i];
 }
 
 // Sums of four (AVX2: of 32 / LANES) products of QUANT_GROUP values
@@ -362,8 +375,8 @@ INLINE void dot_rows_int4(const matrix *w, long row, const long rows, const oper
 INLINE void dot_rows_type(const matrix *w, long row, const long rows, const operand *x, float *y) {
     if (w->dtype == INT8) dot_rows_int8(w, row, rows, x, y);
     else if (w->dtype == INT4) dot_rows_int4(w, row, rows, x, y);
-    else if (w->dtype == FLOAT32) dot_rows_float(w, FLOAT32, row, rows, (const float *)x->data, y);
-    else dot_rows_float(w, BFLOAT16, row, rows, (const float *)x->data, y);
+    else if (w->dtype == FLOAT32) dot_rows_float(w, row, rows, (const float *)x->data, y);
+    else dot_rows_bf16(w, row, rows, (const float *)x->data, y);
 }
 
 static void dot_rows(const matrix *w, long row, long rows, const operand *x, float *y) {

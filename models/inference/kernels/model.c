@@ -10,7 +10,8 @@ typedef struct {
 static operand make_operand(const matrix *w, const activations *x, const norm_args *norm, int threads) {
     operand out = operand_for(w, x->n_tokens);
     const long depth = w->depth, width = width_of(x);
-    if (out.type == FLOAT32 && !norm) {
+    const int splits = width == 1 && w->dtype == BFLOAT16 && LEVEL > NAIVE;  // see dot_rows_bf16
+    if (out.type == FLOAT32 && !norm && !splits) {
         release(out.data);
         out.data = (char *)x->data, out.panel_bytes = x->n_features * PANEL * 4, out.borrowed = 1;
         return out;
@@ -24,6 +25,7 @@ static operand make_operand(const matrix *w, const activations *x, const norm_ar
             normalize(panel_of(x, p), norm->weight, norm->bias, norm->eps, depth, width, y);
         }
         if (width > 1) pack_panel(y, &out, p);
+        else if (splits) split_token(y, depth, (float *)out.data);
         else if (out.type == INT8) quantize_token(y, &out);
         release(scratch);
     }
