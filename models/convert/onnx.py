@@ -115,10 +115,10 @@ class DecoderGraph(nn.Module):
 
 
 def grouped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool = False, dropout_p: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, dropout_p: float = 0.0
 ) -> Tensor:
     """`attention` with a mask, as one matmul for all queries of a key's group: SDPA's graph repeats the keys."""
-    assert not causal and not dropout_p
+    assert mask is not None and not causal and not dropout_p
     (B, H, T, D), n_kv_heads = q.shape, k.size(1)
     bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
     q = (q * D**-0.5).reshape(B, n_kv_heads, -1, D)
