@@ -94,7 +94,7 @@ class ContinuousBatch:
         if max_num_seqs < 1:
             raise InputError(f"max_num_seqs={max_num_seqs} is less than 1")
         self.model = model if isinstance(model, InferenceModel) else InferenceModel(model)
-        self.max_num_seqs = max_num_seqs
+        self.max_num_seqs, self._network = max_num_seqs, self.model.network
         self.image_cache, self.prefix_cache = image_cache, prefix_cache
         self.eos_token_id, self._other_ends = split_end_tokens(eos_token_id)
         self._waiting: dict[Hashable, _Request] = {}
@@ -230,7 +230,8 @@ class ContinuousBatch:
 
         Several prompts begin at their first token, a single one where its prefix ends.
         """
-        model, network = self.model, self.model.network
+        model = self.model
+        network = self._network = model.network  # a change of the weights is noticed here, not at every token
         start, lengths = requests[0].prefix_length, [len(request.input_ids) for request in requests]
         first = len(self._slots)  # there are no holes
         stop = first + len(requests)
@@ -323,7 +324,7 @@ class ContinuousBatch:
 
     def _decode_logits(self, requests: Sequence[_Request], start: int) -> Tensor:
         """Logits (B, vocabulary) after the last token of each of the requests, whose slots begin with start."""
-        network, lengths = self.model.network, [request.length for request in requests]
+        network, lengths = self._network, [request.length for request in requests]
         stop = start + len(requests)
         self._reserve(stop, max(lengths) + 1)
         ids = torch.tensor([[request.output[-1]] for request in requests], device=self.model.device)
@@ -339,7 +340,7 @@ class ContinuousBatch:
             n_slots = max(min(2 * n_slots, self.max_num_seqs), old.size(2)) if n_slots > old.size(2) else old.size(2)
             n_tokens = max(n_tokens, old.size(4) * 5 // 4) if n_tokens > old.size(4) else old.size(4)
         capacity = min(-(-n_tokens // CACHE_GROWTH) * CACHE_GROWTH, cfg.lm_max_position_embeddings)
-        new = self.model.network.new_cache(n_slots, capacity)
+        new = self._network.new_cache(n_slots, capacity)
         if self._slots:
             new[:, :, : old.size(2), :, : old.size(4)] = old
         self._cache = new

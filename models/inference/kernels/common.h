@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Levels of instructions. This source is compiled once for each of them, with -DLEVEL=<number> and a suffix for names.
+// Levels of instructions. This source is compiled into one library for each, with -DLEVEL=<number>.
 #define NAIVE 0  // plain loops: what the tests compare the others with
 #define AVX2 1
 #define VNNI 2   // AVX-512 with int8 dot products
