@@ -108,10 +108,7 @@ class InferenceModel(GenerationMixin):
     @torch.no_grad()
     def embed(self, input_ids: Tensor, images: Tensor | None = None) -> Tensor:
         """See `VisionLanguageModel.embed`. The dtype is float32 with kernels."""
-        self.validate_images(input_ids, images)
-        if images is None or not len(images):
-            return self.embed_encoded(input_ids, None)
-        return self.embed_encoded(input_ids, self.encode_images(images).flatten(0, 1))
+        return self._embed(self.network, input_ids, images)
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
@@ -142,7 +139,7 @@ class InferenceModel(GenerationMixin):
         network = self.network
         if attention_mask is not None and bool((attention_mask == 1).all()):
             attention_mask = None
-        return network.prefill_embeds(self.embed(input_ids, images), attention_mask, prefix)
+        return network.prefill_embeds(self._embed(network, input_ids, images), attention_mask, prefix)
 
     @torch.no_grad()
     def prefill_embeds(
@@ -164,6 +161,12 @@ class InferenceModel(GenerationMixin):
     def validate_length(self, prompt: int, max_new_tokens: int) -> None:
         """See `VisionLanguageModel.validate_length`."""
         self._state.network.model.validate_length(prompt, max_new_tokens)
+
+    def _embed(self, network: Network, input_ids: Tensor, images: Tensor | None) -> Tensor:
+        self.validate_images(input_ids, images)
+        if images is None or not len(images):
+            return self.embed_encoded(input_ids, None)
+        return self.embed_encoded(input_ids, network.encode_images(images).flatten(0, 1))
 
     def __getstate__(self) -> dict:
         """What deepcopy and pickle take along: the model, or the private network once the model was released."""
