@@ -1,4 +1,4 @@
-"""Caption pictures: python generate.py [PICTURE ...] [--prompt TEXT] [--model FOLDER_OR_HUB_ID]; see --help."""
+"""Caption images: python generate.py [IMAGE ...] [--prompt TEXT] [--model FOLDER_OR_HUB_ID]; see --help."""
 
 import sys
 

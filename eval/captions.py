@@ -14,7 +14,7 @@ where shapes are. Captions and the last two are also counted by the number of ob
 pixels a side.
 
 --compare measures float32, bfloat16, int8 and int4 at every level of CPU instructions here (see eval.latency) beside
-float32 by plain modules ("none"), one picture at a time: the share of right captions, the share of that reference's
+float32 by plain modules ("none"), one image at a time: the share of right captions, the share of that reference's
 right captions that stay right ("kept"), and the root mean square difference of the first token's logits from the
 reference's, relative to their standard deviation. Two more figures compare the greedy texts, as OpenVINO's
 who-what-benchmark does, but without its sentence embeddings, which are a download: means of the share of the

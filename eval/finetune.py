@@ -34,10 +34,10 @@ from eval.lib.command import add_threads_flag, make_parser, one_of, positive, pr
 from eval.lib.hardware import environment
 from eval.lib.postcards import draw, random_postcard, write_folder
 from eval.lib.scene_splits import png
-from eval.lib.training_peers import check_nanovlm
 from eval.lib.training_profile import profile_training
 from eval.lib.training_race import PEERS, Race, race_table
 from eval.lib.training_setup import EMBEDDED_SHAPE, TRAINED_SHAPES, make_setup
+from eval.peers.training_peers import check_nanovlm
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.cli.main import run_verb

@@ -10,7 +10,7 @@
     python -m eval.latency --model-size 230M --baselines openvino --background-load 2   # beside two busy processes
 
 Stages: encode (one preprocessed image), prefill (as many tokens as an image and a short prompt), decode (one token of
-every sequence), first-token (from the picture), questions (eight about one picture, by single calls and by one
+every sequence), first-token (from the image), questions (eight about one image, by single calls and by one
 `Captioner.ask`) and cold-start (a whole process). Figures are milliseconds.
 
 Engines of this project are named by dtype, quantization and level of CPU instructions; levels are those of
@@ -21,7 +21,7 @@ not be held. Below bf16, where oneDNN has no fast bfloat16, OpenVINO computes in
 
 Engines beside this project: "plain" is nanoVLM's computation, float32 and layer by layer; transformers runs the
 language model only. OpenVINO and ONNX Runtime run the files of `nanovlm export --onnx`, without the head's logits of
-earlier tokens; with --quantize int8 also with int8 weights and activations, by NNCF calibrated on drawn pictures and
+earlier tokens; with --quantize int8 also with int8 weights and activations, by NNCF calibrated on drawn images and
 random text, and by dynamic quantization. llama.cpp, for models of SmolVLM's layout, runs the files of `nanovlm export
 --gguf`, preprocessing included; with --quantize also in q8_0 (int8) or q4_0 (int4), without AMX kernels. All need the
 extra `peers`. All engines read the same weights, which are random for a published shape, and take turns in every round.
@@ -29,7 +29,7 @@ extra `peers`. All engines read the same weights, which are random for a publish
 "of roofline" relates a median to the least time in which this machine reads the stage's weights once and does its
 operations, at the speed that PyTorch reaches in this process for one large tensor and one large matmul. "error" is the
 root mean square difference from the plain model's embeddings or logits, over their standard deviation; llama.cpp's
-embeddings have none, as it resizes every picture. "same ids" counts decoded tokens equal to the first engine's. The
+embeddings have none, as it resizes every image. "same ids" counts decoded tokens equal to the first engine's. The
 command fails if an engine in float32 has an error above 0.001 or decodes other tokens than another one.
 
 --save appends what is printed, with the command line, to eval/results.
@@ -54,7 +54,13 @@ import torch
 from eval.lib.accuracy import inexact_engines, stage_errors
 from eval.lib.command import make_parser, positive, progress, report
 from eval.lib.cpu_levels import current_level, level_here, lowering, peers_note
-from eval.lib.engines import (
+from eval.lib.hardware import environment, matmul_flops, memory_bandwidth
+from eval.lib.random_model import write_random_model
+from eval.lib.results import add_save_flag
+from eval.lib.roofline import stage_costs
+from eval.lib.shapes import SHAPES
+from eval.lib.timing import competing_processes, interleave, measure_seconds
+from eval.peers.engines import (
     BASELINES,
     Engine,
     EngineOptions,
@@ -63,29 +69,22 @@ from eval.lib.engines import (
     make_engines,
     plain_engine,
 )
-from eval.lib.hardware import environment, matmul_flops, memory_bandwidth
-from eval.lib.llama_cpp_engine import LlamaCppEngine
-from eval.lib.random_model import write_random_model
-from eval.lib.results import add_save_flag
-from eval.lib.roofline import stage_costs
-from eval.lib.shapes import SHAPES
-from eval.lib.timing import competing_processes, interleave, measure_seconds
+from eval.peers.llama_cpp_engine import LlamaCppEngine
 from models.checkpoint import load_config, snapshot_path
 from models.config import VLMConfig
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.cli.main import Parser
 from nanovlm.cli.options import QUANTIZATIONS, add_threads_flag
-from nanovlm.device import DTYPES
+from nanovlm.device import DTYPES, set_threads
 from nanovlm.errors import NanoVLMError
-from nanovlm.image_processing import as_tensor
+from nanovlm.processing.image_loading import as_tensor
 from nanovlm.synthetic import draw, random_scene
-from nanovlm.threads import set_threads
 
 GENERATE = Path(__file__).parent.parent / "generate.py"
 STAGES = ("encode", "prefill", "decode", "first-token", "questions", "cold-start")
 TEXT_TOKENS = 16  # of the prompt, after the image
-MAX_IMAGE_SIZE = 2048  # pixels; larger pictures are reduced
+MAX_IMAGE_SIZE = 2048  # pixels; larger images are reduced
 ANSWER_TOKENS = 16
 COLUMNS = ("median", "min", "speedup", "of roofline", "error", "slowdown", "same ids")
 QUESTIONS = [
@@ -121,7 +120,7 @@ class Inputs:
 
     prompts: list[list[int]]  # one per sequence, of equal length
     image: torch.Tensor  # (1, 3, S, S)
-    pictures: Mapping[int, ImageInput]  # by their size in pixels
+    images: Mapping[int, ImageInput]  # by their size in pixels
 
     @classmethod
     def make(cls, cfg: VLMConfig, image_token_id: int, batch_size: int, image_sizes: Sequence[int]) -> "Inputs":
@@ -131,8 +130,8 @@ class Inputs:
         prompts += prompts == image_token_id  # no image is given with these
         image = as_tensor(draw(random_scene(Random("image")), cfg.vit_img_size, cfg.vit_img_size))[None] / 255
         image = image if cfg.smolvlm is None else image * 2 - 1
-        pictures = {side: draw(random_scene(Random("pictures")), side, side) for side in image_sizes}
-        return cls(prompts.tolist(), image, pictures)
+        images = {side: draw(random_scene(Random("images")), side, side) for side in image_sizes}
+        return cls(prompts.tolist(), image, images)
 
 
 @contextmanager
@@ -164,9 +163,9 @@ def decode_seconds(engine: Engine, prompts: list[list[int]], tokens: int) -> flo
     return median(measure_seconds(partial(engine.decode, ids)) for _ in range(tokens))
 
 
-def ask_one_by_one(captioner: Captioner, picture: ImageInput) -> None:
+def ask_one_by_one(captioner: Captioner, image: ImageInput) -> None:
     for question in QUESTIONS:
-        captioner.caption(picture, question, max_new_tokens=ANSWER_TOKENS)
+        captioner.caption(image, question, max_new_tokens=ANSWER_TOKENS)
 
 
 def cold_start(folder: Path) -> dict[str, Callable[[], object]]:
@@ -182,7 +181,7 @@ def cold_start(folder: Path) -> dict[str, Callable[[], object]]:
 def stage_contestants(
     stage: str, engines: Sequence[Engine], inputs: Inputs, tokens: int, folder: Path
 ) -> Iterator[tuple[str, Contestants]]:
-    """Titles and contestants of a stage: one title, or one per picture."""
+    """Titles and contestants of a stage: one title, or one per image."""
     ours = [engine for engine in engines if isinstance(engine, NanoVLMEngine)]
 
     def timed(calls: Mapping[str, Callable[[], object]]) -> Contestants:
@@ -196,17 +195,17 @@ def stage_contestants(
     elif stage == "decode":
         yield stage, {engine.name: partial(decode_seconds, engine, inputs.prompts, tokens) for engine in engines}
     elif stage == "first-token":
-        for side, picture in inputs.pictures.items():
-            length = len(ours[0].captioner.prepare(picture)[0])
+        for side, image in inputs.images.items():
+            length = len(ours[0].captioner.prepare(image)[0])
             readers = [engine for engine in engines if isinstance(engine, (NanoVLMEngine, LlamaCppEngine))]
-            first = {engine.name: partial(engine.first_token, picture) for engine in readers}
+            first = {engine.name: partial(engine.first_token, image) for engine in readers}
             yield f"first token, {side} px, {length:,} tokens", timed(first)
     elif stage == "questions":
-        side, picture = next(iter(inputs.pictures.items()))
+        side, image = next(iter(inputs.images.items()))
         captioner = ours[-1].captioner
-        ask = partial(captioner.ask, picture, QUESTIONS, max_new_tokens=ANSWER_TOKENS)
+        ask = partial(captioner.ask, image, QUESTIONS, max_new_tokens=ANSWER_TOKENS)
         calls: dict[str, Callable[[], object]] = {
-            "single calls": partial(ask_one_by_one, captioner, picture),
+            "single calls": partial(ask_one_by_one, captioner, image),
             "one ask": ask,
         }
         yield f"{len(QUESTIONS)} questions, {side} px, {ours[-1].name}", timed(calls)

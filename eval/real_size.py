@@ -117,8 +117,8 @@ def sample_private_memory(interval: float = 0.002) -> Iterator[list[float]]:
         samples.append(process_memory("RssAnon"))
 
 
-def measure(folder: Path, picture: bytes, dtype: str, quantize: str | None, max_new_tokens: int) -> dict:
-    """Load the model in folder and caption picture. Needs a fresh process, since memory is that of the process."""
+def measure(folder: Path, image: bytes, dtype: str, quantize: str | None, max_new_tokens: int) -> dict:
+    """Load the model in folder and caption image. Needs a fresh process, since memory is that of the process."""
     imports_mb = process_memory("VmHWM")
     with sample_private_memory() as private:
         started = time.perf_counter()
@@ -126,7 +126,7 @@ def measure(folder: Path, picture: bytes, dtype: str, quantize: str | None, max_
         load_s = time.perf_counter() - started
     peak_mb, stats, inference = process_memory("VmHWM"), Stats(), captioner.inference
     model = empty_model(inference.cfg, 0).to(inference.dtype) if quantize else captioner.model
-    for _ in captioner.stream(picture, max_new_tokens=max_new_tokens, stats=stats):
+    for _ in captioner.stream(image, max_new_tokens=max_new_tokens, stats=stats):
         pass
     parameters = sum(parameter.numel() for parameter in model.parameters())
     image_tokens = stats.prompt_tokens - len(captioner.processor.encode_prompt([], PROMPT))
@@ -156,7 +156,7 @@ def copied_parameters(model: VisionLanguageModel) -> int:
     return 0 if model.cfg.smolvlm is None else sum(joined)
 
 
-def measure_shape(name: str, picture: bytes, dtype: str, quantize: str | None, max_new_tokens: int) -> RealSize:
+def measure_shape(name: str, image: bytes, dtype: str, quantize: str | None, max_new_tokens: int) -> RealSize:
     """Write the model of that name and measure it in a fresh process."""
     cfg, published = SHAPES[name]
     with tempfile.TemporaryDirectory() as temporary:
@@ -165,7 +165,7 @@ def measure_shape(name: str, picture: bytes, dtype: str, quantize: str | None, m
         write_random_model(folder, cfg)
         progress(f"{name}: loading, captioning")
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            measured = process.submit(measure, folder, picture, dtype, quantize, max_new_tokens).result()
+            measured = process.submit(measure, folder, image, dtype, quantize, max_new_tokens).result()
         measured |= {"file_mb": round((folder / WEIGHTS).stat().st_size / MB, 1), "quantize": quantize}
         return RealSize(name, published=published, **measured)
 
@@ -210,11 +210,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not PROCESS_STATUS.exists():
         parser.error(f"memory is read from {PROCESS_STATUS}, which only Linux has")
 
-    picture, results = photograph(), []
+    image, results = photograph(), []
     counts, failures = count_parameters()
     for name in args.names or DEFAULT:
         try:
-            results.append(measure_shape(name, picture, args.dtype, args.quantize, args.max_new_tokens))
+            results.append(measure_shape(name, image, args.dtype, args.quantize, args.max_new_tokens))
         except (NanoVLMError, OSError, MemoryError, BrokenProcessPool) as error:  # such as a full disk
             failures.append(f"{name} could not be measured: {error}")
         else:

@@ -42,7 +42,7 @@ from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
 from nanovlm.device import DTYPES, choose_device
 from nanovlm.errors import NanoVLMError
-from nanovlm.image_processing import load_image
+from nanovlm.processing.image_loading import load_image
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
 TEXT_TOKENS = 16  # of a published shape's prompt, after the image

@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models import smolvlm
 from models.config import VLMConfig
 from models.errors import CheckpointError
+from models.formats import smolvlm
 from models.language_model import inverse_frequencies
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"

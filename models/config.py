@@ -36,7 +36,7 @@ def is_optional(field: Field) -> bool:
 
 @dataclass(frozen=True)
 class SmolVLMSettings:
-    """What a folder of transformers' SmolVLM or Idefics3 says beyond the fields of VLMConfig; see `models.smolvlm`."""
+    """Settings of a SmolVLM or Idefics3 folder beyond the fields of VLMConfig; see `models.formats.smolvlm`."""
 
     files: dict[str, str]  # texts of its JSON and template files by name, which are written again with the model
     longest_edge: int | None  # pixels; an image is first resized so that its longer side has as many. None: it is not

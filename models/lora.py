@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from models.checkpoint import read_object
 from models.errors import CheckpointError, InputError
-from models.smolvlm import to_smolvlm
+from models.formats.smolvlm import to_smolvlm
 from models.vision_language_model import VisionLanguageModel
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -202,7 +202,7 @@ class GPT(nn.Module):
 
         Raises ValueError if the checkpoint is not a GPT-2 that this class computes exactly.
         """
-        from models.convert.gpt2 import read_gpt2
+        from models.formats.gpt2 import read_gpt2
 
         settings, state = read_gpt2(folder_or_name)
         config = GPTConfig(**settings).complete()

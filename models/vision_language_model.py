@@ -63,7 +63,7 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
     """nanoVLM: a SigLIP encoder, a pixel-shuffle projector and a Llama decoder.
 
     image_token_id marks the positions of images in a prompt; -1 where the vocabulary has no token for them.
-    `models.convert.backbones.from_backbones` makes a new model from pretrained backbones.
+    `models.formats.backbones.from_backbones` makes a new model from pretrained backbones.
     """
 
     def __init__(self, cfg: VLMConfig, image_token_id: int):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from models.attention import attention
 from models.config import VLMConfig
-from models.smolvlm import patch_positions
+from models.formats.smolvlm import patch_positions
 
 
 def smolvlm_position_ids(cfg: VLMConfig) -> list[int] | None:

@@ -2,7 +2,7 @@
 
 >>> from nanovlm import Captioner
 >>> captioner = Captioner.from_pretrained()
->>> captioner.caption("picture.png")
+>>> captioner.caption("image.png")
 """
 
 import importlib
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from models.decoding import SamplingParams
     from nanovlm.captioner import Captioner
     from nanovlm.chat_session import ChatSession
-    from nanovlm.processor import Processor
+    from nanovlm.processing.processor import Processor
 
 __version__ = "0.1.0"
 __all__ = ["EMBEDDED", "PROMPT", "SAMPLE", "Captioner", "ChatSession", "Processor", "SamplingParams"]
@@ -24,7 +24,7 @@ __all__ = ["EMBEDDED", "PROMPT", "SAMPLE", "Captioner", "ChatSession", "Processo
 _LAZY = {  # imported on first use: importing torch takes seconds, which `nanovlm --help` should not
     "Captioner": "nanovlm.captioner",
     "ChatSession": "nanovlm.chat_session",
-    "Processor": "nanovlm.processor",
+    "Processor": "nanovlm.processing.processor",
     "SamplingParams": "models.decoding",
 }
 

@@ -13,26 +13,25 @@ from PIL import Image
 from torch import Tensor
 
 from models.checkpoint import load_config, snapshot_path
-from models.convert.backbones import find_backbones, read_backbones
 from models.decoding import stream_tokens
+from models.formats.backbones import find_backbones, read_backbones
 from models.inference.cache_observer import CacheObserver
 from models.inference.inference_model import InferenceModel
 from models.inference.quantization import check_format as check_quantization
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.embedded import EMBEDDED, PROMPT
-from nanovlm.errors import ImageError, InputError
-from nanovlm.generation import Generation, GenerationKwargs, cut_incomplete_sentence
-from nanovlm.image_processing import is_single_array, load_image
-from nanovlm.processor import EncodedPrompt, Processor
-from nanovlm.smolvlm_layout import check_format, convert_layout
-from nanovlm.tokenizer import Tokenizer
-from nanovlm.web_images import fetch_picture, is_url
+from nanovlm.errors import ImageError, InputError, MissingExtraError
+from nanovlm.options import Generation, GenerationKwargs, cut_incomplete_sentence
+from nanovlm.processing.convert import check_format, convert_layout
+from nanovlm.processing.image_loading import is_single_array, is_url, load_image
+from nanovlm.processing.processor import EncodedPrompt, Processor
+from nanovlm.processing.tokenizer import Tokenizer
 
 # A path, a file's bytes, a PIL image, a tensor (C, H, W), a numpy array (H, W, C), a binary file or an http(s) URL
 ImageInput = str | os.PathLike | bytes | Image.Image | Tensor | Any
 ImageInputs = ImageInput | Sequence[ImageInput] | None
-NO_IMAGE = "a question without a picture: the model may describe one that it does not see"
+NO_IMAGE = "a question without an image: the model may describe one that it does not see"
 
 
 @dataclass
@@ -124,7 +123,7 @@ class Captioner:
 
         Each is a folder or a Hub id; the tokenizer is the language model's. format is the layout of images and chats
         that the model is to be trained in, nanoVLM's or, with "smolvlm", SmolVLM's. Options are vision_revision,
-        language_revision and fields of VLMConfig, see `models.convert.backbones.find_backbones`. Write the result with
+        language_revision and fields of VLMConfig, see `models.formats.backbones.find_backbones`. Write the result with
         `save_pretrained`, and train it.
         """
         torch_dtype = choose_dtype(dtype, choose_device("cpu"))
@@ -239,8 +238,12 @@ class Captioner:
         if not is_url(source):
             return load_image(source)
         if not self.allow_urls:
-            raise ImageError(f"{source} is a URL; to fetch pictures from the web, load the model with allow_urls=True")
-        return load_image(fetch_picture(source), name=source)
+            raise ImageError(f"{source} is a URL; to fetch images from the web, load the model with allow_urls=True")
+        try:
+            from nanovlm.processing.image_urls import fetch_image
+        except ImportError:
+            raise MissingExtraError(f"{source}: images are fetched by httpx: pip install 'nanovlm[serve]'") from None
+        return load_image(fetch_image(source), name=source)
 
     def _load(self, images: ImageInputs) -> list[Image.Image]:
         if not (sources := _as_list(images)):

@@ -11,7 +11,7 @@ from models.decoding import SamplingParams, generate_tokens, token_presence_mask
 from models.vision_language_model import PrefillState
 from nanovlm.captioner import NO_IMAGE, Captioner, ImageInput
 from nanovlm.errors import InputError
-from nanovlm.generation import Generation, SamplingKwargs
+from nanovlm.options import Generation, SamplingKwargs
 
 
 class ChatSession:

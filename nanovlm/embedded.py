@@ -7,7 +7,7 @@ EMBEDDED = Path(__file__).parent / "assets"  # a checkpoint folder like any othe
 SAMPLE = EMBEDDED / "sample.png"
 PROMPT = "Describe this picture."
 EMBEDDED_LIMITS = (
-    "the embedded model knows only drawn scenes of coloured shapes; its captions of photographs are nonsense"
+    "the embedded model knows only drawn scenes of colored shapes; its captions of photographs are nonsense"
 )
 
 

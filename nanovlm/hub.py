@@ -64,7 +64,7 @@ def model_card(
         f"pixels a side, and a language model of {cfg.lm_n_blocks} blocks and {cfg.lm_vocab_size:,} tokens.",
         "## Usage",
         f'```python\nfrom nanovlm import Captioner\n\ncaptioner = Captioner.from_pretrained("{repo_id}")\n'
-        'print(captioner.caption("picture.png"))\n```',
+        'print(captioner.caption("image.png"))\n```',
     ]
     if recipe:
         sections += ["## Recipe", recipe]

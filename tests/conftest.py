@@ -107,8 +107,8 @@ def tiled(model_and_processor, tiny_config):
     import tokenizers
 
     from models.config import extra_tokens
-    from nanovlm.processor import Processor
-    from nanovlm.tokenizer import Tokenizer
+    from nanovlm.processing.processor import Processor
+    from nanovlm.processing.tokenizer import Tokenizer
 
     backend = tokenizers.Tokenizer.from_str(model_and_processor[1].tokenizer.to_json())
     backend.add_special_tokens(list(extra_tokens(8).values()))

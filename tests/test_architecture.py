@@ -21,9 +21,9 @@ FORBIDDEN = {  # packages that the modules of a package must not import
 CORE = {
     "models.config", "models.errors", "models.cache", "models.attention", "models.language_model",
     "models.vision_transformer", "models.modality_projector", "models.vision_language_model", "models.decoding",
-    "models.checkpoint", "models.smolvlm", "models.transformers_layout",
+    "models.checkpoint",
 }  # fmt: skip
-ADD_ONS = ("models.inference", "models.kv_study", "models.lora", "models.mingpt", "models.convert")
+ADD_ONS = ("models.inference", "models.kv_study", "models.lora", "models.mingpt", "models.formats")
 DIALECT = {
     "said",
     "told",
@@ -105,7 +105,7 @@ def test_the_core_is_complete():
 
 def test_mingpt_stands_alone():
     """The loader of GPT-2's weights, inside a function, is its only import from this project."""
-    assert GRAPH.edges["models.mingpt"] == {"models.convert.gpt2"}
+    assert GRAPH.edges["models.mingpt"] == {"models.formats.gpt2"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,4 +1,4 @@
-"""docs/quickstart.ipynb: its cells run, from a picture to a fine-tuned model and the plot of its training."""
+"""docs/quickstart.ipynb: its cells run, from an image to a fine-tuned model and the plot of its training."""
 
 import json
 import re

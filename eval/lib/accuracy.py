@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eval.lib.engines import Engine, ImageEngine
-from eval.lib.llama_cpp_engine import LlamaCppEngine
+from eval.peers.engines import Engine, ImageEngine
+from eval.peers.llama_cpp_engine import LlamaCppEngine
 
 MAX_FLOAT32_ERROR = 1e-3
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from eval.lib.results import append_output
 from nanovlm.cli.main import Parser
-from nanovlm.device import DTYPES
+from nanovlm.device import DTYPES, set_threads
 from nanovlm.errors import UsageError
-from nanovlm.threads import set_threads
 
 
 def make_parser(name: str, doc: str) -> Parser:
@@ -28,7 +27,7 @@ def add_threads_flag(parser: Parser) -> None:
         type=use_threads,
         default="auto",
         metavar="N",
-        help="CPU threads (default: auto, see nanovlm.threads)",
+        help="CPU threads (default: auto, see nanovlm.device)",
     )
 
 

@@ -60,16 +60,16 @@ def draw(card: Postcard) -> Image.Image:
     horizon = rng.uniform(0.62, 0.7)
     high, low = ([c + rng.randint(-10, 10) for c in tone] for tone in TIMES[card.time])
     sky = Image.linear_gradient("L").resize((SUPERSAMPLING * width, SUPERSAMPLING * height))
-    picture = Image.composite(Image.new("RGB", sky.size, _rgb(low)), Image.new("RGB", sky.size, _rgb(high)), sky)
-    canvas = ImageDraw.Draw(picture)
+    image = Image.composite(Image.new("RGB", sky.size, _rgb(low)), Image.new("RGB", sky.size, _rgb(high)), sky)
+    canvas = ImageDraw.Draw(image)
 
     def polygon(points: Polygon, x: float, y: float, size: float, color: Color) -> None:
         """Draw points around (0, 0), y upwards, at (x, y) of the image, in units of size."""
-        short = size * min(picture.size)
-        canvas.polygon([(x * picture.width + short * u, y * picture.height - short * v) for u, v in points], color)
+        short = size * min(image.size)
+        canvas.polygon([(x * image.width + short * u, y * image.height - short * v) for u, v in points], color)
 
     tone = _rgb(c + rng.randint(-12, 12) for c in GROUNDS[card.ground])
-    canvas.rectangle((0, horizon * picture.height, *picture.size), tone)
+    canvas.rectangle((0, horizon * image.height, *image.size), tone)
     position = rng.uniform(0.18, 0.82), rng.uniform(0.2, 0.28)
     for points, color in _sky_thing(card.above, rng):
         polygon(points, *position, 0.17, color)
@@ -78,7 +78,7 @@ def draw(card: Postcard) -> Image.Image:
         y, size = horizon + rng.uniform(0.06, 0.16), rng.uniform(0.22, 0.25)
         for points, color in _thing(card.thing, rng):
             polygon(points, x, y, size, color)
-    return picture.reduce(SUPERSAMPLING)
+    return image.reduce(SUPERSAMPLING)
 
 
 def write_folder(folder: Path, cards: list[Postcard]) -> None:

@@ -7,10 +7,10 @@ import tokenizers
 import torch
 from tokenizers import decoders, pre_tokenizers
 
-from models import smolvlm
 from models.checkpoint import save_checkpoint
 from models.config import VLMConfig
-from models.convert.smolvlm import layout_tokens
+from models.formats import smolvlm
+from models.formats.to_smolvlm import layout_tokens
 from models.vision_language_model import VisionLanguageModel
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

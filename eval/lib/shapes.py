@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 from models.config import VLMConfig
-from models.convert.smolvlm import CHAT_TEMPLATE, image_processor_settings
-from models.smolvlm import GENERATION, PREPROCESSOR, TEMPLATE, config_from_files
+from models.formats.smolvlm import GENERATION, PREPROCESSOR, TEMPLATE, config_from_files
+from models.formats.to_smolvlm import CHAT_TEMPLATE, image_processor_settings
 
 SMOLLM2_135M: dict[str, Any] = {
     "lm_hidden_dim": 576, "lm_inter_dim": 1536, "lm_n_blocks": 30, "lm_n_heads": 9, "lm_n_kv_heads": 3,

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, Protocol
 
-from eval.lib.training_peers import NanoVLMRun, TrlRun
 from eval.lib.training_setup import TrainingSetup, batches_of
+from eval.peers.training_peers import NanoVLMRun, TrlRun
 from nanovlm.data import Batches
 from nanovlm.training.loader import Batch
 from nanovlm.training.loop import Trainer

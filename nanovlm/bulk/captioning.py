@@ -20,9 +20,9 @@ from nanovlm.bulk.prefetch import Prefetch
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.device import available_cores
 from nanovlm.errors import ImageError, NanoVLMError, is_out_of_memory
-from nanovlm.generation import cut_incomplete_sentence
-from nanovlm.image_processing import printable
-from nanovlm.processor import EncodedPrompt
+from nanovlm.options import cut_incomplete_sentence
+from nanovlm.processing.image_loading import printable
+from nanovlm.processing.processor import EncodedPrompt
 
 BATCH_SIZE = 16  # images per worker, where an image becomes several tiles
 SINGLE_TILE_BATCH_SIZE = 128

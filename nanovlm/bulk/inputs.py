@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nanovlm.data.folders import list_images
 from nanovlm.errors import UsageError
-from nanovlm.image_processing import PICTURE_EXTENSIONS, readable_extensions
+from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
 
 @dataclass
@@ -20,7 +20,7 @@ class ImageList:
 
     paths: list[str] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)  # names that gave no image, with the reason
-    left_out: Counter[str] = field(default_factory=Counter)  # pictures that cannot be read here, by extension
+    left_out: Counter[str] = field(default_factory=Counter)  # images that cannot be read here, by extension
 
 
 def is_pattern(name: str) -> bool:
@@ -57,7 +57,7 @@ def _images_of(name: str, images: ImageList, recursive: bool) -> list[str]:
     matches = sorted(glob.glob(name, recursive=True))
     extensions = {match: os.path.splitext(match)[1].lower() for match in matches}
     paths = [match for match in matches if extensions[match] in readable_extensions()]
-    images.left_out.update(e for e in extensions.values() if e in PICTURE_EXTENSIONS - readable_extensions())
+    images.left_out.update(e for e in extensions.values() if e in IMAGE_EXTENSIONS - readable_extensions())
     for folder in filter(os.path.isdir, matches):
         paths += _images_in(folder, images, recursive)
     if not paths:

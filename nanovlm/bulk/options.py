@@ -10,7 +10,7 @@ from nanovlm import PROMPT
 from nanovlm.bulk.prompt_template import check_template, fill_template
 from nanovlm.data.source import INSTALL_DATA
 from nanovlm.errors import UsageError
-from nanovlm.image_processing import PICTURE_EXTENSIONS, readable_extensions
+from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
 EXISTING = ("skip", "overwrite", "append", "prepend")
 TABLES = (".jsonl", ".csv", ".parquet")
@@ -81,8 +81,8 @@ class OutputOptions:
             raise UsageError(f"extension {self.extension!r} is for a file beside each image, not for {self.out}")
         if not re.fullmatch(r"\.[^/\\\0]*[^/\\\0.]", self.extension):
             raise UsageError(f"extension {self.extension!r} is not like .txt or .caption")
-        if os.path.splitext(f"a{self.extension}")[1].lower() in readable_extensions() | PICTURE_EXTENSIONS:
-            raise UsageError(f"extension {self.extension!r} is that of pictures; use .txt or .caption")
+        if os.path.splitext(f"a{self.extension}")[1].lower() in readable_extensions() | IMAGE_EXTENSIONS:
+            raise UsageError(f"extension {self.extension!r} is that of images; use .txt or .caption")
 
     def decorate(self, caption: str) -> str:
         """The caption as it is written."""
@@ -107,7 +107,7 @@ class Plan:
     limit: int | None  # of the captions to write now
     already_done: int
     failed: list[tuple[str, str]]  # names that can have no caption, with the reason
-    left_out: dict[str, int]  # pictures that cannot be read here, by extension
+    left_out: dict[str, int]  # images that cannot be read here, by extension
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class BulkReport:
     remaining: int  # images that a limit left for the next run
     failed: int
     empty: int  # of the failed, images for which the model's caption was empty
-    left_out: dict[str, int]  # pictures that cannot be read here, by extension
+    left_out: dict[str, int]  # images that cannot be read here, by extension
     seconds: float  # spent on captioning
     utilization: float  # share of that time in which the model ran, mean over workers
     failures: Path | str | None  # the file that lists them, or its URI

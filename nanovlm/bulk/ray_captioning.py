@@ -27,15 +27,15 @@ from nanovlm.bulk.run import Progress, run_settings
 from nanovlm.bulk.shards import Key, Row, ShardFolder, ShardState
 from nanovlm.captioner import Captioner
 from nanovlm.errors import MissingExtraError, NanoVLMError, UsageError
-from nanovlm.image_processing import load_image, printable
+from nanovlm.processing.image_loading import load_image, printable
 
 logger = logging.getLogger(__name__)
 
-SHARD_SIZE = 1000  # pictures; fewer where workers would be idle
+SHARD_SIZE = 1000  # images; fewer where workers would be idle
 SHARDS_PER_WORKER = 4
 MAX_CPUS_PER_WORKER = 4
 MAX_ATTEMPTS = 4  # at a shard whose worker dies each time
-READ_AHEAD = 64  # pictures of a tar or parquet file
+READ_AHEAD = 64  # images of a tar or parquet file
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RayOptions:
     out: str | os.PathLike  # a folder, or the URI of one
     address: str | None = None  # as of ray.init; None: a running cluster, or else this machine
     shard_format: str = "parquet"  # or jsonl
-    shard_size: int | None = None  # pictures; None: at most SHARD_SIZE
+    shard_size: int | None = None  # images; None: at most SHARD_SIZE
     cpus_per_worker: int | None = None  # None: 1 beside a GPU, else at most MAX_CPUS_PER_WORKER
     device: str = "auto"  # auto: GPUs if the cluster has any
 
@@ -58,7 +58,7 @@ class RayOptions:
 
 @dataclass(frozen=True)
 class Shard:
-    """The work of one task: the pictures of some files, or one tar or parquet file without the members in skip."""
+    """The work of one task: the images of some files, or one tar or parquet file without the members in skip."""
 
     name: str
     files: list[RemoteFile]
@@ -88,17 +88,17 @@ def caption_on_ray(
     recursive: bool = True,
     model_settings: Mapping[str, object] | None = None,
 ) -> BulkReport:
-    """Caption the pictures that files, folders, patterns, tars and parquet files name, by path or URI, into shards.
+    """Caption the images that files, folders, patterns, tars and parquet files name, by path or URI, into shards.
 
     load makes the captioner of a worker, so it must be something that pickle knows on every machine. Of output, only
-    prefix and suffix are used. If the run is interrupted, the same call resumes it: pictures that are in shards are
-    done, those that failed are tried again and listed in failures.jsonl. No picture is lost if a worker dies; a shard
+    prefix and suffix are used. If the run is interrupted, the same call resumes it: images that are in shards are
+    done, those that failed are tried again and listed in failures.jsonl. No image is lost if a worker dies; a shard
     whose worker has died MAX_ATTEMPTS times fails. UsageError if there is no cluster, or the output folder holds
     captions of other settings; an error of the model or of the output folder ends the run.
     """
     options, output = options or BulkOptions(), output or OutputOptions()
     if options.prompt_template:
-        raise UsageError("a prompt template reads files beside pictures; caption on one machine")
+        raise UsageError("a prompt template reads files beside images; caption on one machine")
     folder = ShardFolder(os.fspath(ray_options.out), ray_options.shard_format)
     names = [*names, *(read_names(names_file) if names_file is not None else [])]
     inputs = find_remote(names, recursive, exclude=folder.uri)
@@ -143,16 +143,16 @@ def needs_captions(file: RemoteFile, state: ShardState) -> bool:
 
 
 def make_shards(files: Sequence[RemoteFile], state: ShardState, size: int | None, n_workers: int) -> list[Shard]:
-    """A shard for each tar and parquet file, and shards of at most `size` pictures for the other files, in order."""
-    pictures = [file for file in files if not file.is_container]
+    """A shard for each tar and parquet file, and shards of at most `size` images for the other files, in order."""
+    images = [file for file in files if not file.is_container]
     if size is None:
-        size = max(1, min(SHARD_SIZE, -(-len(pictures) // (SHARDS_PER_WORKER * n_workers))))
+        size = max(1, min(SHARD_SIZE, -(-len(images) // (SHARDS_PER_WORKER * n_workers))))
     groups: list[tuple[list[RemoteFile], frozenset[str]]] = [
         ([file], frozenset(member for member in state.done.get(file.uri, ()) if member is not None))
         for file in files
         if file.is_container
     ]
-    groups += [(pictures[i : i + size], frozenset()) for i in range(0, len(pictures), size)]
+    groups += [(images[i : i + size], frozenset()) for i in range(0, len(images), size)]
     return [Shard(f"shard-{i:06}", group, skip) for i, (group, skip) in enumerate(groups, start=state.n_shards)]
 
 
@@ -184,21 +184,21 @@ def caption_shard(
         report = ShardReport(shard.name, 0, [failure_row(file.uri, None, reason) for file in shard.files], 0, 0.0, 0.0)
         folder.write_shard(shard.name, [], report.failures)
         return report
-    pictures = _ShardPictures(shard)
-    bulk = BulkCaptioner(captioner, options, cores=cores, read=pictures.open)
+    images = _ShardImages(shard)
+    bulk = BulkCaptioner(captioner, options, cores=cores, read=images.open)
     captions: dict[str, str] = {}
     errors: dict[str, Exception] = {}
     with (
-        closing(merge_iterators([pictures.names()], READ_AHEAD)) as names,
+        closing(merge_iterators([images.names()], READ_AHEAD)) as names,
         closing(bulk.captions(names)) as results,
     ):
         for name, result in results:
-            pictures.release(name)
+            images.release(name)
             if isinstance(result, Exception):
                 errors[name] = result
             else:
                 captions[name] = output.decorate(result)
-    keys = pictures.keys
+    keys = images.keys
     rows = [{"file_name": keys[n][0], "member": keys[n][1], "text": captions[n]} for n in keys if n in captions]
     failures = [failure_row(*keys[n], failure_reason(errors[n], n)) for n in keys if n in errors]
     folder.write_shard(shard.name, rows, failures)
@@ -207,8 +207,8 @@ def caption_shard(
     return ShardReport(shard.name, len(rows), failures, empty, bulk.seconds, model_seconds)
 
 
-class _ShardPictures:
-    """The pictures of a shard by name: read from their files by many threads, or in order from a tar or parquet."""
+class _ShardImages:
+    """The images of a shard by name: read from their files by many threads, or in order from a tar or parquet."""
 
     def __init__(self, shard: Shard):
         self.shard = shard
@@ -228,7 +228,7 @@ class _ShardPictures:
         return load_image(content.read() if isinstance(content, RemoteFile) else content, name)
 
     def release(self, name: str) -> None:
-        """Free what has been read of a picture that has its result."""
+        """Free what has been read of an image that has its result."""
         del self.contents[name]
 
     def _contents(self) -> Iterator[tuple[Key, RemoteFile | bytes | Exception]]:
@@ -241,7 +241,7 @@ class _ShardPictures:
                 is_empty = False
                 yield (file.uri, member), content
             if is_empty:
-                yield (file.uri, None), NanoVLMError("no pictures in it")
+                yield (file.uri, None), NanoVLMError("no images in it")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Finding and reading pictures at any URI that pyarrow or fsspec opens: files, folders, tars and parquet files."""
+"""Finding and reading images at any URI that pyarrow or fsspec opens: files, folders, tars and parquet files."""
 
 import errno
 import fnmatch
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from models.checkpoint import WEIGHTS
 from nanovlm.data.formats import record_images
 from nanovlm.errors import DataError, ImageError, UsageError
-from nanovlm.image_processing import PICTURE_EXTENSIONS, printable, readable_extensions
+from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, printable, readable_extensions
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -23,7 +23,7 @@ TAR_EXTENSIONS, PARQUET = (".tar", ".tar.gz", ".tgz"), ".parquet"
 IMAGE_COLUMNS = ("image", "images", "bytes")
 PARQUET_BATCH = 32  # rows read at once
 TAR_BUFFER = 2**20
-IMAGEFOLDER_TABLE = "metadata.parquet"  # holds captions, no pictures
+IMAGEFOLDER_TABLE = "metadata.parquet"  # holds captions, no images
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class RemoteFile:
 
     @property
     def is_container(self) -> bool:
-        """Whether the file is a tar or parquet file, which holds pictures."""
+        """Whether the file is a tar or parquet file, which holds images."""
         return self.uri.lower().endswith((*TAR_EXTENSIONS, PARQUET))
 
     def read(self) -> bytes:
-        """The content of a picture's file. ImageError if it is not a file, OSError if it cannot be read."""
+        """The content of an image's file. ImageError if it is not a file, OSError if it cannot be read."""
         if self.filesystem.type_name == "local" and os.path.exists(self.path) and not os.path.isfile(self.path):
             raise ImageError("not a file")  # opening a pipe may block forever
         with self.filesystem.open_input_stream(self.path, compression=None) as stream:
@@ -49,11 +49,11 @@ class RemoteFile:
 
 @dataclass
 class RemoteInputs:
-    """Files with pictures, each once, in the order they were named; and what else the names gave."""
+    """Files with images, each once, in the order they were named; and what else the names gave."""
 
     files: list[RemoteFile] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)  # names that gave no file, with the reason
-    left_out: Counter[str] = field(default_factory=Counter)  # pictures that cannot be read here, by extension
+    left_out: Counter[str] = field(default_factory=Counter)  # images that cannot be read here, by extension
 
 
 def open_filesystem(uri: str) -> tuple["FileSystem", str, str]:
@@ -84,7 +84,7 @@ def is_uri(name: str) -> bool:
 
 
 def find_remote(names: Sequence[str], recursive: bool = True, exclude: str | None = None) -> RemoteInputs:
-    """Find the pictures, tars and parquet files that files, folders and patterns name; a file named twice counts once.
+    """Find the images, tars and parquet files that files, folders and patterns name; a file named twice counts once.
 
     Hidden files and model folders are left out, as `list_images` does, and what is below exclude, the URI of a folder.
     recursive says whether subfolders are searched, too.
@@ -120,7 +120,7 @@ def _files_of(name: str, recursive: bool, inputs: RemoteInputs) -> Iterator[Remo
         return
     found = [file for file in _visible(names) if _is_readable(file, inputs.left_out)]
     if not found:
-        inputs.missing.append((name, "no pictures, tars or parquet files there"))
+        inputs.missing.append((name, "no images, tars or parquet files there"))
     for file in found:
         yield RemoteFile(filesystem, f"{base}/{file}", f"{prefix}{base}/{file}")
 
@@ -154,16 +154,16 @@ def _is_readable(path: str, left_out: Counter[str]) -> bool:
     extension = os.path.splitext(path)[1].lower()
     if extension in readable_extensions() or path.lower().endswith((*TAR_EXTENSIONS, PARQUET)):
         return os.path.basename(path) != IMAGEFOLDER_TABLE
-    if extension in PICTURE_EXTENSIONS:
+    if extension in IMAGE_EXTENSIONS:
         left_out[extension] += 1
     return False
 
 
 def read_container(file: RemoteFile, skip: Iterable[str] = ()) -> Iterator[tuple[str | None, bytes | Exception]]:
-    """Yield the name and content of each picture in a tar or parquet file, except those in skip.
+    """Yield the name and content of each image in a tar or parquet file, except those in skip.
 
-    A picture is named by its path in the tar, or by its row in the parquet file, from 0, and ".i" if rows hold
-    several. A picture that cannot be read comes as an error, and None with an error says that the file itself is
+    An image is named by its path in the tar, or by its row in the parquet file, from 0, and ".i" if rows hold
+    several. An image that cannot be read comes as an error, and None with an error says that the file itself is
     damaged.
     """
     from pyarrow import ArrowException
@@ -215,12 +215,12 @@ def _parquet_members(file: RemoteFile, skip: set[str]) -> Iterator[tuple[str, by
 
 
 def _image_bytes(image: Any) -> bytes | Exception:
-    """The encoded picture in a cell of a table: bytes, or a struct with bytes as the datasets library writes it."""
+    """The encoded image in a cell of a table: bytes, or a struct with bytes as the datasets library writes it."""
     if isinstance(image, Mapping):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, bytes):
         return image
-    found = f"names {printable(image)} instead of holding it" if isinstance(image, str) else "holds no picture"
+    found = f"names {printable(image)} instead of holding it" if isinstance(image, str) else "holds no image"
     return ImageError(f"the cell {found}")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from models.checkpoint import atomic_write
 from nanovlm.data.jsonl import read_jsonl, repair_jsonl
 from nanovlm.errors import UsageError
-from nanovlm.image_processing import printable
+from nanovlm.processing.image_loading import printable
 
 fcntl: ModuleType | None
 try:

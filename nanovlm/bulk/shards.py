@@ -1,7 +1,7 @@
 """A folder of shards, .parquet or .jsonl files of captions, on any file system that pyarrow or fsspec opens.
 
-Row: file_name, the path or URI of a picture, tar or parquet file; member, the picture's name in a tar or its row in a
-parquet file, else null; text. A shard is written once, whole, by whoever captioned it. What its pictures failed of is
+Row: file_name, the path or URI of an image, tar or parquet file; member, the image's name in a tar or its row in a
+parquet file, else null; text. A shard is written once, whole, by whoever captioned it. What its images failed of is
 written before it, to failures/NAME.jsonl, so that no interruption loses it; a finished run moves that to
 failures.jsonl. What is done is what the shards hold, so a folder that has grown since is captioned on.
 """
@@ -25,7 +25,7 @@ SHARD = re.compile(r"shard-(\d+)\.(parquet|jsonl)")
 ATOMIC_STORES = ("s3", "gcs")  # an object appears there when it is complete; a rename would be a copy
 
 Row = Mapping[str, Any]
-Key = tuple[str, str | None]  # file_name and member of a picture; (file_name, None) of a file
+Key = tuple[str, str | None]  # file_name and member of an image; (file_name, None) of a file
 
 
 @dataclass(frozen=True)

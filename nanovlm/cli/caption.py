@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from nanovlm.captioner import Captioner, Stats
 
-HELP = "Caption pictures, or answer a prompt about each; without arguments, the sample picture."
+HELP = "Caption images, or answer a prompt about each; without arguments, the sample image."
 EXAMPLE = "nanovlm caption photos --out photos/metadata.jsonl"
 
 MAX_NEW_TOKENS = 128
@@ -36,11 +36,11 @@ LENGTHS = {  # prompt, and max_new_tokens
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
-        "pictures",
+        "images",
         nargs="*",
-        metavar="PICTURE",
+        metavar="IMAGE",
         help="image files, folders or quoted patterns; captions of folders and patterns are written to files unless "
-        "--json prints them; - reads an image from standard input (default: the sample picture)",
+        "--json prints them; - reads an image from standard input (default: the sample image)",
     )
     add(
         "--from-file",
@@ -54,13 +54,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         dest="prompts",
         action="append",
         metavar="TEXT",
-        help=f"prompt for each picture; repeat it to ask several, for which the picture is encoded once "
+        help=f"prompt for each image; repeat it to ask several, for which the image is encoded once "
         f"(default: {PROMPT!r})",
     )
     prompts.add_argument(
         "--prompt-template",
         metavar="TEXT",
-        help="prompt in which {tags} is the text of the .txt beside each picture, {name} its name and {folder} that of "
+        help="prompt in which {tags} is the text of the .txt beside each image, {name} its name and {folder} that of "
         "its folder",
     )
     prompts.add_argument("--length", choices=tuple(LENGTHS), help="ask for a caption of this length")
@@ -76,14 +76,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="cut the last sentence of an answer that --max-new-tokens has ended",
     )
-    add("--samples", type=int, default=1, metavar="N", help="answers per picture, which is encoded once (default: 1)")
+    add("--samples", type=int, default=1, metavar="N", help="answers per image, which is encoded once (default: 1)")
     add_file_flags(parser)
     add_ray_flags(parser)
     add_generation_flags(parser)
     add(
         "--json",
         action="store_true",
-        help="print one object per picture and prompt, for single pictures with token counts and timings",
+        help="print one object per image and prompt, for single images with token counts and timings",
     )
     add(
         "--stats", action="store_true", help="print timings, the size of the KV cache and peak memory on standard error"
@@ -96,10 +96,10 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--out",
         metavar="FILE",
-        help="a .jsonl, .csv or .parquet file; txt: a .txt beside each picture (default for folders); -: JSON lines on "
+        help="a .jsonl, .csv or .parquet file; txt: a .txt beside each image (default for folders); -: JSON lines on "
         "standard output",
     )
-    add("--extension", metavar="EXT", help="of the files beside pictures, such as .caption (default: .txt)")
+    add("--extension", metavar="EXT", help="of the files beside images, such as .caption (default: .txt)")
     add(
         "--existing",
         choices=("skip", "overwrite", "append", "prepend"),
@@ -111,11 +111,11 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
         "--batch-size",
         type=int,
         metavar="N",
-        help="pictures decoded at once, on each core for a small model (default: 16, or 128 without tiling)",
+        help="images decoded at once, on each core for a small model (default: 16, or 128 without tiling)",
     )
-    add("--limit", type=int, metavar="N", help="caption at most N pictures; the same command then captions the next")
+    add("--limit", type=int, metavar="N", help="caption at most N images; the same command then captions the next")
     add("--recursive", action=argparse.BooleanOptionalAction, help="search subfolders, too (default: yes)")
-    add("--dry-run", action="store_true", default=None, help="print the pictures that would be captioned, and stop")
+    add("--dry-run", action="store_true", default=None, help="print the images that would be captioned, and stop")
 
 
 def add_ray_flags(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +130,7 @@ def add_ray_flags(parser: argparse.ArgumentParser) -> None:
         "or URI --out (default: a cluster that runs already, else this machine)",
     )
     add("--shard-format", choices=("parquet", "jsonl"), help="of the files in --out (default: parquet)")
-    add("--shard-size", type=int, metavar="N", help="pictures in a shard (default: 1000, or fewer to use all workers)")
+    add("--shard-size", type=int, metavar="N", help="images in a shard (default: 1000, or fewer to use all workers)")
     add(
         "--cpus-per-worker",
         type=int,
@@ -140,11 +140,11 @@ def add_ray_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print captions, or write them to files if args name several pictures at once or an output file."""
+    """Print captions, or write them to files if args name several images at once or an output file."""
     from nanovlm.bulk.inputs import names_several
 
     on_ray = args.ray is not None
-    to_files = on_ray or (args.from_file, args.out) != (None, None) or names_several(args.pictures)
+    to_files = on_ray or (args.from_file, args.out) != (None, None) or names_several(args.images)
     if not on_ray:
         refuse_flags(args, RAY_FLAGS, "captions on a cluster: add --ray")
     if not to_files:
@@ -195,14 +195,14 @@ def check_length(args: argparse.Namespace) -> None:
 
 
 def print_captions(args: argparse.Namespace, generation: GenerationOptions) -> int:
-    """Print the captions of args.pictures; 1 if one of them failed, after the others are done."""
+    """Print the captions of args.images; 1 if one of them failed, after the others are done."""
     started = time.perf_counter()
     captioner = load_captioner(
-        ModelOptions.from_args(args), args.prompts, generation.max_new_tokens, own_images=bool(args.pictures)
+        ModelOptions.from_args(args), args.prompts, generation.max_new_tokens, own_images=bool(args.images)
     )
     load_seconds = time.perf_counter() - started
     failed = 0
-    for name in args.pictures or [str(SAMPLE)]:
+    for name in args.images or [str(SAMPLE)]:
         try:
             stats, texts = print_caption(args, captioner, generation, name)
         except ImageError as error:
@@ -227,10 +227,10 @@ def print_caption(
 ) -> tuple["Stats", list[str]]:
     """Print the answers about one image, as JSON, as a line each or, on a terminal, token by token; and return them."""
     from nanovlm.captioner import Stats
-    from nanovlm.image_processing import load_image, printable
+    from nanovlm.processing.image_loading import load_image, printable
 
     image, stats = load_image(standard_input() if name == "-" else name), Stats()
-    label = f"{printable(name)}: " if len(args.pictures) > 1 else ""
+    label = f"{printable(name)}: " if len(args.images) > 1 else ""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     options = {**generation.as_kwargs(), "start_with": args.start_with}
     if is_terminal and not args.json and not args.trim_incomplete and args.samples == len(args.prompts) == 1:
@@ -243,7 +243,7 @@ def print_caption(
     if args.json:
         for prompt, text in zip(args.prompts, texts):
             samples = {"samples": texts} if args.samples > 1 else {}
-            row = {"picture": name, "prompt": prompt, "text": text, **samples, **stats_fields(stats)}
+            row = {"image": name, "prompt": prompt, "text": text, **samples, **stats_fields(stats)}
             print(json.dumps(row), flush=True)
     else:
         print("".join(label + " ".join(text.splitlines()) + "\n" for text in texts), end="", flush=True)
@@ -263,9 +263,7 @@ def stream_caption(pieces: Iterator[str], label: str) -> str:
 
 def standard_input() -> BinaryIO:
     if sys.stdin is None or sys.stdin.isatty():
-        raise ImageError(
-            "<stdin>: - reads a picture from standard input, but that is a terminal; redirect a file to it"
-        )
+        raise ImageError("<stdin>: - reads an image from standard input, but that is a terminal; redirect a file to it")
     return sys.stdin.buffer
 
 

@@ -10,7 +10,7 @@ from nanovlm.cli.options import GenerationOptions, ModelOptions, load_captioner
 from nanovlm.console import print_error
 from nanovlm.device import choose_device, peak_memory
 from nanovlm.errors import UsageError
-from nanovlm.image_processing import HEIF_EXTENSIONS, INSTALL_HEIC, printable
+from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC, printable
 
 MIN_RATED_CAPTIONS, MIN_RATED_SECONDS = 10, 1.0  # of a run whose summary tells its rate
 
@@ -29,14 +29,14 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
         "model_settings": {name: getattr(model, name) for name in ("model", "revision", "max_tiles", "upscale")},
     }
     if args.dry_run:
-        return print_plan(plan_images(args.pictures, options, output, **selection))
+        return print_plan(plan_images(args.images, options, output, **selection))
 
     def load() -> Captioner:
         return load_captioner(
             model, [args.prompt_template or args.prompts[0]], generation.max_new_tokens, own_images=True
         )
 
-    report = caption_images(load, args.pictures, options, output, **selection)
+    report = caption_images(load, args.images, options, output, **selection)
     print_error(summary(report, output.existing))
     if args.stats and report.captioned:
         memory = peak_memory(choose_device(model.device)) / 2**20
@@ -45,7 +45,7 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
 
 
 def bulk_options(args: argparse.Namespace, generation: GenerationOptions) -> BulkOptions:
-    """What args say that is to be generated for each picture."""
+    """What args say that is to be generated for each image."""
     return BulkOptions(
         args.prompts[0],
         **generation.as_kwargs(),
@@ -65,7 +65,7 @@ def output_options(args: argparse.Namespace) -> OutputOptions:
         prefix=args.prefix or "",
         suffix=args.suffix or "",
         extension=extension if extension.startswith(".") else f".{extension}",
-        name_key="picture" if args.json else "file_name",  # as --json names single pictures
+        name_key="image" if args.json else "file_name",  # as --json names single images
     )
 
 
@@ -80,7 +80,7 @@ def check_tags(options: BulkOptions, output: OutputOptions) -> None:
 
 
 def print_plan(plan: Plan) -> int:
-    """Print the pictures that would be captioned, one a line, and a summary on standard error; 1 if some can not be."""
+    """Print the images that would be captioned, one a line, and a summary on standard error; 1 if some can not be."""
     for path in plan.todo[: plan.limit]:
         print(printable(path))
     for name, reason in plan.failed:
@@ -99,15 +99,13 @@ def check_file_flags(args: argparse.Namespace) -> None:
     if args.json and args.out not in (None, STREAM):
         raise UsageError("--json is for captions on standard output; write a table by --out captions.jsonl")
     if args.samples != 1:
-        raise UsageError(f"--samples {args.samples} is for captions of single pictures; here each gets one")
-    if "-" in args.pictures:
-        raise UsageError(
-            "- is a picture without a name, so no file can refer to it; name files, folders or --from-file"
-        )
+        raise UsageError(f"--samples {args.samples} is for captions of single images; here each gets one")
+    if "-" in args.images:
+        raise UsageError("- is an image without a name, so no file can refer to it; name files, folders or --from-file")
     if len(args.prompts) > 1:
-        raise UsageError(f"{len(args.prompts)} prompts are for captions of single pictures; here each gets one")
-    if not args.pictures and args.from_file is None:
-        raise UsageError(f"--out {args.out}, but no pictures; name files or folders, or list them by --from-file")
+        raise UsageError(f"{len(args.prompts)} prompts are for captions of single images; here each gets one")
+    if not args.images and args.from_file is None:
+        raise UsageError(f"--out {args.out}, but no images; name files or folders, or list them by --from-file")
 
 
 def summary(report: BulkReport, existing: str) -> str:
@@ -126,7 +124,7 @@ def summary(report: BulkReport, existing: str) -> str:
         parts.append(f"{report.failed:,} failed{empty}" + (f", see {report.failures}" if report.failures else ""))
     if report.remaining:
         parts.append(f"{report.remaining:,} remain; run the same command for the next")
-    return "; ".join(parts + _left_out(report)) or "no pictures"
+    return "; ".join(parts + _left_out(report)) or "no images"
 
 
 def _left_out(plan: Plan | BulkReport) -> list[str]:

@@ -17,7 +17,7 @@ NOT_HERE = ("json", "existing", "extension", "prompt_template", "limit", "dry_ru
 
 
 def caption_ray(args: argparse.Namespace, generation: GenerationOptions) -> int:
-    """Caption what args name into shards; 1 if a picture failed, after the others are done."""
+    """Caption what args name into shards; 1 if an image failed, after the others are done."""
     check_ray_flags(args)
     model = ModelOptions.from_args(args)
     ray_options = RayOptions(
@@ -32,7 +32,7 @@ def caption_ray(args: argparse.Namespace, generation: GenerationOptions) -> int:
         print_error(EMBEDDED_NOTE)
     report = caption_on_ray(
         partial(load_captioner, model, args.prompts, generation.max_new_tokens),
-        args.pictures,
+        args.images,
         ray_options,
         bulk_options(args, generation),
         OutputOptions(prefix=args.prefix or "", suffix=args.suffix or ""),
@@ -49,13 +49,13 @@ def caption_ray(args: argparse.Namespace, generation: GenerationOptions) -> int:
 def check_ray_flags(args: argparse.Namespace) -> None:
     """Refuse flags and values that make no sense on a cluster, before any work."""
     if args.ray and not ADDRESS.fullmatch(args.ray):
-        raise UsageError(f"--ray {args.ray} is no address like auto or ray://HOST:10001; name pictures before --ray")
+        raise UsageError(f"--ray {args.ray} is no address like auto or ray://HOST:10001; name images before --ray")
     for flag in NOT_HERE:
         if getattr(args, flag) not in (None, False):
             raise UsageError(f"--{flag.replace('_', '-')} is for one machine; leave it or --ray away")
     if args.out is None or args.out in ("txt", "-") or re.search(r"\.(jsonl|csv|parquet)$", args.out):
         raise UsageError(f"--out {args.out} with --ray must be a folder, or the URI of one, for the shards")
     if args.samples != 1 or len(args.prompts) > 1:
-        raise UsageError("--samples and several prompts are for single pictures; with --ray each gets one caption")
-    if "-" in args.pictures or not (args.pictures or args.from_file):
-        raise UsageError("--ray needs names of pictures, folders, tars or parquet files, or --from-file")
+        raise UsageError("--samples and several prompts are for single images; with --ray each gets one caption")
+    if "-" in args.images or not (args.images or args.from_file):
+        raise UsageError("--ray needs names of images, folders, tars or parquet files, or --from-file")

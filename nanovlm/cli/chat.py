@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from nanovlm.captioner import Captioner
 
-HELP = "Ask about pictures, one question after another; /help lists the commands."
+HELP = "Ask about images, one question after another; /help lists the commands."
 EXAMPLE = "nanovlm chat photo.jpg"
 
 COMMANDS = """\
-/image PATH ...  start a new chat about other pictures
-/reset           forget all questions and answers; the pictures stay
+/image PATH ...  start a new chat about other images
+/reset           forget all questions and answers; the images stay
 /save FILE       save the chat: a .json can be used by `nanovlm train --data`, any other name is plain text
 /help            show this list
 ctrl-c           stop an answer; the chat keeps the part generated so far
@@ -35,7 +35,7 @@ MAX_HISTORY_LINES = 1000  # of typed lines, kept for later chats
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("pictures", nargs="*", metavar="PICTURE", help="pictures to ask about; without any, a chat in text alone")
+    add("images", nargs="*", metavar="IMAGE", help="images to ask about; without any, a chat in text alone")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="maximum length of an answer (default: 256)")
     add_generation_flags(parser)
 
@@ -44,14 +44,14 @@ def run(args: argparse.Namespace) -> int:
     """Answer questions until there are no more; 1 if a line that was piped in failed."""
     generation = GenerationOptions.from_args(args)
     try:
-        images = load_images(args.pictures)
+        images = load_images(args.images)
     except ImageError as error:
         print_error(str(error))
         return 1
-    captioner = load_captioner(ModelOptions.from_args(args), own_images=bool(args.pictures))
+    captioner = load_captioner(ModelOptions.from_args(args), own_images=bool(args.images))
     try:
         check_chat_template(captioner)
-        chat = Chat(captioner, generation, args.pictures, images)
+        chat = Chat(captioner, generation, args.images, images)
     except InputError as error:
         raise UsageError(str(error)) from error
     interactive = is_terminal(sys.stdin) and is_terminal(sys.stdout)
@@ -166,7 +166,7 @@ class Chat:
 
 
 def load_images(paths: Sequence[str]) -> list["Image.Image"]:
-    from nanovlm.image_processing import load_image
+    from nanovlm.processing.image_loading import load_image
 
     return [load_image(path) for path in paths]
 

@@ -47,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
     from models.lora import ADAPTER_CONFIG, adapter_folder
     from nanovlm.captioner import Captioner
     from nanovlm.errors import InputError, UsageError
-    from nanovlm.export import check_onnx_extra, export_notes, export_onnx, export_smolvlm
-    from nanovlm.lora_export import export_with_adapters
+    from nanovlm.export.adapters import export_with_adapters
+    from nanovlm.export.onnx import check_onnx_extra, export_onnx
+    from nanovlm.export.transformers import export_notes, export_smolvlm
 
     if args.onnx_dtype and not args.onnx:
         raise UsageError("--onnx-dtype needs --onnx")
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 def run_gguf(args: argparse.Namespace) -> int:
     from nanovlm.captioner import Captioner
     from nanovlm.errors import InputError, UsageError
-    from nanovlm.gguf_export import check_gguf_extra, export_gguf
+    from nanovlm.export.gguf import check_gguf_extra, export_gguf
 
     if args.onnx or args.adapters:
         raise UsageError("--gguf writes no SmolVLM folder, which --onnx and --adapters add to; run the command twice")

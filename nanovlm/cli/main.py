@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     parser = Parser(
         prog="nanovlm",
-        description="Caption pictures, answer questions about them, serve, train and export models.",
+        description="Caption images, answer questions about them, serve, train and export models.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n" + "".join(f"  {verb.EXAMPLE}\n" for verb in VERBS.values()),
     )

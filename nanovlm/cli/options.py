@@ -49,7 +49,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--max-tiles",
         type=int,
         metavar="N",
-        help="split a picture into at most N tiles: faster, less detail (default: as many as in training)",
+        help="split an image into at most N tiles: faster, less detail (default: as many as in training)",
     )
     add(
         "--no-skip-special-tokens",
@@ -57,7 +57,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="keep special tokens in answers, as the markup of SmolDocling",
     )
-    add("--no-upscale", dest="upscale", action="store_false", help="do not enlarge a picture to get more tiles of it")
+    add("--no-upscale", dest="upscale", action="store_false", help="do not enlarge an image to get more tiles of it")
 
 
 def add_threads_flag(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +133,7 @@ class ModelOptions:
     def from_args(cls, args: argparse.Namespace) -> "ModelOptions":
         """The options that args hold; a flag that a verb does not have keeps its default."""
         if getattr(args, "max_tiles", None) is not None and args.max_tiles < 1:
-            raise UsageError(f"--max-tiles {args.max_tiles} is less than 1; with 1 a picture is resized to one tile")
+            raise UsageError(f"--max-tiles {args.max_tiles} is less than 1; with 1 an image is resized to one tile")
         return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)})
 
 
@@ -173,7 +173,7 @@ def load_captioner(
     own_images says that the user named images, for which the embedded model is of no use: a note says so.
     """
     from nanovlm.captioner import Captioner
-    from nanovlm.threads import set_threads
+    from nanovlm.device import set_threads
 
     set_threads(options.threads)
     try:

@@ -165,7 +165,7 @@ def _schedule(name: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nanovlm.threads import set_threads
+    from nanovlm.device import set_threads
     from nanovlm.training.distributed import run_and_exit
 
     if args.config:

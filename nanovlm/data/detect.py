@@ -15,7 +15,7 @@ from nanovlm.data.remote import list_files
 from nanovlm.data.source import ReadOptions, Source, Stream
 from nanovlm.data.webdataset import open_remote_tars, open_tars
 from nanovlm.errors import DataError
-from nanovlm.image_processing import readable_extensions
+from nanovlm.processing.image_loading import readable_extensions
 
 KINDS = (
     "images with a .txt beside each, metadata.jsonl, .csv or .parquet with a file_name, a .json or .jsonl of "

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from models.vision_language_model import IGNORE_INDEX
 from nanovlm.errors import DataError, ImageError
-from nanovlm.image_processing import load_image
-from nanovlm.processor import Processor
+from nanovlm.processing.image_loading import load_image
+from nanovlm.processing.processor import Processor
 
 PAD_MULTIPLE = 8  # batch lengths are multiples of this, so that a compiled step meets few different shapes
 

@@ -14,7 +14,7 @@ from nanovlm.data.formats import clean_text, find_columns, record_to_example
 from nanovlm.data.jsonl import read_jsonl
 from nanovlm.data.source import COLUMN_OPTIONS, INSTALL_DATA, ReadOptions, Source, first_few
 from nanovlm.errors import DataError, MissingExtraError
-from nanovlm.image_processing import PICTURE_EXTENSIONS, readable_extensions
+from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
 
 def list_images(
@@ -27,7 +27,7 @@ def list_images(
     """Paths of all images in a folder and its subfolders, relative to it and sorted.
 
     Hidden files and folders are left out, and model folders, which may hold a report.png. on_error is called for each
-    folder that may not be read; without it they count as empty. left_out counts, by extension, the pictures that
+    folder that may not be read; without it they count as empty. left_out counts, by extension, the images that
     cannot be read here.
     """
     images, readable = [], readable_extensions()
@@ -39,7 +39,7 @@ def list_images(
             extension = os.path.splitext(name)[1].lower()
             if extension in readable and not name.startswith("."):
                 images.append(os.path.normpath(os.path.join(relative, name)))
-            elif extension in PICTURE_EXTENSIONS and left_out is not None:
+            elif extension in IMAGE_EXTENSIONS and left_out is not None:
                 left_out[extension] += 1
         if not recursive:
             break

@@ -7,8 +7,8 @@ from itertools import groupby, islice, pairwise
 
 from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, ExampleError, encode_checked
 from nanovlm.data.mixture import Subset
-from nanovlm.processor import Processor
-from nanovlm.tokenizer import Tokenizer
+from nanovlm.processing.processor import Processor
+from nanovlm.processing.tokenizer import Tokenizer
 
 MAX_FROM_ENDLESS = 1000  # examples to read of a source that has no end
 N_SHOWN = 3

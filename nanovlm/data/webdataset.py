@@ -19,7 +19,7 @@ from nanovlm.data.formats import clean_text, record_to_example
 from nanovlm.data.remote import list_files, open_errors, stream_errors
 from nanovlm.data.source import COLUMN_OPTIONS, INSTALL_DATA, ReadOptions, Source, Stream, first_few
 from nanovlm.errors import DataError, MissingExtraError
-from nanovlm.image_processing import readable_extensions
+from nanovlm.processing.image_loading import readable_extensions
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A picture of the worst answers: image, prompt, answer and references of each."""
+"""An image of the worst answers: image, prompt, answer and references of each."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovlm.errors import MissingExtraError
 from nanovlm.evaluation.evaluate import Answer
-from nanovlm.image_processing import load_image
+from nanovlm.processing.image_loading import load_image
 
 COLUMNS = 4
 CELL_WIDTH, CELL_HEIGHT = 3.2, 4.6  # inches

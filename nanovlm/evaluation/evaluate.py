@@ -14,7 +14,7 @@ from nanovlm.data import Subset
 from nanovlm.data.examples import Example, ExampleError, ImageSource
 from nanovlm.errors import DataError, ImageError, InputError
 from nanovlm.evaluation.metrics import Metric, default_metrics
-from nanovlm.image_processing import load_image
+from nanovlm.processing.image_loading import load_image
 
 MAX_FROM_ENDLESS = 200  # examples to ask of a source that has no end
 MAX_PROMPTS = 8  # rows of a table for the prompts of a source; further prompts share a row

@@ -10,12 +10,12 @@ from torch import Tensor
 from models.inference.serving_caches import ImageCache, ImageInput
 from nanovlm import PROMPT
 from nanovlm.errors import ImageError, NanoVLMError
-from nanovlm.image_processing import load_image
-from nanovlm.processor import Processor
+from nanovlm.processing.image_loading import load_image
+from nanovlm.processing.image_urls import decode_data_url
+from nanovlm.processing.processor import Processor
+from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.serving.errors import APIError
-from nanovlm.serving.image_urls import decode_data_url
 from nanovlm.serving.protocol import Message
-from nanovlm.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def prepare_completion(prompt: str | list[int], tokenizer: Tokenizer) -> ModelIn
     if not all(0 <= token_id < len(tokenizer) for token_id in ids):
         raise APIError(400, f"prompt holds ids outside the vocabulary of {len(tokenizer)} tokens", param="prompt")
     if tokenizer.image_token_id in ids:
-        message = "prompt holds image tokens; send pictures as messages to /v1/chat/completions"
+        message = "prompt holds image tokens; send images as messages to /v1/chat/completions"
         raise APIError(400, message, param="prompt")
     return ModelInputs(torch.tensor(ids), [], list(ids))
 

@@ -17,6 +17,7 @@ from models.inference.continuous_batching import ContinuousBatch
 from models.inference.serving_caches import ImageCache, PrefixCache
 from nanovlm.captioner import NO_IMAGE, Captioner
 from nanovlm.errors import ImageError
+from nanovlm.processing.image_urls import ImageFetcher, is_data_url
 from nanovlm.serving.admission import Admission, Limits, PixelBudget
 from nanovlm.serving.chat_format import (
     Chat,
@@ -29,7 +30,6 @@ from nanovlm.serving.chat_format import (
 from nanovlm.serving.connection import cancel_on_disconnect, read_body, request_deadline
 from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import APIError, as_api_error
-from nanovlm.serving.image_urls import ImageFetcher, is_data_url
 from nanovlm.serving.metrics import Metrics
 from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationFields, ResponsesRequest
 from nanovlm.serving.response_formats import (

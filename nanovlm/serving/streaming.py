@@ -7,10 +7,10 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from models.inference.continuous_batching import TokenLogprobs
+from nanovlm.processing.tokenizer import StreamingDecoder, Tokenizer
 from nanovlm.serving.engine import RequestHandle, RequestOutput
 from nanovlm.serving.errors import as_api_error
 from nanovlm.serving.response_formats import OutputFormat, TextDelta, Usage
-from nanovlm.tokenizer import StreamingDecoder, Tokenizer
 
 
 class StopStringStreamer:

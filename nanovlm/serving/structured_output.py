@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.serving.errors import APIError
-from nanovlm.tokenizer import Tokenizer
 
 JSON_OPTIONS: Any = {"whitespace_flexible": False}  # or a small model could write spaces without end
 

@@ -20,11 +20,11 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm import PROMPT
 from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, collate, encode
 from nanovlm.data.source import Source
-from nanovlm.processor import Processor
+from nanovlm.processing.processor import Processor
+from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.synthetic.captions import RELATIONS, caption, questions, short_caption
 from nanovlm.synthetic.drawing import draw
 from nanovlm.synthetic.scene import COLORS, Scene, random_scene, with_unnamed_colors
-from nanovlm.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

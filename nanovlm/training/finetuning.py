@@ -26,11 +26,11 @@ from nanovlm.errors import ImageError, InputError, NanoVLMError, TrainingError, 
 from nanovlm.evaluation import EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import Question, QuestionList, example_questions
 from nanovlm.evaluation.metrics import default_metrics
-from nanovlm.image_processing import load_image
-from nanovlm.processor import Processor
-from nanovlm.smolvlm_layout import check_format, convert_layout
+from nanovlm.processing.convert import check_format, convert_layout
+from nanovlm.processing.image_loading import load_image
+from nanovlm.processing.processor import Processor
+from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.synthetic.recipe import scene_source
-from nanovlm.tokenizer import Tokenizer
 from nanovlm.training.best import LOSS
 from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, stored_settings, write_errors, write_model
 from nanovlm.training.config import TrainConfig

@@ -26,9 +26,8 @@ from models.checkpoint import atomic_dir
 from models.lora import adapters, merge
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.data.examples import IGNORE_INDEX
-from nanovlm.device import choose_training_dtype
+from nanovlm.device import BusyMonitor, choose_training_dtype
 from nanovlm.errors import InputError, TrainingError
-from nanovlm.threads import BusyMonitor
 from nanovlm.training.best import LOSS, BestTracker
 from nanovlm.training.checkpointing import (
     BaseModel,

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from models.checkpoint import weight_files
 from models.config import VLMConfig
 from models.errors import CheckpointError
+from models.formats.smolvlm import to_smolvlm
 from models.inference.quantization import dequantize_weight, quantize_weight
 from models.lora import LoRALinear
-from models.smolvlm import to_smolvlm
 from models.vision_language_model import VisionLanguageModel
 
 HEAD = "decoder.head"  # has no adapter

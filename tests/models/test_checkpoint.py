@@ -18,10 +18,10 @@ from safetensors.torch import load_model as load_strictly
 import models.checkpoint as checkpoint
 from models.checkpoint import atomic_dir, atomic_write, load_config, save_checkpoint, snapshot_path
 from models.errors import CheckpointError
-from models.smolvlm import OTHER_FILES
+from models.formats.smolvlm import OTHER_FILES
 from models.vision_language_model import load_model
 from nanovlm import EMBEDDED, Captioner
-from nanovlm.export import export_smolvlm
+from nanovlm.export.transformers import export_smolvlm
 from support import ROOT
 from support.checkpoints import EMBEDDING, HEAD, INV_FREQ, stock_model, stock_shapes
 

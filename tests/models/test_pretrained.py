@@ -16,7 +16,7 @@ from models.checkpoint import find_image_token_id, load_config
 from models.errors import CheckpointError
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED
-from nanovlm.tokenizer import Tokenizer
+from nanovlm.processing.tokenizer import Tokenizer
 from support import ROOT
 from support.checkpoints import stock_model
 

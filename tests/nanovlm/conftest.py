@@ -65,10 +65,15 @@ def captions_of(model_folder):
 
 @pytest.fixture
 def image_folder(workdir):
-    """The folder `pictures` with five images of several formats and sizes, some in subfolders, and a text file."""
+    """The folder `images` with five images of several formats and sizes, some in subfolders, and a text file."""
     for seed, name in enumerate(IMAGE_NAMES):
-        path = Path("pictures", name)
+        path = Path("images", name)
         path.parent.mkdir(parents=True, exist_ok=True)
         noise_image(40 + 30 * seed, 90 - 10 * seed, seed).save(path)
-    Path("pictures/notes.md").write_text("no picture")
-    return Path("pictures")
+    Path("images/notes.md").write_text("no image")
+    return Path("images")
+
+
+@pytest.fixture(scope="session")
+def embedded():
+    return Captioner.from_pretrained(device="cpu", dtype="float32")

@@ -19,8 +19,8 @@ from models.inference.kernels.load import available_levels
 from nanovlm import Captioner, ChatSession
 from nanovlm.captioner import Stats
 from nanovlm.device import choose_device, choose_dtype
-from nanovlm.errors import CheckpointError, ImageError, InputError
-from nanovlm.processor import Processor
+from nanovlm.errors import CheckpointError, ImageError, InputError, MissingExtraError
+from nanovlm.processing.processor import Processor
 from support import ROOT
 
 SAMPLED = SamplingParams(temperature=1.5, seed=3)
@@ -36,7 +36,7 @@ def captioner(model_folder):
 
 
 @pytest.fixture(scope="module")
-def pictures():
+def images():
     return [
         noise_image(100, 60, seed=1),
         noise_image(96, 96, seed=2),
@@ -45,81 +45,89 @@ def pictures():
     ]
 
 
-def test_caption_of_a_file_equals_caption_of_an_image(model_folder, pictures, tmp_path):
-    pictures[0].save(tmp_path / "picture.png")
+def test_caption_of_a_file_equals_caption_of_an_image(model_folder, images, tmp_path):
+    images[0].save(tmp_path / "image.png")
     captioner = Captioner.from_pretrained(model_folder)
-    text = captioner.caption(tmp_path / "picture.png", max_new_tokens=8)
-    assert isinstance(text, str) and text == captioner.caption(pictures[0], "Describe this picture.", max_new_tokens=8)
+    text = captioner.caption(tmp_path / "image.png", max_new_tokens=8)
+    assert isinstance(text, str) and text == captioner.caption(images[0], "Describe this picture.", max_new_tokens=8)
 
 
-def test_every_image_source_gives_the_same_caption(captioner, pictures, tmp_path):
-    pictures[0].save(tmp_path / "picture.png")
-    data = (tmp_path / "picture.png").read_bytes()
-    sources = [tmp_path / "picture.png", str(tmp_path / "picture.png"), data, io.BytesIO(data), pictures[0]]
+def test_every_image_source_gives_the_same_caption(captioner, images, tmp_path):
+    images[0].save(tmp_path / "image.png")
+    data = (tmp_path / "image.png").read_bytes()
+    sources = [tmp_path / "image.png", str(tmp_path / "image.png"), data, io.BytesIO(data), images[0]]
     assert len({captioner.caption(source, max_new_tokens=6) for source in sources}) == 1
 
 
-def test_arrays_are_images_and_batches_of_them_are_several(captioner, pictures):
-    array = np.asarray(pictures[1])
-    expected = captioner.caption(pictures[1], max_new_tokens=6)
+def test_arrays_are_images_and_batches_of_them_are_several(captioner, images):
+    array = np.asarray(images[1])
+    expected = captioner.caption(images[1], max_new_tokens=6)
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
     assert captioner.caption(array, max_new_tokens=6) == captioner.caption(tensor, max_new_tokens=6) == expected
     assert list(captioner.captions(np.stack([array, array]), max_new_tokens=6)) == [expected] * 2
     assert list(captioner.captions(torch.stack([tensor] * 2), max_new_tokens=6)) == [expected] * 2
     assert "".join(ChatSession(captioner, [array]).ask("?", max_new_tokens=6)) == captioner.caption(
-        pictures[1], "?", max_new_tokens=6
+        images[1], "?", max_new_tokens=6
     )
     for one in (array, tensor):
         with pytest.raises(InputError, match="for one image use caption"):
             next(captioner.captions(one))
 
 
-def test_urls_are_fetched_only_if_allowed(model_folder, pictures, monkeypatch):
-    url, fetched = "https://example.org/picture.png", []
+def test_urls_are_fetched_only_if_allowed(model_folder, images, monkeypatch):
+    url, fetched = "https://example.org/image.png", []
     closed = Captioner.from_pretrained(model_folder, "cpu", "float32")
     for call in (lambda: closed.caption(url), lambda: closed.ask(url, ["?"]), lambda: ChatSession(closed, [url])):
-        with pytest.raises(ImageError, match="picture.png is a URL; .* allow_urls=True"):
+        with pytest.raises(ImageError, match="image.png is a URL; .* allow_urls=True"):
             call()
     data = io.BytesIO()
-    pictures[0].save(data, "PNG")
-    monkeypatch.setattr("nanovlm.captioner.fetch_picture", lambda url: fetched.append(url) or data.getvalue())
+    images[0].save(data, "PNG")
+    monkeypatch.setattr("nanovlm.processing.image_urls.fetch_image", lambda url: fetched.append(url) or data.getvalue())
     allowed = Captioner.from_pretrained(model_folder, "cpu", "float32", allow_urls=True)
-    assert allowed.caption(url, max_new_tokens=6) == closed.caption(pictures[0], max_new_tokens=6)
+    assert allowed.caption(url, max_new_tokens=6) == closed.caption(images[0], max_new_tokens=6)
     assert fetched == [url]
-    monkeypatch.setattr("nanovlm.captioner.fetch_picture", lambda url: b"words")
-    with pytest.raises(ImageError, match=f"^{url}: not a picture"):
+    monkeypatch.setattr("nanovlm.processing.image_urls.fetch_image", lambda url: b"words")
+    with pytest.raises(ImageError, match=f"^{url}: not an image"):
         allowed.caption(url)
 
 
-def test_a_question_without_a_picture_warns_once(captioner, pictures):
+def test_a_url_needs_the_extra_serve(model_folder, monkeypatch):
+    captioner = Captioner.from_pretrained(model_folder, "cpu", "float32", allow_urls=True)
+    monkeypatch.delitem(sys.modules, "nanovlm.processing.image_urls", raising=False)
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(MissingExtraError, match="pip install 'nanovlm\\[serve\\]'"):
+        captioner.caption("http://a/b.png")
+
+
+def test_a_question_without_an_image_warns_once(captioner, images):
     with warnings.catch_warnings(record=True) as caught:
         warnings.resetwarnings()
         for _ in range(3):
             captioner.caption(None, "What colour is it?", max_new_tokens=1)
             "".join(ChatSession(captioner).ask("What colour is it?", max_new_tokens=1))
-    assert [str(warning.message)[:28] for warning in caught] == ["a question without a picture"] * 2
+    assert [str(warning.message)[:27] for warning in caught] == ["a question without an image"] * 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        captioner.caption(pictures[0], max_new_tokens=1)
-        "".join(ChatSession(captioner, [pictures[0]]).ask("?", max_new_tokens=1, temperature=0.5, seed=1))
+        captioner.caption(images[0], max_new_tokens=1)
+        "".join(ChatSession(captioner, [images[0]]).ask("?", max_new_tokens=1, temperature=0.5, seed=1))
         with pytest.raises(TypeError, match="start_with"):
-            next(ChatSession(captioner, [pictures[0]]).ask("?", start_with="A"))
+            next(ChatSession(captioner, [images[0]]).ask("?", start_with="A"))
 
 
-def test_streamed_pieces_join_to_the_caption(captioner, pictures):
+def test_streamed_pieces_join_to_the_caption(captioner, images):
     for sampling in (SamplingParams(), SAMPLED, SamplingParams(repetition_penalty=1.5)):
-        for picture in pictures:
+        for image in images:
             options = {"max_new_tokens": 24, "sampling": sampling}
-            pieces = list(captioner.stream(picture, **options))
-            assert len(pieces) > 1 and "".join(pieces) == captioner.caption(picture, **options)
-            assert captioner.samples(picture, **options) == ["".join(pieces)]
+            pieces = list(captioner.stream(image, **options))
+            assert len(pieces) > 1 and "".join(pieces) == captioner.caption(image, **options)
+            assert captioner.samples(image, **options) == ["".join(pieces)]
 
 
-def test_stream_decodes_lazily(captioner, pictures, monkeypatch):
+def test_stream_decodes_lazily(captioner, images, monkeypatch):
     steps = []
     decode = captioner.inference.decode
     monkeypatch.setattr(captioner.inference, "decode", lambda *inputs: steps.append(1) or decode(*inputs))
-    stream = captioner.stream(pictures[0], max_new_tokens=24)
+    stream = captioner.stream(images[0], max_new_tokens=24)
     assert steps == []
     next(stream)
     assert len(steps) < 12
@@ -127,15 +135,15 @@ def test_stream_decodes_lazily(captioner, pictures, monkeypatch):
     assert len(steps) < 12
 
 
-def test_batched_captions_match_single_captions(captioner, pictures):
-    inputs_of_rows = [*pictures, None, pictures[:2], (pictures[3],)]
+def test_batched_captions_match_single_captions(captioner, images):
+    inputs_of_rows = [*images, None, images[:2], (images[3],)]
     prompts = ["Describe this picture.", "What?", "How many are there? " * 4, "?", "Hi!", "Which?", "<|im_end|>"]
-    alone = [captioner.caption(picture, prompt, max_new_tokens=16) for picture, prompt in zip(inputs_of_rows, prompts)]
+    alone = [captioner.caption(image, prompt, max_new_tokens=16) for image, prompt in zip(inputs_of_rows, prompts)]
     for batch_size in (1, 3, 16):
         options = {"batch_size": batch_size, "max_new_tokens": 16}
         assert list(captioner.captions(inputs_of_rows, prompts, **options)) == alone
-    one_prompt = [captioner.caption(picture, "?", max_new_tokens=16) for picture in pictures]
-    assert list(captioner.captions(pictures, "?", max_new_tokens=16)) == one_prompt
+    one_prompt = [captioner.caption(image, "?", max_new_tokens=16) for image in images]
+    assert list(captioner.captions(images, "?", max_new_tokens=16)) == one_prompt
     assert len(set(alone)) == len(alone), "equal captions would prove nothing"
     assert list(captioner.captions([])) == []
 
@@ -153,20 +161,20 @@ QUESTIONS = [
 ]
 
 
-def test_ask_matches_single_questions(captioner, tiled, pictures):
+def test_ask_matches_single_questions(captioner, tiled, images):
     for one in (captioner, Captioner(*tiled)):
-        for inputs_of_rows in (pictures[0], pictures[:2], None):
+        for inputs_of_rows in (images[0], images[:2], None):
             alone = [one.caption(inputs_of_rows, question, max_new_tokens=12) for question in QUESTIONS]
             assert one.ask(inputs_of_rows, QUESTIONS, max_new_tokens=12) == alone
             assert one.ask(inputs_of_rows, QUESTIONS[:1], max_new_tokens=12) == alone[:1]
             assert len(set(alone)) > 5, "equal answers would prove nothing"
-    assert captioner.ask(pictures[0], []) == []
+    assert captioner.ask(images[0], []) == []
     penalized = SamplingParams(repetition_penalty=1.5)
-    alone = [captioner.caption(pictures[0], question, max_new_tokens=12, sampling=penalized) for question in QUESTIONS]
-    assert captioner.ask(pictures[0], QUESTIONS, max_new_tokens=12, sampling=penalized) == alone
+    alone = [captioner.caption(images[0], question, max_new_tokens=12, sampling=penalized) for question in QUESTIONS]
+    assert captioner.ask(images[0], QUESTIONS, max_new_tokens=12, sampling=penalized) == alone
 
 
-def test_ask_encodes_and_prefills_the_image_once(captioner, pictures, monkeypatch):
+def test_ask_encodes_and_prefills_the_image_once(captioner, images, monkeypatch):
     monkeypatch.setenv("NANOVLM_CPU_LEVEL", "none")  # the plain modules can be watched
     model, seen, read = captioner.model, [], []
     captioner = Captioner(InferenceModel(model), captioner.processor)
@@ -177,7 +185,7 @@ def test_ask_encodes_and_prefills_the_image_once(captioner, pictures, monkeypatc
     monkeypatch.setattr(
         model.decoder, "forward", lambda x, *a, **k: read.append(tuple(x.shape[:2])) or forward(x, *a, **k)
     )
-    captioner.ask(pictures[0], QUESTIONS, max_new_tokens=2, stats=(stats := Stats()))
+    captioner.ask(images[0], QUESTIONS, max_new_tokens=2, stats=(stats := Stats()))
     assert seen == [1]
     (one, shared), (rows, own), step = read
     prompts = [len(captioner.processor.encode_prompt([(1, 1)], question)) for question in QUESTIONS]
@@ -186,77 +194,77 @@ def test_ask_encodes_and_prefills_the_image_once(captioner, pictures, monkeypatc
     assert stats.answers == len(QUESTIONS) and len(QUESTIONS) <= stats.new_tokens <= 2 * len(QUESTIONS)
 
 
-def test_ask_refuses_a_single_prompt(captioner, pictures):
+def test_ask_refuses_a_single_prompt(captioner, images):
     with pytest.raises(ValueError, match="ask takes a list of prompts, not 'What\\?'; for one prompt use caption"):
-        captioner.ask(pictures[0], "What?")
+        captioner.ask(images[0], "What?")
 
 
-def test_max_tiles_and_upscale_limit_prompt_tokens(model_folder, tiled, pictures):
+def test_max_tiles_and_upscale_limit_prompt_tokens(model_folder, tiled, images):
     limited = Captioner.from_pretrained(model_folder, "cpu", "float32", max_tiles=1, upscale=False)
     assert (limited.processor.max_tiles, limited.processor.upscale) == (1, False)
     model, processor = tiled
     limited_tiles = Captioner(model, Processor(processor.cfg, processor.tokenizer, max_tiles=4))
     costs = []
     for captioner in (Captioner(model, processor), limited_tiles):
-        captioner.caption(pictures[0], max_new_tokens=1)
-        list(captioner.stream(pictures[0], max_new_tokens=1, stats=(stats := Stats())))
+        captioner.caption(images[0], max_new_tokens=1)
+        list(captioner.stream(images[0], max_new_tokens=1, stats=(stats := Stats())))
         costs.append(stats.prompt_tokens)
     assert costs[0] - costs[1] == (13 - 5) * (4 + 1), "13 tiles of 4 tokens and a name become 5"
 
 
-def test_captions_of_generators_equal_captions_of_lists(captioner, pictures):
+def test_captions_of_generators_equal_captions_of_lists(captioner, images):
     options = {"max_new_tokens": 6, "batch_size": 2}
-    prompts = [f"What is {i}?" for i in range(len(pictures))]
-    assert list(captioner.captions(iter(pictures), **options)) == list(captioner.captions(pictures, **options))
-    lazy = captioner.captions((one for one in pictures), (prompt for prompt in prompts), **options)
-    assert list(lazy) == list(captioner.captions(pictures, prompts, **options))
+    prompts = [f"What is {i}?" for i in range(len(images))]
+    assert list(captioner.captions(iter(images), **options)) == list(captioner.captions(images, **options))
+    lazy = captioner.captions((one for one in images), (prompt for prompt in prompts), **options)
+    assert list(lazy) == list(captioner.captions(images, prompts, **options))
 
 
-def test_captions_read_their_images_batch_by_batch(captioner, pictures):
+def test_captions_read_their_images_batch_by_batch(captioner, images):
     taken = []
 
     def endless():
         while True:
             taken.append(1)
-            yield pictures[0]
+            yield images[0]
 
     answers = captioner.captions(endless(), batch_size=3, max_new_tokens=2)
     assert taken == []
     first = [next(answers) for _ in range(3)]
-    assert len(taken) == 3 and first == [captioner.caption(pictures[0], max_new_tokens=2)] * 3
+    assert len(taken) == 3 and first == [captioner.caption(images[0], max_new_tokens=2)] * 3
     next(answers)
     assert len(taken) == 6
 
 
-def test_every_image_needs_its_prompt(captioner, pictures):
+def test_every_image_needs_its_prompt(captioner, images):
     with pytest.raises(InputError, match="4 images, but 2 prompts"):
-        list(captioner.captions(pictures, ["one", "two"]))
-    answers = captioner.captions(iter(pictures), iter(["one", "two"]), batch_size=2, max_new_tokens=1)
+        list(captioner.captions(images, ["one", "two"]))
+    answers = captioner.captions(iter(images), iter(["one", "two"]), batch_size=2, max_new_tokens=1)
     assert len([next(answers), next(answers)]) == 2
     with pytest.raises(InputError, match="item 3 has no prompt"):
         next(answers)
     with pytest.raises(InputError, match="item 2 has no image"):
-        list(captioner.captions(iter(pictures[:1]), iter(["one", "two"]), batch_size=8))
+        list(captioner.captions(iter(images[:1]), iter(["one", "two"]), batch_size=8))
 
 
-def test_captions_takes_several_images(captioner, pictures):
-    for one in ("photo.jpg", pictures[0]):
+def test_captions_takes_several_images(captioner, images):
+    for one in ("photo.jpg", images[0]):
         with pytest.raises(InputError, match="for one image use caption"):
             next(captioner.captions(one))
     with pytest.raises(InputError, match="batch_size=0"):
-        next(captioner.captions(pictures, batch_size=0))
+        next(captioner.captions(images, batch_size=0))
 
 
-def test_save_pretrained_round_trip(captioner, pictures, tmp_path):
+def test_save_pretrained_round_trip(captioner, images, tmp_path):
     captioner.save_pretrained(tmp_path / "saved")
     again = Captioner.from_pretrained(tmp_path / "saved", "cpu", "float32")
-    assert again.caption(pictures[0], max_new_tokens=12) == captioner.caption(pictures[0], max_new_tokens=12)
+    assert again.caption(images[0], max_new_tokens=12) == captioner.caption(images[0], max_new_tokens=12)
     state, saved = captioner.model.state_dict(), again.model.state_dict()
     assert state.keys() == saved.keys() and all(torch.equal(state[name], saved[name]) for name in state)
 
 
-def test_several_images_in_one_prompt(captioner, pictures):
-    first, second = pictures[0], pictures[3]
+def test_several_images_in_one_prompt(captioner, images):
+    first, second = images[0], images[3]
     options = {"prompt": "Which?", "max_new_tokens": 12}
     both = captioner.caption([first, second], **options)
     assert both == captioner.caption((first, second), **options)
@@ -265,20 +273,20 @@ def test_several_images_in_one_prompt(captioner, pictures):
     assert captioner.caption([], **options) == captioner.caption(None, **options)
 
 
-def test_samples_are_reproducible_by_seed(captioner, pictures):
+def test_samples_are_reproducible_by_seed(captioner, images):
     def samples(seed):
         sampling = SamplingParams(temperature=1.5, seed=seed)
-        return captioner.samples(pictures[0], n=4, max_new_tokens=12, sampling=sampling)
+        return captioner.samples(images[0], n=4, max_new_tokens=12, sampling=sampling)
 
     torch.manual_seed(0)
     first = samples(5)
     torch.manual_seed(1)
     assert samples(5) == first != samples(6)
     assert len(set(first)) == 4
-    assert len(set(captioner.samples(pictures[0], n=3, max_new_tokens=12))) == 1, "greedy samples are equal"
+    assert len(set(captioner.samples(images[0], n=3, max_new_tokens=12))) == 1, "greedy samples are equal"
 
 
-def test_stats_match_the_calls_of_the_model(captioner, pictures, monkeypatch):
+def test_stats_match_the_calls_of_the_model(captioner, images, monkeypatch):
     prefills, steps = [], []
     prefill, decode = captioner.inference.prefill, captioner.inference.decode
     monkeypatch.setattr(captioner.inference, "prefill", lambda *inputs: prefills.append(inputs[0]) or prefill(*inputs))
@@ -287,8 +295,8 @@ def test_stats_match_the_calls_of_the_model(captioner, pictures, monkeypatch):
     for seed in range(6):
         prefills.clear(), steps.clear()
         stats, sampling = Stats(), SamplingParams(temperature=2.0, seed=seed)
-        captioner.samples(pictures[0], n=3, max_new_tokens=40, sampling=sampling, stats=stats)
-        inputs = captioner.processor([[pictures[0]]], [nanovlm.PROMPT])
+        captioner.samples(images[0], n=3, max_new_tokens=40, sampling=sampling, stats=stats)
+        inputs = captioner.processor([[images[0]]], [nanovlm.PROMPT])
         assert [ids.shape for ids in prefills] == [inputs["input_ids"].shape], "the prompt is prefilled once"
         assert stats.prompt_tokens == inputs["input_ids"].numel()
         ids = captioner.model.generate(**inputs, max_new_tokens=40, sampling=sampling, eos_token_id=eos, n_samples=3)
@@ -305,24 +313,24 @@ def test_stats_match_the_calls_of_the_model(captioner, pictures, monkeypatch):
     assert ended_apart, "no sample ended before the others"
 
 
-def test_one_token_has_no_decoding_speed(captioner, pictures):
+def test_one_token_has_no_decoding_speed(captioner, images):
     stats = Stats()
-    captioner.caption(pictures[0], max_new_tokens=1)
-    list(captioner.stream(pictures[0], max_new_tokens=1, stats=stats))
+    captioner.caption(images[0], max_new_tokens=1)
+    list(captioner.stream(images[0], max_new_tokens=1, stats=stats))
     assert stats.new_tokens == 1 and stats.tokens_per_s == 0 and stats.total_s == stats.first_token_s > 0
 
 
-def test_immediate_end_token_is_an_empty_answer(captioner, pictures, monkeypatch):
-    first = captioner.model.generate(**captioner.processor([[pictures[0]]], [nanovlm.PROMPT]), max_new_tokens=1)
+def test_immediate_end_token_is_an_empty_answer(captioner, images, monkeypatch):
+    first = captioner.model.generate(**captioner.processor([[images[0]]], [nanovlm.PROMPT]), max_new_tokens=1)
     monkeypatch.setattr(captioner.tokenizer, "eos_token_ids", (first.item(),))
-    assert captioner.caption(pictures[0]) == "" == captioner.samples(pictures[0])[0]
+    assert captioner.caption(images[0]) == "" == captioner.samples(images[0])[0]
 
 
-def test_too_long_prompt_raises_input_error(captioner, pictures):
+def test_too_long_prompt_raises_input_error(captioner, images):
     for refuse in (
         lambda: captioner.check_prompt("word " * 1100, 1),
-        lambda: captioner.caption(pictures[0], "word " * 1100),
-        lambda: captioner.caption(pictures[0], max_new_tokens=1024),
+        lambda: captioner.caption(images[0], "word " * 1100),
+        lambda: captioner.caption(images[0], max_new_tokens=1024),
     ):
         with pytest.raises(ValueError, match="lm_max_position_embeddings=1024"):
             refuse()
@@ -367,10 +375,10 @@ def test_auto_keeps_stored_bfloat16_where_it_is_multiplied_exactly(model_folder,
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_generates(model_folder, pictures, dtype):
+def test_half_precision_generates(model_folder, images, dtype):
     captioner = Captioner.from_pretrained(model_folder, "cpu", dtype)
     assert captioner.model.dtype == getattr(torch, dtype)
-    both = list(captioner.captions(pictures[:2], max_new_tokens=4))
+    both = list(captioner.captions(images[:2], max_new_tokens=4))
     assert len(both) == 2 and all(isinstance(text, str) for text in both)
 
 
@@ -400,7 +408,7 @@ if "torch" in sys.argv:
     seed, state, threads = torch.initial_seed(), torch.random.get_rng_state(), torch.get_num_threads()
     import models.attention, models.cache, models.checkpoint, models.config, models.decoding, models.language_model
     import models.modality_projector, models.vision_language_model, models.vision_transformer
-    import nanovlm.cli.caption, nanovlm.cli.main, nanovlm.data.examples, nanovlm.processor
+    import nanovlm.cli.caption, nanovlm.cli.main, nanovlm.data.examples, nanovlm.processing.processor
     import nanovlm.synthetic.recipe, nanovlm.training.loop
     assert torch.initial_seed() == seed == 0x3A7C9 and torch.equal(torch.random.get_rng_state(), state)
     assert torch.get_num_threads() == threads and torch.get_default_dtype() == torch.float32

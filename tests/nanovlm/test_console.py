@@ -26,12 +26,12 @@ def test_warnings_become_notes(capsys):
 
 
 def test_progress_bar_draws_on_terminals_only(capsys, monkeypatch):
-    with progress_bar(3, "picture") as bar:
+    with progress_bar(3, "image") as bar:
         bar.update(3)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with progress_bar(3, "picture", desc="captions") as bar:
+    with progress_bar(3, "image", desc="captions") as bar:
         bar.update(3)
         print_error("one failed")
     err = capsys.readouterr().err

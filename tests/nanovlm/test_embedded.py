@@ -124,8 +124,8 @@ def test_sample_is_a_drawn_scene_with_the_right_caption(captioner):
 def test_cached_answers_match_uncached(captioner):
     """For a padded batch, to the last token."""
     rng = Random("cached")
-    pictures = [[draw(random_scene(rng))] for _ in range(4)]
-    inputs = captioner.processor(pictures, ["Describe this picture.", "How many objects are there?"] * 2)
+    images = [[draw(random_scene(rng))] for _ in range(4)]
+    inputs = captioner.processor(images, ["Describe this picture.", "How many objects are there?"] * 2)
     options = {"max_new_tokens": 40, "eos_token_id": captioner.tokenizer.eos_token_id}
     cached = captioner.model.generate(**inputs, **options)
     assert torch.equal(cached, captioner.model.generate(**inputs, **options, use_kv_cache=False))

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from nanovlm.errors import ImageError
-from nanovlm.image_processing import load_image
+from nanovlm.processing.image_loading import load_image
 from support import ROOT, noise_image
 
 pytestmark = pytest.mark.usefixtures("workdir")
@@ -40,20 +40,20 @@ BOUNDARY_BYTES = [0, 1, 0x7F, 0x80, 0xFF]  # bytes on which lengths and counts t
 def valid_file(kind: str, which: int) -> bytes:
     """A valid file."""
     mode, options = KINDS[kind][which]
-    picture, options, file = noise_image(23 + 7 * which, 31, which), dict(options), io.BytesIO()
+    image, options, file = noise_image(23 + 7 * which, 31, which), dict(options), io.BytesIO()
     if mode == "I;16":
-        picture = picture.convert("I").point(lambda v: v * 257).convert("I;16")
+        image = image.convert("I").point(lambda v: v * 257).convert("I;16")
     elif mode == "LA":
-        picture = picture.convert("L").convert("LA")
+        image = image.convert("L").convert("LA")
     else:
-        picture = picture.convert(mode)
+        image = image.convert(mode)
     if options.pop("animated", False):
-        options |= {"save_all": True, "append_images": [noise_image(*picture.size, seed) for seed in (8, 9)]}
+        options |= {"save_all": True, "append_images": [noise_image(*image.size, seed) for seed in (8, 9)]}
     if "exif" in options:
         exif = Image.Exif()
         exif[0x0112] = options["exif"]
         options["exif"] = exif
-    picture.save(file, FORMATS.get(kind, kind), **options)
+    image.save(file, FORMATS.get(kind, kind), **options)
     return file.getvalue()
 
 
@@ -91,12 +91,12 @@ def open_files(start: int, stop: int) -> None:
     for number in range(start, stop):
         print(number, end=" ", flush=True)
         try:
-            picture = load_image(damaged_file(number)[1])
+            image = load_image(damaged_file(number)[1])
         except ImageError as error:
             assert len(str(error).splitlines()) == 1
             print("refused", flush=True)
         else:
-            assert picture.mode == "RGB" and picture.getpixel((0, 0))
+            assert image.mode == "RGB" and image.getpixel((0, 0))
             print("opened", flush=True)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from nanovlm.data import ReadOptions, Source, open_source
 from nanovlm.errors import NanoVLMError
-from nanovlm.image_processing import load_image
+from nanovlm.processing.image_loading import load_image
 from support import noise_image
 
 OPTIONS = ReadOptions(prompt="What?")

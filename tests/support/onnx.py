@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.convert.onnx import DECODER, EMBED_TOKENS, VISION_ENCODER
+from nanovlm.export.onnx import DECODER, EMBED_TOKENS, VISION_ENCODER
 
 Graph = Callable[[dict[str, np.ndarray]], list[np.ndarray]]
 NAMES = (VISION_ENCODER, EMBED_TOKENS, DECODER)

@@ -8,7 +8,7 @@ from nanovlm import Captioner
 
 
 def load_and_die(folder, times):
-    """A captioner whose process is killed, like by the kernel, at the third picture it prepares; `times` times in all.
+    """A captioner whose process is killed, like by the kernel, at the third image it prepares; `times` times in all.
 
     The folder remembers which process was killed.
     """

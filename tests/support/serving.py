@@ -108,15 +108,15 @@ def until(condition, seconds=30):
         time.sleep(0.005)
 
 
-def data_url(picture, kind="png"):
-    if isinstance(picture, Image.Image):
-        picture.save(file := io.BytesIO(), kind)
-        picture = file.getvalue()
-    return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
+def data_url(image, kind="png"):
+    if isinstance(image, Image.Image):
+        image.save(file := io.BytesIO(), kind)
+        image = file.getvalue()
+    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
 
 
 def user_message(question, *urls):
-    """Messages of one user turn that shows pictures and asks a question."""
+    """Messages of one user turn that shows images and asks a question."""
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
 

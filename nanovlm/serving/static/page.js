@@ -1,9 +1,9 @@
 "use strict";
 
 const byId = (id) => document.getElementById(id);
-const DEFAULT_QUESTION = byId("question").placeholder; // asked if the first question about a picture is left empty
-// pictures: { url: data URL, turn: index of the turn that shows it, null for the next one }; turns: [question, answer]
-const chat = { model: null, pictures: [], turns: [], generation: null, apiKey: "" };
+const DEFAULT_QUESTION = byId("question").placeholder; // asked if the first question about an image is left empty
+// images: { url: data URL, turn: index of the turn that shows it, null for the next one }; turns: [question, answer]
+const chat = { model: null, images: [], turns: [], generation: null, apiKey: "" };
 
 function requestHeaders() {
   return { "Content-Type": "application/json", ...(chat.apiKey && { Authorization: `Bearer ${chat.apiKey}` }) };
@@ -41,27 +41,27 @@ function toSentence(text) {
 function readFile(file) {
   return new Promise((resolve, reject) => {
     const reader = new FileReader();
-    reader.onerror = () => reject(new Error(`${file.name || "The picture"} cannot be read.`));
+    reader.onerror = () => reject(new Error(`${file.name || "The image"} cannot be read.`));
     reader.onload = () => resolve(reader.result);
     reader.readAsDataURL(file);
   });
 }
 
-async function addPictures(files) {
+async function addImages(files) {
   try {
-    for (const file of files) addPicture(file, await readFile(file));
+    for (const file of files) addImage(file, await readFile(file));
   } catch (error) {
     return showError(error.message);
   }
   if (!files.length) return;
   showError("");
-  showPictures();
-  byId("announcement").textContent = "The picture is loaded; ask about it.";
+  showImages();
+  byId("announcement").textContent = "The image is loaded; ask about it.";
   byId("question").focus();
 }
 
-function addPicture(file, url) {
-  const picture = { url, turn: null };
+function addImage(file, url) {
+  const image = { url, turn: null };
   const item = document.createElement("li");
   const image = item.appendChild(document.createElement("img"));
   image.src = URL.createObjectURL(file);
@@ -78,30 +78,30 @@ function addPicture(file, url) {
   remove.addEventListener("click", () => {
     URL.revokeObjectURL(image.src);
     item.remove();
-    chat.pictures.splice(chat.pictures.indexOf(picture), 1);
-    showPictures();
-    byId(chat.pictures.length ? "question" : "file").focus();
+    chat.images.splice(chat.images.indexOf(image), 1);
+    showImages();
+    byId(chat.images.length ? "question" : "file").focus();
   });
-  picture.remove = remove;
-  chat.pictures.push(picture);
-  byId("pictures").append(item);
+  image.remove = remove;
+  chat.images.push(image);
+  byId("images").append(item);
 }
 
-function showPictures() {
-  const any = chat.pictures.length > 0;
-  for (const id of ["pictures", "add-picture"]) byId(id).hidden = !any;
+function showImages() {
+  const any = chat.images.length > 0;
+  for (const id of ["images", "add-image"]) byId(id).hidden = !any;
   byId("start-over").hidden = !any && !chat.turns.length;
   for (const id of ["file", "drop-zone", "sample"]) byId(id).hidden = any;
-  for (const picture of chat.pictures) picture.remove.hidden = picture.turn !== null; // the answers are about it
+  for (const image of chat.images) image.remove.hidden = image.turn !== null; // the answers are about it
 }
 
 function startOver() {
   chat.generation?.abort();
-  Object.assign(chat, { pictures: [], turns: [] });
-  for (const id of ["pictures", "conversation"]) byId(id).replaceChildren();
+  Object.assign(chat, { images: [], turns: [] });
+  for (const id of ["images", "conversation"]) byId(id).replaceChildren();
   byId("question").placeholder = DEFAULT_QUESTION;
   byId("file").value = "";
-  showPictures();
+  showImages();
   showError("");
   byId("file").focus();
 }
@@ -112,7 +112,7 @@ function buildMessages(question) {
     { role: "assistant", content: answer },
   ]);
   messages.push({ role: "user", content: question });
-  for (const { url, turn } of [...chat.pictures].reverse()) {
+  for (const { url, turn } of [...chat.images].reverse()) {
     const message = messages[2 * (turn ?? chat.turns.length)];
     if (typeof message.content === "string") message.content = [{ type: "text", text: message.content }];
     message.content.unshift({ type: "image_url", image_url: { url } });
@@ -199,9 +199,9 @@ async function ask(question) {
   setBusy(false);
   if (!turn.isConnected) return; // started over meanwhile
   if (answer.textContent) {
-    for (const picture of chat.pictures) picture.turn ??= chat.turns.length;
+    for (const image of chat.images) image.turn ??= chat.turns.length;
     chat.turns.push([question, answer.textContent]);
-    showPictures();
+    showImages();
     copy.hidden = false;
     byId("question").placeholder = "Ask something else.";
     byId("announcement").textContent = answer.textContent; // at once: screen readers interrupt text that changes
@@ -227,12 +227,12 @@ function fitQuestion() {
 byId("ask-form").addEventListener("submit", (event) => {
   event.preventDefault();
   if (chat.generation) return;
-  if (!chat.pictures.length) return showError("There is no picture to ask about; choose one first.");
+  if (!chat.images.length) return showError("There is no image to ask about; choose one first.");
   if (!byId("settings-form").checkValidity()) {
     byId("settings").open = true;
     return void byId("settings-form").reportValidity();
   }
-  const isNew = chat.pictures.some(({ turn }) => turn === null);
+  const isNew = chat.images.some(({ turn }) => turn === null);
   const question = byId("question").value.trim() || (isNew ? DEFAULT_QUESTION : "");
   if (!question) return showError("Ask something.");
   byId("question").value = "";
@@ -252,28 +252,28 @@ byId("stop").addEventListener("click", () => {
   byId("question").focus();
 });
 byId("start-over").addEventListener("click", startOver);
-byId("add-picture").addEventListener("click", () => byId("file").click());
+byId("add-image").addEventListener("click", () => byId("file").click());
 byId("file").addEventListener("change", async () => {
-  await addPictures([...byId("file").files]);
+  await addImages([...byId("file").files]);
   byId("file").value = ""; // or the same file could not be chosen again
 });
 byId("settings-form").addEventListener("submit", (event) => event.preventDefault());
 byId("sample").firstElementChild.addEventListener("click", async () => {
   const response = await fetch("/sample.png");
-  addPictures([new File([await response.blob()], "sample.png", { type: "image/png" })]);
+  addImages([new File([await response.blob()], "sample.png", { type: "image/png" })]);
 });
 document.addEventListener("paste", (event) => {
-  const pictures = [...event.clipboardData.files].filter((file) => file.type.startsWith("image/"));
-  if (pictures.length) {
+  const images = [...event.clipboardData.files].filter((file) => file.type.startsWith("image/"));
+  if (images.length) {
     event.preventDefault();
-    addPictures(pictures);
+    addImages(images);
   }
 });
 for (const type of ["dragover", "dragleave", "drop"])
   document.addEventListener(type, (event) => {
     event.preventDefault();
     document.body.classList.toggle("dragging", type === "dragover");
-    if (type === "drop") addPictures([...event.dataTransfer.files]);
+    if (type === "drop") addImages([...event.dataTransfer.files]);
   });
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();

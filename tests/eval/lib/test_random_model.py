@@ -9,8 +9,8 @@ import torch
 from eval.lib.random_model import make_tokenizer, write_random_model
 from eval.lib.shapes import SHAPES
 from models.checkpoint import load_config
+from models.formats.smolvlm import image_token_id
 from models.kv_study.encoder_decoder import EncoderDecoder
-from models.smolvlm import image_token_id
 from models.vision_language_model import VisionLanguageModel
 from support.checkpoints import raw_config, small
 

@@ -8,10 +8,10 @@ import torch
 from torch.nn import functional
 
 from eval.finetune import main
-from eval.lib.training_peers import attention_with_mask_and_causal, cosine_rate, imported_from
 from eval.lib.training_profile import STAGES, StageTimer
 from eval.lib.training_race import OurRun, RaceResult, race_table
 from eval.lib.training_setup import make_setup, shape_config
+from eval.peers.training_peers import attention_with_mask_and_causal, cosine_rate, imported_from
 from models.vision_language_model import empty_model
 
 CHECKOUT = {

@@ -124,14 +124,14 @@ def test_caches_of_any_size_change_no_token(tiny_model, data):
         "prefix_cache": PrefixCache(data.draw(st.sampled_from([0, 50_000, LARGE]))),
     }
     batch = ContinuousBatch(model, max_num_seqs=data.draw(st.integers(1, 3)), **caches)
-    picture = {seed: pixels(1 + seed % 2, seed) for seed in range(3)}
+    image = {seed: pixels(1 + seed % 2, seed) for seed in range(3)}
     seeds = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))
-    chats = [(chat(*"i" * len(picture[seed]), 33, seed=number // 2), seed) for number, seed in enumerate(seeds)]
+    chats = [(chat(*"i" * len(image[seed]), 33, seed=number // 2), seed) for number, seed in enumerate(seeds)]
     for _ in range(3):
-        requests = [(ids, [ImageInput(picture[seed], seed)]) for ids, seed in chats]
+        requests = [(ids, [ImageInput(image[seed], seed)]) for ids, seed in chats]
         n = data.draw(st.integers(1, 5))
         answers = generate(batch, *requests, n=n)
-        plain = [(ids, picture[seed]) for ids, seed in chats]
+        plain = [(ids, image[seed]) for ids, seed in chats]
         assert answers == [generate(ContinuousBatch(model), one, n=n)[0] for one in plain]
         chats = [
             (torch.cat([ids, without_images(answer), chat(data.draw(st.integers(1, 9)))]), seed)

@@ -86,7 +86,7 @@ def test_a_table_names_each_image_and_its_caption(generate, folder, texts, table
     assert (code, out) == (0, "") and read(folder / table) == texts
     assert not sidecars(folder) and not litter(folder)
     generate(folder, "--out", table)  # in another folder, to which the names are relative
-    assert read(Path(table)) == {f"pictures/{name}": text for name, text in texts.items()}
+    assert read(Path(table)) == {f"images/{name}": text for name, text in texts.items()}
 
 
 @pytest.mark.parametrize("existing", ["append", "prepend"])
@@ -190,16 +190,16 @@ def test_a_prompt_template_asks_with_the_tags_of_each_image(generate, folder, ca
 
 
 def test_lists_patterns_and_names_are_captioned_together(generate, folder, texts, monkeypatch):
-    odd = "pictures/two\nlines.png"
+    odd = "images/two\nlines.png"
     Path(odd).write_bytes((folder / "a.png").read_bytes())
-    set_stdin(b"pictures/a.png\0" + odd.encode() + b"\0pictures/deep\0", monkeypatch)
-    assert generate("--from-file", "-", "pictures/*.jpg", "pictures/../pictures/a.png", "--out", "all.jsonl")[0] == 0
+    set_stdin(b"images/a.png\0" + odd.encode() + b"\0images/deep\0", monkeypatch)
+    assert generate("--from-file", "-", "images/*.jpg", "images/../images/a.png", "--out", "all.jsonl")[0] == 0
     captions = read(Path("all.jsonl"))
-    assert set(captions) == {f"pictures/{name}" for name in IMAGE_NAMES if name != "d.gif"} | {odd}
-    assert captions[odd] == captions["pictures/a.png"] == texts["a.png"]
-    Path("names").write_text("pictures/d.gif\n\npictures/a.png\n")
+    assert set(captions) == {f"images/{name}" for name in IMAGE_NAMES if name != "d.gif"} | {odd}
+    assert captions[odd] == captions["images/a.png"] == texts["a.png"]
+    Path("names").write_text("images/d.gif\n\nimages/a.png\n")
     assert generate("--list", "names", "--out", "listed.csv")[0] == 0
-    assert set(read(Path("listed.csv"))) == {"pictures/d.gif", "pictures/a.png"}
+    assert set(read(Path("listed.csv"))) == {"images/d.gif", "images/a.png"}
     assert generate("good.png", "--out", "txt")[0] == 0 and Path("good.txt").is_file()
 
 
@@ -425,7 +425,7 @@ def test_images_that_fail_are_listed_and_do_not_stop_the_run(generate, folder, t
     failed = [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
     reasons = {Path(row["file_name"]).name: row["reason"] for row in failed}
     words = {
-        "torn.png": "cannot be decoded", "words.jpg": "not a picture", "empty.webp": "an empty file",
+        "torn.png": "cannot be decoded", "words.jpg": "not an image", "empty.webp": "an empty file",
         "thread.bmp": "crop it", "nowhere.png": "No such file", "pipe.png": "not a file",
         "none": "without images", "gone.png": "No such file", "x*.png": "a pattern that matches no image",
     }  # fmt: skip
@@ -463,7 +463,7 @@ def test_all_formats_are_captioned_and_others_are_counted(generate, workdir):
         image = noise_image(64, 64).convert("1" if name == "i.pbm" else "RGB")
         image.save(folder / name, "PNG" if name == "h.apng" else None)
     for name in ("x.svg", "y.svg", "z.nef", "words.txt", "paper.pdf"):
-        (folder / name).write_text("no picture")
+        (folder / name).write_text("no image")
     code, _, err = generate(folder)
     assert code == 0 and set(sidecars(folder)) == {Path(name).with_suffix(".txt").name for name in names} | {
         "words.txt"
@@ -500,7 +500,7 @@ def test_failures_are_reported_even_if_their_file_cannot_be_written(generate, fo
     (folder / "failures.jsonl").mkdir()
     (folder / "words.png").write_text("hello")
     code, _, err = generate(folder)
-    assert code == 1 and "words.png: not a picture" in err and err.endswith("; 1 failed\n")
+    assert code == 1 and "words.png: not an image" in err and err.endswith("; 1 failed\n")
     assert sidecars(folder) == beside(texts)
 
 
@@ -593,14 +593,14 @@ def test_a_line_that_is_written_in_part_is_a_full_disk(tmp_path, monkeypatch):
         JsonlLog(tmp_path / "log.jsonl").add({"file_name": "a.png"})
 
 
-@pytest.mark.parametrize(("flags", "key"), [(["--out", "-"], "file_name"), (["--json"], "picture")])
+@pytest.mark.parametrize(("flags", "key"), [(["--out", "-"], "file_name"), (["--json"], "image")])
 def test_json_lines_are_streamed(generate, folder, texts, flags, key):
     (folder / "words.png").write_text("hello")
     code, out, err = generate(folder, *flags, "--prefix", "a ")
     rows = [json.loads(line) for line in out.splitlines()]
     assert {row[key]: row["text"] for row in rows} == {f"{folder}/{name}": f"a {text}" for name, text in texts.items()}
     assert len(rows) == 5 and all(row.keys() == {key, "text"} for row in rows)
-    assert code == 1 and "words.png: not a picture" in err and err.endswith("; 1 failed\n")
+    assert code == 1 and "words.png: not an image" in err and err.endswith("; 1 failed\n")
     assert not sidecars(folder) and not litter(folder) and not list(Path(".").rglob("failures.jsonl"))
 
 
@@ -696,8 +696,8 @@ def test_a_dry_run_names_what_a_run_would_caption_and_writes_nothing(generate, f
 
 
 @pytest.mark.parametrize("where", TABLES)
-def test_rows_of_a_finished_table_follow_the_pictures(generate, folder, texts, where):
-    """Captions that end early come first, between rows of other pictures; at the end all are sorted."""
+def test_rows_of_a_finished_table_follow_the_images(generate, folder, texts, where):
+    """Captions that end early come first, between rows of other images; at the end all are sorted."""
     for i in range(12):
         noise_image(30 + i, 40, seed=i).save(folder / f"n{i:02}.png")
     others = [
@@ -708,9 +708,9 @@ def test_rows_of_a_finished_table_follow_the_pictures(generate, folder, texts, w
     write_table(folder / where, others)
     assert generate(folder, "--out", folder / where, "--batch-size", "3")[0] == 0
     names = [row["file_name"] for row in read_table(folder / where)]
-    pictures = [os.path.relpath(path, folder) for path in find_images([str(folder)]).paths]
-    assert [name for name in names if name in pictures] == pictures and len(pictures) == 17
-    assert (names[0], names[2]) == ("zebra.png", "x"), "rows of other pictures keep their places"
+    images = [os.path.relpath(path, folder) for path in find_images([str(folder)]).paths]
+    assert [name for name in names if name in images] == images and len(images) == 17
+    assert (names[0], names[2]) == ("zebra.png", "x"), "rows of other images keep their places"
     before = (folder / where).read_bytes()
     assert generate(folder, "--out", folder / where)[0] == 0 and (folder / where).read_bytes() == before
 
@@ -732,7 +732,7 @@ def test_an_old_caption_that_is_not_utf8_is_kept(generate, folder, texts):
 @pytest.mark.parametrize("ends", ["\n", "\r\n", "\0"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 def test_lists_of_all_systems_are_read(generate, folder, texts, monkeypatch, ends, encoding):
-    names = [f"pictures/{name}" for name in IMAGE_NAMES]
+    names = [f"images/{name}" for name in IMAGE_NAMES]
     text = ends.join(["", *names[:2], "  ", "", *names[2:], ""])
     if ends == "\0" and encoding == "utf-16":
         return  # nobody writes that
@@ -798,31 +798,31 @@ def test_a_read_only_table_is_reported_before_any_work(generate, folder, monkeyp
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["pictures", "--json", "--out", "all.jsonl"], "--out captions.jsonl"),
-        (["pictures", "--json", "--existing", "append"], "standard output holds no captions"),
-        (["pictures", "--out", "-", "--extension", ".caption"], "beside each image, not for -"),
-        (["pictures", "--out", "all.csv", "--extension", "caption"], "beside each image, not for all.csv"),
-        (["pictures", "--extension", "png"], "extension '.png' is that of pictures"),
-        (["pictures", "--extension", "../x"], "is not like .txt or .caption"),
-        (["pictures", "--limit", "0"], "limit 0 is less than 1"),
+        (["images", "--json", "--out", "all.jsonl"], "--out captions.jsonl"),
+        (["images", "--json", "--existing", "append"], "standard output holds no captions"),
+        (["images", "--out", "-", "--extension", ".caption"], "beside each image, not for -"),
+        (["images", "--out", "all.csv", "--extension", "caption"], "beside each image, not for all.csv"),
+        (["images", "--extension", "png"], "extension '.png' is that of images"),
+        (["images", "--extension", "../x"], "is not like .txt or .caption"),
+        (["images", "--limit", "0"], "limit 0 is less than 1"),
         (["good.png", "--limit", "1"], "--limit is for files"),
         (["good.png", "--prompt-template", "{tags}"], "--prompt-template is for files"),
-        (["pictures", "--prompt-template", "{tag}"], "{tag} is none of {tags}, {name} and {folder}"),
-        (["pictures", "--prompt-template", "{tags}"], "count as captions that exist; write others by --extension"),
+        (["images", "--prompt-template", "{tag}"], "{tag} is none of {tags}, {name} and {folder}"),
+        (["images", "--prompt-template", "{tags}"], "count as captions that exist; write others by --extension"),
         (["good.png", "--dry-run"], "--dry-run is for files"),
         (["good.png", "--no-recursive"], "--recursive is for files"),
         (["good.png", "--extension", "x"], "--extension is for files"),
-        (["pictures", "--samples", "2", "--temperature", "1"], "--samples 2"),
-        (["pictures", "-"], "a picture without a name"),
-        (["pictures", "--batch-size", "0"], "batch size 0 is less than 1"),
-        (["pictures", "--out", "all.xml"], ".jsonl, .csv, .parquet"),
-        (["pictures", "--prefix", "\udcff"], "not valid Unicode"),
-        (["pictures", "--existing", "burn"], "--existing"),
-        (["pictures", "--prompt", "What?", "--length", "short"], "--length"),
-        (["--out", "all.csv"], "no pictures"),
+        (["images", "--samples", "2", "--temperature", "1"], "--samples 2"),
+        (["images", "-"], "an image without a name"),
+        (["images", "--batch-size", "0"], "batch size 0 is less than 1"),
+        (["images", "--out", "all.xml"], ".jsonl, .csv, .parquet"),
+        (["images", "--prefix", "\udcff"], "not valid Unicode"),
+        (["images", "--existing", "burn"], "--existing"),
+        (["images", "--prompt", "What?", "--length", "short"], "--length"),
+        (["--out", "all.csv"], "no images"),
         (["--from-file", "nowhere"], "No such file"),
         (["--from-file", ""], "Is a directory"),
-        (["pictures", "--out", ""], "is none of .jsonl"),
+        (["images", "--out", ""], "is none of .jsonl"),
         (["good.png", "--existing", "skip"], "--existing is for files"),
         (["good.png", "--prefix", "x"], "--prefix is for files"),
         (["good.png", "--batch-size", "2"], "--batch-size is for files"),

@@ -8,7 +8,7 @@ import pytest
 
 from nanovlm.bulk.inputs import find_images, is_pattern, names_several, read_names
 from nanovlm.errors import UsageError
-from nanovlm.image_processing import readable_extensions
+from nanovlm.processing.image_loading import readable_extensions
 from support.cli import IMAGE_NAMES
 
 
@@ -18,31 +18,31 @@ def folder(image_folder):
 
 
 def test_folders_and_patterns_give_their_images_once():
-    images = find_images(["pictures/d.gif", "pictures", "pictures/../pictures/a.png", "pictures/*.png"])
-    assert images.paths[0] == "pictures/d.gif" and images.missing == []
-    assert sorted(images.paths) == sorted(f"pictures/{name}" for name in IMAGE_NAMES)
+    images = find_images(["images/d.gif", "images", "images/../images/a.png", "images/*.png"])
+    assert images.paths[0] == "images/d.gif" and images.missing == []
+    assert sorted(images.paths) == sorted(f"images/{name}" for name in IMAGE_NAMES)
 
 
 def test_a_pattern_may_match_folders_and_ignores_other_files():
-    assert sorted(find_images(["pictures/**"]).paths) == sorted(f"pictures/{name}" for name in IMAGE_NAMES)
-    assert find_images(["pictures/de*"]).paths == [f"pictures/{name}" for name in sorted(IMAGE_NAMES) if "deep" in name]
+    assert sorted(find_images(["images/**"]).paths) == sorted(f"images/{name}" for name in IMAGE_NAMES)
+    assert find_images(["images/de*"]).paths == [f"images/{name}" for name in sorted(IMAGE_NAMES) if "deep" in name]
 
 
 def test_subfolders_are_left_out_when_asked():
-    assert find_images(["pictures"], recursive=False).paths == [
-        f"pictures/{name}" for name in ("a.png", "b two.jpg", "d.gif")
+    assert find_images(["images"], recursive=False).paths == [
+        f"images/{name}" for name in ("a.png", "b two.jpg", "d.gif")
     ]
 
 
-def test_pictures_that_cannot_be_read_are_counted(monkeypatch):
-    monkeypatch.setattr("nanovlm.image_processing.HEIF_EXTENSIONS", set())  # as without pillow-heif
+def test_images_that_cannot_be_read_are_counted(monkeypatch):
+    monkeypatch.setattr("nanovlm.processing.image_loading.HEIF_EXTENSIONS", set())  # as without pillow-heif
     readable_extensions.cache_clear()
     for name in ("a.heic", "deep/B.HEIC", "c.svg", "d.nef", "e.txt", "f.pdf"):
-        Path("pictures", name).touch()
+        Path("images", name).touch()
     try:
-        for names in (["pictures"], ["pictures/*", "pictures/deep/*"]):
+        for names in (["images"], ["images/*", "images/deep/*"]):
             images = find_images(names)
-            assert set(images.paths) == {f"pictures/{name}" for name in IMAGE_NAMES} and not images.missing
+            assert set(images.paths) == {f"images/{name}" for name in IMAGE_NAMES} and not images.missing
             assert images.left_out >= Counter({".heic": 2, ".svg": 1, ".nef": 1}) and len(images.left_out) == 3
     finally:
         readable_extensions.cache_clear()
@@ -59,7 +59,7 @@ def test_a_file_with_a_glob_character_in_its_name_is_a_file():
     Path("[1].png").write_bytes(Path("good.png").read_bytes())
     assert not is_pattern("[1].png") and is_pattern("[2].png")
     assert find_images(["[1].png"]).paths == ["[1].png"]
-    assert names_several(["pictures"]) and names_several(["good.png", "*.png"]) and not names_several(["[1].png"])
+    assert names_several(["images"]) and names_several(["good.png", "*.png"]) and not names_several(["[1].png"])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from support.ray_workers import load_and_die
 
 ray = pytest.importorskip("ray", reason="pip install 'nanovlm[ray]'")
 
-N_PICTURES = 12
+N_IMAGES = 12
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +36,11 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """A folder of pictures, one of them broken, a tar and a parquet file."""
+    """A folder of images, one of them broken, a tar and a parquet file."""
     folder = tmp_path_factory.mktemp("photos")
-    for i in range(N_PICTURES):
+    for i in range(N_IMAGES):
         draw(random_scene(random.Random(i)), 96, 96).save(folder / f"{i:02}.png")
-    (folder / "broken.png").write_bytes(b"no picture")
+    (folder / "broken.png").write_bytes(b"no image")
     with tarfile.open(folder / "two.tar", "w") as tar:
         tar.add(folder / "01.png", "x/one.png")
         tar.add(folder / "02.png", "x/two.png")
@@ -51,16 +51,16 @@ def photos(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(photos):
-    """The caption of each picture by file name and member, by the captioner alone."""
-    pictures = [photos / f"{i:02}.png" for i in range(N_PICTURES)]
-    texts = [text.strip() for text in Captioner.from_pretrained().captions(pictures)]
+    """The caption of each image by file name and member, by the captioner alone."""
+    images = [photos / f"{i:02}.png" for i in range(N_IMAGES)]
+    texts = [text.strip() for text in Captioner.from_pretrained().captions(images)]
     members = {("two.tar", "x/one.png"): 1, ("two.tar", "x/two.png"): 2, ("rows.parquet", "0"): 3}
-    keys = {(picture.name, None): i for i, picture in enumerate(pictures)} | members | {("rows.parquet", "1"): 4}
+    keys = {(image.name, None): i for i, image in enumerate(images)} | members | {("rows.parquet", "1"): 4}
     return {(str(photos / name), member): texts[i] for (name, member), i in keys.items()}
 
 
 def captions(out):
-    """All rows of all shards, by file name and member, read without our own code; no picture is there twice."""
+    """All rows of all shards, by file name and member, read without our own code; no image is there twice."""
     rows = [row for shard in sorted(out.glob("shard-*.parquet")) for row in parquet.read_table(shard).to_pylist()]
     rows += [json.loads(line) for shard in out.glob("shard-*.jsonl") for line in shard.read_text().splitlines()]
     texts = {(row["file_name"], row["member"]): row["text"] for row in rows}
@@ -73,7 +73,7 @@ def failed(out):
     return {(row["file_name"], row.get("member")): row["reason"] for row in rows}
 
 
-def test_no_picture_is_lost_when_a_worker_is_killed(cluster, photos, expected, tmp_path):
+def test_no_image_is_lost_when_a_worker_is_killed(cluster, photos, expected, tmp_path):
     killed, out = tmp_path / "killed", tmp_path / "out"
     killed.mkdir()
     options = RayOptions(out, cpus_per_worker=1, shard_size=4)
@@ -81,8 +81,8 @@ def test_no_picture_is_lost_when_a_worker_is_killed(cluster, photos, expected, t
     assert len(list(killed.iterdir())) == 1
     assert captions(out) == expected and (report.captioned, report.failed) == (len(expected), 2)
     assert failed(out) == {
-        (str(photos / "broken.png"), None): "not a picture of a known format, or a damaged one",
-        (str(photos / "rows.parquet"), "2"): "not a picture of a known format, or a damaged one",
+        (str(photos / "broken.png"), None): "not an image of a known format, or a damaged one",
+        (str(photos / "rows.parquet"), "2"): "not an image of a known format, or a damaged one",
     }
     others = {path.name for path in out.iterdir()} - {path.name for path in out.glob("shard-*.parquet")}
     assert others == {"run.json", "failures.jsonl"}

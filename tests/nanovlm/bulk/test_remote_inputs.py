@@ -1,4 +1,4 @@
-"""Finding and reading pictures by path or URI, alone and in tars and parquet files."""
+"""Finding and reading images by path or URI, alone and in tars and parquet files."""
 
 import io
 import tarfile
@@ -58,7 +58,7 @@ def names(inputs, root):
     return [file.uri.removeprefix(root.removeprefix("file://")).lstrip("/") for file in inputs.files]
 
 
-def test_folders_and_patterns_give_visible_pictures_tars_and_parquet_files(root):
+def test_folders_and_patterns_give_visible_images_tars_and_parquet_files(root):
     inputs = find_remote([root, f"{root}/a.png"])
     assert names(inputs, root) == FOUND and inputs.left_out == {".cr2": 1} and not inputs.missing
     assert names(find_remote([root], recursive=False), root) == [name for name in FOUND if "/" not in name]
@@ -75,7 +75,7 @@ def test_the_output_folder_is_not_read(root):
 def test_names_that_give_nothing_are_told(root):
     missing = dict(find_remote([f"{root}/no.png", f"{root}/*.gif", f"{root}/.git"]).missing)
     assert missing.pop(f"{root}/no.png") == "No such file or directory"
-    assert set(missing.values()) == {"no pictures, tars or parquet files there"} and len(missing) == 1
+    assert set(missing.values()) == {"no images, tars or parquet files there"} and len(missing) == 1
 
 
 def test_an_unknown_scheme_is_named():
@@ -91,7 +91,7 @@ def test_a_bucket_needs_no_network_to_be_named():
 
 
 @pytest.mark.parametrize(("name", "mode"), [("a.tar", "w"), ("a.tar.gz", "w:gz"), ("a.tgz", "w:gz")])
-def test_pictures_of_a_tar_in_order(tmp_path, name, mode):
+def test_images_of_a_tar_in_order(tmp_path, name, mode):
     files = {"x/2.png": png(2), "x/2.txt": b"two", "x/.3.png": png(3), "1.jpg": b"broken"}
     (tmp_path / name).write_bytes(tar(files, mode))
     (file,) = find_remote([str(tmp_path)]).files
@@ -99,18 +99,18 @@ def test_pictures_of_a_tar_in_order(tmp_path, name, mode):
     assert list(read_container(file, {"x/2.png"})) == [("1.jpg", b"broken")]
 
 
-@pytest.mark.parametrize("cut", ["inside a picture", "between two", "inside gzip"])
+@pytest.mark.parametrize("cut", ["inside an image", "between two", "inside gzip"])
 def test_a_tar_that_is_cut_gives_what_it_has_and_fails(tmp_path, cut):
     data = tar({"1.png": bytes(1000), "2.png": bytes(1000)}, "w:gz" if cut == "inside gzip" else "w")
-    length = {"inside a picture": 2300, "between two": 512 + 1024, "inside gzip": len(data) // 2}[cut]
+    length = {"inside an image": 2300, "between two": 512 + 1024, "inside gzip": len(data) // 2}[cut]
     (tmp_path / "a.tar").write_bytes(data[:length])
     (file,) = find_remote([str(tmp_path)]).files
-    *pictures, (name, error) = read_container(file)
+    *images, (name, error) = read_container(file)
     assert name is None and isinstance(error, DataError)
-    assert pictures == ([] if cut == "inside gzip" else [("1.png", bytes(1000))])
+    assert images == ([] if cut == "inside gzip" else [("1.png", bytes(1000))])
 
 
-def test_pictures_of_a_parquet_file_by_row(tmp_path):
+def test_images_of_a_parquet_file_by_row(tmp_path):
     cells = [{"bytes": b"0", "path": "zero.png"}, None, {"bytes": None, "path": "far.png"}]
     parquet.write_table(pyarrow.table({"text": ["a", "b", "c"], "image": cells}), tmp_path / "a.parquet")
     parquet.write_table(pyarrow.table({"images": [[b"0", b"1"], [], [b"2"]]}), tmp_path / "b.parquet")

@@ -88,7 +88,7 @@ def test_files_are_divided_among_workers_without_those_that_are_done(tmp_path):
     assert shards[0].skip == {"1.png"} and len(make_shards(files, folder.read_state(), None, 2)) == 5
 
 
-def test_a_shard_is_captioned_as_the_captioner_does_and_errors_keep_their_pictures(model_folder, uri):
+def test_a_shard_is_captioned_as_the_captioner_does_and_errors_keep_their_images(model_folder, uri):
     captioner = Captioner.from_pretrained(model_folder, "cpu", "float32")
     filesystem = fsspec.filesystem("memory")
     for i in range(3):
@@ -107,7 +107,7 @@ def test_a_shard_is_captioned_as_the_captioner_does_and_errors_keep_their_pictur
         {"file_name": f"memory://in/{i}.png", "member": None, "text": f"<{text.strip()}>"}
         for i, text in enumerate(texts)
     ]
-    reason = "not a picture of a known format, or a damaged one"
+    reason = "not an image of a known format, or a damaged one"
     assert report.failures == [{"file_name": "memory://in/bad.png", "reason": reason}] and report.captioned == 3
 
 

@@ -46,15 +46,15 @@ def test_unusual_names_stay_on_one_line(generate, captions_of):
     labels = ["two words.png", "ünï-漢字-🙂.png", r"'two\nlines.png'", "-dash.png", r"'tab\t.png'", "%s.png"]
     assert (code, err) == (0, "") and out == "".join(f"{label}: {text}\n" for label in labels)
     _, out, _ = generate("--json", "--", *names)
-    assert [json.loads(line)["picture"] for line in out.splitlines()] == names
+    assert [json.loads(line)["image"] for line in out.splitlines()] == names
 
 
 def test_json_is_one_object_per_image(generate, captions_of):
     code, out, err = generate("good.png", "fine.jpg", "--json", "--prompt", "Où? 🙂")
     assert (code, err) == (0, "")
     records = [json.loads(line) for line in out.split("\n")[:-1]]
-    assert [record["picture"] for record in records] == ["good.png", "fine.jpg"]
-    kinds = {"picture": str, "prompt": str, "text": str, "prompt_tokens": int, "new_tokens": int}
+    assert [record["image"] for record in records] == ["good.png", "fine.jpg"]
+    kinds = {"image": str, "prompt": str, "text": str, "prompt_tokens": int, "new_tokens": int}
     kinds |= {
         "first_token_s": float,
         "total_s": float,
@@ -64,7 +64,7 @@ def test_json_is_one_object_per_image(generate, captions_of):
     }
     for record in records:
         assert {name: type(value) for name, value in record.items()} == kinds
-        assert record["prompt"] == "Où? 🙂" and record["text"] == captions_of(record["picture"], "Où? 🙂")[0]
+        assert record["prompt"] == "Où? 🙂" and record["text"] == captions_of(record["image"], "Où? 🙂")[0]
         assert 1 <= record["new_tokens"] <= 6 and record["prompt_tokens"] > 36
         assert 0 < record["first_token_s"] <= record["total_s"]
 
@@ -88,7 +88,7 @@ def test_several_prompts_are_answered_in_order(generate, captions_of):
     code, out, err = generate("good.png", *flags)
     assert (code, out, err) == (0, "".join(f"{line}\n" for line in lines["good.png"]), "")
     code, out, err = generate("good.png", "fine.jpg", *flags, "--json")
-    results = [[row[key] for key in ("picture", "prompt", "text")] for row in map(json.loads, out.splitlines())]
+    results = [[row[key] for key in ("image", "prompt", "text")] for row in map(json.loads, out.splitlines())]
     assert (code, err) == (0, "")
     assert results == [[name, prompt, line] for name, found in lines.items() for prompt, line in zip(prompts, found)]
 
@@ -97,7 +97,7 @@ def test_several_prompts_are_answered_in_order(generate, captions_of):
     ("flags", "words"),
     [
         (["--samples", "2", "--temperature", "1"], "--samples 2 of 2 prompts; ask for samples of one at a time"),
-        (["--out", "captions.jsonl"], "2 prompts are for captions of single pictures"),
+        (["--out", "captions.jsonl"], "2 prompts are for captions of single images"),
         (["--length", "short"], "not allowed with argument --prompt"),
     ],
 )
@@ -151,7 +151,7 @@ def test_stdin_without_an_image_is_one_error_line(generate, monkeypatch, stdin):
         monkeypatch.setattr(sys, "stdin", None)
     code, out, err = generate("-")
     assert (code, out) == (1, "") and len(err.splitlines()) == 1
-    assert {"nothing": "an empty file", "words": "not a picture"}.get(stdin, "standard input") in err
+    assert {"nothing": "an empty file", "words": "not an image"}.get(stdin, "standard input") in err
 
 
 def png(width, height):
@@ -166,7 +166,7 @@ def png(width, height):
 
 BAD_IMAGES = {
     "missing.png": (None, "No such file"),
-    "text.png": (b"hello\n" * 50, "not a picture"),
+    "text.png": (b"hello\n" * 50, "not an image"),
     "empty.png": (b"", "an empty file"),
     "truncated.png": ("good.png", "good.png"),
     "truncated.jpg": ("fine.jpg", "fine.jpg"),
@@ -258,7 +258,7 @@ def test_characters_missing_in_the_encoding_are_escaped(generate, monkeypatch):
     lines = stdout.buffer.getvalue().split(b"\n")
     assert lines[0].startswith(rb"\xfc\U0001f642.png: ")
     record = json.loads(lines[-2])
-    assert (record["picture"], record["prompt"]) == ("ü🙂.png", "é🙂")
+    assert (record["image"], record["prompt"]) == ("ü🙂.png", "é🙂")
 
 
 def test_captioning_does_not_import_the_compiler():

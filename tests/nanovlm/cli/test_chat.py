@@ -42,7 +42,7 @@ def test_each_line_is_answered_by_a_line(chat, model_folder):
     questions = ["What is it?", "And now?", "Où? 🙂"]
     answers = ["".join(session.ask(question, max_new_tokens=6)) for question in questions]
     assert chat("\n".join(questions) + "\n\n", "good.png") == (0, "".join(f"{text}\n" for text in answers), "")
-    assert chat("Hello?\n")[0] == 0, "without a picture, too"
+    assert chat("Hello?\n")[0] == 0, "without an image, too"
 
 
 def test_commands_change_images_and_reset_history(chat):
@@ -86,7 +86,7 @@ def test_unusual_image_names_are_opened_and_saved(chat, name):
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("/image .", "a folder, not a picture"),
+        ("/image .", "a folder, not an image"),
         ("/paint", "/paint is not a command; /help"),
         ("/image", "/image needs a path"),
         ("/image missing.png", "missing.png: No such file"),

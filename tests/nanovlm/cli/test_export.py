@@ -14,7 +14,7 @@ from models.checkpoint import save_checkpoint
 from models.lora import read_adapters
 from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.cli import main as cli
-from nanovlm.image_processing import load_image
+from nanovlm.processing.image_loading import load_image
 from nanovlm.synthetic import draw, random_scene
 from support.smolvlm import assert_same_logits, their_inputs, write_folder
 

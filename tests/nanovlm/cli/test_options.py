@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanovlm import Captioner, image_processing
+from nanovlm import Captioner
 from nanovlm.cli import caption as captioning
 from nanovlm.cli import options
 from nanovlm.errors import InputError
+from nanovlm.processing import image_loading
 from support.cli import assert_usage_error, flag_names, run_program
 
 pytestmark = pytest.mark.usefixtures("workdir")
@@ -35,7 +36,7 @@ def test_wrong_flags_are_one_error_line_before_any_work(generate, monkeypatch, f
         raise AssertionError("work")
 
     monkeypatch.setattr(Captioner, "from_pretrained", work)
-    monkeypatch.setattr(image_processing, "load_image", work)
+    monkeypatch.setattr(image_loading, "load_image", work)
     result = generate("good.png", *flags.split(" "))
     assert_usage_error(result)
     assert flag_names(flags) & set(result[2].replace("=", " ").split())

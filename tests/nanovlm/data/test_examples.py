@@ -8,8 +8,8 @@ import torch
 
 from models.config import CHATML
 from nanovlm.data.examples import IGNORE_INDEX, Example, ExampleError, collate, encode, encode_checked
-from nanovlm.processor import Processor
-from nanovlm.tokenizer import Tokenizer
+from nanovlm.processing.processor import Processor
+from nanovlm.processing.tokenizer import Tokenizer
 from support import noise_image
 
 PAIRS = [

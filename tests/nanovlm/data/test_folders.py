@@ -74,7 +74,7 @@ def test_imagefolder_of_each_table_format(kind):
     assert read_all("mine", replace(OPTIONS, text_column="n", prompt_column="text"))[1][2] == [("two", "2")]
     for flag in ("text_column", "prompt_column"):
         check_refused(
-            "mine", "no column 'colour'", "only file_name, n, text", options=replace(OPTIONS, **{flag: "colour"})
+            "mine", "no column 'color'", "only file_name, n, text", options=replace(OPTIONS, **{flag: "color"})
         )
 
 
@@ -90,8 +90,8 @@ def test_imagefolder_in_subfolders_with_questions_and_several_answers():
 
 
 def test_incomplete_or_broken_tables_are_refused():
-    write("mine/metadata.jsonl", [{"picture": "a.png", "text": "x"}])
-    check_refused("mine", "no column 'file_name', only picture, text")
+    write("mine/metadata.jsonl", [{"image": "a.png", "text": "x"}])
+    check_refused("mine", "no column 'file_name', only image, text")
     write("mine/metadata.jsonl", [{"file_name": "a.png", "n": "x"}])
     check_refused("mine", "no column text, caption", "only file_name, n", "--text-column")
     write("mine/metadata.jsonl", [])

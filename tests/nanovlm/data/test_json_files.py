@@ -69,7 +69,7 @@ def test_bad_record_is_named_and_can_be_skipped(record, reason):
 
 def test_chats_of_messages_in_every_style():
     for seed in (1, 2):
-        write(f"pictures/{seed}.png", png(seed))
+        write(f"images/{seed}.png", png(seed))
     inline = "data:image/png;base64," + base64.b64encode(png(3)).decode()
     openai = [
         message("system", "Be short."),
@@ -98,7 +98,7 @@ def test_chats_of_messages_in_every_style():
     ]
     for name in ("chat.jsonl", "chat.json"):
         write(name, records)
-        assert read_all(name, replace(OPTIONS, images="pictures")) == [
+        assert read_all(name, replace(OPTIONS, images="images")) == [
             (f"{name}[{i}]", *e) for i, e in enumerate(expected)
         ]
 

@@ -81,10 +81,10 @@ def test_scores_are_means_for_each_source_and_prompt(captioner):
 
 def test_an_unusable_example_is_named_or_skipped(captioner):
     Path("cards/1.png").write_bytes(b"hello")
-    with pytest.raises(ValueError, match=r"^cards/1\.png: not a picture"):
+    with pytest.raises(ValueError, match=r"^cards/1\.png: not an image"):
         ask(captioner, "cards")
     result = ask(captioner, "cards", skip_errors=True)
-    assert len(result.answers) == 1 and result.skipped[0].startswith("cards/1.png: not a picture")
+    assert len(result.answers) == 1 and result.skipped[0].startswith("cards/1.png: not an image")
 
 
 def test_the_command_prints_a_table_json_and_a_contact_sheet(capsys):

@@ -5,13 +5,7 @@ import time
 
 import pytest
 
-from nanovlm import Captioner
 from support.serving import RunningServer
-
-
-@pytest.fixture(scope="session")
-def embedded():
-    return Captioner.from_pretrained(device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A picture is encoded once, and a chat's next turn computes only what is new; answers stay the same."""
+"""An image is encoded once, and a chat's next turn computes only what is new; answers stay the same."""
 
 from random import Random
 
@@ -7,7 +7,7 @@ import pytest
 from models.inference.serving_caches import ImageCache, PrefixCache
 from nanovlm import SAMPLE, Captioner
 from nanovlm.chat_session import ChatSession
-from nanovlm.processor import Processor
+from nanovlm.processing.processor import Processor
 from nanovlm.serving.admission import Limits
 from nanovlm.serving.service import Caches
 from nanovlm.synthetic import draw, random_scene
@@ -36,7 +36,7 @@ def counted(embedded):
     hook.remove()
 
 
-def test_second_request_about_a_picture_does_not_encode_it(counted, embedded):
+def test_second_request_about_a_image_does_not_encode_it(counted, embedded):
     captioner, tiles = counted
     other = draw(random_scene(Random(1)), 100, 100)
     expected = [embedded.caption(SAMPLE, question) for question in QUESTIONS]
@@ -56,7 +56,7 @@ def test_second_request_about_a_picture_does_not_encode_it(counted, embedded):
         assert tiles == [1, 1] and captioner.processor.n_images == 2
         for url in ("data:image/x;base64," + SAMPLE_URL.partition(",")[2], SAMPLE_URL.partition(",")[2]):
             assert answer_of(server.post({"messages": user_message(QUESTIONS[0], url)})) == expected[0]
-        assert tiles == [1, 1], "the picture counts, not its URL"
+        assert tiles == [1, 1], "the image counts, not its URL"
 
 
 def test_next_turn_reuses_the_turns_before(counted, embedded):
@@ -82,7 +82,7 @@ def test_next_turn_reuses_the_turns_before(counted, embedded):
         assert 0 < sums["nanovlm_prefix_cache_used_bytes"] <= LARGE
 
 
-def test_another_picture_is_never_mistaken(embedded):
+def test_another_image_is_never_mistaken(embedded):
     scenes = [draw(random_scene(Random(seed)), 160, 120) for seed in range(6)]
     expected = [embedded.caption(scene) for scene in scenes]
     assert len(set(expected)) > 1

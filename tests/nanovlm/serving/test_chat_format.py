@@ -12,7 +12,7 @@ from support import noise_image
 from support.serving import QUESTIONS, SAMPLE_URL, answer_of, user_message
 from support.smolvlm import write_folder
 
-GREETING = {"role": "assistant", "content": "Hello, show me a picture."}
+GREETING = {"role": "assistant", "content": "Hello, show me an image."}
 
 
 def chat_of(*messages):
@@ -50,7 +50,7 @@ def test_assistant_may_say_nothing(message):
     assert chat_of(user("a"), empty) == Chat([], [], "a", images_per_turn=[0])
 
 
-def test_picture_alone_gets_the_default_prompt_in_every_turn():
+def test_image_alone_gets_the_default_prompt_in_every_turn():
     alone = {"role": "user", "content": [{"type": "image_url", "image_url": SAMPLE_URL}]}
     assert chat_of(alone, assistant("b"), user("c")) == Chat([SAMPLE_URL], [(PROMPT, "b")], "c", images_per_turn=[1, 0])
     assert chat_of(alone, user("c")) == Chat([SAMPLE_URL], [], "c", images_per_turn=[1])
@@ -86,14 +86,14 @@ def test_beginning_of_an_answer_is_continued_to_the_same_answer(served, embedded
     ],
     ids=["text", "detail", "input_image", "file_id", "bare base64", "base64 of several lines"],
 )
-def test_picture_is_accepted_as_clients_send_it(served, embedded, part):
+def test_image_is_accepted_as_clients_send_it(served, embedded, part):
     for text in ({"type": "text", "text": QUESTIONS[0]}, {"type": "input_text", "text": QUESTIONS[0]}):
         response = served.post({"messages": [{"role": "user", "content": [part, text]}]})
         assert answer_of(response) == embedded.caption(SAMPLE)
 
 
 @pytest.mark.parametrize("url", ["abcd" * 30, "/etc/abc", "aGVsbG8="])
-def test_base64_that_is_no_picture_is_refused(served, url):
+def test_base64_that_is_no_image_is_refused(served, url):
     error = served.post({"messages": user_message("?", url)}).json()["error"]
     assert error["code"] == "invalid_image" and error["message"].startswith("image 1: ")
 
@@ -102,14 +102,14 @@ def test_answer_is_continued_as_transformers_does(tmp_path):
     """SmolVLM's template writes a space before an answer, which belongs to it and not to the question."""
     _, theirs = write_folder(tmp_path)
     processor = Captioner.from_pretrained(tmp_path, device="cpu", dtype="float32").processor
-    picture = noise_image(20, 20, seed=1)
+    image = noise_image(20, 20, seed=1)
     messages = [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is in this picture?"}]},
         {"role": "assistant", "content": [{"type": "text", "text": "Describe the two"}]},
     ]
     prompt = theirs.apply_chat_template(messages, continue_final_message=True)
-    expected = theirs(text=prompt, images=[[picture]], return_tensors="pt").input_ids[0].tolist()
-    picture.save(file := io.BytesIO(), "png")
+    expected = theirs(text=prompt, images=[[image]], return_tensors="pt").input_ids[0].tolist()
+    image.save(file := io.BytesIO(), "png")
     chat = Chat([], [], "What is in this picture?", "Describe the two")
     inputs = prepare_inputs(chat, [file.getvalue()], processor, 10**6)
     assert inputs.input_ids.tolist() == expected

@@ -53,7 +53,7 @@ def test_langchain_structured_output(served):
     pytest.importorskip("llguidance")
     chat = langchain.ChatOpenAI(model="gpt-4o-mini", base_url=f"{served.url}/v1", api_key="none", temperature=0)
     schema = {
-        "title": "Picture",
+        "title": "Image",
         "description": "What is in it.",
         "type": "object",
         "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},

@@ -75,7 +75,7 @@ def test_image_is_chosen_and_asked_about_several_times(served, embedded, open_pa
     assert page.locator(".question").all_text_contents() == QUESTIONS
     assert page.get_by_role("status").text_content() == answers[-1], "screen readers read the whole answer"
     page.get_by_role("button", name="Start over").click()
-    assert page.locator("#conversation li").count() == page.locator("#pictures li").count() == 0
+    assert page.locator("#conversation li").count() == page.locator("#images li").count() == 0
     page.get_by_role("button", name="Try the sample image").click()
     sync_api.expect(page.get_by_label("Your question")).to_be_focused()
     assert ask(page) == answers[0]
@@ -135,13 +135,13 @@ def test_elements_have_names_and_errors_are_shown(served, open_page, tmp_path):
             assert one.is_hidden() or re.search(r"\w", one.aria_snapshot().partition(role)[2])
     assert page.locator("html").get_attribute("lang") == "en" and page.get_by_role("heading", level=1).count() == 1
     page.get_by_role("button", name="Ask").click()
-    sync_api.expect(page.get_by_role("alert")).to_have_text("There is no picture to ask about; choose one first.")
-    (tmp_path / "words.png").write_text("no picture")
+    sync_api.expect(page.get_by_role("alert")).to_have_text("There is no image to ask about; choose one first.")
+    (tmp_path / "words.png").write_text("no image")
     page.get_by_label("Choose an image").set_input_files(tmp_path / "words.png")
     sync_api.expect(page.get_by_text("Browsers cannot show words.png")).to_be_visible()
     page.keyboard.press("Enter")
     sync_api.expect(page.get_by_role("alert")).to_have_text(
-        "Image 1: not a picture of a known format, or a damaged one."
+        "Image 1: not an image of a known format, or a damaged one."
     )
     assert page.get_by_label("Your question").input_value() == "Describe this picture.", "it can be asked again"
     assert ["400" in one for one in open_page.problems] == [True]
@@ -158,11 +158,11 @@ def test_image_that_browsers_cannot_show_is_answered(served, embedded, open_page
     sync_api.expect(page.get_by_text("Browsers cannot show scan.tif")).to_be_visible()
 
 
-def test_question_without_a_picture_is_not_answered(served, open_page):
+def test_question_without_a_image_is_not_answered(served, open_page):
     page, before = open_page(served), served.metrics()["nanovlm_requests_total"]
     page.get_by_label("Your question").fill("What is in the picture?")
     page.keyboard.press("Enter")
-    sync_api.expect(page.get_by_role("alert")).to_have_text("There is no picture to ask about; choose one first.")
+    sync_api.expect(page.get_by_role("alert")).to_have_text("There is no image to ask about; choose one first.")
     assert page.locator(".answer").count() == 0 and served.metrics()["nanovlm_requests_total"] == before
     page.get_by_role("button", name="Try the sample image").click()
     sync_api.expect(page.get_by_role("alert")).to_be_empty()
@@ -181,18 +181,18 @@ def sent_messages(page):
     return sent
 
 
-def test_several_pictures_are_shown_and_sent_in_order(served, embedded, open_page):
+def test_several_images_are_shown_and_sent_in_order(served, embedded, open_page):
     page, files = open_page(served), [scene_file(seed, f"{seed}.png") for seed in range(3)]
     sent = sent_messages(page)
     page.get_by_label("Choose an image").set_input_files(files)
-    sync_api.expect(page.locator("#pictures img")).to_have_count(3)
+    sync_api.expect(page.locator("#images img")).to_have_count(3)
     page.get_by_role("button", name="Remove 1.png").click()
-    sync_api.expect(page.locator("#pictures img")).to_have_count(2)
+    sync_api.expect(page.locator("#images img")).to_have_count(2)
     scenes = [Image.open(io.BytesIO(files[i]["buffer"])) for i in (0, 2)]
     assert ask(page, "What is it?") == embedded.caption(scenes, "What is it?", max_new_tokens=256)
     assert page.get_by_role("button", name="Remove 0.png").is_hidden(), "the answer is about it"
-    page.locator("#file").set_input_files(files[1])  # "Add a picture" opens the same dialog
-    sync_api.expect(page.locator("#pictures img")).to_have_count(3)
+    page.locator("#file").set_input_files(files[1])  # "Add an image" opens the same dialog
+    sync_api.expect(page.locator("#images img")).to_have_count(3)
     ask(page, "And now?")
     urls = [data_url(files[i]["buffer"]) for i in (0, 2, 1)]
     first, second = (one["messages"] for one in sent)
@@ -256,12 +256,12 @@ def test_generation_is_stopped_by_the_button(embedded, open_page, slow):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_picture_has_a_border(served, open_page, scheme):
-    """A picture of the page's own colour still ends somewhere."""
+def test_image_has_a_border(served, open_page, scheme):
+    """An image of the page's own color still ends somewhere."""
     page = open_page(served, color_scheme=scheme)
     page.get_by_role("button", name="Try the sample image").click()
-    page.locator("#pictures img").wait_for()
-    border = page.locator("#pictures img").evaluate("(image) => getComputedStyle(image).boxShadow")
+    page.locator("#images img").wait_for()
+    border = page.locator("#images img").evaluate("(image) => getComputedStyle(image).boxShadow")
     color = [int(part) for part in re.match(r"rgb\((\d+), (\d+), (\d+)\)", border).groups()]
     name = "getComputedStyle(document.documentElement).getPropertyValue('--background').trim()"
     background = luminance(page.evaluate(name))

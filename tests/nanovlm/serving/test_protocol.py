@@ -70,7 +70,7 @@ INVALID = {
     "wrong base64": ({"messages": user_message("?", "data:image/png;base64,a$b=")}, 400, "invalid base64"),
     "short base64": ({"messages": user_message("?", "data:image/png;base64,abc")}, 400, "invalid base64"),
     "an empty image": ({"messages": user_message("?", "data:image/png;base64,")}, 400, "image 1: an empty file"),
-    "no image": ({"messages": user_message("?", data_url(b"hello"))}, 400, "image 1: not a picture"),
+    "no image": ({"messages": user_message("?", data_url(b"hello"))}, 400, "image 1: not an image"),
     "half an image": (
         {"messages": user_message("?", SAMPLE_URL, SAMPLE_URL[: len(SAMPLE_URL) // 2 // 4 * 4])},
         400,

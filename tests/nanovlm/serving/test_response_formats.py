@@ -57,7 +57,7 @@ def test_impossible_token_has_a_number_in_json():
 
 
 def laid_out(embedded, text):
-    """The prompt of a chat about no picture, as its template lays it out."""
+    """The prompt of a chat about no image, as its template lays it out."""
     return embedded.tokenizer.backend.decode(embedded.processor.encode_prompt([], text), skip_special_tokens=False)
 
 

@@ -18,7 +18,7 @@ from models.decoding import SamplingParams
 from nanovlm import SAMPLE, Captioner
 from nanovlm.captioner import NO_IMAGE
 from nanovlm.chat_session import ChatSession
-from nanovlm.processor import Processor
+from nanovlm.processing.processor import Processor
 from nanovlm.serving.admission import Limits
 from nanovlm.synthetic import draw, random_scene
 from support import ROOT
@@ -76,7 +76,7 @@ def test_turns_are_laid_out_as_a_chat_session(client, embedded):
         messages.append(answer.model_dump())
 
 
-def test_system_text_comes_first_and_a_picture_alone_is_described(client):
+def test_system_text_comes_first_and_a_image_alone_is_described(client):
     def complete(messages):
         return client.chat.completions.create(model="nanovlm", messages=messages, max_tokens=5)
 
@@ -90,7 +90,7 @@ def test_system_text_comes_first_and_a_picture_alone_is_described(client):
     assert split.choices == complete(user_message("What\nis it?", SAMPLE_URL)).choices
 
 
-def test_pictures_of_several_formats_and_several_at_once(client, embedded):
+def test_images_of_several_formats_and_several_at_once(client, embedded):
     scenes = [draw(random_scene(Random(seed)), 200, 150) for seed in range(3)]
     urls = [data_url(scene, kind) for scene, kind in zip(scenes, ("png", "gif", "bmp"))]
     for url, scene in zip(urls[::2], scenes[::2]):
@@ -175,12 +175,12 @@ def test_special_tokens_in_messages_are_plain_text(client, embedded):
 def test_thirty_two_clients_each_get_what_they_would_get_alone(embedded):
     rng = Random(0)
     cases = [(draw(random_scene(rng), 160, 120), QUESTIONS[i % 4]) for i in range(64)]
-    alone = [embedded.caption(picture, question) for picture, question in cases]
+    alone = [embedded.caption(image, question) for image, question in cases]
     with RunningServer(embedded) as server, server.client() as client, ThreadPoolExecutor(32) as clients:
 
         def complete(case):
-            picture, question = case
-            messages = user_message(question, data_url(picture))
+            image, question = case
+            messages = user_message(question, data_url(image))
             stream = client.chat.completions.create(model="nanovlm", messages=messages, stream=True)
             return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 
@@ -255,7 +255,7 @@ def test_stream_that_takes_too_long_ends_with_an_error(embedded, slow):
 
 
 class WatchedProcessor(Processor):
-    """Counts the pictures it has preprocessed; may wait before each."""
+    """Counts the images it has preprocessed; may wait before each."""
 
     def __init__(self, processor, before_image=lambda: None):
         super().__init__(processor.cfg, processor.tokenizer)
@@ -267,8 +267,8 @@ class WatchedProcessor(Processor):
         return super().preprocess(image)
 
 
-def test_waiting_requests_hold_encoded_pictures_only(embedded, gate):
-    """At most two pictures are in memory as pixels, or those of one request that shows more."""
+def test_waiting_requests_hold_encoded_images_only(embedded, gate):
+    """At most two images are in memory as pixels, or those of one request that shows more."""
     processor = WatchedProcessor(embedded.processor)
     captioner = Captioner(embedded.model, processor)
     scenes = [draw(random_scene(Random(seed)), 96, 96) for seed in range(4)]
@@ -279,15 +279,15 @@ def test_waiting_requests_hold_encoded_pictures_only(embedded, gate):
         ThreadPoolExecutor(len(shown)) as clients,
     ):
         responses = []
-        for number, pictures in enumerate(shown, 1):
-            body = {"model": "nanovlm", "messages": user_message("?", *map(data_url, pictures)), "max_tokens": 3}
+        for number, images in enumerate(shown, 1):
+            body = {"model": "nanovlm", "messages": user_message("?", *map(data_url, images)), "max_tokens": 3}
             responses.append(clients.submit(server.post, body))
             until(lambda n=number: server.service.num_waiting == n)
         time.sleep(0.1)
         assert processor.n_images == 2 and httpx.get(f"{server.url}/health").json()["waiting"] == 5
         gate.set()
         answers = [answer_of(response.result()) for response in responses]
-        assert answers == [embedded.caption(pictures, "?", max_new_tokens=3) for pictures in shown]
+        assert answers == [embedded.caption(images, "?", max_new_tokens=3) for images in shown]
         assert processor.n_images == sum(map(len, shown))
         until(lambda: server.idle)
         assert server.service.pixel_budget.n_free == 2
@@ -301,7 +301,7 @@ def test_pixel_budget_is_held_until_decoding_threads_return(embedded):
     with RunningServer(captioner, Limits(timeout_s=0.3), pixel_budget_bytes=1) as server:
         assert server.post(body).status_code == 504
         assert decoding.is_set() and server.idle
-        assert server.service.pixel_budget.n_free == 0, "a thread still decodes the picture"
+        assert server.service.pixel_budget.n_free == 0, "a thread still decodes the image"
         assert server.post(body).status_code == 504
         assert processor.n_images == 0, "the second request waits for the budget"
         go_on.set()
@@ -326,7 +326,7 @@ def test_pixels_are_released_after_prefill(embedded, slow, stream):
 # ------------------------------------------------------------------------------------------------------------ failures
 
 
-def test_question_without_a_picture_is_logged_once(embedded, caplog):
+def test_question_without_a_image_is_logged_once(embedded, caplog):
     with RunningServer(embedded) as server:
         for messages in (user_message("?", SAMPLE_URL), user_message("?"), user_message("?")):
             assert server.post({"messages": messages, "max_tokens": 2}).status_code == 200

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
+from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.serving.streaming import StopStringStreamer
-from nanovlm.tokenizer import Tokenizer
 
 
 @settings(max_examples=100, deadline=None)

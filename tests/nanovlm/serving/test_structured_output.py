@@ -15,15 +15,15 @@ pytest.importorskip("llguidance", reason="no llguidance; pip install 'nanovlm[st
 SCHEMA = {
     "type": "object",
     "properties": {
-        "colour": {"enum": ["green", "blue", "red"]},
+        "color": {"enum": ["green", "blue", "red"]},
         "words": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 2},
         "n": {"type": "integer", "minimum": 0, "maximum": 99},
     },
-    "required": ["colour", "words", "n"],
+    "required": ["color", "words", "n"],
     "additionalProperties": False,
 }
 ASKED = {"model": "nanovlm", "messages": user_message(QUESTIONS[1], SAMPLE_URL)}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "picture", "strict": True, "schema": SCHEMA}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "image", "strict": True, "schema": SCHEMA}}
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 3.0, "seed": 1, "n": 4}, {"frequency_penalty": 1.0}])
@@ -53,14 +53,14 @@ def test_other_requests_of_the_batch_are_free(embedded):
 
 
 def test_openai_client_parses_an_answer(client):
-    class Picture(pydantic.BaseModel):
+    class Image(pydantic.BaseModel):
         square: bool
         n: int = pydantic.Field(ge=0, le=9)
 
-    chat = client.chat.completions.parse(**ASKED, response_format=Picture)
-    assert isinstance(chat.choices[0].message.parsed, Picture)
-    response = client.responses.parse(model="nanovlm", input="?", text_format=Picture)
-    assert isinstance(response.output_parsed, Picture)
+    chat = client.chat.completions.parse(**ASKED, response_format=Image)
+    assert isinstance(chat.choices[0].message.parsed, Image)
+    response = client.responses.parse(model="nanovlm", input="?", text_format=Image)
+    assert isinstance(response.output_parsed, Image)
 
 
 @pytest.mark.parametrize(

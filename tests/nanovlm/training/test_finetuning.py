@@ -199,7 +199,7 @@ def test_every_run_writes_the_file_that_repeats_it(train):
     assert Path("again/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
     code, _, err = train("--config", "out/run.yaml", "--out", "third", "--max-steps", "1", "--data", "mine")
     assert code == 0 and "step 1/1" in err and "scenes" not in err
-    for text, words in (("max_steps: x", "run.yaml"), ("colour: red", "--colour"), ("- 1", "list"), ("a: [", "read")):
+    for text, words in (("max_steps: x", "run.yaml"), ("color: red", "--color"), ("- 1", "list"), ("a: [", "read")):
         Path("run.yaml").write_text(text)
         assert_usage_error(train("--config", "run.yaml"), "run.yaml", words, program="train.py")
 
@@ -312,11 +312,11 @@ def test_a_resumed_run_reports_that_its_data_changed_but_not_that_it_was_copied(
     train(*flags)
     os.utime("mine/3.txt", (1, 1))
     assert "has changed" not in train(*flags)[2]
-    picture, caption, digests = Path("mine/4.png"), Path("mine/4.txt"), set()
+    image, caption, digests = Path("mine/4.png"), Path("mine/4.txt"), set()
     for change in (
-        lambda: (Path("mine/3.png").rename(picture), Path("mine/3.txt").rename(caption)),
+        lambda: (Path("mine/3.png").rename(image), Path("mine/3.txt").rename(caption)),
         lambda: caption.write_text(caption.read_text().strip()[::-1]),
-        lambda: picture.write_bytes(picture.read_bytes() + b"\0"),
+        lambda: image.write_bytes(image.read_bytes() + b"\0"),
     ):
         change()
         digests |= {*re.search(rf"the data has changed: it is {data} instead of {data}; ", train(*flags)[2]).groups()}
@@ -380,7 +380,7 @@ def test_check_data_counts_examples_and_shows_them_as_the_model_sees_them(train)
     assert lines[0] == f"mine: 2 examples, 2 images, {count} answer tokens; the longest takes {longest} of 1024"
     assert lines[1].startswith("chat.json: 1 examples, 1 images, ")
     assert lines[3] == "2 cannot be used:"
-    assert lines[4] == "  mine/1.png: not a picture of a known format, or a damaged one"
+    assert lines[4] == "  mine/1.png: not an image of a known format, or a damaged one"
     assert lines[5] == "  mine/2.png has an empty answer to 'Tell!'"
     place = "(image 1: 1 tile of 96 x 96)\n<|im_start|>user\n<|global_image|><|image|> x 36 "
     first = f"{place}Tell!<|im_end|>\n<|im_start|>assistant\n[[{caption(random_scene(random.Random(0)))}<|im_end|>]]\n"

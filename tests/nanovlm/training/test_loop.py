@@ -1,4 +1,4 @@
-"""Training on plain images and their colours: it learns, it is reproducible, and each checkpoint is a model."""
+"""Training on plain images and their colors: it learns, it is reproducible, and each checkpoint is a model."""
 
 import hashlib
 import json
@@ -15,13 +15,13 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.data.examples import Example, collate, encode
 from nanovlm.errors import DataError, TrainingError
-from nanovlm.processor import Processor
+from nanovlm.processing.processor import Processor
 from nanovlm.synthetic.recipe import SceneBatches
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import train
 from support.logs import log_lines
 
-COLOURS = ("red", "green", "blue", "black")
+COLORS = ("red", "green", "blue", "black")
 CFG = TrainConfig(
     max_steps=6, batch_size=2, lr=3e-3, warmup_steps=2, save_every=3, log_every=2, num_workers=0, keep_checkpoints=1
 )
@@ -44,11 +44,11 @@ def processor(model_and_processor, tiny_config):
 
 @pytest.fixture(scope="module")
 def batch(processor):
-    """A pure function of the number: two plain images and their colours."""
+    """A pure function of the number: two plain images and their colors."""
 
     def batch(number):
-        colours = [COLOURS[(number + i) % 4] for i in range(2)]
-        examples = [Example([Image.new("RGB", (16, 16), colour)], [("What colour?", colour)]) for colour in colours]
+        colors = [COLORS[(number + i) % 4] for i in range(2)]
+        examples = [Example([Image.new("RGB", (16, 16), color)], [("What colour?", color)]) for color in colors]
         return collate([encode(example, processor) for example in examples])
 
     return batch
@@ -205,13 +205,13 @@ def test_weights_are_stored_in_the_precision_asked_for(learn, whole, tmp_path):
 def test_it_learns(learn, processor, tmp_path):
     cfg = TrainConfig(max_steps=120, lr=1e-2, warmup_steps=5, save_every=1000, log_every=10, num_workers=0)
     shape = replace(processor.cfg, lm_dropout=0.0, vit_dropout=0.0)
-    images = [Image.new("RGB", (16, 16), colour) for colour in COLOURS]
-    rows = [encode(Example([p], [("What colour?", c)]), processor) for p, c in zip(images, COLOURS)]
+    images = [Image.new("RGB", (16, 16), color) for color in COLORS]
+    rows = [encode(Example([p], [("What colour?", c)]), processor) for p, c in zip(images, COLORS)]
     lines = learn(tmp_path / "run", cfg, lambda step: collate(rows), shape=shape)
     losses = [float(line.split("loss ")[1].split()[0]) for line in lines]
     assert losses[0] > 1 > 10 * losses[-1]
     captioner = Captioner.from_pretrained(tmp_path / "run", dtype="float32")
-    assert list(captioner.captions(images, "What colour?", max_new_tokens=8)) == list(COLOURS)
+    assert list(captioner.captions(images, "What colour?", max_new_tokens=8)) == list(COLORS)
 
 
 def test_progress_is_a_line_every_log_every_steps(learn, tmp_path):

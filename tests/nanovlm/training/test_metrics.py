@@ -28,7 +28,7 @@ CFG = TrainConfig(
     max_steps=6, lr=3e-3, warmup_steps=2, save_every=3, log_every=2, validate_every=2, validation_batches=3,
     num_workers=0, dtype="float32",
 )  # fmt: skip
-IMAGES = [Image.new(mode, (40, 30), colour) for mode, colour in (("RGB", "red"), ("L", 99), ("RGBA", "blue"))]
+IMAGES = [Image.new(mode, (40, 30), color) for mode, color in (("RGB", "red"), ("L", 99), ("RGBA", "blue"))]
 
 
 def caption_images(model):

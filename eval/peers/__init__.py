@@ -1,0 +1,1 @@
+"""Other engines and trainers behind one interface, to measure beside ours."""

@@ -1,0 +1,206 @@
+"""Engines that run the same model on the CPU: this project, transformers, llama.cpp, ONNX Runtime and OpenVINO."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from eval.lib.cpu_levels import at_level, current_level
+from eval.peers.llama_cpp_engine import LlamaCppEngine
+from eval.peers.onnxruntime_engine import OnnxRuntimeEngine
+from eval.peers.openvino_engine import OpenVINOEngine
+from models.decoding import GREEDY
+from models.language_model import LanguageModel
+from models.vision_language_model import PrefillState
+from nanovlm import PROMPT
+from nanovlm.captioner import Captioner, ImageInput
+from nanovlm.device import choose_dtype
+from nanovlm.errors import MissingExtraError
+
+BASELINES = ("plain", "transformers", "llama.cpp", "onnxruntime", "openvino")
+GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+QUANTIZED = {"int8": ("q8_0", 1), "int4": ("q4_0", 0.625)}  # llama.cpp's type, our bytes
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Which engines to compare: this project in every configuration asked for, and baselines."""
+
+    dtypes: Sequence[str] = ("auto",)
+    quantize: str | None = None  # quantized weights beside unquantized ones
+    baselines: Sequence[str] = ("plain",)
+    batch_size: int = 1
+    levels: Sequence[str] = ()  # of CPU instructions, for this project; empty is the current one
+
+    def choose_dtypes(self, folder: Path) -> list[torch.dtype]:
+        """The dtypes for the model in folder, of which auto depends on the level."""
+        return list(dict.fromkeys(choose_dtype(name, torch.device("cpu"), folder) for name in self.dtypes))
+
+
+class Engine(Protocol):
+    """Greedy decoding of a batch of sequences of equal length; the engine keeps their cache."""
+
+    name: str
+    dtype: torch.dtype  # of activations
+    weight_bytes: float  # of one entry of a weight matrix
+    logits: Tensor  # (B, vocabulary) of the last step
+
+    def prefill(self, ids: list[list[int]]) -> list[int]:
+        """Start new sequences with these prompts; returns the next token of each."""
+
+    def decode(self, ids: list[int]) -> list[int]:
+        """Append one token to each sequence; returns the next token of each."""
+
+
+@runtime_checkable
+class ImageEngine(Engine, Protocol):
+    """An engine that encodes images, too."""
+
+    def encode_image(self, image: Tensor) -> Tensor:
+        """Embeddings (1, T, C) of one preprocessed image (1, 3, S, S)."""
+
+
+class NanoVLMEngine:
+    """This project: the plain model, layer by layer as nanoVLM computes it, or its InferenceModel."""
+
+    def __init__(self, name: str, captioner: Captioner, weight_bytes: float = 4, plain: bool = False):
+        self.name, self.captioner, self.weight_bytes, self.plain = name, captioner, weight_bytes, plain
+        self.model: Any = captioner.model if plain else captioner.inference
+        self.dtype = self.model.dtype
+        self.state: PrefillState | None = None
+        self.logits = torch.empty(0)
+
+    @torch.inference_mode()
+    def prefill(self, ids: list[list[int]]) -> list[int]:
+        self.logits, self.state = self.model.prefill(torch.tensor(ids))
+        return GREEDY(self.logits).tolist()
+
+    @torch.inference_mode()
+    def decode(self, ids: list[int]) -> list[int]:
+        self.logits, self.state = self.model.decode(torch.tensor(ids), self.state)
+        return GREEDY(self.logits).tolist()
+
+    @torch.inference_mode()
+    def encode_image(self, image: Tensor) -> Tensor:
+        """Embeddings (1, T, C) of one preprocessed image (1, 3, S, S)."""
+        cfg = self.model.cfg
+        return self.model.embed(torch.full((1, cfg.mp_image_token_length), self.model.image_token_id), image)
+
+    @torch.inference_mode()
+    def first_token(self, image: ImageInput) -> int:
+        """Preprocess an image, encode it and prefill the default prompt."""
+        inputs = self.captioner.processor.collate([self.captioner.prepare(image, PROMPT)])
+        return int(GREEDY(self.model.prefill(**inputs)[0]))
+
+
+class TransformersEngine:
+    """The same decoder as transformers' LlamaForCausalLM."""
+
+    def __init__(self, decoder: LanguageModel, dtype: torch.dtype):
+        try:
+            from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+        except ImportError:
+            raise MissingExtraError('transformers needs the extra peers: pip install "nanovlm[peers]"') from None
+        self.name = f"transformers {str(dtype).removeprefix('torch.')}"
+        self.weight_bytes: float = dtype.itemsize
+        self.dtype, self.new_cache, self.logits = dtype, DynamicCache, torch.empty(0)
+        cfg = decoder.cfg
+        config = LlamaConfig(
+            vocab_size=cfg.lm_vocab_size,
+            hidden_size=cfg.lm_hidden_dim,
+            intermediate_size=cfg.lm_inter_dim,
+            num_hidden_layers=cfg.lm_n_blocks,
+            num_attention_heads=cfg.lm_n_heads,
+            num_key_value_heads=cfg.lm_n_kv_heads,
+            max_position_embeddings=cfg.lm_max_position_embeddings,
+            rms_norm_eps=cfg.lm_rms_eps,
+            rope_theta=cfg.lm_re_base,  # type: ignore[call-arg]  # transformers 5 takes it as transformers 4 did
+            tie_word_embeddings=cfg.lm_tie_weights,
+        )
+        self.model = LlamaForCausalLM(config).eval()
+        self.model.load_state_dict({_transformers_name(name): w for name, w in decoder.state_dict().items()})
+        self.model.to(dtype)
+
+    def prefill(self, ids: list[list[int]]) -> list[int]:
+        self.cache = self.new_cache(config=self.model.config)
+        return self._next(ids)
+
+    def decode(self, ids: list[int]) -> list[int]:
+        return self._next([[token] for token in ids])
+
+    @torch.inference_mode()
+    def _next(self, ids: list[list[int]]) -> list[int]:
+        output = self.model(torch.tensor(ids), past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.logits = output.logits[:, -1]
+        return self.logits.argmax(-1).tolist()
+
+
+def _transformers_name(name: str) -> str:
+    """The name in transformers' Llama of a weight of `models.language_model`."""
+    parts = {
+        "blocks": "layers",
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+        "attn": "self_attn",
+        "out_proj": "o_proj",
+        "token_embedding": "embed_tokens",
+    }
+    renamed = ".".join(parts.get(part, part) for part in name.split("."))
+    return "lm_head.weight" if name == "head.weight" else f"model.{renamed}"
+
+
+def make_engines(plain: NanoVLMEngine, folder: Path, temporary: Path, options: EngineOptions) -> list[Engine]:
+    """All engines on the model in folder, baselines first, of which plain is one; other engines' files go to temporary.
+
+    Raises MissingExtraError if a baseline's package is not installed, InputError for a model that llama.cpp cannot run.
+    """
+    engines: list[Engine] = []
+    for name in (name for name in BASELINES if name in options.baselines):
+        engines += _baseline(name, plain, options.choose_dtypes(folder), temporary, options)
+    for level in options.levels or [current_level()]:
+        with at_level(level):
+            for dtype in options.choose_dtypes(folder):
+                engines += [_own(folder, dtype, quantize) for quantize in dict.fromkeys((None, options.quantize))]
+    return engines
+
+
+def _own(folder: Path, dtype: torch.dtype, quantize: str | None) -> NanoVLMEngine:
+    """This project's engine at the current level."""
+    precision = str(dtype).removeprefix("torch.")
+    captioner = Captioner.from_pretrained(folder, "cpu", precision, quantize=quantize)
+    level = getattr(captioner.inference.network, "level", "none")  # none where the kernels could not be built
+    weight_bytes = QUANTIZED[quantize][1] if quantize else dtype.itemsize
+    engine = NanoVLMEngine(" ".join(filter(None, ("nanovlm", precision, quantize, level))), captioner, weight_bytes)
+    if quantize == "int8" and level != "none":
+        engine.dtype = torch.int8
+    return engine
+
+
+def plain_engine(folder: Path) -> NanoVLMEngine:
+    """The model in folder as nanoVLM computes it, in float32: the reference of all other engines."""
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+    return NanoVLMEngine("plain float32", captioner, plain=True)
+
+
+def _baseline(
+    name: str, plain: NanoVLMEngine, dtypes: Sequence[torch.dtype], temporary: Path, options: EngineOptions
+) -> Sequence[Engine]:
+    """A baseline in all dtypes that it has, and quantized if this project is."""
+    captioner, quantize = plain.captioner, options.quantize
+    if name == "plain":
+        return [plain]
+    if name == "transformers":
+        return [TransformersEngine(captioner.model.decoder, dtype) for dtype in dtypes]
+    if name == "llama.cpp":
+        types = [GGUF_TYPES[dtype] for dtype in dtypes] + ([QUANTIZED[quantize][0]] if quantize else [])
+        return [LlamaCppEngine(captioner, kind, temporary, options.batch_size) for kind in types]
+    if name == "onnxruntime":
+        precisions = ("float32", "int8") if quantize == "int8" else ("float32",)
+        return [OnnxRuntimeEngine(captioner, precision, temporary) for precision in precisions]
+    if current_level() in ("avx2", "vnni"):  # OpenVINO then computes bfloat16 in float32, but not if oneDNN is held
+        dtypes = list(dict.fromkeys(torch.float32 if dtype == torch.bfloat16 else dtype for dtype in dtypes))
+    quantized = [OpenVINOEngine(captioner, dtypes[-1], temporary, int8=True)] if quantize == "int8" else []
+    return [OpenVINOEngine(captioner, dtype, temporary) for dtype in dtypes] + quantized

@@ -1,1 +1,0 @@
-"""Converters between this project's checkpoints and foreign formats, one file each."""

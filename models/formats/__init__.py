@@ -1,0 +1,1 @@
+"""Checkpoint formats: one file for each foreign layout of configuration and tensors."""

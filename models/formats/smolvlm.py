@@ -1,0 +1,282 @@
+"""Checkpoints of transformers' SmolVLM and Idefics3 (Laurençon et al. 2024, Marafioti et al. 2025): files and names.
+
+The network is nanoVLM's. What differs is around it: names of settings and tensors, normalized pixels, the layout of
+images in a prompt, and the positions of patches, which are rounded fractions of a side. This module knows texts and
+state dicts; `models.checkpoint` reads and writes the files.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from models.config import SmolVLMSettings, VLMConfig
+from models.errors import CheckpointError, InputError
+from models.formats.transformers_names import (
+    LLAMA_ONLY,
+    SIGLIP_CONFIG,
+    SIGLIP_ONLY,
+    llama_settings,
+    settings,
+    translate,
+)
+
+MODEL_TYPES = ("idefics3", "smolvlm")
+PREPROCESSOR, PROCESSOR, GENERATION = "preprocessor_config.json", "processor_config.json", "generation_config.json"
+TOKENIZER_CONFIG, TEMPLATE, LEGACY_TEMPLATE = "tokenizer_config.json", "chat_template.jinja", "chat_template.json"
+OTHER_FILES = (  # beside config.json, the weights and tokenizer.json
+    PREPROCESSOR, PROCESSOR, GENERATION, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json",
+    TEMPLATE, LEGACY_TEMPLATE,
+)  # fmt: skip
+EMBEDDING, HEAD = "model.text_model.embed_tokens.weight", "lm_head.weight"
+
+# Defaults of transformers' classes, in files that lack a key.
+VISION_DEFAULTS = {"hidden_size": 1152, "num_attention_heads": 16, "image_size": 224, "patch_size": 32}
+IMAGE_DEFAULTS: dict[str, Any] = {
+    "do_resize": True,
+    "size": {"longest_edge": 4 * 364},
+    "resample": 1,  # Lanczos
+    "do_image_splitting": True,
+    "max_image_size": {"longest_edge": 364},
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+TOKENS = {  # attribute of the tokenizer -> token; Idefics3's processor knows no others
+    "image_token": "<image>",
+    "fake_image_token": "<fake_token_around_image>",
+    "global_image_token": "<global-img>",
+}
+
+# Their key -> the only value that our modules support. An absent model_type is the one of the enclosing config.
+VISION_TYPES = (None, "idefics3", "idefics3_vision", "smolvlm", "smolvlm_vision")
+TEXT_ONLY = LLAMA_ONLY | {"qk_layer_norms": False, "use_resampler": False}
+
+# Our tensor name -> theirs. The rows of our qkv_proj become their q, k and v.
+NAMES = {
+    r"vision_encoder\.patch_embedding\.conv\.(\w+)": r"model.vision_model.embeddings.patch_embedding.\1",
+    r"vision_encoder\.patch_embedding\.position_embedding": r"model.vision_model.embeddings.position_embedding.weight",
+    r"vision_encoder\.blocks\.(\d+)\.ln([12])\.(\w+)": r"model.vision_model.encoder.layers.\1.layer_norm\2.\3",
+    r"vision_encoder\.blocks\.(\d+)\.attn\.(\w+)\.(\w+)": r"model.vision_model.encoder.layers.\1.self_attn.\2.\3",
+    r"vision_encoder\.blocks\.(\d+)\.mlp\.(\w+)\.(\w+)": r"model.vision_model.encoder.layers.\1.mlp.\2.\3",
+    r"vision_encoder\.layer_norm\.(\w+)": r"model.vision_model.post_layernorm.\1",
+    r"MP\.proj\.weight": r"model.connector.modality_projection.proj.weight",
+    r"decoder\.token_embedding\.weight": EMBEDDING,
+    r"decoder\.blocks\.(\d+)\.attn\.out_proj\.weight": r"model.text_model.layers.\1.self_attn.o_proj.weight",
+    r"decoder\.blocks\.(\d+)\.attn\.(\w+)\.weight": r"model.text_model.layers.\1.self_attn.\2.weight",
+    r"decoder\.blocks\.(\d+)\.mlp\.(\w+)\.weight": r"model.text_model.layers.\1.mlp.\2.weight",
+    r"decoder\.blocks\.(\d+)\.norm1\.weight": r"model.text_model.layers.\1.input_layernorm.weight",
+    r"decoder\.blocks\.(\d+)\.norm2\.weight": r"model.text_model.layers.\1.post_attention_layernorm.weight",
+    r"decoder\.norm\.weight": r"model.text_model.norm.weight",
+    r"decoder\.head\.weight": HEAD,
+}
+
+
+# ------------------------------------------------------------------------------------------------------------ tensors
+
+
+def to_smolvlm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of VisionLanguageModel under SmolVLM's names, sharing memory with it."""
+    theirs: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if name.endswith("position_embedding") and tensor.dim() == 3:
+            tensor = tensor[0]
+        parts = dict(zip("qkv", tensor.chunk(3))) if "qkv_proj" in name else {"qkv": tensor}
+        for part, rows in parts.items():
+            theirs[cast(str, translate(name.replace("qkv", part), NAMES))] = rows  # NAMES drops no tensor
+    return theirs
+
+
+def from_smolvlm(theirs: dict[str, Tensor], names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The opposite: the tensors of these names of ours. Empties the dict, so that joined tensors are not kept twice."""
+    state = {}
+    for name in names:
+        if "qkv_proj" in name:
+            parts = [cast(str, translate(name.replace("qkv", part), NAMES)) for part in "qkv"]
+            state[name] = torch.cat([theirs.pop(part) for part in parts])
+        else:
+            tensor = theirs.pop(cast(str, translate(name, NAMES)))
+            state[name] = tensor[None] if name.endswith("position_embedding") else tensor
+    return state
+
+
+def patch_positions(grid: int) -> list[int]:
+    """Idefics3's row or column of each of `grid` patches along a side: fractions of the side, sorted into buckets.
+
+    The arithmetic is float32, in the order of Idefics3VisionEmbeddings in transformers: for some grids, as 19, rounding
+    gives two patches the same position, and the weights were trained with that.
+    """
+    fractions = torch.arange(grid, dtype=torch.float32, device="cpu") * (1.0 / torch.tensor(grid, device="cpu"))
+    boundaries = torch.arange(1 / grid, 1.0, 1 / grid, device="cpu")
+    return torch.bucketize(fractions.clamp(max=1.0 - 1e-6), boundaries, right=True).tolist()
+
+
+# ------------------------------------------------------------------------------------------------------------- config
+
+
+def config_from_files(files: Mapping[str, str]) -> VLMConfig:
+    """The config of a model from the texts of its files, config.json and those of OTHER_FILES that are there.
+
+    Raises CheckpointError for a setting with which our modules would compute something else.
+    """
+    raw = _parse(files, "config.json")
+    vision, text = (_section(raw, key) for key in ("vision_config", "text_config"))
+    if vision.get("model_type") not in VISION_TYPES:
+        raise CheckpointError(f"vision_config: model_type={vision['model_type']!r} is none of {VISION_TYPES[1:]}")
+    fields = settings("vision_config", vision, SIGLIP_ONLY, SIGLIP_CONFIG, VISION_DEFAULTS)
+    settings("text_config", text, TEXT_ONLY, {})
+    fields |= llama_settings("text_config", text, {"rms_norm_eps": 1e-5})
+    fields["lm_vocab_size"] = fields["lm_base_vocab_size"]
+    fields["lm_tie_weights"] = raw.get("tie_word_embeddings", False)
+    files = {**files} | {"config.json": _without_dtype(raw)}
+    smolvlm = _smolvlm_settings(files, raw, fields["vit_img_size"])
+    try:
+        cfg = VLMConfig(
+            **fields,
+            smolvlm=smolvlm,
+            extra_token_amount=0,
+            vlm_extra_tokens={"image_token": _tokens(files, raw)["image_token"]},
+            lm_chat_template=_chat_template(files),
+            lm_max_length=fields["lm_max_position_embeddings"],
+            lm_tokenizer="",
+            vit_model_type=str(vision.get("_name_or_path", "")),
+            lm_model_type=str(text.get("_name_or_path", "")),
+            mp_pixel_shuffle_factor=raw.get("scale_factor", 2),
+            mp_image_token_length=cast(int, None),  # computed
+            max_img_size=None,
+            resize_to_max_side_len=None,
+            hf_repo_name=None,
+        )
+    except InputError as error:
+        raise CheckpointError(f"config.json: {error}") from None
+    n_image_tokens = _parse(files, PROCESSOR).get("image_seq_len", cfg.mp_image_token_length)
+    if n_image_tokens != cfg.mp_image_token_length:
+        raise CheckpointError(
+            f"{PROCESSOR}: image_seq_len={n_image_tokens}, but a tile has {cfg.mp_image_token_length} embeddings"
+        )
+    return cfg
+
+
+def image_token_id(cfg: VLMConfig) -> int | None:
+    """The id of the image token that config.json names."""
+    return cfg.to_dict().get("image_token_id")
+
+
+def config_text(cfg: VLMConfig, dtype: torch.dtype) -> str:
+    """The text of config.json to write beside weights of that dtype, which transformers loads them in."""
+    return json.dumps(cfg.to_dict() | {"torch_dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n"
+
+
+def _without_dtype(raw: dict) -> str:
+    """config.json without the dtype of the weights, which is theirs."""
+    raw = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
+    for key in ("vision_config", "text_config"):
+        if key in raw:
+            raw[key] = {k: v for k, v in raw[key].items() if k not in ("dtype", "torch_dtype")}
+    return json.dumps(raw)
+
+
+def _smolvlm_settings(files: Mapping[str, str], raw: dict, tile: int) -> SmolVLMSettings:
+    image = _image_settings(files, tile)
+    tokens = _tokens(files, raw)
+    return SmolVLMSettings(
+        files=dict(files),
+        longest_edge=image["size"] if image["do_resize"] else None,
+        split=image["do_image_splitting"],
+        resample=image["resample"],
+        rescale_factor=float(image["rescale_factor"]) if image["do_rescale"] else 1.0,
+        mean=tuple(image["image_mean"]) if image["do_normalize"] else (0.0, 0.0, 0.0),
+        std=tuple(image["image_std"]) if image["do_normalize"] else (1.0, 1.0, 1.0),
+        fake_image_token=tokens["fake_image_token"],
+        global_image_token=tokens["global_image_token"],
+        end_token_ids=_end_token_ids(files, raw),
+    )
+
+
+def _image_settings(files: Mapping[str, str], tile: int) -> dict[str, Any]:
+    """The image processor's settings, complete; size and max_image_size as their longest edge in pixels.
+
+    transformers 4 writes them to preprocessor_config.json, 5 into processor_config.json.
+    """
+    where = PREPROCESSOR
+    found = _parse(files, PREPROCESSOR) if PREPROCESSOR in files else _parse(files, PROCESSOR).get("image_processor")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{PREPROCESSOR} is missing; it says how this model's images are resized and split")
+    image = IMAGE_DEFAULTS | {key: found[key] for key in IMAGE_DEFAULTS if found.get(key) is not None}
+    for key in ("size", "max_image_size"):
+        edge = image[key].get("longest_edge") if isinstance(image[key], dict) else None
+        if type(edge) is not int or edge < 1:
+            raise CheckpointError(f"{where}: {key}={image[key]!r}, but only a longest_edge in pixels is supported")
+        image[key] = edge
+    for key, kind in IMAGE_DEFAULTS.items():
+        if type(kind) in (bool, int) and type(image[key]) is not type(kind):
+            raise CheckpointError(f"{where}: {key}={image[key]!r} is not of type {type(kind).__name__}")
+    if not 0 <= image["resample"] <= 5:
+        raise CheckpointError(f"{where}: resample={image['resample']} is none of Pillow's filters, 0 to 5")
+    for key in ("image_mean", "image_std"):
+        values = image[key]
+        if not isinstance(values, list) or len(values) != 3 or not all(isinstance(v, (int, float)) for v in values):
+            raise CheckpointError(f"{where}: {key}={values!r} is not a list of three numbers")
+    if 0 in image["image_std"]:
+        raise CheckpointError(f"{where}: image_std={image['image_std']} divides by zero")
+    if image["max_image_size"] != tile:
+        raise CheckpointError(
+            f"{where}: max_image_size of {image['max_image_size']} pixels, but the vision encoder reads image_size="
+            f"{tile}; only equal sizes are supported"
+        )
+    return image
+
+
+def _tokens(files: Mapping[str, str], raw: dict) -> dict[str, str]:
+    """The tokens of TOKENS; SmolVLM's processor takes those that tokenizer_config.json names instead, if any."""
+    if raw.get("model_type") == "idefics3" or TOKENIZER_CONFIG not in files:
+        return TOKENS
+    config = _parse(files, TOKENIZER_CONFIG)
+    named = {**config}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        named |= config[key] if isinstance(config.get(key), dict) else {}
+    found = {name: named.get(name, token) for name, token in TOKENS.items()}
+    return {name: token["content"] if isinstance(token, dict) else str(token) for name, token in found.items()}
+
+
+def _end_token_ids(files: Mapping[str, str], raw: dict) -> tuple[int, ...]:
+    """eos_token_id of generation_config.json, one id or several; without that file, of config.json."""
+    source = _parse(files, GENERATION) if GENERATION in files else raw
+    ids = source.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(id) is int for id in ids):
+        raise CheckpointError(f"eos_token_id={ids} are not ids of tokens")
+    return tuple(ids)
+
+
+def _chat_template(files: Mapping[str, str]) -> str:
+    """The chat template, from where transformers looks for it, in its order."""
+    if TEMPLATE in files:
+        return files[TEMPLATE]
+    for name in (LEGACY_TEMPLATE, PROCESSOR, TOKENIZER_CONFIG):
+        template = _parse(files, name).get("chat_template")
+        if isinstance(template, str) and template:
+            return template
+    raise CheckpointError(f"{TEMPLATE} is missing, and no other file has a chat_template; it lays out the prompts")
+
+
+def _section(raw: dict, key: str) -> dict:
+    section = raw.get(key, {})
+    if not isinstance(section, dict):
+        raise CheckpointError(f"config.json: {key}={section!r} is not an object of settings")
+    return section
+
+
+def _parse(files: Mapping[str, str], name: str) -> dict:
+    """The object in a JSON file; empty if there is no such file."""
+    try:
+        raw = json.loads(files.get(name, "{}"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name} cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{name} holds {type(raw).__name__}, not an object of settings")
+    return raw

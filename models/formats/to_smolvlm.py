@@ -1,0 +1,215 @@
+"""Write a model under the names and settings of transformers' SmolVLM, which are Idefics3's (Laurençon et al. 2024).
+
+The network is the same; only the scale of the pixels differs, which the patch convolution absorbs.
+"""
+
+import json
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from models.checkpoint import MODEL_INPUT_NAMES
+from models.config import VLMConfig
+from models.errors import InputError
+from models.formats.backbones import grow
+from models.formats.smolvlm import (
+    GENERATION,
+    PREPROCESSOR,
+    PROCESSOR,
+    TEMPLATE,
+    TOKENIZER_CONFIG,
+    TOKENS,
+    config_from_files,
+    patch_positions,
+    to_smolvlm,
+)
+from models.vision_language_model import VisionLanguageModel, empty_model
+
+CONVOLUTION = "vision_encoder.patch_embedding.conv"
+END_TOKEN = "<end_of_utterance>"
+CHAT_TEMPLATE = (  # the layout that SmolVLM-256M-Instruct and its relatives were trained with
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% elif part['type'] == 'image' %}<image>{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+
+
+def smolvlm_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
+    """The model's tensors under SmolVLM's names; of a tied pair only the embedding."""
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    if model.cfg.smolvlm is None:
+        state |= rescaled_convolution(state)
+    if model.cfg.lm_tie_weights:
+        del state["decoder.head.weight"]
+    return to_smolvlm(state)
+
+
+def rescaled_convolution(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The patch convolution of a nanoVLM model for SmolVLM's pixels.
+
+    nanoVLM's encoder reads pixels x in [0, 1], SmolVLM's reads y = 2x - 1, as SigLIP does, and its processor would drop
+    an image of zeros. W x + b = (W / 2) y + (b + sum W / 2).
+    """
+    weight = state[f"{CONVOLUTION}.weight"] / 2
+    return {
+        f"{CONVOLUTION}.weight": weight,
+        f"{CONVOLUTION}.bias": state[f"{CONVOLUTION}.bias"] + weight.sum((1, 2, 3)),
+    }
+
+
+def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> dict:
+    """The object for SmolVLM's config.json; InputError for a model that SmolVLM cannot express.
+
+    A negative image_token_id, that of format 1, is written as the first id behind the vocabulary: no token stands for
+    an image there.
+    """
+    if cfg.smolvlm is not None:
+        return cfg.to_dict()
+    if cfg.lm_attn_scaling != 1:
+        raise InputError(f"lm_attn_scaling={cfg.lm_attn_scaling}: SmolVLM's attention has no such factor, only 1")
+    if not patches_keep_their_positions(cfg.vit_grid):
+        raise InputError(
+            f"{cfg.vit_grid} patches a side (vit_img_size={cfg.vit_img_size} / vit_patch_size={cfg.vit_patch_size}): "
+            "transformers' rounding would give two of them the same position; a power of two, as 16 or 32, is exact"
+        )
+    ends = {"eos_token_id": eos_token_id, "pad_token_id": eos_token_id, "bos_token_id": None}
+    return {
+        "architectures": ["SmolVLMForConditionalGeneration"],
+        "model_type": "smolvlm",
+        "image_token_id": cfg.lm_vocab_size if image_token_id < 0 else image_token_id,
+        "scale_factor": cfg.mp_pixel_shuffle_factor,
+        "tie_word_embeddings": cfg.lm_tie_weights,
+        **ends,
+        "text_config": {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": cfg.lm_hidden_dim,
+            "intermediate_size": cfg.lm_inter_dim,
+            "num_hidden_layers": cfg.lm_n_blocks,
+            "num_attention_heads": cfg.lm_n_heads,
+            "num_key_value_heads": cfg.lm_n_kv_heads,
+            "head_dim": cfg.lm_head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": cfg.lm_rms_eps,
+            "rope_theta": cfg.lm_re_base,
+            "max_position_embeddings": cfg.lm_max_position_embeddings,
+            "vocab_size": cfg.lm_vocab_size,
+            "tie_word_embeddings": cfg.lm_tie_weights,
+            "attention_bias": False,
+            "mlp_bias": False,
+            **ends,
+        },
+        "vision_config": {
+            "model_type": "smolvlm_vision",
+            "hidden_size": cfg.vit_hidden_dim,
+            "intermediate_size": cfg.vit_inter_dim,
+            "num_hidden_layers": cfg.vit_n_blocks,
+            "num_attention_heads": cfg.vit_n_heads,
+            "num_channels": 3,
+            "image_size": cfg.vit_img_size,
+            "patch_size": cfg.vit_patch_size,
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_eps": cfg.vit_ln_eps,
+        },
+    }
+
+
+def patches_keep_their_positions(grid: int) -> bool:
+    """Whether Idefics3's position ids are exact for this grid in transformers 5, which buckets fractions of a side.
+
+    Other programs round the same fractions in another way: transformers up to 4.54 and vLLM compute them by
+    torch.arange, whose rounding depends on PyTorch's build. See `is_exact_in_every_rounding`.
+    """
+    return patch_positions(grid) == list(range(grid))
+
+
+def is_exact_in_every_rounding(grid: int) -> bool:
+    """Whether grid is a power of two: then every fraction of a side is exact, and so is every position id."""
+    return grid & (grid - 1) == 0
+
+
+# --------------------------------------------------------------------------------- from nanoVLM's layout to SmolVLM's
+
+
+def layout_tokens(longest_edge: int, tile: int) -> list[str]:
+    """The tokens of SmolVLM's layout for images of up to longest_edge pixels, in tiles of `tile`."""
+    side = range(1, -(-longest_edge // tile) + 1)
+    positions = [f"<row_{row}_col_{column}>" for row in side for column in side] if len(side) > 1 else []
+    return [*TOKENS.values(), END_TOKEN, *positions]
+
+
+def to_smolvlm_layout(
+    model: VisionLanguageModel, token_ids: Mapping[str, int], longest_edge: int, rescale: bool = True
+) -> VisionLanguageModel:
+    """The model in SmolVLM's own layout of images and chats, to be trained in it, in eval mode.
+
+    token_ids are those of the tokenizer, to which `layout_tokens` were added. rescale keeps the answers to pixels: the
+    patch convolution of nanoVLM's models reads [0, 1], that of pretrained SigLIP backbones SmolVLM's [-1, 1] already.
+    New tokens begin as those that they replace, others as N(0, 0.02), drawn from torch's global generator. Shares
+    memory with the given model.
+    """
+    old, state = model.cfg, model.state_dict()
+    cfg = config_from_files(_layout_files(old, token_ids, longest_edge))
+    if rescale:
+        state |= rescaled_convolution(state)
+    replaced = {END_TOKEN: old.end_token, TOKENS["global_image_token"]: old.special_tokens.get("global_image_token")}
+    for name in ("decoder.token_embedding.weight", "decoder.head.weight"):
+        weight = grow(state[name], cfg.lm_vocab_size)
+        for new, former in replaced.items():
+            if former is not None and former in token_ids and token_ids[new] >= old.lm_vocab_size:
+                weight[token_ids[new]] = weight[token_ids[former]]
+        state[name] = weight
+    if old.lm_tie_weights:
+        state["decoder.head.weight"] = state["decoder.token_embedding.weight"]
+    converted = empty_model(cfg, token_ids[TOKENS["image_token"]])
+    converted.load_state_dict(state, assign=True)
+    converted.decoder.tie_weights()
+    return converted.requires_grad_(True).eval()
+
+
+def _layout_files(old: VLMConfig, token_ids: Mapping[str, int], longest_edge: int) -> dict[str, str]:
+    """The texts of the files of a model in SmolVLM's layout, with the sizes of an old one."""
+    end = token_ids[END_TOKEN]
+    config = smolvlm_config(old, token_ids[TOKENS["image_token"]], end)
+    config["text_config"]["vocab_size"] = max(old.lm_vocab_size, max(token_ids.values()) + 1)
+    objects = {
+        "config.json": config,
+        GENERATION: {"eos_token_id": end, "pad_token_id": end},
+        PREPROCESSOR: image_processor_settings(old.vit_img_size, longest_edge),
+        PROCESSOR: {"processor_class": "SmolVLMProcessor", "image_seq_len": old.mp_image_token_length},
+        TOKENIZER_CONFIG: {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "processor_class": "SmolVLMProcessor",
+            "model_input_names": MODEL_INPUT_NAMES,
+            "eos_token": END_TOKEN,
+            "pad_token": END_TOKEN,
+            "padding_side": "left",
+            "model_max_length": old.lm_max_position_embeddings,
+            "clean_up_tokenization_spaces": False,
+            "extra_special_tokens": {**TOKENS, "end_of_utterance_token": END_TOKEN},
+        },
+    }
+    texts = {name: json.dumps(value, indent=2) + "\n" for name, value in objects.items()}
+    return texts | {TEMPLATE: CHAT_TEMPLATE}
+
+
+def image_processor_settings(tile: int, longest_edge: int) -> dict:
+    """The object for preprocessor_config.json: images split into tiles, as SmolVLM's were."""
+    return {
+        "image_processor_type": "SmolVLMImageProcessor",
+        "processor_class": "SmolVLMProcessor",
+        "do_convert_rgb": True,
+        "do_image_splitting": True,
+        "do_resize": True,
+        "size": {"longest_edge": longest_edge},
+        "max_image_size": {"longest_edge": tile},
+        "resample": 1,  # Lanczos
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "do_pad": True,
+    }

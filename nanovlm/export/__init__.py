@@ -1,0 +1,1 @@
+"""Models for other programs: transformers, llama.cpp (GGUF), ONNX runtimes, PEFT adapters."""

@@ -1,0 +1,326 @@
+"""Export a SmolVLM-layout model to the two GGUF files that llama.cpp's multimodal tools read (needs the extra `gguf`).
+
+`NAME-f16.gguf` holds the text model, its tokenizer and chat template, `mmproj-NAME-f16.gguf` the vision encoder and the
+projector with the image processor's settings. Metadata, names and order of channels follow llama.cpp's
+convert_hf_to_gguf.py, conversion/llama.py and conversion/smolvlm.py.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from models.checkpoint import atomic_dir
+from models.config import SmolVLMSettings, VLMConfig
+from models.formats.smolvlm import to_smolvlm
+from models.formats.transformers_names import translate
+from models.vision_transformer import smolvlm_position_ids
+from nanovlm.captioner import Captioner
+from nanovlm.errors import CheckpointError, InputError, MissingExtraError
+from nanovlm.processing.smolvlm import MAX_SIDE
+from nanovlm.processing.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+BLOCK = 32  # values that share a scale in q8_0 and q4_0; rows of another length are stored in 16 bits
+LANCZOS = 1
+
+# llama.cpp's name -> pre_tokenizer of tokenizer.json, and whether its BPE ignores merges for whole words.
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
+LLAMA3_REGEX = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _split(regex: str) -> dict:
+    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL | {"use_regex": False}]}
+
+
+PRE_TOKENIZERS: dict[str, tuple[dict, bool]] = {
+    "smollm": ({"type": "Sequence", "pretokenizers": [DIGITS, BYTE_LEVEL]}, False),
+    "gpt-2": (BYTE_LEVEL, False),
+    "llama-bpe": (_split(LLAMA3_REGEX.replace("DIGITS", r"\p{N}{1,3}")), True),
+    "qwen2": (_split(LLAMA3_REGEX.replace("DIGITS", r"\p{N}")), False),
+}
+
+# SmolVLM's template writes no space before an image. llama.cpp passes an image as a text that starts with its marker.
+STARTS_WITH_IMAGE = "message['content'][0]['type'] == 'image'"
+STARTS_WITH_MARKER = f"({STARTS_WITH_IMAGE} or message['content'][0]['text'][:8] == '<__media')"
+
+
+def export_gguf(captioner: Captioner, folder: str | Path, name: str, gguf_type: str = "f16") -> tuple[Path, Path]:
+    """Write the text model and the mmproj file to folder, matrices in one of GGUF_TYPES; returns their paths.
+
+    Raises InputError for a model that llama.cpp would prompt or compute differently.
+    """
+    check_gguf_extra()
+    import gguf
+
+    if gguf_type not in GGUF_TYPES:
+        raise InputError(f"gguf_type={gguf_type} is none of {', '.join(GGUF_TYPES)}")
+    cfg, state = captioner.model.cfg, captioner.model.state_dict()
+    settings = check_llama_cpp_can_run(cfg, captioner.tokenizer)
+    names = f"{name}-{gguf_type}.gguf", f"mmproj-{name}-{gguf_type}.gguf"
+    with atomic_dir(folder) as new:
+        writer = gguf.GGUFWriter(str(new / names[0]), "llama", use_temp_file=True)
+        writer.add_type(gguf.GGUFType.MODEL)
+        add_text_metadata(writer, cfg)
+        add_tokenizer(writer, captioner.tokenizer, cfg, settings)
+        write_gguf(writer, text_tensors(state, cfg), name, gguf_type)
+
+        writer = gguf.GGUFWriter(str(new / names[1]), "clip", use_temp_file=True)
+        writer.add_type(gguf.GGUFType.MMPROJ)
+        add_vision_metadata(writer, cfg, settings)
+        write_gguf(writer, vision_tensors(state, cfg), name, gguf_type)
+    return Path(folder) / names[0], Path(folder) / names[1]
+
+
+def check_gguf_extra() -> None:
+    """MissingExtraError unless the gguf package is installed."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise MissingExtraError('GGUF files need the extra gguf: pip install "nanovlm[gguf]"') from None
+
+
+def check_llama_cpp_can_run(cfg: VLMConfig, tokenizer: Tokenizer) -> SmolVLMSettings:
+    """The model's SmolVLM settings; InputError unless llama.cpp lays out images as the model was trained with.
+
+    llama.cpp always splits an image, and knows tiles and special tokens by the names of the published models.
+    """
+    settings, tile = cfg.smolvlm, cfg.vit_img_size
+    if settings is None:
+        raise InputError(
+            "this model has nanoVLM's layout of tiles and image tokens, which llama.cpp does not write; train it in "
+            "SmolVLM's layout (nanovlm train --format smolvlm) to export it as GGUF"
+        )
+    edge = settings.longest_edge or 0
+    fake, whole = "<fake_token_around_image>", "<global-img>"
+    supported: dict[str, tuple[Any, bool, str]] = {
+        "do_image_splitting": (settings.split, settings.split, "true"),
+        "size.longest_edge": (edge, tile < edge <= MAX_SIDE and edge % tile == 0, f"2, 3, ... tiles of {tile} pixels"),
+        "resample": (settings.resample, settings.resample == LANCZOS, "1, Lanczos"),
+        "rescale_factor": (settings.rescale_factor, abs(settings.rescale_factor * 255 - 1) < 1e-6, "1/255"),
+        "global_image_token": (settings.global_image_token, settings.global_image_token == whole, whole),
+        "fake_image_token": (settings.fake_image_token, settings.fake_image_token == fake, fake),
+        "scale_factor": (cfg.mp_pixel_shuffle_factor, cfg.mp_pixel_shuffle_factor > 1, "2 or more"),
+    }
+    for key, (value, is_supported, only) in supported.items():
+        if not is_supported:
+            raise InputError(f"{key}={value}: llama.cpp reads this family's images with {only} only")
+    found = {text: len(tokenizer.encode(text)) == 1 for text in ("\n", "\n\n")}
+    found |= {token: tokenizer.backend.token_to_id(token) is not None for token in (fake, whole)}
+    for token, is_found in found.items():  # SmolVLM-Instruct (2.2B) spells <global-img> in several tokens
+        if not is_found:
+            raise InputError(f"the tokenizer has no token {token!r}, which llama.cpp writes around tiles")
+    return settings
+
+
+def add_text_metadata(writer: "GGUFWriter", cfg: VLMConfig) -> None:
+    """The sizes of the language model."""
+    writer.add_block_count(cfg.lm_n_blocks)
+    writer.add_context_length(cfg.lm_max_position_embeddings)
+    writer.add_embedding_length(cfg.lm_hidden_dim)
+    writer.add_feed_forward_length(cfg.lm_inter_dim)
+    writer.add_head_count(cfg.lm_n_heads)
+    writer.add_head_count_kv(cfg.lm_n_kv_heads)
+    writer.add_key_length(cfg.lm_head_dim)
+    writer.add_value_length(cfg.lm_head_dim)
+    writer.add_rope_freq_base(cfg.lm_re_base)
+    writer.add_rope_dimension_count(cfg.lm_head_dim)
+    writer.add_layer_norm_rms_eps(cfg.lm_rms_eps)
+    writer.add_vocab_size(cfg.lm_vocab_size)
+
+
+def add_vision_metadata(writer: "GGUFWriter", cfg: VLMConfig, settings: SmolVLMSettings) -> None:
+    """The sizes of the vision encoder and the projector, and the image processor's settings."""
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type("idefics3")
+    writer.add_vision_projection_dim(cfg.lm_hidden_dim)
+    writer.add_vision_image_size(cfg.vit_img_size)
+    writer.add_vision_patch_size(cfg.vit_patch_size)
+    writer.add_vision_embedding_length(cfg.vit_hidden_dim)
+    writer.add_vision_feed_forward_length(cfg.vit_inter_dim)
+    writer.add_vision_block_count(cfg.vit_n_blocks)
+    writer.add_vision_head_count(cfg.vit_n_heads)
+    writer.add_vision_attention_layernorm_eps(cfg.vit_ln_eps)
+    writer.add_vision_projector_scale_factor(cfg.mp_pixel_shuffle_factor)
+    writer.add_vision_use_gelu(True)
+    writer.add_vision_image_mean(settings.mean)
+    writer.add_vision_image_std(settings.std)
+    writer.add_vision_preproc_image_size(cast(int, settings.longest_edge))
+
+
+def add_tokenizer(writer: "GGUFWriter", tokenizer: Tokenizer, cfg: VLMConfig, settings: SmolVLMSettings) -> None:
+    """Tokens, merges, special tokens and the chat template."""
+    raw = json.loads(tokenizer.to_json())
+    tokens, types = token_list(tokenizer, cfg.lm_vocab_size)
+    writer.add_tokenizer_model("gpt2")  # byte-level BPE
+    writer.add_tokenizer_pre(pre_tokenizer_name(raw))
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in raw["model"]["merges"]])
+    ids = special_token_ids(tokenizer, settings)
+    for kind in ("bos", "eos", "eot", "unk", "pad"):
+        if kind in ids:
+            getattr(writer, f"add_{kind}_token_id")(ids[kind])
+    writer.add_add_bos_token(False)  # the chat template writes every special token
+    writer.add_add_eos_token(False)
+    writer.add_chat_template((cfg.lm_chat_template or "").replace(STARTS_WITH_IMAGE, STARTS_WITH_MARKER))
+
+
+def pre_tokenizer_name(raw: dict) -> str:
+    """llama.cpp's name for what a tokenizer.json does before BPE; InputError if it knows no such pre-tokenizer."""
+    model = raw["model"]
+    unsupported = {
+        "model": model["type"] != "BPE",
+        "normalizer": raw.get("normalizer"),
+        "dropout": model.get("dropout"),
+    }
+    unsupported |= {key: model.get(key) for key in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix")}
+    for key, value in unsupported.items():
+        if value:
+            raise InputError(f"tokenizer.json: {key}={value}: GGUF files are written for plain byte-level BPE only")
+    found = _without_offsets(raw.get("pre_tokenizer")), bool(model.get("ignore_merges"))
+    for name, definition in PRE_TOKENIZERS.items():
+        if definition == found:
+            return name
+    raise InputError(
+        f"tokenizer.json: pre_tokenizer={json.dumps(found[0])} with ignore_merges={json.dumps(found[1])} is none of "
+        f"those known for llama.cpp: {', '.join(PRE_TOKENIZERS)}"
+    )
+
+
+def _without_offsets(value: Any) -> Any:
+    """A definition without trim_offsets, which does not change the tokens."""
+    if isinstance(value, dict):
+        return {key: _without_offsets(part) for key, part in value.items() if key != "trim_offsets"}
+    return [_without_offsets(part) for part in value] if isinstance(value, list) else value
+
+
+def token_list(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], list[int]]:
+    """The text and llama.cpp's type of every id below vocab_size; embeddings without a token are named [PADid]."""
+    from gguf import TokenType
+
+    added = tokenizer.backend.get_added_tokens_decoder()
+    tokens = {id: token for token, id in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
+    types = []
+    for id in range(vocab_size):
+        if id not in tokens:
+            types.append(TokenType.UNUSED)
+        elif id not in added:
+            types.append(TokenType.NORMAL)
+        else:
+            types.append(TokenType.CONTROL if added[id].special else TokenType.USER_DEFINED)
+    return [tokens.get(id, f"[PAD{id}]") for id in range(vocab_size)], [int(kind) for kind in types]
+
+
+def special_token_ids(tokenizer: Tokenizer, settings: SmolVLMSettings) -> dict[str, int]:
+    """Ids of the special tokens that tokenizer_config.json names; eos and eot are the end tokens of the answer."""
+    config = json.loads(settings.files.get("tokenizer_config.json", "{}"))
+    ids = {}
+    for kind in ("bos", "eos", "unk", "pad"):
+        token = config.get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and (id := tokenizer.backend.token_to_id(token)) is not None:
+            ids[kind] = id
+    return ids | dict(zip(("eos", "eot"), settings.end_token_ids))
+
+
+def write_gguf(writer: "GGUFWriter", tensors: Iterable[tuple[str, Tensor]], name: str, gguf_type: str) -> None:
+    """Add tensors and what all files say, write the file and close it."""
+    import gguf
+
+    n_parameters = 0
+    for key, tensor in tensors:
+        kind = stored_type(key, tensor, gguf_type)
+        array = tensor.float().contiguous().numpy()
+        if kind == "F16" and not torch.isfinite(tensor.half()).all():
+            raise CheckpointError(f"{key} has values up to {tensor.abs().max():.3g}, too large for f16; use bf16")
+        stored = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(key, gguf.quants.quantize(array, stored), raw_dtype=stored)
+        n_parameters += tensor.numel()
+    writer.add_name(name)
+    writer.add_size_label(gguf.size_label(n_parameters, 0, 0, 0))
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if gguf_type == "f32" else f"MOSTLY_{gguf_type.upper()}"])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def stored_type(name: str, tensor: Tensor, gguf_type: str) -> str:
+    """The type of one tensor: vectors and the embeddings of patches and positions stay in float32."""
+    if tensor.dim() == 1 or name in ("v.patch_embd.weight", "v.position_embd.weight"):
+        return "F32"
+    if gguf_type in ("q8_0", "q4_0") and tensor.size(-1) % BLOCK:
+        return "F16"
+    if gguf_type == "q4_0" and not name.startswith("blk."):
+        return "Q8_0"  # embedding, head and mmproj file, as llama.cpp's own quantization of such models
+    return gguf_type.upper()
+
+
+# transformers' name -> llama.cpp's; None stands for a tensor of the other file.
+TEXT_NAMES = {
+    r"model\.(vision_model|connector)\..*": None,
+    r"model\.text_model\.embed_tokens\.weight": "token_embd.weight",
+    r"model\.text_model\.norm\.weight": "output_norm.weight",
+    r"lm_head\.weight": "output.weight",
+    r"model\.text_model\.layers\.(\d+)\.input_layernorm\.weight": r"blk.\1.attn_norm.weight",
+    r"model\.text_model\.layers\.(\d+)\.self_attn\.o_proj\.weight": r"blk.\1.attn_output.weight",
+    r"model\.text_model\.layers\.(\d+)\.self_attn\.([qkv])_proj\.weight": r"blk.\1.attn_\2.weight",
+    r"model\.text_model\.layers\.(\d+)\.post_attention_layernorm\.weight": r"blk.\1.ffn_norm.weight",
+    r"model\.text_model\.layers\.(\d+)\.mlp\.(\w+)_proj\.weight": r"blk.\1.ffn_\2.weight",
+}
+VISION_NAMES = {
+    r"model\.text_model\..*|lm_head\.weight": None,
+    r"model\.vision_model\.embeddings\.patch_embedding\.(\w+)": r"v.patch_embd.\1",
+    r"model\.vision_model\.embeddings\.position_embedding\.weight": "v.position_embd.weight",
+    r"model\.vision_model\.encoder\.layers\.(\d+)\.layer_norm([12])\.(\w+)": r"v.blk.\1.ln\2.\3",
+    r"model\.vision_model\.encoder\.layers\.(\d+)\.self_attn\.out_proj\.(\w+)": r"v.blk.\1.attn_out.\2",
+    r"model\.vision_model\.encoder\.layers\.(\d+)\.self_attn\.([qkv])_proj\.(\w+)": r"v.blk.\1.attn_\2.\3",
+    r"model\.vision_model\.encoder\.layers\.(\d+)\.mlp\.fc1\.(\w+)": r"v.blk.\1.ffn_up.\2",
+    r"model\.vision_model\.encoder\.layers\.(\d+)\.mlp\.fc2\.(\w+)": r"v.blk.\1.ffn_down.\2",
+    r"model\.vision_model\.post_layernorm\.(\w+)": r"v.post_ln.\1",
+    r"model\.connector\.modality_projection\.proj\.weight": "mm.model.fc.weight",
+}
+
+
+def text_tensors(state: Mapping[str, Tensor], cfg: VLMConfig) -> Iterator[tuple[str, Tensor]]:
+    """The decoder's tensors in a state dict of VisionLanguageModel; of a tied pair only the embedding."""
+    heads = {"attn_q": cfg.lm_n_heads, "attn_k": cfg.lm_n_kv_heads}
+    for name, tensor in _renamed(state, TEXT_NAMES):
+        if kind := next((kind for kind in heads if kind in name), None):
+            tensor = to_llama_rope(tensor, heads[kind])
+        if not (name == "output.weight" and cfg.lm_tie_weights):
+            yield name, tensor
+
+
+def vision_tensors(state: Mapping[str, Tensor], cfg: VLMConfig) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the vision encoder and the projector in a state dict of VisionLanguageModel.
+
+    llama.cpp numbers patches 0, 1, 2 ...; where Idefics3 does not, the position embeddings are reordered instead.
+    """
+    for name, tensor in _renamed(state, VISION_NAMES):
+        if name == "v.position_embd.weight" and (ids := smolvlm_position_ids(cfg)) is not None:
+            tensor = tensor[ids]
+        yield name, tensor
+
+
+def to_llama_rope(weight: Tensor, n_heads: int) -> Tensor:
+    """Reorder the rows of a q or k projection: llama.cpp rotates neighboring channels, this project the two halves."""
+    return weight.view(n_heads, 2, -1, weight.size(1)).transpose(1, 2).reshape(weight.shape)
+
+
+def _renamed(state: Mapping[str, Tensor], names: Mapping[str, str | None]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in to_smolvlm(state).items():
+        if (new := translate(name, names)) is not None:
+            yield new, tensor.detach()

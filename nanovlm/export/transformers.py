@@ -1,0 +1,161 @@
+"""Export a model to the folder layout of transformers' SmolVLM, tokenizer and processor settings included.
+
+transformers' processor is given our special tokens. It shares one image layout with ours: an image resized to one
+image, with `<|global_image|>` in front. Tiles are not exported: transformers lays them out as Idefics3 does, which
+nanoVLM models were not trained with. Formats 1 to 4 are exported without a processor.
+"""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from models.checkpoint import (
+    CONFIG,
+    MODEL_INPUT_NAMES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    WEIGHTS,
+    atomic_dir,
+)
+from models.config import VLMConfig
+from models.formats.smolvlm import PREPROCESSOR, PROCESSOR
+from models.formats.to_smolvlm import (
+    image_processor_settings,
+    is_exact_in_every_rounding,
+    smolvlm_config,
+    smolvlm_tensors,
+)
+from nanovlm.captioner import Captioner
+
+# Jinja that joins a content of several parts to one string, images first as in our chats; the model's template follows.
+JOIN_PARTS = """{%- set chat = namespace(messages=[]) -%}
+{%- for message in messages -%}
+{%- if message['content'] is string -%}
+{%- set chat.messages = chat.messages + [message] -%}
+{%- else -%}
+{%- set images = message['content'] | selectattr('type', 'equalto', 'image') | list -%}
+{%- set turn = namespace(content='') -%}
+{%- for image in images -%}
+{%- set turn.content = turn.content + ('<image: ' ~ loop.index0 ~ '>' if images | length > 1 else '') + IMAGE -%}
+{%- endfor -%}
+{%- for part in message['content'] if part['type'] == 'text' -%}
+{%- set turn.content = turn.content + part['text'] -%}
+{%- endfor -%}
+{%- set chat.messages = chat.messages + [{'role': message['role'], 'content': turn.content}] -%}
+{%- endif -%}
+{%- endfor -%}
+{%- set messages = chat.messages %}"""
+
+
+def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
+    """Write the model in its own dtype, and for format 5 every file that transformers' AutoProcessor reads.
+
+    Formats 1 to 4 have no processor in transformers: config, weights and tokenizer are written. A model that is in
+    SmolVLM's layout already is written with the files that it was read with. InputError for a model that SmolVLM
+    cannot express.
+    """
+    model, tokenizer = captioner.model, captioner.tokenizer
+    if model.cfg.smolvlm is not None:
+        return captioner.save_pretrained(folder)
+    objects = {
+        CONFIG: smolvlm_config(model.cfg, tokenizer.image_token_id, tokenizer.eos_token_id),
+        "generation_config.json": {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id},
+        TOKENIZER_CONFIG: tokenizer_settings(model.cfg),
+    }
+    if has_processor(model.cfg):
+        objects |= processor_files(model.cfg)
+    with atomic_dir(folder) as new:
+        tensors = {name: tensor.contiguous() for name, tensor in smolvlm_tensors(model).items()}
+        save_file(tensors, new / WEIGHTS, {"format": "pt"})
+        (new / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
+        if has_processor(model.cfg):
+            (new / "chat_template.jinja").write_text(chat_template(model.cfg), encoding="utf-8")
+        for name, settings in objects.items():
+            (new / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def has_processor(cfg: VLMConfig) -> bool:
+    """Whether transformers' SmolVLM processor can lay out this model's prompts: only those of format 5."""
+    return cfg.format_version == 5
+
+
+def chat_template(cfg: VLMConfig) -> str:
+    """The model's chat template, extended to contents that are lists of {'type': 'image'} and {'type': 'text'}."""
+    return JOIN_PARTS.replace("IMAGE", repr(cfg.special_tokens["image_token"])) + (cfg.lm_chat_template or "")
+
+
+def tokenizer_settings(cfg: VLMConfig) -> dict:
+    """The object for tokenizer_config.json."""
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": MODEL_INPUT_NAMES,
+        "eos_token": cfg.end_token,
+        "pad_token": cfg.end_token,
+        "padding_side": "left",
+        "model_max_length": cfg.lm_max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+    }
+    if not has_processor(cfg):
+        return settings
+    special_tokens = {
+        "image_token": cfg.special_tokens["image_token"],
+        "global_image_token": cfg.special_tokens["global_image_token"],
+        "fake_image_token": "",  # our layout has no token around an image
+        "end_of_utterance_token": cfg.end_token,
+    }
+    return settings | {"processor_class": "SmolVLMProcessor", "extra_special_tokens": special_tokens}
+
+
+def processor_files(cfg: VLMConfig) -> dict[str, dict]:
+    """File name to content: the settings of transformers' image processor and processor."""
+    one_tile = {
+        "do_image_splitting": False,
+        "do_resize": False,  # it would keep the aspect ratio; max_image_size resizes to one tile, as ours does
+        "resample": 2,  # bilinear
+    }
+    return {
+        PREPROCESSOR: image_processor_settings(cfg.vit_img_size, cfg.vit_img_size) | one_tile,
+        PROCESSOR: {"processor_class": "SmolVLMProcessor", "image_seq_len": cfg.mp_image_token_length},
+    }
+
+
+def export_notes(cfg: VLMConfig) -> list[str]:
+    """What a user of the exported folder must know, one sentence each."""
+    if cfg.smolvlm is not None:
+        return []
+    notes = [_layout_note(cfg)]
+    if not is_exact_in_every_rounding(cfg.vit_grid):
+        notes.append(
+            f"{cfg.vit_grid} patches a side keep their positions in transformers 5 in float32; vLLM and transformers 4 "
+            "round in another way and may give two patches the same position; powers of two, as 16 or 32, are exact"
+        )
+    notes.append(
+        "transformers 4.55 to 4.57 moves patches by one position in float32, which changes logits; use 5.0 or newer"
+    )
+    return notes
+
+
+def _layout_note(cfg: VLMConfig) -> str:
+    """What of the prompt's layout transformers' processor does not do."""
+    scaled = "its images, scaled to [-1, 1] (times 2 minus 1)"
+    if cfg.format_version == 1:
+        return (
+            "no processor is exported: build ids as `Question: ... Answer:` and pass inputs_embeds, the image's "
+            f"{cfg.mp_image_token_length} embeddings first and then those of the ids; pixels are scaled to [-1, 1]"
+        )
+    if not has_processor(cfg):
+        return (
+            f"no processor is exported, as transformers has none for format {cfg.format_version}: pass the ids of "
+            f"nanovlm.processing.processor.Processor and {scaled}"
+        )
+    note = (
+        "transformers' processor resizes each image, which must be upright and RGB on white, to one image of "
+        f"{cfg.vit_img_size} x {cfg.vit_img_size} after {cfg.special_tokens['global_image_token']}"
+    )
+    if cfg.max_img_size is None or cfg.max_img_size <= cfg.vit_img_size:
+        return f"{note}; programs that write SmolVLM's own tokens around an image, as llama.cpp does, find none here"
+    return (
+        f"{note}, without this model's tiles of up to {cfg.max_img_size}: for these pass the ids of "
+        f"nanovlm.processing.processor.Processor and {scaled}"
+    )

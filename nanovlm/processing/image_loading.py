@@ -1,0 +1,308 @@
+"""Image files: find and decode whatever Pillow reads, to upright RGB.
+
+A file or PIL image that cannot be used raises ImageError. Importing this module changes no setting of Pillow, libtiff,
+`logging` or `warnings`; while one of our own decodes runs, `quiet_pillow` silences them.
+"""
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import io
+import logging
+import os
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, TypeGuard
+
+import torch
+from PIL import ExifTags, Image, features
+from PIL.Image import Transpose
+
+from nanovlm.errors import ImageError
+
+MAX_PIXELS = 178_956_970  # Pillow's own limit: beyond it, Image.open raises DecompressionBombError
+MAX_ASPECT_RATIO = 200
+URL = re.compile(r"https?://", re.IGNORECASE)
+
+# Formats in Pillow's registry that are no images, are not decoded, or are programs that Ghostscript would run.
+NOT_IMAGES = {"BUFR", "EPS", "GRIB", "HDF5", "IPTC", "MPEG", "PDF", "WMF"}
+CODECS = {"AVIF": "avif", "JPEG2000": "jpg_2000", "WEBP": "webp"}  # formats that Pillow may be built without
+HEIF_EXTENSIONS = {".heic", ".heics", ".heif", ".heifs", ".hif"}
+HEIF_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}  # of a file's first box, ftyp
+INSTALL_HEIC = "pip install 'nanovlm[heic]'"
+# Extensions of images that people have; those that cannot be read here are counted, not passed over in silence.
+IMAGE_EXTENSIONS = HEIF_EXTENSIONS | {
+    ".avif", ".jp2", ".jxl", ".svg", ".eps", ".wmf", ".emf",
+    ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".raf", ".rw2",
+}  # fmt: skip
+
+UPRIGHT = {  # EXIF orientation -> the transposition that undoes it
+    2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM, 5: Transpose.TRANSPOSE,
+    6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90,
+}  # fmt: skip
+
+
+@functools.cache
+def readable_extensions() -> frozenset[str]:
+    """The extensions, lower-case and with their dot, of the images that can be read here."""
+    with warnings.catch_warnings(action="ignore"):  # features.check warns of codecs that an old Pillow does not know
+        missing = {format for format, codec in CODECS.items() if not features.check(codec)}
+    by_extension = Image.registered_extensions()  # imports every plugin of Pillow
+    formats = Image.OPEN.keys() - NOT_IMAGES - missing
+    extensions = {extension for extension, format in by_extension.items() if format in formats} | {".mpo"}
+    return frozenset(extensions | (HEIF_EXTENSIONS if importlib.util.find_spec("pillow_heif") else set()))
+
+
+def load_image(source: Any, name: str | None = None, max_pixels: int | None = None) -> Image.Image:
+    """Decode an image to upright RGB, on white where it is transparent; of an animation, the first frame.
+
+    source is a path, the bytes of a file, a binary file, a PIL image, a numpy array or a tensor (see `from_array`);
+    errors call it name. An image of more than max_pixels, or of more than MAX_PIXELS, is refused before it is decoded.
+    Raises ImageError.
+    """
+    name = printable(source_name(source) if name is None else name)
+    try:
+        with quiet_pillow():
+            if isinstance(source, Image.Image):
+                return load_rgb(source, max_pixels)
+            if is_array(source):
+                return load_rgb(from_array(source), max_pixels)
+            with open_file(source) as file:
+                return load_rgb(open_image(file), max_pixels)
+    except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error, IndexError ...
+        raise ImageError(f"{name}: {reason(error)}") from error
+
+
+def source_name(source: Any) -> str:
+    """The name of a source: its path, "<stdin>", or just "image"."""
+    if isinstance(source, (str, os.PathLike)):
+        return os.fspath(source)
+    if not isinstance(source, (bytes, Image.Image)) and not is_array(source) and not hasattr(source, "read"):
+        raise TypeError(
+            "an image is a path, bytes, a binary file, a PIL image, a numpy array or a tensor, "
+            f"not {type(source).__name__}"
+        )
+    name = getattr(source, "name", None)  # a path, or for a pipe its number
+    return name if isinstance(name, str) else "image"
+
+
+def is_url(source: object) -> TypeGuard[str]:
+    return isinstance(source, str) and URL.match(source) is not None
+
+
+def is_array(source: Any) -> bool:
+    """Whether a source is a numpy array, or an object with its interface, or a tensor."""
+    return isinstance(source, torch.Tensor) or (
+        hasattr(source, "__array_interface__") and not isinstance(source, Image.Image)
+    )
+
+
+def is_single_array(source: Any) -> bool:
+    """Whether a source is the array of one image, and not of a batch (N, H, W, C)."""
+    return is_array(source) and len(source.shape) < 4
+
+
+def from_array(array: Any) -> Image.Image:
+    """An image of a numpy array (H, W) or (H, W, C), or of a tensor (H, W) or (C, H, W); C is 1, 3 or 4.
+
+    Values are uint8, or floats in [0, 1]. Raises ImageError for others.
+    """
+    shape = tuple(array.shape)
+    if isinstance(array, torch.Tensor):
+        values = array.detach().cpu()
+        values = values.permute(1, 2, 0) if values.dim() == 3 else values
+    else:
+        try:
+            values = torch.as_tensor(array.copy())  # torch takes no negative strides
+        except TypeError:
+            raise ImageError(f"an array of {array.dtype}; pass uint8, or floats in [0, 1]") from None
+    if values.dim() not in (2, 3) or (values.dim() == 3 and values.size(2) not in (1, 3, 4)):
+        raise ImageError(
+            f"an array of shape {shape}; an array is (height, width) or (height, width, channels), a tensor (height, "
+            "width) or (channels, height, width), of 1, 3 or 4 channels"
+        )
+    if values.is_floating_point() and values.numel():
+        low, high = (bound.item() for bound in values.aminmax())  # nan, if any is
+        if not 0 <= low <= high <= 1:
+            raise ImageError(f"an array with values from {low:g} to {high:g}; floats are in [0, 1], other values uint8")
+        values = (values.float() * 255).round().to(torch.uint8)
+    if values.dtype != torch.uint8:
+        raise ImageError(f"an array of {array.dtype}; pass uint8, or floats in [0, 1]")
+    height, width, channels = (*values.shape, 1)[:3]
+    values = values.contiguous()
+    data = ctypes.string_at(values.data_ptr(), values.numel())
+    return Image.frombytes({1: "L", 3: "RGB", 4: "RGBA"}[channels], (width, height), data)
+
+
+def printable(name: str) -> str:
+    """A name on one line: as it is, or quoted and escaped where it holds control characters."""
+    return name if name and name.isprintable() else repr(name)
+
+
+@contextlib.contextmanager
+def open_file(source: Any) -> Iterator[BinaryIO]:
+    """Open a path, bytes or a binary file as a file that can seek; a pipe is read to its end."""
+    by_path = isinstance(source, (str, os.PathLike))
+    with open(source, "rb") if by_path else io.BytesIO(source.read() if hasattr(source, "read") else source) as file:
+        seekable = file if file.seekable() else io.BytesIO(file.read())
+        if not seekable.read(1):
+            raise ImageError("an empty file")
+        yield seekable
+
+
+def open_image(file: BinaryIO) -> Image.Image:
+    """Image.open, which here also reads HEIC if pillow-heif is installed."""
+    try:
+        return Image.open(file)
+    except Image.UnidentifiedImageError:
+        file.seek(0)
+        header = file.read(12)
+        if header[4:8] != b"ftyp" or header[8:] not in HEIF_BRANDS or "HEIF" in Image.OPEN:
+            raise
+    try:
+        from pillow_heif import register_heif_opener
+    except ImportError:
+        raise ImageError(f"a HEIC image; to read it: {INSTALL_HEIC}") from None
+    register_heif_opener()
+    file.seek(0)
+    return Image.open(file)
+
+
+def reason(error: Exception) -> str:
+    """Why an image cannot be used, in one line."""
+    text = " ".join(str(error).split())
+    match error:
+        case ImageError():
+            return text
+        case Image.UnidentifiedImageError():
+            return "not an image of a known format, or a damaged one"
+        case Image.DecompressionBombError():
+            return f"more than {MAX_PIXELS:,} pixels; scale it down first ({text})"
+        case IsADirectoryError():
+            return "a folder, not an image; name the images in it"
+        case MemoryError():
+            return "not enough memory to decode it"
+        case OSError(strerror=str(system_message)):  # No such file or directory, Permission denied ...
+            return system_message
+    return f"cannot be decoded: {text or type(error).__name__}"
+
+
+def load_rgb(image: Image.Image, max_pixels: int | None = None) -> Image.Image:
+    """Decode an opened image to a new RGB image, turned as its EXIF orientation says."""
+    width, height = image.size  # from the header: a decompression bomb is refused before it is decoded
+    if width < 1 or height < 1:
+        raise ImageError(f"{width} x {height} is an image without pixels")
+    limit = MAX_PIXELS if max_pixels is None else min(max_pixels, MAX_PIXELS)
+    if width * height > limit:
+        raise ImageError(f"{width} x {height} is more than {limit:,} pixels; scale it down first")
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise ImageError(f"{width} x {height}: one side is more than {MAX_ASPECT_RATIO} times the other; crop it first")
+    image.load()
+    transposition = None
+    with contextlib.suppress(Exception):  # an image with broken EXIF is still an image
+        transposition = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    rgb = to_rgb(image)
+    if transposition is not None:
+        rgb = rgb.transpose(transposition)
+    rgb.info.clear()  # or the next reader would apply the orientation again
+    return rgb
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Convert any mode to a new RGB image, transparency composed on white."""
+    if image.mode.startswith("I"):
+        image = grey_from_integers(image)
+    elif image.mode == "F":
+        image = grey_from_floats(image)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    if image.mode == "La":  # Pillow converts premultiplied grey to LA only
+        image = image.convert("LA")
+    image = image.convert("RGBA")
+    white = Image.new("RGB", image.size, "white")
+    white.paste(image, mask=image)
+    return white
+
+
+def grey_from_integers(image: Image.Image) -> Image.Image:
+    """Scale 0 .. 65535 to 8 bits (Pillow's own convert clips at 255), keeping a transparent grey level."""
+    values = image.convert("I")
+    grey = values.point([(v + 128) // 257 for v in range(65536)], "L")
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        grey.putalpha(values.point([0 if v == transparent else 255 for v in range(65536)], "L"))
+    return grey
+
+
+def grey_from_floats(image: Image.Image) -> Image.Image:
+    """Scale floats to 8 bits: from 0 .. 1 or 0 .. 255 if all values lie there, else from their minimum .. maximum."""
+    values = as_tensor(image).double()
+    finite = values[values.isfinite()]
+    low, high = (finite.min().item(), finite.max().item()) if finite.numel() else (0.0, 1.0)
+    if low >= 0 and high <= 255:
+        low, high = 0.0, 1.0 if high <= 1 else 255.0
+    values = (values.nan_to_num(low, high, low) - low) / (high - low or 1.0)
+    return Image.frombytes("L", image.size, bytes((values * 255).round().int().flatten().tolist()))
+
+
+def as_tensor(image: Image.Image) -> torch.Tensor:
+    """The values of an image, (channels, height, width): float32 of mode F, else uint8."""
+    width, height = image.size
+    dtype = torch.float32 if image.mode == "F" else torch.uint8
+    return torch.frombuffer(bytearray(image.tobytes()), dtype=dtype).view(height, width, -1).permute(2, 0, 1)
+
+
+# ------------------------------------------------------------------------------------ silence while decoding
+
+_quiet_lock = threading.Lock()
+_quiet_users = 0
+_quiet_state = contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def quiet_pillow() -> Iterator[None]:
+    """Silence Pillow's warnings and log and libtiff's error messages while one of our threads decodes an image.
+
+    These settings belong to the process, so the first thread in changes them and the last one out restores what was
+    there before: threads that each saved and restored them could restore each other's.
+    """
+    global _quiet_users
+    with _quiet_lock:
+        if _quiet_users == 0:
+            _quiet_state.enter_context(_silence())
+        _quiet_users += 1
+    try:
+        yield
+    finally:
+        with _quiet_lock:
+            _quiet_users -= 1
+            if _quiet_users == 0:
+                _quiet_state.close()
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    handler, log = logging.NullHandler(), logging.getLogger("PIL")
+    set_tiff_handler = _libtiff_handler_setter()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        log.addHandler(handler)  # without any handler, logging prints warnings on standard error
+        tiff_handler = set_tiff_handler(None)
+        try:
+            yield
+        finally:
+            set_tiff_handler(tiff_handler)
+            log.removeHandler(handler)
+
+
+def _libtiff_handler_setter() -> Callable[[int | None], int | None]:
+    """libtiff's TIFFSetErrorHandler, which returns the former handler; a stand-in where Pillow does not export it."""
+    try:
+        set_handler = ctypes.CDLL(Image.core.__file__).TIFFSetErrorHandler
+    except (AttributeError, OSError):
+        return lambda handler: None
+    set_handler.argtypes, set_handler.restype = [ctypes.c_void_p], ctypes.c_void_p
+    return set_handler

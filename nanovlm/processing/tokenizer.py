@@ -1,0 +1,305 @@
+"""Tokenizer: text to ids and back, and chats by the checkpoint's template.
+
+Text that a user writes never becomes special tokens, even if it spells one.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TypedDict
+
+import tokenizers
+
+from models.checkpoint import TOKENIZER, check_regular_file, is_base_vocabulary, missing_token, snapshot_path
+from models.config import SmolVLMSettings, VLMConfig
+from nanovlm.errors import CheckpointError, InputError
+from nanovlm.processing.chat_template import ChatTemplate
+
+ROUND_TRIP_TEXT = "Describe this picture: are there 2 or 3 red cars?"
+ROW_AND_COLUMN = re.compile(r"<row_\d+_col_\d+>")
+NO_TOKEN = -1  # the image token id of format version 1, whose vocabulary has no image token
+
+
+class _MessageText(TypedDict):
+    role: str
+    content: str
+
+
+class Message(_MessageText, total=False):
+    """A message of a chat; images holds, for each image before its text, the markup that stands for it."""
+
+    images: Sequence[str]
+
+
+class Tokenizer:
+    """A tokenizer of the `tokenizers` library with nanoVLM's extra tokens and chat template."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, cfg: VLMConfig):
+        self.backend, self.cfg = backend, cfg
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = (
+            True  # encode "<|im_end|>" as plain text; encode_chat adds the template's tokens
+        )
+        highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        if highest >= cfg.lm_vocab_size:
+            raise CheckpointError(f"the tokenizer has an id {highest}, but lm_vocab_size={cfg.lm_vocab_size}")
+        extra = cfg.special_tokens
+        for name, token in extra.items():
+            if backend.token_to_id(token) is None:
+                raise CheckpointError(missing_token(cfg, name, backend.get_vocab_size(with_added_tokens=True)))
+        self.image_token_id = self.special_id(extra["image_token"]) if extra else NO_TOKEN
+        # Some tokenizer.json files list them as ordinary tokens, which a user's text could then produce.
+        self._make_special(extra.values())
+        self.skip_special_tokens = True  # in answers; False for models that mark up documents with them
+        self.answer_prefix = ""  # what the chat template writes between "Assistant:" and an answer
+        self.eos_token_ids: tuple[int, ...]  # any of them ends an answer
+        if cfg.smolvlm is None:
+            self._make_special([cfg.end_token])
+            self.eos_token_ids = (self.special_id(cfg.end_token),)
+        else:
+            self._read_smolvlm_layout(cfg.smolvlm)
+
+    @property
+    def eos_token_id(self) -> int:
+        """The token that ends an answer, in training and in generated ids."""
+        return self.eos_token_ids[0]
+
+    def _make_special(self, tokens: Iterable[str]) -> None:
+        special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
+        known = [token for token in tokens if self.backend.token_to_id(token) is not None]
+        self.backend.add_special_tokens([token for token in known if token not in special])
+
+    def _read_smolvlm_layout(self, settings: SmolVLMSettings) -> None:
+        """Find out which tokens mark images, and how the chat template begins and ends an answer."""
+        added = [token.content for token in self.backend.get_added_tokens_decoder().values()]
+        markers = [settings.fake_image_token, settings.global_image_token, *filter(ROW_AND_COLUMN.fullmatch, added)]
+        self._make_special(filter(None, markers))
+        question: Message = {"role": "user", "content": "?"}
+        answer = "\N{REPLACEMENT CHARACTER}"  # in no template
+        before = self._render([question], True)
+        after = self._render([question, {"role": "assistant", "content": answer}], False)
+        ends = list(settings.end_token_ids)
+        if after.startswith(before) and answer in after:
+            self.answer_prefix, _, rest = after[len(before) :].partition(answer)
+            if end := self._special.match(rest):
+                ends = [self.special_id(end[0]), *ends]
+        if not ends:
+            raise CheckpointError("no end token: neither generation_config.json nor the chat template has one")
+        self.eos_token_ids = tuple(dict.fromkeys(ends))
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
+        """Load the tokenizer.json of a model folder or, without one, `from_backbone(cfg.lm_tokenizer)`.
+
+        A language model's own tokenizer.json, of cfg.lm_base_vocab_size tokens, gets the extra tokens, as in nanoVLM.
+        """
+        path = Path(folder) / TOKENIZER
+        if path.exists():
+            return cls._read(path, cfg)
+        try:
+            return cls.from_backbone(cfg.lm_tokenizer, cfg)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{folder} has no {TOKENIZER}, and lm_tokenizer cannot be loaded instead: {error}"
+            ) from None
+
+    @classmethod
+    def from_backbone(cls, name_or_folder: str | Path, cfg: VLMConfig, revision: str | None = None) -> "Tokenizer":
+        """Load a language model's tokenizer.json, from a Hub id or a folder, and add cfg.vlm_extra_tokens.
+
+        Tokens it does not have yet get the ids after its last, in the config's order.
+        """
+        folder = snapshot_path(name_or_folder, revision, [TOKENIZER])
+        return cls._read(folder / TOKENIZER, cfg, cfg.special_tokens.values())
+
+    @classmethod
+    def _read(cls, path: Path, cfg: VLMConfig, extra: Iterable[str] = ()) -> "Tokenizer":
+        check_regular_file(path)
+        try:
+            backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing; a model's folder needs its {TOKENIZER}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{path} is not a valid {TOKENIZER}: {error}") from None
+        if is_base_vocabulary(backend.get_vocab(with_added_tokens=True), cfg):
+            extra = cfg.special_tokens.values()
+        backend.add_special_tokens(list(extra))
+        try:
+            tokenizer = cls(backend, cfg)
+            tokenizer.check_round_trip()
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        return tokenizer
+
+    def check_round_trip(self) -> None:
+        """Raise CheckpointError if plain English does not survive encoding and decoding.
+
+        That happens if the file's pre-tokenizer or decoder is not the one that its vocabulary was made for.
+        """
+        text = self.decode(self.encode(ROUND_TRIP_TEXT))
+        if text.casefold().split() != ROUND_TRIP_TEXT.casefold().split():
+            raise CheckpointError(
+                f"{ROUND_TRIP_TEXT!r} is {text!r} after encoding and decoding: pre_tokenizer or decoder do not fit the "
+                "vocabulary; copy the tokenizer.json that the model was trained with"
+            )
+
+    def __reduce__(self):  # pickled for data loading processes
+        return Tokenizer, (self.backend, self.cfg)
+
+    def __len__(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def to_json(self) -> str:
+        """The content of tokenizer.json."""
+        return self.backend.to_str(pretty=False)
+
+    def special_id(self, token: str) -> int:
+        """The id of a special token; CheckpointError if there is none."""
+        id = self.backend.token_to_id(token)
+        if id is None:
+            raise CheckpointError(f"the tokenizer has no token {token!r}, which the model needs")
+        return id
+
+    @cached_property
+    def _special(self) -> re.Pattern:
+        tokens = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
+        return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or r"(?!)")
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.cfg.lm_chat_template or "")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text: '<|im_end|>' in it is ten characters, not the end of a turn."""
+        try:
+            return self.backend.encode(text, add_special_tokens=False).ids if text else []
+        except TypeError:  # a lone surrogate, which Python decodes from bytes that are not UTF-8
+            raise InputError(f"{text!r} is not valid Unicode text") from None
+
+    def encode_answer(self, text: str) -> list[int]:
+        """Ids of an answer as the model is to generate it, end token included."""
+        return [*self.encode(self.answer_prefix + text), self.eos_token_id]
+
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """Ids of text in which special tokens count as such: for a client that lays out its chat by itself."""
+        ids, start = [], 0
+        for match in self._special.finditer(text):
+            ids += self.encode(text[start : match.start()]) + [self.special_id(match[0])]
+            start = match.end()
+        return ids + self.encode(text[start:])
+
+    def encode_chat(self, messages: Iterable[Message], add_generation_prompt: bool = True) -> list[int]:
+        """Ids of a rendered chat, the markups of a message's images before its content.
+
+        Special tokens count as such in the template and in 'images'; in the content they are plain text. A model
+        without a template, as those before June 2025, was trained on single questions: a chat raises InputError.
+        """
+        messages = list(messages)
+        if self.cfg.lm_chat_template is None:
+            raise InputError(
+                f"a chat of {len(messages)} messages, but config.json has no lm_chat_template: this model was trained "
+                "on single questions; ask it one at a time"
+            )
+        # Special tokens spelled in the content are rendered as private-use characters; the special tokens found in
+        # the rendered text are then the template's own, and the spelled ones are restored as plain text.
+        content = "".join(message["content"] for message in messages)
+        spelled = sorted(set(self._special.findall(content)))
+        unused = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in content)
+        placeholders = dict(zip(spelled, unused))
+
+        def escape(text: str) -> str:
+            return self._special.sub(lambda match: placeholders[match[0]], text)
+
+        def unescape(text: str) -> str:
+            for token, placeholder in placeholders.items():
+                text = text.replace(placeholder, token)
+            return text
+
+        escaped: list[Message] = [{**message, "content": escape(message["content"])} for message in messages]
+        rendered = self._render(escaped, add_generation_prompt)
+        ids, start = [], 0
+        for match in self._special.finditer(rendered):
+            ids += self.encode(unescape(rendered[start : match.start()])) + [self.special_id(match[0])]
+            start = match.end()
+        return ids + self.encode(unescape(rendered[start:]))
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        """The chat as text, images as their markup. SmolVLM's templates write one image token for each of them."""
+        as_content = _text if self.cfg.smolvlm is None else _parts
+        chat = [{"role": message["role"], "content": as_content(message)} for message in messages]
+        rendered = self._template.render(chat, add_generation_prompt)
+        return rendered if self.cfg.smolvlm is None else self._expand_images(rendered, messages)
+
+    def _expand_images(self, rendered: str, messages: Sequence[Message]) -> str:
+        pieces = rendered.split(self.cfg.special_tokens["image_token"])
+        markups = [markup for message in messages for markup in message.get("images", ())]
+        if len(pieces) != len(markups) + 1:
+            raise CheckpointError(f"the chat template has places for {len(pieces) - 1} of {len(markups)} images")
+        return pieces[0] + "".join(markup + piece for markup, piece in zip(markups, pieces[1:]))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of an answer, without special tokens unless `skip_special_tokens` is False."""
+        return self.decode_raw(ids).removeprefix(self.answer_prefix)
+
+    def decode_raw(self, ids: Iterable[int]) -> str:
+        """The same with the space that some templates have before an answer."""
+        return self.backend.decode(list(ids), skip_special_tokens=self.skip_special_tokens)
+
+    def stream(self, ids: Iterable[int]) -> Iterator[str]:
+        """Text as its ids arrive, whole characters only; the pieces join to `decode` of all ids."""
+        decoder = StreamingDecoder(self)
+        for id in ids:
+            if text := decoder.add(id):
+                yield text
+        if text := decoder.rest():
+            yield text
+
+
+class StreamingDecoder:
+    """Incremental detokenizer: ids in one by one, whole characters out, in time linear in the text's length.
+
+    New ids are decoded together with those of the last piece: some decoders look at the token before (Llama's drops the
+    space before a text's first word), and byte-level ones need a character's first bytes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []  # of the last piece, then the pending ones
+        self.n_emitted_ids, self.n_emitted_chars = 0, 0  # of self.ids, and of their text
+        self._begun = not tokenizer.answer_prefix  # whether the prefix of answers is behind us
+
+    def add(self, id: int) -> str:
+        """Append an id; returns the characters that are complete now, and were not before."""
+        self.ids.append(id)
+        text = self.tokenizer.decode_raw(self.ids)
+        if len(text) <= self.n_emitted_chars or text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        new = text[self.n_emitted_chars :]
+        self.ids = self.ids[self.n_emitted_ids :]
+        self.n_emitted_ids, self.n_emitted_chars = len(self.ids), len(self.tokenizer.decode_raw(self.ids))
+        return self._without_prefix(new)
+
+    def rest(self) -> str:
+        """The remaining text after the last id."""
+        return self._without_prefix(self.tokenizer.decode_raw(self.ids)[self.n_emitted_chars :])
+
+    def _without_prefix(self, new: str) -> str:
+        if self._begun:
+            return new
+        self._begun = True
+        return new.removeprefix(self.tokenizer.answer_prefix)
+
+
+def _text(message: Message) -> str:
+    """A message's content for templates of nanoVLM, which know text only."""
+    return "".join(message.get("images", ())) + message["content"]
+
+
+def _parts(message: Message) -> list[dict[str, str]]:
+    """A message's content for templates of transformers: images, then text."""
+    images = [{"type": "image"} for _ in message.get("images", ())]
+    return [*images, {"type": "text", "text": message["content"]}]

@@ -1,0 +1,139 @@
+"""Engines with the same weights decode the same tokens in float32, alone and in a batch."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+from eval.latency import greedy_ids
+from eval.lib.accuracy import relative_error
+from eval.lib.cpu_levels import current_level, levels_here
+from eval.lib.random_model import write_random_model
+from eval.peers.engines import EngineOptions, NanoVLMEngine, make_engines, plain_engine
+from eval.peers.llama_cpp_engine import LlamaCppEngine
+from nanovlm.captioner import Captioner
+from nanovlm.errors import InputError, MissingExtraError
+from support.smolvlm import write_folder
+
+LEVEL = current_level()
+PROMPT = [5, 9, 11, 7, 60, 33]
+needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
+
+
+@pytest.fixture(scope="module")
+def folder(small_230m, tmp_path_factory):
+    write_random_model(path := tmp_path_factory.mktemp("models") / "small", small_230m)
+    return path
+
+
+@pytest.fixture(scope="module")
+def smolvlm_folder(tmp_path_factory):
+    write_folder(path := tmp_path_factory.mktemp("models") / "smolvlm")
+    return path
+
+
+def make(folder, tmp_path, **options):
+    engines = make_engines(plain_engine(folder), folder, tmp_path, EngineOptions(**options))
+    return {engine.name: engine for engine in engines}
+
+
+def test_every_configuration_is_an_engine(folder, tmp_path):
+    options = {"dtypes": ["float32", "bfloat16"], "quantize": "int8", "baselines": ["plain", "transformers"]}
+    engines = make(folder, tmp_path, **options)
+    assert {name: engine.weight_bytes for name, engine in engines.items()} == {
+        "plain float32": 4, "transformers float32": 4, "transformers bfloat16": 2,
+        f"nanovlm float32 {LEVEL}": 4, f"nanovlm float32 int8 {LEVEL}": 1,
+        f"nanovlm bfloat16 {LEVEL}": 2, f"nanovlm bfloat16 int8 {LEVEL}": 1,
+    }  # fmt: skip
+    assert engines[f"nanovlm bfloat16 int8 {LEVEL}"].dtype == (torch.bfloat16 if LEVEL == "none" else torch.int8)
+    engines = make(folder, tmp_path, dtypes=["bfloat16"], quantize="int4", baselines=[])
+    assert {name: engine.weight_bytes for name, engine in engines.items()} == {
+        f"nanovlm bfloat16 {LEVEL}": 2, f"nanovlm bfloat16 int4 {LEVEL}": 0.625,
+    }  # fmt: skip
+
+
+def test_every_level_is_an_engine_with_the_dtype_that_is_best_there(folder, tmp_path):
+    levels = [*levels_here(), "none"]
+    engines = make(folder, tmp_path, levels=levels, baselines=[])
+    assert [name.split()[-1] for name in engines] == levels
+    for name, engine in engines.items():
+        assert getattr(engine.model.network, "level", "none") == name.split()[-1]
+        assert "none" in name or ("bfloat16" in name) == name.endswith(("bf16", "amx"))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_float32_decodes_the_same_tokens_everywhere(folder, tmp_path, batch_size):
+    engines = make(folder, tmp_path, dtypes=["float32"], baselines=["plain", "transformers"], batch_size=batch_size)
+    prompts = [[token + row for token in PROMPT] for row in range(batch_size)]
+    ids = {name: greedy_ids(engine, prompts, 12) for name, engine in engines.items()}
+    expected = ids["plain float32"]
+    assert len(expected) == 13 and all(len(step) == batch_size for step in expected)
+    assert len({step[0] for step in expected}) > 1, "not one token again and again"
+    assert all(steps == expected for steps in ids.values())
+    for engine in engines.values():
+        assert greedy_ids(engine, prompts, 12) == expected, "a prefill starts with an empty cache"
+
+
+def test_the_plain_engine_is_the_plain_model(folder, tmp_path):
+    engines = make(folder, tmp_path, dtypes=["float32"])
+    plain, fast = engines.values()
+    assert plain.model is plain.captioner.model and fast.model is fast.captioner.inference
+    image = torch.rand(1, 3, 512, 512)
+    torch.testing.assert_close(plain.encode_image(image), fast.encode_image(image), rtol=1e-4, atol=1e-4)
+    assert isinstance(plain, NanoVLMEngine) and plain.encode_image(image).shape == (1, 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("module", "engine"),
+    [
+        ("transformers", "transformers"),
+        ("llama_cpp", "llama.cpp"),
+        ("openvino", "openvino"),
+        ("onnxruntime", "onnxruntime"),
+    ],
+)
+def test_a_missing_package_names_its_extra(folder, tmp_path, monkeypatch, module, engine):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=r"needs the extra peers: pip install \"nanovlm\[peers\]\""):
+        make(folder, tmp_path, baselines=[engine])
+
+
+def test_llama_cpp_refuses_nanovlms_layout(folder, tmp_path):
+    pytest.importorskip("llama_cpp")
+    with pytest.raises(InputError, match="nanoVLM's layout of tiles"):
+        make(folder, tmp_path, baselines=["llama.cpp"])
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_llama_cpp_decodes_the_same_tokens_in_float32(smolvlm_folder, tmp_path, batch_size):
+    options = {"dtypes": ["float32"], "baselines": ["plain", "llama.cpp"], "batch_size": batch_size}
+    engines = make(smolvlm_folder, tmp_path, **options)
+    prompts = [[token + row for token in PROMPT] for row in range(batch_size)]
+    ids = {name: greedy_ids(engine, prompts, 12) for name, engine in engines.items()}
+    assert list(ids) == ["plain float32", "llama.cpp f32", f"nanovlm float32 {LEVEL}"]
+    assert len({step[0] for step in ids["plain float32"]}) > 1, "not one token again and again"
+    assert ids["llama.cpp f32"] == ids[f"nanovlm float32 {LEVEL}"] == ids["plain float32"]
+    assert greedy_ids(engines["llama.cpp f32"], prompts, 12) == ids["llama.cpp f32"], (
+        "a prefill starts with an empty cache"
+    )
+
+
+@needs_llama_cpp
+def test_llama_cpp_encodes_the_same_image(smolvlm_folder, tmp_path):
+    engines = make(smolvlm_folder, tmp_path, dtypes=["float32"], baselines=["plain", "llama.cpp"])
+    size = engines["plain float32"].model.cfg.vit_img_size
+    for color in ([200, 10, 90], [0, 255, 30]):  # one color: llama.cpp resizes every image
+        image = (torch.tensor(color) / 127.5 - 1).view(1, 3, 1, 1).expand(1, 3, size, size)
+        expected = engines["plain float32"].encode_image(image)
+        assert relative_error(engines["llama.cpp f32"].encode_image(image), expected) < 1e-3
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("gguf_type", ["f32", "f16", "bf16", "q8_0", "q4_0"])
+def test_llama_cpp_runs_every_type(smolvlm_folder, tmp_path, gguf_type):
+    captioner = Captioner.from_pretrained(smolvlm_folder, "cpu", "float32")
+    engine = LlamaCppEngine(captioner, gguf_type, tmp_path)
+    assert engine.name == f"llama.cpp {gguf_type}"
+    assert 0 <= engine.prefill([PROMPT])[0] < captioner.model.cfg.lm_vocab_size

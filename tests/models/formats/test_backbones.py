@@ -1,0 +1,448 @@
+"""A new model from a pretrained SigLIP and a pretrained Llama in transformers' files."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import models.formats.backbones as backbones
+from models.checkpoint import load_config, read_object, save_checkpoint
+from models.config import extra_tokens
+from models.errors import CheckpointError
+from models.formats.backbones import find_backbones, from_backbones, grow, resize_positions
+from models.vision_language_model import load_model
+from nanovlm import EMBEDDED, SAMPLE, Captioner
+from nanovlm.processing.tokenizer import Tokenizer
+from support import ROOT
+
+SEES = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 16, "patch_size": 4,
+}  # fmt: skip
+SAYS = {
+    "vocab_size": 40, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "bos_token_id": 1,
+    "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+}  # fmt: skip
+TEXT = {**{key: SEES[key] for key in list(SEES)[:4]}, "vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2}
+FOLD = {"mp_pixel_shuffle_factor": 2}
+
+
+@torch.no_grad()
+def shaken(model: nn.Module) -> nn.Module:
+    """Weights large enough that a misplaced one is noticed; tied ones stay tied."""
+    for parameter in model.parameters():
+        parameter += 0.3 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def siglip(**changes) -> transformers.SiglipVisionModel:
+    return shaken(transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SEES | changes)))
+
+
+def llama(**changes) -> transformers.LlamaForCausalLM:
+    return shaken(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SAYS | changes)))
+
+
+def edit(folder: Path, **changes) -> Path:
+    """Change keys of config.json; None removes one."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    return folder
+
+
+def rename(folder: Path, prefix: str, drop: str = "", **add) -> Path:
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    save_file({prefix + name.removeprefix(drop): tensor.clone() for name, tensor in state.items()} | add, path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> tuple[Path, Path]:
+    """A SigLIP and a Llama on disk."""
+    folder = tmp_path_factory.mktemp("backbones")
+    siglip().save_pretrained(folder / "siglip")
+    llama().save_pretrained(folder / "llama")
+    return folder / "siglip", folder / "llama"
+
+
+@pytest.fixture
+def copies(pair, tmp_path) -> tuple[Path, Path]:
+    """The same, to be damaged."""
+    return tuple(Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in pair)
+
+
+@torch.no_grad()
+def assert_sees(model, theirs):
+    images = torch.rand(3, 3, model.cfg.vit_img_size, model.cfg.vit_img_size)
+    expected = theirs(images, interpolate_pos_encoding=True).last_hidden_state
+    torch.testing.assert_close(model.vision_encoder(images), expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def assert_says(model, theirs):
+    ids = torch.randint(40, (2, 50))
+    logits, _ = model(ids)
+    torch.testing.assert_close(logits[..., :40], theirs(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shards", ["5GB", "4KB"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_both_backbones_compute_as_in_transformers(tmp_path, shards, tied):
+    sees, says = siglip(), llama(tie_word_embeddings=tied)
+    sees.save_pretrained(tmp_path / "siglip", max_shard_size=shards)
+    says.save_pretrained(tmp_path / "llama", max_shard_size=shards)
+    assert (tmp_path / "llama" / "model.safetensors.index.json").exists() == (shards == "4KB")
+    model = from_backbones(tmp_path / "siglip", tmp_path / "llama", **FOLD)
+    assert not model.training and all(parameter.requires_grad for parameter in model.parameters())
+    assert (model.decoder.head.weight is model.decoder.token_embedding.weight) == tied
+    assert_sees(model, sees)
+    assert_says(model, says)
+
+
+def test_the_config_is_derived_from_both(pair):
+    cfg = find_backbones(*pair, **FOLD).cfg
+    assert (cfg.vit_hidden_dim, cfg.vit_inter_dim, cfg.vit_n_blocks, cfg.vit_n_heads) == (16, 24, 2, 2)
+    assert (cfg.vit_img_size, cfg.vit_patch_size, cfg.max_img_size, cfg.mp_image_token_length) == (16, 4, 48, 4)
+    assert (cfg.lm_hidden_dim, cfg.lm_inter_dim, cfg.lm_n_blocks, cfg.lm_n_heads, cfg.lm_n_kv_heads) == (
+        24,
+        32,
+        3,
+        6,
+        2,
+    )
+    assert (cfg.lm_re_base, cfg.lm_rms_eps, cfg.lm_max_position_embeddings, cfg.lm_max_length) == (100, 1e-5, 64, 64)
+    assert (cfg.lm_base_vocab_size, cfg.extra_token_amount, cfg.lm_vocab_size) == (40, 66, 106)
+    assert not cfg.lm_tie_weights and cfg.lm_tokenizer == cfg.lm_model_type == str(pair[1])
+
+
+def test_missing_keys_take_transformers_defaults(tmp_path, pair):
+    siglip().save_pretrained(tmp_path / "siglip")
+    (tmp_path / "siglip" / "config.json").write_text('{"model_type": "siglip", "vision_config": {"image_size": 512}}')
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
+    cfg = find_backbones(tmp_path / "siglip", tmp_path / "llama").cfg
+    sees = transformers.SiglipVisionConfig(image_size=512)
+    says = transformers.LlamaConfig()
+    assert (cfg.vit_hidden_dim, cfg.vit_inter_dim) == (sees.hidden_size, sees.intermediate_size)
+    assert (cfg.vit_n_blocks, cfg.vit_n_heads) == (sees.num_hidden_layers, sees.num_attention_heads)
+    assert (cfg.vit_patch_size, cfg.vit_img_size, cfg.vit_ln_eps) == (sees.patch_size, 512, sees.layer_norm_eps)
+    assert (cfg.lm_hidden_dim, cfg.lm_inter_dim) == (says.hidden_size, says.intermediate_size)
+    assert (cfg.lm_n_blocks, cfg.lm_n_heads) == (says.num_hidden_layers, says.num_attention_heads)
+    assert (cfg.lm_n_kv_heads, cfg.lm_re_base) == (says.num_key_value_heads, says.rope_parameters["rope_theta"])
+    assert (cfg.lm_rms_eps, cfg.lm_base_vocab_size) == (says.rms_norm_eps, says.vocab_size)
+    assert (cfg.lm_max_position_embeddings, cfg.lm_tie_weights) == (2048, says.tie_word_embeddings)
+
+
+def test_siglip2_of_fixed_resolution_is_read_as_siglip(tmp_path, pair):
+    """google/siglip2-base-patch16-512 and its kin: both towers in one file, the settings nested."""
+    config = transformers.SiglipConfig(vision_config=SEES, text_config=TEXT)
+    theirs = shaken(transformers.SiglipModel(config))
+    theirs.save_pretrained(tmp_path)
+    assert_sees(from_backbones(tmp_path, pair[1], **FOLD), theirs.vision_model)
+
+
+@pytest.mark.parametrize("prefix", ["", "vision_model.", "model.vision_model.", "vision_tower.vision_model."])
+def test_every_prefix_is_known(copies, prefix):
+    theirs = transformers.SiglipVisionModel.from_pretrained(copies[0]).eval()
+    rest = {"logit_scale": torch.ones(1), "text_model.head.weight": torch.ones(2, 2)}
+    rename(copies[0], prefix, drop="vision_model.", **rest)
+    assert_sees(from_backbones(*copies, **FOLD), theirs)
+
+
+def test_llama_without_head_and_prefix_is_read(tmp_path, pair):
+    theirs = llama(tie_word_embeddings=True)
+    theirs.model.save_pretrained(tmp_path)
+    assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
+    assert_says(from_backbones(pair[0], tmp_path, **FOLD), theirs)
+
+
+def test_both_spellings_of_rope_theta_are_read(copies):
+    theirs = transformers.LlamaForCausalLM.from_pretrained(copies[1]).eval()
+    edit(copies[1], rope_parameters=None, rope_theta=100.0)
+    model = from_backbones(*copies, **FOLD)
+    assert model.cfg.lm_re_base == 100
+    assert_says(model, theirs)
+
+
+def test_a_tied_pair_may_have_either_name_or_both_if_equal(tmp_path, pair):
+    theirs = llama(tie_word_embeddings=True)
+    theirs.save_pretrained(tmp_path)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    rename(tmp_path, "", **{"lm_head.weight": embedding.clone()})
+    assert_says(from_backbones(pair[0], tmp_path, **FOLD), theirs)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["model.embed_tokens.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    assert_says(from_backbones(pair[0], tmp_path, **FOLD), theirs)
+    rename(tmp_path, "", **{"model.embed_tokens.weight": embedding + 1})
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings=true, but lm_head.weight and .* differ"):
+        from_backbones(pair[0], tmp_path, **FOLD)
+
+
+def test_added_rows_keep_the_old_ones():
+    torch.manual_seed(0)
+    weight = torch.randn(40, 300)
+    grown = grow(weight, 140)
+    assert torch.equal(grown[:40], weight) and grown.shape == (140, 300)
+    assert abs(grown[40:].std().item() - 0.02) < 1e-3 and abs(grown[40:].mean().item()) < 1e-3
+    assert torch.equal(grow(weight, 40), weight)
+    assert grow(weight.bfloat16(), 41).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_rows_and_projector_follow_the_callers_seed(tmp_path, pair, tied):
+    llama(tie_word_embeddings=tied).save_pretrained(tmp_path)
+    states = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        states.append(from_backbones(pair[0], tmp_path, **FOLD).state_dict())
+    drawn = {"MP.proj.weight", "decoder.token_embedding.weight", "decoder.head.weight"}
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert {name for name in states[0] if not torch.equal(states[0][name], states[2][name])} == drawn
+    head, embedding = states[0]["decoder.head.weight"], states[0]["decoder.token_embedding.weight"]
+    assert torch.equal(head[40:], embedding[40:]) == tied
+
+
+@pytest.mark.parametrize("side", [8, 24, 32])
+def test_another_image_size_interpolates_the_positions_as_transformers_does(pair, side):
+    theirs = transformers.SiglipVisionModel.from_pretrained(pair[0]).eval()
+    model = from_backbones(*pair, vit_img_size=side, **FOLD)
+    assert model.cfg.max_img_size == 3 * side and model.cfg.mp_image_token_length == (side // 8) ** 2
+    assert_sees(model, theirs)
+
+
+def test_a_grid_that_fits_keeps_its_positions():
+    positions = torch.randn(16, 5)
+    assert torch.equal(resize_positions(positions, 4), positions)
+
+
+def test_an_image_size_that_is_not_a_multiple_of_the_patch_keeps_its_grid(tmp_path, pair):
+    """so400m-patch14-384 has 27 x 27 positions: 378 pixels, of which none is lost."""
+    theirs = siglip(image_size=18)
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="vit_img_size=18 is not a multiple of vit_patch_size=4"):
+        find_backbones(tmp_path, pair[1], **FOLD)
+    assert_sees(from_backbones(tmp_path, pair[1], vit_img_size=16, **FOLD), theirs)
+
+
+def test_other_precisions_are_read(pair):
+    model = from_backbones(*pair, dtype=torch.bfloat16, **FOLD)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+REFUSED = {
+    "attention_bias": True,
+    "mlp_bias": True,
+    "hidden_act": "gelu",
+    "model_type": "mistral",
+    "sliding_window": 4096,
+    "rope_interleaved": True,
+    "partial_rotary_factor": 0.5,
+    "quantization_config": {"bits": 4},
+    "head_dim": 8,
+    "rope_scaling": {"type": "linear", "factor": 2.0},
+    "rope_parameters": {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0},
+    "num_hidden_layers": "three",
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_an_unsupported_llama_is_refused(copies, key):
+    edit(copies[1], **{key: REFUSED[key]})
+    with pytest.raises(CheckpointError) as error:
+        from_backbones(*copies, **FOLD)
+    generated = str(error.value)
+    shown = REFUSED[key] if isinstance(REFUSED[key], (int, dict)) else repr(REFUSED[key])
+    assert f"{copies[1]}/config.json: {key}={shown}" in generated and "\n" not in generated
+
+
+def test_a_partial_rotation_in_the_newer_spelling_is_refused(copies):
+    edit(copies[1], rope_parameters={"rope_theta": 100.0, "partial_rotary_factor": 0.5})
+    with pytest.raises(CheckpointError, match=r"rope_parameters=.*0\.5.* changes RoPE"):
+        find_backbones(*copies, **FOLD)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("hidden_act", "quick_gelu"), ("num_channels", 1), ("model_type", "clip_vision_model"), ("image_size", [16, 16])],
+)
+def test_an_unsupported_siglip_is_refused(copies, key, value):
+    edit(copies[0], **{key: value})
+    with pytest.raises(CheckpointError) as error:
+        find_backbones(*copies, **FOLD)
+    assert f"{copies[0]}/config.json: {key}={value!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_naflex_is_refused(tmp_path, pair, nested):
+    settings = {key: value for key, value in SEES.items() if key != "image_size"} | {"num_patches": 16}
+    if nested:
+        theirs = transformers.Siglip2Model(transformers.Siglip2Config(vision_config=settings, text_config=TEXT))
+    else:
+        theirs = transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(**settings))
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="model_type='siglip2_vision_model' with num_patches=16 is NaFlex"):
+        find_backbones(tmp_path, pair[1], **FOLD)
+
+
+def damage(what: str, sees: Path, says: Path) -> dict:
+    """Do it; the changes to pass."""
+    path = says / "model.safetensors"
+    state = load_file(path)
+    if what == "missing":
+        del state["model.norm.weight"]
+    elif what == "surplus block":
+        edit(says, num_hidden_layers=2)
+    elif what == "unknown":
+        state["model.layers.0.self_attn.q_norm.weight"] = torch.ones(4)
+    elif what == "shape":
+        state["lm_head.weight"] = torch.ones(41, 24)
+    save_file(state, path)
+    if what == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif what == "pickle":
+        path.unlink()
+        torch.save(state, says / "pytorch_model.bin")
+    elif what == "index":
+        path.unlink()
+        (says / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../siglip/model.safetensors"}}')
+    elif what == "shard":
+        path.unlink()
+        (says / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001.safetensors"}}')
+    elif what == "no config":
+        (sees / "config.json").unlink()
+    elif what == "positions":
+        edit(sees, image_size=20)
+    elif what == "deep":
+        edit(says, num_hidden_layers=10**6)
+    return {
+        "small": {"lm_vocab_size": 39},
+        "key": {"color": 1},
+        "no tokens": {"vlm_extra_tokens": None},
+        "positions": {"vit_img_size": 16},
+    }.get(what, {})
+
+
+DAMAGED = {
+    "missing": "llama: 1 tensors are missing, first the one for norm.weight",
+    "surplus block": "llama: 9 tensors are more than config.json has a place for, first 'model.layers.2",
+    "unknown": "llama: tensor 'model.layers.0.self_attn.q_norm.weight' has no place in this architecture",
+    "shape": r"llama: lm_head.weight is \(41, 24\), but config.json asks for \(40, 24\)",
+    "truncated": "llama: a weight file cannot be read, it may be truncated",
+    "pickle": "has no model.safetensors; .*pytorch_model.bin may run code and is not read: save it as safetensors",
+    "index": "model.safetensors.index.json has no weight_map of tensors to files beside it",
+    "shard": "model-00001.safetensors is missing, which model.safetensors.index.json names",
+    "no config": "siglip has no config.json",
+    "deep": "siglip and .*llama, of 2 and 1000000 blocks: more than 1000 in all",
+    "small": "lm_vocab_size=39 is less than the 40 tokens",
+    "key": "make no model: .*color",
+    "no tokens": "make no model: .*NoneType",
+    "positions": r"siglip: .*position_embedding.weight is \(16, 16\), but config.json asks for \(25, 16\)",
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_or_mismatched_files_raise_in_one_line(copies, what):
+    changes = damage(what, *copies)
+    with pytest.raises(CheckpointError, match=DAMAGED[what]) as error:
+        from_backbones(*copies, **FOLD, **changes)
+    assert "\n" not in str(error.value)
+
+
+def test_backbones_with_a_tokenizer_make_a_model_folder(tmp_path, pair):
+    """One call makes model and tokenizer, one writes them; generate.py's door opens it without the backbones."""
+    vocabulary = 601
+    llama(vocab_size=vocabulary, max_position_embeddings=1024).save_pretrained(tmp_path / "llama")
+    shutil.copy(EMBEDDED / "tokenizer.json", tmp_path / "llama")  # knows two of the extra tokens already
+    captioner = Captioner.from_backbones(pair[0], tmp_path / "llama", **FOLD)
+    tokenizer = captioner.tokenizer
+    assert captioner.model.image_token_id == tokenizer.image_token_id == 599
+    assert [tokenizer.special_id(f"<row_1_col_{i}>") for i in (1, 2)] == [601, 602]
+    assert len(tokenizer) == 601 + 64 <= captioner.model.cfg.lm_vocab_size
+
+    save_checkpoint(tmp_path / "model", captioner.model, tokenizer.to_json())
+    shutil.rmtree(tmp_path / "llama")
+    again = Captioner.from_pretrained(tmp_path / "model", "cpu", "float32")
+    generated = [model_and_processor.caption(SAMPLE, max_new_tokens=8) for model_and_processor in (captioner, again)]
+    assert generated[0] == generated[1]
+    cfg = load_config(tmp_path / "model")
+    assert cfg == captioner.model.cfg
+    assert load_model(tmp_path / "model", cfg, 512).state_dict().keys() == captioner.model.state_dict().keys()
+
+
+@pytest.fixture
+def hub(pair, tmp_path, monkeypatch):
+    """A Hub with a SigLIP and a Llama, whose v1 differs from its main branch; returns what it is asked for."""
+    says = shutil.copytree(pair[1], tmp_path / "v1")
+    state = load_file(says / "model.safetensors")
+    save_file(state | {"model.norm.weight": state["model.norm.weight"] + 1}, says / "model.safetensors")
+    there = {("some/siglip", "abc"): pair[0], ("some/llama", None): pair[1], ("some/llama", "v1"): says}
+    options = []
+
+    def snapshot_download(name, revision, allow_patterns):
+        options.append((name, revision, allow_patterns))
+        return str(there[name, revision])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    return options
+
+
+def test_each_backbone_is_read_at_its_revision(hub, pair):
+    main, v1 = (
+        from_backbones("some/siglip", "some/llama", vision_revision="abc", language_revision=revision, **FOLD)
+        for revision in (None, "v1")
+    )
+    assert torch.equal(main.decoder.norm.weight + 1, v1.decoder.norm.weight)
+    assert [call[:2] for call in hub] == [
+        *(("some/siglip", "abc"), ("some/llama", None)),
+        *(("some/siglip", "abc"), ("some/llama", "v1")),
+    ]
+    assert (v1.cfg.vit_model_type, v1.cfg.lm_model_type, v1.cfg.lm_tokenizer) == ("some/siglip", *["some/llama"] * 2)
+    shutil.copy(EMBEDDED / "tokenizer.json", "v1")
+    cfg = find_backbones(*pair, lm_vocab_size=700, **FOLD).cfg
+    assert Tokenizer.from_backbone("some/llama", cfg, "v1").image_token_id == 599
+    assert hub[-1] == ("some/llama", "v1", ["tokenizer.json"])
+
+
+def test_each_backbone_is_downloaded_and_its_config_read_once(hub, monkeypatch):
+    edit(Path("v1"), vocab_size=601)
+    state = load_file("v1/model.safetensors")
+    rows = {name: torch.zeros(601, 24) for name in ("lm_head.weight", "model.embed_tokens.weight")}
+    save_file(state | rows, "v1/model.safetensors")
+    shutil.copy(EMBEDDED / "tokenizer.json", "v1")
+    read = []
+    monkeypatch.setattr(backbones, "read_object", lambda path: read.append(path) or read_object(path))
+    Captioner.from_backbones("some/siglip", "some/llama", vision_revision="abc", language_revision="v1", **FOLD)
+    assert len(hub) == 2 and len(read) == 2
+    assert all({"config.json", "tokenizer.json", "model.safetensors"} <= set(patterns) for *_, patterns in hub)
+
+
+def test_without_a_tokenizer_the_image_token_follows_the_base_vocabulary(pair):
+    tokens = extra_tokens(0)
+    model = from_backbones(*pair, vlm_extra_tokens=tokens, max_img_size=16, **FOLD)
+    assert (model.image_token_id, model.cfg.lm_vocab_size) == (40, 42)
+
+
+def test_the_documented_call_starts_a_model_from_backbones(tmp_path, monkeypatch):
+    """The page's Hub ids are folders here: snapshot_path takes a folder first."""
+    page = ROOT / "docs/python.md"
+    blocks = re.findall(r"```py\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = (block for block in blocks if "from_backbones" in block)
+    vision, language = re.findall(r'"([\w-]+/[\w.-]*\d[\w.-]*)"', block)
+    monkeypatch.chdir(tmp_path)
+    siglip().save_pretrained(vision)
+    llama(vocab_size=601).save_pretrained(language)
+    shutil.copy(EMBEDDED / "tokenizer.json", language)
+    exec(block, {})
+    cfg = load_config(tmp_path / "out" / "new")
+    assert (cfg.vit_model_type, cfg.lm_tokenizer, cfg.mp_pixel_shuffle_factor) == (vision, language, 4)

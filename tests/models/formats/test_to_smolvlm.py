@@ -1,0 +1,82 @@
+"""Conversion of configs and weights to transformers' SmolVLM."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from models.formats.to_smolvlm import (
+    is_exact_in_every_rounding,
+    patches_keep_their_positions,
+    smolvlm_config,
+    smolvlm_tensors,
+)
+from support.smolvlm import assert_same_logits
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["SmolVLM", "Idefics3"])
+def test_transformers_smolvlm_and_idefics3_compute_the_same_logits(tmp_path, tiny_model, tied, kind):
+    model = tiny_model(lm_tie_weights=tied)
+    config = smolvlm_config(model.cfg, image_token_id=3, eos_token_id=2)
+    if kind == "Idefics3":
+        config |= {"model_type": "idefics3", "vision_config": config["vision_config"] | {"model_type": None}}
+    theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(getattr(transformers, f"{kind}Config")(**config))
+    result = theirs.load_state_dict(smolvlm_tensors(model), strict=False)
+    assert result.unexpected_keys == [] and result.missing_keys == (["lm_head.weight"] if tied else [])
+    theirs.tie_weights()
+    ids = torch.randint(4, 40, (1, 20))
+    ids[0, 2:6] = ids[0, 9:13] = 3
+    assert_same_logits(model, theirs.eval(), ids, torch.rand(2, 3, 16, 16))
+
+
+def test_without_an_image_token_no_id_stands_for_an_image(tiny_config):
+    cfg = tiny_config(vlm_extra_tokens=None)
+    assert cfg.format_version == 1
+    assert smolvlm_config(cfg, -1, 2)["image_token_id"] == cfg.lm_vocab_size
+
+
+def test_grids_that_transformers_would_fold_are_refused(tiny_config):
+    side = {"vit_img_size": 76, "max_img_size": 76, "mp_pixel_shuffle_factor": 1, "mp_image_token_length": 361}
+    with pytest.raises(ValueError, match=r"19 patches a side \(vit_img_size=76 / vit_patch_size=4\)"):
+        smolvlm_config(tiny_config(**side), 3, 2)
+
+
+@pytest.mark.parametrize("grid", [12, 14, 16, 19, 24, 25, 27, 32])
+def test_folded_grids_match_transformers_code(grid):
+    config = transformers.SmolVLMVisionConfig(image_size=grid, patch_size=1, hidden_size=1)
+    embeddings = transformers.models.smolvlm.modeling_smolvlm.SmolVLMVisionEmbeddings(config)
+    with torch.no_grad():
+        embeddings.patch_embedding.weight.zero_()
+        embeddings.patch_embedding.bias.zero_()
+        embeddings.position_embedding.weight.copy_(torch.arange(grid**2)[:, None])
+        positions = embeddings(torch.zeros(1, 3, grid, grid), torch.ones(1, grid, grid, dtype=torch.bool)).flatten()
+    assert (positions.tolist() == list(range(grid**2))) == patches_keep_their_positions(grid)
+
+
+def positions_of_vllm(grid, step):
+    """Position ids of vLLM's Idefics2VisionEmbeddings; its step is a float32 tensor."""
+    boundaries = torch.arange(1 / grid, 1.0, 1 / grid)
+    return torch.bucketize(torch.arange(0, 1 - 1e-6, step), boundaries, right=True).tolist()
+
+
+def positions_in_float64(grid):
+    return np.digitize(np.arange(0, 1 - 1e-6, 1 / grid), np.arange(1 / grid, 1.0, 1 / grid)).tolist()
+
+
+def test_powers_of_two_are_exact_in_every_rounding():
+    exact = [grid for grid in range(1, 101) if is_exact_in_every_rounding(grid)]
+    assert exact == [1, 2, 4, 8, 16, 32, 64]
+    for grid in exact:
+        assert patches_keep_their_positions(grid)
+        for positions in (
+            positions_of_vllm(grid, 1 / torch.tensor(grid)),
+            positions_of_vllm(grid, 1 / grid),
+            positions_in_float64(grid),
+        ):
+            assert positions == list(range(grid))
+
+
+def test_roundings_differ_on_other_grids():
+    """So a grid that transformers keeps is no promise for other programs."""
+    assert patches_keep_their_positions(9) and positions_in_float64(9) != list(range(9))

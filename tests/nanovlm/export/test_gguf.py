@@ -1,0 +1,362 @@
+"""GGUF files of a SmolVLM-layout model: read back by the gguf package, and run by llama.cpp where it is installed."""
+
+import base64
+import ctypes
+import importlib.util
+import io
+import json
+import sys
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from PIL import Image
+
+from nanovlm import Captioner
+from nanovlm.cli.main import main
+from nanovlm.errors import CheckpointError, InputError, MissingExtraError
+from nanovlm.export.gguf import (
+    GGUF_TYPES,
+    check_llama_cpp_can_run,
+    export_gguf,
+    pre_tokenizer_name,
+    text_tensors,
+    vision_tensors,
+)
+from nanovlm.processing.convert import convert_layout
+from nanovlm.synthetic import caption, draw, random_scene
+from support.smolvlm import write_folder
+
+gguf = pytest.importorskip("gguf")
+needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
+SIZES = [(128, 96), (200, 150), (64, 48), (640, 480), (90, 160), (48, 85), (270, 480)]  # all of 12 tiles
+PROMPT = "Describe it."
+TYPE_ERRORS = {"f32": 0, "f16": 1e-3, "bf16": 1e-2, "q8_0": 1e-2, "q4_0": 0.13}  # of a weight, as a part of the largest
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    write_folder(
+        folder := tmp_path_factory.mktemp("gguf") / "tiny-vlm",
+        image_size=32,
+        patch_size=8,
+        longest_edge=128,
+        text={"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 400, "bos_token_id": 1},
+        vision={"hidden_size": 32, "intermediate_size": 64},
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def captioner(folder):
+    return Captioner.from_pretrained(folder, "cpu", "float32")
+
+
+def read(path):
+    """Metadata and tensors, dequantized, of a GGUF file."""
+    reader = gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    tensors = {
+        t.name: torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()).view(*reversed(t.shape.tolist()))
+        for t in reader.tensors
+    }
+    return fields, tensors
+
+
+@pytest.fixture(scope="module")
+def exported(captioner, tmp_path_factory):
+    """The fields and tensors of both files, of type f16."""
+    return [read(path) for path in export_gguf(captioner, tmp_path_factory.mktemp("out"), "tiny-vlm")]
+
+
+def test_the_text_model_says_its_sizes(captioner, exported):
+    (fields, _), _ = exported
+    cfg = captioner.model.cfg
+    sizes = {name.removeprefix("llama."): value for name, value in fields.items() if name.startswith("llama.")}
+    assert sizes == {
+        "block_count": cfg.lm_n_blocks, "context_length": 4096, "embedding_length": 64, "feed_forward_length": 128,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16,
+        "attention.value_length": 16, "rope.freq_base": 100000.0, "rope.dimension_count": 16,
+        "attention.layer_norm_rms_epsilon": pytest.approx(1e-5), "vocab_size": 400,
+    }  # fmt: skip
+    assert fields["general.architecture"] == "llama" and fields["general.type"] == "model"
+    assert fields["general.file_type"] == gguf.LlamaFileType.MOSTLY_F16
+
+
+def test_the_mmproj_file_says_how_images_are_prepared(exported):
+    _, (fields, _) = exported
+    vision = {name.removeprefix("clip."): value for name, value in fields.items() if name.startswith("clip.")}
+    assert vision == {
+        "has_vision_encoder": True, "projector_type": "idefics3", "use_gelu": True, "vision.projection_dim": 64,
+        "vision.image_size": 32, "vision.patch_size": 8, "vision.embedding_length": 32,
+        "vision.feed_forward_length": 64, "vision.block_count": 2, "vision.attention.head_count": 2,
+        "vision.attention.layer_norm_epsilon": pytest.approx(1e-6), "vision.projector.scale_factor": 2,
+        "vision.image_mean": [0.5] * 3, "vision.image_std": [0.5] * 3, "vision.preproc_image_size": 128,
+    }  # fmt: skip
+    assert fields["general.architecture"] == "clip" and fields["general.type"] == "mmproj"
+
+
+def test_the_tokenizer_is_complete(captioner, exported):
+    (fields, _), _ = exported
+    backend = captioner.tokenizer.backend
+    tokens = {name.removeprefix("tokenizer."): value for name, value in fields.items() if name.startswith("tokenizer.")}
+    n = backend.get_vocab_size()
+    assert tokens["ggml.tokens"][:n] == [backend.id_to_token(id) for id in range(n)]
+    assert tokens["ggml.tokens"][n:] == [f"[PAD{id}]" for id in range(n, 400)]
+    kinds = dict(zip(tokens["ggml.tokens"], tokens["ggml.token_type"], strict=True))
+    assert kinds["<image>"] == kinds["<end_of_utterance>"] == kinds["<row_1_col_1>"] == gguf.TokenType.CONTROL
+    assert kinds["a"] == gguf.TokenType.NORMAL and kinds["[PAD399]"] == gguf.TokenType.UNUSED
+    merges = json.loads(backend.to_str())["model"]["merges"]
+    assert [tuple(merge.split(" ")) for merge in tokens["ggml.merges"]] == [tuple(pair) for pair in merges]
+    assert tokens["ggml.model"] == "gpt2" and tokens["ggml.pre"] == "smollm"
+    assert tokens["ggml.add_bos_token"] is False
+    ids = {kind: tokens[f"ggml.{kind}_token_id"] for kind in ("bos", "eos", "padding")}
+    assert ids == {"bos": 1, "eos": backend.token_to_id("<end_of_utterance>"), "padding": 2}
+    assert "<end_of_utterance>" in tokens["chat_template"]
+
+
+@pytest.mark.parametrize("gguf_type", GGUF_TYPES)
+def test_tensors_are_the_models(captioner, tmp_path, gguf_type):
+    files = [read(path)[1] for path in export_gguf(captioner, tmp_path, "tiny-vlm", gguf_type)]
+    state, cfg = captioner.model.state_dict(), captioner.model.cfg
+    for found, expected in zip(files, (text_tensors(state, cfg), vision_tensors(state, cfg)), strict=True):
+        expected = dict(expected)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            exact = tensor.dim() == 1 or name in ("v.patch_embd.weight", "v.position_embd.weight")
+            error = 0 if exact else TYPE_ERRORS[gguf_type]
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=error * tensor.abs().max().item())
+
+
+def test_the_command_names_files_after_the_model(folder, tmp_path):
+    assert main(["export", str(folder), "--gguf", "--gguf-type", "q8_0", "--out", str(tmp_path / "out")]) == 0
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["mmproj-tiny-vlm-q8_0.gguf", "tiny-vlm-q8_0.gguf"]
+
+
+def test_a_nanovlm_model_is_refused_with_a_way_out(tmp_path):
+    with pytest.raises(InputError, match="llama.cpp does not write; train it in SmolVLM's layout"):
+        export_gguf(Captioner.from_pretrained(device="cpu", dtype="float32"), tmp_path, "embedded")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_converted_layout_has_what_llama_cpp_looks_for(tmp_path):
+    """The embedded model has one tile, and two tokens for an empty line."""
+    embedded = Captioner.from_pretrained(device="cpu", dtype="float32")
+    assert embedded.model.cfg.max_img_size == embedded.model.cfg.vit_img_size
+    converted = Captioner(*convert_layout(embedded.model, embedded.tokenizer))
+    text, mmproj = export_gguf(converted, tmp_path, "embedded")
+    fields, _ = read(text)
+    kinds = dict(zip(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"], strict=True))
+    assert kinds["\n\n"] == gguf.TokenType.USER_DEFINED and fields["tokenizer.ggml.pre"] == "gpt-2"
+    assert read(mmproj)[0]["clip.vision.preproc_image_size"] == 2 * embedded.model.cfg.vit_img_size
+    image = draw(random_scene(Random(0)), 120, 90)
+    ids = converted.tokenizer.encode("\n\n")
+    assert len(ids) == 1 and converted.prepare(image, PROMPT)[0].count(ids[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"split": False}, "do_image_splitting=False"),
+        ({"longest_edge": 32}, "size.longest_edge=32: .* 2, 3, ... tiles of 32 pixels only"),
+        ({"longest_edge": 100}, "size.longest_edge=100"),
+        ({"longest_edge": None}, "size.longest_edge=0"),
+        ({"resample": 3}, "resample=3"),
+        ({"rescale_factor": 1.0}, "rescale_factor=1.0"),
+        ({"global_image_token": "<global>"}, "global_image_token=<global>"),
+        ({"fake_image_token": ""}, "fake_image_token="),
+    ],
+)
+def test_settings_that_llama_cpp_lacks_are_refused_by_name(captioner, settings, words):
+    cfg = captioner.model.cfg
+    check_llama_cpp_can_run(cfg, captioner.tokenizer)
+    with pytest.raises(InputError, match=words):
+        check_llama_cpp_can_run(replace(cfg, smolvlm=replace(cfg.smolvlm, **settings)), captioner.tokenizer)
+
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+SPLIT = {"type": "Split", "pattern": {"Regex": LLAMA3}, "behavior": "Isolated", "invert": False}
+
+
+def tokenizer_json(pre_tokenizer, **model):
+    return {"pre_tokenizer": pre_tokenizer, "normalizer": None, "model": {"type": "BPE", "merges": [], **model}}
+
+
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        (tokenizer_json(BYTE_LEVEL), "gpt-2"),
+        (tokenizer_json(BYTE_LEVEL, ignore_merges=False, byte_fallback=False), "gpt-2"),
+        (
+            tokenizer_json(
+                {"type": "Sequence", "pretokenizers": [SPLIT, BYTE_LEVEL | {"use_regex": False}]}, ignore_merges=True
+            ),
+            "llama-bpe",
+        ),
+    ],
+)
+def test_the_pre_tokenizer_has_llama_cpps_name(raw, name):
+    assert pre_tokenizer_name(raw) == name
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (tokenizer_json(BYTE_LEVEL | {"add_prefix_space": True}), '"add_prefix_space": true.* is none of'),
+        (tokenizer_json(BYTE_LEVEL, ignore_merges=True), "ignore_merges=true is none of"),
+        (tokenizer_json({"type": "Metaspace"}), "Metaspace"),
+        (tokenizer_json(None), "pre_tokenizer=null"),
+        (tokenizer_json(BYTE_LEVEL, type="Unigram"), "model=True"),
+        (tokenizer_json(BYTE_LEVEL) | {"normalizer": {"type": "NFC"}}, "normalizer={'type': 'NFC'}"),
+        (tokenizer_json(BYTE_LEVEL, byte_fallback=True), "byte_fallback=True"),
+    ],
+)
+def test_other_tokenizers_are_refused_by_name(raw, words):
+    with pytest.raises(InputError, match=words):
+        pre_tokenizer_name(raw)
+
+
+def test_a_tokenizer_without_a_token_for_an_empty_line_is_refused(captioner):
+    """llama.cpp would pass an id of -1 to the model, and fail."""
+    embedded = Captioner.from_pretrained(device="cpu", dtype="float32")
+    with pytest.raises(InputError, match=r"no token '\\n\\n', which llama.cpp writes around tiles"):
+        check_llama_cpp_can_run(captioner.model.cfg, embedded.tokenizer)
+
+
+def test_a_tokenizer_that_spells_the_whole_image_in_several_tokens_is_refused(tmp_path):
+    write_folder(tmp_path / "model", "Idefics3", added=["<fake_token_around_image>", "<image>", "<end_of_utterance>"])
+    with pytest.raises(InputError, match="no token '<global-img>', which llama.cpp writes around tiles"):
+        export_gguf(Captioner.from_pretrained(tmp_path / "model", "cpu", "float32"), tmp_path / "out", "model")
+
+
+def test_an_encoder_without_pixel_shuffle_is_refused(captioner):
+    """llama.cpp would abort the process."""
+    cfg = replace(captioner.model.cfg, mp_pixel_shuffle_factor=1, mp_image_token_length=16)
+    with pytest.raises(InputError, match="scale_factor=1: .* 2 or more only"):
+        check_llama_cpp_can_run(cfg, captioner.tokenizer)
+
+
+def test_weights_beyond_float16_are_refused(folder, tmp_path):
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+    captioner.model.MP.proj.weight.data[0, 0] = 1e5
+    with pytest.raises(CheckpointError, match=r"mm.model.fc.weight has values up to 1e\+05, .* use bf16"):
+        export_gguf(captioner, tmp_path / "out", "model")
+    assert not (tmp_path / "out").exists()
+    assert export_gguf(captioner, tmp_path / "out", "model", "bf16")[1].exists()
+
+
+def test_a_missing_package_names_its_extra(captioner, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(MissingExtraError, match=r"need the extra gguf: pip install \"nanovlm\[gguf\]\""):
+        export_gguf(captioner, tmp_path, "model")
+
+
+def token_ids(engine, chunks, image_token_id):
+    """The ids in mtmd's chunks, with an image token for every embedding."""
+    mtmd, ids = engine.mtmd, []
+    for i in range(mtmd.mtmd_input_chunks_size(chunks)):
+        chunk = mtmd.mtmd_input_chunks_get(chunks, i)
+        if mtmd.mtmd_input_chunk_get_type(chunk) == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
+            tokens = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n := ctypes.c_size_t()))
+            ids += [tokens[j] for j in range(n.value)]
+        else:
+            ids += [image_token_id] * mtmd.mtmd_input_chunk_get_n_tokens(chunk)
+    return ids
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("model", ["SmolVLM", "embedded"])
+def test_llama_cpp_writes_the_same_prompts(captioner, tmp_path, model):
+    """1 to 3 images of any size, and texts that the pre-tokenizers split in many ways."""
+    from eval.peers.llama_cpp_engine import LlamaCppEngine
+
+    if model == "embedded":
+        embedded = Captioner.from_pretrained(device="cpu", dtype="float32")
+        captioner = Captioner(*convert_layout(embedded.model, embedded.tokenizer))
+    engine, rng = LlamaCppEngine(captioner, "f16", tmp_path), Random(0)
+    prompts = [PROMPT, "A cat  and 12 dogs.\n\nReally?\n\n\nYes, 3333 \tit's ünïcode 🚀 \n ok", "1,234.56 'quoted' <b>"]
+    for i in range(60):
+        sizes = [(rng.randint(10, 300), rng.randint(10, 300)) for _ in range(rng.randint(1, 3))]
+        images = [Image.effect_noise(size, 50).convert("RGB") for size in sizes]
+        expected, _ = captioner.prepare(images, prompts[i % len(prompts)])
+        with engine.tokenized(images, prompts[i % len(prompts)]) as chunks:
+            assert token_ids(engine, chunks, captioner.tokenizer.image_token_id) == expected
+
+
+def memorize(captioner, images, answers, steps=200):
+    """Train until the model knows the answers by heart; prompts must have about the same length."""
+    model, examples = captioner.model.train().requires_grad_(), []
+    for image, answer in zip(images, answers, strict=True):
+        ids, tiles = captioner.prepare(image, PROMPT)
+        examples.append((ids, captioner.tokenizer.encode_answer(answer), torch.cat(tiles)))
+    length = max(len(prompt) + len(answer) for prompt, answer, _ in examples)
+    ids = torch.zeros(len(examples), length, dtype=torch.long)
+    targets = torch.full_like(ids, -100)
+    for i, (prompt, answer, _) in enumerate(examples):
+        ids[i, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+        targets[i, len(prompt) - 1 : len(prompt) + len(answer) - 1] = torch.tensor(answer)
+    images = torch.cat([tiles for *_, tiles in examples])
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(ids, images, targets=targets)[1].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    model.eval()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model that tells 20 images apart, with the images and the beginnings of their captions."""
+    write_folder(
+        folder := tmp_path_factory.mktemp("trained") / "tiny-vlm",
+        text={"hidden_size": 64, "intermediate_size": 128, "head_dim": 16},
+        vision={"hidden_size": 32, "intermediate_size": 64},
+    )
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+    scenes = [random_scene(Random(i)) for i in range(20)]
+    images = [draw(scene, *SIZES[i % len(SIZES)]) for i, scene in enumerate(scenes)]
+    answers = [f"{i}. " + " ".join(caption(scene).split()[:5]) for i, scene in enumerate(scenes)]
+    memorize(captioner, images, answers)
+    captioner.save_pretrained(folder)
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+    assert [captioner.caption(image, PROMPT) for image in images] == answers
+    return captioner, images, answers
+
+
+@pytest.mark.slow
+@needs_llama_cpp
+@pytest.mark.parametrize("gguf_type", [name for name in GGUF_TYPES if name != "q4_0"])
+def test_llama_cpp_captions_20_images_with_the_same_text(trained, tmp_path, gguf_type):
+    from eval.peers.llama_cpp_engine import LlamaCppEngine
+
+    captioner, images, answers = trained
+    engine = LlamaCppEngine(captioner, gguf_type, tmp_path)
+    ids = [engine.caption(image, PROMPT) for image in images]
+    assert [captioner.tokenizer.decode(answer).strip() for answer in ids] == answers
+
+
+@pytest.mark.slow
+@needs_llama_cpp
+def test_the_chat_handler_of_llama_cpp_python_needs_no_settings(trained, tmp_path):
+    """Its prompt comes from the chat template in the file, its pixels from a PNG."""
+    import llama_cpp
+    from llama_cpp.llama_chat_format import MTMDChatHandler
+
+    captioner, images, answers = trained
+    text, mmproj = export_gguf(captioner, tmp_path, "tiny-vlm")
+    handler = MTMDChatHandler(clip_model_path=str(mmproj), verbose=False)
+    model = llama_cpp.Llama(str(text), chat_handler=handler, n_ctx=1024, verbose=False)
+    for image, answer in list(zip(images, answers, strict=True))[:3]:
+        image.save(file := io.BytesIO(), "PNG")
+        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": PROMPT}]
+        chat = model.create_chat_completion([{"role": "user", "content": content}], temperature=0, repeat_penalty=1.0)
+        assert chat["choices"][0]["message"]["content"].strip() == answer
+    model.close()

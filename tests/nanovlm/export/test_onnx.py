@@ -1,0 +1,163 @@
+"""The embedded model's ONNX graphs caption images as the model does."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
+from nanovlm.cli import main as cli
+from nanovlm.errors import MissingExtraError
+from nanovlm.export.onnx import check_onnx_extra, export_onnx
+from nanovlm.export.transformers import export_smolvlm
+from nanovlm.processing.image_loading import load_image
+from support import noise_image
+from support.onnx import OnnxModel, image_inputs, onnxruntime_graphs, openvino_graphs
+from support.smolvlm import write_folder
+
+PROMPTS = [PROMPT, "What is on the left?", "How many shapes are there?"]
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Captioner:
+    return Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def images():
+    sample = load_image(SAMPLE)
+    return [sample, sample.rotate(90), sample.crop((10, 0, 150, 120))]
+
+
+def exported(folder, captioner, suffix="", graphs=onnxruntime_graphs) -> OnnxModel:
+    return OnnxModel(graphs(folder / "onnx", suffix), captioner.model.cfg, captioner.model.image_token_id)
+
+
+def assert_same_answers(model: OnnxModel, captioner: Captioner, rows: list, prompts: list[str], n_tokens=30):
+    batch = captioner.processor(rows, prompts)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    expected = captioner.model.generate(ids, batch["images"], mask, max_new_tokens=n_tokens).numpy()
+    images = image_inputs(batch["images"].numpy(), [len(row) for row in rows])
+    got, _ = model.generate(ids.numpy(), mask.numpy(), images, n_tokens)
+    end = captioner.tokenizer.eos_token_id
+    for ours, theirs in zip(expected.tolist(), got.tolist()):
+        length = ours.index(end) + 1 if end in ours else len(ours)
+        assert theirs[:length] == ours[:length]
+
+
+def test_each_image_and_prompt_gives_the_same_ids(onnx_folder, embedded, images):
+    model = exported(onnx_folder, embedded)
+    for image in images:
+        for prompt in PROMPTS:
+            assert_same_answers(model, embedded, [[image]], [prompt])
+
+
+def test_a_batch_of_different_lengths_and_numbers_of_images_gives_the_same_ids(onnx_folder, embedded, images):
+    rows = [images[:1], images[:2], images[2:]]
+    assert_same_answers(exported(onnx_folder, embedded), embedded, rows, PROMPTS)
+
+
+def test_openvino_gives_the_same_ids(onnx_folder, embedded, images):
+    pytest.importorskip("openvino")
+    model = exported(onnx_folder, embedded, graphs=openvino_graphs)
+    assert_same_answers(model, embedded, [images[:1], images[1:]], PROMPTS[:2])
+
+
+def test_int8_captions_the_sample(onnx_folder, embedded, images):
+    assert_same_answers(exported(onnx_folder, embedded, "_quantized"), embedded, [images[:1]], [PROMPT])
+
+
+def test_the_processor_of_the_folder_fits_the_graphs(onnx_folder, embedded, images, monkeypatch):
+    """transformers' processor normalises pixels; the vision encoder takes them as they are."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers.models.smolvlm.processing_smolvlm, "num2words", str, raising=False)
+    processor = transformers.AutoProcessor.from_pretrained(onnx_folder)
+    inputs = processor(text="<|image|>", images=images[:1], return_tensors="np")
+    pixels = {"pixel_values": inputs["pixel_values"], "pixel_attention_mask": inputs["pixel_attention_mask"] == 1}
+    features = exported(onnx_folder, embedded).graphs["vision_encoder"](pixels)[0]
+    model = embedded.model
+    expected = model.MP(model.vision_encoder(embedded.processor([images[:1]], [PROMPT])["images"])).detach().numpy()
+    assert np.abs(features - expected).max() < 0.05 * np.abs(expected).max()  # both resize 8-bit images
+    wrong = exported(onnx_folder, embedded).graphs["vision_encoder"](
+        pixels | {"pixel_values": inputs["pixel_values"] / 2}
+    )
+    assert np.abs(wrong[0] - expected).max() > 0.2 * np.abs(expected).max()
+
+
+def transformers_js_config(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())["transformers.js_config"]
+
+
+def test_the_settings_that_transformers_js_reads_are_there(onnx_folder):
+    expected = {"kv_cache_dtype": {"fp16": "float16"}, "use_external_data_format": {}}
+    assert transformers_js_config(onnx_folder) == expected
+    tokenizer_config = json.loads((onnx_folder / "tokenizer_config.json").read_text())
+    assert tokenizer_config["chat_template"] == (onnx_folder / "chat_template.jinja").read_text()
+
+
+@pytest.mark.slow
+def test_config_tells_transformers_js_about_second_files(tmp_path, embedded, monkeypatch):
+    monkeypatch.setattr("nanovlm.export.onnx.MAX_FILE_BYTES", 5_000_000)
+    export_smolvlm(embedded, tmp_path)
+    export_onnx(embedded, tmp_path)
+    assert transformers_js_config(tmp_path)["use_external_data_format"] == {"decoder_model_merged.onnx": 1}
+    assert (tmp_path / "onnx" / "decoder_model_merged.onnx_data").exists()
+
+
+# ------------------------------------------------------------------------------------------------ SmolVLM's own layout
+
+
+@pytest.fixture(scope="module", params=["SmolVLM", pytest.param("Idefics3", marks=pytest.mark.slow)])
+def smolvlm(request, tmp_path_factory):
+    """A random model written by transformers, its processor, and its graphs. Idefics3's rounding moves some patches."""
+    folder = tmp_path_factory.mktemp("smolvlm")
+    sizes = {"image_size": 76, "scale_factor": 1, "longest_edge": 152} if request.param == "Idefics3" else {}
+    theirs, processor = write_folder(folder, request.param, **sizes)
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+    export_smolvlm(captioner, out := folder / "out")
+    export_onnx(captioner, out)
+    return theirs, processor, exported(out, captioner), out
+
+
+def test_a_smolvlm_gives_transformers_ids_for_its_processors_inputs(smolvlm):
+    """Tiles, several images, and rows of different numbers of images, on pixels as transformers normalizes them."""
+    theirs, processor, model, _ = smolvlm
+    rows = [[noise_image(90, 40, seed=1)], [noise_image(60, 70, seed=2), noise_image(20, 20, seed=3)]]
+    texts = ["<image>What is in it?", "<image><image>Which?"]
+    inputs = processor(text=texts, images=rows, return_tensors="pt", padding=True)
+    assert inputs["pixel_attention_mask"].any((2, 3)).sum(1).unique().numel() == 2  # one row has fewer tiles
+    expected = theirs.generate(
+        **inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True
+    )
+    images = {name: inputs[name].numpy() for name in ("pixel_values", "pixel_attention_mask")}
+    images["pixel_attention_mask"] = images["pixel_attention_mask"] == 1
+    ids, mask = inputs["input_ids"].numpy(), inputs["attention_mask"].numpy()
+    got, logits = model.generate(ids, mask, images, 8)
+    np.testing.assert_array_equal(got, expected.sequences[:, ids.shape[1] :].numpy())
+    np.testing.assert_allclose(logits, np.stack([step.numpy() for step in expected.logits], 1), atol=1e-3, rtol=1e-4)
+
+
+def test_transformers_js_and_the_other_readers_find_a_smolvlms_settings(smolvlm):
+    """transformers 5 writes the image processor's settings to processor_config.json, and the template to a file."""
+    _, processor, _, folder = smolvlm
+    found = json.loads((folder / "preprocessor_config.json").read_text())
+    assert found["processor_class"] == type(processor).__name__ and found["image_mean"] == [0.5, 0.5, 0.5]
+    assert transformers_js_config(folder)["kv_cache_dtype"] == {"fp16": "float16"}
+    assert Captioner.from_pretrained(folder, "cpu", "float32").model.cfg.smolvlm is not None
+    again = type(processor).from_pretrained(folder)
+    assert again.chat_template == processor.chat_template == again.tokenizer.chat_template
+
+
+# ---------------------------------------------------------------------------------------------------------- wrong use
+
+
+def test_onnx_dtype_without_onnx_is_one_error_line(tmp_path, capsys):
+    assert cli.main(["export", str(EMBEDDED), "--out", str(tmp_path / "out"), "--onnx-dtype", "int8"]) == 2
+    assert capsys.readouterr().err == "nanovlm export: --onnx-dtype needs --onnx\n"
+
+
+def test_missing_packages_name_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(MissingExtraError, match=r"ONNX files need onnxscript: pip install 'nanovlm\[onnx\]'"):
+        check_onnx_extra()

@@ -1,0 +1,214 @@
+"""The ONNX graphs compute what the model does, under the names that SmolVLM's consumers feed."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("onnxscript")
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+from models.attention import attention  # noqa: E402
+from models.errors import InputError  # noqa: E402
+from nanovlm.export import onnx as convert  # noqa: E402
+from nanovlm.export.onnx import write_onnx  # noqa: E402
+from support.onnx import NAMES, OnnxModel, image_inputs, onnxruntime_graphs, openvino_graphs  # noqa: E402
+
+N_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    """The model's graphs in float32 and int8."""
+    write_onnx(model, folder := tmp_path_factory.mktemp("onnx"), ("float32", "int8"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ours(model, folder):
+    return OnnxModel(onnxruntime_graphs(folder), model.cfg, model.image_token_id)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Two rows: one of three images, and a shorter one of one image with padding on the left."""
+    rng = torch.Generator().manual_seed(0)
+    rows = [[3] * 12 + torch.randint(4, 40, (5,), generator=rng).tolist(), [3] * 4 + [9, 8, 7]]
+    length = max(len(row) for row in rows)
+    ids = torch.tensor([[5] * (length - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
+    images = torch.rand(4, 3, 16, 16, generator=rng)
+    return ids, mask, images
+
+
+@torch.inference_mode()
+def greedy(model, ids, mask, images) -> tuple[np.ndarray, np.ndarray]:
+    """The model's own greedy ids, and the logits they were taken from."""
+    logits, state = model.prefill(ids, images, mask)
+    all_logits = [logits]
+    for _ in range(N_TOKENS - 1):
+        logits, state = model.decode(logits.argmax(-1), state)
+        all_logits.append(logits)
+    stacked = torch.stack(all_logits, dim=1)
+    return stacked.argmax(-1).numpy(), stacked.numpy()
+
+
+def assert_same_generation(ours, model, batch, tolerance=1e-4, **options):
+    ids, mask, images = batch
+    expected_ids, expected_logits = greedy(model, ids, mask, images)
+    got_ids, got_logits = ours.generate(
+        ids.numpy(), mask.numpy(), image_inputs(images.numpy(), [3, 1]), N_TOKENS, **options
+    )
+    np.testing.assert_array_equal(got_ids, expected_ids)
+    np.testing.assert_allclose(got_logits, expected_logits, atol=tolerance, rtol=tolerance)
+
+
+def test_names_and_dimensions_are_those_of_smolvlms_files(folder, model):
+    """As listed in transformers.js and in the model cards of HuggingFaceTB/SmolVLM-256M-Instruct and its kin."""
+    inputs, outputs = {}, {}
+    for name in NAMES:
+        graph = onnx.load(folder / f"{name}.onnx").graph
+        inputs[name] = {value.name: dimensions(value) for value in graph.input}
+        outputs[name] = {value.name: dimensions(value) for value in graph.output}
+    past = [f"{i}.{part}" for i in range(2) for part in ("key", "value")]
+    batch, sequence = "batch_size", "sequence_length"
+    assert inputs == {
+        "vision_encoder": {
+            "pixel_values": [batch, "num_images", 3, 16, 16],
+            "pixel_attention_mask": [batch, "num_images", 16, 16],
+        },
+        "embed_tokens": {"input_ids": [batch, sequence]},
+        "decoder_model_merged": {
+            "inputs_embeds": [batch, sequence, model.cfg.lm_hidden_dim],
+            "attention_mask": [batch, "total_sequence_length"],
+            "position_ids": [batch, sequence],
+            **{f"past_key_values.{part}": [batch, 2, "past_sequence_length", model.cfg.lm_head_dim] for part in past},
+        },
+    }
+    assert outputs["vision_encoder"] == {"image_features": ["num_real_images", 4, model.cfg.lm_hidden_dim]}
+    assert outputs["embed_tokens"] == {"inputs_embeds": [batch, sequence, model.cfg.lm_hidden_dim]}
+    assert list(outputs["decoder_model_merged"]) == ["logits", *(f"present.{part}" for part in past)]
+    assert outputs["decoder_model_merged"]["logits"] == [batch, sequence, model.cfg.lm_vocab_size]
+
+
+def dimensions(value) -> list[str | int]:
+    return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+
+
+@pytest.mark.parametrize("suffix", ["", "_quantized"])
+def test_graphs_hold_standard_operators_alone(folder, suffix):
+    for name in NAMES:
+        proto = onnx.load(folder / f"{name}{suffix}.onnx")
+        onnx.checker.check_model(proto, full_check=True)
+        assert not any(entry.domain for entry in proto.opset_import)
+
+
+def test_keys_are_not_repeated_for_the_heads_that_share_them(folder, model):
+    """Else decoding behind 800 tokens takes half as long again in int8; the model's own blocks stay as they were."""
+    nodes = onnx.load(folder / "decoder_model_merged.onnx").graph.node
+    assert sum(node.op_type == "Expand" for node in nodes) < 2 * model.cfg.lm_n_blocks
+    assert all(block.attn.attend is attention for block in model.decoder.blocks)
+
+
+def test_a_padded_batch_with_images_gives_the_same_ids_and_logits(ours, model, batch):
+    assert_same_generation(ours, model, batch)
+
+
+def relative_error(smaller: OnnxModel, model, batch) -> float:
+    """Of the logits after the prompt."""
+    ids, mask, images = batch
+    _, expected = greedy(model, ids, mask, images)
+    _, logits = smaller.generate(ids.numpy(), mask.numpy(), image_inputs(images.numpy(), [3, 1]), 2)
+    assert logits.dtype == np.float32
+    return np.linalg.norm(logits[:, 0] - expected[:, 0]) / np.linalg.norm(expected[:, 0])
+
+
+def test_int8_is_smaller_and_close(folder, model, batch):
+    smaller = OnnxModel(onnxruntime_graphs(folder, "_quantized"), model.cfg, model.image_token_id)
+    assert relative_error(smaller, model, batch) < 0.1
+    for name in ("vision_encoder", "decoder_model_merged"):
+        plain, quantized = (sum(weight_bytes(folder / f"{name}{suffix}.onnx")) for suffix in ("", "_quantized"))
+        assert quantized < plain / 2
+
+
+def weight_bytes(path) -> list[int]:
+    return [len(onnx.numpy_helper.to_array(tensor).tobytes()) for tensor in onnx.load(path).graph.initializer]
+
+
+@pytest.mark.slow
+def test_float16_is_half_as_large_and_close(tmp_path, model, batch):
+    kept = tmp_path / "vision_encoder.onnx"
+    kept.touch()
+    write_onnx(model, tmp_path, ["float16"])
+    assert {path.name for path in tmp_path.iterdir()} == {kept.name, *(f"{name}_fp16.onnx" for name in NAMES)}
+    smaller = OnnxModel(onnxruntime_graphs(tmp_path, "_fp16"), model.cfg, model.image_token_id, np.float16)
+    assert relative_error(smaller, model, batch) < 0.005
+
+
+def test_a_prompt_may_come_in_parts(ours, model, batch):
+    """Several new tokens on a past of several, as a chat's second turn."""
+    ids, mask, images = batch
+    embeds = ours.embed(ids.numpy(), image_inputs(images.numpy(), [3, 1]))
+    positions = np.maximum(mask.numpy().cumsum(1) - 1, 0)
+    cache, n = ours.empty_cache(2), 14
+    _, cache = ours.forward(embeds[:, :n], mask.numpy()[:, :n], positions[:, :n], cache)
+    logits, _ = ours.forward(embeds[:, n:], mask.numpy(), positions[:, n:], cache)
+    expected, _ = model(ids, images, mask)
+    np.testing.assert_allclose(logits, expected[:, n:].detach().numpy(), atol=1e-4, rtol=1e-4)
+
+
+def test_the_model_cards_loop_gives_the_same_ids(ours, model, batch):
+    """It counts positions from 1 and passes a mask of the new token alone; without padding both make no difference."""
+    ids, _, images = batch
+    ids, images, mask = ids[:1], images[:3], torch.ones(1, ids.size(1), dtype=torch.long)
+    expected, _ = greedy(model, ids, mask, images)
+    shifted = OnnxModel(ours.graphs, ours.cfg, ours.image_token_id)
+    shifted.forward = lambda embeds, mask, positions, cache: ours.forward(embeds, mask, positions + 1, cache)
+    got, _ = shifted.generate(ids.numpy(), mask.numpy(), image_inputs(images.numpy(), [3]), N_TOKENS, short_mask=True)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_a_black_image_is_not_taken_for_padding(ours, model):
+    black = torch.zeros(1, 3, 16, 16)
+    features = ours.graphs["vision_encoder"](image_inputs(black.numpy(), [1]))[0]
+    np.testing.assert_allclose(features, model.MP(model.vision_encoder(black)).detach().numpy(), atol=1e-5, rtol=1e-5)
+
+
+def test_openvino_gives_the_same_ids_and_logits(folder, model, batch):
+    pytest.importorskip("openvino")
+    assert_same_generation(OnnxModel(openvino_graphs(folder), model.cfg, model.image_token_id), model, batch)
+
+
+@pytest.mark.slow
+def test_a_model_in_bfloat16_leaves_with_its_own_values_and_nothing_else_changes(tmp_path, tiny_model, batch, capfd):
+    half, root = tiny_model().bfloat16().train(), logging.getLogger()
+    before, handlers, level = {name: t.clone() for name, t in half.state_dict().items()}, root.handlers[:], root.level
+    write_onnx(half, tmp_path, ["float32", "int8"])
+    assert half.training and half.decoder.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in half.state_dict().items())
+    assert (root.handlers, root.level) == (handlers, level) and capfd.readouterr() == ("", "")
+    exported = OnnxModel(onnxruntime_graphs(tmp_path), half.cfg, half.image_token_id)
+    assert_same_generation(exported, half.float().eval(), batch)
+
+
+@pytest.mark.slow
+def test_weights_too_large_for_one_file_go_beside_it(tmp_path, model, batch, monkeypatch):
+    monkeypatch.setattr(convert, "MAX_FILE_BYTES", 512)
+    write_onnx(model, tmp_path, ["float32", "int8"])
+    files = {f"{name}{suffix}.onnx{data}" for name in NAMES for suffix in ("", "_quantized") for data in ("", "_data")}
+    assert {path.name for path in tmp_path.iterdir()} == files
+    assert_same_generation(OnnxModel(onnxruntime_graphs(tmp_path), model.cfg, model.image_token_id), model, batch)
+    onnxruntime_graphs(tmp_path, "_quantized")
+
+
+def test_other_types_are_refused(tmp_path, model):
+    with pytest.raises(InputError, match="no ONNX graphs in int4; use float32, float16, int8"):
+        write_onnx(model, tmp_path, ["float32", "int4"])
+    assert not list(tmp_path.iterdir())

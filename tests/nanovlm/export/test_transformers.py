@@ -1,0 +1,133 @@
+"""Export to SmolVLM: transformers computes the same ids, logits and captions from the exported folder."""
+
+import json
+import os
+import random
+import subprocess
+
+import pytest
+import torch
+import transformers
+from PIL import Image
+from safetensors.torch import load_file
+from transformers.models.smolvlm import processing_smolvlm
+
+from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
+from nanovlm.export.transformers import chat_template, export_smolvlm
+from nanovlm.synthetic import draw, random_scene
+from support.smolvlm import assert_same_logits
+
+PARTS = [{"type": "image"}, {"type": "text", "text": PROMPT}]
+
+
+@pytest.fixture(autouse=True)
+def no_video(monkeypatch):
+    """SmolVLM's processor will not load without num2words, which it needs for videos only."""
+    monkeypatch.setattr(processing_smolvlm, "num2words", str)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Captioner:
+    return Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
+
+
+@pytest.fixture(scope="module")
+def folder(embedded, tmp_path_factory):
+    """The embedded model, exported."""
+    export_smolvlm(embedded, folder := tmp_path_factory.mktemp("export") / "smolvlm")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    return transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+
+
+def sample_image(width=130, height=90, seed=0):
+    return Image.effect_noise((width, height), 90).convert("RGB") if seed else Image.open(SAMPLE).convert("RGB")
+
+
+def test_transformers_loads_every_tensor_and_no_other(folder, embedded):
+    _, report = transformers.AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+    n_parameters = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    assert n_parameters == sum(parameter.numel() for parameter in embedded.model.parameters())
+
+
+def test_exported_embedded_model_gives_the_same_caption(folder, theirs, embedded):
+    inputs = embedded.processor([[sample_image()]], [PROMPT])
+    assert_same_logits(embedded.model, theirs, inputs["input_ids"], inputs["images"])
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    text = processor.apply_chat_template([{"role": "user", "content": PARTS}], add_generation_prompt=True)
+    theirs_inputs = processor(text=text, images=[sample_image()], return_tensors="pt")
+    new = theirs.generate(**theirs_inputs, max_new_tokens=64)[:, theirs_inputs["input_ids"].size(1) :]
+    assert processor.batch_decode(new, skip_special_tokens=True) == [embedded.caption(SAMPLE)]
+
+
+@pytest.mark.parametrize("n_images", [0, 1, 2, 3])
+def test_transformers_processor_matches_ours(folder, embedded, n_images):
+    images = [sample_image(130 + 7 * i, 90, seed=i) for i in range(n_images)]
+    content = [{"type": "image"}] * n_images + [{"type": "text", "text": "What is on the left?"}]
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    theirs = processor(text=text, images=images or None, return_tensors="pt")
+    ours = embedded.processor([images], ["What is on the left?"])
+    assert torch.equal(theirs["input_ids"], ours["input_ids"])
+    if images:  # both resize 8-bit images, and may round a value to either side
+        assert ((theirs["pixel_values"][0] + 1) / 2 - ours["images"]).abs().max() <= 1.01 / 255
+
+
+def test_black_image_is_not_taken_for_padding(theirs, embedded):
+    """With pixels in [0, 1] it would be all 0, which they take for padding."""
+    inputs = embedded.processor([[Image.new("RGB", (96, 96))]], [PROMPT])
+    assert inputs["images"].abs().max() == 0
+    assert_same_logits(embedded.model, theirs, inputs["input_ids"], inputs["images"])
+
+
+def test_no_token_type_ids(folder):
+    """transformers 4 cannot generate with them, which its tokenizer adds unless the folder says otherwise."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert list(tokenizer("a star")) == ["input_ids", "attention_mask"]
+    assert json.loads((folder / "tokenizer_config.json").read_text())["model_input_names"] == [*tokenizer("a star")]
+
+
+GENERATE = """
+import json, sys, torch, transformers
+from PIL import Image
+folder, prompt, *images = sys.argv[1:]
+processor = transformers.AutoProcessor.from_pretrained(folder)
+model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+content = [{"type": "image"}, {"type": "text", "text": prompt}]
+text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+captions = []
+for path in images:
+    inputs = processor(text=text, images=[Image.open(path).convert("RGB")], return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=64, do_sample=False)[:, inputs["input_ids"].size(1) :]
+    captions += processor.batch_decode(ids, skip_special_tokens=True)
+print(json.dumps([transformers.__version__, captions]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("PYTHON_WITH_TRANSFORMERS_4" not in os.environ, reason="needs a Python with transformers 4.57")
+def test_transformers_4_gives_the_same_captions(folder, embedded, tmp_path):
+    """Its patch positions are wrong in float32, so that its logits differ; the captions of these scenes do not."""
+    paths = [tmp_path / f"{i}.png" for i in range(20)]
+    for i, path in enumerate(paths):
+        draw(random_scene(random.Random(i))).save(path)
+    command = [os.environ["PYTHON_WITH_TRANSFORMERS_4"], "-c", GENERATE, str(folder), PROMPT, *map(str, paths)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    version, captions = json.loads(run.stdout.splitlines()[-1])
+    assert version.startswith("4.") and captions == [embedded.caption(path) for path in paths]
+
+
+def test_chat_template_accepts_strings_and_parts(folder, embedded):
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PARTS[::-1]}]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        f"<|im_start|>user\n<|image|>{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert chat_template(embedded.model.cfg).endswith(embedded.model.cfg.lm_chat_template)

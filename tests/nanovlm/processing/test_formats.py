@@ -1,0 +1,604 @@
+"""Format versions: nanoVLM's config.json and prompts changed four times, and every version is read as its code read it.
+
+The expected prompts are written out by hand below, and the answers are computed without the processor or the cache.
+"""
+
+import json
+import random
+import shutil
+import warnings
+
+import pytest
+import tokenizers
+import torch
+from PIL import Image
+from safetensors.torch import load_model as load_strictly
+from safetensors.torch import save_file
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from torchvision import transforms
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from models.checkpoint import find_image_token_id, load_config, save_checkpoint
+from models.config import CHATML, VLMConfig
+from models.decoding import SamplingParams
+from models.vision_language_model import VisionLanguageModel
+from nanovlm import Captioner
+from nanovlm.cli.main import main
+from nanovlm.data.examples import IGNORE_INDEX, Example, collate, encode
+from nanovlm.errors import CheckpointError
+from nanovlm.export.transformers import export_notes, export_smolvlm
+from nanovlm.processing.tokenizer import Tokenizer
+from support.checkpoints import BASE_SIZE, EMBEDDING, HEAD, INV_FREQ, raw_config, stock_model, stock_shapes, tiles
+
+VERSIONS = (1, 2, 3, 4, 5)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>", "<filename>"]
+
+
+# ----------------------------------------------------------------------------------------- checkpoints of every version
+
+
+@pytest.fixture(scope="module")
+def backbone_tokenizer(tmp_path_factory):
+    """A folder with a tokenizer like SmolLM2's, without image tokens, which lm_tokenizer names."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=BASE_SIZE, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([f"{__doc__} Question: What is this? Answer: user assistant\n"] * 9, trainer)
+    filler = BASE_SIZE - backend.get_vocab_size()
+    backend.add_special_tokens([f"<filler_{i}>" for i in range(filler)])
+    assert backend.get_vocab_size() == BASE_SIZE and [backend.token_to_id(token) for token in SPECIAL[:3]] == [0, 1, 2]
+    folder = tmp_path_factory.mktemp("lent")
+    backend.save(str(folder / "tokenizer.json"))
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
+    words |= {"additional_special_tokens": SPECIAL[1:3], "unk_token": "<|endoftext|>", "chat_template": "none"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(words))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make_checkpoint(backbone_tokenizer, tmp_path_factory):
+    """Write a random checkpoint of a version, in the format of the published ones."""
+
+    def make(format_version):
+        folder = tmp_path_factory.mktemp(f"v{format_version}")
+        raw = raw_config(format_version) | {"lm_tokenizer": str(backbone_tokenizer)}
+        (folder / "config.json").write_text(json.dumps(raw, indent=4))
+        chance = torch.Generator().manual_seed(format_version)
+        state = {}
+        for name, shape in sorted(stock_shapes(VLMConfig.from_dict(raw)).items()):
+            noise = torch.randn(shape, generator=chance)
+            state[name] = 1 + 0.3 * noise if len(shape) == 1 else noise * 1.5 * noise[0].numel() ** -0.5
+        del state[EMBEDDING]
+        state[INV_FREQ] = 1.0 / raw["lm_re_base"] ** (torch.arange(0, 4, 2).float() / 4)
+        save_file(state, folder / "model.safetensors", {"format": "pt", EMBEDDING: HEAD})
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module", params=VERSIONS, ids="v{}".format)
+def format_version(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def captioner(format_version, make_checkpoint):
+    return Captioner.from_pretrained(make_checkpoint(format_version), "cpu", "float32")
+
+
+def test_config_tells_its_format_version_and_round_trips(format_version):
+    raw = raw_config(format_version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cfg = VLMConfig.from_dict(raw)
+    assert cfg.format_version == format_version and cfg.to_dict() == raw and cfg.mp_image_token_length == 4
+    again = VLMConfig.from_dict(json.loads(json.dumps(cfg.to_dict())))
+    assert again == cfg and again.format_version == format_version and again.to_dict() == raw
+
+
+def test_unknown_keys_are_kept(format_version):
+    raw = raw_config(format_version) | {"vit_flavour": "sweet"}
+    with pytest.warns(UserWarning, match="kept as they are: vit_flavour$"):
+        cfg = VLMConfig.from_dict(raw)
+    assert cfg.to_dict() == raw and cfg.format_version == format_version
+
+
+def test_keys_decide_the_format_version_not_their_values():
+    """An old file with today's numbers is still old, and removing a key makes a file older, not newer."""
+    raw = raw_config(5)
+    for key, format_version in (
+        ("resize_to_max_side_len", 5),
+        ("max_img_size", 3),
+        ("lm_chat_template", 2),
+        ("hf_repo_name", 2),
+    ):
+        del raw[key]
+        assert VLMConfig.from_dict(raw).format_version == format_version and VLMConfig.from_dict(raw).to_dict() == raw
+    del raw["mp_image_token_length"]
+    assert VLMConfig.from_dict(raw).mp_image_token_length == 4
+    del raw["vlm_extra_tokens"]
+    assert VLMConfig.from_dict(raw).format_version == 1
+    tokens = {"image_token": "<|image|>", **tiles(4)}
+    assert VLMConfig.from_dict(raw_config(5) | {"vlm_extra_tokens": tokens}).format_version == 4
+    for size in ("lm_n_heads", "mp_pixel_shuffle_factor", "lm_tokenizer"):
+        with pytest.raises(ValueError, match=f"^{size} missing"):
+            VLMConfig.from_dict({key: value for key, value in raw_config(1).items() if key != size})
+    for key in ("vlm_extra_tokens", "lm_chat_template", "max_img_size"):
+        with pytest.raises(ValueError, match=f"^{key}=None"):
+            VLMConfig.from_dict(raw_config(5) | {key: None})
+
+
+# ------------------------------------------------------------------------------------------------ what is read
+
+
+def noise(size, seed=0):
+    """An image with a mean color of its own, so that it differs from others even at one tile."""
+    chance = random.Random(seed)
+    solid = Image.new("RGB", size, tuple(chance.randbytes(3)))
+    return Image.blend(Image.frombytes("RGB", size, chance.randbytes(size[0] * size[1] * 3)), solid, 0.6)
+
+
+ONE, WIDE, TALL, BIG = (16, 16), (30, 14), (30, 48), (64, 60)  # 1 x 1, 1 x 2, 3 x 2 and 4 x 4 tiles of 16 pixels
+IMAGE_SETS = {"none": [], "1x1": [ONE], "1x2": [WIDE], "3x2": [TALL], "4x4": [BIG], "several": [WIDE, ONE, TALL]}
+
+
+def make_images(image_set):
+    return [
+        noise(size, seed)
+        for seed, size in enumerate(IMAGE_SETS[image_set], start=10 * list(IMAGE_SETS).index(image_set))
+    ]
+
+
+I = "<|image|>" * 4  # noqa: E741
+G = "<|global_image|>" + I
+R12 = f"<row_1_col_1>{I}<row_1_col_2>{I}"
+R32 = f"{R12}<row_2_col_1>{I}<row_2_col_2>{I}<row_3_col_1>{I}<row_3_col_2>{I}"
+R44 = "".join(f"<row_{r}_col_{c}>{I}" for r in (1, 2, 3, 4) for c in (1, 2, 3, 4))
+MARKUP = {
+    2: {"none": "", "1x1": I, "1x2": I, "3x2": I, "4x4": I, "several": I * 3},
+    4: {
+        "none": "", "1x1": f"<row_1_col_1>{I}", "1x2": R12, "3x2": R32, "4x4": R44,
+        "several": f"<image: 0>{R12}<image: 1><row_1_col_1>{I}<image: 2>{R32}",
+    },
+    5: {
+        "none": "", "1x1": G, "1x2": G + R12, "3x2": G + R32, "4x4": G + R44,
+        "several": f"<image: 0>{G}{R12}<image: 1>{G}<image: 2>{G}{R32}",
+    },
+}  # fmt: skip
+MARKUP |= {1: MARKUP[2], 3: MARKUP[2]}
+QUESTION = "What is this?"
+
+
+def prompt_text(format_version, image_set, question=QUESTION) -> str:
+    """The text of a prompt before tokenization, as that version's code wrote it."""
+    if format_version < 3:
+        return f"{MARKUP[format_version][image_set]}Question: {question} Answer:"
+    return f"<|im_start|>user\n{MARKUP[format_version][image_set]}{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def stock_tokenizer(folder, raw):
+    """The tokenizer that stock nanoVLM makes of lm_tokenizer, by transformers."""
+    tokens = raw.get("vlm_extra_tokens", {})
+    return AutoTokenizer.from_pretrained(
+        folder, extra_special_tokens=tokens, chat_template=raw.get("lm_chat_template", "none")
+    )
+
+
+@pytest.fixture(scope="module")
+def with_backbone_tokenizer(format_version, make_checkpoint, backbone_tokenizer):
+    """A checkpoint beside the language model's own tokenizer.json, without nanoVLM's extra tokens."""
+    folder = make_checkpoint(format_version)
+    shutil.copy(backbone_tokenizer / "tokenizer.json", folder)
+    return folder
+
+
+def test_the_language_models_own_tokenizer_is_extended_as_stock_does(
+    format_version, with_backbone_tokenizer, backbone_tokenizer, captioner
+):
+    cfg = load_config(with_backbone_tokenizer)
+    tokenizer = Tokenizer.from_pretrained(with_backbone_tokenizer, cfg)
+    reference = stock_tokenizer(backbone_tokenizer, raw_config(format_version))
+    for token in cfg.special_tokens.values():
+        assert tokenizer.special_id(token) == reference.convert_tokens_to_ids(token)
+    image_token_id = find_image_token_id(with_backbone_tokenizer, cfg)
+    assert image_token_id == tokenizer.image_token_id == captioner.tokenizer.image_token_id
+    assert tokenizer.to_json() == captioner.tokenizer.to_json()
+    assert VisionLanguageModel.from_pretrained(with_backbone_tokenizer).image_token_id == image_token_id
+
+
+def test_a_foreign_tokenizer_is_refused_with_both_sizes(format_version, make_checkpoint, backbone_tokenizer):
+    if format_version == 1:
+        pytest.skip("format 1 has no extra tokens")
+    folder = make_checkpoint(format_version)
+    backend = tokenizers.Tokenizer.from_file(str(backbone_tokenizer / "tokenizer.json"))
+    backend.add_tokens(["one_more"])
+    backend.save(str(folder / "tokenizer.json"))
+    cfg = load_config(folder)
+    for load in (Tokenizer.from_pretrained, find_image_token_id):
+        with pytest.raises(CheckpointError, match=f"with {BASE_SIZE + 1} tokens .* lm_base_vocab_size={BASE_SIZE}$"):
+            load(folder, cfg)
+
+
+def stock_ids(format_version, text, reference) -> list[int]:
+    """Ids of a prompt; in version 1, whose tokenizer has no <|image|>, -1 in the image positions."""
+    if format_version > 1:
+        return reference.encode(text, add_special_tokens=False)
+    places, rest = text.count("<|image|>"), text.replace("<|image|>", "")
+    return [-1] * places + reference.encode(rest, add_special_tokens=False)
+
+
+def stock_pixels(format_version, image):
+    """The tiles of one image, (n, 3, 16, 16), as that version's code made them."""
+    if format_version < 4:
+        return transforms.Compose([transforms.Resize((16, 16)), transforms.ToTensor()])(image)[None]
+    width, height = {ONE: (16, 16), WIDE: (32, 16), TALL: (32, 48), BIG: (64, 64)}[image.size]
+    whole = transforms.ToTensor()(image.resize((width, height), Image.Resampling.BICUBIC))
+    images = [whole[:, y : y + 16, x : x + 16] for y in range(0, height, 16) for x in range(0, width, 16)]
+    if format_version == 5 and len(images) > 1:
+        global_view = torch.nn.functional.interpolate(whole[None], (16, 16), mode="bilinear", antialias=True)
+        images.insert(0, global_view[0])
+    return torch.stack(images)
+
+
+@pytest.mark.parametrize("image_set", IMAGE_SETS)
+def test_prompts_match_the_original_code(format_version, captioner, backbone_tokenizer, image_set):
+    images = make_images(image_set)
+    inputs = captioner.processor([images], [QUESTION])
+    reference = stock_tokenizer(backbone_tokenizer, raw_config(format_version))
+    expected = stock_ids(format_version, prompt_text(format_version, image_set), reference)
+    assert inputs["input_ids"].tolist() == [expected]
+    assert inputs["attention_mask"].eq(1).all()
+    place = -1 if format_version == 1 else BASE_SIZE
+    assert captioner.tokenizer.image_token_id == place
+    n_images = {1: 1, 2: 1, 3: 1, 4: {"1x1": 1, "1x2": 2, "3x2": 6, "4x4": 16, "several": 9}}
+    n_images[5] = {"1x1": 1, "1x2": 3, "3x2": 7, "4x4": 17, "several": 11}
+    if image_set == "none":
+        assert inputs["images"] is None and place not in expected
+    else:
+        n = n_images[format_version][image_set] if format_version > 3 else len(images)
+        assert len(inputs["images"]) == n and expected.count(place) == 4 * n
+
+
+@pytest.mark.parametrize("image_set", [image_set for image_set in IMAGE_SETS if image_set != "none"])
+def test_pixels_match_the_original_code(format_version, captioner, image_set):
+    images = make_images(image_set)
+    pixels = captioner.processor([images], [QUESTION])["images"]
+    expected = torch.cat([stock_pixels(format_version, image) for image in images])
+    assert pixels.shape == expected.shape and pixels.dtype == torch.float32
+    assert torch.allclose(pixels, expected, atol=1e-6) and 0 <= pixels.min() <= pixels.max() <= 1
+    assert len({tuple(tile.flatten().tolist()) for tile in pixels}) == len(pixels), "all tiles differ"
+
+
+@torch.no_grad()
+def test_export_gives_the_same_logits_in_transformers(format_version, captioner, tmp_path):
+    """Before format 5 without a processor; a prompt of format 1 is passed as embeddings, the image's first."""
+    export_smolvlm(captioner, tmp_path)
+    assert bool(list(tmp_path.glob("*processor*"))) == (format_version == 5)
+    assert export_notes(captioner.model.cfg)[0].startswith("no processor") == (format_version < 5)
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    inputs = captioner.processor([[noise(ONE)]], [QUESTION])
+    pixels = (inputs["images"] * 2 - 1)[None]
+    ids, mask = inputs["input_ids"], torch.ones_like(pixels[:, :, 0], dtype=torch.bool)
+    arguments = {"input_ids": ids, "pixel_values": pixels, "pixel_attention_mask": mask}
+    if format_version == 1:
+        text = AutoTokenizer.from_pretrained(tmp_path)(f"Question: {QUESTION} Answer:", return_tensors="pt")
+        image_embeds = torch.cat(list(theirs.model.get_image_features(pixels, mask).pooler_output))[None]
+        embeds = [image_embeds, theirs.get_input_embeddings()(text["input_ids"])]
+        arguments = {"inputs_embeds": torch.cat(embeds, dim=1)}
+    ours, _ = captioner.model(ids, inputs["images"])
+    assert (ours - theirs(**arguments).logits).abs().max() <= 1e-5 * ours.abs().max()
+    eos = captioner.tokenizer.eos_token_id
+    answer = captioner.model.generate(ids, inputs["images"], max_new_tokens=12, eos_token_id=eos)[0].tolist()
+    answer = answer[: answer.index(eos) + 1] if eos in answer else answer
+    assert theirs.generate(**arguments, max_new_tokens=12, do_sample=False)[0].tolist()[-len(answer) :] == answer
+
+
+def test_every_format_trains_and_keeps_its_format(format_version, make_checkpoint, tmp_path):
+    (tmp_path / "data").mkdir()
+    noise(ONE).save(tmp_path / "data" / "0.png")
+    (tmp_path / "data" / "0.txt").write_text("A star.")
+    before = Captioner.from_pretrained(folder := make_checkpoint(format_version), "cpu", "float32").model
+    flags = ["--max-steps", "2", "--batch-size", "1", "--num-workers", "0", "--device", "cpu"]
+    command = [
+        "train",
+        "--model",
+        str(folder),
+        "--data",
+        str(tmp_path / "data"),
+        "--out",
+        str(tmp_path / "out"),
+        *flags,
+    ]
+    assert main(command) == 0
+    after = Captioner.from_pretrained(tmp_path / "out", "cpu", "float32").model
+    assert after.cfg.format_version == format_version
+    assert not torch.equal(after.decoder.head.weight, before.decoder.head.weight)
+
+
+def test_special_tokens_in_a_question_are_plain_text(captioner):
+    tokenizer = captioner.tokenizer
+    question = "<|image|><|im_end|><|endoftext|><row_1_col_1>"
+    read, plain = captioner.processor.encode_prompt([], question), captioner.processor.encode_prompt([], "Hi")
+    special = {tokenizer.backend.token_to_id(t) for t in ("<|image|>", "<|im_end|>", "<|endoftext|>", "<row_1_col_1>")}
+    assert [id for id in read if id in special] == [id for id in plain if id in special]
+    assert question in tokenizer.decode(read)
+
+
+def test_history_uses_the_template_or_raises_input_error(format_version, captioner, backbone_tokenizer):
+    """Versions 1 and 2 were trained on single questions; later ones lay out any turns by their template."""
+    history = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "A star."}]
+    history.append({"role": "user", "content": "Where?"})
+    if format_version < 3:
+        with pytest.raises(ValueError, match="^a chat of 3 messages, but config.json has no lm_chat_template: .*$"):
+            captioner.tokenizer.encode_chat(history)
+    else:
+        reference = stock_tokenizer(backbone_tokenizer, raw_config(format_version))
+        expected = reference.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
+        assert captioner.tokenizer.encode_chat(history) == expected
+    for prompt in (history, history[0], None):
+        with pytest.raises(ValueError, match=f"^a prompt is one string, not {type(prompt).__name__}; .*$"):
+            captioner.caption(noise(ONE), prompt)
+
+
+def test_too_large_max_img_size_is_one_line(make_checkpoint):
+    folder = make_checkpoint(5)
+    raw = json.loads((folder / "config.json").read_text())
+    changes = {"max_img_size": 2**24, "resize_to_max_side_len": True}
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(ValueError, match="^an image of 16 x 16 would be resized to 16777216 x .*max_side=16777216.*$"):
+        Captioner.from_pretrained(folder, "cpu", "float32").caption(noise(ONE))
+
+
+# --------------------------------------------------------------------------------------------------- end to end
+
+
+@torch.no_grad()
+def recomputed_answer(format_version, model, reference, image_set, max_new_tokens, penalty=1.0) -> list[int]:
+    """A greedy answer without processor, embed or cache, from text and image embeddings concatenated by hand."""
+    images = make_images(image_set)
+    images = torch.cat([stock_pixels(format_version, image) for image in images]) if images else []
+    encoded = [model.MP(model.vision_encoder(image[None]))[0] for image in images]
+    pieces, seen = [], set()
+    for k, part in enumerate(prompt_text(format_version, image_set).split(I)):
+        ids = reference.encode(part, add_special_tokens=False) if part else []
+        seen |= set(ids)
+        pieces += [encoded[k - 1]] if k else []
+        pieces.append(model.decoder.token_embedding(torch.tensor(ids, dtype=torch.long)))
+    x, answer = torch.cat(pieces)[None], []
+    while len(answer) < max_new_tokens and (0 if format_version == 1 else 2) not in answer:
+        hidden, _ = model.decoder(x, use_cache=False)
+        logits = model.decoder.head(hidden[0, -1])
+        for id in seen:
+            logits[id] = logits[id] / penalty if logits[id] > 0 else logits[id] * penalty
+        answer.append(int(logits.argmax()))
+        seen.add(answer[-1])
+        x = torch.cat([x, model.decoder.token_embedding(torch.tensor([[answer[-1]]]))], dim=1)
+    return answer
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_answers_match_a_plain_recomputation(format_version, captioner, backbone_tokenizer, penalty):
+    reference, answers = stock_tokenizer(backbone_tokenizer, raw_config(format_version)), []
+    for image_set in IMAGE_SETS:
+        images = make_images(image_set)
+        expected = recomputed_answer(format_version, captioner.model, reference, image_set, 8, penalty)
+        sampling = SamplingParams(repetition_penalty=penalty)
+        answer = captioner.caption(images, QUESTION, max_new_tokens=8, sampling=sampling)
+        end = captioner.tokenizer.eos_token_id
+        assert end == (0 if format_version == 1 else 2) and end == reference.convert_tokens_to_ids(SPECIAL[end])
+        assert answer == reference.decode([id for id in expected if id != end], skip_special_tokens=True)
+        inputs = captioner.processor([images], [QUESTION])
+        for cached in (True, False):
+            ids = captioner.model.generate(
+                **inputs, max_new_tokens=8, sampling=sampling, eos_token_id=end, use_kv_cache=cached
+            )
+            assert ids[0].tolist() == expected
+        answers.append(tuple(expected))
+    assert len(set(answers)) > 3, "answers that do not depend on the image prove nothing"
+
+
+def test_padded_row_matches_unpadded(captioner):
+    images = [make_images(image_set) for image_set in IMAGE_SETS]
+    together = list(captioner.captions(images, QUESTION, max_new_tokens=6))
+    assert together == [captioner.caption(row, QUESTION, max_new_tokens=6) for row in images]
+
+
+def test_training_prompts_match_generation_prompts(captioner):
+    model, processor = captioner.model, captioner.processor
+    answers = [(QUESTION, "A star."), ("How many are there? " * 3, "one"), ("?", "")]
+    examples = [Example(make_images(image_set), answers) for image_set in ("none", "1x1", "3x2", "several")]
+    losses = []
+    for example in examples:
+        row = encode(example, processor)
+        assert sum(mask == 1 for mask in row.mask) >= row.ids.count(captioner.tokenizer.image_token_id)
+        for n, (question, answer) in enumerate(answers):
+            inputs = processor([example.images], [question])
+            read = inputs["input_ids"][0].tolist()
+            answer = [*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id]
+            seen = [i for i, branch in enumerate(row.mask) if branch in (1, n + 2)]
+            assert [row.ids[i] for i in seen] == (read + answer)[:-1]
+            assert [row.targets[i] for i in seen] == [IGNORE_INDEX] * (len(read) - 1) + answer
+            with torch.no_grad():
+                logits, _ = model(torch.tensor([(read + answer)[:-1]]), inputs["images"])
+            likely = logits[0, len(read) - 1 :].log_softmax(-1)
+            losses += [-likely[i, id].item() for i, id in enumerate(answer)]
+    model.zero_grad()
+    _, packed = model(**collate([encode(example, processor) for example in examples]))
+    assert abs(packed.item() - sum(losses) / len(losses)) < 1e-4
+    packed.backward()
+    assert all(parameter.grad.isfinite().all() and parameter.grad.any() for parameter in model.parameters())
+    model.zero_grad()
+
+
+def test_history_continues_after_earlier_answers(format_version, captioner):
+    processor, turns = captioner.processor, [(QUESTION, "A star."), ("Red?", "Yes."), ("?", "No.")]
+    for image_set in ("none", "1x1", "several"):
+        images, ids = make_images(image_set), []
+        for k, (question, answer) in enumerate(turns):
+            ids += captioner.tokenizer.encode("\n") if k and format_version > 2 else []
+            ids += processor([[] if k else images], [question])["input_ids"][0].tolist()
+            ids += [*captioner.tokenizer.encode(answer), captioner.tokenizer.eos_token_id]
+        row = encode(Example(images, turns, multi_turn=True), processor)
+        assert [*row.ids, row.targets[-1]] == ids
+
+
+# ------------------------------------------------------------------------------------------ written, read again
+
+
+def test_rewritten_folder_keeps_version_and_tokenizer_and_is_self_contained(format_version, captioner, tmp_path):
+    folder = tmp_path / "again"
+    save_checkpoint(folder, captioner.model, captioner.tokenizer.to_json())
+    raw = json.loads((folder / "config.json").read_text())
+    assert (
+        raw == raw_config(format_version) | {"lm_tokenizer": raw["lm_tokenizer"]}
+        and load_config(folder).format_version == format_version
+    )
+    raw["lm_tokenizer"] = "nobody-here/no-such-model"
+    (folder / "config.json").write_text(json.dumps(raw))
+    again = Captioner.from_pretrained(folder, "cpu", "float32")
+    theirs, ours = captioner.model.state_dict(), again.model.state_dict()
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
+    assert again.caption(noise(TALL), QUESTION) == captioner.caption(noise(TALL), QUESTION)
+
+
+def test_stock_nanovlm_loads_written_weights(format_version, captioner, make_checkpoint, tmp_path):
+    folder = tmp_path / "ours"
+    save_checkpoint(folder, captioner.model, captioner.tokenizer.to_json())
+    for path in (folder, make_checkpoint(format_version)):
+        stock = stock_model(captioner.model.cfg)
+        assert load_strictly(stock, path / "model.safetensors", strict=True) == (set(), [])
+        ours = captioner.model.state_dict()
+        assert all(torch.equal(tensor, ours[n]) for n, tensor in stock.state_dict().items() if n != INV_FREQ)
+        assert torch.allclose(stock.decoder.rotary_embd.inv_freq, torch.tensor([1.0, 100000**-0.5]), rtol=1e-6, atol=0)
+
+
+def test_stock_nanovlm_reads_the_written_tokenizer(format_version, captioner, backbone_tokenizer, tmp_path):
+    save_checkpoint(tmp_path / "ours", captioner.model, captioner.tokenizer.to_json())
+    raw = raw_config(format_version)
+    ours = AutoTokenizer.from_pretrained(tmp_path / "ours")
+    backbone_tokenizer = stock_tokenizer(backbone_tokenizer, raw)
+    stock = stock_tokenizer(tmp_path / "ours", raw)
+    assert ours.eos_token_id == stock.eos_token_id == captioner.tokenizer.eos_token_id
+    for image_set in IMAGE_SETS:
+        text = prompt_text(format_version, image_set)
+        assert ours.encode(text) == stock.encode(text) == backbone_tokenizer.encode(text)
+    for name, token in raw.get("vlm_extra_tokens", {}).items():
+        assert getattr(ours, name) == getattr(stock, name) == token
+    if format_version > 2:
+        assert ours.chat_template == CHATML
+
+
+# ------------------------------------------------------------------------------------------------------ tokens
+
+
+EMOJI = (
+    "🙂",
+    "👩‍👩‍👧",
+    "🏳️‍🌈",
+    "é",
+    "e\u0301",
+    "漢字",
+    "\u200f",
+    "\ufffd",
+    "\x00",
+    "\t",
+    "\r\n",
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+)
+SPACES = (" ", "  ", "\t", "\n", "\n\n", "\r\n")
+WORDS = ("a", "The ", "color", " What", "this", "12", "3.14", "?", "<", "|", ">", "'s", "<|image|", "<image: 0>")
+LOOK_ALIKES = ("<|image|>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<row_1_col_1>", "<filler_0>", "<file_sep>")
+
+
+def strings(n, pieces, seed=0):
+    chance = random.Random(seed)
+    ranges = [(0x20, 0x7F), (0xA0, 0x250), (0x370, 0x1000), (0x2000, 0x3100), (0x4E00, 0x9FFF), (0x1F300, 0x1FAFF)]
+    for _ in range(n):
+        parts = [chance.choice(pieces) for _ in range(chance.randrange(8))]
+        parts += [chr(chance.randrange(*chance.choice(ranges))) for _ in range(chance.randrange(8))]
+        chance.shuffle(parts)
+        yield "".join(parts)
+
+
+def plain(texts):
+    """Those without a special token, in which transformers would see one."""
+    return [text for text in texts if not any(token in text for token in LOOK_ALIKES)]
+
+
+@pytest.mark.parametrize("format_version", [1, 5])
+def test_thousands_of_strings_match_transformers(make_checkpoint, backbone_tokenizer, format_version):
+    tokenizer = Captioner.from_pretrained(make_checkpoint(format_version), "cpu", "float32").tokenizer
+    reference = stock_tokenizer(backbone_tokenizer, raw_config(format_version))
+    extra = raw_config(format_version).get("vlm_extra_tokens", {}).values()
+    assert len(tokenizer) == len(reference) == BASE_SIZE + len(extra)
+    for id, token in enumerate(extra, start=BASE_SIZE):
+        assert reference.convert_tokens_to_ids(token) == tokenizer.special_id(token) == id
+    texts = plain(strings(2000, EMOJI + SPACES + WORDS))
+    assert len(texts) > 1900
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert ids == reference.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text == reference.decode(ids, clean_up_tokenization_spaces=False)
+    seen = 0
+    for text in strings(1000, EMOJI + SPACES + LOOK_ALIKES, seed=1):
+        expected = reference.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert tokenizer.encode(text) == expected
+        seen += any(token in text for token in LOOK_ALIKES)
+    assert seen > 500
+
+
+def test_chats_match_transformers(make_checkpoint, backbone_tokenizer):
+    tokenizer = Captioner.from_pretrained(make_checkpoint(5), "cpu", "float32").tokenizer
+    reference = stock_tokenizer(backbone_tokenizer, raw_config(5))
+    messages, roles = [], ("system", "user", "assistant")
+    for i, text in enumerate(plain(strings(1000, EMOJI + SPACES + WORDS, seed=2))):
+        messages = [*messages, {"role": roles[i % 3], "content": text}][-3:]
+        for more in (True, False):
+            expected = reference.apply_chat_template(messages, add_generation_prompt=more, return_dict=False)
+            assert tokenizer.encode_chat(messages, add_generation_prompt=more) == expected
+
+
+@pytest.mark.parametrize(
+    ("format_version", "changes", "expected_parts"),
+    [
+        (2, {"vlm_extra_tokens": {"image_token": ""}}, ["vlm_extra_tokens", "image_token=''"]),
+        (1, {"lm_vocab_size": BASE_SIZE - 1}, [f"an id {BASE_SIZE - 1}", f"lm_vocab_size={BASE_SIZE - 1}"]),
+        (4, {"lm_vocab_size": BASE_SIZE + 16}, [f"an id {BASE_SIZE + 16}", f"lm_vocab_size={BASE_SIZE + 16}"]),
+    ],
+)
+def test_backbone_tokenizer_that_contradicts_the_config_is_one_line(
+    make_checkpoint, backbone_tokenizer, format_version, changes, expected_parts
+):
+    folder = make_checkpoint(format_version)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(CheckpointError) as error:
+        Captioner.from_pretrained(folder, "cpu", "float32")
+    assert all(part in str(error.value) for part in [str(backbone_tokenizer / "tokenizer.json"), *expected_parts]), (
+        error.value
+    )
+    assert "\n" not in str(error.value)
+
+
+def test_shipped_tokenizer_must_have_every_token(format_version, captioner, make_checkpoint, tmp_path):
+    """It is not added to: a token that it lacks, or has an id too high for, is an error that names both files' word."""
+    folder, words = make_checkpoint(format_version), json.loads(captioner.tokenizer.to_json())
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    assert Captioner.from_pretrained(folder, "cpu", "float32").caption(noise(ONE)) == captioner.caption(noise(ONE))
+    lost = {1: "<|endoftext|>", 2: "<|image|>", 3: "<|im_end|>", 4: "<row_4_col_4>", 5: "<|global_image|>"}[
+        format_version
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(words).replace(lost, "<|lost|>"))
+    with pytest.raises(CheckpointError) as error:
+        Captioner.from_pretrained(folder, "cpu", "float32")
+    assert str(folder / "tokenizer.json") in str(error.value) and repr(lost) in str(error.value)
+    assert "\n" not in str(error.value)

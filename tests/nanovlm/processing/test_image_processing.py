@@ -1,0 +1,719 @@
+"""Images: whatever Pillow reads becomes upright RGB or a one-line ImageError, and then tiles by nanoVLM's rule."""
+
+import contextlib
+import ctypes
+import io
+import logging
+import math
+import os
+import random
+import struct
+import subprocess
+import sys
+import threading
+import warnings
+import zlib
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageCms, ImageDraw, PngImagePlugin
+from torchvision.transforms import functional as transforms_v1
+
+from nanovlm.errors import ImageError
+from nanovlm.processing import image_loading as images
+from nanovlm.processing.image_loading import load_image
+from nanovlm.processing.image_processing import preprocess, resized_size
+from support import ROOT
+
+ORIENTATION = 0x0112
+
+
+def drawn(width=48, height=32):
+    """An image no turn or flip leaves as it was; smooth, so that JPEG keeps it."""
+    image = Image.linear_gradient("L").resize((width, height)).convert("RGB")
+    draw = ImageDraw.Draw(image)
+    draw.rectangle((0, 0, width // 2 - 1, height // 2 - 1), fill=(220, 30, 40))
+    draw.rectangle((width // 2, 0, width, height // 2 - 1), fill=(30, 60, 210))
+    return image
+
+
+def noise_image(width=40, height=30, seed=0):
+    return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
+
+
+def encoded(image, format, **options):
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+def distance(one, other):
+    """The mean distance of two images' values, out of 255."""
+    assert one.size == other.size and one.mode == other.mode == "RGB"
+    a, b = torch.frombuffer(bytearray(one.tobytes()), dtype=torch.uint8), bytearray(other.tobytes())
+    return (a.float() - torch.frombuffer(b, dtype=torch.uint8).float()).abs().mean().item()
+
+
+def refusal(source, *words, name=None):
+    """The one line with which a source is refused; it says all the words."""
+    with pytest.raises(ImageError) as caught:
+        load_image(source, name)
+    line = str(caught.value)
+    assert len(line.splitlines()) == 1
+    for word in words:
+        assert word in line
+    return line
+
+
+def maybe_refused():
+    """Accept a ImageError and no other error."""
+    return contextlib.suppress(ImageError)
+
+
+def png(width, height):
+    """A PNG with an honest header, of any size, and hardly any data."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(b"\0" * 100)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+# ------------------------------------------------------------------------------------------------- sources
+
+
+def test_every_source_gives_the_same_pixels(tmp_path):
+    drawn().save(tmp_path / "a.png")
+    data = (tmp_path / "a.png").read_bytes()
+    with open(tmp_path / "a.png", "rb") as file, Image.open(tmp_path / "a.png") as lazy:
+        for source in (tmp_path / "a.png", str(tmp_path / "a.png"), data, io.BytesIO(data), file, lazy, drawn()):
+            image = load_image(source)
+            assert image.mode == "RGB" and image.tobytes() == drawn().tobytes()
+        assert not file.closed  # it belongs to who opened it
+
+
+@pytest.mark.parametrize("by_path", [True, False])
+def test_pipe_is_read(by_path):
+    read, write = os.pipe()
+    with open(write, "wb") as sink:
+        sink.write(encoded(drawn(), "PNG"))  # fits into the pipe's buffer
+    with open(read, "rb") as pipe:
+        assert load_image(f"/dev/fd/{read}" if by_path else pipe).tobytes() == drawn().tobytes()
+
+
+def test_the_callers_image_is_not_changed():
+    source = drawn().convert("RGBA")
+    source.info["note"] = "mine"
+    result = load_image(source)
+    result.paste("black", (0, 0, 48, 32))
+    assert source.mode == "RGBA" and source.info == {"note": "mine"} and source.getpixel((0, 0)) == (220, 30, 40, 255)
+    same_mode = drawn()
+    load_image(same_mode).paste("black", (0, 0, 48, 32))
+    assert same_mode.tobytes() == drawn().tobytes()
+
+
+def test_other_types_raise_type_error():
+    with pytest.raises(TypeError, match="not int"):
+        load_image(3)
+
+
+# ------------------------------------------------------------------------------------------------------------ arrays
+
+
+def test_arrays_and_tensors_are_the_image_they_hold():
+    image = drawn()
+    array = np.asarray(image)
+    tensor = transforms_v1.pil_to_tensor(image)
+    for source in (array, array / 255, (array / 255).astype("float32"), tensor, tensor / 255, tensor.bfloat16() / 255):
+        assert load_image(source).tobytes() == image.tobytes() or source.dtype == torch.bfloat16
+        assert load_image(source).size == (48, 32) and distance(load_image(source), image) < 1
+    flipped = load_image(array[:, ::-1])  # a view with negative strides
+    assert flipped.tobytes() == image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).tobytes()
+    requires_grad = (tensor / 255).requires_grad_()
+    assert load_image(requires_grad).tobytes() == image.tobytes()
+
+
+def test_arrays_may_be_grey_or_transparent():
+    grey, alpha = drawn().convert("L"), drawn().convert("RGBA")
+    alpha.putalpha(grey)
+    for image in (grey, alpha):
+        array = np.asarray(image)
+        expected = load_image(image).tobytes()
+        assert load_image(array).tobytes() == load_image(transforms_v1.pil_to_tensor(image)).tobytes() == expected
+        assert load_image(array[..., None] if array.ndim == 2 else array).tobytes() == expected
+    assert load_image(torch.from_numpy(np.array(grey))).tobytes() == load_image(grey).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.zeros((3, 20, 30), np.uint8), "an array of shape (3, 20, 30)"),
+        (torch.zeros(20, 30, 3, dtype=torch.uint8), "an array of shape (20, 30, 3)"),
+        (np.zeros((2, 20, 30, 3), np.uint8), "an array of shape (2, 20, 30, 3)"),
+        (np.zeros(5), "an array of shape (5,)"),
+        (np.float32(0.5), "an array of shape ()"),
+        (np.zeros((20, 30, 2), np.uint8), "of 1, 3 or 4 channels"),
+        (np.full((20, 30, 3), 200.0), "values from 200 to 200; floats are in [0, 1]"),
+        (np.full((20, 30, 3), -0.1), "values from -0.1 to -0.1"),
+        (torch.full((3, 20, 30), float("nan")), "values from nan to nan"),
+        (np.zeros((20, 30, 3), np.int64), "an array of int64; pass uint8"),
+        (np.zeros((20, 30, 3), complex), "an array of complex128; pass uint8"),
+        (np.zeros((20, 30, 3), object), "an array of object; pass uint8"),
+        (torch.zeros(3, 20, 30, dtype=torch.bool), "an array of torch.bool; pass uint8"),
+        (np.zeros((0, 30, 3), np.uint8), "without pixels"),
+        (np.zeros((1, 300, 3), np.uint8), "crop it first"),
+    ],
+    ids=str,
+)
+def test_other_arrays_are_refused(array, words):
+    refusal(array, words)
+
+
+# ----------------------------------------------------------------------------------------- formats and modes
+
+
+LOSSLESS = {"BMP": {}, "DIB": {}, "PCX": {}, "PNG": {}, "PPM": {}, "SGI": {}, "TGA": {}, "TIFF": {}, "QOI": {}}
+LOSSLESS |= {"WEBP": {"lossless": True}, "JPEG2000": {}, "ICNS": {}, "ICO": {"sizes": [(64, 64)]}}
+LOSSY = {"JPEG": {"quality": 95}, "AVIF": {"quality": 95}, "GIF": {}, "MPO": {"quality": 95}}
+
+
+@pytest.mark.parametrize("format", LOSSLESS | LOSSY)
+def test_every_format_of_pillow_is_read(tmp_path, format):
+    image = drawn(64, 64)
+    path = tmp_path / "image"  # the content tells the format, not the name
+    try:
+        image.save(path, format, **(LOSSLESS | LOSSY)[format])
+    except (KeyError, OSError):
+        pytest.skip(f"this Pillow was built without {format}")
+    back = load_image(path)
+    assert type(back) is Image.Image
+    if format == "ICNS":  # Pillow writes an icon in all sizes and reads the largest
+        assert back.size == (1024, 1024) and distance(back.resize((64, 64)), image) < 4
+        return
+    assert distance(back, image) == 0 if format in LOSSLESS else distance(back, image) < 4
+
+
+@pytest.fixture
+def without_heif(monkeypatch):
+    """As in a process that has read no HEIC image yet."""
+    monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
+    monkeypatch.setattr(Image, "ID", [format for format in Image.ID if format != "HEIF"])
+
+
+def heic(image):
+    pillow_heif = pytest.importorskip("pillow_heif")
+    file = io.BytesIO()
+    pillow_heif.from_pillow(image).save(file, quality=95)
+    return file.getvalue()
+
+
+def test_heic_is_read_with_pillow_heif(tmp_path, without_heif):
+    (path := tmp_path / "photo.heic").write_bytes(data := heic(drawn()))
+    for _ in range(2):
+        assert distance(load_image(path), drawn()) < 3 and distance(load_image(data), drawn()) < 3
+    assert {".heic", ".hif"} <= images.readable_extensions()
+    refusal(data[:100], "not an image")
+
+
+def test_heic_without_pillow_heif_names_the_extra(monkeypatch, without_heif):
+    data = heic(drawn())
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    refusal(data, "a HEIC image", "pip install 'nanovlm[heic]'", name="photo.heic")
+
+
+def test_readable_extensions_are_of_images_that_pillow_decodes():
+    extensions = images.readable_extensions()
+    assert {".jpg", ".png", ".webp", ".tga", ".ico", ".jp2", ".dds", ".qoi", ".mpo", ".psd", ".icns"} <= extensions
+    assert extensions.isdisjoint({".pdf", ".eps", ".ps", ".mpg", ".h5", ".grib", ".wmf", ".txt", ".json"})
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "La", "RGBa"])
+def test_transparent_image_is_composed_on_white(mode):
+    image = Image.new("RGBA", (6, 4), (0, 0, 0, 255))
+    image.paste((40, 40, 40, 0), (2, 0, 4, 4))  # hidden grey must not shine through
+    image.paste((0, 0, 0, 128), (4, 0, 6, 4))
+    if mode == "PA":  # Pillow's convert to PA would lose the alpha
+        alpha, image = image.getchannel("A"), image.convert("RGB").quantize(4)
+        image.putalpha(alpha)
+    elif mode == "La":
+        image = image.convert("LA")
+    source = image.convert(mode)
+    assert source.mode == mode
+    result = load_image(source)
+    assert result.mode == "RGB"
+    assert [result.getpixel((x, 1)) for x in (0, 2, 4)] == [(0, 0, 0), (255, 255, 255), (127, 127, 127)]
+
+
+@pytest.mark.parametrize("format", ["PNG", "WEBP", "TIFF", "TGA", "ICO"])
+def test_file_with_alpha_is_composed_on_white(format):
+    image = Image.new("RGBA", (32, 32), (10, 200, 30, 255))
+    image.paste((0, 0, 0, 0), (0, 0, 16, 32))
+    options = {"WEBP": {"lossless": True}, "ICO": {"sizes": [(32, 32)]}}.get(format, {})
+    result = load_image(encoded(image, format, **options))
+    assert result.getpixel((5, 5)) == (255, 255, 255) and result.getpixel((20, 5)) == (10, 200, 30)
+
+
+def test_transparent_palette_entries_are_composed_on_white(tmp_path):
+    image = Image.new("P", (3, 1))
+    image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
+    for x in range(3):
+        image.putpixel((x, 0), x)
+    image.save(tmp_path / "bytes.png", transparency=b"\xff\x00\x80")  # alpha of each entry
+    assert list(load_image(tmp_path / "bytes.png").tobytes()) == [255, 0, 0, 255, 255, 255, 127, 127, 255]
+    for format in ("PNG", "GIF"):
+        image.save(tmp_path / "one", format, transparency=1)
+        assert list(load_image(tmp_path / "one").tobytes()) == [255, 0, 0, 255, 255, 255, 0, 0, 255]
+
+
+@pytest.mark.parametrize(
+    ("mode", "clear", "opaque", "seen"),
+    [("L", 7, 8, 8), ("RGB", (7, 7, 7), (7, 8, 7), (7, 8, 7)), ("I;16", 0x1234, 0x1235, 18), ("1", 0, 255, 255)],
+)
+def test_transparent_color_is_composed_on_white(tmp_path, mode, clear, opaque, seen):
+    image = Image.new(mode, (2, 1), clear)
+    image.putpixel((1, 0), opaque)
+    image.save(tmp_path / "a.png", transparency=clear)
+    result = load_image(tmp_path / "a.png")
+    assert result.getpixel((0, 0)) == (255, 255, 255)
+    assert result.getpixel((1, 0)) == (seen if mode == "RGB" else (seen,) * 3)
+
+
+def test_palette_grey_and_one_bit_keep_their_colors(tmp_path):
+    quantized = drawn().quantize(16)
+    quantized.save(tmp_path / "p.png")
+    assert distance(load_image(tmp_path / "p.png"), quantized.convert("RGB")) == 0
+    grey = drawn().convert("L")
+    grey.save(tmp_path / "l.bmp")
+    assert distance(load_image(tmp_path / "l.bmp"), Image.merge("RGB", [grey] * 3)) == 0
+    bit = Image.new("1", (2, 1))
+    bit.putpixel((1, 0), 1)
+    bit.save(tmp_path / "1.tif")
+    assert list(load_image(tmp_path / "1.tif").tobytes()) == [0, 0, 0, 255, 255, 255]
+
+
+# what Pillow keeps from saving; PNG took mode I until Pillow 13
+CANNOT_WRITE = {("I;16L", "TIFF"), ("I;16L", "PNG"), ("I;16B", "PNG"), ("I", "PNG"), ("I;16L", "PPM"), ("I;16B", "PPM")}
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I;16L", "I;16B", "I"])
+@pytest.mark.parametrize("format", [None, "TIFF", "PNG", "PPM"])
+def test_deep_grey_is_scaled_not_clipped(mode, format):
+    values = [0, 255, 257, 32896, 65280, 65535]
+    code = {"I": "=6i", "I;16B": ">6H"}.get(mode, "<6H")
+    source = Image.frombytes(mode, (6, 1), struct.pack(code, *values))
+    if (mode, format) in CANNOT_WRITE:
+        source = source.convert("I").convert("I;16")
+    result = load_image(encoded(source, format) if format else source)
+    assert list(result.getchannel(0).tobytes()) == [0, 1, 1, 128, 254, 255]
+    assert result.getchannel(1).tobytes() == result.getchannel(2).tobytes() == result.getchannel(0).tobytes()
+
+
+def test_integers_beyond_16_bits_are_clamped():
+    source = Image.frombytes("I", (3, 1), struct.pack("=3i", -5, 70_000, 2**31 - 1))
+    assert list(load_image(source).getchannel(0).tobytes()) == [0, 255, 255]
+
+
+@pytest.mark.parametrize(
+    ("values", "grey"),
+    [
+        ([0.0, 0.5, 1.0], [0, 128, 255]),
+        ([0.0, 128.0, 255.0], [0, 128, 255]),
+        ([-2.0, 0.0, 2.0], [0, 128, 255]),
+        ([1000.0, 2000.0, 3000.0], [0, 128, 255]),
+        ([math.nan, 0.2, math.inf], [0, 51, 255]),
+        ([7e4, 7e4, 7e4], [0, 0, 0]),
+        ([math.nan, math.nan, -math.inf], [0, 0, 0]),
+        ([-3e38, 0.0, 3e38], [0, 128, 255]),
+    ],
+)
+def test_floats_are_scaled_to_8_bits(tmp_path, values, grey):
+    Image.frombytes("F", (3, 1), struct.pack("=3f", *values)).save(tmp_path / "f.tif")
+    assert list(load_image(tmp_path / "f.tif").getchannel(2).tobytes()) == grey
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV"])
+def test_other_color_spaces_are_converted(mode):
+    assert distance(load_image(drawn().convert(mode)), drawn()) < 3
+
+
+def test_cmyk_jpeg_is_not_inverted(tmp_path):
+    drawn().convert("CMYK").save(tmp_path / "a.jpg", quality=95)
+    assert distance(load_image(tmp_path / "a.jpg"), drawn()) < 4
+
+
+def test_lab_is_converted():
+    profiles = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
+    lab = ImageCms.profileToProfile(drawn(), *profiles, outputMode="LAB")
+    assert distance(load_image(lab), drawn()) < 4
+    assert distance(load_image(encoded(lab, "TIFF")), drawn()) < 4
+
+
+@pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF", "MPO", "AVIF"])
+def test_first_frame_of_an_animation_is_read(format):
+    frames = [Image.new("RGB", (32, 24), color) for color in ("red", "lime", "blue")]
+    options = {"lossless": True} if format == "WEBP" else {}
+    source = encoded(frames[0], format, save_all=True, append_images=frames[1:], **options)
+    with Image.open(io.BytesIO(source)) as check:
+        assert check.n_frames == 3
+    assert distance(load_image(source), frames[0]) < 3
+
+
+# --------------------------------------------------------------------------------------------- orientation
+
+
+def as_stored(upright, orientation):
+    """The pixels that a turned camera stores, from the EXIF standard's table."""
+    width, height = upright.size
+    size = (width, height) if orientation < 5 else (height, width)
+    stored = Image.new("RGB", size)
+    for x in range(width):
+        for y in range(height):
+            left, top, right, bottom = x, y, width - 1 - x, height - 1 - y
+            # where the standard says "the 0th row is the visual right side" and so on, a position is (column, row)
+            place = [(left, top), (right, top), (right, bottom), (left, bottom)]
+            place += [(top, left), (top, right), (bottom, right), (bottom, left)]
+            stored.putpixel(place[orientation - 1], upright.getpixel((x, y)))
+    return stored
+
+
+def exif_of(orientation):
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    return exif
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied_once(tmp_path, orientation, format):
+    upright = drawn()
+    options = {"JPEG": {"quality": 95}, "WEBP": {"lossless": True}, "AVIF": {"quality": 95}}.get(format, {})
+    as_stored(upright, orientation).save(tmp_path / "a", format, exif=exif_of(orientation), **options)
+    assert distance(load_image(tmp_path / "a"), upright) < 4
+    with Image.open(tmp_path / "a") as lazy:
+        once = load_image(lazy)
+    assert distance(load_image(once), upright) < 4, "the orientation was applied twice"
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\0", exif_of(99).tobytes()])
+def test_broken_exif_is_ignored(exif, capfd):
+    source = encoded(drawn(), "JPEG", exif=exif, quality=95)
+    with warnings.catch_warnings(record=True) as leaked:
+        warnings.simplefilter("always")
+        assert distance(load_image(source), drawn()) < 4
+    assert leaked == [] and capfd.readouterr() == ("", "")
+
+
+def test_unparsable_exif_is_ignored():
+    text = PngImagePlugin.PngInfo()
+    text.add_text("Raw profile type exif", "\nexif\n8\nno hexadecimal")
+    for options in ({"pnginfo": text}, {"exif": b"garbage!"}):
+        source = encoded(drawn(), "PNG", **options)
+        with Image.open(io.BytesIO(source)) as check, pytest.raises((ValueError, SyntaxError)):
+            check.load()
+            check.getexif()
+        assert distance(load_image(source), drawn()) == 0
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+
+
+def test_missing_file_is_named(tmp_path):
+    assert refusal(tmp_path / "no.png") == f"{tmp_path / 'no.png'}: No such file or directory"
+    refusal("no.png", "no.png: No such file")
+    refusal(tmp_path, str(tmp_path), "a folder")
+    refusal("", "'': No such file")
+    refusal("a\0b", "'a\\x00b': ")
+    refusal("x" * 5000, "File name too long")
+    refusal("two\nlines.png", "two\\nlines.png")
+
+
+def test_file_without_permission_is_named(tmp_path, monkeypatch):
+    def denied(path, mode):  # chmod does not stop root, as whom tests may run
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(images, "open", denied, raising=False)
+    assert refusal("a.png") == "a.png: Permission denied"
+
+
+def test_source_without_a_path_has_a_name(tmp_path):
+    refusal(b"no image", "image: not an image")
+    refusal(b"no image", "<stdin>: not an image", name="<stdin>")
+    refusal(io.BytesIO(b"no image"), "image: not an image")
+    (tmp_path / "a.txt").write_text("no image")
+    with open(tmp_path / "a.txt", "rb") as file:
+        refusal(file, f"{tmp_path / 'a.txt'}: not an image")
+    stdin = io.BytesIO(b"no image")
+    stdin.name = "<stdin>"
+    refusal(stdin, "<stdin>: not an image")
+
+
+def test_other_files_raise_image_error(tmp_path):
+    (tmp_path / "empty.png").touch()
+    refusal(tmp_path / "empty.png", "empty.png: an empty file")
+    refusal(b"", "an empty file")
+    for seed in range(20):
+        refusal(random.Random(seed).randbytes(500), "not an image")
+    for text in (b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%PDF-1.7", b"{}", b"\0" * 500, b"hello\n" * 99):
+        refusal(text, "image: ")
+
+
+DAMAGED = {format: options for format, options in (LOSSLESS | LOSSY).items() if format != "ICNS"}  # slow to write
+
+
+@pytest.mark.parametrize("format", DAMAGED)
+def test_truncated_file_raises_image_error(format, capfd):
+    source = encoded(noise_image(64, 64), format, **DAMAGED[format])
+    for cut in (1, 4, 10, 20, 40, 100, len(source) // 4, len(source) // 2):
+        refusal(source[:cut], "image: ")
+    for cut in (len(source) * 3 // 4, len(source) - 20, len(source) - 1):  # the end may be dispensable
+        with maybe_refused():
+            assert load_image(source[:cut]).mode == "RGB"
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("format", DAMAGED)
+def test_corrupt_file_is_an_image_or_an_image_error(format, capfd):
+    source = encoded(noise_image(64, 64), format, **DAMAGED[format])
+    for seed in range(30):
+        chance, damaged = random.Random(seed), bytearray(source)
+        for _ in range(8):
+            damaged[chance.randrange(chance.choice((60, 300, len(source))))] = chance.randrange(256)
+        with maybe_refused():
+            assert load_image(bytes(damaged)).mode == "RGB"
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits"])
+def test_libtiff_prints_nothing(compression, capfd):
+    source = encoded(noise_image(64, 64), "TIFF", compression=compression)
+    for start in (20, 200, 600):
+        with maybe_refused():
+            load_image(source[:start] + b"damaged!" * 20 + source[start + 160 :])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_pillow_logs_nothing(capfd, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own would hide what a user sees
+    source = encoded(noise_image(), "TIFF")
+    three_samples = struct.pack("<HHIH", 277, 3, 1, 3)
+    assert three_samples in source
+    refusal(source.replace(three_samples, struct.pack("<HHIH", 277, 3, 1, 9)), "not an image")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_decompression_bomb_is_refused_by_its_header(tmp_path):
+    (tmp_path / "bomb.png").write_bytes(png(60_000, 60_000))
+    line = refusal(tmp_path / "bomb.png", "bomb.png: ", "178,956,970 pixels", "scale it down")
+    assert "3600000000" in line
+
+
+def test_pixel_limit_is_independent_of_pillows(monkeypatch):
+    source = png(20_000, 10_000)
+    for limit in (None, 10**9):
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        refusal(source, "20000 x 10000 is more than 178,956,970 pixels", "scale it down")
+        assert limit == Image.MAX_IMAGE_PIXELS
+    monkeypatch.undo()
+    refusal(png(10_000, 10_000), "cannot be decoded")  # below our limit, above Pillow's warning: not called a bomb
+    monkeypatch.setattr(images, "MAX_PIXELS", 48 * 32 - 1)
+    refusal(drawn(), "48 x 32 is more than 1,535 pixels")
+
+
+def test_empty_or_extremely_narrow_images_are_refused(tmp_path):
+    for size in ((0, 0), (0, 5), (5, 0)):
+        refusal(Image.new("RGB", size), f"{size[0]} x {size[1]} is an image without pixels")
+    refusal(png(0, 5), "image: ")
+    Image.new("RGB", (1, 5000)).save(tmp_path / "thread.png")
+    refusal(tmp_path / "thread.png", "thread.png: 1 x 5000", "200 times", "crop it")
+    refusal(Image.new("L", (201, 1)), "201 x 1", "200 times")
+    assert load_image(Image.new("L", (200, 1))).size == (200, 1)
+    assert load_image(Image.new("L", (1, 1))).size == (1, 1)
+
+
+def test_threads_restore_warnings_and_pillow_settings():
+    source = encoded(drawn(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\0")
+    before = (list(warnings.filters), Image.MAX_IMAGE_PIXELS)
+    ended = []
+
+    def read():
+        try:
+            for _ in range(15):
+                load_image(source)  # under -W error a leaked warning is raised
+                refusal(b"no image", "not an image")
+        finally:
+            ended.append(sys.exc_info()[0])
+
+    threads = [threading.Thread(target=read) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ended == [None] * 6 and before == (list(warnings.filters), Image.MAX_IMAGE_PIXELS)
+
+
+def test_logging_and_libtiff_are_restored_after_the_last_decode():
+    """The host process keeps its own logging of Pillow and its own libtiff error handler."""
+    set_handler, log = images._libtiff_handler_setter(), logging.getLogger("PIL")
+    own = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)(lambda *message: None)
+    address = ctypes.cast(own, ctypes.c_void_p).value
+    original, handlers = set_handler(address), list(log.handlers)
+    exported = set_handler(address) == address
+    try:
+        with images.quiet_pillow():
+            with images.quiet_pillow():
+                load_image(encoded(drawn(), "TIFF"))
+            assert len(log.handlers) == len(handlers) + 1 and set_handler(None) is None
+        assert log.handlers == handlers
+        assert not exported or set_handler(address) == address
+    finally:
+        set_handler(original)
+
+
+def test_import_leaves_pillows_log_alone():
+    code = "import logging, nanovlm.processing.image_loading; print(logging.getLogger('PIL').handlers)"
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert out == "[]\n"
+
+
+@pytest.mark.parametrize("data", [encoded(drawn(), "GIF"), encoded(drawn(), "TIFF"), b"no image", png(9, 9)])
+@pytest.mark.filterwarnings("error")
+def test_no_file_stays_open(tmp_path, data):
+    (tmp_path / "a").write_bytes(data)
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    with maybe_refused():
+        load_image(tmp_path / "a")
+    assert before == (len(os.listdir("/proc/self/fd")) if before else 0)
+
+
+# ------------------------------------------------------------------------------------------ the resize rule
+
+
+@pytest.mark.parametrize(
+    ("size", "tile", "max_side", "to_max_side", "expected"),
+    [
+        ((512, 512), 512, 2048, False, (512, 512)),
+        ((1, 1), 512, 2048, False, (512, 512)),
+        ((513, 512), 512, 2048, False, (1024, 1024)),  # 512 * 1024/513 is just over one tile
+        ((1024, 512), 512, 2048, False, (1024, 512)),
+        ((512, 1024), 512, 2048, False, (512, 1024)),
+        ((600, 100), 512, 2048, False, (1024, 512)),
+        ((1500, 1000), 512, 2048, False, (1536, 1024)),
+        ((1000, 1500), 512, 2048, False, (1024, 1536)),
+        ((4000, 3000), 512, 2048, False, (2048, 1536)),
+        ((9000, 9000), 512, 2048, False, (2048, 2048)),
+        ((300, 100), 512, 2048, True, (2048, 1024)),  # 100 * 2048/300 = 682.7
+        ((640, 480), 512, 1024, True, (1024, 1024)),
+        ((20, 4000), 512, 2048, True, (512, 2048)),
+        ((364, 273), 512, 2048, True, (2048, 2048)),  # exactly 1536, but in floats a hair more: one tile more
+        ((273, 364), 512, 2048, True, (2048, 2048)),
+        ((1092, 1092), 512, 2048, False, (1536, 2048)),  # the same of a square
+        ((64, 64), 64, 128, True, (128, 128)),
+    ],
+)
+def test_resized_sizes_computed_by_hand(size, tile, max_side, to_max_side, expected):
+    assert resized_size(*size, tile, max_side, to_max_side) == expected
+
+
+def test_resized_size_matches_exact_arithmetic_up_to_rounding():
+    chance = random.Random(0)
+    differ = 0
+    for _ in range(3000):
+        tile = chance.choice((64, 224, 512))
+        max_side = tile * chance.randint(1, 8)
+        size = chance.randint(1, 4000), chance.randint(1, 4000)
+        to_max = chance.random() < 0.5
+        new = resized_size(*size, tile, max_side, to_max)
+        assert new[0] % tile == new[1] % tile == 0
+        long, short = max(size), min(size)
+        target = max_side if to_max else min(max_side, -(-long // tile) * tile)
+        exact = max(1, math.ceil(Fraction(short * target, long * tile))) * tile
+        got_long, got_short = new if size[0] >= size[1] else new[::-1]
+        assert got_long == target
+        assert got_short in (exact, exact + tile, exact - tile)
+        differ += got_short != exact
+    assert differ < 60
+
+
+def test_max_side_must_be_a_multiple_of_the_tile():
+    with pytest.raises(ValueError, match="max_side=1000 must be a multiple of tile=512"):
+        resized_size(10, 10, 512, 1000, False)
+
+
+# -------------------------------------------------------------------------------------------------- pixels
+
+
+def values(image):
+    """An image as a tensor (3, H, W) in [0, 1], computed independently."""
+    width, height = image.size
+    data = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return data.view(height, width, 3).permute(2, 0, 1).float() / 255
+
+
+def test_without_max_side_the_image_is_one_tile():
+    tiles, grid = preprocess(noise_image(100, 60), tile=32)
+    assert grid == (1, 1) and tiles.shape == (1, 3, 32, 32) and tiles.dtype == torch.float32
+    assert torch.equal(tiles[0], values(noise_image(100, 60).resize((32, 32), Image.Resampling.BILINEAR)))
+    assert torch.equal(preprocess(noise_image(32, 32), tile=32, global_view=True)[0][0], values(noise_image(32, 32)))
+
+
+@pytest.mark.parametrize(
+    ("size", "to_max_side", "grid"),
+    [
+        ((30, 20), False, (1, 1)),
+        ((60, 30), False, (1, 2)),
+        ((30, 60), False, (2, 1)),
+        ((64, 90), False, (3, 3)),
+        ((50, 90), False, (3, 2)),
+        ((30, 30), True, (4, 4)),
+        ((500, 400), False, (4, 4)),
+    ],
+)
+@pytest.mark.parametrize("global_view", [True, False])
+def test_tiles_join_to_the_resized_image(size, to_max_side, grid, global_view):
+    image = noise_image(*size)
+    tiles, got = preprocess(image, tile=32, max_side=128, to_max_side=to_max_side, global_view=global_view)
+    rows, columns = grid
+    resized = image.resize((columns * 32, rows * 32), Image.Resampling.BICUBIC)
+    front = 1 if global_view and grid != (1, 1) else 0
+    assert got == grid and tiles.shape == (front + rows * columns, 3, 32, 32) and tiles.is_contiguous()
+    together = torch.cat(
+        [torch.cat(list(tiles[front + r * columns : front + (r + 1) * columns]), dim=2) for r in range(rows)], dim=1
+    )
+    assert torch.equal(together, values(resized))
+    if front:
+        assert torch.equal(tiles[0], transforms_v1.resize(values(resized), [32, 32], antialias=True))
+    assert tiles.min() >= 0 and tiles.max() <= 1
+
+
+@pytest.mark.parametrize(("max_side", "size"), [(2**20, "1048576 x 524288"), (2**31 - 512, "2147483136 x 1073741824")])
+def test_resizing_beyond_the_pixel_limit_is_refused(max_side, size):
+    with pytest.raises(ValueError, match=f"^an image of 40 x 20 would be resized to {size}, .*max_side={max_side}"):
+        preprocess(noise_image(40, 20), tile=512, max_side=max_side, to_max_side=True)
+    tiles, grid = preprocess(noise_image(40, 20), tile=512, max_side=max_side)
+    assert grid == (1, 1) and len(tiles) == 1
+
+
+def test_global_view_is_the_whole_image():
+    tiles, _ = preprocess(drawn(256, 128), tile=64, max_side=256, global_view=True)
+    assert torch.allclose(tiles[0, :, 5, 5], torch.tensor([220, 30, 40]) / 255, atol=0.02)
+    assert torch.allclose(tiles[0, :, 5, 58], torch.tensor([30, 60, 210]) / 255, atol=0.02)
+
+
+def test_pixels_are_normalized_only_with_mean_and_std():
+    options = {"tile": 32, "max_side": 64, "global_view": True}
+    plain, _ = preprocess(noise_image(60, 40), **options)
+    scaled, _ = preprocess(noise_image(60, 40), **options, mean=(0.5, 0.4, 0.3), std=(0.5, 0.25, 0.2))
+    shape = (1, 3, 1, 1)
+    expected = (plain - torch.tensor([0.5, 0.4, 0.3]).view(shape)) / torch.tensor([0.5, 0.25, 0.2]).view(shape)
+    assert torch.allclose(scaled, expected, atol=1e-6)
+    with pytest.raises(ValueError, match="mean=None and std=0.5 must be given together"):
+        preprocess(noise_image(), tile=32, std=0.5)
+
+
+def test_preprocess_takes_rgb_only():
+    with pytest.raises(ValueError, match="RGB images, not RGBA: read the image with load_image"):
+        preprocess(noise_image().convert("RGBA"), tile=32)

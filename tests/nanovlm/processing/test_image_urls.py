@@ -1,0 +1,285 @@
+"""Remote images: fetched from public addresses only, within limits of time and size."""
+
+import asyncio
+import contextlib
+import gzip
+import http.server
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+
+import openai
+import pytest
+
+from nanovlm import SAMPLE
+from nanovlm.errors import ImageError
+from nanovlm.processing.image_urls import ImageFetcher
+from nanovlm.serving.admission import Limits
+from support.serving import QUESTIONS, RunningServer, user_message
+
+
+class Site(http.server.BaseHTTPRequestHandler):
+    """One image and some traps. Its server records the requested paths, and the bytes that were sent slowly."""
+
+    def do_GET(self):
+        self.server.requested.append(self.path)
+        image = SAMPLE.read_bytes()
+        if self.path in ("/moved", "/inside"):
+            self.send_response(302)
+            self.send_header("Location", "/sample.png" if self.path == "/moved" else "http://127.0.0.1:1/sample.png")
+        else:
+            found = ("/sample.png?x=1", "/slow", "/slow-head", "/endless", "/packed")
+            self.send_response(200 if self.path in found else 404)
+        if self.path == "/slow-head":
+            self.drip(b"X-Filler: x\r\n" * 60)
+        if self.path == "/packed":
+            self.send_header("Content-Encoding", "gzip")
+            image = gzip.compress(bytes(10**7))
+        self.end_headers()
+        if self.path == "/slow":
+            self.drip(image)
+        elif self.path == "/endless":
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(image)
+        else:
+            with contextlib.suppress(OSError):
+                self.wfile.write(image)
+
+    def drip(self, data):
+        self.flush_headers()
+        with contextlib.suppress(OSError):
+            for start in range(0, len(data), len(data) // 30):
+                self.wfile.write(data[start : start + len(data) // 30])
+                self.server.dripped.append(start)
+                time.sleep(0.2)
+
+    def log_message(self, *args):
+        pass
+
+
+@contextlib.contextmanager
+def run_site(context=None, server=http.server.ThreadingHTTPServer, host="127.0.0.1"):
+    """A web server on a free port; with a context it speaks TLS."""
+    with server((host, 0), Site) as server:
+        if context:
+            server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        server.requested, server.dripped = [], []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def site():
+    with run_site() as server:
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        yield server
+
+
+class IPv6Server(http.server.ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+
+
+@pytest.fixture
+def ipv6_site():
+    try:
+        with run_site(server=IPv6Server, host="::1") as server:
+            yield server
+    except OSError:
+        pytest.skip("needs IPv6")
+
+
+class LocalNames:
+    """A resolver by which every name is at the given addresses; it records the names it was asked for."""
+
+    def __init__(self, *addresses):
+        self.addresses, self.names = list(addresses), []
+
+    async def __call__(self, host, port):
+        self.names.append(host)
+        return self.addresses
+
+
+def fetch(url, *, max_bytes=10**6, **options):
+    """What a fetcher returns for a URL; local addresses count as public unless is_public says otherwise."""
+    options = {"allow_remote": True, "is_public": lambda address: True} | options
+    return asyncio.run(ImageFetcher(**options).fetch(url, max_bytes))
+
+
+def fetch_from_public(url, **options):
+    """The same with the real rule about public addresses."""
+    return asyncio.run(ImageFetcher(allow_remote=True, timeout_s=1, **options).fetch(url, 1000))
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "localhost", "[::1]", "10.0.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "2130706433", "0x7f.1",
+     "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "[fe80::1%25lo]", "[fc00::1]",
+     "100.64.0.1", "224.0.0.1", "255.255.255.255", "127.1"],
+)  # fmt: skip
+def test_private_addresses_are_never_connected_to(host, monkeypatch):
+    forbid_connections(monkeypatch)
+    with pytest.raises(ImageError, match="private address|no such host|not a URL"):
+        fetch_from_public(f"http://{host}/a.png")
+
+
+def test_name_with_one_private_address_is_never_connected_to(monkeypatch):
+    forbid_connections(monkeypatch)
+    with pytest.raises(ImageError, match="'rebound.example' is at a private address"):
+        fetch_from_public("http://rebound.example/", resolve=LocalNames("93.184.216.34", "127.0.0.1"))
+
+
+def forbid_connections(monkeypatch):
+    def fail(*args, **options):
+        pytest.fail(f"connected to {args}")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, fail)
+
+
+def test_connection_goes_to_the_address_that_was_checked(site):
+    """A name that is resolved twice may lead elsewhere the second time."""
+    names = LocalNames("127.0.0.1")
+    data = fetch(f"http://name.example:{site.server_port}/sample.png?x=1", resolve=names)
+    assert data == SAMPLE.read_bytes() and names.names == ["name.example"]
+
+
+def test_name_may_be_at_an_ipv6_address(ipv6_site):
+    url = f"http://name.example:{ipv6_site.server_port}/sample.png?x=1"
+    assert fetch(url, resolve=LocalNames("::1")) == SAMPLE.read_bytes()
+
+
+def test_proxies_of_the_environment_are_not_used(site, monkeypatch):
+    """A proxy would resolve the name itself."""
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    assert fetch(f"{site.url}/sample.png?x=1") == SAMPLE.read_bytes()
+
+
+def test_remote_images_are_answered_where_allowed(embedded, site):
+    fetcher = ImageFetcher(allow_remote=True, is_public=lambda address: True)
+    with RunningServer(embedded, fetcher=fetcher) as server, server.client() as client:
+        messages = user_message(QUESTIONS[0], f"{site.url}/sample.png?x=1")
+        response = client.chat.completions.create(model="nanovlm", messages=messages)
+        assert response.choices[0].message.content == embedded.caption(SAMPLE)
+        for path, message in (("/none", "image 1: .* answers 404"), ("/moved", "image 1: .* has moved")):
+            with pytest.raises(openai.BadRequestError, match=message):
+                client.chat.completions.create(model="nanovlm", messages=user_message("?", site.url + path))
+
+
+def test_remote_images_share_the_size_limit_of_a_request(embedded, site):
+    fetcher = ImageFetcher(allow_remote=True, is_public=lambda address: True)
+    size = len(SAMPLE.read_bytes())
+    with RunningServer(embedded, Limits(max_body_bytes=2 * size + 9), fetcher=fetcher) as server:
+        for n, status in ((2, 200), (3, 400)):
+            messages = user_message("?", *[f"{site.url}/sample.png?x=1"] * n)
+            response = server.post({"model": "nanovlm", "messages": messages, "max_tokens": 1})
+            assert response.status_code == status
+        assert "image 3: a remote image of more than 9 bytes" in response.json()["error"]["message"]
+
+
+def test_size_and_time_are_limited(site):
+    with pytest.raises(ImageError, match="more than 1,000 bytes"):
+        fetch(f"{site.url}/sample.png?x=1", max_bytes=1000)
+    with pytest.raises(ImageError, match=r"more than 0\.5 s"):
+        fetch(f"{site.url}/slow", timeout_s=0.5)
+    assert 0 < len(site.dripped) < 30
+    assert len(fetch(f"{site.url}/packed", max_bytes=10**5)) < 10**5, "nothing is decompressed"
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://", "http:///a.png", "https:a.png", "http://user@127.0.0.1/", "http://:secret@127.0.0.1/",
+     "http://127.0.0.1:99999/", "http://127.0.0.1:x/", "http://[::1/", "http://a\udcff/", "http://a b/", "http://\n/"],
+)  # fmt: skip
+def test_broken_urls_are_refused(url):
+    with pytest.raises(ImageError):
+        fetch_from_public(url)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A self-signed one for name.example."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the program openssl")
+    folder = tmp_path_factory.mktemp("certificate")
+    names = ["-subj", "/CN=name.example", "-addext", "subjectAltName=DNS:name.example"]
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc", "-keyout", folder / "key.pem"]
+    command = ["openssl", "req", "-x509", "-days", "2", *names, *key, "-out", folder / "certificate.pem"]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "certificate.pem"
+
+
+@pytest.fixture
+def tls_site(certificate, monkeypatch):
+    """A site that speaks TLS; `fetch(path)` fetches from it as name.example."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, certificate.with_name("key.pem"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with run_site(context) as server:
+
+        def fetch_path(path, host="name.example", **options):
+            url = f"https://{host}:{server.server_port}{path}"
+            return fetch(url, **{"resolve": LocalNames("127.0.0.1")} | options)
+
+        server.fetch = fetch_path
+        yield server
+
+
+def test_image_is_fetched_over_tls(tls_site):
+    assert tls_site.fetch("/sample.png?x=1") == SAMPLE.read_bytes()
+
+
+def test_server_with_a_wrong_certificate_is_sent_no_request(tls_site, monkeypatch):
+    mismatch = r"^'https://other\.example:.*' cannot be trusted: Hostname mismatch, [^\n]*$"
+    with pytest.raises(ImageError, match=mismatch):
+        tls_site.fetch("/sample.png?x=1", host="other.example")
+    monkeypatch.delenv("SSL_CERT_FILE")
+    with pytest.raises(ImageError, match="^'https://name.example:.*' cannot be trusted: self-signed certificate$"):
+        tls_site.fetch("/sample.png?x=1")
+    assert tls_site.requested == []
+
+
+def test_redirects_are_not_followed(tls_site):
+    for path, message in (("/inside", "has moved"), ("/moved", "has moved"), ("/none", "answers 404")):
+        with pytest.raises(ImageError, match=message):
+            tls_site.fetch(path)
+    assert tls_site.requested == ["/inside", "/moved", "/none"], "and nothing else"
+
+
+def test_size_and_time_are_limited_over_tls(tls_site):
+    with pytest.raises(ImageError, match="more than 1,000 bytes"):
+        tls_site.fetch("/endless", max_bytes=1000)
+    for path in ("/slow", "/slow-head", "/endless"):
+        started = time.monotonic()
+        message = r"^'https://name\.example:.*' cannot be fetched: it took more than 0\.5 s$"
+        with pytest.raises(ImageError, match=message):
+            tls_site.fetch(path, max_bytes=10**12, timeout_s=0.5)
+        assert time.monotonic() - started < 5, "of 6, or of forever"
+
+
+def test_private_address_is_sent_nothing_over_tls(tls_site):
+    with pytest.raises(ImageError, match="'name.example' is at a private address"):
+        tls_site.fetch("/sample.png?x=1", is_public=lambda address: address != "127.0.0.1")
+    assert tls_site.requested == []
+
+
+def test_handshake_that_never_ends_is_given_up():
+    def drip(server):
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"\x16\x03\x03\x40\x00")  # a record of 16 KB follows
+            for _ in range(30):
+                connection.sendall(b"\x02")
+                time.sleep(0.2)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=drip, args=[server], daemon=True).start()
+        started, url = time.monotonic(), f"https://127.0.0.1:{server.getsockname()[1]}/a.png"
+        with pytest.raises(ImageError, match=r"it took more than 0\.5 s"):
+            fetch(url, timeout_s=0.5)
+        assert time.monotonic() - started < 5

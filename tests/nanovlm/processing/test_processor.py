@@ -1,0 +1,195 @@
+"""Processor: token ids and tiles of images and prompts, against layouts written by hand."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+
+from models.config import extra_tokens
+from nanovlm.processing.processor import Processor
+
+END, IMAGE, GLOBAL = 2, 599, 600  # ids of the embedded model's tokenizer
+START = 1
+R1C1, R1C2, R2C1, R2C2, R3C1, R3C2 = 601, 602, 609, 610, 617, 618  # eight to a row
+
+
+def noise_image(width, height, seed=0):
+    return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
+
+
+SQUARE, WIDE, TALL = (16, 16), (30, 14), (30, 48)  # grids of 1 x 1, 1 x 2 and 3 x 2 tiles of 16 pixels
+
+
+@pytest.fixture(scope="module")
+def processor(tiled):
+    return tiled[1]
+
+
+def encode_one(processor, sizes, prompt="Hi?"):
+    """The ids of one row, and its number of tiles."""
+    inputs = processor([[noise_image(*size, seed) for seed, size in enumerate(sizes)]], [prompt])
+    assert inputs["attention_mask"].eq(1).all() and len(inputs["input_ids"]) == 1
+    return inputs["input_ids"][0].tolist(), 0 if inputs["images"] is None else len(inputs["images"])
+
+
+def user_turn(processor, *parts):
+    """The ids of a user turn, from texts and ids, up to where the answer begins."""
+    encode = processor.tokenizer.encode
+    ids = [id for part in parts for id in (encode(part) if isinstance(part, str) else part)]
+    return [START, *ids, END, *encode("\n"), START, *encode("assistant\n")]
+
+
+def test_prompt_without_images_is_one_turn(processor):
+    assert encode_one(processor, []) == (user_turn(processor, "user\nHi?"), 0)
+
+
+def test_one_tile_is_its_own_global_view(processor):
+    assert encode_one(processor, [SQUARE]) == (user_turn(processor, "user\n", [GLOBAL] + [IMAGE] * 4, "Hi?"), 1)
+
+
+def test_tiles_follow_the_global_view_row_by_row(processor):
+    image_tokens = [IMAGE] * 4
+    wide = [GLOBAL, *image_tokens, R1C1, *image_tokens, R1C2, *image_tokens]
+    assert encode_one(processor, [WIDE]) == (user_turn(processor, "user\n", wide, "Hi?"), 3)
+    tall = [GLOBAL, *image_tokens]
+    for tile in (R1C1, R1C2, R2C1, R2C2, R3C1, R3C2):
+        tall += [tile, *image_tokens]
+    assert encode_one(processor, [TALL]) == (user_turn(processor, "user\n", tall, "Hi?"), 7)
+
+
+def test_several_images_are_numbered_from_0(processor):
+    image_tokens = [IMAGE] * 4
+    wide = [GLOBAL, *image_tokens, R1C1, *image_tokens, R1C2, *image_tokens]
+    expected = user_turn(
+        processor,
+        *("user\n<image: 0>", [GLOBAL, *image_tokens]),
+        *("<image: 1>", wide),
+        *("<image: 2>", [GLOBAL, *image_tokens]),
+        "Which is wide?",
+    )
+    assert encode_one(processor, [SQUARE, WIDE, SQUARE], "Which is wide?") == (expected, 5)
+
+
+def test_tiles_are_in_the_order_of_their_tokens(processor):
+    tall = noise_image(*TALL)
+    inputs = processor([[noise_image(*SQUARE), tall]], ["?"])
+    resized = tall.resize((32, 48), Image.Resampling.BICUBIC)
+    tiles = [resized.crop((x, y, x + 16, y + 16)) for y in (0, 16, 32) for x in (0, 16)]
+    for image, tile in zip(inputs["images"], [noise_image(*SQUARE), None, *tiles]):
+        if tile is not None:
+            flat = torch.tensor(list(tile.tobytes())).view(16, 16, 3).permute(2, 0, 1)
+            assert torch.equal(image, flat / 255)
+
+
+def test_every_image_token_gets_an_embedding(tiled):
+    model, processor = tiled
+    for sizes in ([], [SQUARE], [WIDE], [TALL], [TALL, SQUARE, WIDE], [(500, 400)]):
+        inputs = processor([[noise_image(*size) for size in sizes]], ["What is this <|image|>?"])
+        x = model.embed(inputs["input_ids"], inputs["images"])
+        image_tokens = inputs["input_ids"] == IMAGE
+        assert int(image_tokens.sum()) == 4 * (0 if inputs["images"] is None else len(inputs["images"]))
+        if sizes:
+            encoded = model.MP(model.vision_encoder(inputs["images"]))
+            assert torch.equal(x[image_tokens], encoded.flatten(0, 1))
+
+
+def test_padded_row_matches_unpadded(tiled):
+    model, processor = tiled
+    images = [
+        [],
+        [noise_image(*TALL, 1)],
+        [noise_image(*WIDE, 2), noise_image(*SQUARE, 3), noise_image(*SQUARE, 4)],
+        [noise_image(*SQUARE, 5)],
+        [],
+    ]
+    prompts = ["What is 1 + 1?", "Describe this picture.", "Which one? " * 5, "?", "A longer question. " * 12]
+    batch = processor(images, prompts)
+    mask = batch["attention_mask"]
+    assert mask[:, -1].all() and (mask.diff(dim=1) >= 0).all() and len(set(mask.sum(1).tolist())) == 5
+    together = model.generate(**batch, max_new_tokens=12)
+    for row in range(5):
+        alone = processor([images[row]], [prompts[row]])
+        assert torch.equal(batch["input_ids"][row][mask[row] == 1], alone["input_ids"][0])
+        assert torch.equal(together[row], model.generate(**alone, max_new_tokens=12)[0])
+    assert len(set(map(tuple, together.tolist()))) == 5, "equal answers would prove nothing"
+
+
+def test_missing_tile_token_is_named(processor):
+    narrow = Processor(replace(processor.cfg, vlm_extra_tokens=extra_tokens(2)), processor.tokenizer)
+    narrow([[noise_image(*WIDE)]], ["?"])
+    with pytest.raises(ValueError, match="3 x 2 tiles, but vlm_extra_tokens has no r3c2"):
+        narrow([[noise_image(*TALL)]], ["?"])
+    with pytest.raises(ValueError, match="2 rows of images, but 1 prompts"):
+        narrow([[], []], ["?"])
+
+
+def test_single_tile_model_resizes_any_image_to_one_tile(model_and_processor):
+    _, processor = model_and_processor
+    for size in ((96, 96), (300, 90), (1092, 1092), (7, 400)):  # the resize rule would give 1092 x 1092 two tiles
+        ids, images = encode_one(processor, [size])
+        assert images == 1 and ids.count(IMAGE) == 36 and ids.count(GLOBAL) == 1
+
+
+def tile_count_and_grid(processor, size):
+    images, grid = processor.preprocess(noise_image(*size))
+    return len(images), grid
+
+
+@pytest.mark.parametrize(
+    ("size", "max_tiles", "grid"),
+    [
+        ((64, 64), None, (4, 4)), ((64, 64), 16, (4, 4)), ((64, 64), 15, (3, 3)), ((64, 64), 8, (2, 2)),
+        ((64, 64), 3, (1, 1)), ((64, 64), 1, (1, 1)), ((64, 20), 8, (2, 4)), ((64, 20), 7, (1, 3)),
+        ((300, 2), 2, (1, 2)), ((1092, 1092), 1, (1, 1)), ((1092, 1092), 11, (2, 2)), ((3, 5), 4, (1, 1)),
+    ],
+)  # fmt: skip
+def test_max_tiles_limits_the_grid(processor, size, max_tiles, grid):
+    limited = Processor(processor.cfg, processor.tokenizer, max_tiles=max_tiles)
+    rows, columns = grid
+    assert tile_count_and_grid(limited, size) == (rows * columns + (grid != (1, 1)), grid)
+    ids, _ = encode_one(limited, [size])
+    assert ids.count(IMAGE) == 4 * (rows * columns + (grid != (1, 1)))
+
+
+def test_upscale_false_keeps_small_images_small(processor):
+    cfg = replace(processor.cfg, resize_to_max_side_len=True)
+    large, small = Processor(cfg, processor.tokenizer), Processor(cfg, processor.tokenizer, upscale=False)
+    assert tile_count_and_grid(large, SQUARE) == (17, (4, 4)) and tile_count_and_grid(small, SQUARE) == (1, (1, 1))
+    assert tile_count_and_grid(Processor(cfg, processor.tokenizer, max_tiles=6), SQUARE) == (5, (2, 2))
+    assert tile_count_and_grid(large, (500, 400)) == tile_count_and_grid(small, (500, 400)) == (17, (4, 4))
+
+
+def test_max_tiles_changes_nothing_for_a_single_tile_model(model_and_processor):
+    _, processor = model_and_processor
+    limited = Processor(processor.cfg, processor.tokenizer, max_tiles=1, upscale=False)
+    assert torch.equal(limited.preprocess(noise_image(300, 90))[0], processor.preprocess(noise_image(300, 90))[0])
+
+
+def test_max_tiles_of_0_is_an_error(processor):
+    with pytest.raises(ValueError, match="max_tiles=0 is less than 1"):
+        Processor(processor.cfg, processor.tokenizer, max_tiles=0)
+
+
+def test_questions_share_their_common_prefix(tiled):
+    _, processor = tiled
+    images, texts = [noise_image(*TALL, 1), noise_image(*SQUARE, 2)], ["Which?", "Where is it? " * 3, "Which one?"]
+    batch = processor.encode_questions(images, texts)
+    shared, mask = batch["shared_prefix_length"], batch["attention_mask"]
+    assert len(batch["images"]) == 8 and mask[:, :shared].all() and mask[:, -1].all()
+    for row, text in enumerate(texts):
+        alone = processor([images], [text])
+        assert torch.equal(batch["input_ids"][row][mask[row] == 1], alone["input_ids"][0])
+        assert torch.equal(batch["images"], alone["images"])
+    head = batch["input_ids"][0, :shared]
+    assert (batch["input_ids"][:, :shared] == head).all() and head.eq(IMAGE).sum() == 8 * 4
+    assert len(set(batch["input_ids"][:, shared].tolist())) > 1, "the next ids differ, or are padding"
+
+
+@pytest.mark.parametrize("max_tiles", [None, 1, 4, 7])
+def test_max_tiles_per_image_is_an_upper_bound(processor, max_tiles):
+    processor = Processor(processor.cfg, processor.tokenizer, max_tiles)
+    sizes = [(16, 16), (64, 64), (640, 640), (200, 90), (90, 200), (33, 64)]
+    most = max(len(processor.preprocess(Image.new("RGB", size))[0]) for size in sizes)
+    assert most <= processor.max_tiles_per_image and (max_tiles == 7 or most == processor.max_tiles_per_image)

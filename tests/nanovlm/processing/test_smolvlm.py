@@ -1,0 +1,459 @@
+"""Checkpoints in the layout of transformers' SmolVLM and Idefics3, against transformers itself."""
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from safetensors.torch import load_file
+
+from models.checkpoint import checkpoint_dtype, load_config
+from models.inference.continuous_batching import ContinuousBatch
+from models.vision_language_model import VisionLanguageModel
+from nanovlm import EMBEDDED, SAMPLE
+from nanovlm.captioner import Captioner
+from nanovlm.chat_session import ChatSession
+from nanovlm.cli.main import main
+from nanovlm.data.examples import Example, collate, encode
+from nanovlm.errors import CheckpointError, InputError
+from nanovlm.export.transformers import export_smolvlm
+from nanovlm.processing.convert import check_format
+from nanovlm.processing.processor import Processor
+from nanovlm.serving.chat_format import parse_messages
+from nanovlm.serving.protocol import ChatCompletionRequest
+from support.smolvlm import ADDED, TEMPLATE, make_tokenizer, their_inputs, write_folder
+
+VARIANTS = {  # like the published models, only small
+    "SmolVLM-256M": {"kind": "Idefics3"},
+    "SmolVLM-2.2B": {  # the last pixels of a tile are in no patch, and rows and columns have no tokens
+        "kind": "Idefics3", "image_size": 38, "patch_size": 4, "scale_factor": 3, "longest_edge": 152,
+        "added": ["<fake_token_around_image>", "<image>", "<end_of_utterance>"],
+    },
+    "SmolVLM2": {"kind": "SmolVLM", "shard": "30KB"},
+    "tied": {"kind": "SmolVLM", "tie_word_embeddings": True, "text": {"tie_word_embeddings": True}},
+    "one tile": {"kind": "SmolVLM", "splitting": False},
+    "folded": {"kind": "Idefics3", "image_size": 76, "scale_factor": 1, "longest_edge": 76},
+    "half": {"kind": "SmolVLM", "dtype": torch.bfloat16},
+}  # fmt: skip
+
+
+def draw_image(width, height, seed=0):
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values).resize((width, height))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Of each variant the folder, transformers' model and its processor."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp("smolvlm") / name.replace(" ", "-")
+            model, processor = write_folder(folder, **VARIANTS[name])
+            made[name] = folder, type(model).from_pretrained(folder, dtype=torch.float32), processor
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request, folders):
+    return folders(request.param)
+
+
+@pytest.fixture(scope="module")
+def ours(variant):
+    return Captioner.from_pretrained(variant[0], "cpu", "float32")
+
+
+def sizes(n, seed):
+    rng = random.Random(seed)
+    return [(rng.randint(1, 300), rng.randint(1, 300)) for _ in range(n)] + [(16, 16), (64, 64), (300, 2), (65, 64)]
+
+
+def test_ids_and_pixels_of_200_sizes_match(variant, ours):
+    _, _, processor = variant
+    rng = random.Random(0)
+    for i, size in enumerate(sizes(200, 1)):
+        images = [draw_image(*size, seed=i)] + [draw_image(*s, seed=i) for s in sizes(2, i)[: rng.randint(0, 2)]]
+        turns = ["What is this?", "A cat and 12 dogs.", "And <image> there?"][: rng.choice((1, 3))]
+        expected = their_inputs(processor, images, [turn.replace("<image>", "") for turn in turns])
+        tiles = [ours.processor.preprocess(image) for image in images]
+        history = [tuple(turns[:2])] if len(turns) == 3 else []
+        question = turns[-1].replace("<image>", "")
+        assert ours.processor.encode_prompt([grid for _, grid in tiles], question, history) == (
+            expected["input_ids"][0].tolist()
+        )
+        pixels = torch.cat([one for one, _ in tiles])
+        assert pixels.shape == expected["pixel_values"][0].shape
+        assert (pixels - expected["pixel_values"][0]).abs().max() <= 1e-5
+
+
+def test_logits_match(variant, ours):
+    _, model, processor = variant
+    inputs = their_inputs(processor, [draw_image(70, 40), draw_image(20, 90)], ["What is in this picture?"])
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        logits, _ = ours.model(inputs["input_ids"], inputs["pixel_values"][0])
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def their_answers(model, processor, inputs, n):
+    ids = model.generate(**inputs, max_new_tokens=n, do_sample=False, pad_token_id=2)
+    return ids[:, inputs["input_ids"].size(1) :].tolist()
+
+
+def test_greedy_ids_match_cached_uncached_and_batched(variant, ours):
+    _, model, processor = variant
+    rows = [
+        ([draw_image(70, 40)], "What is this?"),
+        ([draw_image(16, 16), draw_image(90, 20)], "Describe the two of them."),
+    ]
+    expected = [
+        their_answers(model, processor, their_inputs(processor, images, [text]), 12)[0] for images, text in rows
+    ]
+    ends = ours.tokenizer.eos_token_ids
+    for cached in (True, False):
+        for (images, text), ids in zip(rows, expected):
+            generated = ours.model.generate(
+                **ours.processor([images], [text]), max_new_tokens=12, eos_token_id=ends, use_kv_cache=cached
+            )
+            assert generated[0].tolist() == ids
+    batch = ours.inference.generate(**ours.processor(*zip(*rows)), max_new_tokens=12, eos_token_id=ends)
+    for row, ids in zip(batch.tolist(), expected):
+        assert row[: len(ids)] == ids and set(row[len(ids) :]) <= {ours.tokenizer.eos_token_id}
+
+
+def test_saved_models_are_what_transformers_reads(variant, ours, tmp_path):
+    folder, model, _ = variant
+    ours.save_pretrained(tmp_path / "again")
+    again = type(model).from_pretrained(tmp_path / "again")
+    assert again.dtype == torch.float32
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    processors = [transformers.AutoProcessor.from_pretrained(one) for one in (folder, tmp_path / "again")]
+    inputs = [their_inputs(processor, [draw_image(70, 40)], ["What is this?"]) for processor in processors]
+    assert all(torch.equal(inputs[0][name], inputs[1][name]) for name in inputs[0])
+    assert Captioner.from_pretrained(tmp_path / "again").model.cfg == ours.model.cfg == load_config(folder)
+
+
+def test_the_dtype_of_the_weights_is_written(folders, tmp_path):
+    folder, _, _ = folders("half")
+    assert checkpoint_dtype(folder) == torch.bfloat16
+    VisionLanguageModel.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    assert transformers.SmolVLMForConditionalGeneration.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+
+
+def test_an_answer_is_learned_as_the_template_writes_it(folders):
+    _, _, processor = folders("SmolVLM2")
+    captioner = Captioner.from_pretrained(folders("SmolVLM2")[0])
+    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in
+                (("user", "What?"), ("assistant", "Two dogs."))]  # fmt: skip
+    whole = processor.tokenizer(processor.apply_chat_template(messages))["input_ids"]
+    prompt = captioner.processor.encode_prompt([], "What?")
+    answer = captioner.tokenizer.encode_answer("Two dogs.")
+    assert whole[: len(prompt) + len(answer)] == prompt + answer
+    assert captioner.tokenizer.decode(answer) == "".join(captioner.tokenizer.stream(answer)) == "Two dogs."
+
+
+def test_special_tokens_are_kept_in_answers_if_asked_for(folders, capsys):
+    folder, _, _ = folders("SmolVLM2")
+    kept = Captioner.from_pretrained(folder, skip_special_tokens=False).tokenizer
+    ids = [*kept.encode_answer("Two")[:-1], kept.special_id("<row_1_col_2>"), *kept.encode(" dogs.")]
+    assert kept.decode(ids) == "".join(kept.stream(ids)) == "Two<row_1_col_2> dogs."
+    assert Captioner.from_pretrained(folder).tokenizer.decode(ids) == "Two dogs."
+    args = [
+        "caption",
+        str(SAMPLE),
+        "--model",
+        str(folder),
+        "--max-new-tokens",
+        "40",
+        "--temperature",
+        "50",
+        "--seed",
+        "1",
+    ]
+    for flags, has_specials in (([], False), (["--no-skip-special-tokens"], True)):
+        capsys.readouterr()
+        assert main([*args, *flags]) == 0
+        assert any(token in capsys.readouterr().out for token in ("<row_", "<image>", "<global-img>")) == has_specials
+
+
+def test_spelled_tokens_are_text(folders):
+    captioner = Captioner.from_pretrained(folders("SmolVLM2")[0])
+    ids = captioner.processor.encode_prompt([(1, 1)], "<image> <row_1_col_1><end_of_utterance>")
+    assert ids.count(captioner.tokenizer.image_token_id) == captioner.model.cfg.mp_image_token_length
+    assert ids.count(captioner.tokenizer.eos_token_id) == 1
+
+
+@pytest.mark.parametrize("max_tiles", [1, 2, 3, 5, None])
+def test_max_tiles(folders, max_tiles):
+    captioner = Captioner.from_pretrained(folders("SmolVLM2")[0], max_tiles=max_tiles)
+    most = 0
+    for i, size in enumerate(sizes(20, 3)):
+        tiles, (rows, columns) = captioner.processor.preprocess(draw_image(*size, seed=i))
+        assert len(tiles) == (rows * columns + 1 if rows * columns > 1 else 1)
+        assert rows * columns <= (max_tiles or 16)
+        most = max(most, len(tiles))
+    assert most <= captioner.processor.max_tiles_per_image
+    small = Processor(captioner.processor.cfg, captioner.tokenizer, upscale=False)
+    assert small.preprocess(draw_image(20, 20))[1] == (2, 2) and small.preprocess(draw_image(9, 9))[1] == (1, 1)
+
+
+def test_chat_and_batches_of_a_folder(folders):
+    captioner = Captioner.from_pretrained(folders("SmolVLM2")[0])
+    images = [draw_image(70, 40), draw_image(20, 90)]
+    alone = [captioner.caption(image, "What is this?", max_new_tokens=8) for image in images]
+    assert list(captioner.captions(images, "What is this?", max_new_tokens=8)) == alone
+    session = ChatSession(captioner, images[:1])
+    assert "".join(session.ask("What is this?", max_new_tokens=8)) == alone[0]
+    read = "".join(session.ask("And there?", max_new_tokens=8))
+    ids = captioner.processor.encode_prompt(session.grids, "And there?", [("What is this?", alone[0])])
+    fresh = captioner.model.generate(
+        torch.tensor([ids]), session.images, max_new_tokens=8, eos_token_id=captioner.tokenizer.eos_token_ids
+    )[0].tolist()
+    assert read == captioner.tokenizer.decode([id for id in fresh if id != captioner.tokenizer.eos_token_id])
+
+
+DAMAGE = {
+    "qk_layer_norms": ("text_config", True), "rope_scaling": ("text_config", {"rope_type": "yarn", "factor": 2.0}),
+    "attention_bias": ("text_config", True), "hidden_act": ("vision_config", "gelu"),
+    "model_type": ("text_config", "mistral"), "num_channels": ("vision_config", 4),
+    "use_resampler": ("text_config", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", DAMAGE)
+def test_settings_that_compute_something_else_are_refused_by_name(folders, tmp_path, key):
+    shutil.copytree(folders("SmolVLM2")[0], folder := tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    section, value = DAMAGE[key]
+    config[section][key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"{section}: {key}="):
+        load_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", {"model_type": "llava"}, "model_type='llava' is not supported"),
+        ("config.json", {"image_token_id": 5}, "<image> is .*, but config.json has image_token_id=5"),
+        ("processor_config.json", {"image_seq_len": 5}, "image_seq_len=5, but a tile has 4 embeddings"),
+    ],
+)
+def test_files_that_disagree_are_refused(folders, tmp_path, file, change, message):
+    shutil.copytree(folders("SmolVLM2")[0], folder := tmp_path / "model")
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
+    with pytest.raises(CheckpointError, match=message):
+        VisionLanguageModel.from_pretrained(folder)
+
+
+def test_files_as_transformers_4_writes_them(folders, tmp_path):
+    """preprocessor_config.json of its own, and chat_template.json instead of .jinja."""
+    shutil.copytree(folders("SmolVLM2")[0], folder := tmp_path / "model")
+    expected = load_config(folder)
+    settings = json.loads((folder / "processor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings.pop("image_processor")))
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    cfg = load_config(folder)
+    assert cfg.lm_chat_template == expected.lm_chat_template == TEMPLATE
+    for name in ("longest_edge", "split", "resample", "mean", "std", "rescale_factor", "end_token_ids"):
+        assert getattr(cfg.smolvlm, name) == getattr(expected.smolvlm, name)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(CheckpointError, match="preprocessor_config.json is missing"):
+        load_config(folder)
+
+
+def test_missing_shards_and_surplus_tensors_are_named(folders, tmp_path):
+    shutil.copytree(folders("SmolVLM2")[0], folder := tmp_path / "model")
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    assert load_file(shard)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"{shard.name}"):
+        VisionLanguageModel.from_pretrained(folder)
+
+
+# --------------------------------------------------------------------------------------------- doors, training, export
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_quantized_and_plain_models_answer_batches_alike(folders, quantize):
+    captioner = Captioner.from_pretrained(folders("SmolVLM-256M")[0], quantize=quantize)
+    images = [draw_image(70, 40), draw_image(20, 90), draw_image(16, 16)]
+    batch = ContinuousBatch(captioner.inference, max_num_seqs=2, eos_token_id=captioner.tokenizer.eos_token_ids)
+    for i, image in enumerate(images):
+        ids, tiles = captioner.prepare(image, "What is this?")
+        batch.add(i, torch.tensor(ids), torch.cat(tiles), max_new_tokens=8)
+    answers: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    while any(outputs := batch.step()):
+        for output in outputs:
+            answers[output.key].append(output.token_id)
+    ends = captioner.tokenizer.eos_token_ids
+    for i, image in enumerate(images):
+        inputs = captioner.processor([[image]], ["What is this?"])
+        alone = captioner.inference.generate(**inputs, max_new_tokens=8, eos_token_id=ends)
+        assert answers[i] == alone[0].tolist()
+
+
+@pytest.fixture(scope="module")
+def backbone_folders(tmp_path_factory):
+    """A small SigLIP and a small Llama with its tokenizer, as transformers writes them."""
+    root = tmp_path_factory.mktemp("backbones")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = transformers.SiglipVisionConfig(**sizes, image_size=16, patch_size=4)
+    transformers.SiglipVisionModel(vision).save_pretrained(root / "siglip")
+    backend = make_tokenizer(added=[])
+    language = transformers.LlamaConfig(**sizes, vocab_size=backend.get_vocab_size(), rope_theta=10000.0)
+    transformers.LlamaForCausalLM(language).save_pretrained(root / "llama")
+    backend.save(str(root / "llama" / "tokenizer.json"))
+    return root / "siglip", root / "llama"
+
+
+FULL, LORA, PACKED = [], ["--lora-rank", "2"], ["--pack", "200"]
+STARTS = [("SmolVLM2", FULL), ("SmolVLM2", LORA), ("backbones", PACKED)]
+SLOW_STARTS = [("SmolVLM2", PACKED), ("backbones", FULL), ("backbones", LORA)]
+SLOW_STARTS += [("embedded", flags) for flags in (FULL, LORA, PACKED)]
+
+
+@pytest.mark.parametrize(
+    ("start", "flags"), [*STARTS, *(pytest.param(*start, marks=pytest.mark.slow) for start in SLOW_STARTS)]
+)
+def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(
+    folders, backbone_folders, tmp_path, start, flags
+):
+    data = tmp_path / "data"
+    data.mkdir()
+    for i in range(4):
+        draw_image(20 + 8 * i, 30, seed=i).save(data / f"{i}.png")
+        (data / f"{i}.txt").write_text(f"Image {i}.")
+    source = {
+        "SmolVLM2": ["--model", str(folders("SmolVLM2")[0])],
+        "embedded": [],
+        "backbones": ["--backbones", *map(str, backbone_folders)],
+    }[start]
+    out = tmp_path / "out"
+    common = ["--batch-size", "2", "--validation", "1", "--format", "smolvlm", "--device", "cpu", *flags, *source]
+    for steps in ("2", "4"):  # the second run resumes the first
+        assert main(["train", "--data", str(data), "--out", str(out), "--max-steps", steps, *common]) == 0
+    ours = Captioner.from_pretrained(out, "cpu", "float32")
+    assert ours.model.cfg.smolvlm is not None
+    theirs = transformers.SmolVLMForConditionalGeneration.from_pretrained(out, dtype=torch.float32).eval()
+    processor = transformers.AutoProcessor.from_pretrained(out, use_fast=False)
+    processor.image_processor = transformers.SmolVLMImageProcessorPil.from_pretrained(out)
+    inputs = their_inputs(processor, [draw_image(70, 40)], ["What is this?"])
+    mine = ours.processor([[draw_image(70, 40)]], ["What is this?"])
+    assert inputs["input_ids"].tolist() == mine["input_ids"].tolist()
+    assert (inputs["pixel_values"][0] - mine["images"]).abs().max() <= 1e-5
+    expected = their_answers(theirs, processor, inputs, 6)[0]
+    assert (
+        ours.model.generate(**mine, max_new_tokens=6, eos_token_id=ours.tokenizer.eos_token_ids)[0].tolist() == expected
+    )
+
+
+def test_the_loss_of_a_training_example_is_transformers(folders):
+    folder, model, processor = folders("SmolVLM2")
+    captioner = Captioner.from_pretrained(folder)
+    image, pairs = draw_image(70, 40), [("What is this?", "Two dogs."), ("And there?", "A cat.")]
+    row = encode(Example([image], pairs, multi_turn=True), captioner.processor)
+    batch = collate([row])
+    _, loss = captioner.model(**batch)
+    texts = [text for pair in pairs for text in pair]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": [{"type": "text", "text": t}]} for i, t in
+                enumerate(texts)]  # fmt: skip
+    messages[0]["content"].insert(0, {"type": "image"})
+    inputs = processor(text=processor.apply_chat_template(messages), images=[[image]], return_tensors="pt")
+    end = captioner.tokenizer.eos_token_id
+    ids = inputs["input_ids"][0].tolist()
+    labels, learning = [], False
+    assistant = captioner.tokenizer.encode("Assistant:")
+    for i, id in enumerate(ids):
+        labels.append(id if learning else -100)
+        if learning and id == end:
+            learning = False
+        elif not learning and ids[max(0, i + 1 - len(assistant)) : i + 1] == assistant:
+            learning = True
+    with torch.no_grad():
+        expected = model(**inputs, labels=torch.tensor([labels])).loss
+    assert sum(label != -100 for label in labels) == sum(target != -100 for target in row.targets) > 8
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_our_own_export_is_read_back(tmp_path):
+    embedded = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
+    export_smolvlm(embedded, tmp_path / "export")
+    again = Captioner.from_pretrained(tmp_path / "export", "cpu", "float32")
+    image = draw_image(96, 96)
+    assert again.caption(image) == embedded.caption(image)
+
+
+def test_a_smolvlm_is_exported_as_it_is(folders, tmp_path):
+    folder, model, _ = folders("SmolVLM2")
+    export_smolvlm(Captioner.from_pretrained(folder, "cpu", "float32"), tmp_path / "export")
+    again = type(model).from_pretrained(tmp_path / "export")
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_smolvlm_does_not_become_a_nanovlm(folders, tmp_path):
+    with pytest.raises(InputError, match="format=nanovlm, but this model has SmolVLM's layout"):
+        check_format(load_config(folders("SmolVLM2")[0]), "nanovlm")
+
+
+def test_images_of_later_turns_stay_there(folders):
+    folder, _, processor = folders("SmolVLM2")
+    ours = Captioner.from_pretrained(folder).processor
+    images = [draw_image(70, 40), draw_image(20, 90), draw_image(16, 16)]
+    turns = ["What is this?", "A cat.", "And there?", "A dog.", "And now?"]
+    expected = their_inputs(processor, images, turns, [1, 0, 2])["input_ids"][0].tolist()
+    grids = [ours.preprocess(image)[1] for image in images]
+    history = [("What is this?", "A cat."), ("And there?", "A dog.")]
+    assert ours.encode_prompt(grids, "And now?", history, [1, 0, 2]) == expected
+    url = {"type": "image_url", "image_url": {"url": "data:,"}}
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+    messages[0]["content"] = [{"type": "text", "text": turns[0]}, url]
+    messages[4]["content"] = [url, {"type": "text", "text": turns[4]}, url]
+    chat = parse_messages(ChatCompletionRequest.model_validate({"messages": messages}).messages)
+    assert ours.encode_prompt(grids, chat.question, chat.history, chat.images_per_turn) == expected
+
+
+# As granite-docling's: other roles and ends than SmolVLM's, a content that may be a string, no space before an answer.
+GRANITE = (
+    "{%- for message in messages -%}{{- '<|start_of_role|>' + message['role'] + '<|end_of_role|>' -}}"
+    "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
+    "{%- for part in message['content'] -%}{%- if part['type'] == 'text' -%}{{- part['text'] -}}"
+    "{%- elif part['type'] == 'image' -%}{{- '<image>' -}}{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{{- '<|end_of_text|>\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|start_of_role|>assistant<|end_of_role|>' -}}{%- endif -%}"
+)
+
+
+def test_another_template_with_several_end_tokens(tmp_path):
+    folder = tmp_path / "granite"
+    added = [*ADDED, "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"]
+    model, processor = write_folder(folder, "Idefics3", added=added)
+    (folder / "chat_template.jinja").write_text(GRANITE)
+    processor.chat_template = GRANITE
+    inputs = their_inputs(processor, [draw_image(70, 40)], ["What is this?"])
+    model.generation_config.eos_token_id = None
+    free = their_answers(model, processor, inputs, 12)[0]
+    ends = [free[-1], processor.tokenizer.get_vocab()["<|end_of_text|>"]]  # the first ends this answer
+    model.generation_config.eos_token_id = ends
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    expected = their_answers(model, processor, inputs, 40)[0]
+    assert expected[-1] == ends[0] and len(expected) <= 12
+
+    captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+    assert captioner.tokenizer.eos_token_ids == (ends[1], ends[0]), "first the template's own"
+    assert captioner.tokenizer.answer_prefix == ""
+    ours = captioner.processor([[draw_image(70, 40)]], ["What is this?"])
+    assert ours["input_ids"].tolist() == inputs["input_ids"].tolist()
+    got = captioner.model.generate(**ours, max_new_tokens=40, eos_token_id=captioner.tokenizer.eos_token_ids)[0]
+    assert got.tolist() == [*expected[:-1], ends[1]], "the template's own stands for any"

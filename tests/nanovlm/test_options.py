@@ -1,0 +1,102 @@
+"""Keywords of the Captioner's methods: sampling fields, start_with and trim_incomplete."""
+
+import pytest
+import torch
+
+from models.decoding import SamplingParams
+from nanovlm import SAMPLE, Captioner
+from nanovlm.errors import InputError
+from nanovlm.options import Generation, cut_incomplete_sentence
+from nanovlm.processing.image_loading import load_image
+
+PROMPT = "What is this?"
+
+
+@pytest.fixture(scope="module")
+def captioner():
+    return Captioner.from_pretrained(dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def random_captioner(model_folder):
+    return Captioner.from_pretrained(model_folder, "cpu", "float32")
+
+
+def test_fields_of_sampling_are_keywords(random_captioner):
+    warm = SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=3)
+    fields = {name: getattr(warm, name) for name in SamplingParams.__dataclass_fields__}
+    expected = random_captioner.caption(SAMPLE, PROMPT, max_new_tokens=12, sampling=warm)
+    assert expected == random_captioner.caption(SAMPLE, PROMPT, max_new_tokens=12, **fields)
+    assert expected == "".join(random_captioner.stream(SAMPLE, PROMPT, max_new_tokens=12, **fields))
+    assert [expected] == random_captioner.ask(SAMPLE, [PROMPT], max_new_tokens=12, **fields)
+    assert [expected] == list(random_captioner.captions([SAMPLE], PROMPT, max_new_tokens=12, **fields))
+    assert expected != random_captioner.caption(SAMPLE, PROMPT, max_new_tokens=12)
+    mixed = Generation.from_kwargs({"sampling": SamplingParams(seed=3, top_k=2), "top_k": 20})
+    assert mixed.sampling == SamplingParams(seed=3, top_k=20)
+
+
+def test_wrong_keywords_are_named(captioner):
+    with pytest.raises(TypeError, match="'temprature'; generation takes max_new_tokens, .*temperature"):
+        captioner.caption(SAMPLE, temprature=0.5)
+    with pytest.raises(InputError, match="temperature=-1"):
+        captioner.caption(SAMPLE, temperature=-1)
+    with pytest.raises(InputError, match="start_with is a text"):
+        captioner.caption(SAMPLE, start_with=3)
+    with pytest.raises(InputError, match="use caption"):
+        captioner.stream(SAMPLE, trim_incomplete=True)
+
+
+def test_an_answer_that_starts_with_its_own_beginning_is_the_same(captioner):
+    text = captioner.caption(SAMPLE)
+    for words in range(1, 8):
+        start = " ".join(text.split()[:words])
+        for given in (start, f"{start} "):  # a space at the end belongs to the next word
+            assert captioner.caption(SAMPLE, start_with=given) == text
+            assert "".join(captioner.stream(SAMPLE, start_with=given)) == text
+    questions = [PROMPT, "What is in this picture?"]
+    alone = [captioner.caption(SAMPLE, question, start_with="A small") for question in questions]
+    assert captioner.ask(SAMPLE, questions, start_with="A small") == alone
+    assert list(captioner.captions([SAMPLE] * 2, questions, start_with="A small")) == alone
+    assert all(answer.startswith("A small ") for answer in alone) and not text.startswith("A small")
+
+
+def test_the_model_continues_the_start(random_captioner):
+    """The same ids as `generate` gives for the prompt's and the start's ids in one row."""
+    start = "A photo of two"
+    row, tiles = random_captioner.processor.encode([load_image(SAMPLE)], PROMPT)
+    start_ids = random_captioner.tokenizer.encode(start)
+    ids = random_captioner.model.generate(torch.tensor([row + start_ids]), torch.cat(tiles), max_new_tokens=9)[
+        0
+    ].tolist()
+    eos = random_captioner.tokenizer.eos_token_id
+    ids = ids[: ids.index(eos)] if eos in ids else ids
+    expected = random_captioner.tokenizer.decode(start_ids + ids)
+    assert random_captioner.caption(SAMPLE, PROMPT, start_with=start, max_new_tokens=9) == expected
+    assert expected.startswith(start) and len(expected) > len(start)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("One. Two thr", "One."),
+        ('He said "one." Then', 'He said "one."'),
+        ("One! Two? Three", "One! Two?"),
+        ("It is 3.5 m", "It is 3.5 m"),
+        ("no end", "no end"),
+        ("Whole.", "Whole."),
+        ("一。二", "一。"),
+        ("", ""),
+        ("a.png is here. And", "a.png is here."),
+    ],
+)
+def test_an_incomplete_last_sentence_is_cut(text, expected):
+    assert cut_incomplete_sentence(text) == expected
+
+
+def test_only_an_answer_that_the_limit_has_ended_is_cut(captioner):
+    options = {"start_with": "Look here. A large", "trim_incomplete": True}
+    assert captioner.caption(SAMPLE, max_new_tokens=3, **options) == "Look here."
+    assert captioner.samples(SAMPLE, n=2, max_new_tokens=3, **options) == ["Look here."] * 2
+    assert captioner.ask(SAMPLE, [PROMPT], max_new_tokens=3, **options) == ["Look here."]
+    whole = captioner.caption(SAMPLE, **options)
+    assert whole == captioner.caption(SAMPLE, start_with=options["start_with"]) and len(whole) > 40
