@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.decoding import GREEDY, SamplingParams
-from nanovlm import PROMPT
 from nanovlm.bulk.prompt_template import check_template, fill_template
 from nanovlm.data.source import INSTALL_DATA
+from nanovlm.embedded import PROMPT
 from nanovlm.errors import UsageError
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 

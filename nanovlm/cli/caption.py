@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, BinaryIO
 
-from nanovlm import PROMPT, SAMPLE
 from nanovlm.cli.options import GenerationOptions, ModelOptions, add_generation_flags, add_renamed, load_captioner
 from nanovlm.console import print_error
-from nanovlm.embedded import trained_prompts
+from nanovlm.embedded import PROMPT, SAMPLE, trained_prompts
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
 
 if TYPE_CHECKING:

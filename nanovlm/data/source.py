@@ -7,8 +7,8 @@ from itertools import chain, count, islice
 from random import Random
 from typing import Any
 
-from nanovlm import PROMPT
 from nanovlm.data.examples import Example, ExampleError, ImageSource
+from nanovlm.embedded import PROMPT
 from nanovlm.errors import DataError
 
 SHUFFLE_WINDOW = 256  # rows of a stream held in memory to be shuffled

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from nanovlm import SAMPLE
+from nanovlm.embedded import SAMPLE
 from nanovlm.serving.errors import APIError, internal_error
 from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationFields, ResponsesRequest
 from nanovlm.serving.security import BrowserSecurityMiddleware, require_api_key

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from models.inference.serving_caches import ImageCache, ImageInput
-from nanovlm import PROMPT
+from nanovlm.embedded import PROMPT
 from nanovlm.errors import ImageError, NanoVLMError
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.image_urls import decode_data_url

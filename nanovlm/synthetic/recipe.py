@@ -17,9 +17,9 @@ from torch import Tensor
 
 from models.config import VLMConfig, extra_tokens
 from models.vision_language_model import VisionLanguageModel
-from nanovlm import PROMPT
 from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, collate, encode
 from nanovlm.data.source import Source
+from nanovlm.embedded import PROMPT
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.synthetic.captions import RELATIONS, caption, questions, short_caption
