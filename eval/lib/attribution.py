@@ -94,7 +94,7 @@ def attribute(
 
 def attribution_table(rows: Sequence[Attribution], size: str = ATTRIBUTED[0], vocab_size: int = VOCABULARY) -> str:
     """The factors, whose product is the whole, beside the times of both ends."""
-    title = f"{size}'s step, {vocab_size:,} words of vocabulary: fused attention, the head at the last token, the cache"
+    title = f"{size}'s step, vocabulary of {vocab_size:,}: fused attention, the head at the last token, the cache"
     cells = [["context", "no cache, ms", "cache, ms", "kernel", "last position", "cache alone", "product"]]
     for row in rows:
         times = [f"{ms:,.2f}" for ms in (row.explicit_ms, row.cached_ms)]

@@ -115,7 +115,7 @@ def test_the_factors_of_minGPTs_speedup_multiply_to_the_whole():
     for row in rows:
         assert row.kernel * row.head * row.cache == pytest.approx(row.total)
         assert row.explicit_ms > 0 < row.cached_ms
-    assert "cache alone" in attribution_table(rows) and "50,257 words" in attribution_table(rows)
+    assert "cache alone" in attribution_table(rows) and "vocabulary of 50,257" in attribution_table(rows)
 
 
 def test_a_step_that_computes_something_else_is_an_error():

@@ -49,6 +49,7 @@ def test_smolvlms_tokenizers_have_the_published_ids(name):
     assert len(tokenizer.encode("\n\n").ids) == 1
 
 
+@pytest.mark.full
 def test_full_size_tokenizers_fill_the_vocabulary():
     for cfg, _ in SHAPES.values():
         tokenizer = tokenizers.Tokenizer.from_str(make_tokenizer(cfg))
