@@ -52,6 +52,7 @@ def test_a_short_caption_names_colors_and_shapes_only():
     assert shortened("A large blue ring on a wavy background.") == "A blue ring."
 
 
+@pytest.mark.full
 def test_every_variant_is_asked_about_the_same_scenes():
     seen = {}
 
