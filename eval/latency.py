@@ -3,10 +3,8 @@
     python -m eval.latency                                             # the embedded model, beside plain nanoVLM
     python -m eval.latency --model-size 230M --dtype float32 bfloat16 --baselines plain transformers
     python -m eval.latency --model FOLDER --dtype float32 bfloat16 --baselines llama.cpp   # of SmolVLM's layout
-    python -m eval.latency --model-size 230M --quantize int4 --stages prefill decode
     python -m eval.latency --level avx2 vnni bf16 --quantize int8         # the kernels at several levels
     python -m eval.latency --level vnni --baselines openvino --save       # oneDNN held to that level, too
-    python -m eval.latency --model-size SmolVLM-256M --quantize int8 --baselines openvino onnxruntime llama.cpp
     python -m eval.latency --model-size 230M --baselines openvino --background-load 2   # beside two busy processes
 
 Stages: encode (one preprocessed image), prefill (as many tokens as an image and a short prompt), decode (one token of
@@ -37,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -156,11 +154,6 @@ def decode_seconds(engine: Engine, prompts: list[list[int]], tokens: int) -> flo
     return median(measure_seconds(partial(engine.decode, ids)) for _ in range(tokens))
 
 
-def ask_one_by_one(captioner: Captioner, image: ImageInput) -> None:
-    for question in QUESTIONS:
-        captioner.caption(image, question, max_new_tokens=ANSWER_TOKENS)
-
-
 def cold_start(folder: Path) -> dict[str, Callable[[], object]]:
     """generate.py on the model's folder, beside a process that imports torch only."""
     generate = [str(GENERATE), "--model", str(folder), "--max-new-tokens", str(ANSWER_TOKENS)]
@@ -197,10 +190,8 @@ def stage_contestants(
         side, image = next(iter(inputs.images.items()))
         captioner = ours[-1].captioner
         ask = partial(captioner.ask, image, QUESTIONS, max_new_tokens=ANSWER_TOKENS)
-        calls: dict[str, Callable[[], object]] = {
-            "single calls": partial(ask_one_by_one, captioner, image),
-            "one ask": ask,
-        }
+        single = partial(captioner.caption, image, max_new_tokens=ANSWER_TOKENS)
+        calls = {"single calls": lambda: [single(question) for question in QUESTIONS], "one ask": ask}
         yield f"{len(QUESTIONS)} questions, {side} px, {ours[-1].name}", timed(calls)
     else:
         yield "cold start", timed(cold_start(folder))
@@ -226,13 +217,9 @@ def measure(
 
 def slowed(results: Sequence[Result], idle: Sequence[Result], n: int) -> list[Result]:
     """Results beside n competing processes, with the slowdown of each median; limits no longer apply."""
+    load = f"background load {n}"
     return [
-        replace(
-            busy,
-            stage=f"{busy.stage}, background load {n}",
-            roofline_ms=None,
-            slowdown=busy.median_ms / quiet.median_ms,
-        )
+        replace(busy, stage=f"{busy.stage}, {load}", roofline_ms=None, slowdown=busy.median_ms / quiet.median_ms)
         for busy, quiet in zip(results, idle, strict=True)
     ]
 
@@ -304,15 +291,12 @@ def make_latency_parser() -> Parser:
     return parser
 
 
-@contextmanager
-def engine_files(cache: Path | None) -> Iterator[Path]:
+def engine_files(cache: Path | None) -> AbstractContextManager[str | Path]:
     """The folder for the files of other engines: a temporary one without a cache."""
     if cache is None:
-        with tempfile.TemporaryDirectory() as temporary:
-            yield Path(temporary)
-    else:
-        cache.mkdir(parents=True, exist_ok=True)
-        yield cache
+        return tempfile.TemporaryDirectory()
+    cache.mkdir(parents=True, exist_ok=True)
+    return nullcontext(cache)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -323,7 +307,7 @@ def run(args: argparse.Namespace) -> int:
         folder = folder if args.model is None else snapshot_path(args.model)
         progress("loading engines")
         plain = plain_engine(folder)
-        engines = make_engines(plain, folder, files, options)
+        engines = make_engines(plain, folder, Path(files), options)
         inputs = Inputs.make(plain.model.cfg, plain.model.image_token_id, args.batch_size, args.image_size)
         errors = stage_errors(engines, plain, inputs.prompts, inputs.image, args.stages)
         ids = {}

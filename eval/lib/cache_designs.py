@@ -85,44 +85,55 @@ def static(programs: Sequence[Program], x: Tensor, kv: list[KVPair], cross: Sequ
     return Run(first, step, lambda: size * length // capacity, [tensor for pair in cross for tensor in pair])
 
 
+def blocks(
+    model: VisionLanguageModel, make: Callable[[int], list[BlockCache]], reorder: bool, ids: Tensor, images: Images
+) -> Run:
+    """The product's prefill and decode on other caches, one per block; reorder copies rows at each step, as beams."""
+    logits, state = model.prefill(ids, images, None, prefill_state(kv) if (kv := make(len(ids))) else None)
+    order = torch.arange(len(ids), device=ids.device)
+
+    def step(new: Tensor) -> Tensor:
+        nonlocal state
+        logits, state = model.decode(new, state.rows(order) if reorder else state)
+        return logits
+
+    return Run(logits, step, lambda: sum_bytes(state.kv_cache))
+
+
+def windowed(model: VisionLanguageModel, window: int, ids: Tensor, images: Images) -> Run:
+    decoder, kv = model.decoder, [SlidingWindowKV(window) for _ in model.decoder.blocks]
+    hidden = sliding_window.forward(decoder, model.embed(ids, images), window, 0, kv)
+
+    def step(new: Tensor) -> Tensor:
+        hidden, _ = decoder(model.embed_tokens(new[:, None]), None, block_caches(kv), kv[0].length)
+        return decoder.head(hidden[:, -1])
+
+    return Run(decoder.head(hidden[:, -1]), step, lambda: sum_bytes(kv))
+
+
+def masked(model: VisionLanguageModel, window: int, ids: Tensor, images: Images) -> Run:
+    """No cache under the window's mask: the definition of a sliding window."""
+    decoder = model.decoder
+    forward = partial(sliding_window.forward, decoder, window=window)
+    return uncached(model.embed_tokens, lambda x: decoder.head(forward(x)[:, -1]), model.embed(ids, images))
+
+
+def fixed(
+    model: VisionLanguageModel, programs: tuple[nn.Module, nn.Module], capacity: int, ids: Tensor, images: Images
+) -> Run:
+    """Two programs, exported or not, on a static cache."""
+    kv, mask = language_model_cache(model.decoder, len(ids), capacity), ids.new_ones(len(ids), capacity)
+    bound = [lambda x, start, program=program: program(x, mask, start, kv) for program in programs]
+    return static(bound, model.embed(ids, images), kv)
+
+
 def language_model_designs(model: VisionLanguageModel, capacity: int, window: int, export: bool) -> list[Design]:
     """The designs of the product's language model, for sequences of up to capacity tokens."""
-    decoder, n_blocks, cost = model.decoder, len(model.decoder.blocks), flops.language_model(model.cfg)
-
-    def blocks(make: Callable[[int], list[BlockCache]], reorder: bool, ids: Tensor, images: Images) -> Run:
-        """The product's prefill and decode on other caches; reorder copies rows at each step, as beam search."""
-        logits, state = model.prefill(ids, images, None, prefill_state(kv) if (kv := make(len(ids))) else None)
-        order = torch.arange(len(ids), device=ids.device)
-
-        def step(new: Tensor) -> Tensor:
-            nonlocal state
-            logits, state = model.decode(new, state.rows(order) if reorder else state)
-            return logits
-
-        return Run(logits, step, lambda: sum_bytes(state.kv_cache))
-
-    def windowed(ids: Tensor, images: Images) -> Run:
-        kv = [SlidingWindowKV(window) for _ in range(n_blocks)]
-        hidden = sliding_window.forward(decoder, model.embed(ids, images), window, 0, kv)
-
-        def step(new: Tensor) -> Tensor:
-            hidden, _ = decoder(model.embed_tokens(new[:, None]), None, block_caches(kv), kv[0].length)
-            return decoder.head(hidden[:, -1])
-
-        return Run(decoder.head(hidden[:, -1]), step, lambda: sum_bytes(kv))
-
-    def masked(ids: Tensor, images: Images) -> Run:
-        """No cache under the window's mask: the definition of a sliding window."""
-        forward = partial(sliding_window.forward, decoder, window=window)
-        return uncached(model.embed_tokens, lambda x: decoder.head(forward(x)[:, -1]), model.embed(ids, images))
+    decoder, n_blocks = model.decoder, len(model.decoder.blocks)
+    cost, window_cost = flops.language_model(model.cfg), flops.language_model(model.cfg, window)
 
     def plain(ids: Tensor, images: Images) -> Run:
         return uncached(model.embed_tokens, lambda x: model.prefill_embeds(x)[0], model.embed(ids, images))
-
-    def fixed(prefill: nn.Module, decode: nn.Module, ids: Tensor, images: Images) -> Run:
-        kv, mask = language_model_cache(decoder, len(ids), capacity), ids.new_ones(len(ids), capacity)
-        bound = [lambda x, start, program=program: program(x, mask, start, kv) for program in (prefill, decode)]
-        return static(bound, model.embed(ids, images), kv)
 
     def paged(batch: int) -> list[BlockCache]:
         return [PagedKV(BlockPool(batch * -(-capacity // BLOCK_SIZE), BLOCK_SIZE)) for _ in range(n_blocks)]
@@ -133,19 +144,20 @@ def language_model_designs(model: VisionLanguageModel, capacity: int, window: in
     def none(batch: int) -> list[BlockCache]:
         return []
 
-    step, window_cost = LanguageModelStep(decoder), flops.language_model(model.cfg, window)
+    step, name = LanguageModelStep(decoder), f"sliding window, {window}"
+    reference = partial(masked, model, window)
     designs = [
         Design(UNCACHED, plain, cost, fork="yes", chunk=False),
-        Design("per-block cache", partial(blocks, none, False), cost, fork="yes"),
-        Design("  reordered, as beams", partial(blocks, none, True), cost, fork="yes"),
-        Design("static cache", partial(fixed, step, step), cost, fork="no", export=True),
-        Design("paged blocks", partial(blocks, paged, False), cost, fork="shared"),
-        Design("int8 cache", partial(blocks, int8, False), cost, fork="yes", exact="rounded"),
-        Design(f"sliding window, {window}", windowed, window_cost, exact="as mask", reference=masked),
+        Design("per-block cache", partial(blocks, model, none, False), cost, fork="yes"),
+        Design("  reordered, as beams", partial(blocks, model, none, True), cost, fork="yes"),
+        Design("static cache", partial(fixed, model, (step, step), capacity), cost, fork="no", export=True),
+        Design("paged blocks", partial(blocks, model, paged, False), cost, fork="shared"),
+        Design("int8 cache", partial(blocks, model, int8, False), cost, fork="yes", exact="rounded"),
+        Design(name, partial(windowed, model, window), window_cost, exact="as mask", reference=reference),
     ]
     if export:
-        programs = export_language_model(decoder, capacity)
-        start = partial(fixed, programs["prefill"].module(), programs["decode"].module())
+        graphs = export_language_model(decoder, capacity)
+        start = partial(fixed, model, (graphs["prefill"].module(), graphs["decode"].module()), capacity)
         designs.insert(4, Design("static, exported", start, cost, fork="no", export=True))
     return designs
 
@@ -174,7 +186,7 @@ def encoder_decoder_designs(model: EncoderDecoder, capacity: int, n_patches: int
         used = lambda: sum(tensor.nbytes for tensor in past.self_kv.values())  # noqa: E731
         return Run(logits, lambda new: read(new[:, None]), used, list(past.cross_kv.values()))
 
-    def blocks(once: bool, ids: Tensor, images: Images) -> Run:
+    def per_block(once: bool, ids: Tensor, images: Images) -> Run:
         """Cached self-attention; the image's keys and values are computed once, or again for every token."""
         xa = encoded(images)
         state = TextPrefillState(decoder.project_cross_kv(xa))
@@ -189,7 +201,7 @@ def encoder_decoder_designs(model: EncoderDecoder, capacity: int, n_patches: int
         logits, cross = read(ids), [tensor for pair in state.cross_kv if once for tensor in pair]
         return Run(logits, lambda new: read(new[:, None]), lambda: sum_bytes(state.self_kv or []), cross)
 
-    def fixed(
+    def fixed_size(
         make_cross: Callable[[Tensor], list[KVPair]], prefill: nn.Module, decode: nn.Module, ids: Tensor, images: Images
     ) -> Run:
         kv, cross = text_decoder_cache(decoder, len(ids), capacity), make_cross(encoded(images))
@@ -200,13 +212,13 @@ def encoder_decoder_designs(model: EncoderDecoder, capacity: int, n_patches: int
     designs = [
         Design(UNCACHED, plain, cost, fork="yes", chunk=False),
         Design("hooks", hooks, cost, fork="yes"),
-        Design("cross recomputed", partial(blocks, False), recomputed, fork="yes"),
-        Design("cross-attention once", partial(blocks, True), cost, fork="yes"),
-        Design("static cache", partial(fixed, decoder.project_cross_kv, step, step), cost, fork="no", export=True),
+        Design("cross recomputed", partial(per_block, False), recomputed, fork="yes"),
+        Design("cross-attention once", partial(per_block, True), cost, fork="yes"),
+        Design("static cache", partial(fixed_size, decoder.project_cross_kv, step, step), cost, fork="no", export=True),
     ]
     if export:
         programs = {name: program.module() for name, program in export_text_decoder(decoder, capacity).items()}
-        start = partial(fixed, programs["cross"], programs["prefill"], programs["decode"])
+        start = partial(fixed_size, programs["cross"], programs["prefill"], programs["decode"])
         designs.append(Design("static, exported", start, cost, fork="no", export=True))
     return designs
 
