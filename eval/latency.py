@@ -68,7 +68,7 @@ from eval.peers.llama_cpp_engine import LlamaCppEngine
 from models.checkpoint import load_config, snapshot_path
 from models.config import VLMConfig
 from nanovlm import EMBEDDED
-from nanovlm.captioner import Captioner, ImageInput
+from nanovlm.captioner import ImageInput
 from nanovlm.cli.main import Parser
 from nanovlm.cli.options import QUANTIZATIONS, add_threads_flag
 from nanovlm.device import DTYPES, set_threads
@@ -191,7 +191,10 @@ def stage_contestants(
         captioner = ours[-1].captioner
         ask = partial(captioner.ask, image, QUESTIONS, max_new_tokens=ANSWER_TOKENS)
         single = partial(captioner.caption, image, max_new_tokens=ANSWER_TOKENS)
-        calls = {"single calls": lambda: [single(question) for question in QUESTIONS], "one ask": ask}
+        calls: dict[str, Callable[[], object]] = {
+            "single calls": lambda: [single(question) for question in QUESTIONS],
+            "one ask": ask,
+        }
         yield f"{len(QUESTIONS)} questions, {side} px, {ours[-1].name}", timed(calls)
     else:
         yield "cold start", timed(cold_start(folder))
