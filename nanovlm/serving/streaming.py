@@ -10,7 +10,7 @@ from models.inference.continuous_batching import TokenLogprobs
 from nanovlm.processing.tokenizer import StreamingDecoder, Tokenizer
 from nanovlm.serving.engine import RequestHandle, RequestOutput
 from nanovlm.serving.errors import as_api_error
-from nanovlm.serving.response_formats import OutputFormat, TextDelta, Usage
+from nanovlm.serving.response_formats import ChatFormat, TextDelta, Usage
 
 
 class StopStringStreamer:
@@ -131,7 +131,7 @@ class EventStreamResponse(StreamingResponse):
 
 async def stream_events(
     stream: ResponseStream,
-    output_format: OutputFormat,
+    output_format: ChatFormat,
     first: dict[int, TextDelta],
     texts: AsyncIterator[dict[int, TextDelta]],
     include_usage: bool,
