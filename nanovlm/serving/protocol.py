@@ -113,7 +113,7 @@ class ResponseFormat(StrictModel):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JSONSchemaFormat | None = None
-    flat_schema: dict[str, Any] | None = Field(None, alias="schema")
+    flat_schema: dict[str, Any] | None = Field(default=None, alias="schema")
 
     def required_schema(self) -> Any:
         """The JSON schema that the answer must follow; None for free text."""
@@ -201,7 +201,7 @@ class CompletionFields(Dialect):
 
     max_tokens: int | None = None
     stream_options: StreamOptions = StreamOptions()
-    response_format: ResponseFormat = Field(default_factory=ResponseFormat)
+    response_format: ResponseFormat = ResponseFormat()
 
     def _request(self, prompt_field: str, **options: Any) -> GenerationRequest:
         usage = self.stream_options.include_usage
@@ -254,7 +254,7 @@ class CompletionRequest(CompletionFields):
 
 
 class ResponseText(StrictModel):
-    format: ResponseFormat = Field(default_factory=ResponseFormat)
+    format: ResponseFormat = ResponseFormat()
 
 
 class ResponsesRequest(Dialect):
