@@ -40,7 +40,7 @@ def test_http_urls_are_told_from_paths():
     assert not any(map(is_url, ("a/http://b.png", "http.png", "ftp://a/b.png", b"http://a", None)))
 
 
-def test_a_image_is_fetched_with_and_without_a_running_loop(site):
+def test_an_image_is_fetched_with_and_without_a_running_loop(site):
     async def in_a_loop():
         return fetch_image(f"{site}/sample.png", local())
 

@@ -36,7 +36,7 @@ def counted(embedded):
     hook.remove()
 
 
-def test_second_request_about_a_image_does_not_encode_it(counted, embedded):
+def test_second_request_about_an_image_does_not_encode_it(counted, embedded):
     captioner, tiles = counted
     other = draw(random_scene(Random(1)), 100, 100)
     expected = [embedded.caption(SAMPLE, question) for question in QUESTIONS]

@@ -76,7 +76,7 @@ def test_turns_are_laid_out_as_a_chat_session(client, embedded):
         messages.append(answer.model_dump())
 
 
-def test_system_text_comes_first_and_a_image_alone_is_described(client):
+def test_system_text_comes_first_and_an_image_alone_is_described(client):
     def complete(messages):
         return client.chat.completions.create(model="nanovlm", messages=messages, max_tokens=5)
 
@@ -326,7 +326,7 @@ def test_pixels_are_released_after_prefill(embedded, slow, stream):
 # ------------------------------------------------------------------------------------------------------------ failures
 
 
-def test_question_without_a_image_is_logged_once(embedded, caplog):
+def test_question_without_an_image_is_logged_once(embedded, caplog):
     with RunningServer(embedded) as server:
         for messages in (user_message("?", SAMPLE_URL), user_message("?"), user_message("?")):
             assert server.post({"messages": messages, "max_tokens": 2}).status_code == 200
