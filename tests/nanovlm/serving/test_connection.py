@@ -1,11 +1,7 @@
 """Request bodies."""
 
-import httpx
-import openai
-import pytest
-
 from nanovlm.serving.admission import Limits
-from support.serving import RunningServer, user_message
+from support.serving import RunningServer, http, user_message
 
 
 def test_body_that_is_too_long_gets_413(embedded):
@@ -14,6 +10,4 @@ def test_body_that_is_too_long_gets_413(embedded):
             response = server.post(body)
             assert response.status_code == 413 and "more than 50,000 bytes" in response.json()["error"]["message"]
         chunks = (b"x" * 1000 for _ in range(100))  # without a Content-Length
-        assert httpx.post(f"{server.url}/v1/chat/completions", content=chunks).status_code == 413
-        with pytest.raises(openai.APIStatusError, match="more than 50,000 bytes"), server.client() as client:
-            client.chat.completions.create(model="nanovlm", messages=user_message("?" * 60_000))
+        assert http.post(f"{server.url}/v1/chat/completions", content=chunks).status_code == 413
