@@ -112,7 +112,7 @@ def api_routes(service: ChatService, description: str) -> APIRouter:
 def health_route(service: ChatService) -> Callable[[], JSONResponse]:
     def health() -> JSONResponse:
         status = "stopped" if not service.engine.alive else "draining" if service.admission.draining else "ok"
-        counts = {"running": service.engine.num_running, "waiting": service.num_waiting}
+        counts = {"running": service.engine.batch.running, "waiting": service.num_waiting}
         return JSONResponse({"status": status, "model": service.name, **counts}, 200 if status == "ok" else 503)
 
     return health

@@ -18,7 +18,14 @@ from models.inference.serving_caches import ImageCache, PrefixCache
 from nanovlm.captioner import NO_IMAGE, Captioner
 from nanovlm.errors import ImageError
 from nanovlm.processing.image_urls import ImageFetcher, is_data_url
-from nanovlm.serving.admission import Admission, Limits, PixelBudget
+from nanovlm.serving.admission import (
+    Admission,
+    Limits,
+    PixelBudget,
+    cancel_on_disconnect,
+    read_body,
+    request_deadline,
+)
 from nanovlm.serving.chat_format import (
     Chat,
     ModelInputs,
@@ -27,7 +34,6 @@ from nanovlm.serving.chat_format import (
     prepare_completion,
     prepare_inputs,
 )
-from nanovlm.serving.connection import cancel_on_disconnect, read_body, request_deadline
 from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import APIError, as_api_error
 from nanovlm.serving.metrics import Metrics
@@ -80,14 +86,7 @@ class ChatService:
         self.fetcher = fetcher or ImageFetcher()
         self.structured_output = StructuredOutput(captioner.tokenizer)
         self.admission = Admission(self.limits.max_num_seqs + self.limits.max_pending)
-        self.metrics = Metrics(
-            lambda: self.engine.num_running,
-            lambda: self.num_waiting,
-            lambda: self.engine.cache_bytes_used,
-            lambda: self.engine.cache_bytes_allocated,
-            self.caches.images,
-            self.caches.prefixes,
-        )
+        self.metrics = Metrics(self.engine, lambda: self.num_waiting, self.caches.images, self.caches.prefixes)
         image_bytes = captioner.processor.max_tiles_per_image * 3 * captioner.processor.cfg.vit_img_size**2 * 4
         self.pixel_budget = PixelBudget(max(1, pixel_budget_bytes // image_bytes))
         self._executor = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "nanovlm-images")  # each may decode an image
@@ -95,7 +94,7 @@ class ChatService:
     @property
     def num_waiting(self) -> int:
         """Admitted sequences that do not run yet."""
-        return max(0, self.admission.count - self.engine.num_running)
+        return max(0, self.admission.count - self.engine.batch.running)
 
     def start(self) -> None:
         """Start the engine; call it in the event loop that serves requests."""

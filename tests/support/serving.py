@@ -82,7 +82,9 @@ class RunningServer:
     @property
     def idle(self):
         """Whether no request is left anywhere."""
-        return self.service.admission.count == self.service.engine.num_running == self.service.engine.num_waiting == 0
+        return (
+            self.service.admission.count == self.service.engine.batch.running == self.service.engine.batch.waiting == 0
+        )
 
     def post(self, body, path="/v1/chat/completions", **options):
         return http.post(self.url + path, **body_of(body), **options)

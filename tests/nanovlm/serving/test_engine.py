@@ -79,7 +79,7 @@ async def collect(handle):
     while True:
         for output in await handle.outputs():
             token_ids.append(output.token_id)
-            if output.finish_reason:
+            if output.finished:
                 return token_ids
 
 
@@ -220,7 +220,7 @@ def test_cancelled_sequences_leave_and_their_images_are_released(tiny_model):
         del images
         waiting.cancel()
         result = await collect(running)
-        until(lambda: reference() is None and engine.num_waiting == 0)
+        until(lambda: reference() is None and engine.batch.waiting == 0)
         return result
 
     assert run_engine(lambda: ContinuousBatch(model, max_num_seqs=1), main) == expected_tokens(model, 50)[0]

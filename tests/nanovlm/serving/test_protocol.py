@@ -5,7 +5,8 @@ import io
 import pytest
 from PIL import Image
 
-from support.serving import SAMPLE_URL, data_url, user_message
+from nanovlm.serving.admission import Limits
+from support.serving import SAMPLE_URL, RunningServer, data_url, http, user_message
 
 TEXT_PART = {"type": "text", "text": "?"}
 
@@ -134,3 +135,12 @@ def test_error_of_a_response_names_its_fields(served):
     for input, code in (("ring " * 9999, "context_length_exceeded"), (user_message("?", "data:,x"), "invalid_image")):
         error = served.post({"input": input}, "/v1/responses").json()["error"]
         assert (error["param"], error["code"]) == ("input", code) and "messages" not in error["message"]
+
+
+def test_body_that_is_too_long_gets_413(embedded):
+    with RunningServer(embedded, Limits(max_body_bytes=50_000)) as server:
+        for body in (b"x" * 100_000, {"model": "nanovlm", "messages": user_message("?" * 60_000)}):
+            response = server.post(body)
+            assert response.status_code == 413 and "more than 50,000 bytes" in response.json()["error"]["message"]
+        chunks = (b"x" * 1000 for _ in range(100))  # without a Content-Length
+        assert http.post(f"{server.url}/v1/chat/completions", content=chunks).status_code == 413

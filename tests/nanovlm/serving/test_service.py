@@ -64,7 +64,7 @@ def test_text_arrives_while_the_answer_is_still_generated(embedded, slow):
         messages = user_message(QUESTIONS[0], SAMPLE_URL)
         stream = server.client().chat.completions.create(model="nanovlm", messages=messages, stream=True)
         next(stream), next(stream)
-        assert server.service.engine.num_running == 1
+        assert server.service.engine.batch.running == 1
         list(stream)
 
 
