@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor, Future
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -12,17 +11,6 @@ from starlette.requests import ClientDisconnect, Request
 from nanovlm.serving.errors import APIError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Limits:
-    max_num_seqs: int = 32  # sequences decoded at once
-    max_pending: int = 64  # more sequences that may wait
-    max_body_bytes: int = 20 * 2**20  # of a request, and of a remote image
-    max_pixels: int = 40_000_000  # of an image
-    timeout_s: float = 120.0  # from a request's arrival to the end of its answer
-    image_cache_bytes: int = 128 * 2**20  # of encoded images kept for later requests
-    prefix_cache_bytes: int = 256 * 2**20  # of keys and values kept for a chat's next turn
 
 
 class Admission:

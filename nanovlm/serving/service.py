@@ -18,14 +18,7 @@ from models.inference.serving_caches import ImageCache, PrefixCache
 from nanovlm.captioner import NO_IMAGE, Captioner
 from nanovlm.errors import ImageError
 from nanovlm.processing.image_urls import ImageFetcher, is_data_url
-from nanovlm.serving.admission import (
-    Admission,
-    Limits,
-    PixelBudget,
-    cancel_on_disconnect,
-    read_body,
-    request_deadline,
-)
+from nanovlm.serving.admission import Admission, PixelBudget, cancel_on_disconnect, read_body, request_deadline
 from nanovlm.serving.chat_format import (
     Chat,
     ModelInputs,
@@ -36,6 +29,7 @@ from nanovlm.serving.chat_format import (
 )
 from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import APIError, as_api_error
+from nanovlm.serving.limits import Limits
 from nanovlm.serving.metrics import Metrics
 from nanovlm.serving.protocol import Dialect, GenerationRequest
 from nanovlm.serving.response_formats import ChatFormat, TextDelta

@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE
-from nanovlm.serving.admission import Limits
 from nanovlm.serving.app import make_app
 from nanovlm.serving.engine import Engine
+from nanovlm.serving.limits import Limits
 from nanovlm.serving.server import DrainingServer
 from nanovlm.serving.service import Caches, ChatService
 

@@ -17,7 +17,7 @@ import pytest
 from nanovlm import SAMPLE
 from nanovlm.errors import ImageError
 from nanovlm.processing.image_urls import ImageFetcher
-from nanovlm.serving.admission import Limits
+from nanovlm.serving.limits import Limits
 from support.serving import QUESTIONS, RunningServer, answer_of, user_message
 
 

@@ -8,7 +8,7 @@ from models.inference.serving_caches import ImageCache, PrefixCache
 from nanovlm import SAMPLE, Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.processing.processor import Processor
-from nanovlm.serving.admission import Limits
+from nanovlm.serving.limits import Limits
 from nanovlm.serving.service import Caches
 from nanovlm.synthetic import draw, random_scene
 from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, data_url, user_message

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nanovlm import SAMPLE
-from nanovlm.serving.admission import Limits
+from nanovlm.serving.limits import Limits
 from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, http, until, user_message
 
 pytestmark = pytest.mark.full

@@ -5,7 +5,7 @@ import io
 import pytest
 from PIL import Image
 
-from nanovlm.serving.admission import Limits
+from nanovlm.serving.limits import Limits
 from support.serving import SAMPLE_URL, RunningServer, data_url, http, user_message
 
 TEXT_PART = {"type": "text", "text": "?"}

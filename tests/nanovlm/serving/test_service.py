@@ -18,7 +18,7 @@ from nanovlm import SAMPLE, Captioner
 from nanovlm.captioner import NO_IMAGE
 from nanovlm.chat_session import ChatSession
 from nanovlm.processing.processor import Processor
-from nanovlm.serving.admission import Limits
+from nanovlm.serving.limits import Limits
 from nanovlm.synthetic import draw, random_scene
 from support import ROOT
 from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, data_url, http, until, user_message
