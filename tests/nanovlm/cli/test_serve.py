@@ -9,7 +9,7 @@ import pytest
 from nanovlm import EMBEDDED
 from nanovlm.cli import main as cli
 from nanovlm.cli.serve import add_flags, model_name, server_options
-from nanovlm.serving.admission import Limits
+from nanovlm.serving.limits import Limits
 from nanovlm.serving.server import ServerOptions
 from support import ROOT
 
@@ -71,13 +71,6 @@ def test_flags_become_options(monkeypatch):
     options = parse("--allow-origin", "http://a:3000", "--allow-origin", "*", "--strict-model", "--image-cache", "0")
     assert (options.allow_origins, options.strict_model) == (("http://a:3000", "*"), True)
     assert options.limits == Limits(image_cache_bytes=0)
-
-
-def test_former_flags_still_work(capsys):
-    assert parse("--rows", "3", "--queue", "5").limits == Limits(max_num_seqs=3, max_pending=5)
-    assert run_serve("--help") == 0
-    out = capsys.readouterr().out
-    assert "--max-num-seqs" in out and "--rows" not in out and "--queue" not in out
 
 
 def test_folder_names_the_model_by_whatever_path(tmp_path, monkeypatch):
