@@ -88,7 +88,7 @@ class JsonlLog:
 
 def json_line(row: Mapping[str, Any]) -> bytes:
     try:
-        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        return json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n"
     except UnicodeEncodeError:  # a file name that is not valid Unicode
         return json.dumps(row).encode() + b"\n"
 

@@ -45,7 +45,8 @@ def photos(tmp_path_factory):
         tar.add(folder / "01.png", "x/one.png")
         tar.add(folder / "02.png", "x/two.png")
     cells = [{"bytes": (folder / f"{i:02}.png").read_bytes(), "path": None} for i in (3, 4)]
-    parquet.write_table(pyarrow.table({"image": [*cells, {"bytes": b"no", "path": None}]}), folder / "rows.parquet")
+    rows = {"image": [*cells, {"bytes": b"no", "path": None}], "id": [7, 8, 9], "text": ["x", "y", "z"]}
+    parquet.write_table(pyarrow.table(rows), folder / "rows.parquet")
     return folder
 
 
@@ -84,6 +85,11 @@ def test_no_image_is_lost_when_a_worker_is_killed(cluster, photos, expected, tmp
         (str(photos / "broken.png"), None): "not an image of a known format, or a damaged one",
         (str(photos / "rows.parquet"), "2"): "not an image of a known format, or a damaged one",
     }
+    (table,) = [table for shard in out.glob("*.parquet") if "id" in (table := parquet.read_table(shard)).column_names]
+    assert table.select(["id", "input_text"]).to_pylist() == [
+        {"id": 7, "input_text": "x"},
+        {"id": 8, "input_text": "y"},
+    ]
     others = {path.name for path in out.iterdir()} - {path.name for path in out.glob("shard-*.parquet")}
     assert others == {"run.json", "failures.jsonl"}
 
