@@ -76,7 +76,7 @@ class ShardReport:
     """Counts, failures and times of a shard."""
 
     captioned: int = 0
-    failures: Sequence[Mapping[str, Any]] = ()
+    failures: Sequence[dict[str, Any]] = ()
     empty: int = 0
     seconds: float = 0.0
     model_seconds: float = 0.0
@@ -200,7 +200,7 @@ class _ShardImages:
                 yield self._add((file.uri, None), file)
                 continue
             is_empty = not self.shard.skip
-            for member in read_container(file, self.shard.skip):  # type: ignore[arg-type]  # None names no member
+            for member in read_container(file, self.shard.skip):
                 is_empty = False
                 name = self._add((file.uri, member.name), member.content)
                 if member.columns is not None and member.columns.num_columns:
@@ -273,7 +273,7 @@ def _cluster(address: str | None) -> Iterator[Any]:
     try:
         if match := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address or ""):
             socket.create_connection((match[1].strip("[]"), int(match[2])), timeout=10).close()  # Ray waits 2 minutes
-        ray.init(address, logging_level="error", log_to_driver=False)
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
         raise UsageError(f"Ray cluster {address or 'auto'}: {reason}; start one with ray start --head") from None
@@ -299,7 +299,8 @@ def _run(
             num_cpus=workers.cpus, num_gpus=workers.gpus, max_restarts=-1, max_task_retries=MAX_ATTEMPTS - 1
         )
         idle = [actor.remote(load, (*settings, workers.cpus)) for _ in range(min(workers.count, len(shards)))]
-        todo, running = shards[::-1], {}
+        todo = shards[::-1]
+        running: dict[Any, tuple[Any, Shard]] = {}
         with Progress(len(shards), unit="shard") as progress:
             try:
                 while todo or running:

@@ -156,7 +156,7 @@ def _is_readable(path: PurePosixPath, left_out: Counter[str]) -> bool:
     return False
 
 
-def read_container(file: RemoteFile, skip: Collection[str] = ()) -> Iterator[Member]:
+def read_container(file: RemoteFile, skip: Collection[str | None] = ()) -> Iterator[Member]:
     """Yield each image in a tar or parquet file, except those in skip.
 
     An image is named by its path in the tar, or by its row in the parquet file, from 0, and ".i" if rows hold
@@ -168,7 +168,7 @@ def read_container(file: RemoteFile, skip: Collection[str] = ()) -> Iterator[Mem
     from pyarrow import ArrowException
 
     members = _tar_members if file.uri.lower().endswith(TAR_EXTENSIONS) else _parquet_members
-    seen = set(skip)
+    seen: set[str | None] = set(skip)
     try:
         for member in members(file, seen):
             if member.name not in seen:

@@ -1,7 +1,6 @@
 """`nanovlm caption FOLDER`: every image is captioned once, even if others fail or the process is killed."""
 
 import csv
-import io
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE, Captioner
 from nanovlm.bulk.inputs import find_images
 from nanovlm.bulk.outputs import write_table
-from nanovlm.bulk.resume_log import JsonlLog, ResumeLog
+from nanovlm.bulk.resume_log import append_row
 from nanovlm.data import ReadOptions, open_source
 from nanovlm.data.folders import read_table
 from support import ROOT, noise_image
@@ -252,6 +251,20 @@ def test_a_second_run_does_not_load_the_model(generate, folder, monkeypatch):
 # ------------------------------------------------------------------------------------------------------- interruptions
 
 
+def interrupt_second_line(patch):
+    """Ctrl-C at the second line of a log; returns the lines that were written."""
+    write, lines = os.write, []
+
+    def interrupted(file, line):
+        if lines:
+            raise KeyboardInterrupt
+        lines.append(line)
+        return write(file, line)
+
+    patch.setattr(os, "write", interrupted)
+    return lines
+
+
 @pytest.mark.parametrize("existing", EXPECTED)
 @pytest.mark.parametrize("where", ["txt", *TABLES])
 def test_a_killed_run_resumes_and_captions_nothing_twice(generate, folder, texts, monkeypatch, where, existing):
@@ -274,14 +287,10 @@ def test_a_killed_run_resumes_and_captions_nothing_twice(generate, folder, texts
 
         return die
 
-    def write_half(log, row):
-        with open(log.path, "ab") as file:
-            file.write(json.dumps(row).encode()[:-3])
-
-    add = ContinuousBatch.add
+    write, add = os.write, ContinuousBatch.add
     monkeypatch.setattr(ContinuousBatch, "add", lambda *args, **more: captioned.append(1) or add(*args, **more))
     monkeypatch.setattr(os, "replace", dies(os.replace, lambda *args: None))
-    monkeypatch.setattr(JsonlLog, "add", dies(JsonlLog.add, write_half))
+    monkeypatch.setattr(os, "write", dies(write, lambda file, line: write(file, line[:-3])))
     for _ in range(20):
         calls[0] = 0
         try:
@@ -308,19 +317,11 @@ def test_a_caption_edited_after_an_interrupted_run_is_kept(generate, folder, tex
             (folder / name).with_suffix(".txt").write_text("old\n")
     else:
         write_table(out, [{"file_name": name, "text": "old"} for name in IMAGE_NAMES])
-    add, added = ResumeLog.add, []
-
-    def interrupted(log, file_name, **fields):
-        if added:
-            raise KeyboardInterrupt
-        added.append(file_name)
-        add(log, file_name, **fields)
-
     with monkeypatch.context() as patch:
-        patch.setattr(ResumeLog, "add", interrupted)
+        added = interrupt_second_line(patch)
         code, _, err = generate(folder, "--existing", "append", "--out", out)
     assert code == 130 and "stopped after 1 of 5 images; run the same command to resume" in err
-    (name,) = added
+    name = json.loads(added[0])["file_name"]
     if where == "txt":
         (folder / name).with_suffix(".txt").write_text("mine\n")
     else:
@@ -363,15 +364,9 @@ def test_a_table_that_is_not_ours_is_refused_and_kept(generate, folder):
 
 def test_other_settings_are_another_run(generate, folder, texts, monkeypatch):
     """What an interrupted run has found is kept, and the next one, with other settings, begins anew."""
-    table, add = folder / "captions.csv", ResumeLog.add
-
-    def interrupted(log, *args, **fields):
-        if log.entries:
-            raise KeyboardInterrupt
-        add(log, *args, **fields)
-
+    table = folder / "captions.csv"
     with monkeypatch.context() as patch:
-        patch.setattr(ResumeLog, "add", interrupted)
+        interrupt_second_line(patch)
         code, _, _ = generate(folder, "--out", table, "--prefix", "1 ")
     assert code == 130 and not table.exists()
     code, _, err = generate(folder, "--out", table, "--prefix", "2 ")
@@ -555,7 +550,7 @@ def test_a_full_disk_names_the_file_and_how_to_resume(generate, folder, texts, m
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     out = where if where == "txt" else folder / where
     full = OSError(28, "No space left on device")
-    replace, add, written = os.replace, JsonlLog.add, [0]
+    replace, append, written = os.replace, os.write, [0]
 
     def after_two(function):
         def write(*args):
@@ -568,7 +563,7 @@ def test_a_full_disk_names_the_file_and_how_to_resume(generate, folder, texts, m
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", after_two(replace)) if where == "txt" else None
-        patch.setattr(JsonlLog, "add", after_two(add))
+        patch.setattr(os, "write", after_two(append))
         code, _, err = generate(folder, "--out", out, "--batch-size", "1")
     line = err.splitlines()[-1]
     assert code == 1 and "2 of 5 captions are written; free some space and run the same command to resume" in line
@@ -584,13 +579,10 @@ def test_a_full_disk_names_the_file_and_how_to_resume(generate, folder, texts, m
 
 
 def test_a_line_that_is_written_in_part_is_a_full_disk(tmp_path, monkeypatch):
-    class Full(io.FileIO):
-        def write(self, data):
-            return super().write(data[:5])
-
-    monkeypatch.setattr("builtins.open", lambda path, mode, buffering: Full(path, mode))
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, line: write(file, line[:5]))
     with pytest.raises(OSError, match="No space left"):
-        JsonlLog(tmp_path / "log.jsonl").add({"file_name": "a.png"})
+        append_row(tmp_path / "log.jsonl", {"file_name": "a.png"})
 
 
 @pytest.mark.parametrize(("flags", "key"), [(["--out", "-"], "file_name"), (["--json"], "image")])
