@@ -6,9 +6,7 @@ import random
 import tarfile
 from functools import partial
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from nanovlm import Captioner
 from nanovlm.bulk.ray_captioning import MAX_ATTEMPTS, RayOptions, caption_on_ray
@@ -17,7 +15,10 @@ from nanovlm.synthetic import draw, random_scene
 from support import ROOT
 from support.ray_workers import load_and_die
 
+pytestmark = pytest.mark.full
 ray = pytest.importorskip("ray", reason="pip install 'nanovlm[ray]'")
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
 
 N_IMAGES = 12
 

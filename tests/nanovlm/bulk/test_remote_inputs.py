@@ -3,15 +3,16 @@
 import io
 import tarfile
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from nanovlm.bulk.remote_inputs import Member, find_remote, open_filesystem, read_container
 from nanovlm.errors import DataError, UsageError
 from support import noise_image
 
+pytestmark = pytest.mark.full
 fsspec = pytest.importorskip("fsspec")
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
 
 
 def png(seed=0):

@@ -12,7 +12,9 @@ from nanovlm.bulk.shards import ShardFolder
 from nanovlm.errors import OutputError, UsageError
 from support import noise_image
 
+pytestmark = pytest.mark.full
 fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("pyarrow")
 
 ROWS = [{"file_name": "a.png", "member": None, "text": "a ü"}, {"file_name": "b.tar", "member": "1.png", "text": "b"}]
 FAILURES = [{"file_name": "b.tar", "member": "2.png", "reason": "broken"}, {"file_name": "c.png", "reason": "broken"}]
