@@ -101,7 +101,7 @@ def test_a_table_names_each_image_and_its_caption(generate, folder, texts, table
 
 
 @pytest.mark.parametrize("existing", ["append", full("prepend")])
-@pytest.mark.parametrize("where", ["txt", full("captions.jsonl"), "captions.csv", full("captions.parquet")])
+@pytest.mark.parametrize("where", ["txt", *map(full, OUTPUTS[1:])])
 def test_the_same_command_adds_nothing_twice(generate, folder, texts, where, existing):
     out = where if where == "txt" else folder / where
     resume_log = folder / ("captions.run" if where == "txt" else f"{where}.run")
@@ -137,7 +137,7 @@ def test_the_same_command_adds_nothing_twice(generate, folder, texts, where, exi
     assert now() == texts and not resume_log.exists() and not litter(folder)
 
 
-@pytest.mark.parametrize("where", ["txt", "all.csv"])
+@pytest.mark.parametrize("where", ["txt", full("all.csv")])
 def test_two_runs_at_once_are_refused(generate, folder, texts, where):
     """One lock file is held; the lock of a killed process is released, and its lock file blocks nobody."""
     lock, target = (".captions.lock", folder) if where == "txt" else (f".{where}.lock", folder / where)
@@ -151,6 +151,7 @@ def test_two_runs_at_once_are_refused(generate, folder, texts, where):
     assert not litter(folder)
 
 
+@pytest.mark.full
 def test_metadata_is_a_training_set(generate, folder, texts):
     assert generate(folder, "--out", folder / "metadata.jsonl")[0] == 0
     source = open_source(str(folder), ReadOptions())
@@ -209,6 +210,7 @@ def test_lists_patterns_and_names_are_captioned_together(generate, folder, texts
     assert generate("good.png", "--out", "txt")[0] == 0 and Path("good.txt").is_file()
 
 
+@pytest.mark.full
 def test_models_of_the_first_format_caption_folders(generate, folder, model_folder, tmp_path):
     (old := tmp_path / "old").mkdir()
     for path in model_folder.iterdir():
@@ -453,6 +455,7 @@ def test_an_empty_caption_is_a_failure_that_the_next_run_tries_again(generate, s
     assert len(texts) == 2 and all(text.startswith("drawing: A") for text in texts)
 
 
+@pytest.mark.full
 def test_all_formats_are_captioned_and_others_are_counted(generate, workdir):
     (folder := Path("formats")).mkdir()
     names = ["a.tga", "b.ico", "c.jp2", "d.dds", "e.PCX", "f.sgi", "g.icns", "h.apng", "i.pbm"]
@@ -587,7 +590,7 @@ def test_a_line_that_is_written_in_part_is_a_full_disk(tmp_path, monkeypatch):
         append_row(tmp_path / "log.jsonl", {"file_name": "a.png"})
 
 
-@pytest.mark.parametrize(("flags", "key"), [(["--out", "-"], "file_name"), (["--json"], "image")])
+@pytest.mark.parametrize(("flags", "key"), [(["--out", "-"], "file_name"), full(["--json"], "image")])
 def test_json_lines_are_streamed(generate, folder, texts, flags, key):
     (folder / "words.png").write_text("hello")
     code, out, err = generate(folder, *flags, "--prefix", "a ")
@@ -648,6 +651,7 @@ def test_images_that_fail_do_not_count_for_the_limit(generate, folder):
         assert (f"{remaining} remain" in err) == bool(remaining)
 
 
+@pytest.mark.full
 def test_subfolders_are_left_out_when_asked(generate, folder, texts):
     assert generate(folder, "--no-recursive")[0] == 0 and set(sidecars(folder)) == {"a.txt", "b two.txt", "d.txt"}
     assert generate(folder, "--recursive")[0] == 0 and sidecars(folder) == beside(texts)
@@ -721,18 +725,6 @@ def test_an_old_caption_that_is_not_utf8_is_kept(generate, folder, texts):
     code, _, err = generate(folder, "--existing", "append")
     assert code == 1 and "a.png: a.txt is not UTF-8 text" in err and "4 captioned" in err
     assert (folder / "a.txt").read_bytes() == "été".encode("latin-1")
-
-
-@pytest.mark.parametrize(
-    ("ends", "encoding"),
-    [("\0", "utf-8"), ("\r\n", "utf-16"), full("\n", "utf-8-sig"), full("\r\n", "utf-8"), full("\n", "utf-16")],
-)
-def test_lists_of_all_systems_are_read(generate, folder, texts, monkeypatch, ends, encoding):
-    names = [f"images/{name}" for name in IMAGE_NAMES]
-    text = ends.join(["", *names[:2], "  ", "", *names[2:], ""])
-    set_stdin(text.encode(encoding), monkeypatch)
-    code, _, err = generate("--from-file", "-")
-    assert code == 0 and "5 captioned" in err and sidecars(folder) == beside(texts)
 
 
 # ------------------------------------------------------------------------------------------------------------ wrong use

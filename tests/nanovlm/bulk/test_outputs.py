@@ -65,7 +65,7 @@ class Files:
         return todo
 
 
-@pytest.fixture(params=OUTPUTS)
+@pytest.fixture(params=["txt", pytest.param("captions.jsonl", marks=pytest.mark.full), "captions.csv", PARQUET])
 def files(request, folder):
     return Files(folder, request.param)
 
