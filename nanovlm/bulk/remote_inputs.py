@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from models.checkpoint import WEIGHTS
 from nanovlm.data.formats import record_images
+from nanovlm.data.remote import first_line
 from nanovlm.errors import DataError, ImageError, UsageError
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, printable, readable_extensions
 
@@ -82,7 +83,7 @@ def open_filesystem(uri: str) -> tuple["FileSystem", str, str]:
         try:
             filesystem, path = FileSystem.from_uri(f"fsspec+{uri}")
         except (ImportError, ValueError, OSError) as fsspec_error:
-            reason = f"{_first_line(error)}; {_first_line(fsspec_error)}"
+            reason = f"{first_line(error)}; {first_line(fsspec_error)}"
             raise UsageError(f"{uri}: cannot be opened: {reason}") from None
     return filesystem, path, uri.partition(path.rstrip("/"))[0]
 
@@ -99,7 +100,7 @@ def find_remote(names: Sequence[str], recursive: bool = True, exclude: str | Non
         try:
             paths = _expand(filesystem, path, recursive, inputs.left_out)
         except OSError as error:
-            inputs.missing.append((name, error.strerror or _first_line(error)))
+            inputs.missing.append((name, error.strerror or first_line(error)))
             continue
         if not paths:
             inputs.missing.append((name, "no images, tars or parquet files there"))
@@ -176,7 +177,7 @@ def read_container(file: RemoteFile, skip: Collection[str | None] = ()) -> Itera
                 yield member
     except (tarfile.TarError, ArrowException, OSError, EOFError, DataError) as error:
         is_known = isinstance(error, DataError)
-        yield Member(None, error if is_known else DataError(f"cannot be read: {_first_line(error)}"))
+        yield Member(None, error if is_known else DataError(f"cannot be read: {first_line(error)}"))
 
 
 def _tar_members(file: RemoteFile, skip: Collection[str | None]) -> Iterator[Member]:
@@ -223,7 +224,3 @@ def _image_bytes(image: Any) -> bytes | Exception:
         return image
     found = f"names {printable(image)} instead of holding it" if isinstance(image, str) else "holds no image"
     return ImageError(f"the cell {found}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,7 +1,7 @@
-"""What a run writes about itself: what it has done, what failed, and a lock against a second run.
+"""Files that a run keeps for itself: a resume log, a list of failures, and a lock against a second run.
 
-The log says which images are done and what they replaced, so that a resumed run never writes over what somebody else
-has changed since.
+The log says which images are done and what their captions replaced, so that a resumed run never overwrites a caption
+that somebody else has changed since.
 """
 
 import contextlib

@@ -96,7 +96,7 @@ def _without_decoding(dataset: Any) -> Any:
     import datasets
 
     def disable_decoding(feature: Any) -> bool:
-        """Whether the feature is or holds an image, whose decoding is then off."""
+        """Switch off the decoding of images in a feature; returns whether it holds any."""
         if isinstance(feature, datasets.Image):
             feature.decode = False
             return True
