@@ -23,7 +23,7 @@ from PIL import Image
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason, merge_iterators
 from nanovlm.bulk.inputs import read_names
 from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions
-from nanovlm.bulk.remote_inputs import RemoteFile, find_remote, read_container
+from nanovlm.bulk.remote_inputs import RemoteFile, RemoteInputs, find_remote, read_container
 from nanovlm.bulk.resume_log import FAILURES, file_lock
 from nanovlm.bulk.run import Progress, run_settings
 from nanovlm.bulk.shards import Key, ShardFolder, ShardState
@@ -113,12 +113,7 @@ def caption_on_ray(
         state, started = folder.read_state(), time.perf_counter()
         todo = [file for file in inputs.files if needs_captions(file, state)]
         reports = _run(todo, state, load, ray_options, (options, output, folder)) if todo else []
-        tried = {file.uri for file in todo}
-        failures = [failure_row((name, None), reason) for name, reason in inputs.missing]
-        failures += [failure_row(key, reason) for key, reason in state.failed.items() if key[0] not in tried]
-        for failure in failures:
-            logger.warning("%s: %s", printable(failure["file_name"]), failure["reason"])
-        failures += [row for report in reports for row in report.failures]
+        failures = [row for report in reports for row in report.failures] + other_failures(inputs, state, todo)
         has_failures = folder.write_failures(failures)
     busy = sum(report.seconds for report in reports)
     return BulkReport(
@@ -133,6 +128,15 @@ def caption_on_ray(
         failures=f"{folder.uri}/{FAILURES}" if has_failures else None,
         resume_log=None,
     )
+
+
+def other_failures(inputs: RemoteInputs, state: ShardState, todo: Sequence[RemoteFile]) -> list[dict[str, Any]]:
+    """Names that gave nothing, and failures of earlier runs that were not tried again."""
+    for name, reason in inputs.missing:
+        logger.warning("%s: %s", printable(name), reason)
+    tried = {file.uri for file in todo}
+    earlier = [failure_row(key, reason) for key, reason in state.failed.items() if key[0] not in tried]
+    return [failure_row((name, None), reason) for name, reason in inputs.missing] + earlier
 
 
 def needs_captions(file: RemoteFile, state: ShardState) -> bool:
@@ -298,20 +302,23 @@ def _run(
         actor = ray.remote(_Worker).options(
             num_cpus=workers.cpus, num_gpus=workers.gpus, max_restarts=-1, max_task_retries=MAX_ATTEMPTS - 1
         )
-        idle = [actor.remote(load, (*settings, workers.cpus)) for _ in range(min(workers.count, len(shards)))]
+        actors = [actor.remote(load, (*settings, workers.cpus)) for _ in range(min(workers.count, len(shards)))]
+        running: dict[Any, tuple[Any, Shard | None]] = {a.__ray_ready__.remote(): (a, None) for a in actors}
+        del actors  # an actor without a task ends
         todo = shards[::-1]
-        running: dict[Any, tuple[Any, Shard]] = {}
         with Progress(len(shards), unit="shard") as progress:
             try:
-                while todo or running:
-                    while todo and idle:
-                        worker, shard = idle.pop(), todo.pop()
-                        running[worker.caption.remote(shard)] = worker, shard
+                while len(reports) < len(shards):  # a busy cluster may never start some of the actors
                     (done,), _ = ray.wait(list(running))
                     worker, shard = running.pop(done)
-                    idle.append(worker)
-                    reports.append(_report(ray, done, shard))
-                    progress.update(sum(len(report.failures) for report in reports))
+                    if shard is None:
+                        ray.get(done)  # raises if a machine lacks nanovlm
+                    else:
+                        reports.append(_report(ray, done, shard))
+                        progress.update(sum(len(report.failures) for report in reports))
+                    if todo:
+                        shard = todo.pop()
+                        running[worker.caption.remote(shard)] = worker, shard
             except KeyboardInterrupt:
                 done, total = len(reports), len(shards)
                 logger.warning("stopped after %d of %d shards; run the same command to resume", done, total)
