@@ -41,9 +41,10 @@ from nanovlm.data.packing import pack
 from nanovlm.device import DTYPES, choose_device
 from nanovlm.errors import NanoVLMError
 from nanovlm.synthetic import draw, random_scene
+from nanovlm.training.backward import backward, to_device
 from nanovlm.training.config import FINETUNING
 from nanovlm.training.distributed import DistributedContext
-from nanovlm.training.loop import Batch, backward, to_device
+from nanovlm.training.loader import Batch
 from nanovlm.training.optimizer import make_optimizer
 
 IMAGE_SIZES = (96, 1024)  # pixels

@@ -11,7 +11,7 @@ from nanovlm.chat_session import ChatSession
 from nanovlm.cli import main as cli
 from nanovlm.data import ReadOptions
 from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
-from nanovlm.training.finetuning import open_data
+from nanovlm.training.examples import open_data
 from support import noise_image
 from support.data import write
 

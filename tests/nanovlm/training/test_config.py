@@ -1,14 +1,14 @@
 """The settings of a run: learning rate schedules against formulas and transformers, and the limits of each setting."""
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup
 
 from nanovlm.errors import InputError
-from nanovlm.training.config import SCENES, TrainConfig, upgrade_settings
+from nanovlm.training.config import TrainConfig
 
 
 def test_wsd_rises_stays_constant_and_falls_to_0():
@@ -45,8 +45,8 @@ def test_cosine_equals_transformers():
         {"max_steps": 0}, {"batch_size": 0}, {"save_every": 0}, {"log_every": 0}, {"num_workers": -1},
         {"warmup_steps": -1}, {"lr": -1e-3}, {"lr": 0.0}, {"lr": math.nan}, {"lr": math.inf}, {"decay": 1.01},
         {"decay": -0.1}, {"weight_decay": -1}, {"max_grad_norm": math.nan}, {"max_grad_norm": 0.0}, {"lora_alpha": 0.0},
-        {"beta2": 1.0}, {"seed": -1}, {"seed": 2**70}, {"schedule": "line"}, {"dtype": "int8"}, {"vision_rate": -1},
-        {"gradient_accumulation_steps": 0}, {"keep_checkpoints": 0}, {"augment": 0.5},
+        {"beta2": 1.0}, {"seed": -1}, {"seed": 2**70}, {"schedule": "line"}, {"dtype": "int8"}, {"vision_lr_scale": -1},
+        {"gradient_accumulation_steps": 0}, {"keep_checkpoints": 0}, {"random_crop": 0.5},
     ],
     ids=str,
 )  # fmt: skip
@@ -58,18 +58,4 @@ def test_a_value_out_of_range_is_named(wrong):
 
 def test_something_must_be_trained():
     with pytest.raises(InputError, match="all 0: no weights are left to train"):
-        TrainConfig(vision_rate=0, projector_rate=0, language_rate=0)
-
-
-def test_settings_of_the_first_version_are_understood():
-    old = {
-        "steps": SCENES.max_steps,
-        "accumulate": 1,
-        "warmup": SCENES.warmup_steps,
-        "workers": 1,
-        "schedule": "trapezoid",
-        "plan": False,
-    }
-    others = {name: value for name, value in asdict(SCENES).items() if name not in upgrade_settings(old)}
-    assert TrainConfig(**upgrade_settings(old | others)) == SCENES
-    assert upgrade_settings(asdict(SCENES)) == asdict(SCENES)
+        TrainConfig(vision_lr_scale=0, projector_lr_scale=0, language_lr_scale=0)

@@ -25,11 +25,11 @@ from support import ROOT
 PROGRAM = Path(__file__).parent / "distributed_program.py"
 VARIANTS = {
     "all": {},
-    "projector alone": {"gradient_accumulation_steps": 2, "vision_rate": 0.0, "language_rate": 0.0},
+    "projector alone": {"gradient_accumulation_steps": 2, "vision_lr_scale": 0.0, "language_lr_scale": 0.0},
     "adapters": {"lora_rank": 2, "gradient_checkpointing": True},
     "sharded": {"fsdp": True, "gradient_accumulation_steps": 2},
     "adapters, sharded": {"fsdp": True, "lora_rank": 2, "gradient_checkpointing": True},
-    "frozen encoder, sharded": {"fsdp": True, "vision_rate": 0.0},
+    "frozen encoder, sharded": {"fsdp": True, "vision_lr_scale": 0.0},
 }
 BUCKET = {"all": 2000}  # bytes; half of the weights are smaller
 INTERRUPTED = {  # settings of the run that SIGTERM stops, and of the run that resumes it

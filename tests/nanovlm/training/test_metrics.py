@@ -185,8 +185,8 @@ def test_a_tracker_gets_the_same_numbers_offline(learn, make_batch, tmp_path, mo
     )
     monkeypatch.setitem(sys.modules, name, stand_in)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    learn(tmp_path / "run", replace(CFG, track=name), validation=held_out(make_batch))
-    learn(tmp_path / "run", replace(CFG, track=name, max_steps=7), validation=held_out(make_batch))
+    learn(tmp_path / "run", replace(CFG, report_to=name), validation=held_out(make_batch))
+    learn(tmp_path / "run", replace(CFG, report_to=name, max_steps=7), validation=held_out(make_batch))
     options, resumed = runs
     assert (options["resume"], resumed["resume"]) == ("never", "allow")
     assert (options["project"], options["name"], options["config"]["lr"]) == ("nanovlm", "run", CFG.lr)
@@ -206,7 +206,7 @@ def guarded(self, address):
     assert self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "::1", "localhost"), address
     return connect(self, address)
 socket.socket.connect = guarded
-flags = ["--data", "data", "--batch-size", "1", "--num-workers", "0", "--track", sys.argv[1], "--out", "out"]
+flags = ["--data", "data", "--batch-size", "1", "--num-workers", "0", "--report-to", sys.argv[1], "--out", "out"]
 for steps in ("2", "3"):
     assert run_verb("train", [*flags, "--max-steps", steps]) == 0
 """
@@ -237,7 +237,7 @@ def test_the_library_itself_writes_one_run_to_local_files(tmp_path, name):
 def test_a_missing_tracker_names_its_extra(learn, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingExtraError, match=r"nanovlm\[track\]"):
-        learn(tmp_path, replace(CFG, track="wandb"))
+        learn(tmp_path, replace(CFG, report_to="wandb"))
 
 
 def test_the_report_shows_curves_and_images_with_their_first_and_last_captions(learn, tmp_path, monkeypatch):
