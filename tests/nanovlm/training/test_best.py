@@ -75,7 +75,9 @@ def test_the_best_may_be_that_of_a_metric(learn, tmp_path):
     assert steps_kept(tmp_path) == [2, 8]
 
 
-@pytest.mark.parametrize("failing", [2, 3, 5])
+@pytest.mark.parametrize(
+    "failing", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(5, marks=pytest.mark.full)]
+)
 def test_an_interrupted_run_ends_with_the_same_best_model(learn, make_batch, tmp_path, failing):
     def fail(i):
         if i == failing:

@@ -35,6 +35,7 @@ VARIANTS = {
     "muon": {"optimizer": "muon", "gradient_accumulation_steps": 2},
     "float16": {"dtype": "float16", "max_steps": 12},
 }
+RARE = ("adapters alone", "frozen parts", "rates")  # resumed as others are
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,9 @@ def checkpoints(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.full if name in RARE else ()) for name in VARIANTS]
+)
 def test_resumed_run_equals_uninterrupted_bit_for_bit(learn, make_batch, tmp_path, variant):
     cfg = replace(CFG, **VARIANTS[variant])
     learn(tmp_path / "whole", cfg)
@@ -195,6 +198,7 @@ def test_training_works_in_a_thread(learn, tmp_path):
     assert (tmp_path / "model.safetensors").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
@@ -307,7 +311,7 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(learn
 
 
 DAMAGES = [
-    pytest.param(name, how, id=f"{how} {name}")
+    pytest.param(name, how, id=f"{how} {name}", marks=pytest.mark.full if how == "missing" else ())
     for name in ("model.safetensors", "optimizer.safetensors", "training.json", "config.json")
     for how in ("cut", "missing")
 ]
@@ -339,7 +343,11 @@ def test_a_run_past_a_damaged_checkpoint_replaces_it(learn, tmp_path, uninterrup
     assert tensors(tmp_path) == uninterrupted
 
 
-@pytest.mark.parametrize("change", [{"lm_n_blocks": 3}, {"lm_inter_dim": 40}, {"lm_re_base": 50.0}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{"lm_n_blocks": 3}, pytest.param({"lm_inter_dim": 40}, marks=pytest.mark.full), {"lm_re_base": 50.0}],
+    ids=str,
+)
 def test_a_folder_of_another_model_is_refused_and_left_alone(tiny_model, make_batch, tmp_path, change):
     cfg = replace(CFG, max_steps=3)
     train(tiny_model(), "{}", make_batch, cfg, tmp_path)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import get_cosine_schedule_with_warmup
 
 from nanovlm.errors import InputError
 from nanovlm.training.config import TrainConfig
@@ -26,7 +25,10 @@ def test_wsd_without_warmup_or_decay():
     assert [falling.lr_at(step) for step in range(5)] == [1, 0.75, 0.5, 0.25, 0]
 
 
+@pytest.mark.full
 def test_cosine_equals_transformers():
+    from transformers import get_cosine_schedule_with_warmup
+
     cfg = TrainConfig(max_steps=100, warmup_steps=9, schedule="cosine", lr=2.0)
     theirs = get_cosine_schedule_with_warmup(torch.optim.SGD([torch.zeros(1)], lr=2.0), 9, 100)
     for step in range(100):

@@ -73,6 +73,7 @@ def scenes(n, text=None):
         Path(f"mine/{i}.txt").write_text(f"{text or caption(scene)}\n")
 
 
+@pytest.mark.full
 def test_a_few_steps_teach_the_embedded_model_a_caption(train):
     """30 steps on one caption are enough for the model to generate it for any image."""
     scenes(6, LABEL)
@@ -109,6 +110,7 @@ def test_a_dry_run_prints_an_estimate_and_writes_nothing(train):
     assert {path.name for path in Path().iterdir()} == {"mine"}
 
 
+@pytest.mark.full
 def test_held_out_answers_are_scored_and_the_best_model_by_a_metric_is_written(train):
     """The scores are those that `nanovlm evaluate` finds for the checkpoint with the same --validation."""
     scenes(10, LABEL)
@@ -131,6 +133,7 @@ def test_held_out_answers_are_scored_and_the_best_model_by_a_metric_is_written(t
     assert all(torch.equal(final[name], kept[name].to(final[name].dtype)) for name in final)
 
 
+@pytest.mark.full
 def test_examples_are_held_out_by_default(train):
     scenes(100)
     code, _, err = train("--data", "mine", *QUICK, "--validate-every", "3", "--validation-questions", "2")
@@ -157,6 +160,7 @@ def test_few_examples_are_all_trained_on_and_a_line_says_how_to_hold_out_some(tr
     assert code == 0 and err.splitlines()[0] == line
 
 
+@pytest.mark.full
 def test_a_resumed_run_holds_out_what_it_began_with(train):
     scenes(100)
     for out, n in (("default", None), ("given", 7), ("none", 0)):
@@ -172,6 +176,10 @@ def test_a_resumed_run_holds_out_what_it_began_with(train):
 def test_every_run_writes_the_file_that_repeats_it(train):
     scenes(5)
     flags = [
+        "--validation-questions",
+        "2",
+        "--validate-every",
+        "9",
         "--data",
         "mine@0.5",
         "scenes@0.5",
@@ -200,6 +208,7 @@ def test_every_run_writes_the_file_that_repeats_it(train):
         assert_usage_error(train("--config", "run.yaml"), "run.yaml", words, program="train.py")
 
 
+@pytest.mark.full
 def test_training_from_scratch_writes_the_file_that_repeats_it(train):
     flags = ["--max-steps", "2", "--batch-size", "1", "--no-compile", "--num-workers", "0", "--seed", "3"]
     assert train("--recipe", "scenes", "--out", "out", *flags)[0] == 0
@@ -243,6 +252,7 @@ def test_epochs_are_turned_into_steps():
         assert prepared(*argv)[2].max_steps == steps
 
 
+@pytest.mark.full
 def test_adapters_learn_and_the_result_is_a_plain_model(train):
     """With packed rows and a frozen vision encoder."""
     scenes(6, LABEL)
@@ -256,6 +266,7 @@ def test_adapters_learn_and_the_result_is_a_plain_model(train):
     assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("format", BASE_FORMATS)
 def test_adapters_beside_a_quantized_base_learn_and_the_result_is_a_plain_model(train, format):
     scenes(6, LABEL)
@@ -272,6 +283,7 @@ def test_adapters_beside_a_quantized_base_learn_and_the_result_is_a_plain_model(
     assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
 
 
+@pytest.mark.full
 def test_a_held_out_question_without_room_for_an_answer_stops_nothing(train):
     scenes(4, LABEL)
     code, _, err = train(
@@ -302,6 +314,7 @@ def test_an_interrupted_run_is_resumed_to_the_same_weights(train):
     assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
 
 
+@pytest.mark.full
 def test_a_resumed_run_reports_that_its_data_changed_but_not_that_it_was_copied(train):
     scenes(4)
     flags, data = ["--data", "mine@0.5", "scenes@0.5", *QUICK], r"mine@0\.5 \(4, (\w{8})\); scenes@0\.5"
@@ -319,7 +332,10 @@ def test_a_resumed_run_reports_that_its_data_changed_but_not_that_it_was_copied(
     assert len(digests) == 1 + 3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+OTHER_DTYPES = [pytest.param(dtype, marks=pytest.mark.full) for dtype in (torch.float16, torch.float32)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *OTHER_DTYPES])
 def test_weights_are_written_in_the_dtype_in_which_they_were_stored(train, dtype):
     scenes(4)
     begun = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
@@ -344,6 +360,7 @@ def test_the_default_learning_rate_depends_on_lora_and_on_the_width_of_the_model
     assert rates == pytest.approx([FINETUNING.lr, ADAPTERS.lr, FINETUNING.lr / 2, ADAPTERS.lr / 2, 0.5])
 
 
+@pytest.mark.full
 def test_held_out_examples_are_packed_as_the_training_examples_and_their_loss_is_the_same():
     scenes(8)
     rows, losses = [], []
@@ -398,7 +415,7 @@ def test_check_data_shows_several_answers_one_after_another(train):
     assert code == 0 and f"<|image|> x 36 {asked}[[One.<|im_end|>]]\n... {asked}[[Two.<|im_end|>]]\n" in out
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_broken_image_is_named_with_a_remedy(train, workers):
     scenes(4)
     Path("mine/2.png").write_bytes(Path("mine/2.png").read_bytes()[:200])
@@ -540,6 +557,7 @@ def test_help_shows_defaults_and_choices(train):
         assert choices in out
 
 
+@pytest.mark.full
 def test_check_data_reads_a_part_of_an_endless_source(train):
     code, out, err = train("--data", "scenes", "--check-data")
     assert code == 0 and out.startswith("scenes: the first 1,000 examples, 1,000 images, ")

@@ -170,6 +170,7 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_model, make
         torch.testing.assert_close(recomputed[name], plain[name], atol=1e-5 * compiled, rtol=1e-5 * compiled)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_blocks_are_compiled_only_while_training(tiny_model, checkpointing):
     model = tiny_model()

@@ -115,7 +115,7 @@ def test_frozen_parts_are_quantized_too(saved, format):
     assert plain == ["decoder.head"]
 
 
-@pytest.fixture(params=["nanovlm", "smolvlm"])
+@pytest.fixture(params=["nanovlm", pytest.param("smolvlm", marks=pytest.mark.full)])
 def base(request, saved, make_batch, tmp_path):
     """A base model's folder, its image token, and a function that makes its batches."""
     if request.param == "nanovlm":
@@ -131,7 +131,9 @@ def base(request, saved, make_batch, tmp_path):
     return folder, token, batch
 
 
-@pytest.mark.parametrize("format", BASE_FORMATS)
+@pytest.mark.parametrize(
+    "format", ["int4", *(pytest.param(name, marks=pytest.mark.full) for name in ("bfloat16", "int8"))]
+)
 def test_a_run_merges_its_adapters_into_the_original_weights_and_is_resumed(base, tmp_path, format):
     folder, token, batch = base
     cfg = TrainConfig(
