@@ -130,9 +130,11 @@ def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer
             yield f"{name}/{key}", value
 
 
-def write_training_state(folder: Path, optimizer: dict[str, Tensor], state: dict[str, Any]) -> None:
+def write_training_state(
+    folder: Path, model: VisionLanguageModel, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> None:
     """Write what a checkpoint holds beside the model; state has "step", "config" and "scaler"."""
-    save_file({name: tensor.cpu() for name, tensor in optimizer.items()}, folder / OPTIMIZER)
+    save_file({name: tensor.cpu() for name, tensor in optimizer_state(model, optimizer)}, folder / OPTIMIZER)
     (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
 
 

@@ -34,7 +34,6 @@ from nanovlm.training.checkpointing import (
     checkpoint_path,
     checkpoint_paths,
     load_newest,
-    optimizer_state,
     read_checkpoint,
     restore_model,
     restore_optimizer,
@@ -183,14 +182,10 @@ class Trainer:
         """Evaluate the model after `step` steps; whether it is the best so far, and so to be kept."""
         loss, captions, scores = self.evaluate()
         metrics.log_evaluation(step, loss, captions, scores)
-        value = loss
-        if self.cfg.metric_for_best_model != LOSS and self.task.score_answers:
-            (value,) = self.context.sum(
-                scores.get(self.cfg.metric_for_best_model, math.nan) if self.context.is_main else 0.0
-            )
-        if value is None:
-            return False
-        return self.best.add(step, value) and self.cfg.keep_best
+        value, name = loss, self.cfg.metric_for_best_model
+        if name != LOSS and self.task.score_answers:
+            (value,) = self.context.sum(scores.get(name, math.nan) if self.context.is_main else 0.0)
+        return value is not None and self.best.add(step, value) and self.cfg.keep_best
 
     def _out_of_patience(self) -> bool:
         return 0 < self.cfg.patience <= self.best.evaluations_since
@@ -283,7 +278,7 @@ class Trainer:
                 write_sharded_state(files, model, task.tokenizer, state, task.base)
             else:
                 task.write_model(files, model, task.tokenizer, None)
-                write_training_state(files, dict(optimizer_state(model, optimizer)), state)
+                write_training_state(files, model, optimizer, state)
 
         if context.is_main:
             best_step = self.best.step if self.cfg.keep_best else None
@@ -315,21 +310,17 @@ class Trainer:
         if not self.context.is_main:
             return
         folder, stored, data = self.task.folder, checkpoint.settings, self.task.data_fingerprint
-        changed = [
-            f"{name}={value} instead of {stored[name]}"
-            for name, value in asdict(self.cfg).items()
-            if stored.get(name, value) != value
-        ]
+        ours = {name: value for name, value in asdict(self.cfg).items() if stored.get(name, value) != value}
+        changed = [f"{name}={value} instead of {stored[name]}" for name, value in ours.items()]
         logger.info(f"resumed {folder} at step {checkpoint.step}{', with ' if changed else ''}{', '.join(changed)}")
         if stored.get("data", data) != data:
             logger.warning(f"the data has changed: it is {data} instead of {stored['data']}; training goes on with it")
 
     def _batch_numbers(self) -> range:
         """The numbers of this process's batches, from the first step to the last."""
-        per_step = self.cfg.gradient_accumulation_steps * self.context.world_size
-        return range(
-            self.first_step * per_step + self.context.rank, self.cfg.max_steps * per_step, self.context.world_size
-        )
+        world_size = self.context.world_size
+        per_step = self.cfg.gradient_accumulation_steps * world_size
+        return range(self.first_step * per_step + self.context.rank, self.cfg.max_steps * per_step, world_size)
 
     def _check_finite(self, step: int, loss: float, grad_norm: float) -> None:
         # float16 overflows now and then: the scaler skips that step and lowers its scale, which ends at 1
@@ -353,8 +344,6 @@ class Trainer:
     def _interrupt(self, step: int, signals: list[int]) -> None:
         number = signal.Signals(signals[0] if signals else signal.SIGTERM)
         if self.context.is_main:
-            folder = self.task.folder
-            logger.info(
-                f"{number.name}: stopped and saved {folder} at step {step}; run the same command again to resume"
-            )
+            done = f"stopped and saved {self.task.folder} at step {step}"
+            logger.info(f"{number.name}: {done}; run the same command again to resume")
         raise TrainingInterrupted(128 + number)
