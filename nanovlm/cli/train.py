@@ -31,9 +31,17 @@ ONEDNN_CACHES, ONEDNN_CAPACITY = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--config", metavar="run.yaml", help="take flags from a file, as every run writes one to --out; others win")
+    add(
+        "--config",
+        metavar="run.yaml",
+        help="take flags from a file, as every run writes one to --out; flags beside it win",
+    )
     add("--recipe", choices=("scenes",), help="instead of --data: train the embedded model from scratch")
-    add("--dry-run", action="store_true", help="run 12 steps aside; print peak memory and minutes of the whole run")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="run 12 steps in a temporary folder; print the peak memory and minutes of the whole run",
+    )
     add(
         "--check-data",
         action="store_true",

@@ -284,7 +284,7 @@ def _gridded(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) 
 
 
 _SOFT = {"plain": _plain, "gradient": _gradient, "glowing": _glowing, "noisy": _noisy, "cloudy": _cloudy}
-_SHARP = {
+_SHARP: dict[str, Callable[..., None]] = {
     "striped": _striped,
     "wavy": _wavy,
     "checkered": _checkered,

@@ -258,6 +258,7 @@ class FinetuneOptions:
         None,
         "hold out N examples, or below 1 a share of them; 0 holds out none (default: a twentieth, at least 10 and at "
         "most 200, but none of fewer than 100 examples or of streamed data)",
+        minimum=0,
         needs="data",
     )
     metric: Sequence[str] = setting(

@@ -1,5 +1,6 @@
 """The settings of a run: learning rate schedules against formulas and transformers, and the limits of each setting."""
 
+import argparse
 import math
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from nanovlm.errors import InputError
-from nanovlm.training.config import TrainConfig
+from nanovlm.training.config import FinetuneOptions, TrainConfig, add_flags, given_settings, settings_of
 
 
 def test_wsd_rises_stays_constant_and_falls_to_0():
@@ -61,3 +62,20 @@ def test_a_value_out_of_range_is_named(wrong):
 def test_something_must_be_trained():
     with pytest.raises(InputError, match="all 0: no weights are left to train"):
         TrainConfig(vision_lr_scale=0, projector_lr_scale=0, language_lr_scale=0)
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, FinetuneOptions])
+def test_every_setting_is_a_flag_that_leaves_the_default_unless_given(cls):
+    add_flags(parser := argparse.ArgumentParser(), cls)
+    assert cls(**given_settings(cls, parser.parse_args([]))) == cls()
+    flags = "--no-keep-best --lr 0.5 --schedule cosine" if cls is TrainConfig else "--data a b --epochs 2 --metric f1"
+    given = given_settings(cls, parser.parse_args(flags.split()))
+    expected = {"keep_best": False, "lr": 0.5, "schedule": "cosine"}
+    assert given == (expected if cls is TrainConfig else {"data": ["a", "b"], "epochs": 2.0, "metric": ["f1"]})
+    assert len(parser.format_help().split(" --")) > len(list(settings_of(cls)))
+
+
+def test_fine_tuning_options_out_of_range_are_named():
+    for wrong in ({"epochs": 0.0}, {"validation": -1.0}, {"quantize": "int2"}, {"format": "gguf"}):
+        with pytest.raises(InputError, match="{}={}".format(*next(iter(wrong.items())))):
+            FinetuneOptions(**wrong)
