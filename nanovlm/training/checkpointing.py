@@ -292,10 +292,7 @@ def _check_base(checkpoint: Checkpoint, ours: Mapping[str, Tensor], stored: Mapp
 
 
 def restore_optimizer(
-    checkpoint: Checkpoint,
-    model: VisionLanguageModel,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
+    checkpoint: Checkpoint, model: VisionLanguageModel, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
 ) -> None:
     """Load the state of optimizer and scaler; CheckpointError unless it is of the parameters that are trained now."""
     ours, stored = dict(optimizer_state(model, optimizer)), checkpoint.optimizer

@@ -229,15 +229,10 @@ class FinetuneOptions:
         flag={"nargs": "+", "action": "extend"},
     )
     out: Path = setting(  # noqa: RUF009
-        Path(),
-        "folder for the model, checkpoints and metrics; a run found there is resumed",
-        metavar="FOLDER",
+        Path(), "folder for the model, checkpoints and metrics; a run found there is resumed", metavar="FOLDER"
     )
     model: str = setting(
-        str(EMBEDDED),
-        "the model to fine-tune (default: the embedded model)",
-        metavar="FOLDER_OR_HUB_ID",
-        needs="data",
+        str(EMBEDDED), "the model to fine-tune (default: the embedded model)", metavar="FOLDER_OR_HUB_ID", needs="data"
     )
     revision: str | None = setting(None, "branch, tag or commit of a Hub model", metavar="REVISION", needs="data")
     backbones: Sequence[str] | None = setting(
@@ -271,10 +266,7 @@ class FinetuneOptions:
     )
     epochs: float | None = setting(None, "show each example N times, instead of --max-steps", above=0, needs="data")
     push_to_hub: str | None = setting(
-        None,
-        "upload every saved model to the Hub; a new repository is private",
-        metavar="OWNER/NAME",
-        needs="data",
+        None, "upload every saved model to the Hub; a new repository is private", metavar="OWNER/NAME", needs="data"
     )
     quantize: str | None = setting(
         None,

@@ -175,27 +175,11 @@ def test_a_resumed_run_holds_out_what_it_began_with(train):
 
 def test_every_run_writes_the_file_that_repeats_it(train):
     scenes(5)
-    flags = [
-        "--validation-questions",
-        "2",
-        "--validate-every",
-        "9",
-        "--data",
-        "mine@0.5",
-        "scenes@0.5",
-        "--lr",
-        "3e-4",
-        "--validation",
-        "1",
-        "--metric",
-        "f1",
-    ]
-    assert (
-        train(
-            *QUICK, *flags, "--metric", "anls", "--prompt", "What: 'ü'?", "--no-train-embeddings", "--lora-rank", "2"
-        )[0]
-        == 0
+    flags = (
+        "--data mine@0.5 scenes@0.5 --lr 3e-4 --validation 1 --validation-questions 2 --validate-every 9 --metric f1"
     )
+    flags += " --metric anls --no-train-embeddings --lora-rank 2"
+    assert train(*QUICK, *flags.split(), "--prompt", "What: 'ü'?")[0] == 0
     code, _, err = train("--config", "out/run.yaml", "--out", "again")
     assert code == 0, err
     first, again = Path("out/run.yaml").read_text(), Path("again/run.yaml").read_text()

@@ -15,12 +15,7 @@ from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.errors import CheckpointError
 from nanovlm.training.config import BASE_FORMATS, TrainConfig
 from nanovlm.training.loop import train
-from nanovlm.training.quantized_base import (
-    QuantizedBaseLinear,
-    QuantizedLoRALinear,
-    count_parameters,
-    quantize_base,
-)
+from nanovlm.training.quantized_base import QuantizedBaseLinear, QuantizedLoRALinear, count_parameters, quantize_base
 from support.smolvlm import write_folder
 
 # relative error of a random weight in each format, with some room
