@@ -16,7 +16,6 @@ from models.checkpoint import (
     CONFIG,
     MAX_BLOCKS,
     TOKENIZER,
-    find_image_token_id,
     load_config,
     read_model_text,
     read_weights,
@@ -96,7 +95,7 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
         """
         folder = snapshot_path(name_or_folder, revision)
         cfg = load_config(folder)
-        model = load_model(folder, cfg, find_image_token_id(folder, cfg), dtype, device)
+        model = load_model(folder, cfg, cfg.format.find_image_token_id(folder, cfg), dtype, device)
         path = folder / TOKENIZER
         model.tokenizer_json = read_model_text(path) if path.exists() else None
         return model

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from safetensors.torch import load_model as load_strictly
 
 import models
-from models.checkpoint import find_image_token_id, load_config
+from models.checkpoint import load_config
 from models.errors import CheckpointError
+from models.formats.tokenizer_json import find_image_token_id
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED
 from nanovlm.processing.tokenizer import Tokenizer

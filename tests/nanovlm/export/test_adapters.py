@@ -7,8 +7,9 @@ import torch
 from peft import PeftModel
 from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
 
+from models.formats.smolvlm import SmolVLM
 from models.formats.to_smolvlm import smolvlm_config, smolvlm_tensors
-from models.lora import PARTS, adapt, adapters, fully_trained, merge, smolvlm_adapters
+from models.lora import PARTS, adapt, adapter_tensors, adapters, fully_trained, merge
 from nanovlm.export.adapters import write_smolvlm_adapters
 from support.smolvlm import assert_same_logits
 
@@ -63,7 +64,7 @@ def test_q_k_and_v_share_lora_a(trained):
     model = trained(("vision_encoder",))
     fused = adapters(model)["vision_encoder.blocks.0.attn.qkv_proj"]
     name = "model.vision_model.encoder.layers.0.self_attn.{}_proj.lora_{}.weight"
-    tensors = smolvlm_adapters(model)
+    tensors = adapter_tensors(model, SmolVLM.to_stored)
     assert all(torch.equal(tensors[name.format(part, "A")], fused.lora_A.weight) for part in "qkv")
     assert torch.equal(torch.cat([tensors[name.format(part, "B")] for part in "qkv"]), fused.lora_B.weight)
 

@@ -173,7 +173,7 @@ def test_settings_that_llama_cpp_lacks_are_refused_by_name(captioner, settings, 
     cfg = captioner.model.cfg
     check_llama_cpp_can_run(cfg, captioner.tokenizer)
     with pytest.raises(InputError, match=words):
-        check_llama_cpp_can_run(replace(cfg, smolvlm=replace(cfg.smolvlm, **settings)), captioner.tokenizer)
+        check_llama_cpp_can_run(replace(cfg, format=replace(cfg.format, **settings)), captioner.tokenizer)
 
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

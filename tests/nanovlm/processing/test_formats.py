@@ -18,9 +18,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from torchvision import transforms
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from models.checkpoint import find_image_token_id, load_config, save_checkpoint
-from models.config import CHATML, VLMConfig
+from models.checkpoint import load_config, save_checkpoint
+from models.config import CHATML
 from models.decoding import SamplingParams
+from models.formats.tokenizer_json import find_image_token_id
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.cli.main import main
@@ -28,7 +29,17 @@ from nanovlm.data.examples import IGNORE_INDEX, Example, collate, encode
 from nanovlm.errors import CheckpointError
 from nanovlm.export.transformers import export_notes, export_smolvlm
 from nanovlm.processing.tokenizer import Tokenizer
-from support.checkpoints import BASE_SIZE, EMBEDDING, HEAD, INV_FREQ, raw_config, stock_model, stock_shapes, tiles
+from support.checkpoints import (
+    BASE_SIZE,
+    EMBEDDING,
+    HEAD,
+    INV_FREQ,
+    raw_config,
+    read_nanovlm,
+    stock_model,
+    stock_shapes,
+    tiles,
+)
 
 VERSIONS = (1, 2, 3, 4, 5)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>", "<filename>"]
@@ -71,7 +82,7 @@ def make_checkpoint(backbone_tokenizer, tmp_path_factory):
         (folder / "config.json").write_text(json.dumps(raw, indent=4))
         chance = torch.Generator().manual_seed(format_version)
         state = {}
-        for name, shape in sorted(stock_shapes(VLMConfig.from_dict(raw)).items()):
+        for name, shape in sorted(stock_shapes(read_nanovlm(raw)).items()):
             noise = torch.randn(shape, generator=chance)
             state[name] = 1 + 0.3 * noise if len(shape) == 1 else noise * 1.5 * noise[0].numel() ** -0.5
         del state[EMBEDDING]
@@ -96,16 +107,16 @@ def test_config_tells_its_format_version_and_round_trips(format_version):
     raw = raw_config(format_version)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cfg = VLMConfig.from_dict(raw)
+        cfg = read_nanovlm(raw)
     assert cfg.format_version == format_version and cfg.to_dict() == raw and cfg.mp_image_token_length == 4
-    again = VLMConfig.from_dict(json.loads(json.dumps(cfg.to_dict())))
+    again = read_nanovlm(json.loads(json.dumps(cfg.to_dict())))
     assert again == cfg and again.format_version == format_version and again.to_dict() == raw
 
 
 def test_unknown_keys_are_kept(format_version):
     raw = raw_config(format_version) | {"vit_flavour": "sweet"}
     with pytest.warns(UserWarning, match="kept as they are: vit_flavour$"):
-        cfg = VLMConfig.from_dict(raw)
+        cfg = read_nanovlm(raw)
     assert cfg.to_dict() == raw and cfg.format_version == format_version
 
 
@@ -119,19 +130,19 @@ def test_keys_decide_the_format_version_not_their_values():
         ("hf_repo_name", 2),
     ):
         del raw[key]
-        assert VLMConfig.from_dict(raw).format_version == format_version and VLMConfig.from_dict(raw).to_dict() == raw
+        assert read_nanovlm(raw).format_version == format_version and read_nanovlm(raw).to_dict() == raw
     del raw["mp_image_token_length"]
-    assert VLMConfig.from_dict(raw).mp_image_token_length == 4
+    assert read_nanovlm(raw).mp_image_token_length == 4
     del raw["vlm_extra_tokens"]
-    assert VLMConfig.from_dict(raw).format_version == 1
+    assert read_nanovlm(raw).format_version == 1
     tokens = {"image_token": "<|image|>", **tiles(4)}
-    assert VLMConfig.from_dict(raw_config(5) | {"vlm_extra_tokens": tokens}).format_version == 4
+    assert read_nanovlm(raw_config(5) | {"vlm_extra_tokens": tokens}).format_version == 4
     for size in ("lm_n_heads", "mp_pixel_shuffle_factor", "lm_tokenizer"):
         with pytest.raises(ValueError, match=f"^{size} missing"):
-            VLMConfig.from_dict({key: value for key, value in raw_config(1).items() if key != size})
+            read_nanovlm({key: value for key, value in raw_config(1).items() if key != size})
     for key in ("vlm_extra_tokens", "lm_chat_template", "max_img_size"):
         with pytest.raises(ValueError, match=f"^{key}=None"):
-            VLMConfig.from_dict(raw_config(5) | {key: None})
+            read_nanovlm(raw_config(5) | {key: None})
 
 
 # ------------------------------------------------------------------------------------------------ what is read

@@ -267,7 +267,7 @@ def test_files_as_transformers_4_writes_them(folders, tmp_path):
     cfg = load_config(folder)
     assert cfg.lm_chat_template == expected.lm_chat_template == TEMPLATE
     for name in ("longest_edge", "split", "resample", "mean", "std", "rescale_factor", "end_token_ids"):
-        assert getattr(cfg.smolvlm, name) == getattr(expected.smolvlm, name)
+        assert getattr(cfg.format, name) == getattr(expected.format, name)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(CheckpointError, match="preprocessor_config.json is missing"):
         load_config(folder)
@@ -345,7 +345,7 @@ def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(
     for steps in ("2", "4"):  # the second run resumes the first
         assert main(["train", "--data", str(data), "--out", str(out), "--max-steps", steps, *common]) == 0
     ours = Captioner.from_pretrained(out, "cpu", "float32")
-    assert ours.model.cfg.smolvlm is not None
+    assert ours.model.cfg.format.name == "smolvlm"
     theirs = transformers.SmolVLMForConditionalGeneration.from_pretrained(out, dtype=torch.float32).eval()
     processor = transformers.AutoProcessor.from_pretrained(out, use_fast=False)
     processor.image_processor = transformers.SmolVLMImageProcessorPil.from_pretrained(out)

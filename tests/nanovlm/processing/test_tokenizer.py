@@ -216,7 +216,7 @@ def test_streaming_keeps_spaces_of_sentencepiece_decoders(tokenizer, tokens):
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     cfg = replace(tokenizer.cfg, vlm_extra_tokens={"image_token": "<image>"}, lm_vocab_size=300)
-    backend.add_special_tokens(["<s>", "<image>", cfg.end_token])
+    backend.add_special_tokens(["<s>", "<image>", "<|im_end|>"])
     llama, ids = Tokenizer(backend, cfg), []
     for piece in tokens:
         ids += [vocabulary.index(piece)] if piece in LLAMA else piece.encode()
