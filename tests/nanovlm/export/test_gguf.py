@@ -28,6 +28,8 @@ from nanovlm.processing.convert import convert_layout
 from nanovlm.synthetic import caption, draw, random_scene
 from support.smolvlm import write_folder
 
+pytestmark = pytest.mark.full
+
 gguf = pytest.importorskip("gguf")
 needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
 SIZES = [(128, 96), (200, 150), (64, 48), (640, 480), (90, 160), (48, 85), (270, 480)]  # all of 12 tiles

@@ -16,6 +16,8 @@ from support import noise_image
 from support.onnx import OnnxModel, image_inputs, onnxruntime_graphs, openvino_graphs
 from support.smolvlm import write_folder
 
+pytestmark = pytest.mark.full
+
 PROMPTS = [PROMPT, "What is on the left?", "How many shapes are there?"]
 
 

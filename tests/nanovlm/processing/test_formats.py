@@ -16,7 +16,6 @@ from safetensors.torch import load_model as load_strictly
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torchvision import transforms
-from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from models.checkpoint import load_config, save_checkpoint
 from models.config import CHATML
@@ -29,6 +28,7 @@ from nanovlm.data.examples import IGNORE_INDEX, Example, collate, encode
 from nanovlm.errors import CheckpointError
 from nanovlm.export.transformers import export_notes, export_smolvlm
 from nanovlm.processing.tokenizer import Tokenizer
+from support import Package
 from support.checkpoints import (
     BASE_SIZE,
     EMBEDDING,
@@ -41,6 +41,7 @@ from support.checkpoints import (
     tiles,
 )
 
+transformers = Package("transformers")
 VERSIONS = (1, 2, 3, 4, 5)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>", "<reponame>", "<file_sep>", "<filename>"]
 
@@ -196,9 +197,21 @@ def prompt_text(format_version, image_set, question=QUESTION) -> str:
 def stock_tokenizer(folder, raw):
     """The tokenizer that stock nanoVLM makes of lm_tokenizer, by transformers."""
     tokens = raw.get("vlm_extra_tokens", {})
-    return AutoTokenizer.from_pretrained(
+    return transformers.AutoTokenizer.from_pretrained(
         folder, extra_special_tokens=tokens, chat_template=raw.get("lm_chat_template", "none")
     )
+
+
+class PlainTokenizer:
+    """The same by the tokenizers library, for the default tier."""
+
+    def __init__(self, folder, raw):
+        self.backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.backend.add_special_tokens(list(raw.get("vlm_extra_tokens", {}).values()))
+        self.convert_tokens_to_ids, self.decode = self.backend.token_to_id, self.backend.decode
+
+    def encode(self, text, add_special_tokens):
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +227,7 @@ def test_the_language_models_own_tokenizer_is_extended_as_stock_does(
 ):
     cfg = load_config(with_backbone_tokenizer)
     tokenizer = Tokenizer.from_pretrained(with_backbone_tokenizer, cfg)
-    reference = stock_tokenizer(backbone_tokenizer, raw_config(format_version))
+    reference = PlainTokenizer(backbone_tokenizer, raw_config(format_version))
     for token in cfg.special_tokens.values():
         assert tokenizer.special_id(token) == reference.convert_tokens_to_ids(token)
     image_token_id = find_image_token_id(with_backbone_tokenizer, cfg)
@@ -261,7 +274,7 @@ def stock_pixels(format_version, image):
 def test_prompts_match_the_original_code(format_version, captioner, backbone_tokenizer, image_set):
     images = make_images(image_set)
     inputs = captioner.processor([images], [QUESTION])
-    reference = stock_tokenizer(backbone_tokenizer, raw_config(format_version))
+    reference = PlainTokenizer(backbone_tokenizer, raw_config(format_version))
     expected = stock_ids(format_version, prompt_text(format_version, image_set), reference)
     assert inputs["input_ids"].tolist() == [expected]
     assert inputs["attention_mask"].eq(1).all()
@@ -286,19 +299,22 @@ def test_pixels_match_the_original_code(format_version, captioner, image_set):
     assert len({tuple(tile.flatten().tolist()) for tile in pixels}) == len(pixels), "all tiles differ"
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_export_gives_the_same_logits_in_transformers(format_version, captioner, tmp_path):
     """Before format 5 without a processor; a prompt of format 1 is passed as embeddings, the image's first."""
     export_smolvlm(captioner, tmp_path)
     assert bool(list(tmp_path.glob("*processor*"))) == (format_version == 5)
     assert export_notes(captioner.model.cfg)[0].startswith("no processor") == (format_version < 5)
-    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
     inputs = captioner.processor([[noise(ONE)]], [QUESTION])
     pixels = (inputs["images"] * 2 - 1)[None]
     ids, mask = inputs["input_ids"], torch.ones_like(pixels[:, :, 0], dtype=torch.bool)
     arguments = {"input_ids": ids, "pixel_values": pixels, "pixel_attention_mask": mask}
     if format_version == 1:
-        text = AutoTokenizer.from_pretrained(tmp_path)(f"Question: {QUESTION} Answer:", return_tensors="pt")
+        text = transformers.AutoTokenizer.from_pretrained(tmp_path)(
+            f"Question: {QUESTION} Answer:", return_tensors="pt"
+        )
         image_embeds = torch.cat(list(theirs.model.get_image_features(pixels, mask).pooler_output))[None]
         embeds = [image_embeds, theirs.get_input_embeddings()(text["input_ids"])]
         arguments = {"inputs_embeds": torch.cat(embeds, dim=1)}
@@ -341,6 +357,7 @@ def test_special_tokens_in_a_question_are_plain_text(captioner):
     assert question in tokenizer.decode(read)
 
 
+@pytest.mark.full
 def test_history_uses_the_template_or_raises_input_error(format_version, captioner, backbone_tokenizer):
     """Versions 1 and 2 were trained on single questions; later ones lay out any turns by their template."""
     history = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "A star."}]
@@ -395,7 +412,7 @@ def recomputed_answer(format_version, model, reference, image_set, max_new_token
 
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
 def test_answers_match_a_plain_recomputation(format_version, captioner, backbone_tokenizer, penalty):
-    reference, answers = stock_tokenizer(backbone_tokenizer, raw_config(format_version)), []
+    reference, answers = PlainTokenizer(backbone_tokenizer, raw_config(format_version)), []
     for image_set in IMAGE_SETS:
         images = make_images(image_set)
         expected = recomputed_answer(format_version, captioner.model, reference, image_set, 8, penalty)
@@ -489,10 +506,11 @@ def test_stock_nanovlm_loads_written_weights(format_version, captioner, make_che
         assert torch.allclose(stock.decoder.rotary_embd.inv_freq, torch.tensor([1.0, 100000**-0.5]), rtol=1e-6, atol=0)
 
 
+@pytest.mark.full
 def test_stock_nanovlm_reads_the_written_tokenizer(format_version, captioner, backbone_tokenizer, tmp_path):
     save_checkpoint(tmp_path / "ours", captioner.model, captioner.tokenizer.to_json())
     raw = raw_config(format_version)
-    ours = AutoTokenizer.from_pretrained(tmp_path / "ours")
+    ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
     backbone_tokenizer = stock_tokenizer(backbone_tokenizer, raw)
     stock = stock_tokenizer(tmp_path / "ours", raw)
     assert ours.eos_token_id == stock.eos_token_id == captioner.tokenizer.eos_token_id
@@ -545,6 +563,7 @@ def plain(texts):
     return [text for text in texts if not any(token in text for token in LOOK_ALIKES)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("format_version", [1, 5])
 def test_thousands_of_strings_match_transformers(make_checkpoint, backbone_tokenizer, format_version):
     tokenizer = Captioner.from_pretrained(make_checkpoint(format_version), "cpu", "float32").tokenizer
@@ -567,6 +586,7 @@ def test_thousands_of_strings_match_transformers(make_checkpoint, backbone_token
     assert seen > 500
 
 
+@pytest.mark.full
 def test_chats_match_transformers(make_checkpoint, backbone_tokenizer):
     tokenizer = Captioner.from_pretrained(make_checkpoint(5), "cpu", "float32").tokenizer
     reference = stock_tokenizer(backbone_tokenizer, raw_config(5))
