@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import reduce
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,14 +34,6 @@ BUFFERS = re.compile(r"decoder\.rotary_embd\.\w+")  # computed when needed; floa
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class HasWeights(Protocol):
-    """A model as `save_checkpoint` sees it."""
-
-    @property
-    def cfg(self) -> VLMConfig: ...
-    def state_dict(self) -> dict[str, Any]: ...
-
-
 def snapshot_path(
     name_or_folder: str | os.PathLike, revision: str | None = None, files: Sequence[str] | None = None
 ) -> Path:
@@ -49,8 +41,7 @@ def snapshot_path(
 
     files are patterns of what to download, by default of everything that a model's folder may hold.
     """
-    folder = Path(name_or_folder)
-    name = str(name_or_folder)
+    folder, name = Path(name_or_folder), str(name_or_folder)
     if folder.is_dir():
         if revision:
             raise CheckpointError(f"{name} is a folder, which has no revision {revision!r}; leave revision away")
@@ -119,17 +110,11 @@ def check_regular_file(path: Path) -> None:
         raise CheckpointError(f"{path} is {kind}, not a regular file; copy the model's files there")
 
 
-def read_weights(
-    folder: str | os.PathLike,
-    cfg: VLMConfig,
-    empty: Mapping[str, Tensor],
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-) -> dict[str, Tensor]:
-    """The state dict of the model in folder, of the names and shapes of `empty`; see `read_state_dict`."""
+def read_weights(folder: str | os.PathLike, cfg: VLMConfig, empty: Mapping[str, Tensor], **options: Any) -> dict:
+    """The state dict of the model in folder, of the names and shapes of `empty`; options are dtype and device."""
     shapes = {name: tuple(tensor.shape) for name, tensor in cfg.format.to_stored(empty).items()}
     tied = cfg.format.tied if cfg.lm_tie_weights else None
-    return cfg.format.from_stored(read_state_dict(folder, shapes, tied=tied, dtype=dtype, device=device), empty)
+    return cfg.format.from_stored(read_state_dict(folder, shapes, tied=tied, **options), empty)
 
 
 def read_state_dict(
@@ -207,9 +192,8 @@ def _match_names(
                 raise CheckpointError(f"{path}: {CONFIG} ties {embedding[1]} and {head[1]}, but they differ")
         if missing := sorted(wanted.keys() - found.keys()):
             raise CheckpointError(f"{path} lacks {len(missing)} tensors that {CONFIG} asks for, first {missing[0]}")
-        if surplus := sorted(found[name][1] for name in found.keys() - wanted.keys()):
-            more = f"{len(surplus)} tensors that {CONFIG} has no place for, first {surplus[0]!r}"
-            raise CheckpointError(f"{path} has {more}")
+        if more := sorted(found[name][1] for name in found.keys() - wanted.keys()):
+            raise CheckpointError(f"{path} has {len(more)} tensors that {CONFIG} has no place for, first {more[0]!r}")
         for name, shape in wanted.items():
             file, stored = found[name]
             if (actual := tuple(opened[file].get_slice(stored).get_shape())) != shape:
@@ -221,8 +205,7 @@ def _match_names(
 def _mapped_tensors(files: Mapping[Path, Mapping[str, str]]) -> Iterator[tuple[str, Tensor]]:
     """Each name with the tensor that a file calls files[file][name], memory-mapped.
 
-    What was read of a mapping stays in memory as long as the mapping, beside a copy in another dtype. So there are many
-    mappings, and each one ends when its tensors are released.
+    What was read stays in memory as long as its mapping, so there are many, each ending with the last of its tensors.
     """
     for path, source in files.items():
         with open(path, "rb") as first:
@@ -244,10 +227,7 @@ def checkpoint_dtype(folder: str | os.PathLike) -> torch.dtype:
 
 
 def why_unusable(tensor: Tensor, dtype: torch.dtype) -> str:
-    """Why the values of a tensor cannot be weights in dtype: not finite, or not floating-point. "" if they can.
-
-    Reads the values once, in place, and copies nothing.
-    """
+    """Why the values of a tensor, read in place, cannot be weights in dtype, as not finite; "" if they can."""
     if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return f"is stored as {tensor.dtype}, not as floating-point numbers of 16 bits or more"
     low, high = (bound.item() for bound in tensor.aminmax())  # nan, if any is
@@ -258,7 +238,7 @@ def why_unusable(tensor: Tensor, dtype: torch.dtype) -> str:
 
 
 def save_checkpoint(
-    folder: str | os.PathLike, model: HasWeights, tokenizer: str | None, dtype: torch.dtype | None = None
+    folder: str | os.PathLike, model: Any, tokenizer: str | None, dtype: torch.dtype | None = None
 ) -> None:
     """Write a model's folder atomically; see `write_checkpoint_files` and `atomic_dir`."""
     with atomic_dir(folder) as new:
@@ -267,7 +247,7 @@ def save_checkpoint(
 
 def write_checkpoint_files(
     folder: Path,
-    model: HasWeights,
+    model: Any,
     tokenizer: str | None,
     dtype: torch.dtype | None = None,
     home: str | None = None,
@@ -309,38 +289,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: Mapping[str, 
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
         file.seek(8)
         file.write(text.ljust(size))  # safetensors pads with spaces, too
-
-
-def upload_checkpoint(
-    folder: Path,
-    repo_id: str,
-    *,
-    card: str | None = None,
-    private: bool = False,
-    revision: str | None = None,
-    token: str | None = None,
-) -> str:
-    """Upload the model's files in folder, and no other, to the Hub as one commit; returns the commit's URL.
-
-    The repository owner/name, and the branch named by revision, are created if needed. card is the text of README.md.
-    Without token, that of `hf auth login` is used.
-    """
-    from huggingface_hub import CommitOperationAdd, HfApi
-
-    known = dict.fromkeys((WEIGHTS, TOKENIZER, *formats().OTHER_FILES))
-    names = [name for name in known if (folder / name).is_file()]
-    config = read_object(folder / CONFIG)
-    if TOKENIZER in names:
-        config = formats().recognize(config, CONFIG).at_home(config, repo_id)
-    operations = [CommitOperationAdd(CONFIG, (json.dumps(config, indent=2) + "\n").encode("utf-8"))]
-    operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
-    if card is not None:
-        operations.append(CommitOperationAdd("README.md", card.encode("utf-8")))
-    api = HfApi(token=token)
-    api.create_repo(repo_id, private=private, exist_ok=True)
-    if revision is not None:
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    return api.create_commit(repo_id, operations, commit_message="Upload model", revision=revision).commit_url
 
 
 @contextmanager

@@ -86,9 +86,9 @@ class CheckpointFormat(ABC):
         """Tensors and metadata of model.safetensors."""
 
     @staticmethod
-    def patch_positions(grid: int) -> list[int]:
-        """The position, along a side, of each of its `grid` patches."""
-        return list(range(grid))
+    def patch_positions(grid: int) -> list[int] | None:
+        """The position, along a side, of each of its `grid` patches; None if they are 0, 1, 2 ..."""
+        return None
 
     @abstractmethod
     def find_image_token_id(self, folder: Path, cfg: "VLMConfig") -> int:

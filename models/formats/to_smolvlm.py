@@ -72,37 +72,44 @@ def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> di
         "scale_factor": cfg.mp_pixel_shuffle_factor,
         "tie_word_embeddings": cfg.lm_tie_weights,
         **ends,
-        "text_config": {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": cfg.lm_hidden_dim,
-            "intermediate_size": cfg.lm_inter_dim,
-            "num_hidden_layers": cfg.lm_n_blocks,
-            "num_attention_heads": cfg.lm_n_heads,
-            "num_key_value_heads": cfg.lm_n_kv_heads,
-            "head_dim": cfg.lm_head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": cfg.lm_rms_eps,
-            "rope_theta": cfg.lm_re_base,
-            "max_position_embeddings": cfg.lm_max_position_embeddings,
-            "vocab_size": cfg.lm_vocab_size,
-            "tie_word_embeddings": cfg.lm_tie_weights,
-            "attention_bias": False,
-            "mlp_bias": False,
-            **ends,
-        },
-        "vision_config": {
-            "model_type": "smolvlm_vision",
-            "hidden_size": cfg.vit_hidden_dim,
-            "intermediate_size": cfg.vit_inter_dim,
-            "num_hidden_layers": cfg.vit_n_blocks,
-            "num_attention_heads": cfg.vit_n_heads,
-            "num_channels": 3,
-            "image_size": cfg.vit_img_size,
-            "patch_size": cfg.vit_patch_size,
-            "hidden_act": "gelu_pytorch_tanh",
-            "layer_norm_eps": cfg.vit_ln_eps,
-        },
+        "text_config": _text_config(cfg) | ends,
+        "vision_config": _vision_config(cfg),
+    }
+
+
+def _text_config(cfg: VLMConfig) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": cfg.lm_hidden_dim,
+        "intermediate_size": cfg.lm_inter_dim,
+        "num_hidden_layers": cfg.lm_n_blocks,
+        "num_attention_heads": cfg.lm_n_heads,
+        "num_key_value_heads": cfg.lm_n_kv_heads,
+        "head_dim": cfg.lm_head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": cfg.lm_rms_eps,
+        "rope_theta": cfg.lm_re_base,
+        "max_position_embeddings": cfg.lm_max_position_embeddings,
+        "vocab_size": cfg.lm_vocab_size,
+        "tie_word_embeddings": cfg.lm_tie_weights,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+def _vision_config(cfg: VLMConfig) -> dict:
+    return {
+        "model_type": "smolvlm_vision",
+        "hidden_size": cfg.vit_hidden_dim,
+        "intermediate_size": cfg.vit_inter_dim,
+        "num_hidden_layers": cfg.vit_n_blocks,
+        "num_attention_heads": cfg.vit_n_heads,
+        "num_channels": 3,
+        "image_size": cfg.vit_img_size,
+        "patch_size": cfg.vit_patch_size,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": cfg.vit_ln_eps,
     }
 
 

@@ -113,6 +113,7 @@ for i in range(4):
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["nanovlm", "smolvlm"])
 def test_every_process_writes_the_same_bytes(tmp_path, layout):
     source = EMBEDDED

@@ -573,6 +573,7 @@ def test_logging_and_libtiff_are_restored_after_the_last_decode():
         set_handler(original)
 
 
+@pytest.mark.full
 def test_import_leaves_pillows_log_alone():
     code = "import logging, nanovlm.processing.image_loading; print(logging.getLogger('PIL').handlers)"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
