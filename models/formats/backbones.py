@@ -27,6 +27,7 @@ from models.checkpoint import (
 )
 from models.config import VLMConfig, extra_tokens
 from models.errors import CheckpointError
+from models.formats.tokenizer_json import base_vocab_size
 from models.formats.transformers_names import SIGLIP_CONFIG, SIGLIP_ONLY, llama_settings, settings, translate
 from models.modality_projector import ModalityProjector
 from models.vision_language_model import VisionLanguageModel, empty_model, init_weights
@@ -154,11 +155,6 @@ def read_backbones(
     model.load_state_dict(state, assign=True)
     model.decoder.tie_weights()
     return model.eval()
-
-
-def base_vocab_size(cfg: VLMConfig) -> int:
-    """Size of the language model's vocabulary without extra tokens."""
-    return cfg.lm_vocab_size if cfg.lm_base_vocab_size is None else cfg.lm_base_vocab_size
 
 
 def _siglip_settings(path: Path) -> dict:

@@ -22,8 +22,7 @@ def find_image_token_id(folder: str | Path, cfg: VLMConfig) -> int:
         return NO_IMAGE_TOKEN
     token, path = cfg.vlm_extra_tokens["image_token"], Path(folder) / TOKENIZER
     if not path.exists():  # the extra tokens follow the base vocabulary, in their order
-        base = cfg.lm_vocab_size if cfg.lm_base_vocab_size is None else cfg.lm_base_vocab_size
-        return base + list(cfg.vlm_extra_tokens).index("image_token")
+        return base_vocab_size(cfg) + list(cfg.vlm_extra_tokens).index("image_token")
     raw = read_object(path)
     try:
         ids = {entry["content"]: entry["id"] for entry in raw.get("added_tokens") or ()}
@@ -40,6 +39,11 @@ def find_image_token_id(folder: str | Path, cfg: VLMConfig) -> int:
     if type(image_token_id) is not int:
         raise CheckpointError(f"{path}: {missing_token(cfg, 'image_token', len(ids))}")
     return image_token_id
+
+
+def base_vocab_size(cfg: VLMConfig) -> int:
+    """Size of the language model's vocabulary without extra tokens."""
+    return cfg.lm_vocab_size if cfg.lm_base_vocab_size is None else cfg.lm_base_vocab_size
 
 
 def is_base_vocabulary(ids: Mapping[str, int], cfg: VLMConfig) -> bool:
