@@ -28,6 +28,7 @@ from models.formats.to_smolvlm import (
 )
 from models.formats.tokenizer_json import MODEL_INPUT_NAMES
 from nanovlm.captioner import Captioner
+from nanovlm.processing.layouts import layout_of
 
 # Jinja that joins a content of several parts to one string, images first as in our chats; the model's template follows.
 JOIN_PARTS = """{%- set chat = namespace(messages=[]) -%}
@@ -78,7 +79,7 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
 
 def has_processor(cfg: VLMConfig) -> bool:
     """Whether transformers' SmolVLM processor can lay out this model's prompts: only those of format 5."""
-    return cfg.format_version == 5
+    return layout_of(cfg).has_processor
 
 
 def chat_template(cfg: VLMConfig) -> str:
@@ -140,7 +141,7 @@ def export_notes(cfg: VLMConfig) -> list[str]:
 def _layout_note(cfg: VLMConfig) -> str:
     """What of the prompt's layout transformers' processor does not do."""
     scaled = "its images, scaled to [-1, 1] (times 2 minus 1)"
-    if cfg.format_version == 1:
+    if not cfg.special_tokens:
         return (
             "no processor is exported: build ids as `Question: ... Answer:` and pass inputs_embeds, the image's "
             f"{cfg.mp_image_token_length} embeddings first and then those of the ids; pixels are scaled to [-1, 1]"

@@ -30,6 +30,7 @@ class Layout(ABC):
     """How a format turns images into tiles, and lays out images and text in a prompt."""
 
     has_chat = True  # without a chat template, a prompt is "Question: ... Answer:"
+    has_processor = True  # transformers' SmolVLM processor can lay out the prompts
     images_in_turns = False  # each question brings its own images; else all images come before all text
 
     def __init__(self, cfg: VLMConfig):

@@ -28,7 +28,7 @@ class NanoVLMLayout(Layout):
         super().__init__(cfg)
         self.has_chat = cfg.format_version >= 3
         self.splits_images = cfg.format_version >= 4
-        self.has_global_view = cfg.format_version >= 5
+        self.has_global_view = self.has_processor = cfg.format_version >= 5
 
     def max_tiles_per_image(self, max_tiles: int | None) -> int:
         tiles = ((self.cfg.max_img_size or 0) // self.cfg.vit_img_size) ** 2 if self.splits_images else 1
