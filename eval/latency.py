@@ -124,7 +124,7 @@ class Inputs:
         prompts = torch.randint(min(1000, cfg.lm_vocab_size), size, generator=generator)
         prompts += prompts == image_token_id  # no image is given with these
         image = as_tensor(draw(random_scene(Random("image")), cfg.vit_img_size, cfg.vit_img_size))[None] / 255
-        image = image if cfg.smolvlm is None else image * 2 - 1
+        image = image if cfg.format.unit_pixels else image * 2 - 1
         images = {side: draw(random_scene(Random("images")), side, side) for side in image_sizes}
         return cls(prompts.tolist(), image, images)
 

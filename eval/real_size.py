@@ -149,11 +149,11 @@ def measure(folder: Path, image: bytes, dtype: str, quantize: str | None, max_ne
 
 
 def copied_parameters(model: VisionLanguageModel) -> int:
-    """How many parameters cannot stay mapped to a float32 file: of SmolVLM, whose q, k and v are apart there, these."""
+    """How many parameters cannot stay mapped to a float32 file: of SmolVLM, whose q, k and v are apart there, those."""
     if model.dtype != torch.float32:
         return sum(parameter.numel() for parameter in model.parameters())
-    joined = (block.attn.qkv_proj.weight.numel() for block in model.vision_encoder.blocks)
-    return 0 if model.cfg.smolvlm is None else sum(joined)
+    parameters, to_stored = model.named_parameters(), model.cfg.format.to_stored
+    return sum(parameter.numel() for name, parameter in parameters if len(to_stored({name: parameter})) > 1)
 
 
 def measure_size(name: str, image: bytes, dtype: str, quantize: str | None, max_new_tokens: int) -> RealSize:

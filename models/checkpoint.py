@@ -1,6 +1,6 @@
 """Checkpoint folders: config.json, model.safetensors and tokenizer.json; read strictly, written atomically.
 
-This module knows state dicts, not model classes; `VisionLanguageModel.from_pretrained` and `save_pretrained` use it.
+This module knows state dicts, not model classes, and no format: what differs between formats is asked of `cfg.format`.
 """
 
 import json
@@ -8,53 +8,40 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.config import VLMConfig
+from models.config import VLMConfig, formats
 from models.errors import CheckpointError
-from models.formats import smolvlm
-from models.language_model import inverse_frequencies
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 INDEX = "model.safetensors.index.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"  # written for stock nanoVLM, see write_checkpoint_files
-# Without this, transformers 4 adds token_type_ids, which no model here takes.
-MODEL_INPUT_NAMES = ["input_ids", "attention_mask"]
+TOKENIZER_CONFIG = "tokenizer_config.json"
 MAX_MAPPED_TENSORS = 8  # of one mapping of the file
 MAX_BLOCKS = 1000  # the deepest models have a few hundred; refusing a million by building it would take an hour
-HEAD, EMBEDDING, INV_FREQ = "decoder.head.weight", "decoder.token_embedding.weight", "decoder.rotary_embd.inv_freq"
-NOWHERE = "none"  # lm_tokenizer of a model whose tokenizer is in its own folder only
-NO_IMAGE_TOKEN = -1  # nanoVLM v0.1 has no token for images
+HEAD, EMBEDDING = "decoder.head.weight", "decoder.token_embedding.weight"
+BUFFERS = re.compile(r"decoder\.rotary_embd\.\w+")  # computed when needed; float32 in files of any dtype
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class HasWeights(Protocol):
-    """A model as `save_checkpoint` sees it."""
-
-    @property
-    def cfg(self) -> VLMConfig: ...
-    def state_dict(self) -> dict[str, Any]: ...
-
-
 def snapshot_path(
-    name_or_folder: str | os.PathLike,
-    revision: str | None = None,
-    files: Sequence[str] = (CONFIG, "*.safetensors", INDEX, TOKENIZER, *smolvlm.OTHER_FILES),
+    name_or_folder: str | os.PathLike, revision: str | None = None, files: Sequence[str] | None = None
 ) -> Path:
-    """The local folder of a model: the folder itself, or the snapshot of a Hub id, downloaded unless it is cached."""
-    folder = Path(name_or_folder)
-    name = str(name_or_folder)
+    """The local folder of a model: the folder itself, or the snapshot of a Hub id, downloaded unless it is cached.
+
+    files are patterns of what to download, by default of everything that a model's folder may hold.
+    """
+    folder, name = Path(name_or_folder), str(name_or_folder)
     if folder.is_dir():
         if revision:
             raise CheckpointError(f"{name} is a folder, which has no revision {revision!r}; leave revision away")
@@ -65,6 +52,7 @@ def snapshot_path(
 
     from huggingface_hub import snapshot_download
 
+    files = files or (CONFIG, "*.safetensors", INDEX, TOKENIZER, *formats().OTHER_FILES)
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # of many kinds, from DNS to disk
@@ -76,46 +64,26 @@ def snapshot_path(
 
 
 def load_config(folder: str | os.PathLike) -> VLMConfig:
-    """The config of the model in folder. Raises CheckpointError if it cannot be used."""
+    """The config of the model in folder, in the format that config.json tells. CheckpointError if it cannot be used."""
     path = Path(folder) / CONFIG
     raw = read_object(path)
-    if raw.get("model_type") in smolvlm.MODEL_TYPES:
-        return _load_smolvlm_config(Path(folder))
-    if "model_type" in raw and "lm_hidden_dim" not in raw:
-        raise CheckpointError(
-            f"{path}: model_type={raw['model_type']!r} is not supported; nanoVLM's own config.json and those of "
-            f"transformers' {' and '.join(smolvlm.MODEL_TYPES)} are"
-        )
+    format = formats().recognize(raw, str(path))
+    others = [path.with_name(name) for name in format.other_files]
+    texts = {other.name: read_model_text(other) for other in others if other.exists()}
     try:
-        return VLMConfig.from_dict(raw)
+        return format.read_config(raw, texts)
+    except CheckpointError as error:  # names one of the files
+        raise CheckpointError(f"{folder}: {error}") from None
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def _load_smolvlm_config(folder: Path) -> VLMConfig:
-    files = {}
-    for name in (CONFIG, *smolvlm.OTHER_FILES):
-        try:
-            if (folder / name).exists():
-                files[name] = read_model_text(folder / name)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder / name} cannot be read: {error}") from None
-    try:
-        return smolvlm.config_from_files(files)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-
-
 def read_object(path: Path) -> dict:
     """The object in a JSON file of a model's folder. Raises CheckpointError if there is none."""
-    check_regular_file(path)
+    text = read_model_text(path)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path.parent} has no {path.name}; a model is a folder with {CONFIG} and {WEIGHTS}"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds {type(raw).__name__}, not an object of settings")
@@ -123,80 +91,30 @@ def read_object(path: Path) -> dict:
 
 
 def read_model_text(path: Path) -> str:
-    """The text of a file in a model's folder, which must be a regular file: opening a pipe may block forever."""
+    """The text of a file in a model's folder; CheckpointError unless it is a regular file of UTF-8 text."""
     check_regular_file(path)
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path.parent} has no {path.name}; a model is a folder with {CONFIG} and {WEIGHTS}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
 def check_regular_file(path: Path) -> None:
-    """Raise CheckpointError for a pipe, a device or a folder in the place of a model's file."""
+    """Raise CheckpointError for a folder, a pipe or a device: opening a pipe may block forever."""
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a pipe or a device"
         raise CheckpointError(f"{path} is {kind}, not a regular file; copy the model's files there")
 
 
-def find_image_token_id(folder: str | os.PathLike, cfg: VLMConfig) -> int:
-    """The id of the image token: from tokenizer.json, or without one by nanoVLM's rule for extra tokens.
-
-    A tokenizer.json of lm_base_vocab_size tokens is a backbone's own and is read as if the extra tokens followed.
-    NO_IMAGE_TOKEN if cfg names none. Raises CheckpointError if the tokenizer does not know the token.
-    """
-    if cfg.vlm_extra_tokens is None:
-        return NO_IMAGE_TOKEN
-    token, path = cfg.vlm_extra_tokens["image_token"], Path(folder) / TOKENIZER
-    if not path.exists():  # the extra tokens follow the base vocabulary, in their order
-        base = cfg.lm_vocab_size if cfg.lm_base_vocab_size is None else cfg.lm_base_vocab_size
-        return base + list(cfg.vlm_extra_tokens).index("image_token")
-    raw = read_object(path)
-    try:
-        ids = {entry["content"]: entry["id"] for entry in raw.get("added_tokens") or ()}
-        vocabulary = raw["model"]["vocab"]
-        if isinstance(vocabulary, list):  # Unigram: pieces with scores
-            vocabulary = {piece: i for i, (piece, _) in enumerate(vocabulary)}
-        ids = vocabulary | ids
-        image_token_id = ids.get(token)
-        if image_token_id is None and is_base_vocabulary(ids, cfg):
-            missing = [extra for extra in dict.fromkeys(cfg.special_tokens.values()) if extra not in ids]
-            image_token_id = len(ids) + missing.index(token)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a {TOKENIZER} of the tokenizers library: {error!r}") from None
-    if type(image_token_id) is not int:
-        raise CheckpointError(f"{path}: {missing_token(cfg, 'image_token', len(ids))}")
-    if cfg.smolvlm is not None and smolvlm.image_token_id(cfg) != image_token_id:
-        raise CheckpointError(
-            f"{path}: {token} is {image_token_id}, but {CONFIG} has image_token_id={smolvlm.image_token_id(cfg)}"
-        )
-    return image_token_id
-
-
-def is_base_vocabulary(ids: Mapping[str, int], cfg: VLMConfig) -> bool:
-    """Whether a tokenizer with these ids is the language model's own, to which stock nanoVLM adds the extra tokens."""
-    return len(ids) == cfg.lm_base_vocab_size == max(ids.values(), default=-1) + 1
-
-
-def missing_token(cfg: VLMConfig, name: str, n_tokens: int) -> str:
-    """The message for a tokenizer of n_tokens that lacks an extra token and is not the language model's own."""
-    return (
-        f"vlm_extra_tokens names {name}={cfg.special_tokens[name]!r}, but the tokenizer has no such token, and with "
-        f"{n_tokens} tokens it is not the language model's own of lm_base_vocab_size={cfg.lm_base_vocab_size}"
-    )
-
-
-def read_weights(
-    folder: str | os.PathLike,
-    cfg: VLMConfig,
-    empty: Mapping[str, Tensor],
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-) -> dict[str, Tensor]:
-    """The state dict of the model in folder, of the names and shapes of `empty`; see `read_state_dict`."""
-    tied: tuple[str, str] | None = (EMBEDDING, HEAD)
-    expected = dict(empty)
-    if cfg.smolvlm is not None:
-        tied, expected = (smolvlm.EMBEDDING, smolvlm.HEAD), smolvlm.to_smolvlm(empty)
-    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    state = read_state_dict(folder, shapes, tied=tied if cfg.lm_tie_weights else None, dtype=dtype, device=device)
-    return state if cfg.smolvlm is None else smolvlm.from_smolvlm(state, empty)
+def read_weights(folder: str | os.PathLike, cfg: VLMConfig, empty: Mapping[str, Tensor], **options: Any) -> dict:
+    """The state dict of the model in folder, of the names and shapes of `empty`; options are dtype and device."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in cfg.format.to_stored(empty).items()}
+    tied = cfg.format.tied if cfg.lm_tie_weights else None
+    return cfg.format.from_stored(read_state_dict(folder, shapes, tied=tied, **options), empty)
 
 
 def read_state_dict(
@@ -206,12 +124,13 @@ def read_state_dict(
     tied: tuple[str, str] | None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    rename: Callable[[str], str | None] = lambda name: None if BUFFERS.fullmatch(name) else name,
 ) -> dict[str, Tensor]:
     """The tensors of these names and shapes from a folder's safetensors files, which must hold all and no other.
 
     Names and shapes are compared before anything is allocated. Weights already in dtype stay memory-mapped on a CPU.
-    tied names an embedding and a head that are one: the files may hold either or, if they are equal, both. Raises
-    CheckpointError.
+    tied names an embedding and a head that are one: the files may hold either or, if they are equal, both. rename gives
+    a name of shapes for one of the files, or None for a tensor that is not used. Raises CheckpointError.
     """
     wanted = {name: shape for name, shape in shapes.items() if not (tied and name == tied[0])}
     path = Path(folder)
@@ -219,7 +138,7 @@ def read_state_dict(
         files = weight_files(path)
         path = files[0] if len(files) == 1 else path
         state = {}
-        for name, tensor in _mapped_tensors(_match_names(files, path, wanted, tied)):
+        for name, tensor in _mapped_tensors(_match_names(files, path, wanted, tied, rename)):
             if reason := why_unusable(tensor, dtype):
                 raise CheckpointError(f"{path}: {name} {reason}")
             state[name] = tensor.to(device, dtype)
@@ -253,46 +172,40 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _match_names(
-    files: Sequence[Path], path: Path, wanted: Shapes, tied: tuple[str, str] | None
+    files: Sequence[Path],
+    path: Path,
+    wanted: Shapes,
+    tied: tuple[str, str] | None,
+    rename: Callable[[str], str | None],
 ) -> dict[Path, dict[str, str]]:
     """For each file, each wanted name that it holds with the file's name for it, in the order in which to read them."""
-    found: dict[str, Path] = {}
+    found: dict[str, tuple[Path, str]] = {}
     with ExitStack() as stack:
         opened = {file: stack.enter_context(safe_open(file, framework="pt", device="cpu")) for file in files}
         for file, handle in opened.items():
-            found |= dict.fromkeys(set(handle.keys()) - {INV_FREQ}, file)
-        source = {name: name for name in wanted}
+            found |= {name: (file, stored) for stored in [*handle.keys()] if (name := rename(stored)) is not None}
         if tied and tied[0] in found:
-            embedding, head = tied
-            if head not in found:
-                source[head] = embedding
-            elif not torch.equal(*(opened[found[name]].get_tensor(name) for name in tied)):
-                key = "lm_tie_weights" if head == HEAD else "tie_word_embeddings"
-                raise CheckpointError(f"{path}: {key}=true, but {embedding} and {head} differ")
-            file = found.pop(embedding)
-            found.setdefault(head, file)
-        compare_names(wanted, found, str(path))
+            embedding = found.pop(tied[0])
+            head = found.setdefault(tied[1], embedding)
+            tensors = [opened[file].get_tensor(stored) for file, stored in {embedding, head}]
+            if not torch.equal(tensors[0], tensors[-1]):
+                raise CheckpointError(f"{path}: {CONFIG} ties {embedding[1]} and {head[1]}, but they differ")
+        if missing := sorted(wanted.keys() - found.keys()):
+            raise CheckpointError(f"{path} lacks {len(missing)} tensors that {CONFIG} asks for, first {missing[0]}")
+        if more := sorted(found[name][1] for name in found.keys() - wanted.keys()):
+            raise CheckpointError(f"{path} has {len(more)} tensors that {CONFIG} has no place for, first {more[0]!r}")
         for name, shape in wanted.items():
-            stored = tuple(opened[found[name]].get_slice(source[name]).get_shape())
-            if stored != shape:
-                raise CheckpointError(f"{path}: {name} is {stored}, but {CONFIG} asks for {shape}")
+            file, stored = found[name]
+            if (actual := tuple(opened[file].get_slice(stored).get_shape())) != shape:
+                raise CheckpointError(f"{path}: {stored} is {actual}, but {CONFIG} asks for {shape}")
     order = sorted(wanted, key=lambda name: name.split(".")[::-1])  # equal kinds are mapped and released together
-    return {file: {name: source[name] for name in order if found[name] == file} for file in files}
-
-
-def compare_names(wanted: Collection[str], found: Collection[str], path: str) -> None:
-    """Raise CheckpointError unless both hold the same names."""
-    if missing := sorted(set(wanted) - set(found)):
-        raise CheckpointError(f"{path} lacks {len(missing)} tensors that {CONFIG} asks for, first {missing[0]}")
-    if surplus := sorted(set(found) - set(wanted)):
-        raise CheckpointError(f"{path} has {len(surplus)} tensors that {CONFIG} has no place for, first {surplus[0]!r}")
+    return {file: {name: found[name][1] for name in order if found[name][0] == file} for file in files}
 
 
 def _mapped_tensors(files: Mapping[Path, Mapping[str, str]]) -> Iterator[tuple[str, Tensor]]:
     """Each name with the tensor that a file calls files[file][name], memory-mapped.
 
-    What was read of a mapping stays in memory as long as the mapping, beside a copy in another dtype. So there are many
-    mappings, and each one ends when its tensors are released.
+    What was read stays in memory as long as its mapping, so there are many, each ending with the last of its tensors.
     """
     for path, source in files.items():
         with open(path, "rb") as first:
@@ -309,15 +222,12 @@ def checkpoint_dtype(folder: str | os.PathLike) -> torch.dtype:
     dtypes = set()
     for path in weight_files(Path(folder)):
         with safe_open(path, framework="pt", device="cpu") as file:
-            dtypes |= {file.get_tensor(name).dtype for name in set(file.keys()) - {INV_FREQ}}
+            dtypes |= {file.get_tensor(name).dtype for name in [*file.keys()] if not BUFFERS.fullmatch(name)}
     return reduce(torch.promote_types, dtypes)
 
 
 def why_unusable(tensor: Tensor, dtype: torch.dtype) -> str:
-    """Why the values of a tensor cannot be weights in dtype: not finite, or not floating-point. "" if they can.
-
-    Reads the values once, in place, and copies nothing.
-    """
+    """Why the values of a tensor, read in place, cannot be weights in dtype, as not finite; "" if they can."""
     if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         return f"is stored as {tensor.dtype}, not as floating-point numbers of 16 bits or more"
     low, high = (bound.item() for bound in tensor.aminmax())  # nan, if any is
@@ -328,7 +238,7 @@ def why_unusable(tensor: Tensor, dtype: torch.dtype) -> str:
 
 
 def save_checkpoint(
-    folder: str | os.PathLike, model: HasWeights, tokenizer: str | None, dtype: torch.dtype | None = None
+    folder: str | os.PathLike, model: Any, tokenizer: str | None, dtype: torch.dtype | None = None
 ) -> None:
     """Write a model's folder atomically; see `write_checkpoint_files` and `atomic_dir`."""
     with atomic_dir(folder) as new:
@@ -337,30 +247,20 @@ def save_checkpoint(
 
 def write_checkpoint_files(
     folder: Path,
-    model: HasWeights,
+    model: Any,
     tokenizer: str | None,
     dtype: torch.dtype | None = None,
     home: str | None = None,
 ) -> None:
-    """Write config, weights and tokenizer so that stock nanoVLM, which is strict, loads them too.
+    """Write config, weights and tokenizer in the model's format; nanoVLM's so that stock nanoVLM loads them too.
 
-    dtype is that of the stored weights; None keeps the model's. A model in SmolVLM's layout is written in that layout.
-    See `write_settings` for the rest.
+    dtype is that of the stored weights; None keeps the model's. See `write_settings` for the rest.
     """
-    cfg = model.cfg
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
-    write_settings(folder, cfg, tokenizer, state[HEAD].dtype, home)
-    metadata = {"format": "pt"}
-    if cfg.smolvlm is not None:
-        state = {name: tensor.contiguous() for name, tensor in smolvlm.to_smolvlm(state).items()}
-        if cfg.lm_tie_weights:
-            del state[smolvlm.HEAD]
-    else:
-        if cfg.lm_tie_weights:
-            del state[EMBEDDING]
-            metadata[EMBEDDING] = HEAD
-        state[INV_FREQ] = inverse_frequencies(cfg.lm_head_dim, cfg.lm_re_base)
-    save_tensors(state, folder / WEIGHTS, metadata)
+    write_settings(folder, model.cfg, tokenizer, state[HEAD].dtype, home)
+    tensors, metadata = model.cfg.format.weights(model.cfg, state)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_tensors(tensors, folder / WEIGHTS, {"format": "pt", **metadata})
 
 
 def write_settings(
@@ -368,26 +268,10 @@ def write_settings(
 ) -> None:
     """Write what a model's folder holds beside weights in dtype.
 
-    tokenizer is the text of tokenizer.json; None writes no tokenizer. Stock reads the tokenizer by transformers'
-    AutoTokenizer, which needs a tokenizer_config.json. It looks for lm_tokenizer, which becomes home, the folder's
-    final path, if home is given, unless it is a Hub id already. In SmolVLM's layout the other files that the model was
-    read with are written, too.
+    tokenizer is the text of tokenizer.json; None writes no tokenizer. home is the folder's final path, by which a
+    config.json may say where the tokenizer is.
     """
-    objects: dict[str, dict] = {}
-    if cfg.smolvlm is not None:
-        texts = cfg.smolvlm.files | {CONFIG: smolvlm.config_text(cfg, dtype)}
-    else:
-        config = cfg.to_dict()
-        objects = {CONFIG: config if tokenizer is None or home is None else with_tokenizer_at(home, config)}
-        if tokenizer is not None:
-            objects[TOKENIZER_CONFIG] = {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "model_input_names": MODEL_INPUT_NAMES,
-                "eos_token": cfg.end_token,
-                "extra_special_tokens": cfg.special_tokens,
-                "chat_template": cfg.lm_chat_template,
-            }
-        texts = {name: json.dumps(values, indent=2) + "\n" for name, values in objects.items()}
+    texts = cfg.format.texts(cfg, dtype, tokenizer, home)
     for name, text in (texts | ({} if tokenizer is None else {TOKENIZER: tokenizer})).items():
         (folder / name).write_text(text, encoding="utf-8")
 
@@ -405,45 +289,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: Mapping[str, 
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
         file.seek(8)
         file.write(text.ljust(size))  # safetensors pads with spaces, too
-
-
-def with_tokenizer_at(home: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The object of a config.json whose lm_tokenizer stock nanoVLM finds: home, unless it is a Hub id already."""
-    name = config["lm_tokenizer"]
-    on_hub = name != NOWHERE and not Path(name).exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
-    return {**config, "lm_tokenizer": name if on_hub else home}
-
-
-def upload_checkpoint(
-    folder: Path,
-    repo_id: str,
-    *,
-    card: str | None = None,
-    private: bool = False,
-    revision: str | None = None,
-    token: str | None = None,
-) -> str:
-    """Upload the model's files in folder, and no other, to the Hub as one commit; returns the commit's URL.
-
-    The repository owner/name, and the branch named by revision, are created if needed. card is the text of README.md.
-    Without token, that of `hf auth login` is used.
-    """
-    from huggingface_hub import CommitOperationAdd, HfApi
-
-    known = dict.fromkeys((WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, *smolvlm.OTHER_FILES))
-    names = [name for name in known if (folder / name).is_file()]
-    config = read_object(folder / CONFIG)
-    if TOKENIZER in names and "lm_tokenizer" in config:
-        config = with_tokenizer_at(repo_id, config)
-    operations = [CommitOperationAdd(CONFIG, (json.dumps(config, indent=2) + "\n").encode("utf-8"))]
-    operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
-    if card is not None:
-        operations.append(CommitOperationAdd("README.md", card.encode("utf-8")))
-    api = HfApi(token=token)
-    api.create_repo(repo_id, private=private, exist_ok=True)
-    if revision is not None:
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
-    return api.create_commit(repo_id, operations, commit_message="Upload model", revision=revision).commit_url
 
 
 @contextmanager

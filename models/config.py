@@ -1,10 +1,12 @@
 """VLMConfig: a checkpoint's sizes and prompt layout, under nanoVLM's names for the fields."""
 
-import json
+import importlib
 import math
-import warnings
-from dataclasses import Field, asdict, dataclass, field, fields
-from typing import get_args
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, get_args
 
 from models.errors import InputError
 
@@ -12,11 +14,6 @@ CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + "
     "'\\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-
-# Keys of some format versions that nothing here uses; kept like unknown keys, but without a warning.
-IGNORED_KEYS = {
-    "lm_eos_token_id", "IMAGE_TOKEN_LENGTH", "TOTAL_SEQUENCE_LENGTH", "lm_rope_factor", "lm_beta_fast", "lm_beta_slow",
-}  # fmt: skip
 
 
 def extra_tokens(grid: int) -> dict[str, str]:
@@ -34,20 +31,84 @@ def is_optional(field: Field) -> bool:
     return bool(get_args(field.type)) or "optional" in field.metadata
 
 
-@dataclass(frozen=True)
-class SmolVLMSettings:
-    """Settings of a SmolVLM or Idefics3 folder beyond the fields of VLMConfig; see `models.formats.smolvlm`."""
+class CheckpointFormat(ABC):
+    """How the files of a model's folder hold its config and tensors; `load_config` chooses one for a `VLMConfig`.
 
-    files: dict[str, str]  # texts of its JSON and template files by name, which are written again with the model
-    longest_edge: int | None  # pixels; an image is first resized so that its longer side has as many. None: it is not
-    split: bool  # images into tiles
-    resample: int  # one of Pillow's Resampling
-    rescale_factor: float  # times a pixel's 0 .. 255
-    mean: tuple[float, ...]  # of the three channels, after rescaling
-    std: tuple[float, ...]
-    fake_image_token: str  # around images; may be empty
-    global_image_token: str
-    end_token_ids: tuple[int, ...]  # from generation_config.json
+    `models.formats` lists the formats, one file for each. An instance has the settings that VLMConfig has no field for.
+    """
+
+    name: ClassVar[str]
+    model_types: ClassVar[tuple[str, ...]] = ()  # values of model_type in config.json
+    other_files: ClassVar[tuple[str, ...]] = ()  # read and written beside config.json, weights and tokenizer.json
+    tied: ClassVar[tuple[str, str]]  # their names of token embedding and head, which may be one tensor
+    unit_pixels: ClassVar[bool] = True  # pixels are in [0, 1]; in [-1, 1] if False
+    crops_to_patches: ClassVar[bool] = False  # a rest of a tile's side that is no whole patch is left out
+    for_transformers: ClassVar[bool] = False  # transformers reads the folder
+
+    @classmethod
+    def recognizes(cls, raw: dict) -> bool:
+        """Whether the object of a config.json is of this format."""
+        return raw.get("model_type") in cls.model_types
+
+    @classmethod
+    @abstractmethod
+    def read_config(cls, raw: dict, files: Mapping[str, str]) -> "VLMConfig":
+        """The config from the object of config.json and the texts of the other files that are there.
+
+        Raises InputError or CheckpointError for a value that our modules do not support.
+        """
+
+    @abstractmethod
+    def config_dict(self, cfg: "VLMConfig") -> dict:
+        """The object to write as config.json."""
+
+    @abstractmethod
+    def texts(self, cfg: "VLMConfig", dtype: Any, tokenizer: str | None, home: str | None) -> dict[str, str]:
+        """Texts of the files to write beside weights in dtype and a tokenizer; see `write_settings`."""
+
+    @classmethod
+    def at_home(cls, config: dict, home: str) -> dict:
+        """The object of a config.json in a folder or Hub repository `home`, which has the tokenizer."""
+        return config
+
+    @staticmethod
+    def to_stored(state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of VisionLanguageModel under the names of the files; shares memory with it."""
+        return dict(state)
+
+    @staticmethod
+    def from_stored(stored: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        """The tensors of these names of ours. Empties the dict, so that joined tensors are not kept twice."""
+        return stored
+
+    @abstractmethod
+    def weights(self, cfg: "VLMConfig", state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """Tensors and metadata of model.safetensors."""
+
+    @staticmethod
+    def patch_positions(grid: int) -> list[int] | None:
+        """The position, along a side, of each of its `grid` patches; None if they are 0, 1, 2 ..."""
+        return None
+
+    @abstractmethod
+    def find_image_token_id(self, folder: Path, cfg: "VLMConfig") -> int:
+        """The id of the image token in folder's tokenizer.json, -1 without one. CheckpointError if it is not there."""
+
+    @abstractmethod
+    def version(self, cfg: "VLMConfig") -> int:
+        """The number of the format in reports."""
+
+
+def formats() -> Any:
+    """`models.formats`. This is the one add-on that the core looks up, and late: its formats import this module."""
+    return importlib.import_module("models.formats")
+
+
+# Of numbers: the lowest value, and the first that is too high; by type, and for some fields by name.
+LIMITS: dict[Any, tuple[float, float]] = {
+    int: (1, 2**31), float: (0, math.inf), "extra_token_amount": (0, 2**31), "lm_re_base": (1, math.inf),
+    "lm_attn_scaling": (1e-6, math.inf), "vit_dropout": (0, 1), "lm_dropout": (0, 1),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,7 +161,7 @@ class VLMConfig:
     hf_repo_name: str | None = "nanoVLM"
 
     unknown: dict = field(default_factory=dict)  # other keys of config.json, kept when it is written again
-    smolvlm: SmolVLMSettings | None = None  # of a model in transformers' layout; not a key of nanoVLM's config.json
+    format: CheckpointFormat = field(default_factory=lambda: formats().NANOVLM)  # of the files; not a key in them
 
     def __post_init__(self):
         for f in fields(self):
@@ -125,14 +186,10 @@ class VLMConfig:
             isinstance(value, dict) and all(isinstance(token, str) for token in value.values())
         ):
             raise InputError(f"{name}={value!r} is not a table of names and tokens")
-        if kind is int and not 0 < value < 2**31 and name != "extra_token_amount":
-            raise InputError(f"{name}={value} is not a positive number below 2^31")
-        if kind is float and not (math.isfinite(value) and value >= 0):
-            raise InputError(f"{name}={value} is not a finite number of at least 0")
-        if name in ("lm_re_base", "lm_attn_scaling") and value == 0:
-            raise InputError(f"{name}=0 would make all positions or all tokens alike; it must be above 0")
-        if name in ("vit_dropout", "lm_dropout") and value >= 1:
-            raise InputError(f"{name}={value} is outside [0, 1)")
+        if kind in (int, float):
+            low, high = LIMITS.get(name, LIMITS[kind])
+            if not low <= value < high:
+                raise InputError(f"{name}={value} is outside [{low}, {high})")
 
     def _check_divisibility(self) -> None:
         """Raise InputError unless heads, patches, tiles and pixel shuffle divide the sizes they split."""
@@ -143,8 +200,8 @@ class VLMConfig:
             ("lm_n_heads", "lm_n_kv_heads"),
             ("max_img_size", "vit_img_size"),
         ):
-            if whole == "vit_img_size" and self.smolvlm is not None:
-                continue  # SigLIP-so400m/14 at 384 pixels leaves out the last 6 of each side
+            if whole == "vit_img_size" and self.format.crops_to_patches:
+                continue
             if (getattr(self, whole) or 0) % getattr(self, part):
                 raise InputError(
                     f"{whole}={getattr(self, whole)} is not a multiple of {part}={getattr(self, part)}; change either"
@@ -182,65 +239,14 @@ class VLMConfig:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Texts of the extra tokens by name; empty in format 1, which has none."""
+        """Texts of the extra tokens by name; empty if there are none, as in nanoVLM's first models."""
         return self.vlm_extra_tokens or {}
 
     @property
-    def end_token(self) -> str:
-        """The token that ends an answer in nanoVLM's formats; in SmolVLM's the chat template has it.
-
-        The files' lm_eos_token_id is wrong from format 2 on, so it is not used.
-        """
-        return "<|endoftext|>" if self.format_version == 1 else "<|im_end|>"
-
-    @property
     def format_version(self) -> int:
-        """Which layout of images and text this is: one of nanoVLM's five, derived from the keys that are present, or 6.
-
-        1: May 2025, 2: from 4 June, 3: from 11 June, 4: from 12 July, 5: since 9 September 2025; 6: transformers'
-        SmolVLM.
-        """
-        if self.smolvlm is not None:
-            return 6
-        if self.vlm_extra_tokens is None:
-            return 1
-        if self.lm_chat_template is None:
-            return 2
-        if self.max_img_size is None:
-            return 3
-        return 5 if "global_image_token" in self.vlm_extra_tokens else 4
-
-    @classmethod
-    def from_dict(cls, raw: dict) -> "VLMConfig":
-        """Read the object of a config.json of any format version, which is derived from the missing keys.
-
-        Missing keys take the value that all versions agree on; a missing size is an InputError. Unknown keys are kept,
-        and one warning names them.
-        """
-        known = {f.name: f for f in fields(cls) if f.name not in ("unknown", "smolvlm")}
-        sizes = [
-            key for key, f in known.items() if f.type is int and not is_optional(f) and not key.startswith("lm_max_")
-        ]
-        missing = [key for key in (*sizes, "lm_tokenizer") if key not in raw]
-        if missing:
-            raise InputError(f"{', '.join(missing)} missing; every nanoVLM config.json has these keys")
-        for key in ("vlm_extra_tokens", "lm_chat_template", "max_img_size"):  # `format_version` is derived from these
-            if key in raw and raw[key] is None:
-                raise InputError(f"{key}=None means nothing; give it a value, or leave it out as older files do")
-        unknown = {key: value for key, value in raw.items() if key not in known}
-        names = [key for key in unknown if key not in IGNORED_KEYS]
-        if names:
-            warnings.warn(f"config.json has unknown keys, kept as they are: {', '.join(names)}", stacklevel=2)
-        values: dict = {key: None for key, f in known.items() if is_optional(f)}
-        return cls(**values | {key: value for key, value in raw.items() if key in known}, unknown=unknown)
+        """The number of the format in reports: 1 to 5 are nanoVLM's, 6 is SmolVLM's."""
+        return self.format.version(self)
 
     def to_dict(self) -> dict:
-        """The object to write as config.json, without the keys that the model's format version does not have."""
-        if self.smolvlm is not None:
-            return json.loads(self.smolvlm.files["config.json"])
-        raw = asdict(self)
-        unknown = raw.pop("unknown")
-        del raw["smolvlm"]
-        if self.format_version == 1:
-            del raw["mp_image_token_length"]
-        return {key: value for key, value in raw.items() if value is not None} | unknown
+        """The object to write as config.json."""
+        return self.format.config_dict(self)

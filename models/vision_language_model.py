@@ -16,13 +16,11 @@ from models.checkpoint import (
     CONFIG,
     MAX_BLOCKS,
     TOKENIZER,
-    find_image_token_id,
     load_config,
     read_model_text,
     read_weights,
     save_checkpoint,
     snapshot_path,
-    upload_checkpoint,
     write_checkpoint_files,
 )
 from models.config import VLMConfig
@@ -96,7 +94,7 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
         """
         folder = snapshot_path(name_or_folder, revision)
         cfg = load_config(folder)
-        model = load_model(folder, cfg, find_image_token_id(folder, cfg), dtype, device)
+        model = load_model(folder, cfg, cfg.format.find_image_token_id(folder, cfg), dtype, device)
         path = folder / TOKENIZER
         model.tokenizer_json = read_model_text(path) if path.exists() else None
         return model
@@ -115,9 +113,17 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
         self, repo_id: str, *, private: bool = False, revision: str | None = None, token: str | None = None
     ) -> str:
         """Upload what `save_pretrained` writes to the Hub repository owner/name; returns the commit's URL."""
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
         with TemporaryDirectory() as folder:
-            write_checkpoint_files(Path(folder), self, self.tokenizer_json)
-            return upload_checkpoint(Path(folder), repo_id, private=private, revision=revision, token=token)
+            write_checkpoint_files(Path(folder), self, self.tokenizer_json, home=repo_id)
+            return api.upload_folder(
+                repo_id=repo_id, folder_path=folder, commit_message="Upload model", revision=revision
+            ).commit_url
 
     @property
     def device(self) -> torch.device:
@@ -247,7 +253,7 @@ def load_model(
         names = ("vit_hidden_dim", "vit_inter_dim", "vit_patch_size", "lm_hidden_dim", "lm_inter_dim", "lm_vocab_size")
         sizes = ", ".join(f"{name}={getattr(cfg, name)}" for name in names)
         raise CheckpointError(f"{path}: a model of {sizes} is larger than any memory") from None
-    model.load_state_dict(read_weights(folder, cfg, model.state_dict(), dtype, device), assign=True)
+    model.load_state_dict(read_weights(folder, cfg, model.state_dict(), dtype=dtype, device=device), assign=True)
     model.decoder.tie_weights()
     return model.eval()
 

@@ -8,15 +8,12 @@ from torch import Tensor, nn
 
 from models.attention import attention
 from models.config import VLMConfig
-from models.formats.smolvlm import patch_positions
 
 
-def smolvlm_position_ids(cfg: VLMConfig) -> list[int] | None:
-    """The position of each patch, row by row; None where they are 0, 1, 2 ... as in nanoVLM and most of SmolVLM."""
-    if cfg.smolvlm is None:
-        return None
-    sides = patch_positions(cfg.vit_grid)
-    if sides == list(range(cfg.vit_grid)):
+def position_ids(cfg: VLMConfig) -> list[int] | None:
+    """The position of each patch of a tile, row by row; None where they are 0, 1, 2 ..., as in nearly all models."""
+    sides = cfg.format.patch_positions(cfg.vit_grid)
+    if sides is None or sides == list(range(cfg.vit_grid)):
         return None
     return [row * cfg.vit_grid + column for row in sides for column in sides]
 
@@ -26,7 +23,7 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(3, cfg.vit_hidden_dim, kernel_size=cfg.vit_patch_size, stride=cfg.vit_patch_size)
         self.position_embedding = nn.Parameter(torch.empty(1, cfg.vit_grid**2, cfg.vit_hidden_dim))
-        self.position_ids = smolvlm_position_ids(cfg)
+        self.position_ids = position_ids(cfg)
 
     def forward(self, images: Tensor) -> Tensor:
         patches = self.conv(images).flatten(2).transpose(1, 2).contiguous()  # else every block copies its input

@@ -1,11 +1,13 @@
 """Uploading a model folder and its card to the Hugging Face Hub."""
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from models.checkpoint import CONFIG, TOKENIZER, WEIGHTS, load_config, upload_checkpoint
+from models.checkpoint import CONFIG, TOKENIZER, WEIGHTS, load_config, read_object
 from models.config import VLMConfig
+from models.formats import OTHER_FILES, recognize
 from nanovlm.errors import CheckpointError
 
 REQUIRED_FILES = (CONFIG, WEIGHTS, TOKENIZER)
@@ -36,6 +38,38 @@ def push_to_hub(
 
     card = model_card(cfg, repo_id, recipe=recipe, results=results, license=license)
     return upload_checkpoint(folder, repo_id, card=card, private=private, revision=revision, token=token)
+
+
+def upload_checkpoint(
+    folder: Path,
+    repo_id: str,
+    *,
+    card: str | None = None,
+    private: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+) -> str:
+    """Upload the model's files in folder, and no other, to the Hub as one commit; returns the commit's URL.
+
+    The repository owner/name, and the branch named by revision, are created if needed. card is the text of README.md.
+    Without token, that of `hf auth login` is used.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    known = dict.fromkeys((WEIGHTS, TOKENIZER, *OTHER_FILES))
+    names = [name for name in known if (folder / name).is_file()]
+    config = read_object(folder / CONFIG)
+    if TOKENIZER in names:
+        config = recognize(config, CONFIG).at_home(config, repo_id)
+    operations = [CommitOperationAdd(CONFIG, (json.dumps(config, indent=2) + "\n").encode("utf-8"))]
+    operations += [CommitOperationAdd(name, str(folder / name)) for name in names]
+    if card is not None:
+        operations.append(CommitOperationAdd("README.md", card.encode("utf-8")))
+    api = HfApi(token=token)
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    return api.create_commit(repo_id, operations, commit_message="Upload model", revision=revision).commit_url
 
 
 def model_card(

@@ -112,6 +112,11 @@ def test_the_core_imports_no_add_on():
     assert not violations
 
 
+def test_the_core_looks_up_one_add_on_in_one_place():
+    lookups = {module for module in CORE if "import_module(" in GRAPH.files[module].read_text(encoding="utf-8")}
+    assert lookups == {"models.config"}, "see `models.config.formats`"
+
+
 def test_the_core_is_complete():
     """Every module directly in models/ is either core or an add-on."""
     assert {m for m in GRAPH.files if m.startswith("models.") and not within(m, *ADD_ONS)} == CORE

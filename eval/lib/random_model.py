@@ -16,7 +16,7 @@ from eval.lib.command import progress
 from eval.lib.shapes import SHAPES
 from models.checkpoint import save_checkpoint
 from models.config import VLMConfig
-from models.formats import smolvlm
+from models.formats.smolvlm import SmolVLM
 from models.formats.to_smolvlm import layout_tokens
 from models.vision_language_model import VisionLanguageModel
 
@@ -27,7 +27,7 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 def make_tokenizer(cfg: VLMConfig) -> str:
     """A byte-level BPE tokenizer.json, as SmolLM2's, that fills cfg's vocabulary; its merges are made up."""
-    base = SMOLLM2_VOCABULARY if cfg.smolvlm is not None else cfg.lm_base_vocab_size or cfg.lm_vocab_size
+    base = SMOLLM2_VOCABULARY if isinstance(cfg.format, SmolVLM) else cfg.lm_base_vocab_size or cfg.lm_vocab_size
     tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ"]  # Ċ is a line break
     words, merges = list(ALPHABET), [("Ċ", "Ċ")]  # llama.cpp looks for a token of two
     for i in count():  # after a, b, ... come aa, ab, ..., then aaa, aab, ...
@@ -41,15 +41,15 @@ def make_tokenizer(cfg: VLMConfig) -> str:
     digits = pre_tokenizers.Digits(individual_digits=True)
     backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     backend.decoder = decoders.ByteLevel()
-    extra = list((cfg.vlm_extra_tokens or {}).values()) if cfg.smolvlm is None else smolvlm_tokens(cfg)
+    extra = smolvlm_tokens(cfg) if isinstance(cfg.format, SmolVLM) else list(cfg.special_tokens.values())
     backend.add_special_tokens(SPECIAL_TOKENS + extra)
     return backend.to_str()
 
 
 def smolvlm_tokens(cfg: VLMConfig) -> list[str]:
     """The words behind SmolLM2's, in an order that puts the image token and the end of an answer at cfg's ids."""
-    assert cfg.smolvlm is not None
-    names = {smolvlm.image_token_id(cfg): "<image>", cfg.smolvlm.end_token_ids[0]: "<end_of_utterance>"}
+    assert isinstance(cfg.format, SmolVLM)
+    names = {cfg.format.image_token_id: "<image>", cfg.format.end_token_ids[0]: "<end_of_utterance>"}
     others = [token for token in layout_tokens(6, 1) if token not in names.values()]
     others += [f"<reserved_{i}>" for i in range(cfg.lm_vocab_size - SMOLLM2_VOCABULARY)]
     ids = range(SMOLLM2_VOCABULARY, cfg.lm_vocab_size)

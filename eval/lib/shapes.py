@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from models.config import VLMConfig
-from models.formats.smolvlm import GENERATION, PREPROCESSOR, TEMPLATE, config_from_files
+from models.formats.smolvlm import GENERATION, PREPROCESSOR, TEMPLATE, SmolVLM
 from models.formats.to_smolvlm import CHAT_TEMPLATE, image_processor_settings
 
 SMOLLM2_135M: dict[str, Any] = {
@@ -46,11 +46,11 @@ def smolvlm(vision: dict, text: dict, scale_factor: int = 4, **top: Any) -> VLMC
     """The config of a published SmolVLM, whose images have a longest edge of four tiles."""
     config = {"model_type": "idefics3", "scale_factor": scale_factor, "image_token_id": 49190} | top
     objects = {
-        "config.json": config | {"vision_config": vision, "text_config": text},
         PREPROCESSOR: image_processor_settings(vision["image_size"], 4 * vision["image_size"]),
         GENERATION: {"eos_token_id": text["vocab_size"] - 1},
     }
-    return config_from_files({name: json.dumps(value) for name, value in objects.items()} | {TEMPLATE: CHAT_TEMPLATE})
+    files = {name: json.dumps(value) for name, value in objects.items()} | {TEMPLATE: CHAT_TEMPLATE}
+    return SmolVLM.read_config(config | {"vision_config": vision, "text_config": text}, files)
 
 
 SHAPES = {  # name: (config, parameters of the published model)

@@ -59,7 +59,7 @@ class OnnxEngine:
 
 def image_feeds(cfg: VLMConfig, image: Tensor) -> Feeds:
     """The vision encoder's inputs for one preprocessed image, scaled as the graph expects."""
-    pixels = image if cfg.smolvlm is not None else image * 2 - 1
+    pixels = image * 2 - 1 if cfg.format.unit_pixels else image
     return {"pixel_values": pixels[None].numpy(), "pixel_attention_mask": np.ones((1, 1, *image.shape[2:]), bool)}
 
 

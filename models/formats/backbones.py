@@ -6,19 +6,28 @@ with which our modules would compute something else raises CheckpointError with 
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.checkpoint import CONFIG, INDEX, MAX_BLOCKS, TOKENIZER, WEIGHTS, read_object, snapshot_path, weight_files
+from models.checkpoint import (
+    CONFIG,
+    INDEX,
+    MAX_BLOCKS,
+    TOKENIZER,
+    WEIGHTS,
+    Shapes,
+    read_object,
+    read_state_dict,
+    snapshot_path,
+)
 from models.config import VLMConfig, extra_tokens
 from models.errors import CheckpointError
+from models.formats.tokenizer_json import base_vocab_size
 from models.formats.transformers_names import SIGLIP_CONFIG, SIGLIP_ONLY, llama_settings, settings, translate
 from models.modality_projector import ModalityProjector
 from models.vision_language_model import VisionLanguageModel, empty_model, init_weights
@@ -148,11 +157,6 @@ def read_backbones(
     return model.eval()
 
 
-def base_vocab_size(cfg: VLMConfig) -> int:
-    """Size of the language model's vocabulary without extra tokens."""
-    return cfg.lm_vocab_size if cfg.lm_base_vocab_size is None else cfg.lm_base_vocab_size
-
-
 def _siglip_settings(path: Path) -> dict:
     config = read_object(path)
     raw = config.get("vision_config", config)
@@ -192,63 +196,12 @@ def _read_llama(backbones: Backbones, model: VisionLanguageModel, dtype: torch.d
 
 
 def _read(
-    folder: Path,
-    table: Mapping[str, str | None],
-    shapes: dict[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    tied: bool = False,
+    folder: Path, table: Mapping[str, str | None], shapes: Shapes, dtype: torch.dtype, tied: bool = False
 ) -> dict[str, Tensor]:
     """Read the tensors of the given names (ours) and shapes; those stored in dtype stay memory-mapped."""
-    with ExitStack() as stack:
-        try:
-            files = _open(folder, stack)
-            names = {translate(name, table): name for name in files}
-            source = {ours: name for ours, name in names.items() if ours is not None}
-            if tied:
-                shapes = {name: shape for name, shape in shapes.items() if name != HEAD}
-                _use_tied_head(files, source)
-            _check_tensors(files, source, shapes)
-            return {name: files[source[name]].get_tensor(source[name]).to(dtype) for name in shapes}
-        except CheckpointError as error:
-            raise CheckpointError(f"{folder}: {error}") from None
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder}: a weight file cannot be read, it may be truncated: {error}") from None
-
-
-def _use_tied_head(files: dict[str, Any], source: dict[str, str]) -> None:
-    """Let source name one tensor for tied embedding and head: a file may have either, or both if they are equal."""
-    if HEAD not in source:
-        return
-    if EMBEDDING in source:
-        head, embedding = (files[source[name]].get_tensor(source[name]) for name in (HEAD, EMBEDDING))
-        if not torch.equal(head, embedding):
-            raise CheckpointError(f"tie_word_embeddings=true, but {source[HEAD]} and {source[EMBEDDING]} differ")
-    source[EMBEDDING] = source.pop(HEAD)
-
-
-def _check_tensors(files: dict[str, Any], source: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError unless source has exactly the tensors of the given shapes."""
-    missing = sorted(shapes.keys() - source.keys())
-    if missing:
-        raise CheckpointError(f"{len(missing)} tensors are missing, first the one for {missing[0]}")
-    surplus = sorted(source.keys() - shapes.keys())
-    if surplus:
-        raise CheckpointError(
-            f"{len(surplus)} tensors are more than {CONFIG} has a place for, first {source[surplus[0]]!r}"
-        )
-    for name, shape in shapes.items():
-        stored = tuple(files[source[name]].get_slice(source[name]).get_shape())
-        if stored != shape:
-            raise CheckpointError(f"{source[name]} is {stored}, but {CONFIG} asks for {shape}")
-
-
-def _open(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Each tensor's name -> the open safetensors file that contains it."""
-    files: dict[str, Any] = {}
-    for path in weight_files(folder):
-        file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-        files |= dict.fromkeys(file.keys(), file)
-    return files
+    table = {**table} | {r"(.*)": r"\1"}  # tensors of other names are refused by read_state_dict
+    pair = (EMBEDDING, HEAD) if tied else None
+    return read_state_dict(folder, shapes, tied=pair, dtype=dtype, rename=lambda name: translate(name, table))
 
 
 def resize_positions(positions: Tensor, side: int) -> Tensor:

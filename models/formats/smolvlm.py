@@ -1,19 +1,23 @@
 """Checkpoints of transformers' SmolVLM and Idefics3 (Laurençon et al. 2024, Marafioti et al. 2025): files and names.
 
 The network is nanoVLM's. What differs is around it: names of settings and tensors, normalized pixels, the layout of
-images in a prompt, and the positions of patches, which are rounded fractions of a side. This module knows texts and
-state dicts; `models.checkpoint` reads and writes the files.
+images in a prompt, and the positions of patches, which are rounded fractions of a side.
 """
 
+import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from models.config import SmolVLMSettings, VLMConfig
-from models.errors import CheckpointError, InputError
+from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG
+from models.config import CheckpointFormat, VLMConfig
+from models.errors import CheckpointError
+from models.formats.tokenizer_json import find_image_token_id
 from models.formats.transformers_names import (
     LLAMA_ONLY,
     SIGLIP_CONFIG,
@@ -23,13 +27,9 @@ from models.formats.transformers_names import (
     translate,
 )
 
-MODEL_TYPES = ("idefics3", "smolvlm")
 PREPROCESSOR, PROCESSOR, GENERATION = "preprocessor_config.json", "processor_config.json", "generation_config.json"
-TOKENIZER_CONFIG, TEMPLATE, LEGACY_TEMPLATE = "tokenizer_config.json", "chat_template.jinja", "chat_template.json"
-OTHER_FILES = (  # beside config.json, the weights and tokenizer.json
-    PREPROCESSOR, PROCESSOR, GENERATION, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json",
-    TEMPLATE, LEGACY_TEMPLATE,
-)  # fmt: skip
+TEMPLATE, LEGACY_TEMPLATE = "chat_template.jinja", "chat_template.json"
+IMAGE_TOKEN_ID = 128257  # in a config.json that names none
 EMBEDDING, HEAD = "model.text_model.embed_tokens.weight", "lm_head.weight"
 
 # Defaults of transformers' classes, in files that lack a key.
@@ -76,70 +76,49 @@ NAMES = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------ tensors
+@dataclass(frozen=True)
+class SmolVLM(CheckpointFormat):
+    """Settings of a SmolVLM or Idefics3 folder beyond the fields of VLMConfig."""
 
+    name = "smolvlm"
+    model_types = ("idefics3", "smolvlm")
+    other_files = (
+        PREPROCESSOR, PROCESSOR, GENERATION, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json",
+        TEMPLATE, LEGACY_TEMPLATE,
+    )  # fmt: skip
+    tied = (EMBEDDING, HEAD)
+    unit_pixels = False
+    crops_to_patches = True  # SigLIP-so400m/14 at 384 pixels leaves out the last 6 of each side
+    for_transformers = True
 
-def to_smolvlm(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of VisionLanguageModel under SmolVLM's names, sharing memory with it."""
-    theirs: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        if name.endswith("position_embedding") and tensor.dim() == 3:
-            tensor = tensor[0]
-        parts = dict(zip("qkv", tensor.chunk(3))) if "qkv_proj" in name else {"qkv": tensor}
-        for part, rows in parts.items():
-            theirs[cast(str, translate(name.replace("qkv", part), NAMES))] = rows  # NAMES drops no tensor
-    return theirs
+    config: dict  # the object of config.json, without the dtype of the weights
+    files: dict[str, str]  # texts of the other files by name, which are written again with the model
+    longest_edge: int | None  # pixels; an image is first resized so that its longer side has as many. None: it is not
+    split: bool  # images into tiles
+    resample: int  # one of Pillow's Resampling
+    rescale_factor: float  # times a pixel's 0 .. 255
+    mean: tuple[float, ...]  # of the three channels, after rescaling
+    std: tuple[float, ...]
+    fake_image_token: str  # around images; may be empty
+    global_image_token: str
+    end_token_ids: tuple[int, ...]  # from generation_config.json
 
-
-def from_smolvlm(theirs: dict[str, Tensor], names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The opposite: the tensors of these names of ours. Empties the dict, so that joined tensors are not kept twice."""
-    state = {}
-    for name in names:
-        if "qkv_proj" in name:
-            parts = [cast(str, translate(name.replace("qkv", part), NAMES)) for part in "qkv"]
-            state[name] = torch.cat([theirs.pop(part) for part in parts])
-        else:
-            tensor = theirs.pop(cast(str, translate(name, NAMES)))
-            state[name] = tensor[None] if name.endswith("position_embedding") else tensor
-    return state
-
-
-def patch_positions(grid: int) -> list[int]:
-    """Idefics3's row or column of each of `grid` patches along a side: fractions of the side, sorted into buckets.
-
-    The arithmetic is float32, in the order of Idefics3VisionEmbeddings in transformers: for some grids, as 19, rounding
-    gives two patches the same position, and the weights were trained with that.
-    """
-    fractions = torch.arange(grid, dtype=torch.float32, device="cpu") * (1.0 / torch.tensor(grid, device="cpu"))
-    boundaries = torch.arange(1 / grid, 1.0, 1 / grid, device="cpu")
-    return torch.bucketize(fractions.clamp(max=1.0 - 1e-6), boundaries, right=True).tolist()
-
-
-# ------------------------------------------------------------------------------------------------------------- config
-
-
-def config_from_files(files: Mapping[str, str]) -> VLMConfig:
-    """The config of a model from the texts of its files, config.json and those of OTHER_FILES that are there.
-
-    Raises CheckpointError for a setting with which our modules would compute something else.
-    """
-    raw = _parse(files, "config.json")
-    vision, text = (_section(raw, key) for key in ("vision_config", "text_config"))
-    if vision.get("model_type") not in VISION_TYPES:
-        raise CheckpointError(f"vision_config: model_type={vision['model_type']!r} is none of {VISION_TYPES[1:]}")
-    fields = settings("vision_config", vision, SIGLIP_ONLY, SIGLIP_CONFIG, VISION_DEFAULTS)
-    settings("text_config", text, TEXT_ONLY, {})
-    fields |= llama_settings("text_config", text, {"rms_norm_eps": 1e-5})
-    fields["lm_vocab_size"] = fields["lm_base_vocab_size"]
-    fields["lm_tie_weights"] = raw.get("tie_word_embeddings", False)
-    files = {**files} | {"config.json": _without_dtype(raw)}
-    smolvlm = _smolvlm_settings(files, raw, fields["vit_img_size"])
-    try:
+    @classmethod
+    def read_config(cls, raw: dict, files: Mapping[str, str]) -> VLMConfig:
+        vision, text = (_section(raw, key) for key in ("vision_config", "text_config"))
+        if vision.get("model_type") not in VISION_TYPES:
+            raise CheckpointError(f"vision_config: model_type={vision['model_type']!r} is none of {VISION_TYPES[1:]}")
+        fields = settings("vision_config", vision, SIGLIP_ONLY, SIGLIP_CONFIG, VISION_DEFAULTS)
+        settings("text_config", text, TEXT_ONLY, {})
+        fields |= llama_settings("text_config", text, {"rms_norm_eps": 1e-5})
+        fields["lm_vocab_size"] = fields["lm_base_vocab_size"]
+        fields["lm_tie_weights"] = raw.get("tie_word_embeddings", False)
+        tokens = _tokens(files, raw)
         cfg = VLMConfig(
             **fields,
-            smolvlm=smolvlm,
+            format=cls._with_image_settings(raw, files, tokens, fields["vit_img_size"]),
             extra_token_amount=0,
-            vlm_extra_tokens={"image_token": _tokens(files, raw)["image_token"]},
+            vlm_extra_tokens={"image_token": tokens["image_token"]},
             lm_chat_template=_chat_template(files),
             lm_max_length=fields["lm_max_position_embeddings"],
             lm_tokenizer="",
@@ -151,50 +130,103 @@ def config_from_files(files: Mapping[str, str]) -> VLMConfig:
             resize_to_max_side_len=None,
             hf_repo_name=None,
         )
-    except InputError as error:
-        raise CheckpointError(f"config.json: {error}") from None
-    n_image_tokens = _parse(files, PROCESSOR).get("image_seq_len", cfg.mp_image_token_length)
-    if n_image_tokens != cfg.mp_image_token_length:
-        raise CheckpointError(
-            f"{PROCESSOR}: image_seq_len={n_image_tokens}, but a tile has {cfg.mp_image_token_length} embeddings"
+        n_image_tokens = _parse(files, PROCESSOR).get("image_seq_len", cfg.mp_image_token_length)
+        if n_image_tokens != cfg.mp_image_token_length:
+            raise CheckpointError(
+                f"{PROCESSOR}: image_seq_len={n_image_tokens}, but a tile has {cfg.mp_image_token_length} embeddings"
+            )
+        return cfg
+
+    @classmethod
+    def _with_image_settings(
+        cls, raw: dict, files: Mapping[str, str], tokens: Mapping[str, str], tile: int
+    ) -> "SmolVLM":
+        image = _image_settings(files, tile)
+        return cls(
+            config=_without_dtype(raw),
+            files=dict(files),
+            longest_edge=image["size"] if image["do_resize"] else None,
+            split=image["do_image_splitting"],
+            resample=image["resample"],
+            rescale_factor=float(image["rescale_factor"]) if image["do_rescale"] else 1.0,
+            mean=tuple(image["image_mean"]) if image["do_normalize"] else (0.0, 0.0, 0.0),
+            std=tuple(image["image_std"]) if image["do_normalize"] else (1.0, 1.0, 1.0),
+            fake_image_token=tokens["fake_image_token"],
+            global_image_token=tokens["global_image_token"],
+            end_token_ids=_end_token_ids(files, raw),
         )
-    return cfg
+
+    def config_dict(self, cfg: VLMConfig) -> dict:
+        return copy.deepcopy(self.config)
+
+    def texts(self, cfg: VLMConfig, dtype: torch.dtype, tokenizer: str | None, home: str | None) -> dict[str, str]:
+        """The files that the model was read with; config.json has the dtype that transformers loads the weights in."""
+        config = self.config | {"torch_dtype": str(dtype).removeprefix("torch.")}
+        return self.files | {CONFIG: json.dumps(config, indent=2) + "\n"}
+
+    @staticmethod
+    def to_stored(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        stored: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            if name.endswith("position_embedding") and tensor.dim() == 3:
+                tensor = tensor[0]
+            parts = dict(zip("qkv", tensor.chunk(3))) if "qkv_proj" in name else {"qkv": tensor}
+            for part, rows in parts.items():
+                stored[cast(str, translate(name.replace("qkv", part), NAMES))] = rows  # NAMES drops no tensor
+        return stored
+
+    @staticmethod
+    def from_stored(stored: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+        state = {}
+        for name in names:
+            if "qkv_proj" in name:
+                parts = [cast(str, translate(name.replace("qkv", part), NAMES)) for part in "qkv"]
+                state[name] = torch.cat([stored.pop(part) for part in parts])
+            else:
+                tensor = stored.pop(cast(str, translate(name, NAMES)))
+                state[name] = tensor[None] if name.endswith("position_embedding") else tensor
+        return state
+
+    def weights(self, cfg: VLMConfig, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+        tensors = self.to_stored(state)
+        if cfg.lm_tie_weights:
+            del tensors[HEAD]
+        return tensors, {}
+
+    @staticmethod
+    def patch_positions(grid: int) -> list[int]:
+        """Idefics3's: fractions of the side, sorted into buckets.
+
+        The arithmetic is float32, in the order of Idefics3VisionEmbeddings in transformers: for some grids, as 19,
+        rounding gives two patches the same position, and the weights were trained with that.
+        """
+        fractions = torch.arange(grid, dtype=torch.float32, device="cpu") * (1.0 / torch.tensor(grid, device="cpu"))
+        boundaries = torch.arange(1 / grid, 1.0, 1 / grid, device="cpu")
+        return torch.bucketize(fractions.clamp(max=1.0 - 1e-6), boundaries, right=True).tolist()
+
+    def find_image_token_id(self, folder: Path, cfg: VLMConfig) -> int:
+        """The one that config.json names, if the tokenizer has the same."""
+        found = find_image_token_id(folder, cfg)
+        if found != self.image_token_id:
+            token = cfg.special_tokens["image_token"]
+            raise CheckpointError(
+                f"{folder / TOKENIZER}: {token} is {found}, but {CONFIG} has image_token_id={self.image_token_id}"
+            )
+        return found
+
+    @property
+    def image_token_id(self) -> int:
+        return self.config.get("image_token_id", IMAGE_TOKEN_ID)
+
+    def version(self, cfg: VLMConfig) -> int:
+        return 6
 
 
-def image_token_id(cfg: VLMConfig) -> int | None:
-    """The id of the image token that config.json names."""
-    return cfg.to_dict().get("image_token_id")
-
-
-def config_text(cfg: VLMConfig, dtype: torch.dtype) -> str:
-    """The text of config.json to write beside weights of that dtype, which transformers loads them in."""
-    return json.dumps(cfg.to_dict() | {"torch_dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n"
-
-
-def _without_dtype(raw: dict) -> str:
+def _without_dtype(raw: dict) -> dict:
     """config.json without the dtype of the weights, which is theirs."""
-    raw = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
-    for key in ("vision_config", "text_config"):
-        if key in raw:
-            raw[key] = {k: v for k, v in raw[key].items() if k not in ("dtype", "torch_dtype")}
-    return json.dumps(raw)
-
-
-def _smolvlm_settings(files: Mapping[str, str], raw: dict, tile: int) -> SmolVLMSettings:
-    image = _image_settings(files, tile)
-    tokens = _tokens(files, raw)
-    return SmolVLMSettings(
-        files=dict(files),
-        longest_edge=image["size"] if image["do_resize"] else None,
-        split=image["do_image_splitting"],
-        resample=image["resample"],
-        rescale_factor=float(image["rescale_factor"]) if image["do_rescale"] else 1.0,
-        mean=tuple(image["image_mean"]) if image["do_normalize"] else (0.0, 0.0, 0.0),
-        std=tuple(image["image_std"]) if image["do_normalize"] else (1.0, 1.0, 1.0),
-        fake_image_token=tokens["fake_image_token"],
-        global_image_token=tokens["global_image_token"],
-        end_token_ids=_end_token_ids(files, raw),
-    )
+    kept = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
+    sections = {key: kept[key] for key in ("vision_config", "text_config") if key in kept}
+    return kept | {key: _without_dtype(section) for key, section in sections.items()}
 
 
 def _image_settings(files: Mapping[str, str], tile: int) -> dict[str, Any]:

@@ -8,21 +8,13 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from models.checkpoint import MODEL_INPUT_NAMES
+from models.checkpoint import TOKENIZER_CONFIG
 from models.config import VLMConfig
 from models.errors import InputError
 from models.formats.backbones import grow
-from models.formats.smolvlm import (
-    GENERATION,
-    PREPROCESSOR,
-    PROCESSOR,
-    TEMPLATE,
-    TOKENIZER_CONFIG,
-    TOKENS,
-    config_from_files,
-    patch_positions,
-    to_smolvlm,
-)
+from models.formats.nanovlm import end_token
+from models.formats.smolvlm import GENERATION, PREPROCESSOR, PROCESSOR, TEMPLATE, TOKENS, SmolVLM
+from models.formats.tokenizer_json import MODEL_INPUT_NAMES
 from models.vision_language_model import VisionLanguageModel, empty_model
 
 CONVOLUTION = "vision_encoder.patch_embedding.conv"
@@ -39,11 +31,11 @@ CHAT_TEMPLATE = (  # the layout that SmolVLM-256M-Instruct and its relatives wer
 def smolvlm_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
     """The model's tensors under SmolVLM's names; of a tied pair only the embedding."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    if model.cfg.smolvlm is None:
+    if model.cfg.format.unit_pixels:
         state |= rescaled_convolution(state)
     if model.cfg.lm_tie_weights:
         del state["decoder.head.weight"]
-    return to_smolvlm(state)
+    return SmolVLM.to_stored(state)
 
 
 def rescaled_convolution(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -65,8 +57,6 @@ def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> di
     A negative image_token_id, that of format 1, is written as the first id behind the vocabulary: no token stands for
     an image there.
     """
-    if cfg.smolvlm is not None:
-        return cfg.to_dict()
     if cfg.lm_attn_scaling != 1:
         raise InputError(f"lm_attn_scaling={cfg.lm_attn_scaling}: SmolVLM's attention has no such factor, only 1")
     if not patches_keep_their_positions(cfg.vit_grid):
@@ -82,37 +72,44 @@ def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> di
         "scale_factor": cfg.mp_pixel_shuffle_factor,
         "tie_word_embeddings": cfg.lm_tie_weights,
         **ends,
-        "text_config": {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": cfg.lm_hidden_dim,
-            "intermediate_size": cfg.lm_inter_dim,
-            "num_hidden_layers": cfg.lm_n_blocks,
-            "num_attention_heads": cfg.lm_n_heads,
-            "num_key_value_heads": cfg.lm_n_kv_heads,
-            "head_dim": cfg.lm_head_dim,
-            "hidden_act": "silu",
-            "rms_norm_eps": cfg.lm_rms_eps,
-            "rope_theta": cfg.lm_re_base,
-            "max_position_embeddings": cfg.lm_max_position_embeddings,
-            "vocab_size": cfg.lm_vocab_size,
-            "tie_word_embeddings": cfg.lm_tie_weights,
-            "attention_bias": False,
-            "mlp_bias": False,
-            **ends,
-        },
-        "vision_config": {
-            "model_type": "smolvlm_vision",
-            "hidden_size": cfg.vit_hidden_dim,
-            "intermediate_size": cfg.vit_inter_dim,
-            "num_hidden_layers": cfg.vit_n_blocks,
-            "num_attention_heads": cfg.vit_n_heads,
-            "num_channels": 3,
-            "image_size": cfg.vit_img_size,
-            "patch_size": cfg.vit_patch_size,
-            "hidden_act": "gelu_pytorch_tanh",
-            "layer_norm_eps": cfg.vit_ln_eps,
-        },
+        "text_config": _text_config(cfg) | ends,
+        "vision_config": _vision_config(cfg),
+    }
+
+
+def _text_config(cfg: VLMConfig) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": cfg.lm_hidden_dim,
+        "intermediate_size": cfg.lm_inter_dim,
+        "num_hidden_layers": cfg.lm_n_blocks,
+        "num_attention_heads": cfg.lm_n_heads,
+        "num_key_value_heads": cfg.lm_n_kv_heads,
+        "head_dim": cfg.lm_head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": cfg.lm_rms_eps,
+        "rope_theta": cfg.lm_re_base,
+        "max_position_embeddings": cfg.lm_max_position_embeddings,
+        "vocab_size": cfg.lm_vocab_size,
+        "tie_word_embeddings": cfg.lm_tie_weights,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+def _vision_config(cfg: VLMConfig) -> dict:
+    return {
+        "model_type": "smolvlm_vision",
+        "hidden_size": cfg.vit_hidden_dim,
+        "intermediate_size": cfg.vit_inter_dim,
+        "num_hidden_layers": cfg.vit_n_blocks,
+        "num_attention_heads": cfg.vit_n_heads,
+        "num_channels": 3,
+        "image_size": cfg.vit_img_size,
+        "patch_size": cfg.vit_patch_size,
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": cfg.vit_ln_eps,
     }
 
 
@@ -122,7 +119,7 @@ def patches_keep_their_positions(grid: int) -> bool:
     Other programs round the same fractions in another way: transformers up to 4.54 and vLLM compute them by
     torch.arange, whose rounding depends on PyTorch's build. See `is_exact_in_every_rounding`.
     """
-    return patch_positions(grid) == list(range(grid))
+    return SmolVLM.patch_positions(grid) == list(range(grid))
 
 
 def is_exact_in_every_rounding(grid: int) -> bool:
@@ -151,10 +148,10 @@ def to_smolvlm_layout(
     memory with the given model.
     """
     old, state = model.cfg, model.state_dict()
-    cfg = config_from_files(_layout_files(old, token_ids, longest_edge))
+    cfg = SmolVLM.read_config(*_layout_files(old, token_ids, longest_edge))
     if rescale:
         state |= rescaled_convolution(state)
-    replaced = {END_TOKEN: old.end_token, TOKENS["global_image_token"]: old.special_tokens.get("global_image_token")}
+    replaced = {END_TOKEN: end_token(old), TOKENS["global_image_token"]: old.special_tokens.get("global_image_token")}
     for name in ("decoder.token_embedding.weight", "decoder.head.weight"):
         weight = grow(state[name], cfg.lm_vocab_size)
         for new, former in replaced.items():
@@ -169,13 +166,12 @@ def to_smolvlm_layout(
     return converted.requires_grad_(True).eval()
 
 
-def _layout_files(old: VLMConfig, token_ids: Mapping[str, int], longest_edge: int) -> dict[str, str]:
-    """The texts of the files of a model in SmolVLM's layout, with the sizes of an old one."""
+def _layout_files(old: VLMConfig, token_ids: Mapping[str, int], longest_edge: int) -> tuple[dict, dict[str, str]]:
+    """config.json's object and the other files' texts of a model in SmolVLM's layout, with the sizes of an old one."""
     end = token_ids[END_TOKEN]
     config = smolvlm_config(old, token_ids[TOKENS["image_token"]], end)
     config["text_config"]["vocab_size"] = max(old.lm_vocab_size, max(token_ids.values()) + 1)
     objects = {
-        "config.json": config,
         GENERATION: {"eos_token_id": end, "pad_token_id": end},
         PREPROCESSOR: image_processor_settings(old.vit_img_size, longest_edge),
         PROCESSOR: {"processor_class": "SmolVLMProcessor", "image_seq_len": old.mp_image_token_length},
@@ -192,7 +188,7 @@ def _layout_files(old: VLMConfig, token_ids: Mapping[str, int], longest_edge: in
         },
     }
     texts = {name: json.dumps(value, indent=2) + "\n" for name, value in objects.items()}
-    return texts | {TEMPLATE: CHAT_TEMPLATE}
+    return config, texts | {TEMPLATE: CHAT_TEMPLATE}
 
 
 def image_processor_settings(tile: int, longest_edge: int) -> dict:

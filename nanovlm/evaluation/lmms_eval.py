@@ -122,8 +122,9 @@ class NanoVLM(lmms):
             pretrained, device or "auto", dtype, revision, max_tiles, quantize=quantize
         )
         cfg = self.captioner.processor.cfg
-        self.prompts = PROMPTS if prompts == "nanovlm" or (prompts == "auto" and cfg.smolvlm is None) else {}
-        self.has_answer_prefix = cfg.lm_chat_template is not None  # formats 1 and 2 end every question with "Answer:"
+        self.prompts = PROMPTS if "nanovlm" in (prompts, prompts == "auto" and cfg.format.name) else {}
+        # Without a chat, every question ends with "Answer:".
+        self.has_answer_prefix = self.captioner.processor.layout.has_chat
         self.batch_size = int(batch_size)
         self.device = self.captioner.inference.device
         self._rank, self._world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -5,14 +5,15 @@ from pathlib import Path
 import torch
 
 from models.checkpoint import atomic_dir, checkpoint_dtype, read_object, snapshot_path
+from models.formats.smolvlm import SmolVLM
 from models.lora import (
     ADAPTER,
     ADAPTER_CONFIG,
     adapter_folder,
+    adapter_tensors,
     fully_trained,
     merge,
     read_adapters,
-    smolvlm_adapters,
     write_adapter_files,
 )
 from models.vision_language_model import VisionLanguageModel, load_model
@@ -66,7 +67,7 @@ def write_smolvlm_adapters(folder: Path, model: VisionLanguageModel, base: str) 
     Raises InputError if weights of a nanoVLM model's patch embedding, which the export rescales, were trained in full.
     """
     rescaled = sorted(name for name in fully_trained(model) if name.startswith("vision_encoder.patch_embedding."))
-    if rescaled and model.cfg.smolvlm is None:
+    if rescaled and model.cfg.format.unit_pixels:
         raise InputError(f"{rescaled[0]} was trained in full, but the export rescales it; export the merged model")
     settings = {"base_model_name_or_path": base, "task_type": "CAUSAL_LM"}
-    write_adapter_files(folder, model, smolvlm_adapters(model), settings)
+    write_adapter_files(folder, model, adapter_tensors(model, SmolVLM.to_stored), settings)

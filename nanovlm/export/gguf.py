@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import atomic_dir
-from models.config import SmolVLMSettings, VLMConfig
-from models.formats.smolvlm import to_smolvlm
+from models.config import VLMConfig
+from models.formats.smolvlm import SmolVLM
 from models.formats.transformers_names import translate
-from models.vision_transformer import smolvlm_position_ids
+from models.vision_transformer import position_ids
 from nanovlm.captioner import Captioner
 from nanovlm.errors import CheckpointError, InputError, MissingExtraError
-from nanovlm.processing.smolvlm import MAX_SIDE
+from nanovlm.processing.layouts.smolvlm import MAX_SIDE
 from nanovlm.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -90,13 +90,13 @@ def check_gguf_extra() -> None:
         raise MissingExtraError('GGUF files need the extra gguf: pip install "nanovlm[gguf]"') from None
 
 
-def check_llama_cpp_can_run(cfg: VLMConfig, tokenizer: Tokenizer) -> SmolVLMSettings:
+def check_llama_cpp_can_run(cfg: VLMConfig, tokenizer: Tokenizer) -> SmolVLM:
     """The model's SmolVLM settings; InputError unless llama.cpp lays out images as the model was trained with.
 
     llama.cpp always splits an image, and knows tiles and special tokens by the names of the published models.
     """
-    settings, tile = cfg.smolvlm, cfg.vit_img_size
-    if settings is None:
+    settings, tile = cfg.format, cfg.vit_img_size
+    if not isinstance(settings, SmolVLM):
         raise InputError(
             "this model has nanoVLM's layout of tiles and image tokens, which llama.cpp does not write; train it in "
             "SmolVLM's layout (nanovlm train --format smolvlm) to export it as GGUF"
@@ -139,7 +139,7 @@ def add_text_metadata(writer: "GGUFWriter", cfg: VLMConfig) -> None:
     writer.add_vocab_size(cfg.lm_vocab_size)
 
 
-def add_vision_metadata(writer: "GGUFWriter", cfg: VLMConfig, settings: SmolVLMSettings) -> None:
+def add_vision_metadata(writer: "GGUFWriter", cfg: VLMConfig, settings: SmolVLM) -> None:
     """The sizes of the vision encoder and the projector, and the image processor's settings."""
     writer.add_clip_has_vision_encoder(True)
     writer.add_clip_projector_type("idefics3")
@@ -158,7 +158,7 @@ def add_vision_metadata(writer: "GGUFWriter", cfg: VLMConfig, settings: SmolVLMS
     writer.add_vision_preproc_image_size(cast(int, settings.longest_edge))
 
 
-def add_tokenizer(writer: "GGUFWriter", tokenizer: Tokenizer, cfg: VLMConfig, settings: SmolVLMSettings) -> None:
+def add_tokenizer(writer: "GGUFWriter", tokenizer: Tokenizer, cfg: VLMConfig, settings: SmolVLM) -> None:
     """Tokens, merges, special tokens and the chat template."""
     raw = json.loads(tokenizer.to_json())
     tokens, types = token_list(tokenizer, cfg.lm_vocab_size)
@@ -222,7 +222,7 @@ def token_list(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], list[i
     return [tokens.get(id, f"[PAD{id}]") for id in range(vocab_size)], [int(kind) for kind in types]
 
 
-def special_token_ids(tokenizer: Tokenizer, settings: SmolVLMSettings) -> dict[str, int]:
+def special_token_ids(tokenizer: Tokenizer, settings: SmolVLM) -> dict[str, int]:
     """Ids of the special tokens that tokenizer_config.json names; eos and eot are the end tokens of the answer."""
     config = json.loads(settings.files.get("tokenizer_config.json", "{}"))
     ids = {}
@@ -310,7 +310,7 @@ def vision_tensors(state: Mapping[str, Tensor], cfg: VLMConfig) -> Iterator[tupl
     llama.cpp numbers patches 0, 1, 2 ...; where Idefics3 does not, the position embeddings are reordered instead.
     """
     for name, tensor in _renamed(state, VISION_NAMES):
-        if name == "v.position_embd.weight" and (ids := smolvlm_position_ids(cfg)) is not None:
+        if name == "v.position_embd.weight" and (ids := position_ids(cfg)) is not None:
             tensor = tensor[ids]
         yield name, tensor
 
@@ -321,6 +321,6 @@ def to_llama_rope(weight: Tensor, n_heads: int) -> Tensor:
 
 
 def _renamed(state: Mapping[str, Tensor], names: Mapping[str, str | None]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in to_smolvlm(state).items():
+    for name, tensor in SmolVLM.to_stored(state).items():
         if (new := translate(name, names)) is not None:
             yield new, tensor.detach()

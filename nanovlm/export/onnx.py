@@ -96,7 +96,7 @@ class VisionEncoderGraph(nn.Module):
 
     def __init__(self, model: VisionLanguageModel, dtype: torch.dtype):
         super().__init__()
-        self.unit_pixels = model.cfg.smolvlm is None
+        self.unit_pixels = model.cfg.format.unit_pixels
         self.vision_encoder = _in_dtype(model.vision_encoder, dtype)
         self.MP = _in_dtype(model.MP, dtype)
 

@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 
 from models.checkpoint import (
     CONFIG,
-    MODEL_INPUT_NAMES,
     TOKENIZER,
     TOKENIZER_CONFIG,
     WEIGHTS,
     atomic_dir,
 )
 from models.config import VLMConfig
+from models.formats.nanovlm import end_token
 from models.formats.smolvlm import PREPROCESSOR, PROCESSOR
 from models.formats.to_smolvlm import (
     image_processor_settings,
@@ -26,7 +26,9 @@ from models.formats.to_smolvlm import (
     smolvlm_config,
     smolvlm_tensors,
 )
+from models.formats.tokenizer_json import MODEL_INPUT_NAMES
 from nanovlm.captioner import Captioner
+from nanovlm.processing.layouts import layout_of
 
 # Jinja that joins a content of several parts to one string, images first as in our chats; the model's template follows.
 JOIN_PARTS = """{%- set chat = namespace(messages=[]) -%}
@@ -56,7 +58,7 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
     cannot express.
     """
     model, tokenizer = captioner.model, captioner.tokenizer
-    if model.cfg.smolvlm is not None:
+    if model.cfg.format.for_transformers:
         return captioner.save_pretrained(folder)
     objects = {
         CONFIG: smolvlm_config(model.cfg, tokenizer.image_token_id, tokenizer.eos_token_id),
@@ -77,7 +79,7 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
 
 def has_processor(cfg: VLMConfig) -> bool:
     """Whether transformers' SmolVLM processor can lay out this model's prompts: only those of format 5."""
-    return cfg.format_version == 5
+    return layout_of(cfg).has_processor
 
 
 def chat_template(cfg: VLMConfig) -> str:
@@ -90,8 +92,8 @@ def tokenizer_settings(cfg: VLMConfig) -> dict:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": MODEL_INPUT_NAMES,
-        "eos_token": cfg.end_token,
-        "pad_token": cfg.end_token,
+        "eos_token": end_token(cfg),
+        "pad_token": end_token(cfg),
         "padding_side": "left",
         "model_max_length": cfg.lm_max_position_embeddings,
         "clean_up_tokenization_spaces": False,
@@ -102,7 +104,7 @@ def tokenizer_settings(cfg: VLMConfig) -> dict:
         "image_token": cfg.special_tokens["image_token"],
         "global_image_token": cfg.special_tokens["global_image_token"],
         "fake_image_token": "",  # our layout has no token around an image
-        "end_of_utterance_token": cfg.end_token,
+        "end_of_utterance_token": end_token(cfg),
     }
     return settings | {"processor_class": "SmolVLMProcessor", "extra_special_tokens": special_tokens}
 
@@ -122,7 +124,7 @@ def processor_files(cfg: VLMConfig) -> dict[str, dict]:
 
 def export_notes(cfg: VLMConfig) -> list[str]:
     """What a user of the exported folder must know, one sentence each."""
-    if cfg.smolvlm is not None:
+    if cfg.format.for_transformers:
         return []
     notes = [_layout_note(cfg)]
     if not is_exact_in_every_rounding(cfg.vit_grid):
@@ -139,7 +141,7 @@ def export_notes(cfg: VLMConfig) -> list[str]:
 def _layout_note(cfg: VLMConfig) -> str:
     """What of the prompt's layout transformers' processor does not do."""
     scaled = "its images, scaled to [-1, 1] (times 2 minus 1)"
-    if cfg.format_version == 1:
+    if not cfg.special_tokens:
         return (
             "no processor is exported: build ids as `Question: ... Answer:` and pass inputs_embeds, the image's "
             f"{cfg.mp_image_token_length} embeddings first and then those of the ids; pixels are scaled to [-1, 1]"

@@ -44,18 +44,14 @@ def preprocess(
     max_side: int | None = None,
     to_max_side: bool = False,
     global_view: bool = False,
-    mean: tuple[float, ...] | None = None,
-    std: tuple[float, ...] | None = None,
 ) -> tuple[torch.Tensor, tuple[int, int]]:
     """Resize an RGB image and split it into tiles (n, 3, tile, tile) float32, row by row; also return (rows, columns).
 
     Without max_side the whole image is resized to one tile. A global view is one more tile in front: the resized image,
-    resized again to a tile; an image of one tile needs none. Values are in [0, 1] unless mean and std are given.
+    resized again to a tile; an image of one tile needs none. Values are in [0, 1].
     """
     if image.mode != "RGB":
         raise InputError(f"preprocess takes RGB images, not {image.mode}: read the image with load_image")
-    if (mean is None) != (std is None):
-        raise InputError(f"mean={mean} and std={std} must be given together")
     size, resampling = (tile, tile), Resampling.BILINEAR
     if max_side is not None:
         size, resampling = resized_size(*image.size, tile, max_side, to_max_side), Resampling.BICUBIC
@@ -72,6 +68,4 @@ def preprocess(
     if global_view and len(tiles) > 1:
         view = F.interpolate(resized[None].float().div_(255), (tile, tile), mode="bilinear", antialias=True)
         tiles = torch.cat([view, tiles])
-    if mean is not None:
-        tiles = (tiles - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
     return tiles, (rows, columns)

@@ -7,36 +7,25 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TypedDict
 
 import tokenizers
 
-from models.checkpoint import TOKENIZER, check_regular_file, is_base_vocabulary, missing_token, snapshot_path
-from models.config import SmolVLMSettings, VLMConfig
+from models.checkpoint import TOKENIZER, check_regular_file, snapshot_path
+from models.config import VLMConfig
+from models.formats.tokenizer_json import NO_IMAGE_TOKEN, is_base_vocabulary, missing_token
 from nanovlm.errors import CheckpointError, InputError
 from nanovlm.processing.chat_template import ChatTemplate
+from nanovlm.processing.layouts import layout_of
+from nanovlm.processing.layouts.base import Message
 
 ROUND_TRIP_TEXT = "Describe this picture: are there 2 or 3 red cars?"
-ROW_AND_COLUMN = re.compile(r"<row_\d+_col_\d+>")
-NO_TOKEN = -1  # the image token id of format version 1, whose vocabulary has no image token
-
-
-class _MessageText(TypedDict):
-    role: str
-    content: str
-
-
-class Message(_MessageText, total=False):
-    """A message of a chat; images holds, for each image before its text, the markup that stands for it."""
-
-    images: Sequence[str]
 
 
 class Tokenizer:
     """A tokenizer of the `tokenizers` library with nanoVLM's extra tokens and chat template."""
 
     def __init__(self, backend: tokenizers.Tokenizer, cfg: VLMConfig):
-        self.backend, self.cfg = backend, cfg
+        self.backend, self.cfg, self.layout = backend, cfg, layout_of(cfg)
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = (
@@ -49,17 +38,12 @@ class Tokenizer:
         for name, token in extra.items():
             if backend.token_to_id(token) is None:
                 raise CheckpointError(missing_token(cfg, name, backend.get_vocab_size(with_added_tokens=True)))
-        self.image_token_id = self.special_id(extra["image_token"]) if extra else NO_TOKEN
+        self.image_token_id = self.special_id(extra["image_token"]) if extra else NO_IMAGE_TOKEN
         # Some tokenizer.json files list them as ordinary tokens, which a user's text could then produce.
-        self._make_special(extra.values())
+        added = backend.get_added_tokens_decoder().values()
+        self._make_special([*extra.values(), *self.layout.special_tokens(token.content for token in added)])
         self.skip_special_tokens = True  # in answers; False for models that mark up documents with them
-        self.answer_prefix = ""  # what the chat template writes between "Assistant:" and an answer
-        self.eos_token_ids: tuple[int, ...]  # any of them ends an answer
-        if cfg.smolvlm is None:
-            self._make_special([cfg.end_token])
-            self.eos_token_ids = (self.special_id(cfg.end_token),)
-        else:
-            self._read_smolvlm_layout(cfg.smolvlm)
+        self.answer_prefix, self.eos_token_ids = self.layout.answer_bounds(self)
 
     @property
     def eos_token_id(self) -> int:
@@ -70,24 +54,6 @@ class Tokenizer:
         special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
         known = [token for token in tokens if self.backend.token_to_id(token) is not None]
         self.backend.add_special_tokens([token for token in known if token not in special])
-
-    def _read_smolvlm_layout(self, settings: SmolVLMSettings) -> None:
-        """Find out which tokens mark images, and how the chat template begins and ends an answer."""
-        added = [token.content for token in self.backend.get_added_tokens_decoder().values()]
-        markers = [settings.fake_image_token, settings.global_image_token, *filter(ROW_AND_COLUMN.fullmatch, added)]
-        self._make_special(filter(None, markers))
-        question: Message = {"role": "user", "content": "?"}
-        answer = "\N{REPLACEMENT CHARACTER}"  # in no template
-        before = self._render([question], True)
-        after = self._render([question, {"role": "assistant", "content": answer}], False)
-        ends = list(settings.end_token_ids)
-        if after.startswith(before) and answer in after:
-            self.answer_prefix, _, rest = after[len(before) :].partition(answer)
-            if end := self._special.match(rest):
-                ends = [self.special_id(end[0]), *ends]
-        if not ends:
-            raise CheckpointError("no end token: neither generation_config.json nor the chat template has one")
-        self.eos_token_ids = tuple(dict.fromkeys(ends))
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, cfg: VLMConfig) -> "Tokenizer":
@@ -165,7 +131,8 @@ class Tokenizer:
         return id
 
     @cached_property
-    def _special(self) -> re.Pattern:
+    def special(self) -> re.Pattern:
+        """Matches any special token."""
         tokens = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
         return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or r"(?!)")
 
@@ -187,7 +154,7 @@ class Tokenizer:
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Ids of text in which special tokens count as such: for a client that lays out its chat by itself."""
         ids, start = [], 0
-        for match in self._special.finditer(text):
+        for match in self.special.finditer(text):
             ids += self.encode(text[start : match.start()]) + [self.special_id(match[0])]
             start = match.end()
         return ids + self.encode(text[start:])
@@ -199,7 +166,7 @@ class Tokenizer:
         without a template, as those before June 2025, was trained on single questions: a chat raises InputError.
         """
         messages = list(messages)
-        if self.cfg.lm_chat_template is None:
+        if not self.layout.has_chat:
             raise InputError(
                 f"a chat of {len(messages)} messages, but config.json has no lm_chat_template: this model was trained "
                 "on single questions; ask it one at a time"
@@ -207,12 +174,12 @@ class Tokenizer:
         # Special tokens spelled in the content are rendered as private-use characters; the special tokens found in
         # the rendered text are then the template's own, and the spelled ones are restored as plain text.
         content = "".join(message["content"] for message in messages)
-        spelled = sorted(set(self._special.findall(content)))
+        spelled = sorted(set(self.special.findall(content)))
         unused = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in content)
         placeholders = dict(zip(spelled, unused))
 
         def escape(text: str) -> str:
-            return self._special.sub(lambda match: placeholders[match[0]], text)
+            return self.special.sub(lambda match: placeholders[match[0]], text)
 
         def unescape(text: str) -> str:
             for token, placeholder in placeholders.items():
@@ -220,26 +187,17 @@ class Tokenizer:
             return text
 
         escaped: list[Message] = [{**message, "content": escape(message["content"])} for message in messages]
-        rendered = self._render(escaped, add_generation_prompt)
+        rendered = self.render(escaped, add_generation_prompt)
         ids, start = [], 0
-        for match in self._special.finditer(rendered):
+        for match in self.special.finditer(rendered):
             ids += self.encode(unescape(rendered[start : match.start()])) + [self.special_id(match[0])]
             start = match.end()
         return ids + self.encode(unescape(rendered[start:]))
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        """The chat as text, images as their markup. SmolVLM's templates write one image token for each of them."""
-        as_content = _text if self.cfg.smolvlm is None else _parts
-        chat = [{"role": message["role"], "content": as_content(message)} for message in messages]
-        rendered = self._template.render(chat, add_generation_prompt)
-        return rendered if self.cfg.smolvlm is None else self._expand_images(rendered, messages)
-
-    def _expand_images(self, rendered: str, messages: Sequence[Message]) -> str:
-        pieces = rendered.split(self.cfg.special_tokens["image_token"])
-        markups = [markup for message in messages for markup in message.get("images", ())]
-        if len(pieces) != len(markups) + 1:
-            raise CheckpointError(f"the chat template has places for {len(pieces) - 1} of {len(markups)} images")
-        return pieces[0] + "".join(markup + piece for markup, piece in zip(markups, pieces[1:]))
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        """The chat as text, images as their markup."""
+        chat = [{"role": message["role"], "content": self.layout.message_content(message)} for message in messages]
+        return self.layout.insert_images(self._template.render(chat, add_generation_prompt), messages)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of an answer, without special tokens unless `skip_special_tokens` is False."""
@@ -292,14 +250,3 @@ class StreamingDecoder:
             return new
         self._begun = True
         return new.removeprefix(self.tokenizer.answer_prefix)
-
-
-def _text(message: Message) -> str:
-    """A message's content for templates of nanoVLM, which know text only."""
-    return "".join(message.get("images", ())) + message["content"]
-
-
-def _parts(message: Message) -> list[dict[str, str]]:
-    """A message's content for templates of transformers: images, then text."""
-    images = [{"type": "image"} for _ in message.get("images", ())]
-    return [*images, {"type": "text", "text": message["content"]}]

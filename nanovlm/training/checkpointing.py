@@ -25,7 +25,6 @@ from models.checkpoint import (
     EMBEDDING,
     TOKENIZER,
     atomic_dir,
-    find_image_token_id,
     load_config,
     read_model_text,
     read_object,
@@ -322,7 +321,7 @@ def merge_checkpoint(path: Path, folder: Path, dtype: torch.dtype | None = None)
         if SHARDS not in state:
             raise InputError(f"{path} is not sharded: it holds a complete model, which every verb reads")
         shard_names(path / SHARDS, state[SHARDS])
-        tokenizer, image_token_id = read_model_text(path / TOKENIZER), find_image_token_id(path, cfg)
+        tokenizer, image_token_id = read_model_text(path / TOKENIZER), cfg.format.find_image_token_id(path, cfg)
     known = {f.name: state["config"][f.name] for f in fields(TrainConfig) if f.name in state["config"]}
     model = empty_copy(cfg, image_token_id, TrainConfig(**known)).to_empty(device="cpu").eval()
     model.decoder.tie_weights()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from PIL import Image
 
-from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, snapshot_path, upload_checkpoint
+from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, snapshot_path
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.captioner import Captioner
 from nanovlm.data import Batches, Mixture, Stream
@@ -23,6 +23,7 @@ from nanovlm.errors import ImageError, InputError, NanoVLMError, UsageError
 from nanovlm.evaluation import EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import Question, QuestionList, example_questions
 from nanovlm.evaluation.metrics import default_metrics
+from nanovlm.hub import upload_checkpoint
 from nanovlm.processing.convert import check_format, convert_layout
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from models.checkpoint import weight_files
 from models.config import VLMConfig
 from models.errors import CheckpointError
-from models.formats.smolvlm import to_smolvlm
 from models.inference.quantization import dequantize_weight, quantize_weight
 from models.lora import LoRALinear
 from models.vision_language_model import VisionLanguageModel
@@ -111,7 +110,7 @@ def quantize_base(model: VisionLanguageModel, format: str, folder: Path) -> Visi
 
 def read_original(folder: Path, cfg: VLMConfig, name: str) -> Tensor:
     """One tensor of the model in folder, by its name in our models: float32, on the CPU."""
-    names = [name] if cfg.smolvlm is None else list(to_smolvlm({name: torch.empty(3, 1)}))
+    names = list(cfg.format.to_stored({name: torch.empty(3, 1)}))
     found: dict[str, Tensor] = {}
     try:
         for path in weight_files(folder):

@@ -119,8 +119,7 @@ def test_a_smolvlm_of_a_published_vocabulary_is_written_and_measured(monkeypatch
         vit_hidden_dim=24, vit_inter_dim=32, vit_n_heads=2, vit_n_blocks=1,
         lm_hidden_dim=24, lm_inter_dim=32, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1,
     )  # fmt: skip
-    files = {"config.json": json.dumps(resized(cfg.to_dict()))}
-    small_cfg = replace(small_cfg, smolvlm=replace(cfg.smolvlm, files=cfg.smolvlm.files | files))
+    small_cfg = replace(small_cfg, format=replace(cfg.format, config=resized(cfg.to_dict())))
     monkeypatch.setitem(SHAPES, "SmolVLM-256M", (small_cfg, count_parameters(small_cfg)))
     assert main(["SmolVLM-256M", "--json", "--max-new-tokens", "1"]) == 0
     (result,) = json.loads(capsys.readouterr().out)["models"]

@@ -18,7 +18,7 @@ from safetensors.torch import load_model as load_strictly
 import models.checkpoint as checkpoint
 from models.checkpoint import atomic_dir, atomic_write, load_config, save_checkpoint, snapshot_path
 from models.errors import CheckpointError
-from models.formats.smolvlm import OTHER_FILES
+from models.formats import OTHER_FILES
 from models.vision_language_model import load_model
 from nanovlm import EMBEDDED, Captioner
 from nanovlm.export.transformers import export_smolvlm
@@ -102,17 +102,18 @@ def test_stock_nanovlm_loads_written_checkpoints(tmp_path, tiny_model, tied, dty
 
 WRITER = """
 import sys
-from models.checkpoint import find_image_token_id, load_config, save_checkpoint
+from models.checkpoint import load_config, save_checkpoint
 from models.vision_language_model import load_model
 
 source, target = sys.argv[1:]
 cfg = load_config(source)
-model = load_model(source, cfg, find_image_token_id(source, cfg))
+model = load_model(source, cfg, cfg.format.find_image_token_id(source, cfg))
 for i in range(4):
     save_checkpoint(f"{target}/{i}", model, None)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["nanovlm", "smolvlm"])
 def test_every_process_writes_the_same_bytes(tmp_path, layout):
     source = EMBEDDED
@@ -133,7 +134,7 @@ def test_either_name_of_a_tied_pair_will_do_and_both_if_they_agree(folder, rewri
     rewrite(drop=[HEAD])
     assert same(bits(read(folder)), expected)
     rewrite(**{HEAD: head + 1})
-    with pytest.raises(CheckpointError, match=f"lm_tie_weights=true, but {EMBEDDING} and {HEAD} differ"):
+    with pytest.raises(CheckpointError, match=f"config.json ties {EMBEDDING} and {HEAD}, but they differ"):
         read(folder)
     rewrite(drop=[HEAD, EMBEDDING])
     with pytest.raises(CheckpointError, match=f"lacks 1 tensors .* {HEAD}"):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from models.checkpoint import load_config, save_checkpoint
@@ -24,6 +23,9 @@ from models.lora import (
 from models.vision_language_model import load_model
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import train
+from support import Package
+
+peft = Package("peft")
 
 
 @pytest.fixture
@@ -80,23 +82,25 @@ def test_a_merged_model_is_plain_and_computes_the_same(adapted, tiny_model, make
     assert torch.equal(read(**batch)[0], plain(**batch)[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("parts", [("decoder",), PARTS], ids=str)
 @torch.no_grad()
 def test_peft_loads_our_adapters(adapted, tiny_model, make_batch, tmp_path, parts):
     model, batch = adapted(parts), make_batch(0)
     write_adapters(tmp_path, model, base="me/mine")
-    theirs = PeftModel.from_pretrained(tiny_model(), tmp_path)  # warns of any name missing or left over
+    theirs = peft.PeftModel.from_pretrained(tiny_model(), tmp_path)  # warns of any name missing or left over
     torch.testing.assert_close(theirs(**batch)[0], model(**batch)[0], atol=1e-5, rtol=1e-5)
     merged = theirs.merge_and_unload()
     torch.testing.assert_close(merged(**batch)[0], merge(model)(**batch)[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_tensor_names_are_those_of_peft(adapted, tiny_model, tmp_path):
     ours = adapted(("decoder",))
     write_adapters(tmp_path, ours)
-    cfg = LoraConfig(r=3, lora_alpha=12, target_modules=r"decoder\.blocks\..*_proj", init_lora_weights=False)
-    get_peft_model(tiny_model(), cfg).save_pretrained(tmp_path / "peft")
+    cfg = peft.LoraConfig(r=3, lora_alpha=12, target_modules=r"decoder\.blocks\..*_proj", init_lora_weights=False)
+    peft.get_peft_model(tiny_model(), cfg).save_pretrained(tmp_path / "peft")
     written, theirs = (
         load_file(tmp_path / "adapter_model.safetensors"),
         load_file(tmp_path / "peft/adapter_model.safetensors"),
@@ -109,10 +113,11 @@ def test_tensor_names_are_those_of_peft(adapted, tiny_model, tmp_path):
     assert set(config["target_modules"]) == set(adapters(ours))
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_we_load_adapters_of_peft(tiny_model, make_batch, tmp_path):
-    cfg = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "fc1", "proj"], init_lora_weights=False)
-    theirs, batch = get_peft_model(tiny_model(), cfg).eval(), make_batch(0)
+    cfg = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "fc1", "proj"], init_lora_weights=False)
+    theirs, batch = peft.get_peft_model(tiny_model(), cfg).eval(), make_batch(0)
     theirs.save_pretrained(tmp_path)
     read_adapters(tmp_path, ours := tiny_model())
     assert len(adapters(ours)) == 5 and not any(p.requires_grad for n, p in ours.named_parameters() if "lora" not in n)
@@ -133,12 +138,13 @@ def test_embeddings_are_trained_in_full_with_the_decoder(tiny_model, make_batch,
         assert (p.grad is not None) == p.requires_grad == (".lora_" in name or name in known)
 
 
+@pytest.mark.full
 @TIED
 @torch.no_grad()
 def test_peft_loads_and_merges_our_trained_embeddings(adapted, tiny_model, make_batch, tmp_path, tied):
     model, batch = adapted(embeddings=True, lm_tie_weights=tied), make_batch(0)
     write_adapters(tmp_path, model)
-    theirs = PeftModel.from_pretrained(tiny_model(lm_tie_weights=tied), tmp_path)
+    theirs = peft.PeftModel.from_pretrained(tiny_model(lm_tie_weights=tied), tmp_path)
     torch.testing.assert_close(theirs(**batch)[0], model(**batch)[0], atol=1e-5, rtol=1e-5)
     plain = merge(model)
     torch.testing.assert_close(theirs.merge_and_unload()(**batch)[0], plain(**batch)[0], atol=1e-5, rtol=1e-5)
@@ -146,13 +152,14 @@ def test_peft_loads_and_merges_our_trained_embeddings(adapted, tiny_model, make_
     assert (plain.decoder.head.weight is plain.decoder.token_embedding.weight) == tied
 
 
+@pytest.mark.full
 @TIED
 @torch.no_grad()
 def test_embeddings_trained_by_peft_are_read_and_written_alike(tiny_model, make_batch, tmp_path, tied):
-    cfg = LoraConfig(
+    cfg = peft.LoraConfig(
         r=2, lora_alpha=6, target_modules=["q_proj"], modules_to_save=list(EMBEDDINGS), init_lora_weights=False
     )
-    theirs, batch = get_peft_model(tiny_model(lm_tie_weights=tied), cfg).eval(), make_batch(0)
+    theirs, batch = peft.get_peft_model(tiny_model(lm_tie_weights=tied), cfg).eval(), make_batch(0)
     embeddings = [theirs.get_submodule(f"base_model.model.{name}.modules_to_save.default") for name in EMBEDDINGS]
     for i, module in enumerate(embeddings):
         module.weight.add_(torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(i * (not tied))))

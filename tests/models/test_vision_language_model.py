@@ -2,50 +2,50 @@
 
 import gc
 from itertools import pairwise
+from random import Random
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from models.cache import KVCache
 from models.decoding import SamplingParams
 from models.vision_language_model import VisionLanguageModel
 from support.generation import IMAGE, PER_IMAGE, only_row, prompt
 
-few_examples = settings(deadline=None, derandomize=True, max_examples=40)
-
 
 def close(a, b):
     torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-@st.composite
-def shapes(draw):
-    n_kv_heads, group, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([2, 4, 8]))
-    return {
+CASES = 40
+SAMPLINGS = (
+    SamplingParams(),
+    SamplingParams(repetition_penalty=1.5),
+    SamplingParams(temperature=1.0, top_p=0.9, seed=5),
+)
+
+
+def random_case(seed):
+    """A source of chance, the sizes of a model, and a batch of up to three prompts of text (t) and images (i)."""
+    chance = Random(seed)
+    n_kv_heads, group, head_dim = chance.randint(1, 3), chance.randint(1, 3), chance.choice([2, 4, 8])
+    shape = {
         "lm_n_kv_heads": n_kv_heads,
         "lm_n_heads": n_kv_heads * group,
         "lm_hidden_dim": n_kv_heads * group * head_dim,
-        "lm_n_blocks": draw(st.integers(1, 3)),
-        "lm_tie_weights": draw(st.booleans()),
-        "seed": draw(st.integers(0, 9)),
+        "lm_n_blocks": chance.randint(1, 3),
+        "lm_tie_weights": chance.random() < 0.5,
+        "seed": chance.randint(0, 9),
     }
+    rows = ["".join(chance.choices("ttti", k=chance.randint(1, 10))) for _ in range(chance.randint(1, 3))]
+    return chance, shape, prompt(*rows)
 
 
-rows = st.text("ttti", min_size=1, max_size=10)
-prompts = st.lists(rows, min_size=1, max_size=3).map(lambda batch: prompt(*batch))
-samplings = st.sampled_from(
-    [SamplingParams(), SamplingParams(repetition_penalty=1.5), SamplingParams(temperature=1.0, top_p=0.9, seed=5)]
-)
-
-
-@few_examples
-@given(
-    shape=shapes(), inputs=prompts, sampling=samplings, n_samples=st.integers(1, 3), eos=st.none() | st.integers(4, 9)
-)
-def test_generation_with_a_cache_matches_generation_without(tiny_model, shape, inputs, sampling, n_samples, eos):
+@pytest.mark.parametrize("seed", range(CASES))
+def test_generation_with_a_cache_matches_generation_without(tiny_model, seed):
+    chance, shape, inputs = random_case(seed)
+    sampling, n_samples, eos = chance.choice(SAMPLINGS), chance.randint(1, 3), chance.choice([None, *range(4, 10)])
     model = tiny_model(**shape)
     options = {"max_new_tokens": 10, "sampling": sampling, "n_samples": n_samples, "eos_token_id": eos}
     cached = model.generate(**inputs, **options)
@@ -53,10 +53,11 @@ def test_generation_with_a_cache_matches_generation_without(tiny_model, shape, i
     assert len(cached) == len(inputs["input_ids"]) * n_samples
 
 
-@few_examples
-@given(shape=shapes(), inputs=prompts, penalty=st.sampled_from([1.0, 1.5]))
-def test_a_padded_row_matches_the_unpadded_row(tiny_model, shape, inputs, penalty):
-    model, options = tiny_model(**shape), {"max_new_tokens": 8, "sampling": SamplingParams(repetition_penalty=penalty)}
+@pytest.mark.parametrize("seed", range(CASES))
+def test_a_padded_row_matches_the_unpadded_row(tiny_model, seed):
+    chance, shape, inputs = random_case(seed)
+    sampling = SamplingParams(repetition_penalty=chance.choice([1.0, 1.5]))
+    model, options = tiny_model(**shape), {"max_new_tokens": 8, "sampling": sampling}
     together, logits = model.generate(**inputs, **options), model.prefill(**inputs)[0]
     for row in range(len(together)):
         alone = only_row(inputs, row)
@@ -64,9 +65,10 @@ def test_a_padded_row_matches_the_unpadded_row(tiny_model, shape, inputs, penalt
         close(logits[row], model.prefill(**alone)[0][0])
 
 
-@few_examples
-@given(shape=shapes(), inputs=prompts, cuts=st.sets(st.integers(1, 40)))
-def test_a_chunked_prefill_matches_a_single_prefill(tiny_model, shape, inputs, cuts):
+@pytest.mark.parametrize("seed", range(CASES))
+def test_a_chunked_prefill_matches_a_single_prefill(tiny_model, seed):
+    chance, shape, inputs = random_case(seed)
+    cuts = {chance.randint(1, 40) for _ in range(chance.randrange(12))}
     model, ids, mask = tiny_model(**shape), inputs["input_ids"], inputs["attention_mask"]
     is_image = ids == IMAGE
     nth = (is_image.cumsum(-1) - 1) % PER_IMAGE  # within an image, which no cut may part

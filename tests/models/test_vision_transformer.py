@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from transformers import SiglipVisionConfig, SiglipVisionModel
-from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector
 
 from models.modality_projector import pixel_shuffle
+from support import Package
+
+transformers = Package("transformers")
 
 OURS = {
     "embeddings.patch_embedding": "patch_embedding.conv",
@@ -34,13 +35,14 @@ def our_weight(name, ours):
     return ours[f"{block}{OURS[module]}.{kind}"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("n_heads", "n_blocks", "img_size"), [(1, 1, 16), (4, 3, 32), (2, 2, 8)])
 @torch.no_grad()
 def test_features_match_transformers_siglip(tiny_model, n_heads, n_blocks, img_size):
     side = {"vit_img_size": img_size, "max_img_size": img_size, "mp_image_token_length": (img_size // 8) ** 2}
     encoder = tiny_model(vit_n_heads=n_heads, vit_n_blocks=n_blocks, **side).vision_encoder
-    theirs = SiglipVisionModel(
-        SiglipVisionConfig(
+    theirs = transformers.SiglipVisionModel(
+        transformers.SiglipVisionConfig(
             hidden_size=16,
             intermediate_size=24,
             num_hidden_layers=n_blocks,
@@ -56,10 +58,12 @@ def test_features_match_transformers_siglip(tiny_model, n_heads, n_blocks, img_s
     torch.testing.assert_close(encoder(images), theirs(images).last_hidden_state, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("side", "factor"), [(4, 2), (4, 1), (4, 4), (6, 3), (8, 4)])
 def test_pixel_shuffle_matches_idefics3(side, factor):
+    connector = pytest.importorskip("transformers.models.idefics3.modeling_idefics3").Idefics3Connector
     x = torch.randn(2, side * side, 5)
-    assert torch.equal(pixel_shuffle(x, factor), Idefics3Connector.pixel_shuffle(None, x, factor))
+    assert torch.equal(pixel_shuffle(x, factor), connector.pixel_shuffle(None, x, factor))
 
 
 def test_pixel_shuffle_puts_the_rows_of_a_square_one_after_another():

@@ -2,7 +2,9 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from PIL import Image
 
@@ -15,6 +17,16 @@ TINY = {
     "lm_vocab_size": 40, "lm_re_base": 100, "lm_max_position_embeddings": 64,
     "mp_pixel_shuffle_factor": 2, "mp_image_token_length": 4,
 }  # fmt: skip
+
+
+class Package:
+    """A package outside the base dependencies, imported on first use; a test that uses it is skipped without it."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(pytest.importorskip(self.name), attribute)
 
 
 @torch.no_grad()

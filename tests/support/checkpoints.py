@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from models.config import CHATML, VLMConfig
+from models.formats.nanovlm import NanoVLM
 
 HEAD, EMBEDDING, INV_FREQ = "decoder.head.weight", "decoder.token_embedding.weight", "decoder.rotary_embd.inv_freq"
 
@@ -82,6 +83,11 @@ def with_tokens(raw, **tokens):
     """Add extra tokens to a raw config."""
     sizes = {"lm_base_vocab_size": BASE_SIZE, "extra_token_amount": len(tokens), "mp_image_token_length": 4}
     return raw | sizes | {"lm_vocab_size": BASE_SIZE + len(tokens), "vlm_extra_tokens": tokens, "hf_repo_name": "nano"}
+
+
+def read_nanovlm(raw: dict) -> VLMConfig:
+    """The config of the object of a nanoVLM config.json."""
+    return NanoVLM.read_config(raw, {})
 
 
 def raw_config(format_version) -> dict:

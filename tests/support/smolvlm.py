@@ -1,9 +1,12 @@
 """Comparison with transformers' SmolVLM."""
 
+import pytest
 import tokenizers
 import torch
-import transformers
-from transformers.models.smolvlm import processing_smolvlm
+
+from support import Package
+
+transformers = Package("transformers")
 
 
 @torch.no_grad()
@@ -73,7 +76,8 @@ def write_folder(
     folder, kind="SmolVLM", *, longest_edge=64, splitting=True, shard="5GB", dtype=torch.float32, added=ADDED, **sizes
 ):
     """Write a random model and its processor, all by transformers; returns both."""
-    processing_smolvlm.num2words = processing_smolvlm.num2words or str  # which it needs for videos only
+    processing = pytest.importorskip("transformers.models.smolvlm.processing_smolvlm")
+    processing.num2words = processing.num2words or str  # which it needs for videos only
     backend = make_tokenizer(added)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<end_of_utterance>", pad_token="<|im_end|>",

@@ -9,7 +9,6 @@ import torch
 from eval.lib.random_model import make_tokenizer, write_random_model
 from eval.lib.shapes import SHAPES
 from models.checkpoint import load_config
-from models.formats.smolvlm import image_token_id
 from models.kv_study.encoder_decoder import EncoderDecoder
 from models.vision_language_model import VisionLanguageModel
 from support.checkpoints import raw_config, small
@@ -26,7 +25,7 @@ def test_shapes_have_as_many_parameters_as_the_published_models(name):
     assert sum(parameter.numel() for parameter in model.parameters()) == published
 
 
-@pytest.mark.parametrize("name", [name for name, (cfg, _) in SHAPES.items() if cfg.smolvlm is None])
+@pytest.mark.parametrize("name", [name for name, (cfg, _) in SHAPES.items() if cfg.format.name == "nanovlm"])
 def test_config_and_tokenizer_are_those_of_the_release(name, tmp_path):
     cfg = small(SHAPES[name][0], 1000)
     write_random_model(tmp_path, cfg)
@@ -41,13 +40,13 @@ def test_config_and_tokenizer_are_those_of_the_release(name, tmp_path):
     assert len(tokenizer.encode("abab").ids) == 2
 
 
-@pytest.mark.parametrize("name", [name for name, (cfg, _) in SHAPES.items() if cfg.smolvlm is not None])
+@pytest.mark.parametrize("name", [name for name, (cfg, _) in SHAPES.items() if cfg.format.name == "smolvlm"])
 def test_smolvlms_tokenizers_have_the_published_ids(name):
     cfg, _ = SHAPES[name]
     tokenizer = tokenizers.Tokenizer.from_str(make_tokenizer(cfg))
     assert tokenizer.get_vocab_size() == cfg.lm_vocab_size
-    assert tokenizer.token_to_id("<image>") == image_token_id(cfg)
-    assert tokenizer.token_to_id("<end_of_utterance>") == cfg.smolvlm.end_token_ids[0]
+    assert tokenizer.token_to_id("<image>") == cfg.format.image_token_id
+    assert tokenizer.token_to_id("<end_of_utterance>") == cfg.format.end_token_ids[0]
     assert len(tokenizer.encode("\n\n").ids) == 1
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -19,7 +18,10 @@ from models.formats.backbones import find_backbones, from_backbones, grow, resiz
 from models.vision_language_model import load_model
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.processing.tokenizer import Tokenizer
-from support import ROOT
+from support import ROOT, Package
+
+transformers = Package("transformers")
+pytestmark = pytest.mark.full
 
 SEES = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -184,7 +186,7 @@ def test_a_tied_pair_may_have_either_name_or_both_if_equal(tmp_path, pair):
     save_file(state, tmp_path / "model.safetensors")
     assert_says(from_backbones(pair[0], tmp_path, **FOLD), theirs)
     rename(tmp_path, "", **{"model.embed_tokens.weight": embedding + 1})
-    with pytest.raises(CheckpointError, match=r"tie_word_embeddings=true, but lm_head.weight and .* differ"):
+    with pytest.raises(CheckpointError, match="config.json ties .* and lm_head.weight, but they differ"):
         from_backbones(pair[0], tmp_path, **FOLD)
 
 
@@ -333,11 +335,11 @@ def damage(what: str, sees: Path, says: Path) -> dict:
 
 
 DAMAGED = {
-    "missing": "llama: 1 tensors are missing, first the one for norm.weight",
-    "surplus block": "llama: 9 tensors are more than config.json has a place for, first 'model.layers.2",
-    "unknown": "llama: tensor 'model.layers.0.self_attn.q_norm.weight' has no place in this architecture",
-    "shape": r"llama: lm_head.weight is \(41, 24\), but config.json asks for \(40, 24\)",
-    "truncated": "llama: a weight file cannot be read, it may be truncated",
+    "missing": "llama/model.safetensors lacks 1 tensors that config.json asks for, first norm.weight",
+    "surplus block": "llama/model.safetensors has 9 tensors that config.json has no place for, first 'model.layers.2",
+    "unknown": "llama/model.safetensors has 1 tensors .* first 'model.layers.0.self_attn.q_norm.weight'",
+    "shape": r"llama/model.safetensors: lm_head.weight is \(41, 24\), but config.json asks for \(40, 24\)",
+    "truncated": "llama/model.safetensors cannot be read, it may be truncated",
     "pickle": "has no model.safetensors; .*pytorch_model.bin may run code and is not read: save it as safetensors",
     "index": "model.safetensors.index.json has no weight_map of tensors to files beside it",
     "shard": "model-00001.safetensors is missing, which model.safetensors.index.json names",
@@ -346,7 +348,7 @@ DAMAGED = {
     "small": "lm_vocab_size=39 is less than the 40 tokens",
     "key": "make no model: .*color",
     "no tokens": "make no model: .*NoneType",
-    "positions": r"siglip: .*position_embedding.weight is \(16, 16\), but config.json asks for \(25, 16\)",
+    "positions": r"siglip/.*: .*position_embedding.weight is \(16, 16\), but config.json asks for \(25, 16\)",
 }
 
 

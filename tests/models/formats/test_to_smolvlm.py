@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from models.formats.to_smolvlm import (
     is_exact_in_every_rounding,
@@ -11,7 +10,11 @@ from models.formats.to_smolvlm import (
     smolvlm_config,
     smolvlm_tensors,
 )
+from support import Package
 from support.smolvlm import assert_same_logits
+
+transformers = Package("transformers")
+pytestmark = pytest.mark.full
 
 
 @pytest.mark.parametrize("tied", [True, False])

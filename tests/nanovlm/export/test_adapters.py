@@ -4,13 +4,15 @@ import json
 
 import pytest
 import torch
-from peft import PeftModel
-from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
 
+from models.formats.smolvlm import SmolVLM
 from models.formats.to_smolvlm import smolvlm_config, smolvlm_tensors
-from models.lora import PARTS, adapt, adapters, fully_trained, merge, smolvlm_adapters
+from models.lora import PARTS, adapt, adapter_tensors, adapters, fully_trained, merge
 from nanovlm.export.adapters import write_smolvlm_adapters
+from support import Package
 from support.smolvlm import assert_same_logits
+
+peft, transformers = Package("peft"), Package("transformers")
 
 
 @pytest.fixture
@@ -33,12 +35,13 @@ def trained(tiny_model):
 
 def export_of(model):
     """transformers' SmolVLM with the model's weights."""
-    theirs = SmolVLMForConditionalGeneration(SmolVLMConfig(**smolvlm_config(model.cfg, 3, 2)))
+    theirs = transformers.SmolVLMForConditionalGeneration(transformers.SmolVLMConfig(**smolvlm_config(model.cfg, 3, 2)))
     assert theirs.load_state_dict(smolvlm_tensors(model), strict=False).unexpected_keys == []
     theirs.tie_weights()
     return theirs.eval()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
 @pytest.mark.parametrize("embeddings", [False, True], ids=["adapters", "embeddings"])
 @pytest.mark.parametrize("parts", [("decoder",), ("vision_encoder", "MP"), PARTS], ids=str)
@@ -50,7 +53,7 @@ def test_peft_loads_them_onto_the_exported_base(trained, tiny_model, tmp_path, p
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["task_type"]) == ("me/base", "CAUSAL_LM")
     base = tiny_model(lm_tie_weights=tied)
-    theirs = PeftModel.from_pretrained(export_of(base), tmp_path)
+    theirs = peft.PeftModel.from_pretrained(export_of(base), tmp_path)
     ids, images = torch.randint(4, 40, (1, 20), generator=torch.manual_seed(0)), torch.rand(2, 3, 16, 16)
     ids[0, 2:6] = ids[0, 9:13] = 3
     assert_same_logits(merge(model), theirs, ids, images)
@@ -63,7 +66,7 @@ def test_q_k_and_v_share_lora_a(trained):
     model = trained(("vision_encoder",))
     fused = adapters(model)["vision_encoder.blocks.0.attn.qkv_proj"]
     name = "model.vision_model.encoder.layers.0.self_attn.{}_proj.lora_{}.weight"
-    tensors = smolvlm_adapters(model)
+    tensors = adapter_tensors(model, SmolVLM.to_stored)
     assert all(torch.equal(tensors[name.format(part, "A")], fused.lora_A.weight) for part in "qkv")
     assert torch.equal(torch.cat([tensors[name.format(part, "B")] for part in "qkv"]), fused.lora_B.weight)
 

@@ -28,6 +28,8 @@ from nanovlm.processing.convert import convert_layout
 from nanovlm.synthetic import caption, draw, random_scene
 from support.smolvlm import write_folder
 
+pytestmark = pytest.mark.full
+
 gguf = pytest.importorskip("gguf")
 needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
 SIZES = [(128, 96), (200, 150), (64, 48), (640, 480), (90, 160), (48, 85), (270, 480)]  # all of 12 tiles
@@ -173,7 +175,7 @@ def test_settings_that_llama_cpp_lacks_are_refused_by_name(captioner, settings, 
     cfg = captioner.model.cfg
     check_llama_cpp_can_run(cfg, captioner.tokenizer)
     with pytest.raises(InputError, match=words):
-        check_llama_cpp_can_run(replace(cfg, smolvlm=replace(cfg.smolvlm, **settings)), captioner.tokenizer)
+        check_llama_cpp_can_run(replace(cfg, format=replace(cfg.format, **settings)), captioner.tokenizer)
 
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -8,6 +8,8 @@ from models.vision_language_model import load_model
 from nanovlm.export.gguf import text_tensors, to_llama_rope, vision_tensors
 from support.smolvlm import write_folder
 
+pytestmark = pytest.mark.full
+
 ANGLES = torch.arange(4) * 0.3 + 0.1  # of the pairs of channels of a head
 
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("onnxscript")
-onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
+from models.attention import attention
+from models.errors import InputError
+from nanovlm.export import onnx as convert
+from nanovlm.export.onnx import write_onnx
+from support import Package
+from support.onnx import NAMES, OnnxModel, image_inputs, onnxruntime_graphs, openvino_graphs
 
-from models.attention import attention  # noqa: E402
-from models.errors import InputError  # noqa: E402
-from nanovlm.export import onnx as convert  # noqa: E402
-from nanovlm.export.onnx import write_onnx  # noqa: E402
-from support.onnx import NAMES, OnnxModel, image_inputs, onnxruntime_graphs, openvino_graphs  # noqa: E402
+onnx = Package("onnx")
+pytestmark = pytest.mark.full
 
 N_TOKENS = 8
 

@@ -7,15 +7,17 @@ import subprocess
 
 import pytest
 import torch
-import transformers
 from PIL import Image
 from safetensors.torch import load_file
-from transformers.models.smolvlm import processing_smolvlm
 
 from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
 from nanovlm.export.transformers import chat_template, export_smolvlm
 from nanovlm.synthetic import draw, random_scene
+from support import Package
 from support.smolvlm import assert_same_logits
+
+transformers = Package("transformers")
+pytestmark = pytest.mark.full
 
 PARTS = [{"type": "image"}, {"type": "text", "text": PROMPT}]
 
@@ -23,7 +25,7 @@ PARTS = [{"type": "image"}, {"type": "text", "text": PROMPT}]
 @pytest.fixture(autouse=True)
 def no_video(monkeypatch):
     """SmolVLM's processor will not load without num2words, which it needs for videos only."""
-    monkeypatch.setattr(processing_smolvlm, "num2words", str)
+    monkeypatch.setattr(transformers.models.smolvlm.processing_smolvlm, "num2words", str)
 
 
 @pytest.fixture(scope="module")

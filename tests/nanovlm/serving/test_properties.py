@@ -39,7 +39,7 @@ def test_continued_text_keeps_its_spaces(data, embedded):
     backend = type(embedded.tokenizer.backend)(models.BPE({word: i for i, word in enumerate(words)}, []))
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     cfg = replace(embedded.tokenizer.cfg, vlm_extra_tokens={"image_token": "<image>"}, lm_vocab_size=300)
-    backend.add_special_tokens(["<image>", cfg.end_token])
+    backend.add_special_tokens(["<image>", "<|im_end|>"])
     llama = Tokenizer(backend, cfg)
     ids = data.draw(st.lists(st.integers(0, len(words) - 1), min_size=2, max_size=12))
     n = data.draw(st.integers(1, len(ids) - 1))

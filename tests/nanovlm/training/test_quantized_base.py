@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.checkpoint import find_image_token_id, load_config
+from models.checkpoint import load_config
 from models.lora import LoRALinear, adapt, adapters, merge, read_adapters
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.errors import CheckpointError
@@ -117,7 +117,7 @@ def base(request, saved, make_batch, tmp_path):
         model, folder = saved()
         return folder, model.image_token_id, make_batch
     write_folder(folder := tmp_path / "base", dtype=torch.bfloat16)
-    token = find_image_token_id(folder, load_config(folder))
+    token = load_config(folder).format.find_image_token_id(folder, load_config(folder))
 
     def batch(i):
         made = make_batch(i)

@@ -1,0 +1,116 @@
+"""LoRA layers: trainable low-rank matrices beside frozen weights."""
+
+import math
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.errors import InputError
+from models.vision_language_model import VisionLanguageModel
+
+PARTS = ("vision_encoder", "MP", "decoder")
+EMBEDDINGS = ("decoder.token_embedding", "decoder.head")
+
+
+class LoRALinear(nn.Linear):
+    """An nn.Linear whose weight W (out, in) acts as W + alpha / rank * lora_B @ lora_A; parameter names stay."""
+
+    def __init__(self, linear: nn.Linear, rank: int, alpha: float, dtype: torch.dtype | None = None):
+        nn.Linear.__init__(self, linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        like: dict[str, Any] = {"device": linear.weight.device, "dtype": dtype or linear.weight.dtype}
+        self.lora_A = nn.Linear(self.in_features, rank, bias=False, **like)
+        self.lora_B = nn.Linear(rank, self.out_features, bias=False, **like)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))  # as in PEFT
+        nn.init.zeros_(self.lora_B.weight)  # an untrained adapter changes nothing
+        self.rank, self.alpha = rank, alpha
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_product(x) + self.lora_B(self.lora_A(x)) * (self.alpha / self.rank)
+
+    def base_product(self, x: Tensor) -> Tensor:
+        """The output without the adapter."""
+        return F.linear(x, self.weight, self.bias)
+
+    def base_weight(self) -> Tensor:
+        """The weight (out, in) that the adapter is merged into."""
+        return self.weight
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """The single weight (out, in) with the same effect, where base_weight is."""
+        weight = self.base_weight()
+        return weight + (self.lora_B.weight @ self.lora_A.weight * (self.alpha / self.rank)).to(weight.device)
+
+
+def add_adapter(model: VisionLanguageModel, name: str, rank: int, alpha: float) -> None:
+    """Give a linear layer an adapter; a layer of another kind makes one itself, by `with_adapter(rank, alpha)`."""
+    parent, _, attribute = name.rpartition(".")
+    linear: Any = model.get_submodule(name)
+    make = linear.with_adapter if hasattr(linear, "with_adapter") else partial(LoRALinear, linear)
+    setattr(model.get_submodule(parent), attribute, make(rank, alpha))
+
+
+def adapters(model: VisionLanguageModel) -> dict[str, LoRALinear]:
+    """The model's adapters by module name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+
+def fully_trained(model: VisionLanguageModel) -> dict[str, nn.Parameter]:
+    """The trainable parameters that are not adapters, by name; a tied embedding and head appear under both names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: p for name, p in named if p.requires_grad and ".lora_" not in name}
+
+
+def adapt(
+    model: VisionLanguageModel, rank: int, alpha: float, parts: Collection[str] = PARTS, embeddings: bool = False
+) -> None:
+    """Freeze the model and add a trainable adapter to every Linear in `parts` except the head. In place.
+
+    With `embeddings`, token embedding and head are trained in full if the decoder is one of the parts: rows of tokens
+    that pretraining never saw are nearly equal, and no adapter between the two could tell such tokens apart.
+    Raises InputError for a rank or parts that do not fit, and for a model with adapters.
+    """
+    if rank < 1:
+        raise InputError(f"rank={rank} is less than 1")
+    unknown = set(parts) - set(PARTS)
+    if unknown:
+        raise InputError(f"{', '.join(sorted(unknown))}: not a part of the model; choose among {', '.join(PARTS)}")
+    if adapters(model):
+        raise InputError("the model has adapters already; merge them first")
+    model.requires_grad_(False)
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if name.split(".")[0] in parts and isinstance(module, nn.Linear) and name != "decoder.head"
+    }
+    highest = max((min(module.in_features, module.out_features) for module in linears.values()), default=rank)
+    if rank > highest:
+        raise InputError(f"rank={rank} is more than {highest}, the highest of this model's weights; lower it")
+    for name in linears:
+        add_adapter(model, name, rank, alpha)
+    if embeddings and "decoder" in parts:
+        for name in EMBEDDINGS:
+            model.get_submodule(name).requires_grad_(True)
+
+
+def merge(model: VisionLanguageModel) -> VisionLanguageModel:
+    """Return a model without adapters that computes the same; tensors without an adapter are shared, not copied.
+
+    A frozen layer of another kind than nn.Linear gives its plain weight by `merged()`, as adapters do. The model is
+    where those weights are.
+    """
+    mergeable: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "merged")}
+    weights = {f"{name}.weight": module.merged() for name, module in mergeable.items()}
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    device = next(iter(weights.values())).device if weights else model.device
+    state = {name: weights[name] if name in weights else tensor.to(device) for name, tensor in state.items()}
+    with torch.device("meta"):
+        merged = VisionLanguageModel(model.cfg, model.image_token_id)
+    merged.load_state_dict(state, assign=True)
+    merged.decoder.tie_weights()
+    return merged.train(model.training)

@@ -1,0 +1,155 @@
+"""Images as transformers' SmolVLM and Idefics3 models read them: resized, split into tiles, normalized, and in text.
+
+The arithmetic of sizes is that of Idefics3ImageProcessor in transformers, in its order; an exact one would give other
+grids. Resizing is Pillow's, as in its PIL variant.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from PIL import Image
+from PIL.Image import Resampling
+from torch import Tensor
+
+from models.config import VLMConfig
+from models.formats.smolvlm import SmolVLM
+from nanovlm.errors import CheckpointError, InputError
+from nanovlm.processing.image_loading import MAX_PIXELS, as_tensor
+from nanovlm.processing.layouts.base import Grid, Layout, Message
+
+if TYPE_CHECKING:
+    from nanovlm.processing.tokenizer import Tokenizer
+
+MAX_SIDE = 4096  # pixels; transformers scales larger images down to it
+ROW_AND_COLUMN = re.compile(r"<row_\d+_col_\d+>")
+
+
+class SmolVLMLayout(Layout):
+    images_in_turns = True
+
+    def __init__(self, cfg: VLMConfig):
+        super().__init__(cfg)
+        self.settings = cast(SmolVLM, cfg.format)
+
+    def max_tiles_per_image(self, max_tiles: int | None) -> int:
+        if not self.settings.split or max_tiles == 1:
+            return 1
+        side = math.ceil(min(self.settings.longest_edge or MAX_SIDE, MAX_SIDE) / self.cfg.vit_img_size)
+        return min(side**2, max_tiles or side**2) + 1 if side > 1 else 1
+
+    def preprocess(self, image: Image.Image, max_tiles: int | None, upscale: bool) -> tuple[Tensor, Grid]:
+        """Pixels are normalized. The tiles come row by row, then the whole image as one more.
+
+        A grid of (1, 1) is an image that is not split: one tile.
+        """
+        settings, tile = self.settings, self.cfg.vit_img_size
+        resampling, edge = Resampling(settings.resample), settings.longest_edge
+        if edge is not None and not upscale:
+            edge = min(edge, math.ceil(max(image.size) / tile) * tile)
+        resized, (rows, columns) = image, (1, 1)
+        if settings.split and max_tiles != 1:
+            resized, (rows, columns) = _resize(image, edge, tile, resampling)
+            while max_tiles is not None and rows * columns > max_tiles:
+                edge = (max(rows, columns) - 1) * tile
+                resized, (rows, columns) = _resize(image, edge, tile, resampling)
+        elif edge is not None:
+            resized = image.resize(size_of_longest_edge(*image.size, edge), resampling)
+        tiles = as_tensor(resized.resize((tile, tile), resampling))[None]
+        if rows * columns > 1:
+            parts = as_tensor(resized).view(3, rows, tile, columns, tile).permute(1, 3, 0, 2, 4)
+            tiles = torch.cat([parts.reshape(-1, 3, tile, tile), tiles])
+        mean, std = (torch.tensor(values)[:, None, None] for values in (settings.mean, settings.std))
+        return (tiles.float() * settings.rescale_factor - mean) / std, (rows, columns)
+
+    def image_markups(self, grids: Sequence[Grid]) -> list[str]:
+        """The tiles by row and column, then the whole image.
+
+        Tokens that the tokenizer does not have become plain text, as in transformers.
+        """
+        fake = self.settings.fake_image_token
+        image = self.cfg.special_tokens["image_token"] * self.cfg.mp_image_token_length
+        whole = fake + self.settings.global_image_token + image + fake
+        markups = []
+        for rows, columns in grids:
+            text = ""
+            for row in range(1, rows + 1) if rows * columns > 1 else ():
+                text += "".join(f"{fake}<row_{row}_col_{column}>{image}" for column in range(1, columns + 1)) + "\n"
+            markups.append(text + "\n" + whole if text else whole)
+        return markups
+
+    def special_tokens(self, added: Iterable[str]) -> list[str]:
+        markers = [self.settings.fake_image_token, self.settings.global_image_token]
+        return [token for token in (*markers, *filter(ROW_AND_COLUMN.fullmatch, added)) if token]
+
+    def answer_bounds(self, tokenizer: "Tokenizer") -> tuple[str, tuple[int, ...]]:
+        """From the chat template, rendered with and without an answer, and generation_config.json."""
+        question: Message = {"role": "user", "content": "?"}
+        answer = "\N{REPLACEMENT CHARACTER}"  # in no template
+        before = tokenizer.render([question], True)
+        after = tokenizer.render([question, {"role": "assistant", "content": answer}], False)
+        prefix, ends = "", list(self.settings.end_token_ids)
+        if after.startswith(before) and answer in after:
+            prefix, _, rest = after[len(before) :].partition(answer)
+            if end := tokenizer.special.match(rest):
+                ends = [tokenizer.special_id(end[0]), *ends]
+        if not ends:
+            raise CheckpointError("no end token: neither generation_config.json nor the chat template has one")
+        return prefix, tuple(dict.fromkeys(ends))
+
+    def message_content(self, message: Message) -> list[dict[str, str]]:
+        """Images, then text, as parts."""
+        images = [{"type": "image"} for _ in message.get("images", ())]
+        return [*images, {"type": "text", "text": message["content"]}]
+
+    def insert_images(self, rendered: str, messages: Sequence[Message]) -> str:
+        """The templates write one image token for each image."""
+        pieces = rendered.split(self.cfg.special_tokens["image_token"])
+        markups = [markup for message in messages for markup in message.get("images", ())]
+        if len(pieces) != len(markups) + 1:
+            raise CheckpointError(f"the chat template has places for {len(pieces) - 1} of {len(markups)} images")
+        return pieces[0] + "".join(markup + piece for markup, piece in zip(markups, pieces[1:]))
+
+
+def _resize(image: Image.Image, edge: int | None, tile: int, resampling: Resampling) -> tuple[Image.Image, Grid]:
+    """The image resized to whole tiles, by way of its longest edge; and their grid."""
+    first = image.size if edge is None else size_of_longest_edge(*image.size, edge)
+    width, height = size_in_tiles(*first, tile)
+    if width * height > MAX_PIXELS:
+        raise InputError(
+            f"an image of {image.width} x {image.height} would be resized to {width} x {height}, more than "
+            f"{MAX_PIXELS:,} pixels; lower size.longest_edge in preprocessor_config.json"
+        )
+    return image.resize(first, resampling).resize((width, height), resampling), (height // tile, width // tile)
+
+
+def size_of_longest_edge(width: int, height: int, edge: int) -> tuple[int, int]:
+    """Width and height with the longest edge given, the other one even, both at most MAX_SIDE."""
+    aspect_ratio = width / height
+    if width >= height:
+        width, height = edge, int(edge / aspect_ratio)
+        height += height % 2
+    else:
+        width, height = int(edge * aspect_ratio), edge
+        width += width % 2
+    width, height = max(width, 1), max(height, 1)
+    aspect_ratio = width / height
+    if width >= height and width > MAX_SIDE:
+        width, height = MAX_SIDE, int(MAX_SIDE / aspect_ratio)
+    elif height > width and height > MAX_SIDE:
+        width, height = int(MAX_SIDE * aspect_ratio), MAX_SIDE
+    return max(width, 1), max(height, 1)
+
+
+def size_in_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
+    """Width and height rounded up to whole tiles, the longer side first, since it determines the other."""
+    aspect_ratio = width / height
+    if width >= height:
+        width = math.ceil(width / tile) * tile
+        height = math.ceil(int(width / aspect_ratio) / tile) * tile
+    else:
+        height = math.ceil(height / tile) * tile
+        width = math.ceil(int(height * aspect_ratio) / tile) * tile
+    return width, height

@@ -1,0 +1,111 @@
+"""SmolVLM's format without transformers, written out by hand; tests/nanovlm/processing/test_smolvlm.py compares."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from models.checkpoint import load_config
+from models.formats import FORMATS
+from models.formats.smolvlm import SmolVLM
+from nanovlm import Captioner
+from nanovlm.embedded import EMBEDDED
+from nanovlm.errors import InputError
+from nanovlm.export.transformers import export_smolvlm
+from nanovlm.processing.convert import check_format, convert_layout
+from nanovlm.processing.image_loading import as_tensor
+from nanovlm.processing.layouts import LAYOUTS
+from nanovlm.processing.processor import Processor
+from support import noise_image
+
+IMAGE = "<image>" * 4
+FAKE = "<fake_token_around_image>"
+WHOLE = f"{FAKE}<global-img>{IMAGE}{FAKE}"
+
+
+@pytest.fixture(scope="module")
+def converted(tiled):
+    """A tiny model in SmolVLM's layout, with tiles of 16 pixels and a longest edge of 64."""
+    model, processor = tiled
+    return Captioner(*convert_layout(model, processor.tokenizer))
+
+
+@pytest.fixture(scope="module")
+def folder(converted, tmp_path_factory) -> Path:
+    converted.save_pretrained(path := tmp_path_factory.mktemp("smolvlm") / "model")
+    return path
+
+
+def test_every_format_has_a_layout():
+    assert [format.name for format in FORMATS] == [*LAYOUTS]
+
+
+def test_a_written_folder_is_recognized_and_says_the_same(converted, folder):
+    again = Captioner.from_pretrained(folder, "cpu", "float32").model
+    assert isinstance(again.cfg.format, SmolVLM) and again.cfg == converted.model.cfg
+    state = converted.model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())
+    with pytest.raises(InputError, match="format=nanovlm, but this model has SmolVLM's layout"):
+        check_format(load_config(folder), "nanovlm")
+
+
+def test_tensors_have_transformers_names(converted, folder):
+    stored, ours = load_file(folder / "model.safetensors"), converted.model.state_dict()
+    layer = "model.vision_model.encoder.layers.1.self_attn"
+    joined = torch.cat([stored[f"{layer}.{part}_proj.weight"] for part in "qkv"])
+    assert torch.equal(joined, ours["vision_encoder.blocks.1.attn.qkv_proj.weight"])
+    positions = stored["model.vision_model.embeddings.position_embedding.weight"]
+    assert torch.equal(positions[None], ours["vision_encoder.patch_embedding.position_embedding"])
+    for theirs, name in {
+        "model.connector.modality_projection.proj.weight": "MP.proj.weight",
+        "model.text_model.embed_tokens.weight": "decoder.token_embedding.weight",
+        "model.text_model.layers.0.self_attn.o_proj.weight": "decoder.blocks.0.attn.out_proj.weight",
+        "model.text_model.layers.1.post_attention_layernorm.weight": "decoder.blocks.1.norm2.weight",
+    }.items():
+        assert torch.equal(stored[theirs], ours[name])
+    assert "lm_head.weight" not in stored, "tied"
+
+
+def test_positions_of_19_patches_are_rounded_as_in_training():
+    """Two patches of SmolVLM's 27 x 27 have a position of their own each, but at 19 a side two share one."""
+    assert SmolVLM.patch_positions(16) == list(range(16))
+    assert len(set(SmolVLM.patch_positions(19))) < 19
+
+
+def test_a_prompt_is_laid_out_as_transformers_does(converted):
+    processor = converted.processor
+    ids = processor.encode_prompt([(2, 3), (1, 1)], "What is this?", [("Hi", "Yes.")], [1, 1])
+    rows = [[f"{FAKE}<row_{row}_col_{column}>{IMAGE}" for column in (1, 2, 3)] for row in (1, 2)]
+    tiles = "".join("".join(row) + "\n" for row in rows) + "\n" + WHOLE
+    assert processor.tokenizer.backend.decode(ids, skip_special_tokens=False) == (
+        f"<|im_start|>User:{tiles}Hi<end_of_utterance>\nAssistant: Yes.<end_of_utterance>\n"
+        f"User:{WHOLE}What is this?<end_of_utterance>\nAssistant:"
+    )
+    assert processor.tokenizer.answer_prefix == " "
+    assert [processor.tokenizer.backend.id_to_token(id) for id in processor.tokenizer.eos_token_ids] == [
+        "<end_of_utterance>"
+    ]
+
+
+def test_pixels_are_resized_twice_and_normalized(converted):
+    """By way of the longest edge, 64 x 36, to whole tiles, 64 x 48; the whole image squeezed into a tile comes last."""
+    image = noise_image(70, 40)
+    tiles, grid = converted.processor.preprocess(image)
+    resized = image.resize((64, 36), Image.Resampling.LANCZOS).resize((64, 48), Image.Resampling.LANCZOS)
+    boxes = [(x, y, x + 16, y + 16) for y in range(0, 48, 16) for x in range(0, 64, 16)]
+    expected = [resized.crop(box) for box in boxes] + [resized.resize((16, 16), Image.Resampling.LANCZOS)]
+    assert grid == (3, 4) and len(tiles) == 13 == converted.processor.max_tiles_per_image - 4
+    torch.testing.assert_close(tiles, torch.stack([as_tensor(tile) / 127.5 - 1 for tile in expected]))
+    small = Processor(converted.model.cfg, converted.tokenizer, max_tiles=1)
+    assert [len(small.preprocess(image)[0]), small.max_tiles_per_image] == [1, 1]
+
+
+def test_an_exported_nanovlm_says_the_same(tmp_path):
+    """Its patch convolution is rescaled to pixels in [-1, 1]."""
+    embedded = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
+    export_smolvlm(embedded, tmp_path / "export")
+    again = Captioner.from_pretrained(tmp_path / "export", "cpu", "float32")
+    image = noise_image(96, 96)
+    assert not again.model.cfg.format.unit_pixels and again.caption(image) == embedded.caption(image)
