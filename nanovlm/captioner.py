@@ -9,13 +9,13 @@ from itertools import chain, islice, zip_longest
 from typing import Any, Unpack
 
 import torch
+from models.inference.cache_observer import CacheObserver
 from PIL import Image
 from torch import Tensor
 
 from models.checkpoint import load_config, snapshot_path
 from models.decoding import stream_tokens
 from models.formats.backbones import find_backbones, read_backbones
-from models.inference.cache_observer import CacheObserver
 from models.inference.inference_model import InferenceModel
 from models.inference.quantization import check_format as check_quantization
 from models.vision_language_model import VisionLanguageModel, load_model

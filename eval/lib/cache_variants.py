@@ -4,6 +4,7 @@ A stream runs from the pixels to the last token. What does not depend on the ima
 before.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,8 +15,7 @@ from torch import Tensor, nn
 
 from eval.lib import flops
 from eval.lib.cache_memory import kv_bytes
-from models.decoding import GREEDY, generate_tokens, stream_tokens
-from models.inference.cache_observer import CacheObserver
+from models.decoding import TokenSampler, generate_tokens
 from models.kv_study.encoder_decoder import EncoderDecoder, KVPair, TextPrefillState
 from models.kv_study.hook_cache import install_kv_cache_hooks
 from models.kv_study.static_cache import (
@@ -28,7 +28,7 @@ from models.kv_study.static_cache import (
     stream,
     text_decoder_cache,
 )
-from models.vision_language_model import VisionLanguageModel
+from models.vision_language_model import PrefillState, VisionLanguageModel
 
 UNCACHED = "no cache"
 Step = Callable[..., Any]  # a module, or an exported graph of the same signature
@@ -81,9 +81,9 @@ def language_model(
         x = model.embed(ids, images)
 
     def per_block(held: HeldCache, n: int) -> Iterator[Tensor]:
-        observer = CacheObserver(model)
-        yield from stream_tokens(observer, ids, images, max_new_tokens=n)
-        held.tensors = observer.tensors
+        states: deque[PrefillState] = deque(maxlen=1)
+        yield from model.stream(ids, images, max_new_tokens=n, on_state=states.append)
+        held.tensors = [tensor for kv in states[0].kv_cache for tensor in (kv.key, kv.value)]
 
     def static(prefill: Step, decode: Step, held: HeldCache, n: int) -> Iterator[Tensor]:
         cache = language_model_cache(decoder, 1, capacity)
@@ -132,8 +132,8 @@ def encoder_decoder(
             yield from generate_tokens(
                 decoder(ids, xa)[:, -1],
                 lambda new: decoder(new[:, None], xa)[:, -1],
-                sampling=GREEDY,
-                max_new_tokens=n,
+                TokenSampler(),
+                n,
             )
             held.tensors, held.cross = list(cache.self_kv.values()), list(cache.cross_kv.values())
 
@@ -149,7 +149,7 @@ def encoder_decoder(
             x, state = decoder.forward_cached(new, state)
             return decoder.logits(x[:, -1])
 
-        yield from generate_tokens(read(ids), lambda new: read(new[:, None]), sampling=GREEDY, max_new_tokens=n)
+        yield from generate_tokens(read(ids), lambda new: read(new[:, None]), TokenSampler(), n)
         held.tensors = [tensor for kv in state.self_kv or [] for tensor in (kv.key, kv.value)]
         held.cross = [tensor for pair in state.cross_kv for tensor in pair] if once else []
 

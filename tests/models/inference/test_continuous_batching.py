@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.decoding import GREEDY, SamplingParams
-from models.inference import continuous_batching
+from models.inference import continuous_batching, serving_caches
 from models.inference.continuous_batching import ContinuousBatch, PrefillError
 from models.inference.inference_model import InferenceModel
 from support.generation import only_row, prompt
@@ -67,7 +67,7 @@ def test_each_request_generates_what_it_generates_alone(tiny_model, arrivals, ro
     batch = ContinuousBatch(model, max_num_seqs=rows, eos_token_id=eos)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(continuous_batching, "MAX_PREFILL_TOKENS", read)
-        patch.setattr(continuous_batching, "CACHE_GROWTH", 4)
+        patch.setattr(serving_caches, "SLOT_CAPACITY_STEP", 4)
         for step in range(15):
             for key, (when, text, n, sampling) in enumerate(arrivals):
                 if when == step:
@@ -187,7 +187,7 @@ def test_a_slots_old_contents_reach_no_other_request(tiny_model):
     batch.add("a", torch.arange(4, 20), max_new_tokens=2)
     batch.step()
     with torch.inference_mode():
-        batch._cache[:, :, 1] = float("inf")
+        batch._cache.data[:, :, 1] = float("inf")
     batch.cancel("a")
     batch.add("b", ids, max_new_tokens=5)
     assert answers(batch)["b"][0] == alone(model, ids, max_new_tokens=5)
@@ -223,14 +223,13 @@ def test_a_sequence_that_cannot_be_decoded_ends_alone(tiny_model, n_others):
 
 
 def test_a_sampling_that_fails_ends_its_sequence_alone(tiny_model):
-    class Broken(SamplingParams):
-        def __call__(self, logits, generator=None):
-            raise ZeroDivisionError
+    def fail(generated, logits):
+        raise ZeroDivisionError
 
     model, ids = tiny_model(), torch.arange(4, 9)
     batch = ContinuousBatch(model, max_num_seqs=4)
-    for key, sampling in {"a": GREEDY, "broken": Broken(temperature=1.0), "b": GREEDY}.items():
-        batch.add(key, ids, max_new_tokens=5, sampling=sampling)
+    for key, processor in {"a": None, "broken": fail, "b": None}.items():
+        batch.add(key, ids, max_new_tokens=5, logits_processor=processor)
     outputs = batch.step()
     assert [(output.key, type(output.error)) for output in outputs if output.error] == [("broken", ZeroDivisionError)]
     assert answers(batch).keys() == {"a", "b"}

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from models.errors import InputError
-from models.inference.inference_model import InferenceModel
+from models.inference.inference_model import InferenceModel, PlainNetwork
 from models.inference.kernel_network import KernelNetwork
-from models.inference.plain_network import PlainNetwork
 from models.inference.quantization import QuantizedLinear
 from models.lora import adapt, adapters, merge, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel
