@@ -253,7 +253,8 @@ MAX_NEW_TOKENS = 128  # of a caption
 def setting(default: Any, help: str, limits: str = "", fits: Callable[[Any], bool] | None = None, **flag: Any) -> Any:
     """A field of an options record: its default, help, and check fits(value), whose limits an error names.
 
-    flag holds what a command-line flag made from the field needs beside them, such as its metavar.
+    flag holds what a command-line flag made from the field needs beside them, such as its metavar; a value other than
+    the default must be one of its choices.
     """
     return field(default=default, metadata={"help": help, "limits": limits, "fits": fits, **flag})
 
@@ -261,12 +262,14 @@ def setting(default: Any, help: str, limits: str = "", fits: Callable[[Any], boo
 def check_settings(record: Any) -> None:
     """Raise InputError for the first field of a record whose value is not within its limits."""
     for f in fields(record):
-        value, fits = getattr(record, f.name), f.metadata.get("fits")
+        value, fits, choices = getattr(record, f.name), f.metadata.get("fits"), f.metadata.get("choices")
+        if choices and value is not f.default and value not in choices:
+            raise InputError(f"{f.name}={value} is none of {', '.join(choices)}")
         if fits is not None and not fits(value):
             raise InputError(f"{f.name}={value} must be {f.metadata['limits']}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How a token is chosen from logits. The default is greedy; the filters apply in the order of the fields.
 

@@ -6,9 +6,10 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 
+from models.config import SamplingParams
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
 from nanovlm.bulk.inputs import ImageList, find_images, read_names
 from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions, Plan
@@ -93,7 +94,8 @@ def make_plan(images: ImageList, output: Output, limit: int | None = None) -> Pl
 def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Mapping[str, object]) -> dict[str, str]:
     """What decides whether two runs are the same."""
     settings: dict[str, object] = {"existing": output.existing, "prefix": output.prefix, "suffix": output.suffix}
-    settings |= {"prompt": options.prompt, "max_new_tokens": options.max_new_tokens, **asdict(options.sampling)}
+    settings |= {"prompt": options.prompt, "max_new_tokens": options.max_new_tokens}
+    settings |= {f.name: getattr(options, f.name) for f in fields(SamplingParams)}
     later: dict[str, tuple[object, object]]
     later = {"extension": (output.extension, ".txt"), "prompt_template": (options.prompt_template, "")}
     later |= {"start_with": (options.start_with, ""), "trim_incomplete": (options.trim_incomplete, False)}

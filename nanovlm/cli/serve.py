@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovlm import EMBEDDED, PROMPT
-from nanovlm.cli.options import EMBEDDED_LIMITS, ModelOptions, add_model_flags, add_renamed, load_captioner
+from nanovlm.cli.options import EMBEDDED_LIMITS, add_model_flags, load_captioner, model_options
 from nanovlm.errors import MissingExtraError, UsageError
 
 if TYPE_CHECKING:
@@ -73,8 +73,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds for a request, waiting included (default: 120)",
     )
-    add_renamed(parser, "--rows", dest="max_num_seqs", type=int)
-    add_renamed(parser, "--queue", dest="max_pending", type=int)
     add_model_flags(parser)
 
 
@@ -87,9 +85,10 @@ def run(args: argparse.Namespace) -> int:
         raise MissingExtraError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
     options = server_options(args)
     with listen(options) as listening_socket:  # a port in use is reported before the model is loaded
-        captioner = load_captioner(ModelOptions.from_args(args), [PROMPT], own_images=True)
-        description = EMBEDDED_LIMITS if args.model == EMBEDDED else ""
-        serve(captioner, model_name(args.model), listening_socket, options, description)
+        model = model_options(args)
+        captioner = load_captioner(model, [PROMPT], own_images=True)
+        description = EMBEDDED_LIMITS if model.model == EMBEDDED else ""
+        serve(captioner, model_name(model.model), listening_socket, options, description)
     return 0
 
 

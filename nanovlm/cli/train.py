@@ -10,21 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from nanovlm import EMBEDDED
 from nanovlm.cli.options import (
-    DEVICES,
     add_read_flags,
-    add_renamed,
     add_threads_flag,
     check_validation,
     read_options_from_args,
 )
 from nanovlm.cli.run_file import apply_run_file, run_file_text
 from nanovlm.errors import InputError, UsageError
+from nanovlm.options import DEVICES
 from nanovlm.training.config import (
     ADAPTERS,
     BASE_FORMATS,
     FINETUNING,
-    RENAMED_FIELDS,
-    RENAMED_SCHEDULES,
     SCENES,
     TrainConfig,
 )
@@ -66,7 +63,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", choices=DEVICES)
     add_threads_flag(parser)
     add("--dry-run", action="store_true", help="run 12 steps aside; print peak memory and minutes of the whole run")
-    add_renamed(parser, "--plan", dest="dry_run", action="store_true")
     add_data_flags(parser)
     add_config_flags(parser)
 
@@ -122,7 +118,6 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each field of TrainConfig; None means not given."""
-    former_names = {new: old for old, new in RENAMED_FIELDS.items()}
     for f in fields(TrainConfig):
         flag, default, choices = _flag(f.name), getattr(FINETUNING, f.name), f.metadata["choices"]
         others = {"LoRA": getattr(ADAPTERS, f.name), "scenes": getattr(SCENES, f.name)}
@@ -131,11 +126,9 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         if f.type is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=help)
         elif choices:
-            parser.add_argument(flag, type=_schedule if f.name == "schedule" else str, choices=choices, help=help)
+            parser.add_argument(flag, choices=choices, help=help)
         else:
             parser.add_argument(flag, type=_type_of(f), metavar=f.metadata["metavar"], help=help)
-        if f.name in former_names:
-            add_renamed(parser, _flag(former_names[f.name]), dest=f.name, type=_type_of(f), metavar="N")
 
 
 def _flag(name: str) -> str:
@@ -158,10 +151,6 @@ def keep_settings(text: str) -> dict[str, Any]:
     words = text.split(",")
     numbers = [1 if word == "last" else int(word) for word in words if word == "last" or word.isdecimal()]
     return {"keep_best": "best" in words, "keep_checkpoints": max(numbers, default=1)}
-
-
-def _schedule(name: str) -> str:
-    return RENAMED_SCHEDULES.get(name, name)
 
 
 def run(args: argparse.Namespace) -> int:

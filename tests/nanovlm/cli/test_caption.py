@@ -20,6 +20,8 @@ from support.cli import FAST_FLAGS, FakeTerminal, assert_usage_error, read_or_eo
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
+MAX_FILES_OF_A_CAPTION = 32  # beside generate.py and the packages' __init__.py
+
 
 def test_one_image_is_one_line(generate, captions_of):
     code, out, err = generate("good.png")
@@ -261,13 +263,18 @@ def test_characters_missing_in_the_encoding_are_escaped(generate, monkeypatch):
     assert (record["image"], record["prompt"]) == ("ü🙂.png", "é🙂")
 
 
-def test_captioning_does_not_import_the_compiler():
-    """torch imports its own, and torchvision does, too: each takes longer than all that is done for a caption."""
-    heavy = {"torchvision", "torch._dynamo", "torch._inductor"}
-    code = "import sys; from nanovlm.cli.main import run_verb; run_verb('caption', []); "
-    code += f"print({heavy} & sys.modules.keys())"
+def test_a_caption_imports_little():
+    """Few of our own files, none of other tasks; and not torch's compiler, which takes longer than all the rest."""
+    code = "import sys, json; from nanovlm.cli.main import run_verb; run_verb('caption', []); "
+    code += "print(json.dumps({name: getattr(module, '__file__', None) for name, module in sys.modules.items()}))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines()[-1] == "set()"
+    imported = json.loads(run.stdout.splitlines()[-1])
+    assert not imported.keys() & {"torchvision", "torch._dynamo", "torch._inductor"}
+    ours = {name for name, file in imported.items() if name.split(".")[0] in ("models", "nanovlm") and file}
+    tasks = {f"nanovlm.{name}" for name in ("bulk", "data", "evaluation", "export", "serving", "synthetic", "training")}
+    assert not {".".join(name.split(".")[:2]) for name in ours} & tasks
+    files = {name for name in ours if Path(imported[name]).name != "__init__.py"}
+    assert len(files) <= MAX_FILES_OF_A_CAPTION, sorted(files)
 
 
 def test_without_arguments_the_sample_is_captioned(capsys, monkeypatch):

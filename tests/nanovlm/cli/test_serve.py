@@ -73,13 +73,6 @@ def test_flags_become_options(monkeypatch):
     assert options.limits == Limits(image_cache_bytes=0)
 
 
-def test_former_flags_still_work(capsys):
-    assert parse("--rows", "3", "--queue", "5").limits == Limits(max_num_seqs=3, max_pending=5)
-    assert run_serve("--help") == 0
-    out = capsys.readouterr().out
-    assert "--max-num-seqs" in out and "--rows" not in out and "--queue" not in out
-
-
 def test_folder_names_the_model_by_whatever_path(tmp_path, monkeypatch):
     folder = tmp_path / "mine"
     folder.mkdir()
