@@ -48,7 +48,7 @@ class TokenSampler:
         logits_processor: Callable[[Tensor], Tensor] | None = None,
     ):
         self.sampling, self.logits_processor, self._prompt = sampling, logits_processor, prompt
-        ends = list(eos_token_id) if isinstance(eos_token_id, Sequence) else [eos_token_id]
+        ends: list[Any] = list(eos_token_id) if isinstance(eos_token_id, Sequence) else [eos_token_id]
         self.eos_token_id: Any = ends[0] if ends else None
         self._other_ends = ends[1:]
         self._generator: torch.Generator | None = None  # None is torch's global one

@@ -1,9 +1,9 @@
 """Continuous batching: each request generates what the model generates for its prompt alone."""
 
+from random import Random
+
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from models.decoding import GREEDY, SamplingParams
 from models.inference import continuous_batching, serving_caches
@@ -11,7 +11,9 @@ from models.inference.continuous_batching import ContinuousBatch, PrefillError
 from models.inference.inference_model import InferenceModel
 from support.generation import only_row, prompt
 
-few_examples = settings(max_examples=25, deadline=None)
+few_seeds = pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.full) for n in range(8, 40))]
+)
 SAMPLINGS = [
     GREEDY,
     SamplingParams(repetition_penalty=1.5),
@@ -45,24 +47,21 @@ def listen(batch, generated):
         ended += [output.finished] * bool(output.finished)
 
 
-@st.composite
-def arrivals(draw):
+def random_arrivals(rng):
     """Prompts, each with the step before which it is added."""
-    one = st.tuples(
-        st.integers(0, 12), st.text("ttti", min_size=1, max_size=10), st.integers(1, 14), st.sampled_from(SAMPLINGS)
-    )
-    return sorted(draw(st.lists(one, min_size=1, max_size=9)), key=lambda entry: entry[0])
+
+    def row():
+        text = "".join(rng.choices("ttti", k=rng.randint(1, 10)))
+        return rng.randint(0, 12), text, rng.randint(1, 14), rng.choice(SAMPLINGS)
+
+    return sorted((row() for _ in range(rng.randint(1, 9))), key=lambda row: row[0])
 
 
-@few_examples
-@given(
-    arrivals=arrivals(),
-    rows=st.integers(1, 4),
-    eos=st.none() | st.integers(4, 39),
-    cancelled=st.dictionaries(st.integers(0, 8), st.integers(0, 14), max_size=2),
-    read=st.sampled_from([1, 24, 2048]),
-)
-def test_each_request_generates_what_it_generates_alone(tiny_model, arrivals, rows, eos, cancelled, read):
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.full) for n in range(8, 40))])
+def test_each_request_generates_what_it_generates_alone(tiny_model, seed):
+    rng = Random(seed)
+    arrivals, rows, read = random_arrivals(rng), rng.randint(1, 4), rng.choice([1, 24, 2048])
+    eos, cancelled = rng.choice([None, rng.randint(4, 39)]), {rng.randint(0, 8): rng.randint(0, 14) for _ in range(2)}
     model, generated, expected = tiny_model(), {}, {}
     batch = ContinuousBatch(model, max_num_seqs=rows, eos_token_id=eos)
     with pytest.MonkeyPatch.context() as patch:

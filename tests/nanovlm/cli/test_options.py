@@ -5,7 +5,6 @@ import json
 import os
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +12,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from models.inference.quantization import QuantizedLinear
-from nanovlm import Captioner, ChatSession
-from nanovlm.cli import caption as captioning
+from nanovlm import EMBEDDED, SAMPLE, Captioner, ChatSession
 from nanovlm.cli import main as cli
-from nanovlm.cli import options
 from nanovlm.cli.options import load_captioner, model_options
 from nanovlm.errors import NanoVLMError
 from nanovlm.options import GenerationOptions, ModelOptions
@@ -68,7 +65,7 @@ GENERATION = {  # field: its value, and the settings beside it, without and with
 }
 MODEL = {  # field: its flag, and whether a captioner shows it
     "model": ("--model {folder}", lambda captioner: captioner.model.cfg.vit_img_size == 16),
-    "revision": ("--model owner/name --revision no/such..branch", "no/such..branch"),
+    "revision": ("--revision main", "has no revision 'main'"),
     "device": ("--device mps", "device=mps is not available"),
     "dtype": ("--dtype float16", lambda captioner: captioner.inference.dtype == torch.float16),
     "threads": ("--threads 2", lambda captioner: torch.get_num_threads() == 2),
@@ -133,6 +130,7 @@ def test_generation_flag_changes_the_answer(verb, name, generate, captions_of, m
 def test_model_flag_changes_the_captioner(name, tiled, tmp_path, monkeypatch):
     flags, effect = MODEL[name]
     Captioner(*tiled).save_pretrained(tmp_path / "tiled")
+    edit_config(tmp_path / "tiled", resize_to_max_side_len=True)
     argv = ["--threads", "1", "--model", str(tmp_path / "tiled"), *flags.format(folder=tmp_path / "tiled").split()]
     options = {verb: parse_model_options(verb, argv) for verb in ("caption", "chat", "serve", "evaluate")}
     assert len(set(options.values())) == 1
@@ -160,13 +158,11 @@ def parse_model_options(verb, argv):
     return model_options(parser.parse_args([*argv, *data]))
 
 
-def test_embedded_model_prints_its_limits_once_for_own_images(generate, model_folder, monkeypatch):
-    monkeypatch.setattr(options, "EMBEDDED", model_folder)
-    monkeypatch.setattr(captioning, "SAMPLE", Path("good.png"))
+def test_embedded_model_prints_its_limits_once_for_own_images(generate):
     code, out, err = generate("good.png", "fine.jpg", model=None)
-    assert (code, out, "") == generate("good.png", "fine.jpg"), "no note with --model"
-    assert len(err.splitlines()) == 1 and "drawn scenes" in err and "--model" in err
-    assert generate(model=None) == generate("good.png"), "its own sample needs no note"
+    assert code == 0 and len(err.splitlines()) == 1 and "drawn scenes" in err and "--model" in err
+    assert (code, out, "") == generate("good.png", "fine.jpg", model=EMBEDDED), "no note with --model"
+    assert generate(model=None) == generate(SAMPLE, model=EMBEDDED), "its own sample needs no note"
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps"])
