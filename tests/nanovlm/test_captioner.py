@@ -420,6 +420,7 @@ assert random.getstate() == before
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["alone", "torch"])
 def test_import_has_no_side_effects(what):
     code = IMPORTS if what == "alone" else "import torch; torch.manual_seed(0x3A7C9)\n" + IMPORTS

@@ -15,12 +15,13 @@ from PIL import Image
 
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.cli import main as cli
+from nanovlm.cli.caption import names_several
 from support import ROOT
 from support.cli import FAST_FLAGS, FakeTerminal, assert_usage_error, read_or_eof, run_program, set_stdin
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
-MAX_FILES_OF_A_CAPTION = 32  # beside generate.py and the packages' __init__.py
+MAX_FILES_OF_A_CAPTION = 31  # beside generate.py and the packages' __init__.py
 
 
 def test_one_image_is_one_line(generate, captions_of):
@@ -227,6 +228,7 @@ def test_terminal_shows_text_as_it_is_generated(generate, monkeypatch):
     assert len(set(terminal.shown)) > 4 and all(piped.startswith(shown) for shown in terminal.shown)
 
 
+@pytest.mark.full
 def test_pseudo_terminal_shows_the_same_text_as_a_pipe(generate, model_folder):
     pty = pytest.importorskip("pty")
     _, piped, _ = generate("good.png", "fine.jpg")
@@ -263,13 +265,19 @@ def test_characters_missing_in_the_encoding_are_escaped(generate, monkeypatch):
     assert (record["image"], record["prompt"]) == ("ü🙂.png", "é🙂")
 
 
+def test_folders_and_patterns_name_several_images():
+    Path("[1].png").write_bytes(b"")
+    assert all(names_several(name) for name in (".", "*.png", "im[ab].png"))
+    assert not any(names_several(name) for name in ("good.png", "[1].png", "missing.png"))
+
+
 def test_a_caption_imports_little():
     """Few of our own files, none of other tasks; and not torch's compiler, which takes longer than all the rest."""
     code = "import sys, json; from nanovlm.cli.main import run_verb; run_verb('caption', []); "
     code += "print(json.dumps({name: getattr(module, '__file__', None) for name, module in sys.modules.items()}))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     imported = json.loads(run.stdout.splitlines()[-1])
-    assert not imported.keys() & {"torchvision", "torch._dynamo", "torch._inductor"}
+    assert not imported.keys() & {"torchvision", "torch._dynamo", "torch._inductor", "fastapi", "uvicorn", "pydantic"}
     ours = {name for name, file in imported.items() if name.split(".")[0] in ("models", "nanovlm") and file}
     tasks = {f"nanovlm.{name}" for name in ("bulk", "data", "evaluation", "export", "serving", "synthetic", "training")}
     assert not {".".join(name.split(".")[:2]) for name in ours} & tasks

@@ -125,6 +125,7 @@ def test_chat_that_cannot_start_is_one_error_line(chat, model_folder, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_terminal_has_prompt_history_and_exit(model_folder, tmp_path):
     pty = pytest.importorskip("pty")
     master, slave = pty.openpty()

@@ -80,6 +80,7 @@ def test_version(capsys):
     assert end.value.code == 0 and capsys.readouterr().out == f"nanovlm {nanovlm.__version__}\n"
 
 
+@pytest.mark.full
 def test_closed_pipe_ends_without_a_traceback(model_folder):
     read, write = os.pipe()
     os.close(read)
@@ -113,6 +114,7 @@ def test_help_shows_every_verb_with_an_example(capsys):
     assert "\033" not in out
 
 
+@pytest.mark.full
 def test_shell_completion(tmp_path):
     pytest.importorskip("argcomplete")
     line, answer = "nanovlm caption --exi", tmp_path / "answer"

@@ -253,6 +253,7 @@ def test_missing_model_is_one_error_line(generate, name, words):
     assert_usage_error(generate("good.png", model=name), words)
 
 
+@pytest.mark.full
 def test_unreachable_hub_is_one_error_line(tmp_path):
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
     run = run_program("good.png", "--model", "lusxvr/nanoVLM-230M-8k", env=environment, text=True)

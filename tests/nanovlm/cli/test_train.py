@@ -43,6 +43,7 @@ TINY_RUN = [
 ]
 
 
+@pytest.mark.full
 def test_trained_model_is_used_by_generate_and_resumed_by_train(generate, train):
     code, out, err = train(*TINY_RUN, "out")
     assert (code, out) == (0, "") and err.splitlines()[-1].startswith("step 2/2  loss ")
@@ -52,6 +53,7 @@ def test_trained_model_is_used_by_generate_and_resumed_by_train(generate, train)
     assert code == 0 and err.splitlines() == ["resumed out at step 2"]
 
 
+@pytest.mark.full
 def test_unusable_output_folder_is_one_error_line(train):
     assert_usage_error(train(*TINY_RUN, "good.png"), "good.png is a file", program="train.py")
     Path("out/checkpoints/step-1").mkdir(parents=True)
