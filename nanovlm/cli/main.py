@@ -19,24 +19,16 @@ from nanovlm.console import configure_logging, print_error, warnings_as_notes
 from nanovlm.errors import NanoVLMError, is_out_of_memory
 
 VERBS = ("caption", "chat", "serve", "train", "evaluate", "export", "merge")  # modules of this package
-OMIT = "kernels are built when the package is installed or at first use; omit it"
-REMOVED = {  # words of argparse's messages, and what to do instead
-    "'compile'": OMIT,
-    "--compile": OMIT,
-    "--no-compile": OMIT,
-    "'int8-weights'": "use int8, which stores weights in 8 bits, too",
-}
 EXIT_FAILURE, EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 70, 130
-SPIN_COUNT = "10000"  # half a millisecond, longer than what lies between two products
+SPIN_COUNT = "10000"  # half a millisecond, longer than the gap between two matmuls
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"}
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that reports errors in one line, and names the way out for what was removed."""
+    """An argparse parser that reports errors in one line."""
 
     def error(self, message: str):
-        removed = [f"{word} is gone: {REMOVED[word]}" for word in message.split() if word in REMOVED]
-        print_error(f"{self.prog}: {removed[0] if removed else f'{message} (see {self.prog} --help)'}")
+        print_error(f"{self.prog}: {message} (see {self.prog} --help)")
         self.exit(EXIT_USAGE)
 
 

@@ -41,6 +41,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--strict-model", action="store_true", help="refuse requests for another model's name")
     add("--allow-remote", action="store_true", help="fetch images from http(s) URLs of public addresses")
+    add_limit_flags(parser)
+    add_model_flags(parser)
+
+
+def add_limit_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `Limits`."""
+    add = parser.add_argument
     add("--max-num-seqs", type=int, default=32, metavar="N", help="sequences decoded at once (default: 32)")
     add(
         "--max-pending",
@@ -73,7 +80,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds for a request, waiting included (default: 120)",
     )
-    add_model_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -120,8 +120,8 @@ def outcomes(start: int, stop: int, timeout: float) -> list[str]:
 @pytest.mark.parametrize(
     ("start", "stop"),
     [
-        (0, 100),
-        pytest.param(100, 400, marks=pytest.mark.full),
+        (0, 60),
+        pytest.param(60, 400, marks=pytest.mark.full),
         *(pytest.param(n, n + 2000, marks=pytest.mark.slow) for n in range(0, 10_000, 2000)),
     ],
 )

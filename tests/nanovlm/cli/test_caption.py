@@ -15,7 +15,9 @@ from PIL import Image
 
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.cli import main as cli
-from nanovlm.cli.caption import names_several
+from nanovlm.cli.caption import PrintOptions, names_several, print_caption
+from nanovlm.options import GenerationOptions
+from nanovlm.processing.processor import Processor
 from support import ROOT
 from support.cli import FAST_FLAGS, FakeTerminal, assert_usage_error, read_or_eof, run_program, set_stdin
 
@@ -269,6 +271,25 @@ def test_folders_and_patterns_name_several_images():
     Path("[1].png").write_bytes(b"")
     assert all(names_several(name) for name in (".", "*.png", "im[ab].png"))
     assert not any(names_several(name) for name in ("good.png", "[1].png", "missing.png"))
+
+
+def test_an_image_is_loaded_once_and_a_prompt_encoded_once(model_and_processor, capsys):
+    calls = []
+
+    class Counting(Captioner):
+        def load_image(self, source):
+            calls.append(source)
+            return super().load_image(source)
+
+    class CountingProcessor(Processor):
+        def encode_prompt(self, *args):
+            calls.append(args[1])
+            return super().encode_prompt(*args)
+
+    model, processor = model_and_processor
+    captioner = Counting(model, CountingProcessor(processor.cfg, processor.tokenizer))
+    print_caption(PrintOptions(["good.png"], ["What?"]), captioner, GenerationOptions(max_new_tokens=2), "good.png")
+    assert calls == ["good.png", "What?"] and capsys.readouterr().out
 
 
 def test_a_caption_imports_little():

@@ -26,26 +26,6 @@ def test_wrong_verb_is_one_error_line(argv, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    ("program", "argv", "way_out"),
-    [
-        ("nanovlm", ["compile"], "'compile' is gone: kernels are built when"),
-        ("nanovlm", ["compile", "out/mine", "--quantize", "int8"], "'compile' is gone: kernels are built when"),
-        ("nanovlm", ["caption", "good.png", "--compile"], "--compile is gone: kernels are built when"),
-        ("nanovlm", ["chat", "--no-compile", "good.png"], "--no-compile is gone: kernels are built when"),
-        ("nanovlm", ["serve", "--compile"], "--compile is gone: kernels are built when"),
-        ("generate.py", ["--no-compile", "good.png"], "--no-compile is gone: kernels are built when"),
-        ("generate.py", ["--quantize=int8-weights", "good.png"], "'int8-weights' is gone: use int8"),
-        ("nanovlm train", ["train", "--quantize", "int8-weights"], "'int8-weights' is gone: use int8"),
-    ],
-)
-def test_what_was_removed_is_one_line_with_a_way_out(program, argv, way_out, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [program.split()[0], *argv])
-    with pytest.raises(SystemExit) as end:
-        cli.run_verb("caption") if program == "generate.py" else cli.main()
-    assert_usage_error((end.value.code, *capsys.readouterr()), way_out, program=program)
-
-
 @pytest.mark.parametrize("argv", [["generate.py"], ["train.py"], ["-m", "nanovlm"]])
 def test_help_imports_nothing_heavy(argv):
     """Half a second is for Python itself; torch alone takes longer."""
