@@ -2,8 +2,8 @@
 
     python -m eval.captions --scenes 1000
     python -m eval.captions --quantize int8
-    python -m eval.captions --drawer independent      # scenes in another geometry, other tones and other patterns
-    python -m eval.captions --wordings --scenes 300   # captions and numbers, requested in other words
+    python -m eval.captions --renderer independent      # scenes in another geometry, other tones and other patterns
+    python -m eval.captions --prompt-variants --scenes 300   # captions and numbers, requested in other words
     python -m eval.captions --compare --save          # every precision at every level of CPU instructions
     python -m eval.captions --compare --model FOLDER  # of another model
     python -m eval.captions --turns 6 --scenes 200    # questions in a conversation, beside the same questions alone
@@ -39,9 +39,10 @@ from eval.lib.accuracy import relative_error
 from eval.lib.command import add_device_flags, make_parser, positive, progress, report
 from eval.lib.cpu_levels import at_level, levels_here
 from eval.lib.hardware import environment
+from eval.lib.prompt_variants import measure_prompt_variants
 from eval.lib.results import add_save_flag
-from eval.lib.scene_splits import DRAWERS, SPLITS, Drawer, count_by_row, make_splits, png
-from eval.lib.wordings import measure_wordings
+from eval.lib.scene_splits import RENDERERS, SPLITS, Renderer, count_by_row, make_splits, png
+from eval.lib.tables import table
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
@@ -63,12 +64,12 @@ def measure(
     n_questions: int,
     seed: str,
     batch_size: int = BATCH_SIZE,
-    drawer: Drawer = draw,
+    renderer: Renderer = draw,
 ) -> dict:
     """Exact matches of each split and of its rows, and every miss as (split, prompt, truth, answer)."""
     results: dict = {}
     misses = []
-    for split, examples in make_splits(n_scenes, n_questions, seed, drawer).items():
+    for split, examples in make_splits(n_scenes, n_questions, seed, renderer).items():
         started = time.perf_counter()
         images, prompts = [example.image for example in examples], [example.prompt for example in examples]
         answers = list(captioner.captions(images, prompts, batch_size=batch_size))
@@ -83,7 +84,7 @@ def measure(
 
 
 def measure_turns(
-    captioner: Captioner, n_scenes: int, n_turns: int, seed: str, drawer: Drawer = draw
+    captioner: Captioner, n_scenes: int, n_turns: int, seed: str, renderer: Renderer = draw
 ) -> dict[str, list[int]]:
     """Right answers by turn, in n_scenes conversations of n_turns questions, with the same questions asked alone.
 
@@ -93,7 +94,7 @@ def measure_turns(
     right = {mode: [0] * n_turns for mode in ("alone", "one after another", "after a caption")}
     for _ in range(n_scenes):
         scene = random_scene(rng)
-        image = png(scene, rng, drawer)
+        image = png(scene, rng, renderer)
         prompts, truths = zip(*questions(scene, rng)[:n_turns])
         chat, captioned_chat = ChatSession(captioner, [image]), ChatSession(captioner, [image])
         "".join(captioned_chat.ask(PROMPT))
@@ -109,12 +110,12 @@ def measure_turns(
 
 
 def compare_precisions(
-    n_scenes: int, seed: str, model: str | os.PathLike = EMBEDDED, drawer: Drawer = draw
+    n_scenes: int, seed: str, model: str | os.PathLike = EMBEDDED, renderer: Renderer = draw
 ) -> dict[str, dict[str, float]]:
     """The figures of --compare by dtype, quantization and level, of which REFERENCE is the first."""
     rng = Random(f"quantised {seed}")
     scenes = [random_scene(rng) for _ in range(n_scenes)]
-    images, truths = [png(scene, rng, drawer) for scene in scenes], [caption(scene) for scene in scenes]
+    images, truths = [png(scene, rng, renderer) for scene in scenes], [caption(scene) for scene in scenes]
     results, reference = {}, None
     levels = levels_here() or ["none"]
     for dtype, quantize, level in [REFERENCE, *((*precision, level) for precision in PRECISIONS for level in levels)]:
@@ -171,28 +172,22 @@ def accuracy_table(results: dict, n_misses: int) -> str:
 
 
 def turns_table(right: dict[str, list[int]], n_scenes: int) -> str:
-    turns = range(1, len(right["alone"]) + 1)
-    lines = [f"{f'of {n_scenes} answers':18}" + "".join(f"{turn:8}" for turn in turns)]
-    for mode, counts in right.items():
-        lines.append(f"{mode:18}" + "".join(f"{100 * n / n_scenes:7.1f}%" for n in counts))
-    return "\n".join(lines)
+    rows = [[f"of {n_scenes} answers", *(str(turn + 1) for turn in range(len(right["alone"])))]]
+    return table(rows + [[mode, *(f"{n / n_scenes:.1%}" for n in counts)] for mode, counts in right.items()])
 
 
-def wordings_table(results: dict[str, dict]) -> str:
-    """The wordings that training uses, then the others."""
+def prompt_variants_table(results: dict[str, dict]) -> str:
+    """The variants that training uses, then the others."""
     lines = []
-    for title, is_trained in (("trained wordings", True), ("held-out wordings", False)):
+    for title, is_trained in (("trained prompts", True), ("held-out prompts", False)):
         lines.append(title)
         lines += ["  " + share(name, row, 38) for name, row in results.items() if row["trained"] == is_trained]
     return "\n".join(lines)
 
 
 def comparison_table(results: dict[str, dict[str, float]]) -> str:
-    width = max(map(len, results))
-    lines = [" " * width + "".join(f"{name:>8}" for name in COLUMNS)]
-    for name, row in results.items():
-        lines.append(f"{name:{width}}" + "".join(f"{row[column]:>8{form}}" for column, form in COLUMNS.items()))
-    return "\n".join(lines)
+    rows = [[name, *(f"{row[column]:{form}}" for column, form in COLUMNS.items())] for name, row in results.items()]
+    return table([["", *COLUMNS], *rows])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -202,8 +197,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--scenes", type=positive, metavar="N", help="fresh scenes, and withheld ones (default: 1000, to compare 200)")
     add("--questions", type=positive, default=3, metavar="N", help="questions per scene (default: 3)")
     add("--turns", type=positive, metavar="N", help="ask N questions about each scene in a conversation")
-    add("--wordings", action="store_true", help="ask for captions and numbers of objects in other words, too")
-    add("--drawer", choices=tuple(DRAWERS), default="training", help="what draws the scenes (default: training's own)")
+    add("--prompt-variants", action="store_true", help="ask for captions and numbers of objects in other words, too")
+    add(
+        "--renderer",
+        choices=tuple(RENDERERS),
+        default="training",
+        help="what draws the scenes (default: training's own)",
+    )
     add("--quantize", choices=QUANTIZATIONS, help="quantize the language model's weights")
     add("--compare", action="store_true", help="compare all precisions at all levels of the CPU")
     add("--seed", default="1", help="which scenes (default: 1)")
@@ -214,23 +214,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.scenes = args.scenes or (200 if args.compare else 1000)
     if args.turns and args.turns > MAX_TURNS:
         parser.error(f"--turns {args.turns} is more than {MAX_TURNS}, for which every scene has questions")
-    drawer, finish = DRAWERS[args.drawer], partial(report, as_json=args.json, save=args.save)
+    renderer, finish = RENDERERS[args.renderer], partial(report, as_json=args.json, save=args.save)
     try:
         if args.compare:
-            results = compare_precisions(args.scenes, args.seed, args.model, drawer)
+            results = compare_precisions(args.scenes, args.seed, args.model, renderer)
             where = environment(levels=levels_here())
             return finish(results, comparison_table(results), where, failures=comparison_failures(results))
         captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, quantize=args.quantize)
         where = environment(captioner.inference.device, captioner.inference.dtype)
     except NanoVLMError as error:
         parser.error(str(error))
-    if args.wordings:
-        wordings = measure_wordings(captioner, args.scenes, args.seed, BATCH_SIZE, drawer)
-        return finish(wordings, wordings_table(wordings), where)
+    if args.prompt_variants:
+        variants = measure_prompt_variants(captioner, args.scenes, args.seed, BATCH_SIZE, renderer)
+        return finish(variants, prompt_variants_table(variants), where)
     if args.turns:
-        right = measure_turns(captioner, args.scenes, args.turns, args.seed, drawer)
+        right = measure_turns(captioner, args.scenes, args.turns, args.seed, renderer)
         return finish({"of": args.scenes, "right": right}, turns_table(right, args.scenes), where)
-    results = measure(captioner, args.scenes, args.questions, args.seed, drawer=drawer)
+    results = measure(captioner, args.scenes, args.questions, args.seed, renderer=renderer)
     return finish(results, accuracy_table(results, args.misses), where)
 
 

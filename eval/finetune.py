@@ -34,6 +34,7 @@ from eval.lib.command import add_threads_flag, make_parser, one_of, positive, pr
 from eval.lib.hardware import environment
 from eval.lib.postcards import draw, random_postcard, write_folder
 from eval.lib.scene_splits import png
+from eval.lib.tables import table
 from eval.lib.training_profile import profile_training
 from eval.lib.training_race import PEERS, Race, race_table
 from eval.lib.training_setup import EMBEDDED_SHAPE, TRAINED_SHAPES, make_setup
@@ -112,11 +113,9 @@ def train(way: str, data: Path, flags: Sequence[str], domains: list[Domain]) -> 
     return Result(way, round(seconds, 1), *measure_shares(out, domains))
 
 
-def table(before: list[float], results: Sequence[Result]) -> str:
-    row = "{:16} {:>10} {:>8} {:>9}".format
-    lines = [row("", "postcards", "scenes", "seconds"), row("before", *(f"{share:.1%}" for share in before), "")]
-    lines += [row(r.way, f"{r.postcards:.1%}", f"{r.scenes:.1%}", f"{r.seconds:.0f}") for r in results]
-    return "\n".join(lines)
+def shares_table(before: list[float], results: Sequence[Result]) -> str:
+    rows = [["", "postcards", "scenes", "seconds"], ["before", *(f"{share:.1%}" for share in before), ""]]
+    return table(rows + [[r.way, f"{r.postcards:.1%}", f"{r.scenes:.1%}", f"{r.seconds:.0f}"] for r in results])
 
 
 def measure_limits(args: Namespace) -> int:
@@ -133,7 +132,7 @@ def measure_limits(args: Namespace) -> int:
     if before[0]:
         failures.append(f"before: {before[0]:.1%} of postcards are right, so the domain is not new")
     data = {"before": dict(zip(("postcards", "scenes"), before)), "learned": [asdict(result) for result in results]}
-    return report(data, table(before, results), where, args.json, failures)
+    return report(data, shares_table(before, results), where, args.json, failures)
 
 
 def measure_speed(args: Namespace) -> int:

@@ -3,34 +3,28 @@
     python -m eval.latency                                             # the embedded model, beside plain nanoVLM
     python -m eval.latency --model-size 230M --dtype float32 bfloat16 --baselines plain transformers
     python -m eval.latency --model FOLDER --dtype float32 bfloat16 --baselines llama.cpp   # of SmolVLM's layout
-    python -m eval.latency --model-size 230M --quantize int4 --stages prefill decode
     python -m eval.latency --level avx2 vnni bf16 --quantize int8         # the kernels at several levels
     python -m eval.latency --level vnni --baselines openvino --save       # oneDNN held to that level, too
-    python -m eval.latency --model-size SmolVLM-256M --quantize int8 --baselines openvino onnxruntime llama.cpp
     python -m eval.latency --model-size 230M --baselines openvino --background-load 2   # beside two busy processes
 
 Stages: encode (one preprocessed image), prefill (as many tokens as an image and a short prompt), decode (one token of
 every sequence), first-token (from the image), questions (eight about one image, by single calls and by one
-`Captioner.ask`) and cold-start (a whole process). Figures are milliseconds.
+`Captioner.ask`) and cold-start (a whole process). All engines read the same weights, which are random for a published
+size, and take turns in every round. Figures are milliseconds.
 
-Engines of this project are named by dtype, quantization and level of CPU instructions; levels are those of
-models/inference/kernels/load.py, by default the highest that this CPU has. A single level below it also holds PyTorch
-and the oneDNN in OpenVINO to it: environment variables that they read when they start do that, so the command runs in a
-process of its own. llama.cpp, ONNX Runtime and OpenVINO's own kernels, such as attention and some float32 matmuls, can
-not be held. Below bf16, where oneDNN has no fast bfloat16, OpenVINO computes in float32.
+Engines of this project are named by dtype, quantization and level of CPU instructions, by default the highest here. A
+single lower level also holds PyTorch and the oneDNN in OpenVINO to it, in a process of its own; nothing holds
+llama.cpp, ONNX Runtime and OpenVINO's own kernels. Below bf16 OpenVINO computes in float32.
 
-Engines beside this project: "plain" is nanoVLM's computation, float32 and layer by layer; transformers runs the
-language model only. OpenVINO and ONNX Runtime run the files of `nanovlm export --onnx`, without the head's logits of
-earlier tokens; with --quantize int8 also with int8 weights and activations, by NNCF calibrated on drawn images and
-random text, and by dynamic quantization. llama.cpp, for models of SmolVLM's layout, runs the files of `nanovlm export
---gguf`, preprocessing included; with --quantize also in q8_0 (int8) or q4_0 (int4), without AMX kernels. All need the
-extra `peers`. All engines read the same weights, which are random for a published shape, and take turns in every round.
+Other engines (extra `peers`): "plain" is nanoVLM's computation, float32 and layer by layer; transformers runs the
+language model; OpenVINO and ONNX Runtime the files of `nanovlm export --onnx`; llama.cpp, for models of SmolVLM's
+layout, those of `nanovlm export --gguf`. With --quantize int8 all but transformers are also measured in 8 bits: by
+NNCF, by dynamic quantization, as q8_0; with int4, llama.cpp as q4_0.
 
 "of roofline" relates a median to the least time in which this machine reads the stage's weights once and does its
-operations, at the speed that PyTorch reaches in this process for one large tensor and one large matmul. "error" is the
-root mean square difference from the plain model's embeddings or logits, over their standard deviation; llama.cpp's
-embeddings have none, as it resizes every image. "same ids" counts decoded tokens equal to the first engine's. The
-command fails if an engine in float32 has an error above 0.001 or decodes other tokens than another one.
+operations. "error" is the root mean square difference from the plain model's embeddings or logits, over their standard
+deviation; llama.cpp resizes every image, so its embeddings have none. "same ids" counts decoded tokens equal to the
+first engine's. The command fails if an engine in float32 has an error above 0.001 or decodes other tokens.
 
 --save appends what is printed, with the command line, to eval/results.
 """
@@ -41,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -55,10 +49,11 @@ from eval.lib.accuracy import inexact_engines, stage_errors
 from eval.lib.command import make_parser, positive, progress, report
 from eval.lib.cpu_levels import current_level, level_here, lowering, peers_note
 from eval.lib.hardware import environment, matmul_flops, memory_bandwidth
-from eval.lib.random_model import write_random_model
+from eval.lib.random_model import random_model_folder
 from eval.lib.results import add_save_flag
 from eval.lib.roofline import stage_costs
 from eval.lib.shapes import SHAPES
+from eval.lib.tables import table
 from eval.lib.timing import competing_processes, interleave, measure_seconds
 from eval.peers.engines import (
     BASELINES,
@@ -73,7 +68,7 @@ from eval.peers.llama_cpp_engine import LlamaCppEngine
 from models.checkpoint import load_config, snapshot_path
 from models.config import VLMConfig
 from nanovlm import EMBEDDED
-from nanovlm.captioner import Captioner, ImageInput
+from nanovlm.captioner import ImageInput
 from nanovlm.cli.main import Parser
 from nanovlm.cli.options import add_threads_flag
 from nanovlm.device import DTYPES, set_threads
@@ -136,18 +131,14 @@ class Inputs:
 
 
 @contextmanager
-def model_folder(shape: str) -> Iterator[Path]:
-    """The embedded model's folder, or a temporary one with random weights of a published shape."""
-    if shape == "embedded":
+def model_folder(size: str) -> Iterator[Path]:
+    """The embedded model's folder, or a temporary one with random weights of a published size."""
+    if size == "embedded":
         yield EMBEDDED
         return
-    cfg = SHAPES[shape][0]
-    if cfg.max_img_size is not None:
-        cfg = replace(cfg, max_img_size=MAX_IMAGE_SIZE)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # Windows keeps mapped files
-        progress(f"{shape}: writing random weights")
-        write_random_model(Path(folder), cfg)
-        yield Path(folder)
+    changes = {} if SHAPES[size][0].max_img_size is None else {"max_img_size": MAX_IMAGE_SIZE}
+    with random_model_folder(size, **changes) as folder:
+        yield folder
 
 
 def greedy_ids(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -162,11 +153,6 @@ def decode_seconds(engine: Engine, prompts: list[list[int]], tokens: int) -> flo
     """Median seconds of a decode step, after an untimed prefill."""
     ids = engine.prefill(prompts)
     return median(measure_seconds(partial(engine.decode, ids)) for _ in range(tokens))
-
-
-def ask_one_by_one(captioner: Captioner, image: ImageInput) -> None:
-    for question in QUESTIONS:
-        captioner.caption(image, question, max_new_tokens=ANSWER_TOKENS)
 
 
 def cold_start(folder: Path) -> dict[str, Callable[[], object]]:
@@ -205,8 +191,9 @@ def stage_contestants(
         side, image = next(iter(inputs.images.items()))
         captioner = ours[-1].captioner
         ask = partial(captioner.ask, image, QUESTIONS, max_new_tokens=ANSWER_TOKENS)
+        single = partial(captioner.caption, image, max_new_tokens=ANSWER_TOKENS)
         calls: dict[str, Callable[[], object]] = {
-            "single calls": partial(ask_one_by_one, captioner, image),
+            "single calls": lambda: [single(question) for question in QUESTIONS],
             "one ask": ask,
         }
         yield f"{len(QUESTIONS)} questions, {side} px, {ours[-1].name}", timed(calls)
@@ -234,8 +221,9 @@ def measure(
 
 def slowed(results: Sequence[Result], idle: Sequence[Result], n: int) -> list[Result]:
     """Results beside n competing processes, with the slowdown of each median; limits no longer apply."""
+    load = f"background load {n}"
     return [
-        replace(busy, stage=f"{busy.stage}, {n} busy", roofline_ms=None, slowdown=busy.median_ms / quiet.median_ms)
+        replace(busy, stage=f"{busy.stage}, {load}", roofline_ms=None, slowdown=busy.median_ms / quiet.median_ms)
         for busy, quiet in zip(results, idle, strict=True)
     ]
 
@@ -251,20 +239,16 @@ def failures(engines: Sequence[Engine], ids: dict[str, list[list[int]]]) -> list
     return [f"{name} decodes other tokens than {exact[0]}" for name in exact[1:] if ids[name] != ids[exact[0]]]
 
 
-def table(results: Sequence[Result], ids: dict[str, list[list[int]]]) -> str:
+def results_table(results: Sequence[Result], ids: dict[str, list[list[int]]]) -> str:
     """A block of lines per stage; speedups are relative to its first contestant."""
-    lines: list[str] = []
-    width = max(max(len(result.stage), len(result.engine) + 2) for result in results)
+    blocks = []
     for stage, group in groupby(results, key=lambda result: result.stage):
         block = list(group)
-        rows = [cells(result, block[0], ids) for result in block]
-        columns = {name: max(len(name), 10) + 2 for name in COLUMNS if any(name in row for row in rows)}
-        lines.append(f"{stage:{width}}" + "".join(f"{name:>{n}}" for name, n in columns.items()))
-        for result, row in zip(block, rows):
-            lines.append(
-                f"{'  ' + result.engine:{width}}" + "".join(f"{row.get(name, ''):>{n}}" for name, n in columns.items())
-            )
-    return "\n".join(lines)
+        rows = {f"  {result.engine}": cells(result, block[0], ids) for result in block}
+        columns = [name for name in COLUMNS if any(name in row for row in rows.values())]
+        lines = [[name, *(row.get(column, "") for column in columns)] for name, row in rows.items()]
+        blocks.append(table([[stage, *columns], *lines]))
+    return "\n".join(blocks)
 
 
 def cells(result: Result, first: Result, ids: dict[str, list[list[int]]]) -> dict[str, str]:
@@ -311,15 +295,12 @@ def make_latency_parser() -> Parser:
     return parser
 
 
-@contextmanager
-def engine_files(cache: Path | None) -> Iterator[Path]:
+def engine_files(cache: Path | None) -> AbstractContextManager[str | Path]:
     """The folder for the files of other engines: a temporary one without a cache."""
     if cache is None:
-        with tempfile.TemporaryDirectory() as temporary:
-            yield Path(temporary)
-    else:
-        cache.mkdir(parents=True, exist_ok=True)
-        yield cache
+        return tempfile.TemporaryDirectory()
+    cache.mkdir(parents=True, exist_ok=True)
+    return nullcontext(cache)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -330,7 +311,7 @@ def run(args: argparse.Namespace) -> int:
         folder = folder if args.model is None else snapshot_path(args.model)
         progress("loading engines")
         plain = plain_engine(folder)
-        engines = make_engines(plain, folder, files, options)
+        engines = make_engines(plain, folder, Path(files), options)
         inputs = Inputs.make(plain.model.cfg, plain.model.image_token_id, args.batch_size, args.image_size)
         errors = stage_errors(engines, plain, inputs.prompts, inputs.image, args.stages)
         ids = {}
@@ -348,7 +329,7 @@ def run(args: argparse.Namespace) -> int:
     data = {"model_size": args.model_size, "model": args.model, "results": [asdict(result) for result in results]}
     data |= {"ids": ids, "bytes_per_s": memory_bandwidth(), "flops_per_s": matmuls}
     failed = inexact_engines(engines, errors) + (failures(engines, ids) if ids else [])
-    return report(data, table(results, ids), where, args.json, failed, args.save)
+    return report(data, results_table(results, ids), where, args.json, failed, args.save)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

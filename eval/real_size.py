@@ -14,7 +14,6 @@ The files were just written and are in the page cache; a cold disk adds its own 
 
 import io
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -30,9 +29,10 @@ import torch
 
 from eval.lib.command import add_threads_flag, make_parser, one_of, positive, progress, report
 from eval.lib.hardware import environment
-from eval.lib.random_model import write_random_model
+from eval.lib.random_model import random_model_folder
 from eval.lib.results import add_save_flag
 from eval.lib.shapes import SHAPES
+from eval.lib.tables import table
 from models.checkpoint import WEIGHTS
 from models.vision_language_model import VisionLanguageModel, empty_model
 from nanovlm import PROMPT
@@ -156,18 +156,14 @@ def copied_parameters(model: VisionLanguageModel) -> int:
     return 0 if model.cfg.smolvlm is None else sum(joined)
 
 
-def measure_shape(name: str, image: bytes, dtype: str, quantize: str | None, max_new_tokens: int) -> RealSize:
+def measure_size(name: str, image: bytes, dtype: str, quantize: str | None, max_new_tokens: int) -> RealSize:
     """Write the model of that name and measure it in a fresh process."""
-    cfg, published = SHAPES[name]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "model"
-        progress(f"{name}: writing random weights")
-        write_random_model(folder, cfg)
+    with random_model_folder(name) as folder:
         progress(f"{name}: loading, captioning")
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
             measured = process.submit(measure, folder, image, dtype, quantize, max_new_tokens).result()
         measured |= {"file_mb": round((folder / WEIGHTS).stat().st_size / MB, 1), "quantize": quantize}
-        return RealSize(name, published=published, **measured)
+        return RealSize(name, published=SHAPES[name][1], **measured)
 
 
 def count_parameters() -> tuple[dict[str, int], list[str]]:
@@ -184,17 +180,15 @@ def count_table(counts: dict[str, int]) -> str:
     return "parameters: " + ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
-def table(results: list[RealSize]) -> str:
-    row = "{:5}  {:>11}  {:>8}  {:>6}  {:>8}  {:>12}  {:>13}  {:>8}  {:>11}  {:>15}".format
-    heads = ("parameters", "file", "load", "imports", "peak loading", "private", "kept", "first token")
-    lines = [row("model", *heads, "peak captioning")]
+def memory_table(results: list[RealSize]) -> str:
+    heads = ("file", "imports", "peak loading", "private", "kept", "peak captioning")
+    rows = [["model", "parameters", *heads, "load", "first token"]]
     for r in results:
-        memory = [f"{mb:,.0f} MB" for mb in (r.file_mb, r.imports_mb, r.peak_mb, r.private_mb, r.kept_mb)]
-        times = [f"{seconds:.1f} s" for seconds in (r.load_s, r.first_token_s)]
-        peak = f"{r.caption_peak_mb:,.0f} MB"
-        lines.append(row(r.name, f"{r.parameters:,}", memory[0], times[0], *memory[1:], times[1], peak))
+        sizes = (r.file_mb, r.imports_mb, r.peak_mb, r.private_mb, r.kept_mb, r.caption_peak_mb)
+        memory = [f"{mb:,.0f} MB" for mb in sizes]
+        rows.append([r.name, f"{r.parameters:,}", *memory, f"{r.load_s:.1f} s", f"{r.first_token_s:.1f} s"])
     prompts = [f"{r.name}: prompt of {r.images} images, {r.prompt_tokens:,} tokens" for r in results]
-    return "\n".join([*lines, "; ".join(prompts)])
+    return "\n".join([table(rows), "; ".join(prompts)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -214,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts, failures = count_parameters()
     for name in args.names or DEFAULT:
         try:
-            results.append(measure_shape(name, image, args.dtype, args.quantize, args.max_new_tokens))
+            results.append(measure_size(name, image, args.dtype, args.quantize, args.max_new_tokens))
         except (NanoVLMError, OSError, MemoryError, BrokenProcessPool) as error:  # such as a full disk
             failures.append(f"{name} could not be measured: {error}")
         else:
@@ -222,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = environment(dtype=choose_dtype(args.dtype, torch.device("cpu")))
     where += f", {args.quantize}" if args.quantize else ""
     document = {"parameters": counts, "models": [asdict(result) for result in results]}
-    return report(document, f"{count_table(counts)}\n{table(results)}", where, args.json, failures, args.save)
+    return report(document, f"{count_table(counts)}\n{memory_table(results)}", where, args.json, failures, args.save)
 
 
 if __name__ == "__main__":

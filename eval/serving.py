@@ -29,6 +29,7 @@ import openai
 
 from eval.lib.command import add_device_flags, make_parser, positive, progress, report
 from eval.lib.hardware import environment
+from eval.lib.tables import table
 from nanovlm import PROMPT
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.errors import NanoVLMError, UsageError
@@ -157,25 +158,20 @@ def failures(result: dict) -> list[str]:
     return [f"{lost} requests are lost"] if lost else []
 
 
-def table(result: dict) -> str:
-    lines = [f"{'':12} {'answered':>9} {'first text':>11} {'p95':>9} {'requests':>11}"]
-    for name, figures in (("one client", result["one"]), (f"{result['clients']} clients", result["many"])):
-        first = figures["first_text_s"]
-        lines.append(
-            f"{name:12} {figures['answered']:9} {first['median'] * 1000:8.0f} ms {first['p95'] * 1000:6.0f} ms "
-            f"{figures['requests_per_s']:9.1f}/s"
-        )
+def results_table(result: dict) -> str:
+    """Both loads, and the caches: a first and a second turn, and hits."""
+    loads = [["", "answered", "first text", "p95", "requests"]]
+    for name, load in (("one client", result["one"]), (f"{result['clients']} clients", result["many"])):
+        first = [f"{load['first_text_s'][key] * 1000:.0f} ms" for key in ("median", "p95")]
+        loads.append([name, str(load["answered"]), *first, f"{load['requests_per_s']:.1f}/s"])
     lost = result["requests"] - result["many"]["answered"]
-    lines.append(f"{lost} of {result['requests']} lost; {result['same']} answers equal the single client's")
-    lines.append(f"\n{'caches':22} {'first turn':>10} {'second turn':>12}   hits")
+    checked = f"{lost} of {result['requests']} lost; {result['same']} answers equal the single client's"
+    caches = [["caches", "first turn", "second turn", *(f"{what} hit" for *_, what in COUNTERS)]]
     for name, turns in result["turns"].items():
-        images, tokens = (
-            f"{turns['metrics'][f'{hits}_total']:.0f} of {turns['metrics'][f'{queries}_total']:.0f} {what}"
-            for hits, queries, what in COUNTERS
-        )
-        times = f"{turns['first_turn_s'] * 1000:7.1f} ms {turns['second_turn_s'] * 1000:9.1f} ms"
-        lines.append(f"{name:22} {times}   {images}, {tokens}")
-    return "\n".join(lines)
+        times = [f"{turns[key] * 1000:.1f} ms" for key in ("first_turn_s", "second_turn_s")]
+        counts = {counter: f"{turns['metrics'][f'{counter}_total']:.0f}" for pair in COUNTERS for counter in pair[:2]}
+        caches.append([name, *times, *(f"{counts[hits]} of {counts[queries]}" for hits, queries, _ in COUNTERS)])
+    return f"{table(loads)}\n{checked}\n\n{table(caches)}"
 
 
 @contextmanager
@@ -218,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NanoVLMError as error:
         parser.error(str(error))
     where = environment(device, choose_dtype(args.dtype, device))
-    return report(result, table(result), where, args.json, failures(result))
+    return report(result, results_table(result), where, args.json, failures(result))
 
 
 if __name__ == "__main__":

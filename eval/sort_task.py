@@ -132,7 +132,7 @@ def compare(model: GPT, twin: GPT_kv, inputs: Tensor, sampled: bool) -> tuple[in
 
 
 @torch.no_grad()
-def time_long_generation(rounds: int, n_tokens: int = N_TOKENS) -> LongGeneration:
+def time_long_generation(rounds: int, n_tokens: int) -> LongGeneration:
     """Time gpt-mini with random weights, with and without a cache, and compare the greedy tokens."""
     model = GPT_kv(GPTConfig("gpt-mini", vocab_size=9, block_size=500)).eval()
     idx = torch.tensor([PROMPT])
@@ -156,6 +156,7 @@ def sort_task(
     seed: int = 0,
     log: Callable[[str], None] = progress,
     rounds: int = 10,
+    n_tokens: int = N_TOKENS,
 ) -> SortTask:
     """Train gpt-nano to sort, compare `generate` and `generate_kv` on every input, and time a long generation."""
     started = time.perf_counter()
@@ -170,8 +171,8 @@ def sort_task(
         log(f"comparing generate and generate_kv on {len(inputs)} inputs, greedily, then sampled")
         n_identical, generate_ms, generate_kv_ms = compare(model, trained, inputs, sampled=False)
         n_identical_sampled, *_ = compare(model, trained, inputs, sampled=True)
-        log(f"timing {N_TOKENS} tokens of gpt-mini with and without a cache, {rounds} rounds")
-        long = time_long_generation(rounds)
+        log(f"timing {n_tokens} tokens of gpt-mini with and without a cache, {rounds} rounds")
+        long = time_long_generation(rounds, n_tokens)
         share = accuracy(model, test)
     return SortTask(
         share, steps, len(test), len(inputs), n_identical, n_identical_sampled,

@@ -1,7 +1,7 @@
 """How much a KV cache speeds up generation, by every cache design in this repository, with a check of the output.
 
-    python -m eval.speedup                # the embedded model, about two minutes on 2 CPU cores
-    python -m eval.speedup --shape 222M   # a published shape with random weights
+    python -m eval.speedup                     # the embedded model, some three minutes on 2 CPU cores
+    python -m eval.speedup --model-size 222M   # a published size with random weights
 
 Two models generate text about one image: the product's, whose language model reads image and text in one sequence, and
 an encoder-decoder of the same size with random weights, which reads the image by cross-attention. All designs run in
@@ -10,31 +10,42 @@ generation is timed from the pixels to its last token, in one run for all length
 
 "grows as" is the growth of the time after the first token between the last two lengths: n^2 where every step reads all
 tokens again, n^1 where each token is read once. Beside it is the growth of the floating-point operations in theory
-(eval/lib/flops.py). A table of all designs follows (eval/lib/cache_table.py): memory, prefill against length, decode
-against batch, and what each can do. Last, minGPT's two models learn to sort and must agree on every input
+(eval/lib/flops.py). A second table compares memory, prefill by length, decode by batch size, and what each design can
+do. "bytes/token" are the keys and values held after the longest generation, divided by the tokens then read; those of
+the image, for cross-attention, are apart. Last, minGPT's two models learn to sort and must agree on every input
 (eval/sort_task.py). The command fails if a design yields other tokens than no cache in float32.
+
+--save appends what is printed, with the command line, to eval/results.
 """
 
 import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from eval.lib.attribution import attribute, attribution_table
-from eval.lib.cache_memory import compare_heads, memory_table
-from eval.lib.cache_table import cache_table, render
-from eval.lib.cache_timing import StudyResult, time_designs
-from eval.lib.cache_variants import UNCACHED, StudyCase, encoder_decoder, language_model
-from eval.lib.command import add_threads_flag, make_parser, positive, progress, report
+from eval.lib.cache_study import (
+    Case,
+    Sizes,
+    Study,
+    designs_table,
+    encoder_decoder_case,
+    generations_table,
+    language_model_case,
+    measure_case,
+)
+from eval.lib.command import add_threads_flag, make_parser, positive, report
 from eval.lib.hardware import environment
+from eval.lib.key_value_heads import compare_heads, heads_table
+from eval.lib.plot import draw, draw_in_terminal
+from eval.lib.results import add_save_flag
 from eval.lib.shapes import SHAPES
-from eval.sort_task import SortTask, sort_task, summary
+from eval.sort_task import sort_task, summary
 from models.kv_study.encoder_decoder import EncoderDecoder
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT, SAMPLE
@@ -45,33 +56,10 @@ from nanovlm.errors import NanoVLMError
 from nanovlm.processing.image_loading import load_image
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
-TEXT_TOKENS = 16  # of a published shape's prompt, after the image
+TEXT_TOKENS = 16  # of a published size's prompt, after the image
 PUBLISHED = "published for nanoVLM's per-block cache (Hugging Face's blog, June 2025: \"38% speedup\")"
 PUBLISHED_SPEEDUP = 1.38
 TERMINAL = Path("-")  # --plot without a file
-
-
-def table(result: StudyResult) -> str:
-    """One model's designs; below each, its speedup over no cache."""
-    lines = [
-        f"{result.model}: {result.parameters / 1e6:.1f}M parameters, a prompt of {result.prompt_tokens} tokens; "
-        f"vision {result.vision_ms:.2f} ms, prefill {result.prefill_ms:.2f} ms",
-        f"{'new tokens, ms':22}" + "".join(f"{n:>16}" for n in result.lengths)
-        + f"{'ms/token':>10}{'grows as':>10}{'FLOPs as':>10}  same ids",
-    ]  # fmt: skip
-    uncached = next(curve for curve in result.curves if curve.design == UNCACHED)
-    for curve in result.curves:
-        cells = (f"{ms:,.1f} ±{half:,.1f}" for ms, half in zip(curve.total_ms, curve.spread_ms))
-        growth = (f"n^{exponent:.2f}" for exponent in (curve.exponent, curve.flops_exponent))
-        lines.append(
-            f"{curve.design:22}" + "".join(f"{cell:>16}" for cell in cells)
-            + f"{curve.token_ms:>10.2f}" + "".join(f"{text:>10}" for text in growth)
-            + f"  {curve.same_ids} of {max(result.lengths)}"
-        )  # fmt: skip
-        if curve is not uncached:
-            speedups = (slow / fast for slow, fast in zip(uncached.total_ms, curve.total_ms))
-            lines.append(f"{'  times faster':22}" + "".join(f"{speedup:>15.2f}x" for speedup in speedups))
-    return "\n".join(lines)
 
 
 def embedded_model(device: torch.device, dtype: str) -> tuple[VisionLanguageModel, Tensor, Tensor]:
@@ -81,44 +69,42 @@ def embedded_model(device: torch.device, dtype: str) -> tuple[VisionLanguageMode
     return captioner.model, inputs["input_ids"], inputs["images"]
 
 
-def random_model(shape: str, device: torch.device, dtype: str) -> tuple[VisionLanguageModel, Tensor, Tensor]:
-    """A published shape with random weights, a random image and 16 random text tokens."""
-    cfg, _ = SHAPES[shape]
+def random_model(size: str, device: torch.device, dtype: str) -> tuple[VisionLanguageModel, Tensor, Tensor]:
+    """A published size with random weights, a random image and 16 random text tokens."""
+    cfg, _ = SHAPES[size]
     text = torch.randint(cfg.lm_vocab_size, (1, TEXT_TOKENS))
     ids = torch.cat([text.new_full((1, cfg.mp_image_token_length), -1), text], dim=1)
     model = VisionLanguageModel(cfg, image_token_id=-1)
     return model.to(device, DTYPES[dtype]).eval(), ids, torch.rand(1, 3, cfg.vit_img_size, cfg.vit_img_size)
 
 
-def make_cases(
-    model: VisionLanguageModel, ids: Tensor, images: Tensor, max_new_tokens: int, *, export: bool
-) -> tuple[StudyCase, StudyCase]:
-    """The product's model, and an encoder-decoder of its size with random weights, each with all designs."""
+def make_cases(model: VisionLanguageModel, ids: Tensor, images: Tensor, sizes: Sizes, *, export: bool) -> list[Case]:
+    """The product's model, and an encoder-decoder of its size with random weights."""
     twin = EncoderDecoder(model.cfg).to(model.device, model.dtype).eval()
-    text = ids[:, ids[0] != model.image_token_id]
-    progress("preparing, exporting five graphs" if export else "preparing")
-    return (
-        language_model(model, ids, images, max_new_tokens, export),
-        encoder_decoder(twin, text, images[:1], max_new_tokens, export),
-    )
+    text = ids[ids != model.image_token_id][None]  # its image is read by cross-attention
+    return [
+        language_model_case(model, ids, images, sizes, export=export),
+        encoder_decoder_case(twin, text, images[:1], sizes, export=export),
+    ]
 
 
 def make_speedup_parser() -> Parser:
     parser = make_parser("speedup", __doc__)
     add, switch = parser.add_argument, argparse.BooleanOptionalAction
     lengths = " ".join(map(str, LENGTHS))
-    add("--shape", choices=tuple(SHAPES), help="a published shape, random weights (default: the embedded model)")
+    add("--model-size", choices=tuple(SHAPES), help="a published size, random weights (default: the embedded model)")
     add("--lengths", nargs="+", type=int, default=LENGTHS, metavar="N", help=f"new tokens (default: {lengths})")
     add("--rounds", type=positive, default=5, metavar="N", help="interleaved rounds (default: 5)")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="(default: auto)")
     add("--dtype", default="float32", choices=tuple(DTYPES), help="lower ones may choose other ids (default: float32)")
     add("--export", action=switch, default=True, help="measure the exported graphs too (default: yes)")
     add("--sort-task", action=switch, default=True, help="run the sorting task too (default: yes)")
-    add("--table", action=switch, default=True, help="measure all designs in one table too (default: yes)")
+    add("--table", action=switch, default=True, help="time prompt lengths and batch sizes too (default: yes)")
     add("--attribute", action=switch, default=True, help="split minGPT's speedup into its causes (default: yes)")
     plots = "draw a figure, which needs the extra eval, or without a file in the terminal, which needs the extra plot"
     add("--plot", nargs="?", type=Path, const=TERMINAL, metavar="FILE.png", help=plots)
     add_threads_flag(parser)
+    add_save_flag(parser)
     return parser
 
 
@@ -133,68 +119,48 @@ def check_flags(parser: Parser, args: argparse.Namespace) -> None:
         parser.error(f"--plot {args.plot}: there is no folder {args.plot.parent}")
 
 
-def failures(results: Sequence[StudyResult], sorting: SortTask | None, dtype: torch.dtype) -> list[str]:
-    """Designs whose tokens differ from those without a cache; below float32, rounding may change them."""
-    messages = []
-    for result in results if dtype == torch.float32 else ():
-        for curve in result.curves:
-            if curve.same_ids < max(result.lengths):
-                messages.append(f"{result.model}: {curve.design} differs from {UNCACHED} after {curve.same_ids} tokens")
-    return messages + (sorting.failures if sorting else [])
+def measure(args: argparse.Namespace, sizes: Sizes) -> list[Study]:
+    """All designs of both models. Raises NanoVLMError for sizes that the model has no positions for."""
+    torch.manual_seed(0)
+    device = choose_device(args.device)
+    make = embedded_model if args.model_size is None else (lambda *place: random_model(args.model_size, *place))
+    model, ids, images = make(device, args.dtype)
+    model.validate_length(ids.size(1), max(sizes.lengths))
+    cases = make_cases(model, ids.to(device), images.to(device, model.dtype), sizes, export=args.export)
+    return [measure_case(case, sizes) for case in cases]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_speedup_parser()
     args = parser.parse_args(argv)
     check_flags(parser, args)
-    torch.manual_seed(0)
+    sizes = Sizes(tuple(args.lengths), rounds=args.rounds)
     try:
         device = choose_device(args.device)
-        if args.shape:
-            model, ids, images = random_model(args.shape, device, args.dtype)
-        else:
-            model, ids, images = embedded_model(device, args.dtype)
-        model.validate_length(ids.size(1), max(args.lengths))
+        studies = measure(args, sizes if args.table else replace(sizes, prompts=(), batches=()))
     except NanoVLMError as error:
         parser.error(str(error))
-    ids, images = ids.to(device), images.to(device, model.dtype)
-    cases = make_cases(model, ids, images, max(args.lengths), export=args.export)
-    results = [time_designs(case, args.lengths, args.rounds, device) for case in cases]
-    twin = cast(EncoderDecoder, cases[1].model)
-    designs = cache_table(model, twin, images) if args.table else None
     attribution = attribute(device) if args.attribute else []
-    heads = compare_heads(device)
-    sorting = sort_task() if args.sort_task else None
-
-    where = environment(device, model.dtype)
+    heads, sorting = compare_heads(device), sort_task() if args.sort_task else None
+    where = environment(device, DTYPES[args.dtype])
     if args.plot and args.plot != TERMINAL:
-        from eval.lib.plot import draw
-
-        draw(results, where, args.plot)
-    data: dict[str, object] = {
-        "studies": [asdict(result) for result in results],
-        "cache_table": asdict(designs) if designs else None,
+        draw(studies, where, args.plot)
+    parts = [*map(generations_table, studies), f"{PUBLISHED}: {PUBLISHED_SPEEDUP:.2f}x"]
+    parts += map(draw_in_terminal, studies if args.plot == TERMINAL else ())
+    parts += [f"{study.model}\n{designs_table(study)}" for study in studies]
+    parts += [heads_table(heads), *([attribution_table(attribution)] if attribution else [])]
+    parts += [summary(sorting)] if sorting else []
+    data = {
+        "studies": [asdict(study) for study in studies],
         "attribution": [asdict(row) for row in attribution],
         "key_value_heads": [asdict(row) for row in heads],
         "sort_task": asdict(sorting) if sorting else None,
+        "published_speedup": PUBLISHED_SPEEDUP,
     }
-    data["published_speedup"] = PUBLISHED_SPEEDUP
-    parts = [*map(table, results), f"{PUBLISHED}: {PUBLISHED_SPEEDUP:.2f}x"]
-    parts += [memory_table(f"cache of the {result.model}", result.memory) for result in results]
-    parts.append(memory_table("key and value heads at equal width", heads))
-    parts += [attribution_table(attribution)] if attribution else []
-    if args.plot == TERMINAL:
-        from eval.lib.terminal_plot import draw_in_terminal
-
-        parts += map(draw_in_terminal, results)
-    parts += [f"{render(designs)}\n"] if designs else []
-    text = "\n\n".join(parts)
-    text += f"\n{summary(sorting)}" if sorting else ""
-    messages = failures(results, sorting, model.dtype)
-    if designs and model.dtype == torch.float32:
-        messages += designs.failures
+    failures = [line for study in studies if args.dtype == "float32" for line in study.failures]
+    failures += sorting.failures if sorting else []
     where += f"; medians of {args.rounds} rounds"
-    return report(data, text, where, args.json, messages)
+    return report(data, "\n\n".join(parts), where, args.json, failures, args.save)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """From logits to tokens: sampling, and the one generation loop."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -121,6 +121,12 @@ def generate_tokens(
         logits = step(ids)
 
 
+def collect_tokens(stream: Iterable[Tensor], n_rows: int, like: Tensor) -> Tensor:
+    """All that a stream of (n_rows,) ids yields, (n_rows, T_new); like gives dtype and device if it yields nothing."""
+    columns = list(stream)
+    return torch.stack(columns, dim=1) if columns else like.new_empty(n_rows, 0)
+
+
 class Decodable(Protocol):
     """What `GenerationMixin` needs of a model; see `models.vision_language_model.VisionLanguageModel`."""
 
@@ -174,9 +180,8 @@ class GenerationMixin:
 
     def generate(self: Decodable, input_ids: Tensor, *args: Any, **options: Any) -> Tensor:
         """All that `stream` yields with the same arguments, (B * n_samples, T_new)."""
-        columns = list(self.stream(input_ids, *args, **options))
         n_rows = len(input_ids) * options.get("n_samples", 1)
-        return torch.stack(columns, dim=1) if columns else input_ids.new_empty(n_rows, 0)
+        return collect_tokens(self.stream(input_ids, *args, **options), n_rows, input_ids)
 
 
 def _begin_cached(model: Decodable, input_ids, images, attention_mask, rows: Tensor, shared: int, on_state):

@@ -116,6 +116,7 @@ def check_server(bin_folder, cwd):
         server.communicate()
 
 
+@pytest.mark.full
 def test_the_server_and_its_health_check_run_as_in_the_image(tmp_path):
     """With the packages of this environment: a nanovlm program for it stands in for the installed one."""
     (tmp_path / "nanovlm").write_text(

@@ -15,6 +15,7 @@ def cells():
     return json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
 
 
+@pytest.mark.full
 def test_the_cells_run(cells, tmp_path, monkeypatch, capsys):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("agg")

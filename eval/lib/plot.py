@@ -1,40 +1,53 @@
-"""The results of eval.speedup as one figure: measured times above, theoretical operations below."""
+"""The generations of eval.speedup as one figure (extra eval), or drawn with characters (plotext, extra plot)."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
+from eval.lib.cache_study import Study
 
-from eval.lib.cache_timing import StudyResult
+WIDTH, HEIGHT = 90, 24  # characters
 
 
-def draw(results: Sequence[StudyResult], environment: str, path: Path) -> None:
-    """Write path as PNG: a column per model, both axes logarithmic."""
-    figure = Figure(figsize=(6.4 * len(results), 8), dpi=100, layout="constrained")
-    axes = figure.subplots(2, len(results), squeeze=False)
-    for (above, below), result in zip(axes.T, results):
-        for i, curve in enumerate(result.curves):
-            linestyle = "-" if i == 0 else "--" if i % 2 else ":"
-            style = {"color": f"C{i}", "marker": ".", "linestyle": linestyle}
-            above.errorbar(
-                result.lengths,
-                [ms / 1000 for ms in curve.total_ms],
-                [ms / 1000 for ms in curve.spread_ms],
-                label=f"{curve.design}: $n^{{{curve.exponent:.2f}}}$",
-                capsize=2,
-                **style,
-            )
-            if i < 2:  # in theory, all cache designs cost the same
-                name = "with any cache" if i else curve.design
-                gflops = [value / 1e9 for value in curve.flops]
-                below.plot(result.lengths, gflops, label=f"{name}: $n^{{{curve.flops_exponent:.2f}}}$", **style)
-        above.set(title=result.model, ylabel="seconds, from pixels to the last token")
+def draw(studies: Sequence[Study], environment: str, path: Path) -> None:
+    """Write path as PNG: a column per model, measured times above theoretical operations, all axes logarithmic."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4 * len(studies), 8), dpi=100, layout="constrained")
+    axes = figure.subplots(2, len(studies), squeeze=False)
+    for (above, below), study in zip(axes.T, studies):
+        lengths = study.sizes.lengths
+        for i, row in enumerate(study.rows):
+            style = {"color": f"C{i}", "marker": ".", "linestyle": "-" if i == 0 else "--" if i % 2 else ":"}
+            seconds, spread = ([ms / 1000 for ms in values] for values in (row.total_ms, row.spread_ms))
+            label = f"{row.design}: $n^{{{row.exponent:.2f}}}$"
+            above.errorbar(lengths, seconds, spread, label=label, capsize=2, **style)
+            if i < 2:  # in theory, almost all cache designs cost the same
+                label = f"{'with a cache' if i else row.design}: $n^{{{row.flops_exponent:.2f}}}$"
+                below.plot(lengths, [value / 1e9 for value in row.flops], label=label, **style)
+        above.set(title=study.model, ylabel="seconds, from pixels to the last token")
         below.set(ylabel="theory: GFLOP of the language model", xlabel="new tokens n")
         for axis in (above, below):
             axis.set(xscale="log", yscale="log")
-            axis.set_xticks(result.lengths, map(str, result.lengths))
+            axis.set_xticks(lengths, map(str, lengths))
             axis.minorticks_off()
             axis.grid(alpha=0.3)
             axis.legend(title="grows in the end as", fontsize="small", title_fontsize="small")
     figure.suptitle(environment, fontsize="small")
     figure.savefig(path, format="png")
+
+
+def draw_in_terminal(study: Study) -> str:
+    """One model's milliseconds against new tokens, both axes logarithmic, as lines of text without colors."""
+    import plotext as plt
+
+    plt.clear_figure()
+    plt.theme("clear")
+    plt.plotsize(WIDTH, HEIGHT)
+    plt.title(f"{study.model}: ms from pixels to the last token")
+    plt.xscale("log")
+    plt.yscale("log")
+    plt.xticks(study.sizes.lengths, [str(n) for n in study.sizes.lengths])
+    for row, marker in zip(study.rows, "ox+*#%&@"):
+        plt.plot(study.sizes.lengths, row.total_ms, label=row.design, marker=marker)
+    plt.xlabel("new tokens")
+    return "\n".join(line.rstrip() for line in plt.uncolorize(plt.build()).splitlines())

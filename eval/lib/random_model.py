@@ -1,12 +1,19 @@
 """Checkpoints of a given shape with random weights and a tokenizer of the right size."""
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
 from tokenizers import decoders, pre_tokenizers
 
+from eval.lib.command import progress
+from eval.lib.shapes import SHAPES
 from models.checkpoint import save_checkpoint
 from models.config import VLMConfig
 from models.formats import smolvlm
@@ -54,3 +61,12 @@ def write_random_model(folder: Path, cfg: VLMConfig) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         save_checkpoint(folder, VisionLanguageModel(cfg, image_token_id=-1), make_tokenizer(cfg))
+
+
+@contextmanager
+def random_model_folder(size: str, **changes: Any) -> Iterator[Path]:
+    """A temporary checkpoint of a published size with random weights; changes are fields of its config."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:  # Windows keeps mapped files
+        progress(f"{size}: writing random weights")
+        write_random_model(folder := Path(temporary, "model"), replace(SHAPES[size][0], **changes))
+        yield folder

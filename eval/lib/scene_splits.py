@@ -9,14 +9,14 @@ from random import Random
 
 from PIL import Image
 
-from eval.lib import other_drawer
+from eval.lib import independent_renderer
 from nanovlm import PROMPT
 from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
 
-Drawer = Callable[[Scene, int, int], Image.Image]
+Renderer = Callable[[Scene, int, int], Image.Image]
 Counts = dict[str, int]  # "right" and "of"
 
-DRAWERS: dict[str, Drawer] = {"training": draw, "independent": other_drawer.draw}
+RENDERERS: dict[str, Renderer] = {"training": draw, "independent": independent_renderer.draw}
 IMAGE_SIZES = (96, 512)  # pixels
 N_COMPARED = 3  # relation questions of each kind about one scene
 OBJECT_ROWS = ("one object", "two objects", "three objects", "four objects")
@@ -46,16 +46,16 @@ class Example:
     row: str
 
 
-def png(scene: Scene, rng: Random, drawer: Drawer = draw) -> bytes:
+def png(scene: Scene, rng: Random, renderer: Renderer = draw) -> bytes:
     """The scene as a PNG file of random size, from 4:3 to 3:4."""
     width = rng.randint(*IMAGE_SIZES)
     height = min(IMAGE_SIZES[1], max(IMAGE_SIZES[0], round(width * rng.uniform(0.75, 1.33))))
     file = io.BytesIO()
-    drawer(scene, width, height).save(file, "png")
+    renderer(scene, width, height).save(file, "png")
     return file.getvalue()
 
 
-def make_splits(n_scenes: int, n_questions: int, seed: str, drawer: Drawer = draw) -> dict[str, list[Example]]:
+def make_splits(n_scenes: int, n_questions: int, seed: str, renderer: Renderer = draw) -> dict[str, list[Example]]:
     """Captions of n_scenes scenes, captions of as many withheld ones, and questions about the former.
 
     "questions" has n_questions of all kinds about each scene, "relations" and "neighbors" up to N_COMPARED of their
@@ -63,11 +63,13 @@ def make_splits(n_scenes: int, n_questions: int, seed: str, drawer: Drawer = dra
     """
     rng = Random(f"eval {seed}")
     scenes = [random_scene(rng) for _ in range(n_scenes)]
-    images = [png(scene, rng, drawer) for scene in scenes]
+    images = [png(scene, rng, renderer) for scene in scenes]
     withheld = [random_scene(rng, withheld=True) for _ in range(n_scenes)]
     splits = {
         "captions": [Example(image, PROMPT, caption(scene), object_row(scene)) for image, scene in zip(images, scenes)],
-        "withheld": [Example(png(scene, rng, drawer), PROMPT, caption(scene), object_row(scene)) for scene in withheld],
+        "withheld": [
+            Example(png(scene, rng, renderer), PROMPT, caption(scene), object_row(scene)) for scene in withheld
+        ],
         "questions": [],
         "relations": [],
         "neighbors": [],

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eval.lib.tables import table
 from eval.lib.training_setup import TrainingSetup, batches_of
 from nanovlm.training.loader import Batch
 from nanovlm.training.loop import Trainer
@@ -93,11 +94,10 @@ class TrainingProfile:
     parameters: int
 
     def __str__(self) -> str:
-        row = "{:26} {:>8} {:>7}".format
-        lines = [row("stage", "seconds", "share")]
-        lines += [row(name, f"{s:.3f}", f"{s / self.step_s:.1%}") for name, s in self.stages.items()]
-        lines.append(row("step", f"{self.step_s:.3f}", "100.0%"))
-        return "\n".join([*lines, f"{self.tokens_per_s:,.0f} tokens/s, {self.parameters:,} parameters"])
+        rows = [["stage", "seconds", "share"]]
+        rows += [[name, f"{s:.3f}", f"{s / self.step_s:.1%}"] for name, s in self.stages.items()]
+        rows.append(["step", f"{self.step_s:.3f}", "100.0%"])
+        return f"{table(rows)}\n{self.tokens_per_s:,.0f} tokens/s, {self.parameters:,} parameters"
 
 
 def profile_training(setup: TrainingSetup, folder: Path, steps: int) -> TrainingProfile:

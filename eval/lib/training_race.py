@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, Protocol
 
+from eval.lib.tables import table
 from eval.lib.training_setup import TrainingSetup, batches_of
 from eval.peers.training_peers import NanoVLMRun, TrlRun
 from nanovlm.data import Batches
@@ -138,17 +139,15 @@ def take_step(runs: dict[str, TrainingRun], result: RaceResult) -> None:
 
 def race_table(results: list[RaceResult]) -> str:
     """Speed, loss in each fifth of the time, and exact answers, a column for each run."""
-    row = "{:24}" + " {:>14}" * len(results)
     slowest = max(result.total_s for result in results)
-    lines = [row.format("", *(result.name for result in results))]
-    lines.append(row.format("steps", *(len(result.seconds) for result in results)))
-    lines.append(row.format("seconds", *(f"{result.total_s:.1f}" for result in results)))
-    lines.append(row.format("tokens/s", *(f"{result.tokens_per_s:,.0f}" for result in results)))
+    rows = [["", *(result.name for result in results)], ["steps", *(str(len(result.seconds)) for result in results)]]
+    rows.append(["seconds", *(f"{result.total_s:.1f}" for result in results)])
+    rows.append(["tokens/s", *(f"{result.tokens_per_s:,.0f}" for result in results)])
     for point in range(POINTS if len(results[0].losses) > 2 * POINTS else 0):
         since, until = slowest * point / POINTS, slowest * (point + 1) / POINTS
         losses = [result.loss_until(until, since) for result in results]
         texts = ["-" if loss is None else f"{loss:.3f}" for loss in losses]
-        lines.append(row.format(f"loss, {since:.0f} to {until:.0f} s", *texts))
+        rows.append([f"loss, {since:.0f} to {until:.0f} s", *texts])
     if results[0].exact is not None:
-        lines.append(row.format("exact captions", *(f"{result.exact:.1%}" for result in results)))
-    return "\n".join(lines)
+        rows.append(["exact captions", *(f"{result.exact:.1%}" for result in results)])
+    return table(rows)

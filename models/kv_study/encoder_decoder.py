@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from models.attention import attention
 from models.cache import KVCache
 from models.config import VLMConfig
-from models.decoding import GREEDY, SamplingParams, TokenSampler, generate_tokens, validate_counts
+from models.decoding import GREEDY, SamplingParams, TokenSampler, collect_tokens, generate_tokens, validate_counts
 from models.errors import InputError
 from models.vision_transformer import VisionTransformer
 
@@ -239,10 +239,8 @@ class Seq2SeqModel(nn.Module, ABC):
 
     def generate(self, input_ids: Tensor, inputs: Tensor, **kwargs) -> Tensor:
         """Return all tokens that `stream` yields, (N * n_samples, T_new)."""
-        columns = list(self.stream(input_ids, inputs, **kwargs))
-        if not columns:
-            return input_ids.new_empty(len(input_ids) * kwargs.get("n_samples", 1), 0)
-        return torch.stack(columns, dim=1)
+        n_rows = len(input_ids) * kwargs.get("n_samples", 1)
+        return collect_tokens(self.stream(input_ids, inputs, **kwargs), n_rows, input_ids)
 
 
 class EncoderDecoder(Seq2SeqModel):
@@ -253,14 +251,14 @@ class EncoderDecoder(Seq2SeqModel):
         self.cfg = cfg
         self.vision_encoder = VisionTransformer(cfg)
         nn.init.normal_(self.vision_encoder.patch_embedding.position_embedding, std=0.02)
-        self.bridge = nn.Linear(cfg.vit_hidden_dim, cfg.lm_hidden_dim, bias=False)
+        self.vision_proj = nn.Linear(cfg.vit_hidden_dim, cfg.lm_hidden_dim, bias=False)
         self.decoder = TextDecoder(
             cfg.lm_vocab_size, cfg.lm_max_position_embeddings, cfg.lm_hidden_dim, cfg.lm_n_heads, cfg.lm_n_blocks
         )
 
     def encode(self, inputs: Tensor) -> Tensor:
         """Encode images (N, 3, S, S) to what the decoder attends to, (N, patches, C)."""
-        return self.bridge(self.vision_encoder(inputs))
+        return self.vision_proj(self.vision_encoder(inputs))
 
     def forward(self, input_ids: Tensor, images: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return logits (B, T, vocabulary), and the mean loss if targets (B, T) are given; -100 is ignored."""

@@ -10,7 +10,7 @@ not equal recomputing the last `window` tokens alone: a cached key of block 2 ha
 have left the window since; with n blocks a token depends on up to n * (window - 1) tokens before itself. Recomputing is
 what minGPT's `generate` does beyond block_size, and there it has no alternative: its positions are learned and
 absolute, so when the window moves, every token's position changes and with it every key. `GPT_kv.generate_kv`
-therefore drops its cache there (models/mingpt.py); the rolling buffer needs relative positions such as RoPE.
+therefore drops its cache there (models/mingpt); the rolling buffer needs relative positions such as RoPE.
 """
 
 from collections.abc import Sequence

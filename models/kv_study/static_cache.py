@@ -158,7 +158,7 @@ def export_text_decoder(decoder: TextDecoder, capacity: int) -> Programs:
 def compile_programs(programs: Programs, folder: Path) -> None:
     """Compile each program by AOTInductor to folder/NAME.pt2, which holds the weights and needs torch only.
 
-    A package runs on processors like the one that compiled it; eval/run_compiled.py runs two. Raises CompileError
+    `torch._inductor.aoti_load_package` loads it, on processors like the one that compiled it. Raises CompileError
     without a C++ compiler.
     """
     from torch._inductor import aoti_compile_and_package

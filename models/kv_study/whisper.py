@@ -90,7 +90,7 @@ class Whisper(Seq2SeqModel):
 def load_whisper(folder_or_file: str | os.PathLike) -> Whisper:
     """Load a checkpoint of openai-whisper, such as tiny.pt, or the only one in a folder, in float32 and eval mode.
 
-    Raises CheckpointError for a file that is none.
+    Raises CheckpointError if the file is not a Whisper checkpoint.
     """
     path = Path(folder_or_file)
     files = sorted(path.glob("*.pt")) if path.is_dir() else [path]

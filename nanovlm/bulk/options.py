@@ -98,7 +98,7 @@ def _check_table(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run has to do."""
+    """The work of a run."""
 
     todo: list[str]  # images that need a caption, in order
     limit: int | None  # of the captions to write now
@@ -109,7 +109,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class BulkReport:
-    """What a run did."""
+    """The results of a run."""
 
     captioned: int
     already_done: int

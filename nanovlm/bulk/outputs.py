@@ -1,9 +1,9 @@
 """Where captions are written: a .txt beside each image, or one table. Every file is replaced atomically.
 
 An interrupted run resumes where it stopped. With existing="skip", a .txt or a line of a .jsonl that exists is done.
-Changed captions need a resume log, FILE.run or captions.run (see `ResumeLog`): it says which images are done and what
-their captions replaced. It never overwrites a caption that differs from what the run has seen, so an edit by hand is
-kept. A .csv or .parquet cannot grow line by line, so captions wait in its resume log until the run finishes.
+Otherwise a resume log, FILE.run or captions.run (see `ResumeLog`), says which images are done and what their captions
+replaced. A caption that differs from what the run has seen is never overwritten, so an edit by hand is kept. A .csv or
+.parquet cannot grow line by line, so captions wait in the resume log until the run finishes.
 """
 
 import csv
@@ -12,13 +12,14 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import NoneType
-from typing import Any, Protocol
+from typing import Any
 
 from models.checkpoint import atomic_write
 from nanovlm.bulk.options import OutputOptions
-from nanovlm.bulk.resume_log import JsonlLog, ResumeLog, json_line, relative
+from nanovlm.bulk.resume_log import ResumeLog, append_row, json_line, read_log, relative, write_atomically
 from nanovlm.data.folders import read_table
 from nanovlm.data.source import first_few
 from nanovlm.errors import DataError, UsageError
@@ -28,23 +29,29 @@ logger = logging.getLogger(__name__)
 ADDING = ("append", "prepend")
 
 
-class Output(Protocol):
-    """Where the captions of a run go."""
+class Output:
+    """Where the captions of a run go; folder is that of the run's own files."""
 
-    folder: Path  # of the run's own files
-    resume_log: Path | None
+    resume_log: Path | None = None
+
+    def __init__(self, folder: Path):
+        self.folder = folder
 
     def target(self, image: str) -> Path:
         """The file that the caption of an image goes into."""
+        raise NotImplementedError
 
     def reject_reason(self, image: str) -> str | None:
         """Why a caption of this image cannot be written, or None."""
+        return None
 
     def is_done(self, image: str) -> bool:
         """Whether an image needs no caption."""
+        return False
 
     def write(self, image: str, caption: str) -> None:
         """Store a caption, so that no interruption loses it."""
+        raise NotImplementedError
 
     def finish(self, images: Sequence[str] = (), is_whole: bool = True) -> None:
         """Complete the run, and sort the rows of a table in the order of images.
@@ -64,7 +71,7 @@ def open_output(
         return Stream(folder, options.name_key)
     if options.table is not None:
         return Table(options.table, options.existing, settings, read_only)
-    return Sidecars(folder, options.existing, settings, options.extension, read_only)
+    return Sidecars(folder, options, settings, read_only)
 
 
 def combine(existing: str, old: str, new: str) -> str:
@@ -74,62 +81,45 @@ def combine(existing: str, old: str, new: str) -> str:
     return f"{new} {old}".strip() if existing == "prepend" else new
 
 
-class Stream:
+class Stream(Output):
     """JSON lines on standard output, with the image's name and its text, each as soon as the caption is there."""
 
-    resume_log: Path | None = None
-
     def __init__(self, folder: Path, name_key: str):
-        self.folder, self.name_key = folder, name_key
+        super().__init__(folder)
+        self.name_key = name_key
 
     def target(self, image: str) -> Path:
         return Path("standard output")
 
-    def reject_reason(self, image: str) -> str | None:
-        return None
-
-    def is_done(self, image: str) -> bool:
-        return False
-
     def write(self, image: str, caption: str) -> None:
         print(json.dumps({self.name_key: image, "text": caption}), flush=True)
 
-    def finish(self, images: Sequence[str] = (), is_whole: bool = True) -> None:
-        pass
 
-
-class Sidecars:
+class Sidecars(Output):
     """A .txt, or a file with another extension, of the same name beside each image."""
 
-    def __init__(
-        self,
-        folder: Path,
-        existing: str,
-        settings: Mapping[str, str],
-        extension: str = ".txt",
-        read_only: bool = False,
-    ):
-        self.folder, self.existing, self.extension = folder, existing, extension
+    def __init__(self, folder: Path, options: OutputOptions, settings: Mapping[str, str], read_only: bool):
+        super().__init__(folder)
+        self.existing, self.extension = options.existing, options.extension
         self.owners: dict[str, str] = {}  # the image of each .txt
-        self.log = None if existing == "skip" else ResumeLog(folder / "captions.run", settings, read_only)
-        self.resume_log: Path | None = self.log.path if self.log is not None else None
-        if self.log is not None and not read_only:
-            self._check_last_entry(self.log)
-        elif self.log is not None and self.log.is_of_other_run:
-            self.log.start_over()
-
-    def target(self, image: str) -> Path:
-        return Path(image).with_suffix(self.extension)
+        self.log: ResumeLog | None = None
+        if self.existing != "skip":
+            self.log = ResumeLog(folder / "captions.run", settings, read_only)
+            self.resume_log = self.log.path
+            if self.log.is_of_other_run:
+                self.log.start_over()
+            if not read_only:
+                self._check_last_entry(self.log)
 
     def _check_last_entry(self, log: ResumeLog) -> None:
         """Find out whether the last caption was written before a run was killed: its file then changed."""
-        if log.is_of_other_run:
-            log.start_over()
         if (name := log.unconfirmed) is not None:
             entry, target = log.entries[name], self.target(os.path.join(self.folder, name))
-            before, after = entry.get("before"), entry.get("after")
-            if before != after and before == _digest(_read_bytes(target)):
+            if entry.get("before") != entry.get("after") and entry.get("before") == _digest(_read_bytes(target)):
                 log.discard(name)
+
+    def target(self, image: str) -> Path:
+        return Path(image).with_suffix(self.extension)
 
     def reject_reason(self, image: str) -> str | None:
         target = self.target(image)
@@ -143,27 +133,31 @@ class Sidecars:
         return None
 
     def is_done(self, image: str) -> bool:
-        target = self.target(image)
-        if not target.is_file():
-            return False
-        return self.log is None or relative(image, self.folder) in self.log.entries
+        is_logged = self.log is None or relative(image, self.folder) in self.log.entries
+        return is_logged and self.target(image).is_file()
 
     def write(self, image: str, caption: str) -> None:
         target = self.target(image)
-        if self.log is None:
-            if target.is_file():
-                logger.warning("%s was written by somebody else during this run; it is kept", target)
-            else:
-                _write_bytes(target, f"{caption}\n".encode())
-            return
         old = _read_bytes(target)
+        if self.log is None:
+            if old is None:
+                write_atomically(target, f"{caption}\n".encode())
+            else:
+                logger.warning("%s was written by somebody else during this run; it is kept", target)
+            return
         new = f"{combine(self.existing, self._decode(old, target), caption)}\n".encode()
-        with self.log.entry(relative(image, self.folder), before=_digest(old), after=_digest(new)):
-            _write_bytes(target, new)
+        name = relative(image, self.folder)
+        self.log.add(name, before=_digest(old), after=_digest(new))
+        try:
+            write_atomically(target, new)
+        except Exception:
+            with suppress(OSError):  # of a full disk; the next run discards the last entry
+                self.log.discard(name)
+            raise
 
     def finish(self, images: Sequence[str] = (), is_whole: bool = True) -> None:
         if self.log is not None and is_whole:
-            self.log.keep_names() if self.existing in ADDING else self.log.remove()
+            self.log.finish(keep_names=self.existing in ADDING)
 
     def _decode(self, old: bytes | None, target: Path) -> str:
         """The old caption, where the new one is added to it."""
@@ -175,7 +169,7 @@ class Sidecars:
             raise DataError(f"{target.name} is not UTF-8 text; convert it or move it away") from None
 
 
-class Table:
+class Table(Output):
     """One .jsonl, .csv or .parquet file with columns file_name, relative to it, and text.
 
     Named metadata.*, it makes the folder a Hugging Face imagefolder. Other rows and columns that exist are kept. Of
@@ -183,23 +177,24 @@ class Table:
     """
 
     def __init__(self, path: Path, existing: str, settings: Mapping[str, str], read_only: bool = False):
-        self.path, self.folder, self.existing, self.read_only = path, path.parent, existing, read_only
+        super().__init__(path.parent)
+        self.path, self.existing, self.read_only = path, existing, read_only
         if not read_only or path.parent.exists():  # the folder is made before a run
             _check_writable(path)
         self.log = ResumeLog(path.with_name(f"{path.name}.run"), settings, read_only)
-        self.resume_log: Path | None = self.log.path
+        self.resume_log = self.log.path
         self._read()
-        has_texts = all(row.get("text") for row in self.rows.values())
-        self.appends_lines = self.jsonl is not None and existing == "skip" and has_texts
+        is_skip, has_texts = existing == "skip", all(row.get("text") for row in self.rows.values())
+        self.appends_lines = path.suffix == ".jsonl" and is_skip and has_texts
         self.done: set[str] = set()
         if not (self.log.is_of_other_run or self.appends_lines):
             self.done |= {name for name, entry in self.log.entries.items() if entry or name in self.rows}
         elif not read_only:
             self._merge()
-            self.log.remove()
-        elif existing == "skip":  # merging would make rows of these
+            self.log.finish(keep_names=False)
+        elif is_skip:  # merging would make rows of these
             self.done |= {name for name, entry in self.log.entries.items() if entry}
-        if existing == "skip":
+        if is_skip:
             self.done |= {name for name, row in self.rows.items() if row.get("text")}
 
     def target(self, image: str) -> Path:
@@ -219,8 +214,7 @@ class Table:
     def write(self, image: str, caption: str) -> None:
         name = relative(image, self.folder)
         if self.appends_lines:
-            assert self.jsonl is not None
-            self.jsonl.add({"file_name": name, "text": caption})
+            append_row(self.path, {"file_name": name, "text": caption})
         else:
             old = _text(self.rows.get(name, {}))
             self.log.add(name, before=old, text=combine(self.existing, old, caption))
@@ -228,31 +222,26 @@ class Table:
     def finish(self, images: Sequence[str] = (), is_whole: bool = True) -> None:
         if self.appends_lines:
             self._read()
-            rows = self._sorted(images)
-            if rows != self.all_rows:
-                self._replace(rows)
-        else:
-            self._merge(images)
-            if is_whole:
-                self.log.keep_names() if self.existing in ADDING else self.log.remove()
+            self._replace_sorted(images)
+            return
+        self._merge(images)
+        if is_whole:
+            self.log.finish(keep_names=self.existing in ADDING)
 
     def _read(self) -> None:
-        self.jsonl = JsonlLog(self.path, self.read_only) if self.path.suffix == ".jsonl" else None
-        if self.jsonl is not None:
-            self.all_rows = self.jsonl.rows
+        """Read the rows. UsageError if they are not those of a table of captions."""
+        if self.path.suffix == ".jsonl":
+            self.all_rows = read_log(self.path, self.read_only)
         else:
             self.all_rows = read_table(self.path) if self.path.exists() else []
         for number, row in enumerate(self.all_rows, start=1):
-            self._check_row(row, number)
+            if not isinstance(row.get("file_name"), str):
+                raise UsageError(f"{self.path} has rows without a file_name; name another file")
+            if None in row:  # csv.DictReader's key for cells after the last column
+                raise UsageError(f"{self.path}, row {number}, has more cells than columns; correct it or move it away")
+            if not isinstance(row.get("text"), (str, NoneType)):
+                raise UsageError(f"{self.path}, row {number}, has a text of another type; name another file")
         self.rows = {_file_name(row): row for row in reversed(self.all_rows)}
-
-    def _check_row(self, row: Mapping[Any, Any], number: int) -> None:
-        if not isinstance(row.get("file_name"), str):
-            raise UsageError(f"{self.path} has rows without a file_name; name another file")
-        if None in row:  # csv.DictReader's key for cells after the last column
-            raise UsageError(f"{self.path}, row {number}, has more cells than columns; correct it or move it away")
-        if not isinstance(row.get("text"), (str, NoneType)):
-            raise UsageError(f"{self.path}, row {number}, has a text of another type; name another file")
 
     def _merge(self, images: Sequence[str] = ()) -> None:
         """Move captions from the resume log into the table, except where a row has changed since, and sort its rows.
@@ -268,27 +257,27 @@ class Table:
         for name, entry in pending.items():
             row = self.rows.get(name)
             if row is None:
-                row = self.rows[name] = {"file_name": name, "text": entry["text"]}
-                self.all_rows.append(row)
+                self.rows[name] = {"file_name": name, "text": entry["text"]}
+                self.all_rows.append(self.rows[name])
             elif _text(row) == entry.get("before", ""):
                 row["text"] = entry["text"]
             elif _text(row) != entry["text"]:
                 changed.append(name)
         if changed:
             logger.warning("%s: kept %d texts that changed meanwhile: %s", self.path, len(changed), first_few(changed))
-        self._replace(self._sorted(images))
+        self._replace_sorted(images, has_changed=True)
 
-    def _sorted(self, images: Sequence[str]) -> list[dict[str, Any]]:
-        """All rows, those of images in their order, in the places that these rows have together; others stay."""
+    def _replace_sorted(self, images: Sequence[str], has_changed: bool = False) -> None:
+        """Write all rows, those of images in their order, in the places that these rows have together."""
         order = {relative(image, self.folder): i for i, image in enumerate(images)}
         names = [_file_name(row) for row in self.all_rows]
         places = [i for i, name in enumerate(names) if name in order]
+        origins = sorted(places, key=lambda i: order[names[i]])
+        if not has_changed and origins == places:
+            return
         rows = list(self.all_rows)
-        for place, origin in zip(places, sorted(places, key=lambda i: order[names[i]])):
+        for place, origin in zip(places, origins):
             rows[place] = self.all_rows[origin]
-        return rows
-
-    def _replace(self, rows: list[dict[str, Any]]) -> None:
         with atomic_write(self.path) as new:
             write_table(new, rows)
 
@@ -299,11 +288,6 @@ def _read_bytes(path: Path) -> bytes | None:
 
 def _digest(content: bytes | None) -> str | None:
     return None if content is None else hashlib.sha256(content).hexdigest()
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    with atomic_write(path) as new:
-        new.write_bytes(content)
 
 
 def _file_name(row: Mapping[str, Any]) -> str:
@@ -321,7 +305,7 @@ def _check_writable(path: Path) -> None:
         raise UsageError(f"{path} is not writable; name a file elsewhere")
 
 
-def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as .jsonl, .csv or .parquet, by the suffix of path; columns in the order of first use."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if path.suffix == ".parquet":

@@ -1,7 +1,10 @@
-"""Captions of many images on a Ray cluster: Ray Data gives shards of work to one actor per GPU, or per some cores.
+"""Captions of many images on a Ray cluster: shards of work go to one Ray actor per GPU, or per some cores.
 
 Each actor captions a shard as a single machine does, with a `BulkCaptioner`, and writes it to the output folder. Ray
-gives the shard of an actor that died to another one. The driver only lists files, hands out shards and counts.
+restarts an actor that died, and gives it the shard again. The driver only lists files, hands out shards and counts.
+
+Actors of Ray itself, not map_batches of Ray Data: Ray Data 2.60 tries the input of a dying worker forever, and how to
+limit that is deprecated there. remote_inputs.py and shards.py say what its readers, writers and checkpoints lack.
 """
 
 import logging
@@ -9,12 +12,11 @@ import os
 import re
 import socket
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
@@ -24,10 +26,13 @@ from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions
 from nanovlm.bulk.remote_inputs import RemoteFile, RemoteInputs, find_remote, read_container
 from nanovlm.bulk.resume_log import FAILURES, file_lock
 from nanovlm.bulk.run import Progress, run_settings
-from nanovlm.bulk.shards import Key, Row, ShardFolder, ShardState
+from nanovlm.bulk.shards import Key, ShardFolder, ShardState
 from nanovlm.captioner import Captioner
 from nanovlm.errors import MissingExtraError, NanoVLMError, UsageError
 from nanovlm.processing.image_loading import load_image, printable
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +41,7 @@ SHARDS_PER_WORKER = 4
 MAX_CPUS_PER_WORKER = 4
 MAX_ATTEMPTS = 4  # at a shard whose worker dies each time
 READ_AHEAD = 64  # images of a tar or parquet file
+WORKER_DIED = f"the worker died {MAX_ATTEMPTS} times at this shard, perhaps of a lack of memory; try smaller shards"
 
 
 @dataclass(frozen=True)
@@ -62,19 +68,18 @@ class Shard:
 
     name: str
     files: list[RemoteFile]
-    skip: frozenset[str] = frozenset()
+    skip: frozenset[str | None] = frozenset()
 
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What became of a shard."""
+    """Counts, failures and times of a shard."""
 
-    name: str
-    captioned: int
-    failures: list[dict[str, Any]]
-    empty: int
-    seconds: float
-    model_seconds: float
+    captioned: int = 0
+    failures: Sequence[dict[str, Any]] = ()
+    empty: int = 0
+    seconds: float = 0.0
+    model_seconds: float = 0.0
 
 
 def caption_on_ray(
@@ -105,21 +110,11 @@ def caption_on_ray(
     folder.create()
     with file_lock(Path(folder.path, ".captions.lock"), folder.uri) if folder.is_local else nullcontext():
         folder.check_settings(run_settings(options, output, model_settings or {}))
-        folder.forget_attempts()
-        state = folder.read_state()
+        state, started = folder.read_state(), time.perf_counter()
         todo = [file for file in inputs.files if needs_captions(file, state)]
-        reports: list[ShardReport] = []
-        started = time.perf_counter()
-        if todo:
-            with _cluster(ray_options.address) as ray:
-                workers = plan_workers(ray, ray_options)
-                shards = make_shards(todo, state, ray_options.shard_size, workers.count)
-                make_worker = _WorkerSettings(load, options, output, folder, workers.cpus)
-                reports = _run(ray, shards, workers, make_worker)
-        failures = collect_failures(inputs, state, todo, reports)
+        reports = _run(todo, state, load, ray_options, (options, output, folder)) if todo else []
+        failures = [row for report in reports for row in report.failures] + other_failures(inputs, state, todo)
         has_failures = folder.write_failures(failures)
-        folder.forget_attempts()
-    seconds = time.perf_counter() - started if todo else 0.0
     busy = sum(report.seconds for report in reports)
     return BulkReport(
         captioned=sum(report.captioned for report in reports),
@@ -128,83 +123,70 @@ def caption_on_ray(
         failed=len(failures),
         empty=sum(report.empty for report in reports),
         left_out=dict(inputs.left_out),
-        seconds=seconds,
+        seconds=time.perf_counter() - started if todo else 0.0,
         utilization=sum(report.model_seconds for report in reports) / busy if busy else 0.0,
         failures=f"{folder.uri}/{FAILURES}" if has_failures else None,
         resume_log=None,
     )
 
 
+def other_failures(inputs: RemoteInputs, state: ShardState, todo: Sequence[RemoteFile]) -> list[dict[str, Any]]:
+    """Names that gave nothing, and failures of earlier runs that were not tried again."""
+    for name, reason in inputs.missing:
+        logger.warning("%s: %s", printable(name), reason)
+    tried = {file.uri for file in todo}
+    earlier = [failure_row(key, reason) for key, reason in state.failed.items() if key[0] not in tried]
+    return [failure_row((name, None), reason) for name, reason in inputs.missing] + earlier
+
+
 def needs_captions(file: RemoteFile, state: ShardState) -> bool:
     """Whether a file is not done: it has no captions, or it is a tar or parquet file in which something failed."""
     if not file.is_container:
-        return None not in state.done.get(file.uri, ())
+        return file.uri not in state.done
     return file.uri not in state.done or any(file_name == file.uri for file_name, _ in state.failed)
 
 
 def make_shards(files: Sequence[RemoteFile], state: ShardState, size: int | None, n_workers: int) -> list[Shard]:
     """A shard for each tar and parquet file, and shards of at most `size` images for the other files, in order."""
     images = [file for file in files if not file.is_container]
-    if size is None:
-        size = max(1, min(SHARD_SIZE, -(-len(images) // (SHARDS_PER_WORKER * n_workers))))
-    groups: list[tuple[list[RemoteFile], frozenset[str]]] = [
-        ([file], frozenset(member for member in state.done.get(file.uri, ()) if member is not None))
-        for file in files
-        if file.is_container
+    size = size or max(1, min(SHARD_SIZE, -(-len(images) // (SHARDS_PER_WORKER * n_workers))))
+    groups = [[file] for file in files if file.is_container]
+    groups += [images[i : i + size] for i in range(0, len(images), size)]
+    return [
+        Shard(f"shard-{i:06}", group, frozenset(state.done.get(group[0].uri, ())))
+        for i, group in enumerate(groups, start=state.n_shards)
     ]
-    groups += [(images[i : i + size], frozenset()) for i in range(0, len(images), size)]
-    return [Shard(f"shard-{i:06}", group, skip) for i, (group, skip) in enumerate(groups, start=state.n_shards)]
 
 
-def collect_failures(
-    inputs: RemoteInputs, state: ShardState, todo: Sequence[RemoteFile], reports: Sequence[ShardReport]
-) -> list[Row]:
-    """All failures: of names, of this run's shards, and earlier ones that were not tried again."""
-    for name, reason in inputs.missing:
-        logger.warning("%s: %s", printable(name), reason)
-    tried = {file.uri for file in todo}
-    rows = [failure_row(name, None, reason) for name, reason in inputs.missing]
-    rows += [failure_row(*key, reason) for key, reason in state.failed.items() if key[0] not in tried]
-    return rows + [row for report in reports for row in report.failures]
-
-
-def failure_row(file_name: str, member: str | None, reason: str) -> dict[str, Any]:
-    return {"file_name": file_name, **({} if member is None else {"member": member}), "reason": reason}
+def failure_row(key: Key, reason: str) -> dict[str, Any]:
+    return {"file_name": key[0], **({} if key[1] is None else {"member": key[1]}), "reason": reason}
 
 
 def caption_shard(
     captioner: Captioner, shard: Shard, options: BulkOptions, output: OutputOptions, folder: ShardFolder, cores: int
 ) -> ShardReport:
-    """Caption what a shard names, in the order in which it names it, and write it to the folder.
-
-    A shard that was begun MAX_ATTEMPTS times and never finished fails instead.
-    """
-    if folder.count_attempt(shard.name) > MAX_ATTEMPTS:
-        reason = f"the worker died {MAX_ATTEMPTS} times at this shard, perhaps of a lack of memory; try smaller shards"
-        report = ShardReport(shard.name, 0, [failure_row(file.uri, None, reason) for file in shard.files], 0, 0.0, 0.0)
-        folder.write_shard(shard.name, [], report.failures)
-        return report
+    """Caption the images of a shard and write them to the folder, in their order."""
     images = _ShardImages(shard)
     bulk = BulkCaptioner(captioner, options, cores=cores, read=images.open)
-    captions: dict[str, str] = {}
-    errors: dict[str, Exception] = {}
+    results: dict[str, str | Exception] = {}
     with (
         closing(merge_iterators([images.names()], READ_AHEAD)) as names,
-        closing(bulk.captions(names)) as results,
+        closing(bulk.captions(names)) as captions,
     ):
-        for name, result in results:
-            images.release(name)
-            if isinstance(result, Exception):
-                errors[name] = result
-            else:
-                captions[name] = output.decorate(result)
-    keys = images.keys
-    rows = [{"file_name": keys[n][0], "member": keys[n][1], "text": captions[n]} for n in keys if n in captions]
-    failures = [failure_row(*keys[n], failure_reason(errors[n], n)) for n in keys if n in errors]
-    folder.write_shard(shard.name, rows, failures)
-    empty = sum(isinstance(error, EmptyCaptionError) for error in errors.values())
-    model_seconds = sum(bulk.model_seconds) / bulk.n_workers
-    return ShardReport(shard.name, len(rows), failures, empty, bulk.seconds, model_seconds)
+        for name, result in captions:
+            results[name] = result
+            del images.contents[name]
+    rows, columns, failures = [], [], []
+    for name, key in images.keys.items():
+        result = results[name]
+        if isinstance(result, Exception):
+            failures.append(failure_row(key, failure_reason(result, name)))
+        else:
+            rows.append({"file_name": key[0], "member": key[1], "text": output.decorate(result)})
+            columns += [images.columns[name]] if name in images.columns else []
+    folder.write_shard(shard.name, rows, failures, columns)
+    empty = sum(isinstance(result, EmptyCaptionError) for result in results.values())
+    return ShardReport(len(rows), failures, empty, bulk.seconds, sum(bulk.model_seconds) / bulk.n_workers)
 
 
 class _ShardImages:
@@ -213,13 +195,28 @@ class _ShardImages:
     def __init__(self, shard: Shard):
         self.shard = shard
         self.keys: dict[str, Key] = {}  # of each name, in order
-        self.contents: dict[str, RemoteFile | bytes | Exception] = {}
+        self.contents: dict[str, RemoteFile | bytes | Exception] = {}  # until an image has its result
+        self.columns: dict[str, RecordBatch] = {}  # the rest of each row of a parquet file
 
     def names(self) -> Iterator[str]:
-        for key, content in self._contents():
-            name = key[0] if key[1] is None else f"{key[0]}/{key[1]}"
-            self.keys[name], self.contents[name] = key, content
-            yield name
+        for file in self.shard.files:
+            if not file.is_container:
+                yield self._add((file.uri, None), file)
+                continue
+            is_empty = not self.shard.skip
+            for member in read_container(file, self.shard.skip):
+                is_empty = False
+                name = self._add((file.uri, member.name), member.content)
+                if member.columns is not None and member.columns.num_columns:
+                    self.columns[name] = member.columns
+                yield name
+            if is_empty:
+                yield self._add((file.uri, None), NanoVLMError("no images in it"))
+
+    def _add(self, key: Key, content: RemoteFile | bytes | Exception) -> str:
+        name = "/".join(filter(None, key))
+        self.keys[name], self.contents[name] = key, content
+        return name
 
     def open(self, name: str) -> Image.Image:
         content = self.contents[name]
@@ -227,35 +224,18 @@ class _ShardImages:
             raise content
         return load_image(content.read() if isinstance(content, RemoteFile) else content, name)
 
-    def release(self, name: str) -> None:
-        """Free what has been read of an image that has its result."""
-        del self.contents[name]
-
-    def _contents(self) -> Iterator[tuple[Key, RemoteFile | bytes | Exception]]:
-        for file in self.shard.files:
-            if not file.is_container:
-                yield (file.uri, None), file
-                continue
-            is_empty = not self.shard.skip
-            for member, content in read_container(file, self.shard.skip):
-                is_empty = False
-                yield (file.uri, member), content
-            if is_empty:
-                yield (file.uri, None), NanoVLMError("no images in it")
-
 
 @dataclass(frozen=True)
 class Workers:
-    """How many actors run, and the resources of each."""
+    """Number of actors, and the resources of each."""
 
     count: int
     cpus: int
     gpus: int
 
 
-def plan_workers(ray: Any, options: RayOptions) -> Workers:
-    """One worker for each GPU of the cluster, or without GPUs for every cpus_per_worker cores of a machine."""
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+def plan_workers(machines: Sequence[Mapping[str, float]], options: RayOptions) -> Workers:
+    """One worker for each GPU of the machines, or without GPUs for every cpus_per_worker cores of a machine."""
     n_gpus = int(sum(resources.get("GPU", 0) for resources in machines))
     if options.device == "cuda" and not n_gpus:
         raise UsageError("device cuda, but the Ray cluster has no GPU")
@@ -269,115 +249,98 @@ def plan_workers(ray: Any, options: RayOptions) -> Workers:
     return Workers(count, cpus, 0)
 
 
-@dataclass(frozen=True)
-class _WorkerSettings:
-    """What every worker needs to know."""
+class _Worker:
+    """An actor, which captions shards with one model."""
 
-    load: Callable[[], Captioner]
-    options: BulkOptions
-    output: OutputOptions
-    folder: ShardFolder
-    cores: int
-
-
-class _ShardWorker:
-    """An actor of Ray Data, which captions shards with one model."""
-
-    def __init__(self, settings: _WorkerSettings):
-        self.settings = settings
+    def __init__(self, load: Callable[[], Captioner], settings: tuple[BulkOptions, OutputOptions, ShardFolder, int]):
+        self.load, self.settings = load, settings
         self.captioner: Captioner | None = None
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        """One row in, with a shard; one row out, with its report or the error that ends the run."""
-        (shard,) = batch["shard"]
-        settings = self.settings
-        try:
-            self.captioner = self.captioner or settings.load()
-            report = caption_shard(
-                self.captioner, shard, settings.options, settings.output, settings.folder, settings.cores
-            )
-        except Exception as error:  # raised by the driver, without what Ray would wrap around it
-            if not isinstance(error, NanoVLMError):
-                error.add_note(f"in a worker:\n{traceback.format_exc()}")
-            return {"result": [error]}
-        return {"result": [report]}
+    def caption(self, shard: Shard) -> ShardReport:
+        self.captioner = self.captioner or self.load()
+        options, output, folder, cores = self.settings
+        return caption_shard(self.captioner, shard, options, output, folder, cores)
 
 
-def check_address(address: str | None) -> None:
-    """Raise UsageError if nothing listens at HOST:PORT or ray://HOST:PORT, for which Ray itself waits two minutes."""
-    if match := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address or ""):
-        try:
-            socket.create_connection((match[1].strip("[]"), int(match[2])), timeout=10).close()
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UsageError(f"Ray cluster {address}: {reason}; start one with ray start --head") from None
-
-
-def _cluster(address: str | None) -> "_Cluster":
+@contextmanager
+def _cluster(address: str | None) -> Iterator[Any]:
+    """Connect this process to a Ray cluster; a connection that exists already is used and kept."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # Ray reads it when it is imported
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        import ray.data
+        import ray
     except ImportError:
         raise MissingExtraError("captioning on a cluster needs Ray: pip install 'nanovlm[ray]'") from None
-    return _Cluster(ray, address)
+    if ray.is_initialized():
+        yield ray
+        return
+    try:
+        if match := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address or ""):
+            socket.create_connection((match[1].strip("[]"), int(match[2])), timeout=10).close()  # Ray waits 2 minutes
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
+        raise UsageError(f"Ray cluster {address or 'auto'}: {reason}; start one with ray start --head") from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
-class _Cluster:
-    """`with` it, this process is connected to a Ray cluster; a connection that exists already is used and kept."""
-
-    def __init__(self, ray: Any, address: str | None):
-        self.ray, self.address, self.is_ours = ray, address, not ray.is_initialized()
-
-    def __enter__(self) -> Any:
-        if self.is_ours:
-            check_address(self.address)
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            try:
-                self.ray.init(self.address, logging_level="error", log_to_driver=False)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                reason = str(error).strip().partition("\n")[0]
-                raise UsageError(f"Ray cluster {self.address or 'auto'}: {reason}") from None
-        return self.ray
-
-    def __exit__(self, *error: object) -> None:
-        if self.is_ours:
-            self.ray.shutdown()
-
-
-def _run(ray: Any, shards: Sequence[Shard], workers: Workers, settings: _WorkerSettings) -> list[ShardReport]:
-    """Caption the shards; returns the reports of those that were finished."""
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    dataset = ray.data.from_items([{"shard": shard} for shard in shards], override_num_blocks=len(shards))
-    results = dataset.map_batches(
-        _ShardWorker,
-        batch_size=1,
-        batch_format="numpy",
-        fn_constructor_args=(settings,),
-        compute=ray.data.ActorPoolStrategy(size=min(workers.count, len(shards)), max_tasks_in_flight_per_actor=1),
-        num_cpus=workers.cpus,
-        num_gpus=workers.gpus or None,
-    )  # Ray Data restarts an actor that died, and gives its shard to another
+def _run(
+    files: Sequence[RemoteFile],
+    state: ShardState,
+    load: Callable[[], Captioner],
+    options: RayOptions,
+    settings: tuple[BulkOptions, OutputOptions, ShardFolder],
+) -> list[ShardReport]:
+    """Caption files in shards on the cluster; a report for each shard."""
     reports: list[ShardReport] = []
-    failed = 0
-    with Progress(len(shards), unit="shard") as progress:
-        try:
-            for row in results.iter_rows():
-                if isinstance(result := row["result"], Exception):
-                    raise result
-                reports.append(result)
-                failed += len(result.failures)
-                for failure in result.failures:
-                    name = "/".join(filter(None, (failure["file_name"], failure.get("member"))))
-                    logger.warning("%s: %s", printable(name), failure["reason"])
-                progress.update(failed)
-        except KeyboardInterrupt:
-            logger.warning("stopped after %d of %d shards; run the same command to resume", len(reports), len(shards))
-            raise
-        except ray.exceptions.RayError as error:
-            raise NanoVLMError(
-                f"the Ray cluster failed after {len(reports)} of {len(shards)} shards: "
-                f"{str(error).strip().partition(chr(10))[0]}; run the same command to resume"
-            ) from error
+    with _cluster(options.address) as ray:
+        workers = plan_workers([node["Resources"] for node in ray.nodes() if node["Alive"]], options)
+        shards = make_shards(files, state, options.shard_size, workers.count)
+        actor = ray.remote(_Worker).options(
+            num_cpus=workers.cpus, num_gpus=workers.gpus, max_restarts=-1, max_task_retries=MAX_ATTEMPTS - 1
+        )
+        actors = [actor.remote(load, (*settings, workers.cpus)) for _ in range(min(workers.count, len(shards)))]
+        running: dict[Any, tuple[Any, Shard | None]] = {a.__ray_ready__.remote(): (a, None) for a in actors}
+        del actors  # an actor without a task ends
+        todo = shards[::-1]
+        with Progress(len(shards), unit="shard") as progress:
+            try:
+                while len(reports) < len(shards):  # a busy cluster may never start some of the actors
+                    (done,), _ = ray.wait(list(running))
+                    worker, shard = running.pop(done)
+                    if shard is None:
+                        ray.get(done)  # raises if a machine lacks nanovlm
+                    else:
+                        reports.append(_report(ray, done, shard))
+                        progress.update(sum(len(report.failures) for report in reports))
+                    if todo:
+                        shard = todo.pop()
+                        running[worker.caption.remote(shard)] = worker, shard
+            except KeyboardInterrupt:
+                done, total = len(reports), len(shards)
+                logger.warning("stopped after %d of %d shards; run the same command to resume", done, total)
+                raise
+            except ray.exceptions.RayError as error:
+                raise NanoVLMError(
+                    f"the Ray cluster failed after {len(reports)} of {len(shards)} shards: "
+                    f"{str(error).strip().partition(chr(10))[0]}; run the same command to resume"
+                ) from error
     return reports
+
+
+def _report(ray: Any, task: Any, shard: Shard) -> ShardReport:
+    """The report of a finished task; raises the error of the worker's code. A worker that died fails its files."""
+    try:
+        report = ray.get(task)
+    except ray.exceptions.RayTaskError as error:
+        error.cause.add_note(f"in a worker:\n{error}")
+        raise error.cause from None
+    except ray.exceptions.RayActorError:
+        report = ShardReport(failures=[failure_row((file.uri, None), WORKER_DIED) for file in shard.files])
+    for failure in report.failures:
+        name = "/".join(filter(None, (failure["file_name"], failure.get("member"))))
+        logger.warning("%s: %s", printable(name), failure["reason"])
+    return report

@@ -6,17 +6,19 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from models.checkpoint import WEIGHTS
 from nanovlm.data.formats import record_images
+from nanovlm.data.remote import first_line
 from nanovlm.errors import DataError, ImageError, UsageError
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, printable, readable_extensions
 
 if TYPE_CHECKING:
+    from pyarrow import RecordBatch
     from pyarrow.fs import FileSystem
 
 TAR_EXTENSIONS, PARQUET = (".tar", ".tar.gz", ".tgz"), ".parquet"
@@ -47,6 +49,15 @@ class RemoteFile:
             return stream.read()
 
 
+@dataclass(frozen=True)
+class Member:
+    """An image in a tar or parquet file, and its row's other columns; without a name, the error of the whole file."""
+
+    name: str | None
+    content: bytes | Exception
+    columns: "RecordBatch | None" = None
+
+
 @dataclass
 class RemoteInputs:
     """Files with images, each once, in the order they were named; and what else the names gave."""
@@ -61,26 +72,20 @@ def open_filesystem(uri: str) -> tuple["FileSystem", str, str]:
 
     pyarrow opens file://, s3://, gs:// and hdfs:// by itself; other schemes need the package that fsspec names.
     """
-    import fsspec
     from pyarrow import ArrowException
-    from pyarrow.fs import FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
+    from pyarrow.fs import FileSystem, LocalFileSystem
 
-    if not is_uri(uri) or uri.startswith("file://"):
+    if not re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", uri) or uri.startswith("file://"):
         return LocalFileSystem(), os.path.abspath(uri.removeprefix("file://")), ""
     try:
         filesystem, path = FileSystem.from_uri(uri)
     except (ArrowException, OSError) as error:  # another scheme, or characters that are not valid in a URI
         try:
-            opened, path = fsspec.core.url_to_fs(uri)
+            filesystem, path = FileSystem.from_uri(f"fsspec+{uri}")
         except (ImportError, ValueError, OSError) as fsspec_error:
-            reason = f"{_first_line(error)}; {_first_line(fsspec_error)}"
+            reason = f"{first_line(error)}; {first_line(fsspec_error)}"
             raise UsageError(f"{uri}: cannot be opened: {reason}") from None
-        filesystem = PyFileSystem(FSSpecHandler(opened))
     return filesystem, path, uri.partition(path.rstrip("/"))[0]
-
-
-def is_uri(name: str) -> bool:
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name) is not None
 
 
 def find_remote(names: Sequence[str], recursive: bool = True, exclude: str | None = None) -> RemoteInputs:
@@ -91,38 +96,43 @@ def find_remote(names: Sequence[str], recursive: bool = True, exclude: str | Non
     """
     inputs, known = RemoteInputs(), set()
     for name in names:
-        for file in _files_of(name, recursive, inputs):
-            if file.uri not in known and not (exclude and file.uri.startswith(f"{exclude}/")):
-                known.add(file.uri)
-                inputs.files.append(file)
+        filesystem, path, prefix = open_filesystem(name)
+        try:
+            paths = _expand(filesystem, path, recursive, inputs.left_out)
+        except OSError as error:
+            inputs.missing.append((name, error.strerror or first_line(error)))
+            continue
+        if not paths:
+            inputs.missing.append((name, "no images, tars or parquet files there"))
+        for uri, path in ((prefix + path, path) for path in paths):
+            if uri not in known and not (exclude and uri.startswith(f"{exclude}/")):
+                known.add(uri)
+                inputs.files.append(RemoteFile(filesystem, path, uri))
     return inputs
 
 
-def _files_of(name: str, recursive: bool, inputs: RemoteInputs) -> Iterator[RemoteFile]:
+def _expand(filesystem: "FileSystem", path: str, recursive: bool, left_out: Counter[str]) -> list[str]:
+    """The files that a file, folder or pattern stands for. OSError if there is no such thing."""
     from pyarrow.fs import FileType
 
-    filesystem, path, prefix = open_filesystem(name)
-    try:
-        kind = filesystem.get_file_info(path).type
-        if kind == FileType.NotFound and re.search(r"[*?[]", path):
-            base = path[: re.search(r"[*?[]", path).start()].rpartition("/")[0]  # type: ignore[union-attr]
-            names = fnmatch.filter(_walk(filesystem, base, True), path[len(base) :].lstrip("/"))
-            names = [match for match in names if "**" in path or match.count("/") == path[len(base) + 1 :].count("/")]
-        elif kind == FileType.Directory:
-            base, names = path.rstrip("/"), _walk(filesystem, path, recursive)
-        elif kind == FileType.NotFound:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        else:
-            yield RemoteFile(filesystem, path, prefix + path)
-            return
-    except OSError as error:
-        inputs.missing.append((name, error.strerror or _first_line(error)))
-        return
-    found = [file for file in _visible(names) if _is_readable(file, inputs.left_out)]
-    if not found:
-        inputs.missing.append((name, "no images, tars or parquet files there"))
-    for file in found:
-        yield RemoteFile(filesystem, f"{base}/{file}", f"{prefix}{base}/{file}")
+    kind, magic = filesystem.get_file_info(path).type, re.search(r"[*?[]", path)
+    if kind == FileType.Directory:
+        base = path.rstrip("/")
+        found = _walk(filesystem, base, recursive)
+    elif kind != FileType.NotFound:
+        return [path]
+    elif magic:
+        base = path[: magic.start()].rpartition("/")[0]
+        pattern = path[len(base) + 1 :]
+        found = fnmatch.filter(_walk(filesystem, base, recursive=True), pattern)
+        found = [file for file in found if "**" in pattern or file.count("/") == pattern.count("/")]
+    else:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    parsed = [PurePosixPath(file) for file in found]
+    model_folders = {file.parent for file in parsed if file.name == WEIGHTS} - {PurePosixPath(".")}
+    hidden = {file for file in parsed if any(part.startswith(".") for part in file.parts)}
+    visible = [file for file in parsed if file not in hidden and model_folders.isdisjoint(file.parents)]
+    return [f"{base}/{file}" for file in visible if _is_readable(file, left_out)]
 
 
 def _walk(filesystem: "FileSystem", folder: str, recursive: bool) -> list[str]:
@@ -130,56 +140,47 @@ def _walk(filesystem: "FileSystem", folder: str, recursive: bool) -> list[str]:
     from pyarrow.fs import FileSelector, FileType
 
     if filesystem.type_name == "local":  # os.walk does not follow links to folders, which may be circles
-        paths = []
-        for current, folders, files in os.walk(folder):
-            paths += [os.path.relpath(os.path.join(current, file), folder) for file in files]
-            if not recursive:
-                folders.clear()
-        return sorted(paths)
+        walked = os.walk(folder) if recursive else [next(os.walk(folder))]
+        return sorted(
+            os.path.relpath(os.path.join(current, file), folder) for current, _, files in walked for file in files
+        )
     infos = filesystem.get_file_info(FileSelector(folder, recursive=recursive))
-    start = len(folder.rstrip("/")) + 1
-    return sorted(info.path[start:] for info in infos if info.type == FileType.File)
+    return sorted(info.path[len(folder) + 1 :] for info in infos if info.type == FileType.File)
 
 
-def _visible(paths: Iterable[str]) -> Iterator[str]:
-    """Paths without hidden parts and outside of model folders."""
-    parsed = [PurePosixPath(path) for path in paths]
-    model_folders = {path.parent for path in parsed if path.name == WEIGHTS} - {PurePosixPath(".")}
-    for path in parsed:
-        if not any(part.startswith(".") for part in path.parts) and model_folders.isdisjoint(path.parents):
-            yield str(path)
-
-
-def _is_readable(path: str, left_out: Counter[str]) -> bool:
-    extension = os.path.splitext(path)[1].lower()
-    if extension in readable_extensions() or path.lower().endswith((*TAR_EXTENSIONS, PARQUET)):
-        return os.path.basename(path) != IMAGEFOLDER_TABLE
+def _is_readable(path: PurePosixPath, left_out: Counter[str]) -> bool:
+    extension = path.suffix.lower()
+    if extension in readable_extensions() or path.name.lower().endswith((*TAR_EXTENSIONS, PARQUET)):
+        return path.name != IMAGEFOLDER_TABLE
     if extension in IMAGE_EXTENSIONS:
         left_out[extension] += 1
     return False
 
 
-def read_container(file: RemoteFile, skip: Iterable[str] = ()) -> Iterator[tuple[str | None, bytes | Exception]]:
-    """Yield the name and content of each image in a tar or parquet file, except those in skip.
+def read_container(file: RemoteFile, skip: Collection[str | None] = ()) -> Iterator[Member]:
+    """Yield each image in a tar or parquet file, except those in skip.
 
     An image is named by its path in the tar, or by its row in the parquet file, from 0, and ".i" if rows hold
-    several. An image that cannot be read comes as an error, and None with an error says that the file itself is
-    damaged.
+    several. If the file itself is damaged, its error comes last.
+
+    Ray Data 2.60 has readers, too, which lose promises that are kept here: one missing file of read_binary_files, or
+    one torn file of read_parquet, ends the run; read_webdataset takes a torn tar for an empty one.
     """
     from pyarrow import ArrowException
 
     members = _tar_members if file.uri.lower().endswith(TAR_EXTENSIONS) else _parquet_members
-    seen = set(skip)
+    seen: set[str | None] = set(skip)
     try:
-        for name, content in members(file, seen):
-            if name not in seen:
-                seen.add(name)
-                yield name, content
+        for member in members(file, seen):
+            if member.name not in seen:
+                seen.add(member.name)
+                yield member
     except (tarfile.TarError, ArrowException, OSError, EOFError, DataError) as error:
-        yield None, error if isinstance(error, DataError) else DataError(f"cannot be read: {_first_line(error)}")
+        is_known = isinstance(error, DataError)
+        yield Member(None, error if is_known else DataError(f"cannot be read: {first_line(error)}"))
 
 
-def _tar_members(file: RemoteFile, skip: set[str]) -> Iterator[tuple[str, bytes]]:
+def _tar_members(file: RemoteFile, skip: Collection[str | None]) -> Iterator[Member]:
     with (
         file.filesystem.open_input_stream(file.path, compression=None) as stream,
         tarfile.open(fileobj=stream, mode="r|*", bufsize=TAR_BUFFER) as tar,
@@ -190,14 +191,14 @@ def _tar_members(file: RemoteFile, skip: set[str]) -> Iterator[tuple[str, bytes]
             hidden = any(part.startswith(".") and part != "." for part in info.name.split("/"))
             extension = os.path.splitext(info.name)[1].lower()
             if info.isfile() and not hidden and extension in readable_extensions() and info.name not in skip:
-                yield info.name, tar.extractfile(info).read()  # type: ignore[union-attr]
+                yield Member(info.name, tar.extractfile(info).read())  # type: ignore[union-attr]
             tar.members.clear()  # type: ignore[attr-defined]  # it would remember every header
         assert tar.fileobj is not None
         if tar.fileobj.tell() <= tar.offset:  # no block of zeros follows the last file
             raise DataError(f"cut after {n_members:,} files; download it again")
 
 
-def _parquet_members(file: RemoteFile, skip: set[str]) -> Iterator[tuple[str, bytes | Exception]]:
+def _parquet_members(file: RemoteFile, skip: Collection[str | None]) -> Iterator[Member]:
     from pyarrow.parquet import ParquetFile
 
     with file.filesystem.open_input_file(file.path) as opened, ParquetFile(opened) as table:
@@ -206,11 +207,12 @@ def _parquet_members(file: RemoteFile, skip: set[str]) -> Iterator[tuple[str, by
         if column is None:
             raise DataError(f"no column {', '.join(IMAGE_COLUMNS)}, only {', '.join(present)}")
         row = 0
-        for batch in table.iter_batches(PARQUET_BATCH, columns=[column]):
-            for value in batch.column(0).to_pylist():
-                images = record_images({"images": value})
-                for i, image in enumerate(images):
-                    yield (f"{row}.{i}" if isinstance(value, list) else str(row)), _image_bytes(image)
+        for batch in table.iter_batches(PARQUET_BATCH):
+            others = batch.drop_columns([column])
+            for i, value in enumerate(batch.column(column).to_pylist()):
+                for k, image in enumerate(record_images({"images": value})):
+                    name = f"{row}.{k}" if isinstance(value, list) else str(row)
+                    yield Member(name, _image_bytes(image), others.slice(i, 1))
                 row += 1
 
 
@@ -222,7 +224,3 @@ def _image_bytes(image: Any) -> bytes | Exception:
         return image
     found = f"names {printable(image)} instead of holding it" if isinstance(image, str) else "holds no image"
     return ImageError(f"the cell {found}")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

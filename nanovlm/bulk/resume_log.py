@@ -1,7 +1,7 @@
-"""What a run writes about itself: what it has done, what failed, and a lock against a second run.
+"""Files that a run keeps for itself: a resume log, a list of failures, and a lock against a second run.
 
-The log says which images are done and what they replaced, so that a resumed run never writes over what somebody else
-has changed since.
+The log says which images are done and what their captions replaced, so that a resumed run never overwrites a caption
+that somebody else has changed since.
 """
 
 import contextlib
@@ -60,37 +60,40 @@ def file_lock(path: Path, target: str) -> Iterator[None]:
         yield
 
 
-class JsonlLog:
-    """A .jsonl file that grows line by line. Opening it cuts off a last line that a killed process left unfinished.
+def read_log(path: Path, read_only: bool = False) -> list[dict[str, Any]]:
+    """The rows of a .jsonl file that grows line by line, without the last one if a killed process left it unfinished.
 
-    read_only leaves that line where it is.
+    Unless read_only, that line is cut off, so that the file can be appended to.
     """
+    if not path.exists():
+        return []
+    rows = read_jsonl(path, torn_tail="drop")
+    if not read_only and (removed := repair_jsonl(path)):  # shown, in case it was edited by hand
+        logger.warning("%s: removed its unfinished last line: %s", path, removed.decode(errors="replace"))
+    return rows
 
-    def __init__(self, path: Path, read_only: bool = False):
-        self.path = path
-        self.rows: list[dict[str, Any]] = []
-        if path.exists():
-            self.rows = read_jsonl(path, torn_tail="drop")
-        if path.exists() and not read_only:
-            data = path.read_bytes()
-            repair_jsonl(path)
-            if path.stat().st_size < len(data):  # shown, in case it was edited by hand
-                logger.warning(
-                    "%s: removed its unfinished last line: %s", path, data.rpartition(b"\n")[2].decode(errors="replace")
-                )
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        line = json_line(row)
-        with open(self.path, "ab", buffering=0) as file:  # one write: complete, or unfinished at the end of the file
-            if file.write(line) < len(line):  # the next run cuts the line off
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Add a line to a .jsonl file by one write, so that a kill leaves a whole line, or one that `read_log` removes."""
+    line = json_line(row)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        if os.write(file, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(file)
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
     try:
-        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        return json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n"
     except UnicodeEncodeError:  # a file name that is not valid Unicode
-        return json.dumps(row).encode() + b"\n"
+        return json.dumps(row, default=str).encode() + b"\n"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    with atomic_write(path) as new:
+        new.write_bytes(content)
 
 
 class ResumeLog:
@@ -101,15 +104,13 @@ class ResumeLog:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, str], read_only: bool = False):
-        self.path = path
-        self.settings = {"settings": dict(settings)}
-        self.log = JsonlLog(path, read_only)
-        header, entries = self.log.rows[:1], self.log.rows[1:]
-        if any("settings" not in row for row in header) or any("file_name" not in row for row in entries):
+        self.path, self.settings = path, {"settings": dict(settings)}
+        rows = read_log(path, read_only)
+        header = rows.pop(0) if rows else None
+        if header and ("settings" not in header or any("file_name" not in row for row in rows)):
             raise UsageError(f"{path} is not the resume log of a run; move it away")
-        self.is_of_other_run = bool(header) and header != [self.settings]
-        self.has_header = bool(header)
-        self.entries: dict[str, dict[str, Any]] = {row.pop("file_name"): row for row in entries}
+        self.has_header, self.is_of_other_run = header is not None, header not in (None, self.settings)
+        self.entries: dict[str, dict[str, Any]] = {row.pop("file_name"): row for row in rows}
 
     @property
     def unconfirmed(self) -> str | None:
@@ -117,51 +118,33 @@ class ResumeLog:
         last = next(reversed(self.entries), None)
         return last if last is not None and self.entries[last] else None
 
+    def add(self, file_name: str, **fields: Any) -> None:
+        if not self.has_header:
+            self._replace({})
+        self.entries[file_name] = fields
+        append_row(self.path, {"file_name": file_name, **fields})
+
     def discard(self, file_name: str) -> None:
         """Remove the entry of an image whose caption was not written."""
         del self.entries[file_name]
         self._replace(self.entries)
 
-    def add(self, file_name: str, **fields: Any) -> None:
-        if not self.has_header:
-            self._replace({})
-        self.entries[file_name] = fields
-        self.log.add({"file_name": file_name, **fields})
-
-    @contextlib.contextmanager
-    def entry(self, file_name: str, **fields: Any) -> Iterator[None]:
-        """Add an entry, then write the caption in the `with` block; an error there removes the entry."""
-        if not self.has_header:
-            self._replace({})
-        size = self.path.stat().st_size
-        self.add(file_name, **fields)
-        try:
-            yield
-        except Exception:
-            del self.entries[file_name]
-            os.truncate(self.path, size)
-            raise
-
-    def keep_names(self) -> None:
-        """Mark every entry as complete: the same command then knows that there is nothing left to do."""
-        if self.entries:
+    def finish(self, keep_names: bool) -> None:
+        """Remove the log, or mark every entry as complete: the same command then has nothing left to do."""
+        if keep_names and self.entries:
             self.entries = {name: {} for name in self.entries}
             self._replace(self.entries)
         else:
-            self.remove()
+            self.path.unlink(missing_ok=True)
+            self.start_over()
 
     def start_over(self) -> None:
         """Forget the entries; the file stays until the first new entry replaces it."""
         self.entries, self.has_header, self.is_of_other_run = {}, False, False
 
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self.start_over()
-
     def _replace(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
         rows = [self.settings, *({"file_name": name, **fields} for name, fields in entries.items())]
-        with atomic_write(self.path) as new:
-            new.write_bytes(b"".join(map(json_line, rows)))
+        write_atomically(self.path, b"".join(map(json_line, rows)))
         self.has_header = True
 
 
@@ -179,8 +162,7 @@ class FailureLog:
         self.count += 1
         self.empty += is_empty
         logger.warning("%s: %s", printable(image), reason)
-        if self.path is None:
-            return
-        with contextlib.suppress(OSError), open(self.path, "ab", buffering=0) as file:  # it was logged, at least
-            file.write(json_line({"file_name": relative(image, self.path.parent), "reason": reason}))
-            self.is_written = True
+        if self.path is not None:
+            with contextlib.suppress(OSError):  # it was logged, at least
+                append_row(self.path, {"file_name": relative(image, self.path.parent), "reason": reason})
+                self.is_written = True

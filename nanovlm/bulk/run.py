@@ -6,10 +6,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 
-from models.config import SamplingParams
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
 from nanovlm.bulk.inputs import ImageList, find_images, read_names
 from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions, Plan
@@ -67,7 +66,7 @@ def plan_images(
     limit: int | None = None,
     model_settings: Mapping[str, object] | None = None,
 ) -> Plan:
-    """What `caption_images` would do with the same arguments; nothing is written."""
+    """The work of a `caption_images` call with the same arguments; nothing is written."""
     output = output or OutputOptions()
     images = _find(names, names_file, recursive)
     settings = run_settings(options or BulkOptions(), output, model_settings or {})
@@ -92,16 +91,10 @@ def make_plan(images: ImageList, output: Output, limit: int | None = None) -> Pl
 
 
 def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Mapping[str, object]) -> dict[str, str]:
-    """What decides whether two runs are the same."""
-    settings: dict[str, object] = {"existing": output.existing, "prefix": output.prefix, "suffix": output.suffix}
-    settings |= {"prompt": options.prompt, "max_new_tokens": options.max_new_tokens}
-    settings |= {f.name: getattr(options, f.name) for f in fields(SamplingParams)}
-    later: dict[str, tuple[object, object]]
-    later = {"extension": (output.extension, ".txt"), "prompt_template": (options.prompt_template, "")}
-    later |= {"start_with": (options.start_with, ""), "trim_incomplete": (options.trim_incomplete, False)}
-    # Logs of earlier versions have no such settings; they stay the logs of the same runs.
-    settings |= {name: value for name, (value, default) in later.items() if value != default}
-    return {name: str(value) for name, value in {**settings, **model_settings}.items()}
+    """The settings that two runs must share for the second to resume the first."""
+    settings = {name: value for name, value in asdict(options).items() if name != "batch_size"}
+    settings |= {name: getattr(output, name) for name in ("existing", "prefix", "suffix", "extension")}
+    return {name: str(value) for name, value in (settings | dict(model_settings)).items()}
 
 
 def _find(names: Sequence[str], names_file: str | os.PathLike | None, recursive: bool) -> ImageList:

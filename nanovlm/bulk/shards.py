@@ -1,9 +1,12 @@
 """A folder of shards, .parquet or .jsonl files of captions, on any file system that pyarrow or fsspec opens.
 
 Row: file_name, the path or URI of an image, tar or parquet file; member, the image's name in a tar or its row in a
-parquet file, else null; text. A shard is written once, whole, by whoever captioned it. What its images failed of is
-written before it, to failures/NAME.jsonl, so that no interruption loses it; a finished run moves that to
-failures.jsonl. What is done is what the shards hold, so a folder that has grown since is captioned on.
+parquet file, else null; text; and the other columns of a parquet file. A worker writes a shard once, whole, and before
+it the shard's failures to failures/NAME.jsonl, so that no interruption loses them. A finished run moves those to
+failures.jsonl. Images in shards are done, so a folder that has grown since is captioned on.
+
+Ray Data's write_parquet writes under the final name, so that a kill leaves a torn file on a disk; its checkpoints
+(2.60) count rows that failed as done, and filter after the read, so that a resumed run reads every image again.
 """
 
 import json
@@ -13,11 +16,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovlm.bulk.remote_inputs import open_filesystem
 from nanovlm.bulk.resume_log import FAILURES, json_line
 from nanovlm.errors import OutputError, UsageError
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch, Table
 
 FORMATS = ("parquet", "jsonl")
 SETTINGS = "run.json"
@@ -28,13 +34,13 @@ Row = Mapping[str, Any]
 Key = tuple[str, str | None]  # file_name and member of an image; (file_name, None) of a file
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardState:
-    """What the shards of a folder hold."""
+    """Images that are done, those that have failed, and the number of the next shard."""
 
     done: dict[str, set[str | None]] = field(default_factory=lambda: defaultdict(set))  # members by file_name
     failed: dict[Key, str] = field(default_factory=dict)  # the reason of each failure that no caption has followed
-    n_shards: int = 0  # the number of the next shard
+    n_shards: int = 0
 
 
 class ShardFolder:
@@ -44,8 +50,8 @@ class ShardFolder:
         if format not in FORMATS:
             raise UsageError(f"shard format {format!r} is none of {', '.join(FORMATS)}")
         self.format = format
-        self.filesystem, self.path, prefix = open_filesystem(uri)
-        self.path = self.path.rstrip("/")
+        self.filesystem, path, prefix = open_filesystem(uri)
+        self.path = path.rstrip("/")
         self.uri = prefix + self.path
 
     @property
@@ -61,7 +67,8 @@ class ShardFolder:
 
     def check_settings(self, settings: Mapping[str, str]) -> None:
         """Write down the settings of a first run. UsageError if the folder holds captions of other settings."""
-        if (data := self._read(SETTINGS)) is None:
+        data = self._read(SETTINGS)
+        if not data:
             return self.write(SETTINGS, json.dumps(settings, indent=1).encode())
         stored = json.loads(data)
         names = [name for name in settings if stored.get(name) != settings[name]]
@@ -71,82 +78,77 @@ class ShardFolder:
         return None
 
     def read_state(self) -> ShardState:
-        """What is done and what has failed, from all shards. UsageError if one cannot be read."""
+        """The state that all shards and lists of failures give. UsageError if a shard cannot be read."""
         state = ShardState()
-        numbers = [-1]
-        for name in self._names(""):
-            if match := SHARD.fullmatch(name):
-                numbers.append(int(match[1]))
-                for file_name, member in self._read_keys(name):
-                    state.done[file_name].add(member)
+        shards = [name for name in self._names("") if SHARD.fullmatch(name)]
         parts = [f"failures/{name}" for name in self._names("failures")]
-        numbers += [int(match[1]) for part in parts if (match := SHARD.search(part))]
-        for row in self._read_failures([FAILURES, *parts]):
+        for file_name, member in (key for name in shards for key in self._read_keys(name)):
+            state.done[file_name].add(member)
+        for row in (json.loads(line) for name in (FAILURES, *parts) for line in self._read(name).splitlines()):
             key = row["file_name"], row.get("member")
             if key[1] not in state.done.get(key[0], ()):
                 state.failed[key] = row["reason"]
-        return ShardState(state.done, state.failed, max(numbers) + 1)
+        numbers = [int(match[1]) for name in (*shards, *parts) if (match := SHARD.search(name))]
+        state.n_shards = max(numbers, default=-1) + 1
+        return state
 
-    def write_shard(self, name: str, rows: Sequence[Row], failures: Sequence[Row]) -> None:
-        """Write what failed and what was captioned, in this order; doing it again replaces both."""
-        part = f"failures/{name}.jsonl"
-        if failures:
-            self.write(part, b"".join(map(json_line, failures)))
-        else:
-            self._delete(part)  # of an earlier attempt at this shard
+    def write_shard(
+        self, name: str, rows: Sequence[Row], failures: Sequence[Row], columns: "Sequence[RecordBatch]" = ()
+    ) -> None:
+        """Write failures and captions, in this order; doing it again replaces both.
+
+        columns, if given, are one row of other columns for each row of captions.
+        """
+        self._write_or_delete(f"failures/{name}.jsonl", b"".join(map(json_line, failures)))
         if rows:
-            self.write(f"{name}.{self.format}", self._encode(rows))
-        self._delete(f"attempts/{name}")
-
-    def count_attempt(self, name: str) -> int:
-        """Count that a worker begins a shard; returns how many times one has since the run began."""
-        attempts = int(self._read(f"attempts/{name}") or 0) + 1
-        self.write(f"attempts/{name}", str(attempts).encode())
-        return attempts
-
-    def forget_attempts(self) -> None:
-        """Count again, at the start and the end of a run."""
-        self._delete_folder("attempts")
+            self.write(f"{name}.{self.format}", self._encode(rows, columns))
 
     def write_failures(self, failures: Iterable[Row]) -> bool:
         """Write the table of all failures in place of its parts; returns whether there are any."""
         data = b"".join(map(json_line, failures))
-        if data:
-            self.write(FAILURES, data)
-        else:
-            self._delete(FAILURES)
-        self._delete_folder("failures")
+        self._write_or_delete(FAILURES, data)
+        with suppress(FileNotFoundError):
+            self.filesystem.delete_dir(f"{self.path}/failures")
         return bool(data)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file so that it is never seen in parts. OutputError if that is not possible."""
-        path = f"{self.path}/{name}"
-        folder, _, file = path.rpartition("/")
+        folder, _, file = f"{self.path}/{name}".rpartition("/")
         is_atomic = self.filesystem.type_name in ATOMIC_STORES
-        new = path if is_atomic else f"{folder}/.{file}.{uuid.uuid4().hex}"
+        new = f"{folder}/{file}" if is_atomic else f"{folder}/.{file}.{uuid.uuid4().hex}"
         try:
             if not is_atomic:
                 self.filesystem.create_dir(folder, recursive=True)
             with self.filesystem.open_output_stream(new, compression=None) as stream:
                 stream.write(data)
             if not is_atomic:
-                self.filesystem.move(new, path)
+                self.filesystem.move(new, f"{folder}/{file}")
         except OSError as error:
             if not is_atomic:
                 with suppress(OSError):
                     self.filesystem.delete_file(new)
             raise OutputError(f"{self.uri}/{name}: {error}; run the same command to resume") from error
 
-    def _encode(self, rows: Sequence[Row]) -> bytes:
-        if self.format == "jsonl":
-            return b"".join(map(json_line, rows))
+    def _write_or_delete(self, name: str, data: bytes) -> None:
+        if data:
+            return self.write(name, data)
+        with suppress(FileNotFoundError):
+            self.filesystem.delete_file(f"{self.path}/{name}")
+        return None
+
+    def _encode(self, rows: Sequence[Row], columns: "Sequence[RecordBatch]") -> bytes:
         import pyarrow
         from pyarrow.parquet import write_table
 
         schema = pyarrow.schema([(name, pyarrow.string()) for name in ("file_name", "member", "text")])
-        write_table(
-            pyarrow.Table.from_pylist([dict(row) for row in rows], schema), sink := pyarrow.BufferOutputStream()
-        )
+        table: Table = pyarrow.Table.from_pylist([dict(row) for row in rows], schema)
+        others = pyarrow.Table.from_batches(columns) if columns else pyarrow.table({})
+        for name in others.column_names:
+            new_name = f"input_{name}" if name in schema.names else name
+            table = table.append_column(new_name, others[name])
+        if self.format == "jsonl":
+            return b"".join(map(json_line, table.to_pylist()))
+        write_table(table, sink := pyarrow.BufferOutputStream())
         return sink.getvalue().to_pybytes()
 
     def _read_keys(self, name: str) -> list[Key]:
@@ -155,7 +157,7 @@ class ShardFolder:
 
         try:
             if name.endswith(".jsonl"):
-                rows = [json.loads(line) for line in (self._read(name) or b"").splitlines()]
+                rows = [json.loads(line) for line in self._read(name).splitlines()]
                 return [(row["file_name"], row.get("member")) for row in rows]
             columns = ["file_name", "member"]
             table = read_table(f"{self.path}/{name}", columns=columns, filesystem=self.filesystem, partitioning=None)
@@ -163,31 +165,19 @@ class ShardFolder:
         except (ArrowException, ValueError, KeyError, TypeError, OSError) as error:
             raise UsageError(f"{self.uri}/{name} is not a shard of captions: {error}; move it away") from None
 
-    def _read_failures(self, names: Iterable[str]) -> list[dict[str, Any]]:
-        return [json.loads(line) for name in names for line in (self._read(name) or b"").splitlines()]
-
-    def _read(self, name: str) -> bytes | None:
-        """The content of a file in the folder; None if there is none."""
+    def _read(self, name: str) -> bytes:
+        """The content of a file in the folder; empty if there is none."""
         try:
             with self.filesystem.open_input_stream(f"{self.path}/{name}", compression=None) as stream:
                 return stream.read()
         except FileNotFoundError:
-            return None
-
-    def _delete(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            self.filesystem.delete_file(f"{self.path}/{name}")
-
-    def _delete_folder(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            self.filesystem.delete_dir(f"{self.path}/{name}")
+            return b""
 
     def _names(self, subfolder: str) -> list[str]:
         """The names of the files directly in a subfolder that are not hidden, sorted."""
-        from pyarrow.fs import FileSelector, FileType
+        from pyarrow.fs import FileSelector
 
-        selector = FileSelector(f"{self.path}/{subfolder}".rstrip("/"), allow_not_found=True)
-        infos = self.filesystem.get_file_info(selector)
-        return sorted(
-            info.base_name for info in infos if info.type == FileType.File and not info.base_name.startswith(".")
+        infos = self.filesystem.get_file_info(
+            FileSelector(f"{self.path}/{subfolder}".rstrip("/"), allow_not_found=True)
         )
+        return sorted(info.base_name for info in infos if info.is_file and not info.base_name.startswith("."))

@@ -56,7 +56,7 @@ def bulk_options(args: argparse.Namespace, generation: GenerationOptions) -> Bul
 
 
 def output_options(args: argparse.Namespace) -> OutputOptions:
-    """Where args say that captions go; --json prints them."""
+    """The output settings of the parsed flags; --json prints captions."""
     extension = args.extension or ".txt"
     return OutputOptions(
         out=STREAM if args.json else SIDECARS if args.out is None else args.out,
@@ -131,7 +131,7 @@ def _left_out(plan: Plan | BulkReport) -> list[str]:
 
 
 def _rate(report: BulkReport) -> str:
-    """How many captions a minute, unless there were too few to tell."""
+    """The number of captions a minute, unless there were too few to tell."""
     is_known = report.captioned >= MIN_RATED_CAPTIONS and report.seconds >= MIN_RATED_SECONDS
     return f" ({report.per_minute:,.0f} a minute)" if is_known else ""
 

@@ -2,12 +2,14 @@
 
 import argparse
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.cli.options import EMBEDDED_LIMITS, add_model_flags, load_captioner, model_options
 from nanovlm.errors import MissingExtraError, UsageError
+from nanovlm.serving.limits import Limits
 
 if TYPE_CHECKING:
     from nanovlm.serving.server import ServerOptions
@@ -41,45 +43,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--strict-model", action="store_true", help="refuse requests for another model's name")
     add("--allow-remote", action="store_true", help="fetch images from http(s) URLs of public addresses")
-    add_limit_flags(parser)
+    for f in fields(Limits):
+        options = {"type": type(f.default), "default": f.default, "metavar": f.metadata["metavar"]}
+        add(Limits.flag(f.name), dest=f.name, help=f.metadata["help"], **options)
     add_model_flags(parser)
-
-
-def add_limit_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `Limits`."""
-    add = parser.add_argument
-    add("--max-num-seqs", type=int, default=32, metavar="N", help="sequences decoded at once (default: 32)")
-    add(
-        "--max-pending",
-        type=int,
-        default=64,
-        metavar="N",
-        help="sequences that may wait, --max-body each; clients of more get 429 (default: 64)",
-    )
-    add("--max-body", type=int, default=20 * 2**20, metavar="BYTES", help="size of a request (default: 20 MiB)")
-    add(
-        "--image-cache",
-        type=int,
-        default=128 * 2**20,
-        metavar="BYTES",
-        help="memory for encoded images, which are not encoded again; 0 keeps none (default: 128 MiB)",
-    )
-    add(
-        "--prefix-cache",
-        type=int,
-        default=256 * 2**20,
-        metavar="BYTES",
-        help="memory for keys and values of earlier chats, whose next turn computes only what is new; 0 keeps none "
-        "(default: 256 MiB)",
-    )
-    add("--max-pixels", type=int, default=40_000_000, metavar="N", help="pixels of an image (default: 40,000,000)")
-    add(
-        "--timeout",
-        type=float,
-        default=120,
-        metavar="S",
-        help="seconds for a request, waiting included (default: 120)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,22 +66,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def server_options(args: argparse.Namespace) -> "ServerOptions":
-    from nanovlm.serving.admission import Limits
     from nanovlm.serving.server import ServerOptions
 
-    minima = {"max_num_seqs": 1, "max_body": 1, "max_pixels": 1, "timeout": 1}
-    for name, minimum in (minima | {"max_pending": 0, "image_cache": 0, "prefix_cache": 0}).items():
-        if not getattr(args, name) >= minimum:  # true for nan as well
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {minimum}")
-    limits = Limits(
-        max_num_seqs=args.max_num_seqs,
-        max_pending=args.max_pending,
-        max_body_bytes=args.max_body,
-        max_pixels=args.max_pixels,
-        timeout_s=args.timeout,
-        image_cache_bytes=args.image_cache,
-        prefix_cache_bytes=args.prefix_cache,
-    )
+    limits = {f.name: getattr(args, f.name) for f in fields(Limits)}
+    for f in fields(Limits):
+        if not limits[f.name] >= f.metadata["minimum"]:  # true for nan as well
+            raise UsageError(f"{Limits.flag(f.name)} {limits[f.name]} is less than {f.metadata['minimum']}")
     return ServerOptions(
         host=args.host,
         port=args.port,
@@ -123,7 +80,7 @@ def server_options(args: argparse.Namespace) -> "ServerOptions":
         allow_origins=tuple(args.allow_origin),
         allow_remote=args.allow_remote,
         strict_model=args.strict_model,
-        limits=limits,
+        limits=Limits(**limits),
     )
 
 

@@ -12,7 +12,7 @@ from models.checkpoint import WEIGHTS
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.formats import clean_text, find_columns, record_to_example
 from nanovlm.data.jsonl import read_jsonl
-from nanovlm.data.source import COLUMN_OPTIONS, INSTALL_DATA, ReadOptions, Source, first_few
+from nanovlm.data.source import COLUMN_OPTIONS, INSTALL_DATA, ReadOptions, Source, check_captions
 from nanovlm.errors import DataError, MissingExtraError
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
@@ -49,12 +49,7 @@ def list_images(
 def open_captioned_folder(path: str, images: Sequence[str], options: ReadOptions) -> Source:
     """A folder of images, each with a .txt file of the same name beside it."""
     uncaptioned = [image for image in images if not _caption_path(path, image).is_file()]
-    if len(uncaptioned) == len(images) or (uncaptioned and not options.skip_errors):
-        skip = ", or leave the images out with --on-error skip" if len(uncaptioned) < len(images) else ""
-        raise DataError(
-            f"captions missing: {len(uncaptioned)} of {len(images)} images in {path} have no .txt beside them: "
-            f"{first_few(uncaptioned)}; write them{skip}"
-        )
+    check_captions(path, "have no .txt beside them", uncaptioned, len(images), options)
     left_out = set(uncaptioned)
     captioned = [image for image in images if image not in left_out]
     make_example = partial(_captioned_example, root=path, prompt=options.prompt)

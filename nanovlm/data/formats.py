@@ -3,11 +3,11 @@
 import base64
 import binascii
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from nanovlm.data.examples import Example, ExampleError
-from nanovlm.data.source import ReadOptions
+from nanovlm.data.source import COLUMN_OPTIONS, ReadOptions
 from nanovlm.errors import DataError
 
 IMAGE_PLACEHOLDER = "<image>"  # marks an image's position in the text of LLaVA and its followers
@@ -149,6 +149,17 @@ def parse_message(message: Mapping[str, Any], name: str) -> tuple[str, list[Any]
         else:
             raise ExampleError(f"{name} has a part of type {part.get('type')!r}; only text and images can be read")
     return "\n".join(text for text in texts if text), images, placeholders
+
+
+def applicable_options(columns: Collection[str], name: str, options: ReadOptions) -> Sequence[str]:
+    """The options that apply to records of these columns; DataError if they hold no text, or a rating is missing."""
+    if "texts" in columns:
+        check_columns([f"{rating}_ratings" for rating in options.min_ratings], columns, name)
+        return ["min_ratings"]
+    if set(CHAT_COLUMNS) & set(columns):
+        return []
+    find_columns(columns, name, options)
+    return COLUMN_OPTIONS
 
 
 def find_columns(record: Collection[str], name: str, options: ReadOptions) -> tuple[str, str | None]:

@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanovlm.data.formats import CHAT_COLUMNS, check_columns, find_columns, passes_ratings, record_to_example
+from nanovlm.data.formats import applicable_options, passes_ratings, record_to_example
 from nanovlm.data.remote import first_line, stream_errors
-from nanovlm.data.source import COLUMN_OPTIONS, INSTALL_DATA, ReadOptions, Source, Stream
+from nanovlm.data.source import INSTALL_DATA, ReadOptions, Source, Stream
 from nanovlm.errors import DataError, MissingExtraError
 
 
@@ -73,17 +73,11 @@ def _select_split(path: str, dataset: Any) -> Any:
 
 def _check_columns(path: str, columns: Collection[str], options: ReadOptions) -> Sequence[str]:
     """The options that apply to rows of these columns; DataError if no example can be made of them."""
-    if "texts" in columns:
-        check_columns([f"{rating}_ratings" for rating in options.min_ratings], columns, path)
-        return ["min_ratings"]
     if "__key__" in columns:
         raise DataError(f"{path} holds webdataset tars; name them: --data 'hf://datasets/{path}/**.tar' --stream")
-    if not {"image", "images"} & set(columns):
+    if "texts" not in columns and not {"image", "images"} & set(columns):
         raise DataError(f"no images found: {path} has no column image or images, only {', '.join(sorted(columns))}")
-    if set(CHAT_COLUMNS) & set(columns):
-        return []
-    find_columns(columns, path, options)
-    return COLUMN_OPTIONS
+    return applicable_options(columns, path, options)
 
 
 def _read_shard(path: str, dataset: Any, i: int) -> Iterator[dict[str, Any]]:
@@ -102,7 +96,7 @@ def _without_decoding(dataset: Any) -> Any:
     import datasets
 
     def disable_decoding(feature: Any) -> bool:
-        """Whether the feature is or holds an image, whose decoding is then off."""
+        """Switch off the decoding of images in a feature; returns whether it holds any."""
         if isinstance(feature, datasets.Image):
             feature.decode = False
             return True

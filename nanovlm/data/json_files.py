@@ -10,15 +10,15 @@ from nanovlm.data.examples import Example
 from nanovlm.data.folders import imagefolder_source
 from nanovlm.data.formats import (
     CHAT_COLUMNS,
+    applicable_options,
     clean_text,
-    find_columns,
     passes_ratings,
     record_image_path,
     record_images,
     record_to_example,
 )
 from nanovlm.data.jsonl import read_jsonl
-from nanovlm.data.source import COLUMN_OPTIONS, ReadOptions, Source, first_few
+from nanovlm.data.source import ReadOptions, Source, check_captions
 from nanovlm.errors import DataError
 
 
@@ -73,15 +73,7 @@ def _check_layout(path: Path, record: dict[str, Any], options: ReadOptions) -> l
             f"{path} is none of COCO's captions (images, annotations), conversations, messages, texts, or records "
             f"with an image and a text; its records have {', '.join(sorted(record))}"
         )
-    if not known:
-        find_columns(record, str(path), options)
-        return ["images", *COLUMN_OPTIONS]
-    if "texts" not in known:
-        return ["images"]
-    for rating in options.min_ratings:
-        if f"{rating}_ratings" not in record:
-            raise DataError(f"{path} has no column '{rating}_ratings', only {', '.join(sorted(record))}")
-    return ["images", "min_ratings"]
+    return ["images", *applicable_options(record, str(path), options)]
 
 
 def _open_coco(path: Path, content: dict[str, Any], options: ReadOptions) -> Source:
@@ -98,11 +90,7 @@ def _open_coco(path: Path, content: dict[str, Any], options: ReadOptions) -> Sou
     if not files:
         raise DataError(f"no images found: {path} lists none")
     uncaptioned = [files[id] for id, texts in captions.items() if not texts]
-    if len(uncaptioned) == len(files) or (uncaptioned and not options.skip_errors):
-        raise DataError(
-            f"captions missing: {len(uncaptioned)} of {len(files)} images in {path} have none: "
-            f"{first_few(uncaptioned)}; add them, or leave the images out with --on-error skip"
-        )
+    check_captions(str(path), "have none", uncaptioned, len(files), options)
     records = [(files[id], texts) for id, texts in captions.items() if texts]
     keys = [file for file, _ in records]
     root = _find_image_root(path, keys, options) or str(path.parent)

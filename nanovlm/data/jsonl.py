@@ -24,15 +24,20 @@ def read_jsonl(path: str | os.PathLike, *, torn_tail: Literal["drop", "raise"] =
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def repair_jsonl(path: str | os.PathLike) -> None:
-    """Make a .jsonl file safe to append to: cut off a torn last line, end a complete one with a newline."""
+def repair_jsonl(path: str | os.PathLike) -> bytes:
+    """Make a .jsonl file safe to append to: cut off a torn last line, end a complete one with a newline.
+
+    Returns what was cut off.
+    """
     with open(path, "r+b") as file:
         data = file.read()
         last = data.rpartition(b"\n")[2]
         if _is_torn(last):
             file.truncate(len(data) - len(last))
-        elif last.strip():
+            return last
+        if last.strip():
             file.write(b"\n")
+    return b""
 
 
 def _is_torn(last_line: bytes) -> bool:

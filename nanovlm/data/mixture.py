@@ -1,4 +1,4 @@
-"""Which example is shown when: a pure function of the seed and the position, so that training can resume anywhere."""
+"""The order of examples: a pure function of the seed and the position, so that training can resume anywhere."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -115,7 +115,8 @@ def _split_source(
     if isinstance(source, Stream):
         if not threshold:
             return [Subset(source, (), weight)]
-        return [Subset(source.filtered(_HashSide(threshold, held)), (), weight) for held in (False, True)]
+        sides = [partial(_is_on_side, threshold, held_out) for held_out in (False, True)]  # a stream is pickled
+        return [Subset(source.filtered(side), (), weight) for side in sides]
     if hashes is None:
         return [Subset(source, range(len(source)), weight)]
     subsets = [Subset(source, [i for i, value in enumerate(hashes) if value >= threshold], weight)]
@@ -124,13 +125,8 @@ def _split_source(
     return subsets
 
 
-@dataclass(frozen=True)
-class _HashSide:
-    threshold: float
-    held_out: bool
-
-    def __call__(self, key: str) -> bool:
-        return (hash_fraction(key) < self.threshold) == self.held_out
+def _is_on_side(threshold: float, held_out: bool, key: str) -> bool:
+    return (hash_fraction(key) < threshold) == held_out
 
 
 class Mixture:
@@ -186,7 +182,7 @@ class Mixture:
         raise AssertionError("a permutation holds indices below its size")
 
     def epoch(self, position: int, skip: int = 0, part: Part = WHOLE) -> int:
-        """How often the part's example at a position, or skip examples of its group later, has been shown before."""
+        """The number of times that the example of a part, see `example`, has been shown before."""
         group, turn = self.locate(position)
         is_stream = isinstance(self.groups[group][0].source, Stream)
         return 0 if is_stream else _turn_of_all(turn + skip, part) // sum(map(len, self.groups[group]))
@@ -202,7 +198,7 @@ class Mixture:
 
 
 def _turn_of_all(turn: int, part: Part) -> int:
-    """Which turn of a group all parts together have reached when this part takes its turn-th."""
+    """The turn of the whole group at which a part takes its turn-th."""
     return turn * part.count + part.index
 
 

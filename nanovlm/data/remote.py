@@ -72,5 +72,5 @@ def stream_errors(path: str) -> Iterator[None]:
         ) from None
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -182,6 +182,16 @@ class _Reader:
         return self._current
 
 
+def check_captions(path: str, what: str, uncaptioned: Sequence[str], n_images: int, options: ReadOptions) -> None:
+    """DataError if images have no caption and are not to be skipped, or none has one."""
+    if len(uncaptioned) == n_images or (uncaptioned and not options.skip_errors):
+        skip = ", or leave the images out with --on-error skip" if len(uncaptioned) < n_images else ""
+        raise DataError(
+            f"captions missing: {len(uncaptioned)} of {n_images} images in {path} {what}: {first_few(uncaptioned)}; "
+            f"write them{skip}"
+        )
+
+
 def first_few(names: Sequence[str]) -> str:
     """The first three names, for a message."""
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")

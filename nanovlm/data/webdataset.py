@@ -37,17 +37,7 @@ class TarMember:
             return file.read(self.size)
 
 
-@dataclass(frozen=True)
-class TarContent:
-    """The content of a file inside a tar that is streamed."""
-
-    content: bytes
-
-    def read(self) -> bytes:
-        return self.content
-
-
-Sample = Mapping[str, TarMember | TarContent]  # by lower-case extension
+Sample = Mapping[str, TarMember | bytes]  # by lower-case extension; bytes if the tar is streamed
 
 
 def open_remote_tars(path: str, options: ReadOptions) -> Source | Stream:
@@ -106,11 +96,9 @@ def _members(shard: str, prefix: str, skip_errors: bool) -> Iterator[tuple[str, 
     try:
         with tarfile.open(shard, "r:") as tar:
             for info in tar:
-                folder, _, file = info.name.rpartition("/")
-                stem, _, extension = file.partition(".")
-                if info.isfile() and stem:
-                    key = os.path.normpath(os.path.join(prefix, folder, stem))
-                    yield key, extension.lower(), TarMember(shard, f"{shard}/{info.name}", info.offset_data, info.size)
+                if info.isfile() and (name := _split_name(info.name)):
+                    key = os.path.normpath(os.path.join(prefix, name[0]))
+                    yield key, name[1], TarMember(shard, f"{shard}/{info.name}", info.offset_data, info.size)
             if not skip_errors and not _has_end_marker(tar):
                 raise DataError(
                     f"{shard} is cut after {len(tar.getmembers()):,} files; download it again, or learn from those "
@@ -133,27 +121,30 @@ def _stream_samples(address: str) -> Iterator[Sample]:
     """The samples of a remote tar, in which the files of a sample follow each other."""
     import fsspec
 
-    current: tuple[str, str] | None = None
-    sample: dict[str, TarContent] = {}
+    current: str | None = None
+    sample: dict[str, bytes] = {}
     # One request for the whole file; servers need not serve ranges of bytes.
     options = {"block_size": 0} if urlsplit(address).scheme in ("http", "https") else {}
     with fsspec.open(address, **options) as file, tarfile.open(fileobj=file, mode="r|") as tar:
         for info in tar:
-            folder, _, name = info.name.rpartition("/")
-            stem, _, extension = name.partition(".")
-            extension = extension.lower()
-            if not (info.isfile() and stem):
+            name = _split_name(info.name) if info.isfile() else None
+            if name is None:
                 continue
-            if sample and (folder, stem) != current:
+            if sample and name[0] != current:
                 yield sample
                 sample = {}
-            current = folder, stem
+            current, extension = name
             if extension in ("txt", "json") or _is_image(extension):
-                member = tar.extractfile(info)
-                assert member is not None  # it is a file
-                sample[extension] = TarContent(member.read())
+                sample[extension] = tar.extractfile(info).read()  # type: ignore[union-attr]  # it is a file
         if sample:
             yield sample
+
+
+def _split_name(path: str) -> tuple[str, str] | None:
+    """The sample's key and the lower-case extension in a file's path; None for a hidden file."""
+    folder, slash, file = path.rpartition("/")
+    stem, _, extension = file.partition(".")
+    return (f"{folder}{slash}{stem}", extension.lower()) if stem else None
 
 
 def _has_image(sample: Sample) -> bool:
@@ -173,13 +164,17 @@ def _sample_to_example(sample: Sample, name: str, options: ReadOptions) -> Examp
         raise ExampleError(f"{name} has no .txt or .json")
     try:
         if "txt" in sample:
-            return Example(images, [(options.prompt, clean_text(sample["txt"].read().decode("utf-8")))], name)
-        record = json.loads(sample["json"].read())
+            return Example(images, [(options.prompt, clean_text(_read(sample["txt"]).decode("utf-8")))], name)
+        record = json.loads(_read(sample["json"]))
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
         raise ExampleError(f"{name}: its text cannot be read: {error}") from None
     if not isinstance(record, dict):
         raise ExampleError(f"{name}: its .json holds {type(record).__name__}, not an object")
     return record_to_example(record | {"images": images}, name, None, options)
+
+
+def _read(content: TarMember | bytes) -> bytes:
+    return content if isinstance(content, bytes) else content.read()
 
 
 def _is_image(extension: str) -> bool:

@@ -3,9 +3,9 @@
 server       starts and stops: uvicorn, signals, draining
 app          the routes; security: host names, origins and the API key
 service      takes a request through all of the following
-admission    limits: pending sequences, and image pixels in memory
-connection   request bodies, disconnects and deadlines
-protocol     OpenAI's requests; response_formats: OpenAI's responses; errors: OpenAI's errors
+limits       how much it accepts
+admission    pending sequences, image pixels in memory, request bodies, deadlines and disconnects
+protocol     OpenAI's requests as one GenerationRequest; response_formats: OpenAI's responses; errors: OpenAI's errors
 structured_output   answers that follow a JSON schema
 image_urls   data URLs and remote images; chat_format: messages to model inputs
 engine       the thread that owns the model and its continuous batch

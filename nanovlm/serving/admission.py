@@ -1,26 +1,16 @@
-"""Admission: how many sequences the server accepts, and how many images may be in memory as pixels."""
+"""The limits of a request: places for its sequences, bytes of its body, pixels in memory, time, and its client."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor, Future
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
 
 from nanovlm.serving.errors import APIError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Limits:
-    max_num_seqs: int = 32  # sequences decoded at once
-    max_pending: int = 64  # more sequences that may wait
-    max_body_bytes: int = 20 * 2**20  # of a request, and of a remote image
-    max_pixels: int = 40_000_000  # of an image
-    timeout_s: float = 120.0  # from a request's arrival to the end of its answer
-    image_cache_bytes: int = 128 * 2**20  # of encoded images kept for later requests
-    prefix_cache_bytes: int = 256 * 2**20  # of keys and values kept for a chat's next turn
 
 
 class Admission:
@@ -107,3 +97,53 @@ class PixelReservation:
         if self._released and not self._threads:
             size, self.size = self.size, 0
             self._budget.give_back(size)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a request; APIError 413 if it is too large.
+
+    A client reads the response only after it has sent its request, so some of a large body is received and dropped.
+    """
+    body, length = bytearray(), 0
+    async for chunk in request.stream():
+        length += len(chunk)
+        if length <= max_bytes:
+            body += chunk
+        elif length > 8 * max_bytes:
+            break
+    if length > max_bytes:
+        message = f"the request has more than {max_bytes:,} bytes; send smaller images"
+        raise APIError(413, message, headers={"Connection": "close"})
+    return bytes(body)
+
+
+@asynccontextmanager
+async def request_deadline(deadline: float, timeout_s: float) -> AsyncIterator[None]:
+    """Cancel what runs inside at a time of the event loop's clock, and raise APIError 504."""
+    try:
+        async with asyncio.timeout_at(deadline) as timeout:
+            yield
+    except TimeoutError:
+        if not timeout.expired():  # another one, from inside
+            raise
+        raise APIError(504, f"no complete answer within {timeout_s:g} s; ask for fewer tokens", "timeout") from None
+
+
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of work; if the client disconnects first, work is cancelled and ClientDisconnect raised."""
+    working, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, disconnected):
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

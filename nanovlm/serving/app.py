@@ -13,7 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from nanovlm.embedded import SAMPLE
 from nanovlm.serving.errors import APIError, internal_error
-from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationFields, ResponsesRequest
+from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, Dialect, ResponsesRequest
+from nanovlm.serving.response_formats import ChatFormat, CompletionFormat, ResponsesFormat
 from nanovlm.serving.security import BrowserSecurityMiddleware, require_api_key
 from nanovlm.serving.service import ChatService
 
@@ -24,10 +25,10 @@ PAGE_FILES = {
     "/page.js": STATIC / "page.js",
     "/sample.png": SAMPLE,
 }
-POST_ROUTES: dict[str, type[GenerationFields]] = {
-    "/chat/completions": ChatCompletionRequest,
-    "/completions": CompletionRequest,
-    "/responses": ResponsesRequest,
+POST_ROUTES: dict[str, tuple[type[Dialect], type[ChatFormat]]] = {
+    "/chat/completions": (ChatCompletionRequest, ChatFormat),
+    "/completions": (CompletionRequest, CompletionFormat),
+    "/responses": (ResponsesRequest, ResponsesFormat),
 }
 GET = ["GET", "HEAD"]
 
@@ -82,9 +83,9 @@ def api_routes(service: ChatService, description: str) -> APIRouter:
     }
     model["max_model_len"] = service.captioner.processor.cfg.lm_max_position_embeddings  # vLLM's field
 
-    def post_route(request_type: type[GenerationFields]) -> Callable[[Request], Awaitable[Response]]:
+    def post_route(*dialect: Any) -> Callable[[Request], Awaitable[Response]]:
         async def create(request: Request) -> Response:
-            return await service.complete(request, request_type)
+            return await service.complete(request, *dialect)
 
         return create
 
@@ -100,8 +101,8 @@ def api_routes(service: ChatService, description: str) -> APIRouter:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     for prefix in ("/v1", ""):  # some clients leave it out, as llama.cpp's server allows
-        for path, request_type in POST_ROUTES.items():
-            router.add_api_route(prefix + path, post_route(request_type), methods=["POST"])
+        for path, dialect in POST_ROUTES.items():
+            router.add_api_route(prefix + path, post_route(*dialect), methods=["POST"])
         router.add_api_route(f"{prefix}/models", list_models, methods=GET)
         router.add_api_route(f"{prefix}/models/{{name:path}}", retrieve_model, methods=GET)
     router.add_api_route("/metrics", metrics, methods=GET)
@@ -111,7 +112,7 @@ def api_routes(service: ChatService, description: str) -> APIRouter:
 def health_route(service: ChatService) -> Callable[[], JSONResponse]:
     def health() -> JSONResponse:
         status = "stopped" if not service.engine.alive else "draining" if service.admission.draining else "ok"
-        counts = {"running": service.engine.num_running, "waiting": service.num_waiting}
+        counts = {"running": service.engine.batch.running, "waiting": service.num_waiting}
         return JSONResponse({"status": status, "model": service.name, **counts}, 200 if status == "ok" else 503)
 
     return health

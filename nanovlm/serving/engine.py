@@ -1,6 +1,6 @@
 """The engine: one thread owns the model and decodes all requests in one continuous batch.
 
-Coroutines call `submit` and read `RequestOutput`s from the handle it returns. A failure ends the request that caused it
+Coroutines call `submit` and read `TokenOutput`s from the handle it returns. A failure ends the request that caused it
 and no other; the thread itself ends only by `close`.
 """
 
@@ -21,7 +21,6 @@ from models.inference.continuous_batching import (
     ContinuousBatch,
     LogitsProcessor,
     PrefillError,
-    TokenLogprobs,
     TokenOutput,
 )
 from models.inference.serving_caches import ImageInput
@@ -29,17 +28,6 @@ from nanovlm.errors import NanoVLMError, is_out_of_memory
 from nanovlm.serving.errors import EngineError, EngineStoppedError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """One new token of a request's sequence `index`; finish_reason ("stop" or "length") marks the last one."""
-
-    index: int
-    token_id: int
-    finish_reason: str | None = None
-    logprobs: TokenLogprobs | None = None
-    n_cached: int = 0  # tokens of the prompt that were in the prefix cache
 
 
 @dataclass(eq=False)
@@ -72,8 +60,11 @@ class RequestHandle:
     sequence_ids: list[int] = field(default_factory=list)
     queue: asyncio.Queue[tuple[int, TokenOutput | BaseException]] = field(default_factory=asyncio.Queue)
 
-    async def outputs(self) -> list[RequestOutput]:
-        """All new outputs, at least one. Raises EngineError, or the NanoVLMError that the request itself caused."""
+    async def outputs(self) -> list[TokenOutput]:
+        """All new outputs, at least one; a key is the sequence's index.
+
+        Raises EngineError, or the NanoVLMError that the request itself caused.
+        """
         received = [await self.queue.get()]
         while not self.queue.empty():
             received.append(self.queue.get_nowait())
@@ -83,7 +74,7 @@ class RequestHandle:
                 raise item
             if isinstance(item, BaseException):
                 raise EngineError("the model failed on this request") from item
-            outputs.append(RequestOutput(index, item.token_id, item.finished, item.logprobs, item.n_cached))
+            outputs.append(replace(item, key=index))
         return outputs
 
     def cancel(self, index: int | None = None) -> None:
@@ -100,7 +91,7 @@ class Engine:
 
     def __init__(self, make_batch: Callable[[], ContinuousBatch]):
         self._make_batch = make_batch
-        self._batch = make_batch()
+        self.batch = make_batch()
         self._commands: queue.SimpleQueue[_Sequence | int | None] = queue.SimpleQueue()  # add, cancel by id, or stop
         self._ids = itertools.count()
         self._handles: dict[int, tuple[int, RequestHandle]] = {}  # only the event loop's thread uses these
@@ -120,22 +111,6 @@ class Engine:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
-
-    @property
-    def num_waiting(self) -> int:
-        return self._batch.waiting
-
-    @property
-    def num_running(self) -> int:
-        return self._batch.running
-
-    @property
-    def cache_bytes_used(self) -> int:
-        return self._batch.cache_bytes_used
-
-    @property
-    def cache_bytes_allocated(self) -> int:
-        return self._batch.cache_bytes_allocated
 
     def submit(self, requests: Sequence[SequenceRequest]) -> RequestHandle:
         """Queue the sequences of one request."""
@@ -180,9 +155,9 @@ class Engine:
             if isinstance(command, _Sequence):
                 self._add(command)
             elif sequence := self._active.pop(command, None):
-                self._batch.cancel(sequence.id)
+                self.batch.cancel(sequence.id)
         # After a failure of the whole batch, run its sequences one by one to isolate the one that caused it.
-        if self._retries and not (self._batch.running or self._batch.waiting):
+        if self._retries and not (self.batch.running or self.batch.waiting):
             sequence = self._retries.popleft()
             if sequence.id in self._active:
                 sequence.retried = True
@@ -199,7 +174,7 @@ class Engine:
     def _add_to_batch(self, sequence: _Sequence) -> None:
         request = sequence.request
         try:
-            self._batch.add(
+            self.batch.add(
                 sequence.id,
                 request.input_ids,
                 request.images,
@@ -214,7 +189,7 @@ class Engine:
     def _step(self) -> None:
         """One step of the batch. Without memory for all its sequences the newest one fails, and the others go on."""
         try:
-            outputs = self._batch.step()
+            outputs = self.batch.step()
         except PrefillError as error:
             if sequence := self._active.get(error.key):
                 self._fail(sequence, error.__cause__ or error)
@@ -223,7 +198,7 @@ class Engine:
             started = [sequence for sequence in self._active.values() if sequence.started]
             if not is_out_of_memory(error) or not started:
                 raise
-            self._batch.cancel(started[-1].id)
+            self.batch.cancel(started[-1].id)
             self._fail(started[-1], error)
             return
         self._handle_outputs(outputs)
@@ -249,7 +224,7 @@ class Engine:
         Sequences that have tokens lost their cache and fail. The others are tried once more, one at a time.
         """
         logger.error("a step of the whole batch failed", exc_info=error)
-        self._batch = self._make_batch()
+        self.batch = self._make_batch()
         self._retries.clear()
         for sequence in list(self._active.values()):
             if sequence.started or sequence.retried:

@@ -1,10 +1,12 @@
-"""What clients send: OpenAI's chat completions, completions and responses."""
+"""What clients send: OpenAI's chat completions, completions and responses, each read into one `GenerationRequest`."""
 
 import json
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from models.decoding import SamplingParams
 from nanovlm.errors import InputError
@@ -17,10 +19,8 @@ MAX_STOP_STRINGS = 4
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 NO_LIMIT = -1  # as max_tokens
-
-
-def _drop_nulls(data: Any) -> Any:
-    return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+ANY_OBJECT = {"type": "object"}  # a JSON schema
+NO_TOOLS: dict[str, list[Any]] = {"logit_bias": [{}], "tools": [[]], "tool_choice": ["none", "auto"]}
 
 
 class StrictModel(BaseModel):
@@ -30,8 +30,13 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _prepare(cls, data: Any) -> Any:
-        return _drop_nulls(data)
+    def _drop_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+def text_as(expand: Callable[[str], Any]) -> BeforeValidator:
+    """Lets a client send a text as the short form of a field."""
+    return BeforeValidator(lambda value: expand(value) if isinstance(value, str) else value)
 
 
 # ------------------------------------------------------------------------------------------------------------ messages
@@ -41,10 +46,6 @@ class ImageURL(StrictModel):
     url: str
 
 
-def _as_image_url(value: Any) -> Any:
-    return {"url": value} if isinstance(value, str) else value
-
-
 class TextPart(StrictModel):
     type: Literal["text", "input_text", "output_text"]  # the last two are those of the Responses API
     text: str
@@ -52,26 +53,21 @@ class TextPart(StrictModel):
 
 class ImagePart(StrictModel):
     type: Literal["image_url", "input_image"]
-    image_url: Annotated[ImageURL, BeforeValidator(_as_image_url)]
+    image_url: Annotated[ImageURL, text_as(lambda url: {"url": url})]
 
 
 ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
-def _as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
 class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[ContentPart], BeforeValidator(_as_parts)]
+    content: Annotated[list[ContentPart], text_as(lambda text: [{"type": "text", "text": text}])]
 
     @model_validator(mode="before")
     @classmethod
-    def _prepare(cls, data: Any) -> Any:
-        data = _drop_nulls(data)
-        if isinstance(data, dict) and data.get("role") == "assistant":  # null if it only called tools
-            data = {"content": []} | data
+    def _allow_no_content(cls, data: Any) -> Any:  # of an assistant that only called tools
+        if isinstance(data, dict) and data.get("role") == "assistant" and data.get("content") is None:
+            return data | {"content": []}
         return data
 
     @property
@@ -83,11 +79,33 @@ class Message(StrictModel):
         return [part.image_url.url for part in self.content if isinstance(part, ImagePart)]
 
 
-# ------------------------------------------------------------------------------------------------------------ requests
+# -------------------------------------------------------------------------------------------------------- the request
+
+
+@dataclass
+class GenerationRequest:
+    """What is to be generated, whichever way a client has said it; the *_field are its own names, for errors."""
+
+    prompt_field: str
+    sampling: list[SamplingParams]  # one for each of n answers
+    max_tokens: int | None  # None: as many as the context has room for
+    messages: list[Message] = field(default_factory=list)
+    prompts: list[str | list[int]] = field(default_factory=list)  # texts laid out by the client, instead of messages
+    model: str | None = None
+    stop: list[str] = field(default_factory=list)
+    top_logprobs: int | None = None  # how many likely tokens to report beside each token; None for no logprobs at all
+    schema: Any = None  # the JSON schema that the answer must follow; None for free text
+    schema_field: str = "response_format"
+    stream: bool = False
+    include_usage: bool = True  # at the end of a stream
+
+    @property
+    def n_sequences(self) -> int:
+        return len(self.sampling) * max(1, len(self.prompts))
 
 
 class JSONSchemaFormat(StrictModel):
-    json_schema: dict[str, Any] | bool = Field(alias="schema", default_factory=lambda: {"type": "object"})
+    json_schema: dict[str, Any] | bool = Field(alias="schema", default=ANY_OBJECT)
 
 
 class ResponseFormat(StrictModel):
@@ -95,47 +113,20 @@ class ResponseFormat(StrictModel):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JSONSchemaFormat | None = None
-    flat_schema: dict[str, Any] | None = Field(None, alias="schema")
+    flat_schema: dict[str, Any] | None = Field(default=None, alias="schema")
 
-    @property
     def required_schema(self) -> Any:
         """The JSON schema that the answer must follow; None for free text."""
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return {"type": "object"}
-        return self.json_schema.json_schema if self.json_schema else self.flat_schema or {"type": "object"}
+        if self.type != "json_schema":
+            return ANY_OBJECT if self.type == "json_object" else None
+        return self.json_schema.json_schema if self.json_schema else self.flat_schema or ANY_OBJECT
 
 
 class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _at_least_one_or_no_limit(value: Any) -> Any:
-    if value == 0 or (isinstance(value, int) and value < NO_LIMIT):
-        raise ValueError("Input should be greater than or equal to 1, or -1 for no limit")
-    return value
-
-
-def unsupported(*harmless: Any) -> BeforeValidator:
-    """Marks a field that this server does not implement; harmless values change nothing."""
-
-    def check(value: Any, info: ValidationInfo) -> Any:
-        if value not in harmless:
-            raise ValueError(f"{info.field_name} is not supported by this server; leave it out")
-        return value
-
-    return BeforeValidator(check)
-
-
-MaxTokens = Annotated[int | None, BeforeValidator(_at_least_one_or_no_limit)]
-
-
-class GenerationFields(StrictModel):
+class Dialect(StrictModel, ABC):
     """What all requests have in common, with vLLM's top_k, min_p and repetition_penalty beside OpenAI's fields.
 
     Greedy by default, unlike OpenAI's temperature of 1, at which small models lose the thread.
@@ -143,127 +134,103 @@ class GenerationFields(StrictModel):
 
     max_tokens_fields: ClassVar[tuple[str, ...]]  # the client's names of the limit; the first that is given counts
     default_max_tokens: ClassVar[int] = 256  # mlx-vlm's
-    prompt_field: ClassVar[str]  # the client's name of what the model reads
-    schema_field: ClassVar[str] = "response_format"  # and of the schema
+    unsupported: ClassVar[dict[str, list[Any]]]  # fields that the server refuses, unless they have one of these values
 
     model: str | None = None
     stream: bool = False
     n: int = Field(1, ge=1, le=MAX_N)
-    stop: Annotated[list[str], BeforeValidator(_as_list)] = Field([], max_length=MAX_STOP_STRINGS)
+    stop: Annotated[list[str], text_as(lambda text: [text])] = Field([], max_length=MAX_STOP_STRINGS)
     temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: Annotated[int, AfterValidator(lambda k: 0 if k == -1 else k)] = 0  # -1 is vLLM's word for all
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     seed: int | None = None
-    logit_bias: Annotated[Any, unsupported({})] = None
 
     @model_validator(mode="before")
     @classmethod
-    def _prepare(cls, data: Any) -> Any:
+    def _read_nulls(cls, data: Any) -> Any:
+        """A limit that is null is no limit; every other null is dropped after this."""
         if not isinstance(data, dict):
             return data
-        unlimited = {name: NO_LIMIT for name in cls.max_tokens_fields if name in data and data[name] is None}
-        if any(data.get(name) is not None for name in cls.max_tokens_fields):
-            unlimited = {}
-        return _drop_nulls(data) | unlimited
+        for name, harmless in cls.unsupported.items():
+            if data.get(name) is not None and data[name] not in harmless:
+                raise APIError(400, f"{name} is not supported by this server; leave it out", param=name)
+        names = cls.max_tokens_fields
+        is_limited = any(data.get(name) is not None for name in names)
+        return data if is_limited else data | {name: NO_LIMIT for name in names if name in data}
 
     @classmethod
-    def parse(cls, body: bytes) -> Self:
+    def parse(cls, body: bytes) -> GenerationRequest:
         """The request in a JSON body; APIError 400 names the first field that is wrong."""
         try:
-            return cls.model_validate_json(body)
+            return cls.model_validate_json(body).request()
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             raise _as_api_error(first, body) from None
 
-    @property
-    def max_tokens_field(self) -> str:
-        """The name of the field that limits the answer."""
-        given = (name for name in self.max_tokens_fields if getattr(self, name) is not None)
-        return next(given, self.max_tokens_fields[0])
+    @abstractmethod
+    def request(self) -> GenerationRequest: ...
 
-    @property
-    def limit(self) -> int | None:
-        """How many tokens to generate at most; None for no limit."""
-        limit = getattr(self, self.max_tokens_field)
-        if limit is None:
-            return self.default_max_tokens
-        return None if limit == NO_LIMIT else limit
+    def _request(self, prompt_field: str, **options: Any) -> GenerationRequest:
+        given = {name: limit for name in self.max_tokens_fields if (limit := getattr(self, name)) is not None}
+        name, limit = next(iter(given.items()), ("", self.default_max_tokens))
+        if limit < 1 and limit != NO_LIMIT:
+            message = f"{name}: Input should be greater than or equal to 1, or -1 for no limit"
+            raise APIError(400, message, param=name)
+        options |= {"model": self.model, "stop": self.stop, "stream": self.stream}
+        return GenerationRequest(prompt_field, self._sampling(), None if limit == NO_LIMIT else limit, **options)
 
-    @property
-    def n_sequences(self) -> int:
-        """How many sequences are generated."""
-        return self.n
-
-    @property
-    def n_logprobs(self) -> int | None:
-        """How many most likely tokens to report beside each token; None to report no log-probabilities."""
-        return None
-
-    @property
-    def required_schema(self) -> Any:
-        """The JSON schema that the answer must follow; None for free text."""
-        return None
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return True
-
-    def sampling_params(self) -> list[SamplingParams]:
-        """One for each of n sequences. With a seed each has its own, and the first is that of n=1."""
-        names = [name for name in SamplingParams.__dataclass_fields__ if name != "seed"]
-        options = {name: getattr(self, name) for name in names}
-        options["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's word for all
+    def _sampling(self) -> list[SamplingParams]:
+        """One for each of n answers. With a seed each has its own, and the first is that of n=1."""
         try:
-            first = SamplingParams(**options, seed=self.seed)
-            seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(1, self.n)]
-            return [first, *(SamplingParams(**options, seed=seed) for seed in seeds)]
+            first = SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__dataclass_fields__})
         except InputError as error:  # it begins with name=value
             raise APIError(400, str(error), param=str(error).partition("=")[0]) from None
+        seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(1, self.n)]
+        return [first, *(replace(first, seed=seed) for seed in seeds)]
 
 
-class CompletionFields(GenerationFields):
+# ------------------------------------------------------------------------------------------------------- the dialects
+
+
+class CompletionFields(Dialect):
     """What the two older kinds of requests have in common."""
 
-    max_tokens: MaxTokens = None
+    max_tokens: int | None = None
     stream_options: StreamOptions = StreamOptions()
-    response_format: ResponseFormat | None = None
+    response_format: ResponseFormat = ResponseFormat()
 
-    @property
-    def required_schema(self) -> Any:
-        return self.response_format.required_schema if self.response_format else None
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options.include_usage
+    def _request(self, prompt_field: str, **options: Any) -> GenerationRequest:
+        usage = self.stream_options.include_usage
+        return super()._request(
+            prompt_field, schema=self.response_format.required_schema(), include_usage=usage, **options
+        )
 
 
 class ChatCompletionRequest(CompletionFields):
     """POST /v1/chat/completions."""
 
     max_tokens_fields = ("max_completion_tokens", "max_tokens")
-    prompt_field = "messages"
+    unsupported = NO_TOOLS | {
+        "audio": [],
+        "function_call": ["none", "auto"],
+        "functions": [[]],
+        "modalities": [["text"]],
+    }
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: MaxTokens = None
+    max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    audio: Annotated[Any, unsupported()] = None
-    function_call: Annotated[Any, unsupported("none", "auto")] = None
-    functions: Annotated[Any, unsupported([])] = None
-    modalities: Annotated[Any, unsupported(["text"])] = None
-    tool_choice: Annotated[Any, unsupported("none", "auto")] = None
-    tools: Annotated[Any, unsupported([])] = None
 
-    @property
-    def n_logprobs(self) -> int | None:
+    def request(self) -> GenerationRequest:
         if self.top_logprobs and not self.logprobs:
             raise APIError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        return (self.top_logprobs or 0) if self.logprobs else None
+        top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._request("messages", messages=self.messages, top_logprobs=top_logprobs)
 
 
 def _as_prompts(value: Any) -> Any:
@@ -276,68 +243,44 @@ class CompletionRequest(CompletionFields):
     """POST /v1/completions: the model continues a text, which the client lays out by itself."""
 
     max_tokens_fields = ("max_tokens",)
-    prompt_field = "prompt"
+    unsupported = {"logit_bias": [{}], "echo": [False], "best_of": [1], "suffix": [""]}
     default_max_tokens = 16  # OpenAI's and vLLM's; such texts rarely end by themselves
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_as_prompts)] = Field(min_length=1, max_length=MAX_PROMPTS)
     logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
-    echo: Annotated[Any, unsupported(False)] = None
-    best_of: Annotated[Any, unsupported(1)] = None
-    suffix: Annotated[Any, unsupported("")] = None
 
-    @property
-    def n_sequences(self) -> int:
-        return self.n * len(self.prompt)
-
-    @property
-    def n_logprobs(self) -> int | None:
-        return self.logprobs
+    def request(self) -> GenerationRequest:
+        return self._request("prompt", prompts=self.prompt, top_logprobs=self.logprobs)
 
 
 class ResponseText(StrictModel):
-    format: ResponseFormat | None = None
+    format: ResponseFormat = ResponseFormat()
 
 
-def _as_messages(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-class ResponsesRequest(GenerationFields):
+class ResponsesRequest(Dialect):
     """POST /v1/responses. The server stores nothing: send earlier turns as input."""
 
     max_tokens_fields = ("max_output_tokens",)
-    prompt_field = "input"
-    schema_field = "text.format"
+    unsupported = NO_TOOLS | {"background": [False], "conversation": [], "previous_response_id": [], "prompt": []}
 
-    input: Annotated[list[Message], BeforeValidator(_as_messages)] = Field(min_length=1, max_length=MAX_MESSAGES)
+    input: Annotated[list[Message], text_as(lambda text: [{"role": "user", "content": text}])] = Field(
+        min_length=1, max_length=MAX_MESSAGES
+    )
     instructions: str = ""
-    max_output_tokens: MaxTokens = None
+    max_output_tokens: int | None = None
     text: ResponseText = ResponseText()
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     include: list[str] = []
     n: Literal[1] = 1
-    background: Annotated[Any, unsupported(False)] = None
-    conversation: Annotated[Any, unsupported()] = None
-    previous_response_id: Annotated[Any, unsupported()] = None
-    prompt: Annotated[Any, unsupported()] = None
-    tool_choice: Annotated[Any, unsupported("none", "auto")] = None
-    tools: Annotated[Any, unsupported([])] = None
 
-    @property
-    def messages(self) -> list[Message]:
-        if not self.instructions:
-            return self.input
-        system = Message(role="system", content=[TextPart(type="text", text=self.instructions)])
-        return [system, *self.input]
-
-    @property
-    def n_logprobs(self) -> int | None:
-        wanted = "message.output_text.logprobs" in self.include or self.top_logprobs is not None
-        return (self.top_logprobs or 0) if wanted else None
-
-    @property
-    def required_schema(self) -> Any:
-        return self.text.format.required_schema if self.text.format else None
+    def request(self) -> GenerationRequest:
+        instructions = TextPart(type="text", text=self.instructions)
+        system = [Message(role="system", content=[instructions])] if self.instructions else []
+        top_logprobs = self.top_logprobs
+        if top_logprobs is None and "message.output_text.logprobs" in self.include:
+            top_logprobs = 0
+        schema = {"schema": self.text.format.required_schema(), "schema_field": "text.format"}
+        return self._request("input", messages=system + self.input, top_logprobs=top_logprobs, **schema)
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

@@ -12,8 +12,8 @@ import uvicorn
 from nanovlm.captioner import Captioner
 from nanovlm.errors import UsageError
 from nanovlm.processing.image_urls import ImageFetcher
-from nanovlm.serving.admission import Limits
 from nanovlm.serving.app import make_app
+from nanovlm.serving.limits import Limits
 from nanovlm.serving.service import ChatService
 
 logger = logging.getLogger(__name__)

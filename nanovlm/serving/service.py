@@ -4,9 +4,9 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ from models.inference.serving_caches import ImageCache, PrefixCache
 from nanovlm.captioner import NO_IMAGE, Captioner
 from nanovlm.errors import ImageError
 from nanovlm.processing.image_urls import ImageFetcher, is_data_url
-from nanovlm.serving.admission import Admission, Limits, PixelBudget
+from nanovlm.serving.admission import Admission, PixelBudget, cancel_on_disconnect, read_body, request_deadline
 from nanovlm.serving.chat_format import (
     Chat,
     ModelInputs,
@@ -27,29 +27,17 @@ from nanovlm.serving.chat_format import (
     prepare_completion,
     prepare_inputs,
 )
-from nanovlm.serving.connection import cancel_on_disconnect, read_body, request_deadline
 from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import APIError, as_api_error
+from nanovlm.serving.limits import Limits
 from nanovlm.serving.metrics import Metrics
-from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationFields, ResponsesRequest
-from nanovlm.serving.response_formats import (
-    ChatFormat,
-    CompletionFormat,
-    Decode,
-    OutputFormat,
-    ResponsesFormat,
-    TextDelta,
-)
+from nanovlm.serving.protocol import Dialect, GenerationRequest
+from nanovlm.serving.response_formats import ChatFormat, TextDelta
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
 from nanovlm.serving.structured_output import GrammarProcessor, StructuredOutput
 
 logger = logging.getLogger(__name__)
 
-OUTPUT_FORMATS: dict[type[GenerationFields], Callable[[str, str, Decode], OutputFormat]] = {
-    ChatCompletionRequest: ChatFormat,
-    CompletionRequest: CompletionFormat,
-    ResponsesRequest: ResponsesFormat,
-}
 PIXEL_BUDGET_BYTES = 2**28  # of images that are decoded and not prefilled yet, as float32
 
 
@@ -92,14 +80,7 @@ class ChatService:
         self.fetcher = fetcher or ImageFetcher()
         self.structured_output = StructuredOutput(captioner.tokenizer)
         self.admission = Admission(self.limits.max_num_seqs + self.limits.max_pending)
-        self.metrics = Metrics(
-            lambda: self.engine.num_running,
-            lambda: self.num_waiting,
-            lambda: self.engine.cache_bytes_used,
-            lambda: self.engine.cache_bytes_allocated,
-            self.caches.images,
-            self.caches.prefixes,
-        )
+        self.metrics = Metrics(self.engine, lambda: self.num_waiting, self.caches.images, self.caches.prefixes)
         image_bytes = captioner.processor.max_tiles_per_image * 3 * captioner.processor.cfg.vit_img_size**2 * 4
         self.pixel_budget = PixelBudget(max(1, pixel_budget_bytes // image_bytes))
         self._executor = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "nanovlm-images")  # each may decode an image
@@ -107,7 +88,7 @@ class ChatService:
     @property
     def num_waiting(self) -> int:
         """Admitted sequences that do not run yet."""
-        return max(0, self.admission.count - self.engine.num_running)
+        return max(0, self.admission.count - self.engine.batch.running)
 
     def start(self) -> None:
         """Start the engine; call it in the event loop that serves requests."""
@@ -119,10 +100,10 @@ class ChatService:
             self.engine.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def complete(self, http_request: Request, request_type: type[GenerationFields]) -> Response:
+    async def complete(self, http_request: Request, dialect: type[Dialect], make_format: type[ChatFormat]) -> Response:
         """The response to one request. Whatever goes wrong is an APIError, and counted in the metrics."""
         try:
-            response = await self._complete(http_request, request_type)
+            response = await self._complete(http_request, dialect, make_format)
         except Exception as error:
             api_error = as_api_error(error)
             self.metrics.requests.labels(api_error.status).inc()
@@ -130,22 +111,31 @@ class ChatService:
         self.metrics.requests.labels(response.status_code).inc()
         return response
 
-    async def _complete(self, http_request: Request, request_type: type[GenerationFields]) -> Response:
-        arrival = asyncio.get_running_loop().time()
-        deadline = arrival + self.limits.timeout_s
+    async def _complete(self, http_request: Request, dialect: type[Dialect], make_format: type[ChatFormat]) -> Response:
+        loop = asyncio.get_running_loop()
+        arrival = loop.time()
+        deadline = partial(request_deadline, arrival + self.limits.timeout_s, self.limits.timeout_s)
         async with AsyncExitStack() as request_scope:  # what it holds is released when the response ends
-            async with request_deadline(deadline, self.limits.timeout_s):
+            async with deadline():
                 self.admission.acquire(request_scope)
                 body = await read_body(http_request, self.limits.max_body_bytes)
-                request = await asyncio.get_running_loop().run_in_executor(self._executor, request_type.parse, body)
+                request = await loop.run_in_executor(self._executor, dialect.parse, body)
                 del body  # it may hold megabytes of images, as the request does
-                work = self._respond(request, request_scope, arrival)
+                output_format = make_format(uuid.uuid4().hex, self.name, self.captioner.tokenizer.decode_raw)
+                work = self._respond(request, output_format, request_scope, arrival, deadline)
                 response = await cancel_on_disconnect(http_request, work)
             if isinstance(response, EventStreamResponse):
                 response.request_scope = request_scope.pop_all()
         return response
 
-    async def _respond(self, request: GenerationFields, request_scope: AsyncExitStack, arrival: float) -> Response:
+    async def _respond(
+        self,
+        request: GenerationRequest,
+        output_format: ChatFormat,
+        request_scope: AsyncExitStack,
+        arrival: float,
+        deadline: Callable[[], AbstractAsyncContextManager[None]],
+    ) -> Response:
         now = asyncio.get_running_loop().time
         stream = await self._submit(request, request_scope)
         request_scope.callback(self._count_tokens, stream)
@@ -153,64 +143,53 @@ class ChatService:
         first = await anext(texts)
         self.metrics.first_token.observe(now() - arrival)
         request_scope.callback(lambda: self.metrics.answer.observe(now() - arrival))
-        make_format = OUTPUT_FORMATS[type(request)]
-        output_format = make_format(uuid.uuid4().hex, self.name, self.captioner.tokenizer.decode_raw)
         if request.stream:
-            deadline = partial(request_deadline, arrival + self.limits.timeout_s, self.limits.timeout_s)
-            events = stream_events(stream, output_format, first, texts, request.include_usage, deadline)
-            return EventStreamResponse(events)
-        answers = [first.get(index, TextDelta()) for index in range(len(stream.streamers))]
+            return EventStreamResponse(
+                stream_events(stream, output_format, first, texts, request.include_usage, deadline)
+            )
+        answers = [first.get(index, TextDelta()) for index in range(request.n_sequences)]
         async for new in texts:
             for index, delta in new.items():
                 answers[index] += delta
         return JSONResponse(output_format.response(answers, stream.finish_reasons, stream.usage))
 
-    async def _submit(self, request: GenerationFields, request_scope: AsyncExitStack) -> ResponseStream:
+    async def _submit(self, request: GenerationRequest, request_scope: AsyncExitStack) -> ResponseStream:
         """Check and preprocess a request, and submit it to the engine."""
         if self.strict_model and request.model not in (None, self.name):
             raise self.model_not_found(str(request.model))
         self._admit_sequences(request, request_scope)
-        sampling, top_logprobs = request.sampling_params(), request.n_logprobs
-        processors = iter(await self._logits_processors(request))
+        processors: Iterator[GrammarProcessor] = iter(())
+        if request.schema is not None:
+            make, run = self.structured_output.make_processors, asyncio.get_running_loop().run_in_executor
+            made = await run(self._executor, make, request.schema, request.n_sequences, request.schema_field)
+            processors = iter(made)
         prompts, on_prefilled = await self._prepare(request, request_scope)
         sequences, streamers = [], []
         for inputs in prompts:
-            max_tokens = self._max_tokens(request, len(inputs.input_ids))
-            for params in sampling:
-                sequences.append(
-                    SequenceRequest(
-                        inputs.input_ids, inputs.images, max_tokens, params, next(processors, None), top_logprobs
-                    )
-                )
+            max_tokens, images = self._max_tokens(request, len(inputs.input_ids)), inputs.images
+            for sampling in request.sampling:
+                options = next(processors, None), request.top_logprobs
+                sequences.append(SequenceRequest(inputs.input_ids, images, max_tokens, sampling, *options))
                 streamers.append(StopStringStreamer(self.captioner.tokenizer, request.stop, inputs.continued_ids))
         handle = self.engine.submit(sequences)
         request_scope.callback(handle.cancel)
         return ResponseStream(handle, streamers, sum(len(inputs.input_ids) for inputs in prompts), on_prefilled)
 
-    async def _logits_processors(self, request: GenerationFields) -> list[GrammarProcessor]:
-        """One for each sequence, if the request asks for JSON."""
-        schema = request.required_schema
-        if schema is None:
-            return []
-        make, run = self.structured_output.make_processors, asyncio.get_running_loop().run_in_executor
-        return await run(self._executor, make, schema, request.n_sequences, request.schema_field)
-
-    def _admit_sequences(self, request: GenerationFields, request_scope: AsyncExitStack) -> None:
+    def _admit_sequences(self, request: GenerationRequest, request_scope: AsyncExitStack) -> None:
         """Take the places of all sequences but the first, which has its place already."""
-        n = request.n_sequences
-        if n > self.admission.capacity:
-            asked = f"n={request.n}" + (f" for {n // request.n} prompts" if n > request.n else "")
+        n, n_total = len(request.sampling), request.n_sequences
+        if n_total > self.admission.capacity:
+            asked = f"n={n}" + (f" for {n_total // n} prompts" if n_total > n else "")
             message = f"{asked} is more than the {self.admission.capacity} answers that this server has places for"
-            raise APIError(400, message, param="n" if request.n > 1 else "prompt")
-        self.admission.acquire_more(n - 1, request_scope)
+            raise APIError(400, message, param="n" if n > 1 else "prompt")
+        self.admission.acquire_more(n_total - 1, request_scope)
 
     async def _prepare(
-        self, request: GenerationFields, request_scope: AsyncExitStack
+        self, request: GenerationRequest, request_scope: AsyncExitStack
     ) -> tuple[list[ModelInputs], Callable[[], None]]:
         """The request's prompts, and what to call once they are prefilled."""
-        if isinstance(request, CompletionRequest):
-            return [prepare_completion(prompt, self.captioner.tokenizer) for prompt in request.prompt], lambda: None
-        assert isinstance(request, (ChatCompletionRequest, ResponsesRequest))
+        if request.prompts:
+            return [prepare_completion(prompt, self.captioner.tokenizer) for prompt in request.prompts], lambda: None
         chat = parse_messages(request.messages, request.prompt_field)
         if not chat.image_urls and not self._warned_of_no_image:
             self._warned_of_no_image = True
@@ -243,7 +222,7 @@ class ChatService:
             free_bytes -= len(file)
         return files
 
-    def _max_tokens(self, request: GenerationFields, prompt_tokens: int) -> int:
+    def _max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:
         """How many tokens to generate at most: what the request allows and the context has room for.
 
         APIError if the prompt alone does not fit.
@@ -254,7 +233,7 @@ class ChatService:
             limit = f"the model's context (lm_max_position_embeddings={context})"
             message = f"a prompt of {prompt_tokens} tokens exceeds {limit}; shorten {request.prompt_field}"
             raise APIError(400, message, "context_length_exceeded", request.prompt_field)
-        return room if request.limit is None else min(request.limit, room)
+        return room if request.max_tokens is None else min(request.max_tokens, room)
 
     def _count_tokens(self, stream: ResponseStream) -> None:
         self.metrics.prompt_tokens.inc(stream.num_prompt_tokens)

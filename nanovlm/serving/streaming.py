@@ -2,15 +2,16 @@
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from models.inference.continuous_batching import TokenLogprobs
+from models.inference.continuous_batching import TokenLogprobs, TokenOutput
 from nanovlm.processing.tokenizer import StreamingDecoder, Tokenizer
-from nanovlm.serving.engine import RequestHandle, RequestOutput
+from nanovlm.serving.engine import RequestHandle
 from nanovlm.serving.errors import as_api_error
-from nanovlm.serving.response_formats import OutputFormat, TextDelta, Usage
+from nanovlm.serving.response_formats import ChatFormat, TextDelta, Usage
 
 
 class StopStringStreamer:
@@ -98,22 +99,23 @@ class ResponseStream:
                 self.on_prefilled()
             yield new
 
-    def _feed(self, output: RequestOutput, new: dict[int, TextDelta]) -> None:
-        streamer, logprobs = self.streamers[output.index], self._logprobs[output.index]
+    def _feed(self, output: TokenOutput, new: dict[int, TextDelta]) -> None:
+        index: Any = output.key
+        streamer, logprobs = self.streamers[index], self._logprobs[index]
         if streamer.finish_reason:
             return
-        if output.index == 0:
+        if index == 0:
             self.num_cached_tokens = output.n_cached
-        text = streamer.feed(output.token_id, output.finish_reason)
-        if output.logprobs and output.finish_reason != "stop":  # the end token has no text
+        text = streamer.feed(output.token_id, output.finished)
+        if output.logprobs and output.finished != "stop":  # the end token has no text
             logprobs.append((output.token_id, output.logprobs))
         delta = TextDelta(text)
         if text or streamer.finish_reason:
             delta = TextDelta(text, tuple(logprobs))
             logprobs.clear()
-        new[output.index] = new.get(output.index, TextDelta()) + delta
-        if streamer.finish_reason and not output.finish_reason:
-            self.handle.cancel(output.index)
+        new[index] = new.get(index, TextDelta()) + delta
+        if streamer.finish_reason and not output.finished:
+            self.handle.cancel(index)
 
 
 class EventStreamResponse(StreamingResponse):
@@ -131,7 +133,7 @@ class EventStreamResponse(StreamingResponse):
 
 async def stream_events(
     stream: ResponseStream,
-    output_format: OutputFormat,
+    output_format: ChatFormat,
     first: dict[int, TextDelta],
     texts: AsyncIterator[dict[int, TextDelta]],
     include_usage: bool,

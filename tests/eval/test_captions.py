@@ -17,10 +17,10 @@ def captioner():
 
 
 def test_every_answer_that_is_not_right_is_listed(capsys):
-    assert main(["--scenes", "8", "--json"]) == 0
+    assert main(["--scenes", "4", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)
     splits = [results[name] for name in captions.SPLITS]
-    assert [split["of"] for split in splits[:3]] == [8, 8, 24]
+    assert [split["of"] for split in splits[:3]] == [4, 4, 12]
     assert len(results["missed"]) == sum(split["of"] - split["right"] for split in splits)
     for split in splits:
         assert sum(row["of"] for row in split["rows"].values()) == split["of"]
@@ -41,21 +41,22 @@ def test_the_table_shows_shares_intervals_and_misses(monkeypatch, capsys):
     assert "100.00%  (100 of 100, 95% interval 96.3 to 100.0)" in out and "torch.float32" in out
 
 
-def test_the_drawer_draws_every_scene(captioner, monkeypatch, capsys):
+def test_the_renderer_draws_every_scene(captioner, monkeypatch, capsys):
     drawn = []
-    draw = captions.DRAWERS["independent"]
-    monkeypatch.setitem(captions.DRAWERS, "independent", lambda *args: drawn.append(args) or draw(*args))
-    assert main(["--drawer", "independent", "--scenes", "2"]) == 0
+    draw = captions.RENDERERS["independent"]
+    monkeypatch.setitem(captions.RENDERERS, "independent", lambda *args: drawn.append(args) or draw(*args))
+    assert main(["--renderer", "independent", "--scenes", "2"]) == 0
     assert len(drawn) == 4 and "captions, withheld pairs" in capsys.readouterr().out
-    assert main(["--drawer", "independent", "--scenes", "2", "--turns", "1"]) == 0
+    assert main(["--renderer", "independent", "--scenes", "2", "--turns", "1"]) == 0
     assert len(drawn) == 6
 
 
-def test_wordings_are_told_by_whether_training_uses_them(capsys):
-    assert main(["--wordings", "--scenes", "2"]) == 0
+@pytest.mark.full
+def test_prompt_variants_are_told_by_whether_training_uses_them(capsys):
+    assert main(["--prompt-variants", "--scenes", "2"]) == 0
     out = capsys.readouterr().out
-    trained, held_out = out.split("held-out wordings\n")
-    assert trained.startswith("trained wordings\n  Describe this picture.  ")
+    trained, held_out = out.split("held-out prompts\n")
+    assert trained.startswith("trained prompts\n  Describe this picture.  ")
     assert "Describe everything in the picture." in held_out and " of 2, 95% interval" in held_out
 
 
@@ -78,6 +79,7 @@ def test_turns_are_printed_as_a_table_and_as_json(capsys):
     assert "after a caption" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_every_precision_at_every_level_is_compared_with_plain_modules():
     results = compare_precisions(4, "1")
     levels = levels_here() or ["none"]
@@ -109,7 +111,7 @@ def test_int8_that_keeps_too_little_is_a_failure(monkeypatch, capsys, tmp_path, 
     monkeypatch.setattr(captions, "compare_precisions", lambda *args: {"float32 int8 avx2": row, "float32 none": row})
     assert main(["--compare", "--save", str(tmp_path)]) == (kept < 0.99)
     out, err = capsys.readouterr()
-    assert f"float32 int8 avx2   90.0%   {kept:.1%}   1.00%   50.0%   80.0%" in out
+    assert f"float32 int8 avx2  90.0%  {kept:.1%}   1.00%   50.0%  80.0%" in out
     message = "float32 int8 avx2 keeps less than 99% of float32's right captions"
     assert err.splitlines()[1:] == ([message] if kept < 0.99 else [])
     (path,) = tmp_path.iterdir()

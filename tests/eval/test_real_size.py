@@ -4,14 +4,17 @@ import json
 import time
 from dataclasses import replace
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
+from random import Random
 
 import pytest
 import torch
 
+from eval.lib import random_model
 from eval.lib.shapes import SHAPES
-from eval.real_size import RealSize, main, sample_private_memory
+from eval.real_size import RealSize, main, measure, memory_table, sample_private_memory
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
+from nanovlm.synthetic import draw, random_scene
 from support.checkpoints import small
 
 
@@ -28,6 +31,18 @@ def small_shapes(monkeypatch):
         monkeypatch.setitem(SHAPES, name, (cfg, count_parameters(cfg)))
 
 
+def test_a_model_is_loaded_and_captions(small_230m, tmp_path):
+    """In this process, whose memory says nothing."""
+    random_model.write_random_model(tmp_path, small_230m)
+    draw(random_scene(Random("photograph")), 800, 600).save(image := tmp_path / "image.png")
+    measured = measure(tmp_path, image.read_bytes(), "float32", None, 2)
+    assert measured["parameters"] == count_parameters(small_230m) and measured["new_tokens"] == 2
+    assert measured["needed_mb"] == 0 and measured["images"] == 10 and measured["format_version"] == 5
+    lines = memory_table([RealSize("230M", published=7, file_mb=900.0, **measured)]).splitlines()
+    assert lines[0].split()[:3] == ["model", "parameters", "file"] and "230M: prompt of 10 images" in lines[2]
+
+
+@pytest.mark.full
 def test_each_model_is_measured_in_its_own_process(small_shapes, capsys):
     assert main(["230M", "222M", "--json", "--max-new-tokens", "3"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -43,6 +58,7 @@ def test_each_model_is_measured_in_its_own_process(small_shapes, capsys):
         assert result["needed_mb"] == 0 and result["dtype"] == "torch.float32"
 
 
+@pytest.mark.full
 def test_a_quantized_model_is_measured_and_its_parameters_are_the_configs(small_shapes, capsys):
     assert main(["230M", "--dtype", "bfloat16", "--quantize", "int8", "--json", "--max-new-tokens", "1"]) == 0
     (result,) = json.loads(capsys.readouterr().out)["models"]
@@ -67,17 +83,16 @@ def test_private_memory_that_is_freed_again_is_seen():
     assert max(samples) - samples[0] > 60
 
 
+@pytest.mark.full
 def test_failed_checks_are_sentences_and_exit_code_1(small_shapes, capsys, monkeypatch):
-    from eval import real_size
-
-    write, (cfg, published) = real_size.write_random_model, SHAPES["222M"]
+    write, (cfg, published) = random_model.write_random_model, SHAPES["222M"]
 
     def fail_for_format_5(folder, cfg):
         if cfg.format_version == 5:
             raise OSError("No space left on device")
         write(folder, cfg)
 
-    monkeypatch.setattr(real_size, "write_random_model", fail_for_format_5)
+    monkeypatch.setattr(random_model, "write_random_model", fail_for_format_5)
     monkeypatch.setitem(SHAPES, "222M", (cfg, published + 1))
     assert main(["230M", "222M", "--dtype", "bfloat16"]) == 1
     out, err = capsys.readouterr()
@@ -96,6 +111,7 @@ def test_wrong_flags_are_one_line_and_exit_code_2(capsys, flags):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_a_smolvlm_of_a_published_vocabulary_is_written_and_measured(monkeypatch, capsys):
     cfg, _ = SHAPES["SmolVLM-256M"]
     small_cfg = replace(

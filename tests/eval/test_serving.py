@@ -6,7 +6,9 @@ import pytest
 
 pytest.importorskip("openai")
 
-from eval.serving import Answer, failures, main, summarize, table
+from eval.serving import Answer, failures, main, results_table, summarize
+
+pytestmark = pytest.mark.full
 
 FIGURES = {"answered": 3, "first_text_s": {"median": 0.01, "p95": 0.02}, "requests_per_s": 10.0}
 
@@ -16,18 +18,18 @@ def test_no_request_is_lost_and_every_answer_is_the_single_clients(capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["requests"] == result["same"] == result["many"]["answered"] == 6 and result["one"]["answered"] == 3
     assert 0 < result["one"]["first_text_s"]["median"] <= result["one"]["first_text_s"]["p95"]
-    assert "0 of 6 lost; 6 answers equal the single client's" in table(result)
+    assert "0 of 6 lost; 6 answers equal the single client's" in results_table(result)
     none, images, both = result["turns"].values()
     assert none["answers"] == images["answers"] == both["answers"] and len(none["answers"]) == 6
     assert set(none["metrics"].values()) == {0.0}
     assert images["metrics"]["image_cache_hits_total"] == both["metrics"]["image_cache_hits_total"] == 3
     assert images["metrics"]["prefix_cache_hit_tokens_total"] == 0 < both["metrics"]["prefix_cache_hit_tokens_total"]
-    assert "3 of 9 images" in table(result)
+    assert "3 of 9" in results_table(result)
 
 
 def test_a_lost_request_is_a_failure():
     result = {"clients": 2, "requests": 4, "same": 3, "one": FIGURES, "many": FIGURES, "turns": {}}
-    assert failures(result) == ["1 requests are lost"] and "1 of 4 lost" in table(result)
+    assert failures(result) == ["1 requests are lost"] and "1 of 4 lost" in results_table(result)
     assert failures(result | {"requests": 3}) == []
 
 

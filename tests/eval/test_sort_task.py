@@ -67,7 +67,7 @@ def test_a_short_sorting_task_is_learned_and_keeps_the_random_state():
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    result = sort_task(max_steps=1000, length=3, n_digits=2, log=quiet, rounds=1)
+    result = sort_task(max_steps=1000, length=3, n_digits=2, log=quiet, rounds=1, n_tokens=4)
     assert torch.equal(torch.rand(1), expected)
     assert result.accuracy == 1 and not result.failures
     assert result.n_inputs == result.n_identical == result.n_identical_sampled == 8
@@ -77,11 +77,10 @@ def test_a_failure_is_a_sentence_and_exit_code_1(capsys):
     import eval.sort_task as module
 
     def too_short(max_steps, seed, rounds):
-        return sort_task(max_steps, length=3, seed=seed, log=module.progress, rounds=rounds)
+        return sort_task(max_steps, length=3, seed=seed, log=module.progress, rounds=rounds, n_tokens=4)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "sort_task", too_short)
-        patch.setattr(module, "time_long_generation", lambda rounds: LONG)
         assert main(["--steps", "1", "--json"]) == 1
     out, err = capsys.readouterr()
     record = json.loads(out)

@@ -2,21 +2,25 @@
 
 import base64
 import io
+import json
 import threading
 import time
 
 import httpx
-import openai
 import uvicorn
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE
-from nanovlm.serving.admission import Limits
 from nanovlm.serving.app import make_app
 from nanovlm.serving.engine import Engine
+from nanovlm.serving.limits import Limits
+from nanovlm.serving.server import DrainingServer
 from nanovlm.serving.service import Caches, ChatService
+
+# One for all tests: each new client would read all certificates. It keeps no connection: ports change their servers.
+http = httpx.Client(timeout=60, verify=False, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 class WatchedBatch(ContinuousBatch):
@@ -59,7 +63,8 @@ class RunningServer:
         options = {"engine": Engine(make_batch), "caches": caches} | service_options
         self.service = ChatService(captioner, "nanovlm", limits, **options)
         app = make_app(self.service, allowed_hosts, api_key, allowed_origins=allowed_origins)
-        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", ws="none", http="h11"))
+        config = uvicorn.Config(app, port=0, log_level="warning", ws="none", http="h11")
+        self.server = DrainingServer(config, self.service)
         self.thread = threading.Thread(target=self.server.run)
 
     def __enter__(self):
@@ -77,23 +82,71 @@ class RunningServer:
     @property
     def idle(self):
         """Whether no request is left anywhere."""
-        return self.service.admission.count == self.service.engine.num_running == self.service.engine.num_waiting == 0
+        return (
+            self.service.admission.count == self.service.engine.batch.running == self.service.engine.batch.waiting == 0
+        )
 
     def post(self, body, path="/v1/chat/completions", **options):
-        return httpx.post(self.url + path, **body_of(body), timeout=60, **options)
+        return http.post(self.url + path, **body_of(body), **options)
 
-    def client(self, **options):
+    def client(self):
+        return PlainClient(self.url)
+
+    def openai_client(self, **options):
+        import openai
+
         options = {"api_key": "none", "max_retries": 0, "timeout": 60} | options
         return openai.OpenAI(base_url=f"{self.url}/v1", **options)
 
     def metrics(self):
         """Each metric's sum over its labels."""
-        response, sums = httpx.get(f"{self.url}/metrics"), {}
+        response, sums = http.get(f"{self.url}/metrics"), {}
         assert response.headers["content-type"].startswith("text/plain")
         for family in text_string_to_metric_families(response.text):
             for sample in family.samples:
                 sums[sample.name] = sums.get(sample.name, 0) + sample.value
         return sums
+
+
+class Record(dict):
+    """A JSON object whose fields are attributes, None if it has no such field."""
+
+    __getattr__ = dict.get
+    output_text = property(lambda self: self.output[0].content[0].text)
+
+    def model_dump(self):
+        return self
+
+
+class PlainClient:
+    """The openai client's methods over plain HTTP: nothing is repaired on the way."""
+
+    def __init__(self, url):
+        self.url = url
+        self.chat = Record(completions=Record(create=self._method("chat/completions")))
+        self.completions, self.responses = (Record(create=self._method(path)) for path in ("completions", "responses"))
+
+    def _method(self, path):
+        url = f"{self.url}/v1/{path}"
+
+        def create(extra_body=(), **body):
+            body |= dict(extra_body)
+            if body.get("stream"):
+                return stream_events(url, body)
+            response = http.post(url, json=body)
+            assert response.status_code == 200, response.text
+            return json.loads(response.text, object_hook=Record)
+
+        return create
+
+
+def stream_events(url, body):
+    """The events of a streamed response."""
+    with http.stream("POST", url, json=body) as response:
+        assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "), object_hook=Record)
 
 
 def body_of(body):

@@ -1,23 +1,25 @@
 "use strict";
 
 const byId = (id) => document.getElementById(id);
+const create = (parent, tag, fields = {}) => parent.appendChild(Object.assign(document.createElement(tag), fields));
+const on = (id, type, listener) => byId(id).addEventListener(type, listener);
 const DEFAULT_QUESTION = byId("question").placeholder; // asked if the first question about an image is left empty
-// images: { url: data URL, turn: index of the turn that shows it, null for the next one }; turns: [question, answer]
+// images: { url: data URL, turn: index of the turn that shows it, null for the next one, remove: its button };
+// turns: [question, answer]
 const chat = { model: null, images: [], turns: [], generation: null, apiKey: "" };
 
-function requestHeaders() {
-  return { "Content-Type": "application/json", ...(chat.apiKey && { Authorization: `Bearer ${chat.apiKey}` }) };
+async function request(path, options = {}) {
+  const headers = { "Content-Type": "application/json", ...(chat.apiKey && { Authorization: `Bearer ${chat.apiKey}` }) };
+  const response = await fetch(path, { headers, ...options });
+  byId("key-form").hidden = response.status !== 401;
+  if (response.ok) return response;
+  const body = await response.json().catch(() => null);
+  const message = body?.error?.message ?? `The server answered with status ${response.status}.`;
+  throw Object.assign(new Error(message), { needsKey: response.status === 401 });
 }
 
 async function loadModel() {
-  const response = await fetch("/v1/models", { headers: requestHeaders() });
-  byId("key-form").hidden = response.status !== 401;
-  if (response.status === 401) {
-    byId("api-key").focus();
-    if (!chat.apiKey) return showError("");
-    throw new Error("This is not the server's API key.");
-  }
-  if (!response.ok) throw await responseError(response);
+  const response = await request("/v1/models");
   const [model] = (await response.json()).data;
   chat.model = model.id;
   byId("model").textContent = model.id === "nanovlm" ? "the embedded model" : model.id;
@@ -25,13 +27,14 @@ async function loadModel() {
   showError("");
 }
 
-async function responseError(response) {
-  const body = await response.json().catch(() => null);
-  return new Error(body?.error?.message ?? `The server answered with status ${response.status}.`);
-}
-
 function showError(message) {
   byId("error").textContent = toSentence(message);
+}
+
+function showFailure(error) {
+  if (!error.needsKey) return showError(error instanceof TypeError ? "The server cannot be reached." : error.message);
+  byId("api-key").focus();
+  showError(chat.apiKey && "This is not the server's API key.");
 }
 
 function toSentence(text) {
@@ -40,9 +43,8 @@ function toSentence(text) {
 
 function readFile(file) {
   return new Promise((resolve, reject) => {
-    const reader = new FileReader();
-    reader.onerror = () => reject(new Error(`${file.name || "The image"} cannot be read.`));
-    reader.onload = () => resolve(reader.result);
+    const onerror = () => reject(new Error(`${file.name || "The image"} cannot be read.`));
+    const reader = Object.assign(new FileReader(), { onload: () => resolve(reader.result), onerror });
     reader.readAsDataURL(file);
   });
 }
@@ -61,38 +63,31 @@ async function addImages(files) {
 }
 
 function addImage(file, url) {
-  const image = { url, turn: null };
-  const item = document.createElement("li");
-  const image = item.appendChild(document.createElement("img"));
-  image.src = URL.createObjectURL(file);
-  image.alt = file.name ? `Your image, ${file.name}` : "Your image";
-  image.addEventListener("error", () => {
-    const note = document.createElement("p");
-    note.className = "no-preview";
-    note.textContent = `Browsers cannot show ${file.name || "this image"}, but you can ask about it.`;
-    image.replaceWith(note);
+  const item = create(byId("images"), "li");
+  const shown = create(item, "img", { src: URL.createObjectURL(file), alt: `Your image, ${file.name}` });
+  shown.addEventListener("error", () => {
+    const textContent = `Browsers cannot show ${file.name || "this image"}, but you can ask about it.`;
+    shown.replaceWith(create(item, "p", { textContent }));
   });
-  const remove = item.appendChild(document.createElement("button"));
-  Object.assign(remove, { type: "button", className: "remove", textContent: "×" });
+  const remove = create(item, "button", { type: "button", textContent: "×" });
   remove.setAttribute("aria-label", `Remove ${file.name || "the image"}`);
+  const image = { url, turn: null, remove };
+  chat.images.push(image);
   remove.addEventListener("click", () => {
-    URL.revokeObjectURL(image.src);
+    URL.revokeObjectURL(shown.src);
     item.remove();
     chat.images.splice(chat.images.indexOf(image), 1);
     showImages();
     byId(chat.images.length ? "question" : "file").focus();
   });
-  image.remove = remove;
-  chat.images.push(image);
-  byId("images").append(item);
 }
 
 function showImages() {
   const any = chat.images.length > 0;
   for (const id of ["images", "add-image"]) byId(id).hidden = !any;
-  byId("start-over").hidden = !any && !chat.turns.length;
   for (const id of ["file", "drop-zone", "sample"]) byId(id).hidden = any;
-  for (const image of chat.images) image.remove.hidden = image.turn !== null; // the answers are about it
+  for (const { remove, turn } of chat.images) remove.hidden = turn !== null; // the answers are about it
+  byId("start-over").hidden = !any && !chat.turns.length;
 }
 
 function startOver() {
@@ -100,24 +95,19 @@ function startOver() {
   Object.assign(chat, { images: [], turns: [] });
   for (const id of ["images", "conversation"]) byId(id).replaceChildren();
   byId("question").placeholder = DEFAULT_QUESTION;
-  byId("file").value = "";
   showImages();
   showError("");
   byId("file").focus();
 }
 
 function buildMessages(question) {
-  const messages = chat.turns.flatMap(([question, answer]) => [
-    { role: "user", content: question },
-    { role: "assistant", content: answer },
-  ]);
-  messages.push({ role: "user", content: question });
-  for (const { url, turn } of [...chat.images].reverse()) {
-    const message = messages[2 * (turn ?? chat.turns.length)];
-    if (typeof message.content === "string") message.content = [{ type: "text", text: message.content }];
-    message.content.unshift({ type: "image_url", image_url: { url } });
-  }
-  return messages;
+  const turns = [...chat.turns, [question]].map(([asked, answer], number) => {
+    const images = chat.images.filter(({ turn }) => (turn ?? chat.turns.length) === number);
+    const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+    const content = parts.length ? [...parts, { type: "text", text: asked }] : asked;
+    return [{ role: "user", content }, { role: "assistant", content: answer }];
+  });
+  return turns.flat().slice(0, -1);
 }
 
 function readSettings() {
@@ -154,35 +144,21 @@ async function* streamText(response) {
   }
 }
 
-function addTurn(question) {
-  const turn = document.createElement("li");
-  const [questionText, answer] = ["question", "answer"].map((className) => {
-    const paragraph = document.createElement("p");
-    paragraph.className = className;
-    return turn.appendChild(paragraph);
-  });
-  questionText.textContent = question;
-  const copy = turn.appendChild(document.createElement("button"));
-  Object.assign(copy, { type: "button", className: "copy plain", textContent: "Copy", hidden: true });
-  copy.addEventListener("click", () => copyText(answer, copy));
-  byId("conversation").append(turn);
-  turn.scrollIntoView({ block: "nearest" });
-  return { turn, answer, copy };
-}
-
 async function generate(question, signal, onText) {
   if (!chat.model) await loadModel();
   const asked = { model: chat.model, messages: buildMessages(question), stream: true, ...readSettings() };
-  const body = JSON.stringify(asked);
-  const response = await fetch("/v1/chat/completions", { method: "POST", headers: requestHeaders(), body, signal });
-  if (!response.ok) throw await responseError(response);
+  const response = await request("/v1/chat/completions", { method: "POST", body: JSON.stringify(asked), signal });
   for await (const text of streamText(response)) onText(text);
 }
 
 async function ask(question) {
-  const { turn, answer, copy } = addTurn(question);
+  const turn = create(byId("conversation"), "li");
+  create(turn, "p", { className: "question", textContent: question });
+  const answer = create(turn, "p", { className: "answer generating" });
+  const copy = create(turn, "button", { type: "button", className: "plain", textContent: "Copy", hidden: true });
+  copy.addEventListener("click", () => copyText(answer, copy));
+  turn.scrollIntoView({ block: "nearest" });
   const generation = (chat.generation = new AbortController());
-  answer.classList.add("generating");
   showError("");
   setBusy(true);
   try {
@@ -190,9 +166,9 @@ async function ask(question) {
       answer.textContent += text;
       turn.scrollIntoView({ block: "nearest" });
     });
+    if (!answer.textContent) showError("The answer is empty; ask differently.");
   } catch (error) {
-    if (!generation.signal.aborted)
-      showError(error instanceof TypeError ? "The server cannot be reached." : error.message);
+    if (!generation.signal.aborted) showFailure(error);
   }
   answer.classList.remove("generating");
   chat.generation = null;
@@ -206,10 +182,8 @@ async function ask(question) {
     byId("question").placeholder = "Ask something else.";
     byId("announcement").textContent = answer.textContent; // at once: screen readers interrupt text that changes
   } else {
-    if (!generation.signal.aborted && !byId("error").textContent) showError("The answer is empty; ask differently.");
     turn.remove();
     byId("question").value ||= question;
-    fitQuestion();
   }
 }
 
@@ -218,13 +192,7 @@ function setBusy(busy) {
   byId("stop").hidden = !busy;
 }
 
-function fitQuestion() {
-  const field = byId("question");
-  field.style.height = "auto";
-  field.style.height = `${field.scrollHeight}px`;
-}
-
-byId("ask-form").addEventListener("submit", (event) => {
+on("ask-form", "submit", (event) => {
   event.preventDefault();
   if (chat.generation) return;
   if (!chat.images.length) return showError("There is no image to ask about; choose one first.");
@@ -236,38 +204,39 @@ byId("ask-form").addEventListener("submit", (event) => {
   const question = byId("question").value.trim() || (isNew ? DEFAULT_QUESTION : "");
   if (!question) return showError("Ask something.");
   byId("question").value = "";
-  fitQuestion();
   ask(question);
 });
-byId("question").addEventListener("input", fitQuestion);
-byId("question").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    byId("ask-form").requestSubmit();
-  }
+on("question", "keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  byId("ask-form").requestSubmit();
 });
-document.addEventListener("keydown", (event) => event.key === "Escape" && chat.generation?.abort());
-byId("stop").addEventListener("click", () => {
+on("stop", "click", () => {
   chat.generation?.abort();
   byId("question").focus();
 });
-byId("start-over").addEventListener("click", startOver);
-byId("add-image").addEventListener("click", () => byId("file").click());
-byId("file").addEventListener("change", async () => {
+on("start-over", "click", startOver);
+on("add-image", "click", () => byId("file").click());
+on("file", "change", async () => {
   await addImages([...byId("file").files]);
   byId("file").value = ""; // or the same file could not be chosen again
 });
-byId("settings-form").addEventListener("submit", (event) => event.preventDefault());
+on("settings-form", "submit", (event) => event.preventDefault());
 byId("sample").firstElementChild.addEventListener("click", async () => {
   const response = await fetch("/sample.png");
   addImages([new File([await response.blob()], "sample.png", { type: "image/png" })]);
 });
+on("key-form", "submit", (event) => {
+  event.preventDefault();
+  chat.apiKey = byId("api-key").value;
+  loadModel().then(() => byId("question").focus(), showFailure);
+});
+document.addEventListener("keydown", (event) => event.key === "Escape" && chat.generation?.abort());
 document.addEventListener("paste", (event) => {
   const images = [...event.clipboardData.files].filter((file) => file.type.startsWith("image/"));
-  if (images.length) {
-    event.preventDefault();
-    addImages(images);
-  }
+  if (!images.length) return;
+  event.preventDefault();
+  addImages(images);
 });
 for (const type of ["dragover", "dragleave", "drop"])
   document.addEventListener(type, (event) => {
@@ -275,9 +244,4 @@ for (const type of ["dragover", "dragleave", "drop"])
     document.body.classList.toggle("dragging", type === "dragover");
     if (type === "drop") addImages([...event.dataTransfer.files]);
   });
-byId("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  chat.apiKey = byId("api-key").value;
-  loadModel().then(() => byId("question").focus(), (error) => showError(error.message));
-});
-loadModel().catch((error) => showError(error.message));
+loadModel().catch(showFailure);

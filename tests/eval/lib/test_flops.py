@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from eval.lib import flops
-from eval.lib.cache_timing import exponent
+from eval.lib.cache_study import exponent
 from models.kv_study.encoder_decoder import TextPrefillState
 
 

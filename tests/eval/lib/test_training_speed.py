@@ -90,7 +90,7 @@ def test_another_loop_takes_turns_with_ours(capsys, checkout):
     flags = ["--images", "4", "--batch-size", "2", "--steps", "2", "--dtype", "float32"]
     assert main(["--baseline", "nanovlm", "--nanovlm", str(checkout), *flags]) == 0
     out = capsys.readouterr().out
-    assert "this project        nanovlm" in out and "tokens/s" in out
+    assert "this project  nanovlm" in out and "tokens/s" in out
 
 
 def test_the_packages_of_a_checkout_do_not_stay(checkout):
@@ -156,4 +156,4 @@ def test_the_222m_shape_has_the_published_layers():
 def test_trl_learns_the_same_postcards(capsys):
     pytest.importorskip("trl")
     assert main(["--baseline", "trl", "--images", "4", "--batch-size", "2", "--steps", "2"]) == 0
-    assert "this project            trl" in capsys.readouterr().out
+    assert "this project  trl" in capsys.readouterr().out

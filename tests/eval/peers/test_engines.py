@@ -16,6 +16,7 @@ from nanovlm.captioner import Captioner
 from nanovlm.errors import InputError, MissingExtraError
 from support.smolvlm import write_folder
 
+pytestmark = pytest.mark.full
 LEVEL = current_level()
 PROMPT = [5, 9, 11, 7, 60, 33]
 needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")

@@ -16,6 +16,7 @@ from eval.peers.onnx_engine import export_graphs, weights_digest
 from nanovlm.errors import MissingExtraError
 from support.smolvlm import write_folder
 
+pytestmark = pytest.mark.full
 needs_onnx = pytest.mark.skipif(not importlib.util.find_spec("onnxscript"), reason="needs onnxscript")
 PEERS = {"onnxruntime": ["float32", "int8"], "openvino": ["float32", "bfloat16", "int8"]}
 if current_level() in ("avx2", "vnni"):

@@ -57,7 +57,7 @@ def captioner(tiny_model):
     return model, ids, torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("n_beams", [1, 2, 4, 7])
+@pytest.mark.parametrize("n_beams", [1, 4, pytest.param(7, marks=pytest.mark.full)])
 @torch.inference_mode()
 def test_on_the_products_cache_it_equals_a_plain_search_without_a_cache(captioner, n_beams):
     model, ids, images = captioner
@@ -123,6 +123,7 @@ def test_an_int8_cache_searches_too(captioner):
     assert abs(found[0].log_prob - exact[0].log_prob) < 0.2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length_penalty", [None, 0.0, 0.6, 1.0])
 @pytest.mark.parametrize("n_beams", [2, 5])
 @pytest.mark.parametrize("seed", range(4))

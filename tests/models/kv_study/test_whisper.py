@@ -1,33 +1,53 @@
 """Our Whisper loads the checkpoints of openai-whisper and computes what the package computes."""
 
 import re
-from dataclasses import asdict
 
 import pytest
 import torch
 
 from models.errors import CheckpointError, InputError
 from models.kv_study.hook_cache import install_kv_cache_hooks
-from models.kv_study.whisper import load_whisper, log_mel, mel_filters
+from models.kv_study.whisper import DIMENSIONS, Whisper, load_whisper, log_mel, mel_filters
 from support import ROOT, randomize
 
-whisper = pytest.importorskip("whisper", reason="openai-whisper is in the extra `test`")
-DIMS = whisper.ModelDimensions(80, 6, 24, 4, 2, 50, 16, 24, 4, 3)
+DIMS = dict(zip(DIMENSIONS, (80, 6, 24, 4, 2, 50, 16, 24, 4, 3)))
 AUDIO = torch.randn(2, 2000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.1], [0.001]])
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The file of a random Whisper in float16, as OpenAI stores it, and the package's model of that file."""
+    """The file of a random Whisper in float16, as OpenAI stores it."""
     torch.manual_seed(0)
-    model = randomize(whisper.model.Whisper(DIMS)).half()
+    state = randomize(Whisper(DIMS)).half().state_dict()
     file = tmp_path_factory.mktemp("whisper") / "tiny.pt"
-    torch.save({"dims": asdict(DIMS), "model_state_dict": model.state_dict()}, file)
-    return file, whisper.load_model(str(file), device="cpu").eval()
+    torch.save({"dims": DIMS, "model_state_dict": state}, file)
+    return file
 
 
+@pytest.fixture(scope="module")
+def whisper():
+    return pytest.importorskip("whisper", reason="openai-whisper is in the extra `test-all`")
+
+
+@pytest.fixture(scope="module")
+def theirs(whisper, checkpoint):
+    """The package's model of that file."""
+    return whisper.load_model(str(checkpoint), device="cpu").eval()
+
+
+@torch.no_grad()
+def test_a_checkpoint_is_read_and_its_cache_changes_nothing(checkpoint):
+    model, prompt = load_whisper(checkpoint), torch.tensor([[1, 2, 3], [1, 2, 4]])
+    mel = model.log_mel(AUDIO)
+    assert mel.shape == (2, 80, 12) and not model.training
+    ids = model.generate(prompt, mel, max_new_tokens=10)
+    assert torch.equal(ids, model.generate(prompt, mel, max_new_tokens=10, use_kv_cache=False)) and ids.shape == (2, 10)
+    assert torch.equal(load_whisper(checkpoint.parent).generate(prompt, mel, max_new_tokens=10), ids)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("n_mels", [80, 128])
-def test_log_mel_matches_openai_whisper(n_mels):
+def test_log_mel_matches_openai_whisper(whisper, n_mels):
     """The filters are computed here and read from a file there."""
     torch.testing.assert_close(mel_filters(n_mels), whisper.audio.mel_filters("cpu", n_mels), atol=1e-8, rtol=1e-5)
     for row in (*AUDIO, torch.zeros(1600), torch.sin(torch.arange(16_000) / 5)):
@@ -36,12 +56,11 @@ def test_log_mel_matches_openai_whisper(n_mels):
     torch.testing.assert_close(log_mel(AUDIO, n_mels), alone)  # each recording has its own loudest moment
 
 
+@pytest.mark.full
 @torch.no_grad()
-@pytest.mark.parametrize("named", ["file", "folder"])
-def test_a_checkpoint_computes_what_openai_whisper_computes(checkpoint, named):
+def test_a_checkpoint_computes_what_openai_whisper_computes(whisper, checkpoint, theirs):
     """From the audio to the logits, also with the hook cache."""
-    file, theirs = checkpoint
-    model = load_whisper(file if named == "file" else file.parent)
+    model = load_whisper(checkpoint)
     mel = torch.stack([whisper.log_mel_spectrogram(whisper.pad_or_trim(row, 12 * 160)) for row in AUDIO])
     torch.testing.assert_close(model.log_mel(AUDIO), mel, atol=1e-5, rtol=1e-5)
     expected, xa = theirs.embed_audio(mel), model.encode(mel)
@@ -52,11 +71,11 @@ def test_a_checkpoint_computes_what_openai_whisper_computes(checkpoint, named):
     torch.testing.assert_close(logits, theirs.logits(ids, expected), atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.full
 @torch.no_grad()
-def test_generate_returns_the_ids_of_openai_whisper(checkpoint):
+def test_generate_returns_the_ids_of_openai_whisper(checkpoint, theirs):
     """With their cache, greedily, and ours, for recordings of different lengths in one batch."""
-    file, theirs = checkpoint
-    model, prompt = load_whisper(file), torch.tensor([[1, 2, 3], [1, 2, 4]])
+    model, prompt = load_whisper(checkpoint), torch.tensor([[1, 2, 3], [1, 2, 4]])
     mel = model.log_mel(AUDIO)
     cache, hooks = theirs.install_kv_cache_hooks()
     ids = new = prompt
@@ -68,20 +87,18 @@ def test_generate_returns_the_ids_of_openai_whisper(checkpoint):
     expected = ids[:, 3:]
     assert len({tuple(row) for row in expected.tolist()}) == 2, "the test needs recordings with different answers"
     assert torch.equal(model.generate(prompt, mel, max_new_tokens=10), expected)
-    assert torch.equal(model.generate(prompt, mel, max_new_tokens=10, use_kv_cache=False), expected)
 
 
-def test_the_example_of_the_docs_runs(tmp_path, monkeypatch, capsys):
+@pytest.mark.full
+def test_the_example_of_the_docs_runs(whisper, tmp_path, monkeypatch, capsys):
     """With random weights of a small width and the full vocabulary, and noise in place of a recording."""
     page = (ROOT / "docs" / "kv-caching.md").read_text(encoding="utf-8")
     examples = [block for block in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "load_whisper(" in block]
     if not examples:
         pytest.skip("docs/kv-caching.md has no example")
     torch.manual_seed(0)
-    dims = whisper.ModelDimensions(80, 1500, 16, 2, 1, 51865, 448, 16, 2, 1)
-    torch.save(
-        {"dims": asdict(dims), "model_state_dict": whisper.model.Whisper(dims).state_dict()}, tmp_path / "tiny.pt"
-    )
+    dims = dict(zip(DIMENSIONS, (80, 1500, 16, 2, 1, 51865, 448, 16, 2, 1)))
+    torch.save({"dims": dims, "model_state_dict": Whisper(dims).state_dict()}, tmp_path / "tiny.pt")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(whisper, "load_audio", lambda file: AUDIO[0].numpy())
     exec(examples[0], {})
@@ -89,8 +106,7 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_other_files_and_other_audio_raise(checkpoint, tmp_path):
-    file, _ = checkpoint
-    model = load_whisper(file)
+    model = load_whisper(checkpoint)
     with pytest.raises(InputError, match=r"mel has shape \(1, 80, 11\), not \(N, 80, 12\); `log_mel` makes it"):
         model.encode(torch.zeros(1, 80, 11))
     with pytest.raises(CheckpointError, match=r"holds 0 \.pt files"):
@@ -100,7 +116,7 @@ def test_other_files_and_other_audio_raise(checkpoint, tmp_path):
     (tmp_path / "text.pt").write_text("no checkpoint")
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_whisper(tmp_path)
-    content = torch.load(file)
+    content = torch.load(checkpoint)
     for broken, message in (
         ([1], "lacks `dims`"),
         ({"model_state_dict": {}}, "lacks `dims`"),

@@ -224,9 +224,8 @@ def test_reasons_are_one_line_without_the_name_of_the_image():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("error", [TypeError("a bug"), RuntimeError("another"), ValueError("a third")])
-def test_a_bug_stops_the_run_after_the_captions_that_were_finished(captioner, images, monkeypatch, workers, error):
-    prepare, results = captioner.prepare, []
+def test_a_bug_stops_the_run_after_the_captions_that_were_finished(captioner, images, monkeypatch, workers):
+    prepare, results, error = captioner.prepare, [], RuntimeError("a bug")
     last = many(images[0], 8)[-1]
 
     def broken(image, prompt):
@@ -241,8 +240,9 @@ def test_a_bug_stops_the_run_after_the_captions_that_were_finished(captioner, im
     assert raised.value is error and len(results) >= 4 and not any(isinstance(text, Exception) for _, text in results)
 
 
-@pytest.mark.parametrize("error", [TypeError("a bug"), RuntimeError("another")])
-def test_a_bug_in_the_prefill_stops_the_run_with_its_own_error(captioner, images, monkeypatch, error):
+def test_a_bug_in_the_prefill_stops_the_run_with_its_own_error(captioner, images, monkeypatch):
+    error = RuntimeError("a bug")
+
     def broken(*args):
         raise error
 
@@ -275,15 +275,14 @@ def test_an_image_too_large_for_memory_does_not_stop_the_run(captioner, images, 
 # ------------------------------------------------------------------------------------------------------- out of memory
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError(ALLOCATOR)])
-def test_running_out_of_memory_halves_the_batch(captioner, images, monkeypatch, error):
+def test_running_out_of_memory_halves_the_batch(captioner, images, monkeypatch):
     expected = dict(BulkCaptioner(captioner, options(6), workers=1).captions(images))
     sizes = []
 
     def small_memory(batch):
         sizes.append(batch.running)
         if batch.running > 2:
-            raise error
+            raise RuntimeError(ALLOCATOR)
 
     before_each_step(monkeypatch, small_memory)
     bulk = BulkCaptioner(captioner, options(6, batch_size=5), workers=1)

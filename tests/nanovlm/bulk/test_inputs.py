@@ -62,7 +62,14 @@ def test_a_file_with_a_glob_character_in_its_name_is_a_file():
 
 
 @pytest.mark.parametrize(
-    "content", [b"a.png\nb c.png\n\n", b"a.png\r\nb c.png", b"a.png\0b c.png\0", b"\xef\xbb\xbfa.png\nb c.png"]
+    "content",
+    [
+        b"a.png\nb c.png\n\n",
+        b"a.png\r\n  \r\nb c.png",
+        b"a.png\0b c.png\0",
+        b"\xef\xbb\xbfa.png\nb c.png",
+        "a.png\r\nb c.png\r\n".encode("utf-16"),
+    ],
 )
 def test_lists_hold_a_name_per_line_or_zero_byte(content):
     Path("names").write_bytes(content)

@@ -11,7 +11,8 @@ from nanovlm.bulk.resume_log import ResumeLog
 from nanovlm.data.folders import read_table
 from nanovlm.errors import UsageError
 
-OUTPUTS = ["txt", "captions.jsonl", "captions.csv", "captions.parquet"]
+PARQUET = pytest.param("captions.parquet", marks=pytest.mark.full)
+OUTPUTS = ["txt", "captions.jsonl", "captions.csv", PARQUET]
 MODES = ["skip", "overwrite", "append", "prepend"]
 CHANGING = ["overwrite", "append", "prepend"]
 EXPECTED = {"skip": "{old}", "overwrite": "{new}", "append": "{old} {new}", "prepend": "{new} {old}"}
@@ -64,7 +65,7 @@ class Files:
         return todo
 
 
-@pytest.fixture(params=OUTPUTS)
+@pytest.fixture(params=["txt", pytest.param("captions.jsonl", marks=pytest.mark.full), "captions.csv", PARQUET])
 def files(request, folder):
     return Files(folder, request.param)
 
@@ -102,17 +103,17 @@ def test_an_edit_before_an_image_is_reached_is_what_its_caption_is_added_to(file
 
 
 @pytest.mark.parametrize("existing", MODES)
-def test_a_table_edited_during_the_run_keeps_the_edits(folder, existing, caplog):
-    for kind in OUTPUTS[2:]:
-        files = Files(folder, kind)
-        files.edit(a="" if existing == "skip" else "old", x="other")
-        output = files.open(existing)
-        output.write(files.image("a"), "new")
-        output.write(files.image("b"), "new")
-        files.edit(a="mine", x="edited", c="added")
-        output.finish()
-        assert files.texts() == {"a": "mine", "b": "new", "c": "added", "x": "edited"}
-        assert "kept 1 texts that changed" in caplog.text and "a.png" in caplog.text
+@pytest.mark.parametrize("kind", OUTPUTS[2:])
+def test_a_table_edited_during_the_run_keeps_the_edits(folder, kind, existing, caplog):
+    files = Files(folder, kind)
+    files.edit(a="" if existing == "skip" else "old", x="other")
+    output = files.open(existing)
+    output.write(files.image("a"), "new")
+    output.write(files.image("b"), "new")
+    files.edit(a="mine", x="edited", c="added")
+    output.finish()
+    assert files.texts() == {"a": "mine", "b": "new", "c": "added", "x": "edited"}
+    assert "kept 1 texts that changed" in caplog.text and "a.png" in caplog.text
 
 
 def test_a_sidecar_written_during_a_run_that_skips_is_kept(folder, caplog):

@@ -6,9 +6,7 @@ import random
 import tarfile
 from functools import partial
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from nanovlm import Captioner
 from nanovlm.bulk.ray_captioning import MAX_ATTEMPTS, RayOptions, caption_on_ray
@@ -17,7 +15,10 @@ from nanovlm.synthetic import draw, random_scene
 from support import ROOT
 from support.ray_workers import load_and_die
 
+pytestmark = pytest.mark.full
 ray = pytest.importorskip("ray", reason="pip install 'nanovlm[ray]'")
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
 
 N_IMAGES = 12
 
@@ -45,7 +46,8 @@ def photos(tmp_path_factory):
         tar.add(folder / "01.png", "x/one.png")
         tar.add(folder / "02.png", "x/two.png")
     cells = [{"bytes": (folder / f"{i:02}.png").read_bytes(), "path": None} for i in (3, 4)]
-    parquet.write_table(pyarrow.table({"image": [*cells, {"bytes": b"no", "path": None}]}), folder / "rows.parquet")
+    rows = {"image": [*cells, {"bytes": b"no", "path": None}], "id": [7, 8, 9], "text": ["x", "y", "z"]}
+    parquet.write_table(pyarrow.table(rows), folder / "rows.parquet")
     return folder
 
 
@@ -84,6 +86,11 @@ def test_no_image_is_lost_when_a_worker_is_killed(cluster, photos, expected, tmp
         (str(photos / "broken.png"), None): "not an image of a known format, or a damaged one",
         (str(photos / "rows.parquet"), "2"): "not an image of a known format, or a damaged one",
     }
+    (table,) = [table for shard in out.glob("*.parquet") if "id" in (table := parquet.read_table(shard)).column_names]
+    assert table.select(["id", "input_text"]).to_pylist() == [
+        {"id": 7, "input_text": "x"},
+        {"id": 8, "input_text": "y"},
+    ]
     others = {path.name for path in out.iterdir()} - {path.name for path in out.glob("shard-*.parquet")}
     assert others == {"run.json", "failures.jsonl"}
 

@@ -3,15 +3,16 @@
 import io
 import tarfile
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
-from nanovlm.bulk.remote_inputs import find_remote, open_filesystem, read_container
+from nanovlm.bulk.remote_inputs import Member, find_remote, open_filesystem, read_container
 from nanovlm.errors import DataError, UsageError
 from support import noise_image
 
+pytestmark = pytest.mark.full
 fsspec = pytest.importorskip("fsspec")
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
 
 
 def png(seed=0):
@@ -95,8 +96,8 @@ def test_images_of_a_tar_in_order(tmp_path, name, mode):
     files = {"x/2.png": png(2), "x/2.txt": b"two", "x/.3.png": png(3), "1.jpg": b"broken"}
     (tmp_path / name).write_bytes(tar(files, mode))
     (file,) = find_remote([str(tmp_path)]).files
-    assert list(read_container(file)) == [("x/2.png", files["x/2.png"]), ("1.jpg", b"broken")]
-    assert list(read_container(file, {"x/2.png"})) == [("1.jpg", b"broken")]
+    assert list(read_container(file)) == [Member("x/2.png", files["x/2.png"]), Member("1.jpg", b"broken")]
+    assert list(read_container(file, {"x/2.png"})) == [Member("1.jpg", b"broken")]
 
 
 @pytest.mark.parametrize("cut", ["inside an image", "between two", "inside gzip"])
@@ -105,9 +106,9 @@ def test_a_tar_that_is_cut_gives_what_it_has_and_fails(tmp_path, cut):
     length = {"inside an image": 2300, "between two": 512 + 1024, "inside gzip": len(data) // 2}[cut]
     (tmp_path / "a.tar").write_bytes(data[:length])
     (file,) = find_remote([str(tmp_path)]).files
-    *images, (name, error) = read_container(file)
-    assert name is None and isinstance(error, DataError)
-    assert images == ([] if cut == "inside gzip" else [("1.png", bytes(1000))])
+    *images, error = read_container(file)
+    assert error.name is None and isinstance(error.content, DataError)
+    assert images == ([] if cut == "inside gzip" else [Member("1.png", bytes(1000))])
 
 
 def test_images_of_a_parquet_file_by_row(tmp_path):
@@ -117,10 +118,12 @@ def test_images_of_a_parquet_file_by_row(tmp_path):
     parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "c.parquet")
     (tmp_path / "d.parquet").write_bytes(b"no parquet")
     structs, lists, texts, broken = find_remote([str(tmp_path)]).files
-    (row, content), (far, error) = read_container(structs)
-    assert (row, content, far, str(error)) == ("0", b"0", "2", "the cell names far.png instead of holding it")
-    assert list(read_container(lists)) == [("0.0", b"0"), ("0.1", b"1"), ("2.0", b"2")]
-    ((_, error),) = read_container(texts)
-    assert str(error) == "no column image, images, bytes, only text"
-    ((_, error),) = read_container(broken)
-    assert str(error).startswith("cannot be read: ")
+    zero, far = read_container(structs)
+    assert (zero.name, zero.content, far.name) == ("0", b"0", "2")
+    assert str(far.content) == "the cell names far.png instead of holding it"
+    assert [zero.columns.to_pylist(), far.columns.to_pylist()] == [[{"text": "a"}], [{"text": "c"}]]
+    assert [(m.name, m.content) for m in read_container(lists)] == [("0.0", b"0"), ("0.1", b"1"), ("2.0", b"2")]
+    (member,) = read_container(texts)
+    assert str(member.content) == "no column image, images, bytes, only text"
+    (member,) = read_container(broken)
+    assert str(member.content).startswith("cannot be read: ")

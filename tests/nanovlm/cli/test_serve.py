@@ -8,7 +8,7 @@ import pytest
 from nanovlm import EMBEDDED
 from nanovlm.cli import main as cli
 from nanovlm.cli.serve import add_flags, model_name, server_options
-from nanovlm.serving.admission import Limits
+from nanovlm.serving.limits import Limits
 from nanovlm.serving.server import ServerOptions
 
 

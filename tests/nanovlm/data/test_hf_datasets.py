@@ -13,7 +13,7 @@ from nanovlm.data import Mixture, ReadOptions, Stream, Subset, open_source
 from nanovlm.data.source import Part
 from support.data import OPTIONS, check_refused, image, message, png, read_all, summary, text, write
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = [pytest.mark.usefixtures("in_tmp_path"), pytest.mark.full]
 
 
 TURNS = [{"user": "What is this?", "assistant": "A star."}, {"user": "Red?", "assistant": "Yes. "}]

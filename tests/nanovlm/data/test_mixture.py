@@ -216,6 +216,7 @@ def stream_batches(processor, n_parts):
     return Batches(Mixture(subsets, 1), processor, 2, n_parts=n_parts, augment=0.2)
 
 
+@pytest.mark.full  # worker processes
 def test_a_batch_of_a_stream_is_a_function_of_its_number_in_every_process(tiled):
     """Two ranks with two workers each, resumed in the middle of an epoch, and batches made here in any order."""
     from nanovlm.training.loader import load_batches

@@ -4,8 +4,6 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from models.language_model import PACK_STRIDE, build_attention_mask
 from nanovlm.data.examples import EncodedExample, Example, collate, encode
@@ -94,9 +92,10 @@ def test_joined_rows_can_be_joined_again(rows):
     assert len(nested.images) == len(flat.images)
 
 
-@settings(deadline=None, derandomize=True)
-@given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=40), limit=st.integers(1, 120))
-def test_packing_loses_nothing_and_keeps_the_limit(lengths, limit):
+@pytest.mark.parametrize("seed", range(20))
+def test_packing_loses_nothing_and_keeps_the_limit(seed):
+    rng = random.Random(seed)
+    lengths, limit = rng.choices(range(1, 101), k=rng.randint(1, 40)), rng.randint(1, 120)
     packed = pack([plain(n) for n in lengths], limit)
     assert sum(len(row.ids) for row in packed) == sum(lengths)
     assert sum(row.targets.count(8) for row in packed) == len(lengths)

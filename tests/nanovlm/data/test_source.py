@@ -8,10 +8,10 @@ from support.data import OPTIONS, png, write, write_tar
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
-@pytest.mark.parametrize("kind", ["json", "tar", "parquet"])
-def test_fingerprint_changes_with_text_and_image_but_not_when_files_are_rewritten(kind, datasets_cache):
-    import pyarrow
-    from pyarrow import parquet
+@pytest.mark.parametrize("kind", ["json", "tar", pytest.param("parquet", marks=pytest.mark.full)])
+def test_fingerprint_changes_with_text_and_image_but_not_when_files_are_rewritten(kind, request):
+    if kind == "parquet":
+        request.getfixturevalue("datasets_cache")
 
     def fingerprint(image, text):
         if kind == "json":
@@ -20,6 +20,9 @@ def test_fingerprint_changes_with_text_and_image_but_not_when_files_are_rewritte
         elif kind == "tar":
             write_tar("data.tar", {"a.png": image, "a.txt": text.encode()})
         else:
+            import pyarrow
+            from pyarrow import parquet
+
             parquet.write_table(
                 pyarrow.table({"image": [{"bytes": image, "path": None}], "caption": [text]}), "data.parquet"
             )

@@ -103,6 +103,7 @@ def remote(site, datasets_cache, monkeypatch, tmp_path):
     memory.rm("/lab", recursive=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["http", "memory"])
 def test_remote_shards_are_downloaded_or_streamed(remote, kind):
     address = remote[kind]
@@ -115,6 +116,7 @@ def test_remote_shards_are_downloaded_or_streamed(remote, kind):
     assert examples == [(f"{address}[{key}]", *row) for key, row in zip(keys, REMOTE_ROWS)]
 
 
+@pytest.mark.full
 def test_workers_stream_remote_shards(remote):
     """The first shard was opened in this process: connections must not be shared with the workers."""
     stream = open_source(remote["http"], replace(OPTIONS, stream=True))
@@ -129,6 +131,7 @@ def answer_of(mixture, number):
     return mixture.example(turn, part=Part(part, 2)).qa_pairs[0][1]
 
 
+@pytest.mark.full
 def test_remote_shards_that_cannot_be_read_are_one_line(remote, site):
     streamed = replace(OPTIONS, stream=True)
     for options in (OPTIONS, streamed):

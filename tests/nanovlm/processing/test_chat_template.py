@@ -1,9 +1,9 @@
 """Chat templates: published ones render as in transformers, and hostile ones end within bounds."""
 
+import re
 import threading
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from models.config import CHATML
 from nanovlm.errors import CheckpointError
@@ -25,6 +25,9 @@ LLAMA = """{{ bos_token }}{% set ns = namespace(n=0) %}{% for message in message
 {% if users | length > 1 %}{{ messages | map(attribute='role') | join(', ') }}{% endif %}
 {% macro last(items) %}{{ items[-1] | tojson(indent=2) }}{{ {'a': [1, 2.5, none]} | tojson }}{% endmacro %}
 {{ last(messages) }}
+{% for word in ['**%s**' % 'a', 'b'] %}{% if loop.last %}{% break %}{% endif %}{{ word }}{% endfor %}
+{{ strftime_now('%Y') }}{% generation %}
+{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}{% endgeneration %}
 {% if add_generation_prompt %}{{ '{}:{}'.format('assistant', messages | length) }}{% endif %}"""
 SMOLVLM = """<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}
 {% if message['content'][0]['type'] == 'image' %}{{':'}}
@@ -34,13 +37,24 @@ SMOLVLM = """<|im_start|>{% for message in messages %}{{message['role'] | capita
 PARTS = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("template", "chat"), [(CHATML, CHAT), (LLAMA, CHAT), (SMOLVLM, PARTS)], ids=["chatml", "llama", "smolvlm"]
 )
 def test_templates_render_as_in_transformers(template, chat):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     for add_generation_prompt in (True, False):
         expected = render_jinja_template([chat], chat_template=template, add_generation_prompt=add_generation_prompt)
         assert ChatTemplate(template).render(chat, add_generation_prompt) == expected[0][0]
+
+
+def test_constructs_of_published_templates_are_rendered():
+    rendered = ChatTemplate(LLAMA).render(CHAT, True)
+    assert rendered.startswith("<<SYS>>Be brief.<</SYS>>02 [USER] How many <b>stars</b>?---03 [ASSISTANT] Two.---")
+    assert re.search(r'\*\*a\*\*\s*\d{4}{"content":"Be brief.","role":"system"}\s*assistant:4$', rendered)
+    with pytest.raises(CheckpointError, match="cannot render this chat: an unknown role$"):
+        ChatTemplate(LLAMA).render([{"role": "tool", "content": "?"}], True)
 
 
 def test_a_long_chat_has_steps_enough():
@@ -81,6 +95,10 @@ HOSTILE = {
     "a wide filter": "{{ 'a' | center(10000000000) }}",
     "many bytes": "{{ (5).to_bytes(10000000000, 'big') }}",
     "a wide indent": "{{ [[1]] | tojson(indent=10000000000) }}",
+    "a wide separator": "{{ [1, 2] | tojson(separators=('a' * 900000, ':')) }}",
+    "a deep indent": "{% set ns = namespace(x=1) %}{% for i in range(900) %}{% set ns.x = [ns.x] %}{% endfor %}"
+    "{% for i in range(9) %}{{ ns.x | tojson(indent=20) }}{% endfor %}",
+    "a mapped format": "{{ ('%(a)s' * 9999) % {'a': 'a' * 9999} }}",
     "many words": "{{ lipsum(10000000) }}",
     "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "filtered loops": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
@@ -103,11 +121,11 @@ def test_hostile_templates_end_with_one_line(template):
 
 
 def test_threads_have_steps_of_their_own():
-    template = ChatTemplate("{% for i in range(9000) %}{{ messages[0].content[:9] }}{% endfor %}")
+    template = ChatTemplate("{% for i in range(2000) %}{{ messages[0].content[:9] }}{% endfor %}")
     texts = []
     threads = [threading.Thread(target=lambda: texts.append(template.render(CHAT, True))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(texts) == 8 and set(map(len, texts)) == {81_000}
+    assert len(texts) == 8 and set(map(len, texts)) == {18_000}

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import http.server
+import re
 import shutil
 import socket
 import ssl
@@ -11,14 +12,13 @@ import subprocess
 import threading
 import time
 
-import openai
 import pytest
 
 from nanovlm import SAMPLE
 from nanovlm.errors import ImageError
 from nanovlm.processing.image_urls import ImageFetcher
-from nanovlm.serving.admission import Limits
-from support.serving import QUESTIONS, RunningServer, user_message
+from nanovlm.serving.limits import Limits
+from support.serving import QUESTIONS, RunningServer, answer_of, user_message
 
 
 class Site(http.server.BaseHTTPRequestHandler):
@@ -68,7 +68,7 @@ def run_site(context=None, server=http.server.ThreadingHTTPServer, host="127.0.0
         if context:
             server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         server.requested, server.dripped = [], []
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
         yield server
         server.shutdown()
 
@@ -162,13 +162,12 @@ def test_proxies_of_the_environment_are_not_used(site, monkeypatch):
 
 def test_remote_images_are_answered_where_allowed(embedded, site):
     fetcher = ImageFetcher(allow_remote=True, is_public=lambda address: True)
-    with RunningServer(embedded, fetcher=fetcher) as server, server.client() as client:
-        messages = user_message(QUESTIONS[0], f"{site.url}/sample.png?x=1")
-        response = client.chat.completions.create(model="nanovlm", messages=messages)
-        assert response.choices[0].message.content == embedded.caption(SAMPLE)
+    with RunningServer(embedded, fetcher=fetcher) as server:
+        found = server.post({"messages": user_message(QUESTIONS[0], f"{site.url}/sample.png?x=1")})
+        assert answer_of(found) == embedded.caption(SAMPLE)
         for path, message in (("/none", "image 1: .* answers 404"), ("/moved", "image 1: .* has moved")):
-            with pytest.raises(openai.BadRequestError, match=message):
-                client.chat.completions.create(model="nanovlm", messages=user_message("?", site.url + path))
+            refused = server.post({"messages": user_message("?", site.url + path)})
+            assert refused.status_code == 400 and re.search(message, refused.json()["error"]["message"])
 
 
 def test_remote_images_share_the_size_limit_of_a_request(embedded, site):
@@ -230,10 +229,12 @@ def tls_site(certificate, monkeypatch):
         yield server
 
 
+@pytest.mark.full
 def test_image_is_fetched_over_tls(tls_site):
     assert tls_site.fetch("/sample.png?x=1") == SAMPLE.read_bytes()
 
 
+@pytest.mark.full
 def test_server_with_a_wrong_certificate_is_sent_no_request(tls_site, monkeypatch):
     mismatch = r"^'https://other\.example:.*' cannot be trusted: Hostname mismatch, [^\n]*$"
     with pytest.raises(ImageError, match=mismatch):
@@ -244,6 +245,7 @@ def test_server_with_a_wrong_certificate_is_sent_no_request(tls_site, monkeypatc
     assert tls_site.requested == []
 
 
+@pytest.mark.full
 def test_redirects_are_not_followed(tls_site):
     for path, message in (("/inside", "has moved"), ("/moved", "has moved"), ("/none", "answers 404")):
         with pytest.raises(ImageError, match=message):
@@ -251,6 +253,7 @@ def test_redirects_are_not_followed(tls_site):
     assert tls_site.requested == ["/inside", "/moved", "/none"], "and nothing else"
 
 
+@pytest.mark.full
 def test_size_and_time_are_limited_over_tls(tls_site):
     with pytest.raises(ImageError, match="more than 1,000 bytes"):
         tls_site.fetch("/endless", max_bytes=1000)
@@ -262,6 +265,7 @@ def test_size_and_time_are_limited_over_tls(tls_site):
         assert time.monotonic() - started < 5, "of 6, or of forever"
 
 
+@pytest.mark.full
 def test_private_address_is_sent_nothing_over_tls(tls_site):
     with pytest.raises(ImageError, match="'name.example' is at a private address"):
         tls_site.fetch("/sample.png?x=1", is_public=lambda address: address != "127.0.0.1")

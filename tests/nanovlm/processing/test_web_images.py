@@ -24,7 +24,7 @@ def site():
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown(), server.server_close(), thread.join()
@@ -40,7 +40,7 @@ def test_http_urls_are_told_from_paths():
     assert not any(map(is_url, ("a/http://b.png", "http.png", "ftp://a/b.png", b"http://a", None)))
 
 
-def test_a_image_is_fetched_with_and_without_a_running_loop(site):
+def test_an_image_is_fetched_with_and_without_a_running_loop(site):
     async def in_a_loop():
         return fetch_image(f"{site}/sample.png", local())
 

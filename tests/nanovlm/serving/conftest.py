@@ -14,10 +14,14 @@ def served(embedded):
         yield server
 
 
+@pytest.fixture(params=["plain", pytest.param("openai", marks=pytest.mark.full)])
+def client(served, request):
+    return served.client() if request.param == "plain" else served.openai_client()
+
+
 @pytest.fixture
-def client(served):
-    with served.client() as client:
-        yield client
+def openai_client(served):
+    return served.openai_client()
 
 
 @pytest.fixture

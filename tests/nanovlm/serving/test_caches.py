@@ -8,7 +8,7 @@ from models.inference.serving_caches import ImageCache, PrefixCache
 from nanovlm import SAMPLE, Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.processing.processor import Processor
-from nanovlm.serving.admission import Limits
+from nanovlm.serving.limits import Limits
 from nanovlm.serving.service import Caches
 from nanovlm.synthetic import draw, random_scene
 from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, data_url, user_message
@@ -36,7 +36,7 @@ def counted(embedded):
     hook.remove()
 
 
-def test_second_request_about_a_image_does_not_encode_it(counted, embedded):
+def test_second_request_about_an_image_does_not_encode_it(counted, embedded):
     captioner, tiles = counted
     other = draw(random_scene(Random(1)), 100, 100)
     expected = [embedded.caption(SAMPLE, question) for question in QUESTIONS]

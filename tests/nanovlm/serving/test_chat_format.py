@@ -10,7 +10,6 @@ from nanovlm.serving.chat_format import Chat, parse_messages, prepare_inputs
 from nanovlm.serving.protocol import ChatCompletionRequest
 from support import noise_image
 from support.serving import QUESTIONS, SAMPLE_URL, answer_of, user_message
-from support.smolvlm import write_folder
 
 GREETING = {"role": "assistant", "content": "Hello, show me an image."}
 
@@ -98,8 +97,11 @@ def test_base64_that_is_no_image_is_refused(served, url):
     assert error["code"] == "invalid_image" and error["message"].startswith("image 1: ")
 
 
+@pytest.mark.full
 def test_answer_is_continued_as_transformers_does(tmp_path):
     """SmolVLM's template writes a space before an answer, which belongs to it and not to the question."""
+    from support.smolvlm import write_folder
+
     _, theirs = write_folder(tmp_path)
     processor = Captioner.from_pretrained(tmp_path, device="cpu", dtype="float32").processor
     image = noise_image(20, 20, seed=1)

@@ -2,17 +2,52 @@
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from nanovlm import SAMPLE
-from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, user_message
+from nanovlm.serving.limits import Limits
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, http, until, user_message
 
+pytestmark = pytest.mark.full
 OPTIONS = {"temperature": 0, "max_tokens": 100}
 
 
 # ----------------------------------------------------------------------------------------------------------- libraries
+
+
+def test_openai(openai_client):
+    """The models; requests, answers and streams are in test_service.py and test_response_formats.py."""
+    openai = pytest.importorskip("openai")
+    assert [model.id for model in openai_client.models.list()] == ["nanovlm"]
+    assert openai_client.models.retrieve("nanovlm").id == "nanovlm"
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt-4o' here, only 'nanovlm'"):
+        openai_client.models.retrieve("gpt-4o")
+    with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
+        openai_client.responses.create(model="nanovlm", input="?", previous_response_id="resp_1")
+
+
+def test_openai_reads_errors(embedded):
+    openai = pytest.importorskip("openai")
+    limits = Limits(max_body_bytes=50_000)
+    with RunningServer(embedded, limits, api_key="right") as server:
+        with pytest.raises(openai.AuthenticationError, match="API key"):
+            server.openai_client(api_key="wrong").models.list()
+        with pytest.raises(openai.APIStatusError, match="more than 50,000 bytes"):
+            server.openai_client(api_key="right").completions.create(model="nanovlm", prompt="?" * 60_000)
+
+
+def test_openai_waits_for_a_full_server(embedded, gate):
+    pytest.importorskip("openai")
+    limits = Limits(max_num_seqs=1, max_pending=0)
+    with RunningServer(embedded, limits, batch=gate.batch) as server, ThreadPoolExecutor(2) as clients:
+        body = {"model": "nanovlm", "messages": user_message("?", SAMPLE_URL)}
+        first = clients.submit(server.post, body)
+        until(lambda: server.service.admission.count == 1)
+        patient = clients.submit(lambda: server.openai_client(max_retries=9).chat.completions.create(**body))
+        gate.set()
+        assert patient.result().choices[0].message.content == answer_of(first.result())
 
 
 def test_litellm(served, embedded, monkeypatch):
@@ -86,7 +121,7 @@ def test_open_webui(embedded):
     """The list of models, a streamed chat, and the title and tags that it asks for in the background."""
     front_end = {"origin": "http://localhost:3000"}  # "direct connections" come from the browser
     with RunningServer(embedded, allowed_origins=["http://localhost:3000"]) as server:
-        models = httpx.get(f"{server.url}/v1/models", headers=front_end | {"authorization": "Bearer none"}).json()
+        models = http.get(f"{server.url}/v1/models", headers=front_end | {"authorization": "Bearer none"}).json()
         model = models["data"][0]["id"]
         parts = [
             {"type": "text", "text": QUESTIONS[0]},

@@ -2,9 +2,9 @@
 
 import asyncio
 import threading
+import time
 import weakref
 
-import httpx
 import pytest
 import torch
 
@@ -14,7 +14,7 @@ from models.inference.serving_caches import ImageInput
 from nanovlm import SAMPLE
 from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import EngineError, EngineStoppedError
-from support.serving import SAMPLE_URL, RunningServer, answer_of, until, user_message
+from support.serving import SAMPLE_URL, RunningServer, answer_of, http, until, user_message
 
 
 class UnprintableError(Exception):
@@ -79,7 +79,7 @@ async def collect(handle):
     while True:
         for output in await handle.outputs():
             token_ids.append(output.token_id)
-            if output.finish_reason:
+            if output.finished:
                 return token_ids
 
 
@@ -145,6 +145,7 @@ def test_sequences_that_had_tokens_fail_with_their_batch(tiny_model):
 
     class FailingLater(ContinuousBatch):
         def step(self):
+            time.sleep(0.01)  # or all tokens may come before the failure
             if fail.is_set():
                 fail.clear()
                 raise ValueError("the cache is gone")
@@ -188,8 +189,13 @@ def test_error_of_the_users_reaches_the_request_as_it_is(tiny_model, caplog):
 
 
 def test_closed_engine_fails_its_requests_at_once(tiny_model):
+    class SlowBatch(ContinuousBatch):
+        def step(self):
+            time.sleep(0.01)
+            return super().step()
+
     async def run():
-        engine = Engine(lambda: ContinuousBatch(tiny_model(), max_num_seqs=1))
+        engine = Engine(lambda: SlowBatch(tiny_model(), max_num_seqs=1))
         with pytest.raises(EngineStoppedError):
             engine.submit([SequenceRequest(PROMPTS[0], (), 5)])
         engine.start()
@@ -215,7 +221,7 @@ def test_cancelled_sequences_leave_and_their_images_are_released(tiny_model):
         del images
         waiting.cancel()
         result = await collect(running)
-        assert reference() is None and engine.num_waiting == 0
+        until(lambda: reference() is None and engine.batch.waiting == 0)
         return result
 
     assert run_engine(lambda: ContinuousBatch(model, max_num_seqs=1), main) == expected_tokens(model, 50)[0]
@@ -237,7 +243,7 @@ def test_clients_of_a_failing_model_are_told_no_details_and_the_next_is_answered
         assert response.status_code == 500 and "secret" not in response.text
         assert "the model failed" in response.json()["error"]["message"]
         assert "a secret path" in caplog.text
-        assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
+        assert http.get(f"{server.url}/health").json()["status"] == "ok"
         assert answer_of(server.post(body)) == embedded.caption(SAMPLE, "?")
         until(lambda: server.idle)
 
@@ -245,7 +251,7 @@ def test_clients_of_a_failing_model_are_told_no_details_and_the_next_is_answered
 def test_health_says_when_the_engine_has_stopped(embedded):
     with RunningServer(embedded) as server:
         server.service.engine.close()
-        health = httpx.get(f"{server.url}/health")
+        health = http.get(f"{server.url}/health")
         assert (health.status_code, health.json()["status"]) == (503, "stopped")
         response = server.post({"model": "nanovlm", "messages": user_message("?")})
         assert response.status_code == 503 and "does not run" in response.json()["error"]["message"]

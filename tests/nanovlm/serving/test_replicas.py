@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
-import openai
 import pytest
 
 from nanovlm import SAMPLE
 from support import ROOT
-from support.serving import QUESTIONS, SAMPLE_URL, answer_of, until, user_message
+from support.serving import QUESTIONS, SAMPLE_URL, PlainClient, answer_of, http, until, user_message
+
+pytestmark = pytest.mark.full
 
 
 def free_port():
@@ -29,7 +30,7 @@ def free_port():
 
 def is_healthy(port):
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        return http.get(f"http://127.0.0.1:{port}/health").status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -63,7 +64,7 @@ def round_robin(ports, tmp_path):
             body = self.rfile.read(int(self.headers["Content-Length"]))
             for port in next(turns):
                 try:
-                    answer = httpx.post(f"http://127.0.0.1:{port}{self.path}", content=body, timeout=60)
+                    answer = http.post(f"http://127.0.0.1:{port}{self.path}", content=body)
                 except httpx.TransportError:
                     continue
                 if answer.status_code not in (429, 503):
@@ -112,7 +113,7 @@ def documented_nginx(ports, tmp_path):
 
 
 def answers_counted(port):
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    text = http.get(f"http://127.0.0.1:{port}/metrics").text
     return sum(float(value) for value in re.findall(r"^nanovlm_requests_total\{.*\} (\S+)$", text, re.MULTILINE))
 
 
@@ -122,12 +123,12 @@ def test_replicas_share_the_requests_and_none_is_lost_when_one_is_killed(balance
 
     def ask(question):
         body = {"model": "nanovlm", "messages": user_message(question, SAMPLE_URL)}
-        return answer_of(httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60))
+        return answer_of(http.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body))
 
     with balancer(list(replicas), tmp_path) as port, ThreadPoolExecutor(4) as pool:
         assert list(pool.map(ask, QUESTIONS * 2)) == [expected[question] for question in QUESTIONS * 2]
         assert all(answers_counted(replica) > 0 for replica in replicas)
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        client = PlainClient(f"http://127.0.0.1:{port}")
         messages = user_message(QUESTIONS[0], SAMPLE_URL)
         chunks = list(client.chat.completions.create(model="nanovlm", messages=messages, stream=True))
         assert len(chunks) > 2

@@ -2,7 +2,6 @@
 
 import json
 
-import openai
 import pytest
 import torch
 
@@ -161,21 +160,30 @@ def test_response_continues_a_conversation(client):
     assert second.output_text == chat.choices[0].message.content
 
 
-def test_response_is_streamed_as_events(client, embedded):
-    with client.responses.stream(model="nanovlm", input=RESPONSES_INPUT, top_logprobs=1) as stream:
-        events = list(stream)
-        final = stream.get_final_response()
-    text = embedded.caption(SAMPLE)
+def test_response_is_streamed_as_events(served, embedded):
+    stream = served.client().responses.create(input=RESPONSES_INPUT, top_logprobs=1, stream=True)
+    assert_events_are(embedded.caption(SAMPLE), list(stream))
+
+
+@pytest.mark.full
+def test_response_is_streamed_to_the_openai_client(openai_client, embedded):
+    with openai_client.responses.stream(model="nanovlm", input=RESPONSES_INPUT, top_logprobs=1) as stream:
+        assert_events_are(embedded.caption(SAMPLE), list(stream))
+        assert stream.get_final_response().output_text == embedded.caption(SAMPLE)
+
+
+def assert_events_are(text, events):
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
-    assert final.output_text == text and final.status == "completed"
     assert [events[0].type, events[-1].type] == ["response.created", "response.completed"]
     assert [event.sequence_number for event in events] == list(range(len(events)))
+    final = events[-1].response
+    assert final.output_text == text and final.status == "completed"
     assert "".join(one.token for one in final.output[0].content[0].logprobs) == text
 
 
-def test_response_of_a_stored_conversation_is_refused(client):
-    with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
-        client.responses.create(model="nanovlm", input="?", previous_response_id="resp_1")
+def test_response_of_a_stored_conversation_is_refused(served):
+    error = served.post({"input": "?", "previous_response_id": "resp_1"}, "/v1/responses").json()["error"]
+    assert "previous_response_id is not supported" in error["message"]
 
 
 # ----------------------------------------------------------------------------------------------------------- penalties

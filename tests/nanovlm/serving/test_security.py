@@ -1,17 +1,13 @@
 """Who may use the server: host names, origins and keys."""
 
-import httpx
-import openai
-import pytest
-
-from support.serving import RunningServer, user_message
+from support.serving import RunningServer, http, user_message
 
 
 def test_foreign_web_pages_cannot_use_a_local_server(embedded):
     with RunningServer(embedded, allowed_hosts={"127.0.0.1", "localhost", "::1"}) as server:
 
         def status(**headers):
-            return httpx.get(f"{server.url}/v1/models", headers=headers).status_code
+            return http.get(f"{server.url}/v1/models", headers=headers).status_code
 
         port = server.url.rpartition(":")[2]
         assert status() == status(host=f"localhost:{port}") == status(origin=server.url) == 200
@@ -26,7 +22,7 @@ def test_foreign_web_pages_cannot_use_a_local_server(embedded):
         }  # browsers send it without a preflight
         refused = server.post({"model": "nanovlm", "messages": user_message("?")}, headers=simple)
         assert refused.status_code == 403 and "evil.example" in refused.json()["error"]["message"]
-        preflight = httpx.options(f"{server.url}/v1/chat/completions", headers={"origin": "https://evil.example"})
+        preflight = http.options(f"{server.url}/v1/chat/completions", headers={"origin": "https://evil.example"})
         assert preflight.status_code == 403
         assert not [name for name in preflight.headers if name.startswith("access-control")]
 
@@ -36,15 +32,13 @@ def test_key_is_required_where_one_is_set(embedded):
         for header in (None, "Bearer wrong", "schlüssel", "Basic schlüssel", "Bearer"):
             headers = {} if header is None else {"authorization": header.encode("utf-8")}
             for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("GET", "/metrics")):
-                response = httpx.request(method, server.url + path, headers=headers)
+                response = http.request(method, server.url + path, headers=headers)
                 assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
                 assert response.headers["www-authenticate"] == "Bearer"
         for scheme in ("Bearer", "bearer"):
             good = {"authorization": f"{scheme} schlüssel".encode()}
-            assert httpx.get(f"{server.url}/v1/models", headers=good).status_code == 200
-        assert httpx.get(f"{server.url}/health").status_code == httpx.get(server.url).status_code == 200
-        with server.client(api_key="wrong") as client, pytest.raises(openai.AuthenticationError, match="API key"):
-            client.models.list()
+            assert http.get(f"{server.url}/v1/models", headers=good).status_code == 200
+        assert http.get(f"{server.url}/health").status_code == http.get(server.url).status_code == 200
 
 
 def test_allowed_origins_may_use_the_server_from_a_browser(embedded):
@@ -54,7 +48,7 @@ def test_allowed_origins_may_use_the_server_from_a_browser(embedded):
 
         def preflight(origin):
             asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-            return httpx.options(f"{server.url}/v1/chat/completions", headers={"origin": origin} | asked)
+            return http.options(f"{server.url}/v1/chat/completions", headers={"origin": origin} | asked)
 
         allowed = preflight(front_end)
         assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == front_end

@@ -8,14 +8,13 @@ import subprocess
 import sys
 
 import httpx
-import openai
 import pytest
 
 from nanovlm import SAMPLE, Captioner
 from nanovlm.errors import UsageError
 from nanovlm.serving.server import ServerOptions, listen
 from support import ROOT
-from support.serving import QUESTIONS, SAMPLE_URL, until, user_message
+from support.serving import QUESTIONS, SAMPLE_URL, PlainClient, RunningServer, http, until, user_message
 
 SLOW_SERVER = """
 import time
@@ -24,7 +23,7 @@ from nanovlm.console import configure_logging
 from nanovlm.serving.engine import Engine
 from nanovlm.serving.server import ServerOptions, listen, serve_service
 from nanovlm.serving.service import ChatService
-from support.serving import WatchedBatch
+from support.serving import WatchedBatch, http
 
 configure_logging()
 captioner, options = Captioner.from_pretrained(device="cpu"), ServerOptions(port=0)
@@ -52,39 +51,52 @@ def slow_server():
 
 def reachable(url):
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health").status_code == 200
+        return http.get(f"{url}/health").status_code == 200
 
 
 def start_stream(url):
-    """A client, and a streamed answer whose first token has arrived."""
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    """A streamed answer whose first token has arrived."""
     messages = user_message(QUESTIONS[0], SAMPLE_URL)
-    stream = client.chat.completions.create(model="nanovlm", messages=messages, stream=True)
+    stream = PlainClient(url).chat.completions.create(messages=messages, stream=True)
     next(stream)
-    return client, stream
+    return stream
 
 
+def test_draining_server_finishes_answers_and_refuses_new_requests(embedded, slow):
+    with RunningServer(embedded, batch=slow) as server:
+        stream = start_stream(server.url)
+        server.server.handle_exit(signal.SIGTERM, None)
+        refused = server.post({"messages": user_message("?")})
+        assert refused.status_code == 503 and "the server is stopping" in refused.json()["error"]["message"]
+        health = http.get(f"{server.url}/health")
+        assert (health.status_code, health.json()["status"]) == (503, "draining")
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == embedded.caption(SAMPLE)
+        until(lambda: not server.thread.is_alive())
+
+
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
 def test_first_signal_finishes_answers_and_refuses_new_requests():
     with slow_server() as (process, url):
-        client, stream = start_stream(url)
+        stream = start_stream(url)
         process.send_signal(signal.SIGTERM)
-        until(lambda: httpx.get(f"{url}/health").status_code == 503)
-        with pytest.raises(openai.InternalServerError, match="the server is stopping"):
-            client.chat.completions.create(model="nanovlm", messages=user_message("?"))
+        until(lambda: http.get(f"{url}/health").status_code == 503)
+        refused = http.post(f"{url}/v1/chat/completions", json={"messages": user_message("?")})
+        assert refused.status_code == 503 and "the server is stopping" in refused.json()["error"]["message"]
         answer = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
         assert answer == Captioner.from_pretrained(device="cpu").caption(SAMPLE)
         assert process.wait(20) == 0 and "finishing 1 answers" in process.stderr.read()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
+@pytest.mark.full
 @pytest.mark.parametrize("busy", [False, True])
 def test_second_signal_stops_at_once_and_so_does_the_first_one_of_an_idle_server(busy):
     with slow_server() as (process, url):
         if busy:
-            _client, _stream = start_stream(url)
+            _stream = start_stream(url)
             process.send_signal(signal.SIGINT)
-            until(lambda: httpx.get(f"{url}/health").status_code == 503)
+            until(lambda: http.get(f"{url}/health").status_code == 503)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
 

@@ -3,8 +3,6 @@
 import json
 import sys
 
-import jsonschema
-import pydantic
 import pytest
 
 from nanovlm import SAMPLE
@@ -26,12 +24,19 @@ ASKED = {"model": "nanovlm", "messages": user_message(QUESTIONS[1], SAMPLE_URL)}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "image", "strict": True, "schema": SCHEMA}}
 
 
+def assert_fits(answer):
+    """What the schema says."""
+    assert set(answer) == {"color", "words", "n"} and answer["color"] in ("green", "blue", "red")
+    assert len(answer["words"]) <= 2 and all(isinstance(word, str) and len(word) <= 8 for word in answer["words"])
+    assert type(answer["n"]) is int and 0 <= answer["n"] <= 99
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 3.0, "seed": 1, "n": 4}, {"frequency_penalty": 1.0}])
 def test_answer_follows_the_schema(served, options):
     response = served.post(ASKED | options | {"response_format": FORMAT}).json()
     for choice in response["choices"]:
         assert choice["finish_reason"] == "stop"
-        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+        assert_fits(json.loads(choice["message"]["content"]))
     assert len({choice["message"]["content"] for choice in response["choices"]}) == options.get("n", 1)
 
 
@@ -44,22 +49,26 @@ def test_json_object_is_an_object(served):
 
 
 def test_other_requests_of_the_batch_are_free(embedded):
-    with RunningServer(embedded) as server, server.client() as client:
+    with RunningServer(embedded) as server:
+        client = server.client()
         stream = client.chat.completions.create(**ASKED, response_format=FORMAT, stream=True)
         free = client.chat.completions.create(model="nanovlm", messages=user_message(QUESTIONS[0], SAMPLE_URL))
         assert free.choices[0].message.content == embedded.caption(SAMPLE)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-        jsonschema.validate(json.loads(text), SCHEMA)
+        assert_fits(json.loads(text))
 
 
-def test_openai_client_parses_an_answer(client):
+@pytest.mark.full
+def test_openai_client_parses_an_answer(openai_client):
+    import pydantic
+
     class Image(pydantic.BaseModel):
         square: bool
         n: int = pydantic.Field(ge=0, le=9)
 
-    chat = client.chat.completions.parse(**ASKED, response_format=Image)
+    chat = openai_client.chat.completions.parse(**ASKED, response_format=Image)
     assert isinstance(chat.choices[0].message.parsed, Image)
-    response = client.responses.parse(model="nanovlm", input="?", text_format=Image)
+    response = openai_client.responses.parse(model="nanovlm", input="?", text_format=Image)
     assert isinstance(response.output_parsed, Image)
 
 

@@ -1,4 +1,4 @@
-"""The independent drawer draws what the scene says, in another way than training's."""
+"""The independent renderer draws what the scene says, in another way than training's."""
 
 import math
 from dataclasses import replace
@@ -8,8 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from eval.lib import other_drawer
-from eval.lib.other_drawer import BACKGROUNDS, COLOR_SPREAD, TONES, draw, outline
+from eval.lib import independent_renderer
+from eval.lib.independent_renderer import BACKGROUNDS, COLOR_SPREAD, TONES, draw, outline
 from nanovlm import synthetic
 from nanovlm.synthetic import COLORS, SHAPES, SIZES, Scene, Shape, random_scene
 
@@ -29,16 +29,16 @@ def pixels(scene, width=120, height=120):
 @pytest.mark.parametrize(
     ("inside", "area"),
     [
-        (lambda: other_drawer.circle(U, V, 0.9), math.pi * 0.81),
-        (lambda: other_drawer.square(U, V, 0.8, 0), 1.6**2),
-        (lambda: other_drawer.square(U, V, 0.8, 0.25), 1.6**2 - (4 - math.pi) * 0.25**2),
-        (lambda: other_drawer.triangle(U, V, 0.7), 0.7 * 1.6),
-        (lambda: other_drawer.diamond(U, V, 0.6), 2 * 0.6),
-        (lambda: other_drawer.star(U, V, 0.35), 5 * 0.35 * math.sin(math.pi / 5)),
-        (lambda: other_drawer.star(U, V, 0.6), 5 * 0.6 * math.sin(math.pi / 5)),
-        (lambda: other_drawer.cross(U, V, 0.14), 8 * 0.14 - 4 * 0.14**2),
-        (lambda: other_drawer.ring(U, V, 0.8), math.pi * (1 - 0.64)),
-        (lambda: other_drawer.heart_curve(U, V), 3.6619 / 1.2**2),  # of the curve, by quadrature
+        (lambda: independent_renderer.circle(U, V, 0.9), math.pi * 0.81),
+        (lambda: independent_renderer.square(U, V, 0.8, 0), 1.6**2),
+        (lambda: independent_renderer.square(U, V, 0.8, 0.25), 1.6**2 - (4 - math.pi) * 0.25**2),
+        (lambda: independent_renderer.triangle(U, V, 0.7), 0.7 * 1.6),
+        (lambda: independent_renderer.diamond(U, V, 0.6), 2 * 0.6),
+        (lambda: independent_renderer.star(U, V, 0.35), 5 * 0.35 * math.sin(math.pi / 5)),
+        (lambda: independent_renderer.star(U, V, 0.6), 5 * 0.6 * math.sin(math.pi / 5)),
+        (lambda: independent_renderer.cross(U, V, 0.14), 8 * 0.14 - 4 * 0.14**2),
+        (lambda: independent_renderer.ring(U, V, 0.8), math.pi * (1 - 0.64)),
+        (lambda: independent_renderer.heart_curve(U, V), 3.6619 / 1.2**2),  # of the curve, by quadrature
     ],
 )
 def test_outlines_cover_the_area_of_their_formula(inside, area):
@@ -47,7 +47,7 @@ def test_outlines_cover_the_area_of_their_formula(inside, area):
 
 def test_the_sides_of_the_heart_touch_its_circles():
     """From the tip to the circles' centers the heart widens evenly; where a side missed a circle, it would jump."""
-    heart = other_drawer.heart_of_circles(U, V, 0.5)
+    heart = independent_renderer.heart_of_circles(U, V, 0.5)
     widths = heart[GRID < 0.36].sum(1)  # in cells
     steps = np.diff(widths[widths > 0])
     assert steps.min() >= 0 and steps.max() <= 3
@@ -63,7 +63,7 @@ def test_every_outline_is_whole_and_its_proportions_vary(kind):
         inside = np.broadcast_to(outline(kind, Random(seed))(U, V), (V.size, U.size))
         rows, columns = inside.any(1).sum() * STEP, inside.any(0).sum() * STEP
         assert 1.5 <= max(rows, columns) <= 2.2
-        assert np.hypot(U, V)[inside].max() < other_drawer.REACH
+        assert np.hypot(U, V)[inside].max() < independent_renderer.REACH
         areas.add(round(inside.sum() * STEP**2, 2))
     assert len(areas) >= (2 if kind == "heart" else 6)
 

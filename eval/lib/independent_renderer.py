@@ -1,4 +1,4 @@
-"""A second drawer of `nanovlm.synthetic` scenes, to measure the embedded model on images that training did not draw.
+"""A second renderer of `nanovlm.synthetic` scenes, to measure the embedded model on images that training did not draw.
 
 It shares no code with nanovlm/synthetic/drawing.py and reads only a scene's values: which shape is where, its named
 color and its size, and the kind of background. Its geometry, colors, backgrounds and styles are its own: thin and thick

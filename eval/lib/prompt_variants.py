@@ -3,15 +3,15 @@
 import re
 from random import Random
 
-from eval.lib.scene_splits import Drawer, png
+from eval.lib.scene_splits import Renderer, png
 from nanovlm.captioner import Captioner
 from nanovlm.cli.caption import LENGTHS
 from nanovlm.synthetic import Scene, caption, draw, random_scene
 from nanovlm.synthetic.captions import NUMBERS
 from nanovlm.synthetic.recipe import CAPTION_PROMPTS, SHORT_PROMPTS, scene_example
 
-# What people ask. Training may come to use any of these, too: `trained_wordings` says which it does.
-CAPTION_WORDINGS = tuple(
+# What people ask. Training may come to use any of these, too: `trained_prompts` says which it does.
+CAPTION_VARIANTS = tuple(
     dict.fromkeys(
         (
             *CAPTION_PROMPTS,
@@ -27,7 +27,7 @@ CAPTION_WORDINGS = tuple(
         )
     )
 )
-COUNT_WORDINGS = (
+COUNT_VARIANTS = (
     "How many objects are there?",
     "How many shapes are there?",
     "How many shapes?",
@@ -38,29 +38,29 @@ COUNT_WORDINGS = (
     "Count the shapes.",
     "What is the number of objects?",
 )
-_N_SAMPLED = 1000  # training examples; a wording that is in use occurs in at least one of 100
+_N_SAMPLED = 1000  # training examples; a prompt that is in use occurs in at least one of 100
 
 
-def measure_wordings(
-    captioner: Captioner, n_scenes: int, seed: str, batch_size: int, drawer: Drawer = draw
+def measure_prompt_variants(
+    captioner: Captioner, n_scenes: int, seed: str, batch_size: int, renderer: Renderer = draw
 ) -> dict[str, dict]:
-    """Exact matches of every wording about the same n_scenes scenes, and whether training uses it ("trained")."""
+    """Exact matches of every prompt about the same n_scenes scenes, and whether training uses it ("trained")."""
     rng = Random(f"wordings {seed}")
     scenes = [random_scene(rng) for _ in range(n_scenes)]
-    images = [png(scene, rng, drawer) for scene in scenes]
-    trained, results = trained_wordings(), {}
-    for wording in (*CAPTION_WORDINGS, *COUNT_WORDINGS):
-        answers = captioner.captions(images, wording, batch_size=batch_size)
-        right = sum(answer == expected_answer(wording, scene) for answer, scene in zip(answers, scenes))
-        results[wording] = {"right": right, "of": n_scenes, "trained": simplified(wording) in trained}
+    images = [png(scene, rng, renderer) for scene in scenes]
+    trained, results = trained_prompts(), {}
+    for prompt in (*CAPTION_VARIANTS, *COUNT_VARIANTS):
+        answers = captioner.captions(images, prompt, batch_size=batch_size)
+        right = sum(answer == expected_answer(prompt, scene) for answer, scene in zip(answers, scenes))
+        results[prompt] = {"right": right, "of": n_scenes, "trained": simplified(prompt) in trained}
     return results
 
 
-def expected_answer(wording: str, scene: Scene) -> str:
+def expected_answer(prompt: str, scene: Scene) -> str:
     """The number of objects, a caption without sizes and background where training asks for one, or a caption."""
-    if wording in COUNT_WORDINGS:
+    if prompt in COUNT_VARIANTS:
         return NUMBERS[len(scene.shapes)]
-    return shortened(caption(scene)) if wording in SHORT_PROMPTS else caption(scene)
+    return shortened(caption(scene)) if prompt in SHORT_PROMPTS else caption(scene)
 
 
 def shortened(text: str) -> str:
@@ -69,7 +69,7 @@ def shortened(text: str) -> str:
     return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text) + "."
 
 
-def trained_wordings(n_sampled: int = _N_SAMPLED) -> set[str]:
+def trained_prompts(n_sampled: int = _N_SAMPLED) -> set[str]:
     """The prompts that ask for captions in training, and those of sampled training examples, `simplified`."""
     rng = Random("wordings")
     prompts = {*CAPTION_PROMPTS}

@@ -1,17 +1,17 @@
-"""Wordings: which of them training uses, and what counts as right."""
+"""Prompt variants: which of them training uses, and what counts as right."""
 
 from random import Random
 
 import pytest
 
-from eval.lib.wordings import (
-    CAPTION_WORDINGS,
-    COUNT_WORDINGS,
+from eval.lib.prompt_variants import (
+    CAPTION_VARIANTS,
+    COUNT_VARIANTS,
     expected_answer,
-    measure_wordings,
+    measure_prompt_variants,
     shortened,
     simplified,
-    trained_wordings,
+    trained_prompts,
 )
 from nanovlm.cli.caption import LENGTHS
 from nanovlm.synthetic import caption, random_scene
@@ -21,28 +21,28 @@ from nanovlm.synthetic.recipe import CAPTION_PROMPTS
 
 @pytest.fixture(scope="module")
 def trained():
-    return trained_wordings()
+    return trained_prompts()
 
 
 def test_every_prompt_of_the_recipe_and_of_the_command_line_is_asked():
-    assert {*CAPTION_PROMPTS, *(prompt for prompt, _ in LENGTHS.values())} <= {*CAPTION_WORDINGS}
-    wordings = [simplified(wording) for wording in (*CAPTION_WORDINGS, *COUNT_WORDINGS)]
-    assert len(set(wordings)) == len(wordings), "a wording occurs twice"
+    assert {*CAPTION_PROMPTS, *(prompt for prompt, _ in LENGTHS.values())} <= {*CAPTION_VARIANTS}
+    variants = [simplified(variant) for variant in (*CAPTION_VARIANTS, *COUNT_VARIANTS)]
+    assert len(set(variants)) == len(variants), "a variant occurs twice"
 
 
 def test_what_training_asks_is_told_from_what_it_does_not(trained):
     assert {simplified(prompt) for prompt in CAPTION_PROMPTS} <= trained
     assert simplified("How many objects are there?") in trained
     assert simplified("Describe everything in the picture.") not in trained
-    held_out = [wording for wording in (*CAPTION_WORDINGS, *COUNT_WORDINGS) if simplified(wording) not in trained]
+    held_out = [variant for variant in (*CAPTION_VARIANTS, *COUNT_VARIANTS) if simplified(variant) not in trained]
     assert len(held_out) >= 5
-    assert trained_wordings(100) <= trained, "samples are drawn in the same order"
+    assert trained_prompts(100) <= trained, "samples are drawn in the same order"
 
 
-def test_every_wording_has_the_answer_of_its_kind():
+def test_every_variant_has_the_answer_of_its_kind():
     scene = random_scene(Random(3))
-    for wording in COUNT_WORDINGS:
-        assert expected_answer(wording, scene) == NUMBERS[len(scene.shapes)]
+    for variant in COUNT_VARIANTS:
+        assert expected_answer(variant, scene) == NUMBERS[len(scene.shapes)]
     assert expected_answer("describe", scene) == expected_answer(CAPTION_PROMPTS[0], scene) == caption(scene)
 
 
@@ -52,7 +52,8 @@ def test_a_short_caption_names_colors_and_shapes_only():
     assert shortened("A large blue ring on a wavy background.") == "A blue ring."
 
 
-def test_every_wording_is_asked_about_the_same_scenes():
+@pytest.mark.full
+def test_every_variant_is_asked_about_the_same_scenes():
     seen = {}
 
     class Teller:
@@ -60,10 +61,10 @@ def test_every_wording_is_asked_about_the_same_scenes():
             seen[prompt] = images
             return iter(["three"] * len(images))
 
-    results = measure_wordings(Teller(), 12, "test", 4)
-    assert list(results) == list(seen) == [*CAPTION_WORDINGS, *COUNT_WORDINGS]
+    results = measure_prompt_variants(Teller(), 12, "test", 4)
+    assert list(results) == list(seen) == [*CAPTION_VARIANTS, *COUNT_VARIANTS]
     assert all(images is seen["Describe"] for images in seen.values()) and len(seen["Describe"]) == 12
-    counts = {results[wording]["right"] for wording in COUNT_WORDINGS}
+    counts = {results[variant]["right"] for variant in COUNT_VARIANTS}
     assert len(counts) == 1 and 0 < counts.pop() < 12
-    assert all(results[wording]["right"] == 0 and results[wording]["of"] == 12 for wording in CAPTION_WORDINGS)
+    assert all(results[variant]["right"] == 0 and results[variant]["of"] == 12 for variant in CAPTION_VARIANTS)
     assert results[CAPTION_PROMPTS[0]]["trained"] and not results["Describe everything in the picture."]["trained"]
