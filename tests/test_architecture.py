@@ -18,6 +18,7 @@ FORBIDDEN = {  # packages that the modules of a package must not import
     "nanovlm": {"eval", "tests", "torchvision", "transformers", "numpy"},
     "eval": {"tests", *(script.removesuffix(".py") for script in SCRIPTS)},
 }
+AUGMENTATION = ("nanovlm.processing", "nanovlm.training")  # may use torchvision, inside functions
 CORE = {
     "models.config", "models.errors", "models.cache", "models.attention", "models.language_model",
     "models.vision_transformer", "models.modality_projector", "models.vision_language_model", "models.decoding",
@@ -77,8 +78,21 @@ def test_packages_import_only_those_below_them(package):
         if within(module, package)
         for item in imports
         if item.module.partition(".")[0] in FORBIDDEN[package]
+        and not (item.module.startswith("torchvision") and within(module, *AUGMENTATION))
     }
     assert not violations
+
+
+def test_torchvision_is_imported_where_it_is_used_and_not_with_a_module():
+    """Its import takes two seconds, which `--help` and captions do not wait for."""
+    for module, path in GRAPH.files.items():
+        if within(module, *AUGMENTATION):
+            top = [
+                node
+                for node in ast.parse(path.read_text(encoding="utf-8")).body
+                if not isinstance(node, ast.FunctionDef)
+            ]
+            assert "torchvision" not in {name for node in top for name in identifiers(node)}, module
 
 
 def test_only_entry_points_and_eval_import_the_command_line():

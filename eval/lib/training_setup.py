@@ -36,9 +36,8 @@ class TrainingSetup:
 
     def trainer(self, folder: Path, max_steps: int) -> Trainer:
         """A run of max_steps steps on the CPU with the defaults of `train.py --data`, but no augmentation."""
-        cfg = replace(
-            FINETUNING, max_steps=max_steps, batch_size=self.batch_size, dtype=self.dtype, augment=0.0, num_workers=0
-        )
+        cfg = replace(FINETUNING, max_steps=max_steps, batch_size=self.batch_size, dtype=self.dtype, random_crop=0.0)
+        cfg = replace(cfg, num_workers=0)
         options = FinetuneOptions(
             [str(self.data)], folder, model=str(self.model), device="cpu", validation=0, scale_lr=True
         )

@@ -61,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
-    from nanovlm.training.finetuning import open_data
+    from nanovlm.training.examples import open_data
 
     check_flags(args)
     metrics = metrics_from_args(args.metric)

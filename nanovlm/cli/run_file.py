@@ -7,6 +7,7 @@ from typing import Any
 
 from nanovlm.errors import UsageError
 
+AddFlags = Callable[[argparse.ArgumentParser], None]
 NOT_WRITTEN = ("config", "debug", "prog", "run", "dry_run", "check_data")
 
 
@@ -17,14 +18,16 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"--config {self.prog}: {message}")
 
 
-def apply_run_file(args: argparse.Namespace, add_flags: Callable[[argparse.ArgumentParser], None]) -> None:
+def default_args(add_flags: AddFlags, flags: list[str] | None = None, path: str = "") -> dict[str, Any]:
+    """What the flags of add_flags are parsed to, by default none; UsageError for a wrong one, which names path."""
+    add_flags(parser := _Parser(prog=path, add_help=False))
+    return vars(parser.parse_args(flags or []))
+
+
+def apply_run_file(args: argparse.Namespace, add_flags: AddFlags) -> None:
     """Set what args.config says and the command line leaves at its default; flags given there win."""
-    path = Path(args.config)
-    parser = _Parser(prog=str(path), add_help=False)
-    add_flags(parser)
-    defaults = vars(parser.parse_args([]))
-    values = vars(parser.parse_args(_as_flags(read_run_file(path))))
-    for name, value in values.items():
+    defaults = default_args(add_flags)
+    for name, value in default_args(add_flags, _as_flags(read_run_file(Path(args.config))), args.config).items():
         if name != "config" and getattr(args, name) == defaults[name]:
             setattr(args, name, value)
 
@@ -57,13 +60,11 @@ def _as_flags(content: dict[str, Any]) -> list[str]:
     return flags
 
 
-def run_file_text(args: argparse.Namespace, add_flags: Callable[[argparse.ArgumentParser], None]) -> str:
+def run_file_text(args: argparse.Namespace, add_flags: AddFlags) -> str:
     """The YAML text of all flags of args that differ from the defaults."""
     import yaml
 
-    parser = argparse.ArgumentParser(add_help=False)
-    add_flags(parser)
-    defaults = vars(parser.parse_args([]))
+    defaults = default_args(add_flags)
     given = {
         name: value
         for name, value in vars(args).items()

@@ -16,8 +16,10 @@ MAX_ASPECT_RATIO = 200
 
 def random_crop(image: Image.Image, max_margin: float, rng: Random) -> Image.Image:
     """Crop each side by a random part of the width or height, up to max_margin of it."""
+    from torchvision.transforms.v2.functional import crop  # here, so that captions do not wait for its import
+
     left, top, right, bottom = (int(rng.uniform(0, max_margin) * side) for side in 2 * image.size)
-    return image.crop((left, top, image.width - right, image.height - bottom))
+    return crop(image, top, left, image.height - top - bottom, image.width - left - right)
 
 
 def resized_size(width: int, height: int, tile: int, max_side: int, to_max_side: bool) -> tuple[int, int]:

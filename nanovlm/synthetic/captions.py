@@ -1,6 +1,7 @@
 """The text of a scene: its caption, and the questions that it answers unambiguously."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import permutations
 from random import Random
 from typing import TypeVar
@@ -16,16 +17,19 @@ Pairs = Iterable[tuple[str, str]]  # of a question and its answer
 
 def caption(scene: Scene) -> str:
     """Name every shape, from left to right, and the background."""
-    names = [_with_article(shape.name) for shape in scene.shapes]
-    text = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    return f"{text[0].upper()}{text[1:]} on a {scene.background} background."
+    return f"{_listed([shape.name for shape in scene.shapes])} on a {scene.background} background."
 
 
 def short_caption(scene: Scene) -> str:
     """Color and shape of everything, from left to right."""
-    names = [_with_article(f"{shape.color} {shape.kind}") for shape in scene.shapes]
+    return f"{_listed([f'{shape.color} {shape.kind}' for shape in scene.shapes])}."
+
+
+def _listed(phrases: Sequence[str]) -> str:
+    """A small red star, a large ring and a cross."""
+    names = [_with_article(phrase) for phrase in phrases]
     text = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    return f"{text[0].upper()}{text[1:]}."
+    return text[0].upper() + text[1:]
 
 
 def questions(scene: Scene, rng: Random) -> list[tuple[str, str]]:
@@ -83,15 +87,15 @@ def _unique_phrase(shape: Shape, shapes: Sequence[Shape], rng: Random, without: 
     return "the " + rng.choice(unique if rng.random() < 0.3 else [p for p in unique if len(p.split()) == shortest])
 
 
-def _attribute_pairs(shapes: Sequence[Shape], rng: Random, question: str, attribute: str) -> Pairs:
+# The kinds of questions: (shapes, rng, background) -> (question, answer) pairs
+
+
+def _attribute(shapes: Sequence[Shape], rng: Random, background: str, question: str, attribute: str) -> Pairs:
     """The question about an attribute, for every shape that can be referred to without it."""
     for shape in shapes:
         phrase = _unique_phrase(shape, shapes, rng, without=attribute)
         if phrase:
             yield question.format(phrase), getattr(shape, attribute)
-
-
-# The kinds of questions: (shapes, rng, background) -> (question, answer) pairs
 
 
 def _total(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
@@ -104,18 +108,6 @@ def _counts(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
     for kind in SHAPES:
         plural = f"{kind}es" if kind.endswith("s") else f"{kind}s"
         yield f"How many {plural} are there?", NUMBERS[sum(shape.kind == kind for shape in shapes)]
-
-
-def _colors(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
-    return _attribute_pairs(shapes, rng, "What colour is {}?", "color")
-
-
-def _kinds(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
-    return _attribute_pairs(shapes, rng, "What shape is {}?", "kind")
-
-
-def _sizes(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
-    return _attribute_pairs(shapes, rng, "How big is {}?", "size")
 
 
 def _exists(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
@@ -197,9 +189,9 @@ def _background(shapes: Sequence[Shape], rng: Random, background: str) -> Pairs:
 QUESTION_KINDS: tuple[Callable[[Sequence[Shape], Random, str], Pairs], ...] = (
     _total,
     _counts,
-    _colors,
-    _kinds,
-    _sizes,
+    partial(_attribute, question="What colour is {}?", attribute="color"),
+    partial(_attribute, question="What shape is {}?", attribute="kind"),
+    partial(_attribute, question="How big is {}?", attribute="size"),
     _exists,
     _positions,
     _shapes_at,

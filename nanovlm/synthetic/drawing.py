@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 
 from PIL import Image, ImageChops, ImageDraw
@@ -56,19 +57,12 @@ def _star(n: int, *radii: float) -> list[Point]:
     return [(radii[i % len(radii)] * math.sin(i * turn), -radii[i % len(radii)] * math.cos(i * turn)) for i in range(n)]
 
 
-def _circle(rng: Random) -> list[Point]:
-    return _star(64, rng.uniform(0.88, 1))
-
-
 def _square(rng: Random) -> list[Point]:
     """A superellipse (Lame curve): sharp or with rounded corners."""
     half, exponent = rng.uniform(0.72, 0.88), 2 / rng.choice((6, 10, 20, 100))
     points = [(math.sin(2 * math.pi * i / 64), -math.cos(2 * math.pi * i / 64)) for i in range(64)]
-    return [(half * _signed_power(x, exponent), half * _signed_power(y, exponent)) for x, y in points]
-
-
-def _signed_power(x: float, exponent: float) -> float:
-    return math.copysign(abs(x) ** exponent, x)
+    x, y = ([half * math.copysign(abs(v) ** exponent, v) for v in values] for values in zip(*points))
+    return list(zip(x, y))
 
 
 def _triangle(rng: Random) -> list[Point]:
@@ -81,16 +75,13 @@ def _diamond(rng: Random) -> list[Point]:
     return [(0, -1), (half, 0), (0, 1), (-half, 0)]
 
 
-def _five_pointed_star(rng: Random) -> list[Point]:
-    return _star(10, rng.uniform(0.95, 1.06), rng.uniform(0.36, 0.58))
-
-
 def _heart(rng: Random) -> list[Point]:
     """A curve of sines and cosines, or two arcs that meet in a notch and run straight to the tip."""
     width, height = rng.uniform(0.85, 1.05), rng.uniform(0.88, 1.08)
     if rng.random() < 0.5:
         angles = [2 * math.pi * i / 48 for i in range(48)]
-        points = [(0.98 * math.sin(t) ** 3, -_heart_height(t) / 16 - 0.1) for t in angles]
+        heights = [13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t) for t in angles]
+        points = [(0.98 * math.sin(t) ** 3, -height / 16 - 0.1) for t, height in zip(angles, heights)]
     else:
         center = rng.uniform(0.42, 0.5)
         points = _heart_of_arcs(center, center * rng.uniform(1.03, 1.15))
@@ -99,17 +90,10 @@ def _heart(rng: Random) -> list[Point]:
 
 def _full_heart(rng: Random) -> list[Point]:
     """A heart between a deeply notched one and a circle."""
-    share = rng.uniform(0.1, 0.5)
-    return [(x * _toward(0.9, x, y, share), y * _toward(0.9, x, y, share)) for x, y in _heart(rng)]
-
-
-def _toward(radius: float, x: float, y: float, share: float) -> float:
-    """The factor by which (x, y) comes closer to a circle by this share of its distance."""
-    return 1 - share + share * radius / math.hypot(x, y)
-
-
-def _heart_height(t: float) -> float:
-    return 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
+    share = rng.uniform(0.1, 0.5)  # of the distance to a circle
+    heart = _heart(rng)
+    factors = [1 - share + share * 0.9 / math.hypot(x, y) for x, y in heart]
+    return [(x * factor, y * factor) for (x, y), factor in zip(heart, factors)]
 
 
 def _heart_of_arcs(center: float, radius: float, height: float = 0.35, tip: float = 0.95) -> list[Point]:
@@ -129,20 +113,16 @@ def _cross(rng: Random) -> list[Point]:
     return [point for quarter in quarters for point in quarter]
 
 
-def _ring(rng: Random) -> list[Point]:
-    return _star(64, 0.98)
-
-
 _OUTLINES: dict[str, Callable[[Random], list[Point]]] = {
-    "circle": _circle,
+    "circle": lambda rng: _star(64, rng.uniform(0.88, 1)),
     "square": _square,
     "triangle": _triangle,
     "diamond": _diamond,
-    "star": _five_pointed_star,
+    "star": lambda rng: _star(10, rng.uniform(0.95, 1.06), rng.uniform(0.36, 0.58)),
     "heart": _heart,
     "full heart": _full_heart,
     "cross": _cross,
-    "ring": _ring,
+    "ring": lambda rng: _star(64, 0.98),
 }
 
 
@@ -286,19 +266,12 @@ def _checkered(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int
             canvas.rectangle((x, y, x + step, y + step), fill=255)
 
 
-def _dotted(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
-    step, cells = _cells(rng, width, height, 0.09, 0.15)
-    size = rng.uniform(0.35, 0.6) * step
-    for _, _, x, y in cells:
-        canvas.ellipse((x, y, x + size, y + size), fill=255)
-
-
-def _staggered(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) -> None:
-    """Dots, every other row of them shifted by half a step."""
+def _dotted(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int, shift: float = 0) -> None:
+    """Dots, every other row of them shifted by this share of a step."""
     step, cells = _cells(rng, width, height, 0.09, 0.15)
     size = rng.uniform(0.35, 0.6) * step
     for _, row, x, y in cells:
-        x -= step / 2 * (row % 2)
+        x -= step * shift * (row % 2)
         canvas.ellipse((x, y, x + size, y + size), fill=255)
 
 
@@ -311,11 +284,11 @@ def _gridded(rng: Random, canvas: ImageDraw.ImageDraw, width: int, height: int) 
 
 
 _SOFT = {"plain": _plain, "gradient": _gradient, "glowing": _glowing, "noisy": _noisy, "cloudy": _cloudy}
-_SHARP = {
+_SHARP: dict[str, Callable[..., None]] = {
     "striped": _striped,
     "wavy": _wavy,
     "checkered": _checkered,
     "dotted": _dotted,
-    "staggered": _staggered,
+    "staggered": partial(_dotted, shift=0.5),
     "gridded": _gridded,
 }

@@ -21,18 +21,7 @@ COLORS = {
     "brown": (148, 88, 44),
 }
 SIZES = {"small": (0.085, 0.100), "large": (0.145, 0.165)}  # radius, as a fraction of the image's shorter side
-BACKGROUNDS = (
-    "plain",
-    "gradient",
-    "glowing",
-    "noisy",
-    "cloudy",
-    "striped",
-    "wavy",
-    "checkered",
-    "dotted",
-    "gridded",
-)
+BACKGROUNDS = ("plain", "gradient", "glowing", "noisy", "cloudy", "striped", "wavy", "checkered", "dotted", "gridded")
 
 # Never drawn in training: a caption that names one shows that the model learned colors and shapes separately.
 WITHHELD = frozenset(

@@ -35,10 +35,9 @@ from models.checkpoint import (
 from models.lora import adapters, merge, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.errors import CheckpointError, InputError, TrainingError
-from nanovlm.training.config import TrainConfig, upgrade_settings
-from nanovlm.training.distributed import local, shard_like
+from nanovlm.training.config import TrainConfig
 from nanovlm.training.optimizer import empty_copy
-from nanovlm.training.shards import check_shards, read_shards, shard_names, shard_sizes, write_shards
+from nanovlm.training.sharding import copy_full, local, read_shards, shard_names, write_shards
 
 OPTIMIZER, STATE, SHARDS = "optimizer.safetensors", "training.json", "shards"
 MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."  # of the tensors' names in shards
@@ -59,18 +58,12 @@ class Checkpoint:
     settings: dict[str, Any]  # the fields of TrainConfig, "data" and "validation": see TrainingTask
     scaler: dict[str, Any]  # the state of the float16 gradient scaler
     weights: dict[str, Tensor] | None  # the state dict of the model; of a LoRA run, with merged adapters
-    optimizer: dict[str, Tensor] | None  # see optimizer_state; both are None if they are in shards
+    optimizer: dict[str, Tensor | None]  # see optimizer_state
 
     @property
     def sharded(self) -> bool:
+        """Whether the tensors are in shards, which are still to be read; their values here are None."""
         return self.weights is None
-
-    @property
-    def optimizer_names(self) -> set[str]:
-        """The names of the parameters whose optimizer state is stored."""
-        names = shard_names(self.path / SHARDS) if self.optimizer is None else self.optimizer.keys()
-        prefix = OPTIMIZER_PREFIX if self.optimizer is None else ""
-        return {name.removeprefix(prefix).rpartition("/")[0] for name in names if name.startswith(prefix)}
 
 
 def checkpoint_paths(folder: Path) -> list[Path]:
@@ -137,20 +130,17 @@ def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer
             yield f"{name}/{key}", value
 
 
-def write_training_state(folder: Path, optimizer: dict[str, Tensor], state: dict[str, Any]) -> None:
+def write_training_state(
+    folder: Path, model: VisionLanguageModel, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> None:
     """Write what a checkpoint holds beside the model; state has "step", "config" and "scaler"."""
-    save_file({name: tensor.cpu() for name, tensor in optimizer.items()}, folder / OPTIMIZER)
-    _write_state(folder, state)
-
-
-def _write_state(folder: Path, state: dict[str, Any]) -> None:
+    save_file({name: tensor.cpu() for name, tensor in optimizer_state(model, optimizer)}, folder / OPTIMIZER)
     (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
 
 
 def write_sharded(folder: Path, model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> None:
     """Write the shards of weights and optimizer state into folder; every process must call it."""
-    moments = {f"{OPTIMIZER_PREFIX}{name}": tensor for name, tensor in optimizer_state(model, optimizer)}
-    write_shards(folder / SHARDS, _weight_shards(model) | moments)
+    write_shards(folder / SHARDS, _weight_shards(model) | _optimizer_shards(model, optimizer))
 
 
 def write_sharded_state(
@@ -161,8 +151,13 @@ def write_sharded_state(
     base is the model that adapters were trained on.
     """
     write_settings(folder, model.cfg, tokenizer, model.dtype)
-    sizes = shard_sizes(folder / SHARDS)
-    _write_state(folder, {**state, "base": asdict(base) if base else None, SHARDS: sizes})
+    files = sorted(path.name for path in (folder / SHARDS).iterdir())
+    state = {**state, "base": asdict(base) if base else None, SHARDS: files}
+    (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
+
+
+def _optimizer_shards(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {f"{OPTIMIZER_PREFIX}{name}": tensor for name, tensor in optimizer_state(model, optimizer)}
 
 
 def _weight_shards(model: VisionLanguageModel) -> dict[str, Tensor]:
@@ -221,7 +216,7 @@ def stored_settings(folder: Path) -> dict[str, Any] | None:
     """The settings in the newest of folder/checkpoints, see Checkpoint.settings; None if there are none to read."""
     for path in reversed(checkpoint_paths(folder)):
         with suppress(DamagedCheckpointError), _damage(path):
-            return upgrade_settings(read_object(path / STATE).get("config", {}))
+            return read_object(path / STATE).get("config", {})
     return None
 
 
@@ -229,7 +224,7 @@ def read_checkpoint(path: Path, model: VisionLanguageModel) -> Checkpoint:
     """Read a checkpoint of the same model; CheckpointError if it is of another, DamagedCheckpointError if damaged."""
     with _damage(path):
         cfg, state = load_config(path), read_object(path / STATE)
-        settings = upgrade_settings(state.get("config", {}))
+        settings = state.get("config", {})
     stored, wanted = cfg.to_dict(), model.cfg.to_dict()
     for name in wanted.keys() - {"lm_tokenizer"}:  # which says where the tokenizer is found, not what it is
         if stored.get(name) != wanted[name]:
@@ -244,15 +239,16 @@ def read_checkpoint(path: Path, model: VisionLanguageModel) -> Checkpoint:
     found = Path(path), _step_of(path), settings, state.get("scaler") or {}
     if SHARDS in state:
         with _damage(path):
-            check_shards(path / SHARDS, state[SHARDS])
-        return Checkpoint(*found, None, None)
+            names = shard_names(path / SHARDS, state[SHARDS])
+        prefix = OPTIMIZER_PREFIX
+        return Checkpoint(*found, None, {name.removeprefix(prefix): None for name in names if name.startswith(prefix)})
     with _damage(path):
         weights = load_model(path, model.cfg, model.image_token_id, device=model.device).state_dict()
         try:
             optimizer = load_file(path / OPTIMIZER)
         except (OSError, SafetensorError) as error:
             raise DamagedCheckpointError(f"{OPTIMIZER} cannot be read: {error}") from None
-    return Checkpoint(*found, weights, optimizer)
+    return Checkpoint(*found, weights, dict(optimizer))
 
 
 @contextmanager
@@ -296,26 +292,21 @@ def _check_base(checkpoint: Checkpoint, ours: Mapping[str, Tensor], stored: Mapp
 
 
 def restore_optimizer(
-    checkpoint: Checkpoint,
-    model: VisionLanguageModel,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
+    checkpoint: Checkpoint, model: VisionLanguageModel, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
 ) -> None:
     """Load the state of optimizer and scaler; CheckpointError unless it is of the parameters that are trained now."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    stored = checkpoint.optimizer_names
-    if different := sorted(trained.keys() ^ stored):
-        file = checkpoint.path / (SHARDS if checkpoint.sharded else OPTIMIZER)
+    ours, stored = dict(optimizer_state(model, optimizer)), checkpoint.optimizer
+    if different := sorted(ours.keys() ^ stored.keys()):
+        name = different[0].rpartition("/")[0]
         raise CheckpointError(
-            f"{file} has {'' if different[0] in stored else 'no '}moments of {different[0]}; "
-            "resume with the same parts frozen as before, or train in another folder"
+            f"{checkpoint.path} has {'' if different[0] in stored else 'no '}moments of {name}; "
+            "resume with the same parts frozen and the same optimizer as before, or train in another folder"
         )
-    if checkpoint.optimizer is None:
-        ours = {f"{OPTIMIZER_PREFIX}{name}": tensor for name, tensor in optimizer_state(model, optimizer)}
-        read_shards(checkpoint.path / SHARDS, ours)
-    for key, value in (checkpoint.optimizer or {}).items():
-        name, _, short = key.rpartition("/")
-        optimizer.state[trained[name]][short] = shard_like(value, trained[name])
+    if checkpoint.sharded:
+        read_shards(checkpoint.path / SHARDS, _optimizer_shards(model, optimizer))
+    for name, value in stored.items():
+        if value is not None:
+            copy_full(value, ours[name])
     if scaler.is_enabled() and checkpoint.scaler:
         scaler.load_state_dict(checkpoint.scaler)
 
@@ -330,10 +321,9 @@ def merge_checkpoint(path: Path, folder: Path, dtype: torch.dtype | None = None)
         cfg, state = load_config(path), read_object(path / STATE)
         if SHARDS not in state:
             raise InputError(f"{path} is not sharded: it holds a complete model, which every verb reads")
-        check_shards(path / SHARDS, state[SHARDS])
+        shard_names(path / SHARDS, state[SHARDS])
         tokenizer, image_token_id = read_model_text(path / TOKENIZER), find_image_token_id(path, cfg)
-    settings = upgrade_settings(state["config"])
-    known = {f.name: settings[f.name] for f in fields(TrainConfig) if f.name in settings}
+    known = {f.name: state["config"][f.name] for f in fields(TrainConfig) if f.name in state["config"]}
     model = empty_copy(cfg, image_token_id, TrainConfig(**known)).to_empty(device="cpu").eval()
     model.decoder.tie_weights()
     read_shards(path / SHARDS, _weight_shards(model))

@@ -1,32 +1,96 @@
-"""TrainConfig: the settings of a training run.
+"""The settings of a training run: TrainConfig says how to learn, FinetuneOptions which model learns from which data.
 
-Each field carries its default, its type and its help text; the flags of train.py are made from them.
+Each field carries its default, type, help text, limits and what it needs to have an effect. The flags of train.py, the
+keys of run.yaml and the keyword arguments of Python are made from them.
 """
 
+import argparse
 import math
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
+from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import InputError
 
-RENAMED_FIELDS = {  # as checkpoints and scripts of the first version call them
-    "steps": "max_steps",
-    "accumulate": "gradient_accumulation_steps",
-    "warmup": "warmup_steps",
-    "workers": "num_workers",
-}
-RENAMED_SCHEDULES = {"trapezoid": "wsd"}
+if TYPE_CHECKING:
+    from nanovlm.data import ReadOptions
+
+T = TypeVar("T")
+
 BASE_FORMATS = ("bfloat16", "int8", "int4")  # of the frozen weights of a LoRA run, beside float32
+LIMITS = {
+    "minimum": (operator.ge, "at least"),
+    "above": (operator.gt, "above"),
+    "maximum": (operator.le, "at most"),
+    "below": (operator.lt, "below"),
+}
 
 
-def setting(default: Any, help: str, minimum: float = 0, choices: tuple[str, ...] = (), metavar: str = "N") -> Any:
-    """A field; a number is at least minimum, a text with choices one of them."""
-    return field(default=default, metadata={"help": help, "minimum": minimum, "choices": choices, "metavar": metavar})
+def setting(default: Any, help: str, *, metavar: str = "N", needs: str = "", flag: Any = None, **limits: Any) -> Any:
+    """A field with a flag. limits are choices and those of LIMITS; a number without any is at least 0.
+
+    needs names the condition under which the setting has an effect; flag holds more arguments for argparse.
+    """
+    if isinstance(default, int | float) and not limits.keys() & {"minimum", "above"}:
+        limits["minimum"] = 0
+    return field(
+        default=default, metadata={"help": help, "metavar": metavar, "needs": needs, "flag": flag or {}} | limits
+    )
+
+
+def settings_of(cls: type) -> Iterator[Field]:
+    """The fields of a dataclass that have a flag."""
+    return (f for f in fields(cls) if "help" in f.metadata)
+
+
+def check_settings(options: Any) -> None:
+    """InputError for a value that is none of its field's choices, or out of its limits."""
+    for f in settings_of(type(options)):
+        value, choices = getattr(options, f.name), f.metadata.get("choices", ())
+        if choices and value is not None and value not in choices:
+            raise InputError(f"{f.name}={value} is not one of {', '.join(choices)}")
+        for limit, (holds, words) in LIMITS.items():
+            bound = f.metadata.get(limit)
+            if bound is not None and value is not None and not (math.isfinite(value) and holds(value, bound)):
+                raise InputError(f"{f.name}={value} must be a finite number {words} {bound}")
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type, presets: Mapping[str, Any] | None = None) -> None:
+    """Add a flag for each setting of cls; None means not given.
+
+    The help names the defaults, which are those of the presets: the value of the first, and those that differ from it.
+    """
+    for f in settings_of(cls):
+        help, options = f.metadata["help"], dict(f.metadata["flag"])
+        if presets:
+            first, *others = [(name, getattr(preset, f.name)) for name, preset in presets.items()]
+            differ = [f"; {name}: {value}" for name, value in others if value != first[1]]
+            help += f" (default: {first[1]}{''.join(differ)})"
+        if f.type is bool:
+            options |= {"action": argparse.BooleanOptionalAction}
+        elif choices := f.metadata.get("choices"):
+            options |= {"choices": choices}
+        else:
+            kinds = [kind for kind in (*get_args(f.type), f.type) if kind in (int, float)]
+            options = {"type": kinds[0] if kinds else str, "metavar": f.metadata["metavar"]} | options
+        parser.add_argument(flag_of(f.name), default=None, help=help, **options)
+
+
+def given_settings(cls: type, args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of cls that were given as flags."""
+    return {f.name: getattr(args, f.name) for f in settings_of(cls) if getattr(args, f.name) is not None}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The settings of a training run; a value out of range is an InputError.
+    """How a model is trained; a value out of range is an InputError.
 
     An optimizer step learns from batch_size * gradient_accumulation_steps examples on each process.
     """
@@ -36,58 +100,72 @@ class TrainConfig:
     gradient_accumulation_steps: int = setting(
         1, "batches per optimizer step, whose gradients are summed; memory is that of one batch", minimum=1
     )
-    pack: int = setting(0, "pack examples into rows of up to N tokens that do not attend to each other; 0 pads instead")
-    augment: float = setting(0.0, "from an image's second epoch on, crop at random up to this share of each side")
-    lr: float = setting(
-        1e-3, "peak learning rate; with --data the default is multiplied by 192 / lm_hidden_dim of the model"
+    pack: int = setting(
+        0, "pack examples into rows of up to N tokens that do not attend to each other; 0 pads instead", needs="data"
     )
-    vision_rate: float = setting(1.0, "learning rate of the vision encoder as a multiple of lr; 0 freezes it")
-    projector_rate: float = setting(1.0, "the same for the modality projector")
-    language_rate: float = setting(1.0, "the same for the language model")
-    lora_rank: int = setting(0, "train LoRA adapters of this rank instead of the weights; 0 trains the weights")
-    lora_alpha: float = setting(16.0, "LoRA: adapters are scaled by lora_alpha / lora_rank")
-    lora_words: bool = setting(True, "LoRA: also train token embeddings and head in full, needed to learn new tokens")
+    random_crop: float = setting(
+        0.0, "from an image's second epoch on, crop at random up to this share of each side", below=0.5, needs="data"
+    )
+    lr: float = setting(
+        1e-3, "peak learning rate; with --data the default is multiplied by 192 / lm_hidden_dim of the model", above=0
+    )
+    vision_lr_scale: float = setting(1.0, "learning rate of the vision encoder as a multiple of lr; 0 freezes it")
+    projector_lr_scale: float = setting(1.0, "the same for the modality projector")
+    language_lr_scale: float = setting(1.0, "the same for the language model")
+    lora_rank: int = setting(
+        0, "train LoRA adapters of this rank instead of the weights; 0 trains the weights", needs="data"
+    )
+    lora_alpha: float = setting(16.0, "LoRA: adapters are scaled by lora_alpha / lora_rank", above=0, needs="lora")
+    train_embeddings: bool = setting(
+        True, "LoRA: also train token embeddings and head in full, needed to learn new tokens", needs="lora"
+    )
     schedule: str = setting(
         "wsd",
         "learning rate schedule: wsd (warm-up, stable, linear decay) or cosine (warm-up, cosine decay)",
         choices=("wsd", "cosine"),
     )
     warmup_steps: int = setting(100, "steps over which the learning rate rises linearly")
-    decay: float = setting(0.4, "wsd: share of all steps, at the end, over which the learning rate falls to 0")
+    decay: float = setting(
+        0.4, "wsd: share of all steps, at the end, over which the learning rate falls to 0", maximum=1, needs="wsd"
+    )
     optimizer: str = setting(
         "adamw",
         "adamw, or muon for the matrices of linear layers, for training from scratch or a model trained by it",
         choices=("adamw", "muon"),
     )
     weight_decay: float = setting(0.1, "weight decay, applied to matrices only")
-    beta2: float = setting(0.99, "beta2 of AdamW")
-    max_grad_norm: float = setting(1.0, "clip gradients to this norm")
+    beta2: float = setting(0.99, "beta2 of AdamW", below=1)
+    max_grad_norm: float = setting(1.0, "clip gradients to this norm", above=0)
     dtype: str = setting(
         "auto",
         "autocast dtype; weights and optimizer state stay float32. auto takes bfloat16 where the device is fast in it",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     gradient_checkpointing: bool = setting(False, "recompute the blocks' activations in the backward pass: less memory")
-    seed: int = setting(0, "random seed of initial weights, data order and dropout")
+    seed: int = setting(0, "random seed of initial weights, data order and dropout", below=2**63)
     save_every: int = setting(500, "steps between checkpoints", minimum=1)
     keep_checkpoints: int = setting(2, "number of newest checkpoints to keep", minimum=1)
     log_every: int = setting(50, "steps between progress lines", minimum=1)
     keep_best: bool = setting(
-        True, "with held-out examples: also keep the checkpoint of the best evaluation, whose model is the final one"
+        True, "also keep the checkpoint of the best evaluation, whose model is the final one", needs="held out"
     )
-    best_by: str = setting(
-        "loss",
-        "with held-out examples: what makes an evaluation the best: loss, or a metric as in --metric",
-        metavar="NAME",
+    metric_for_best_model: str = setting(
+        "loss", "what makes an evaluation the best: loss, or a metric as in --metric", metavar="NAME", needs="held out"
     )
-    patience: int = setting(0, "stop after N evaluations in a row without a better one; 0 goes on to the last step")
+    patience: int = setting(
+        0, "stop after N evaluations in a row without a better one; 0 goes on to the last step", needs="held out"
+    )
     validate_every: int = setting(
-        500, "steps between evaluations on held-out examples (see --validation); 0 is a tenth of all steps"
+        500, "steps between evaluations on held-out examples; 0 is a tenth of all steps", needs="held out"
     )
-    validation_batches: int = setting(8, "batches of held-out examples per evaluation of the loss", minimum=1)
-    validation_questions: int = setting(32, "held-out questions answered and scored at each evaluation; 0 answers none")
+    validation_batches: int = setting(
+        8, "batches of held-out examples per evaluation of the loss", minimum=1, needs="held out"
+    )
+    validation_questions: int = setting(
+        32, "held-out questions answered and scored at each evaluation; 0 answers none", needs="held out"
+    )
     tensorboard: bool = setting(False, "also write TensorBoard logs (extra: tensorboard)")
-    track: str = setting(
+    report_to: str = setting(
         "none",
         "also log metrics with wandb or trackio, offline unless WANDB_MODE says otherwise (extra: track)",
         choices=("none", "wandb", "trackio"),
@@ -97,32 +175,22 @@ class TrainConfig:
     compile: bool = setting(False, "compile the blocks: a minute at the start, a quarter less time per step")
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value, minimum, choices = getattr(self, f.name), f.metadata["minimum"], f.metadata["choices"]
-            if choices and value not in choices:
-                raise InputError(f"{f.name}={value} is not one of {', '.join(choices)}")
-            if not isinstance(value, str) and not minimum <= value < float("inf"):
-                raise InputError(f"{f.name}={value} must be a finite number of at least {minimum}")
-        for name, in_range, limit in (
-            ("lr", self.lr > 0, "above 0"),
-            ("lora_alpha", self.lora_alpha > 0, "above 0"),
-            ("max_grad_norm", self.max_grad_norm > 0, "above 0"),
-            ("decay", self.decay <= 1, "at most 1"),
-            ("beta2", self.beta2 < 1, "less than 1"),
-            ("augment", self.augment < 0.5, "less than 0.5, which would leave nothing of an image"),
-            ("seed", self.seed < 2**63, "less than 2^63"),
-        ):
-            if not in_range:
-                raise InputError(f"{name}={getattr(self, name)} must be {limit}")
+        check_settings(self)
         if self.optimizer == "muon" and self.lora_rank:
             raise InputError("optimizer=muon trains whole matrices; omit it with lora_rank, or choose adamw")
-        if not any(self.rates.values()):
-            raise InputError("vision_rate, projector_rate and language_rate are all 0: no weights are left to train")
+        if not any(self.lr_scales.values()):
+            raise InputError(
+                "vision_lr_scale, projector_lr_scale and language_lr_scale are all 0: no weights are left to train"
+            )
 
     @property
-    def rates(self) -> dict[str, float]:
+    def lr_scales(self) -> dict[str, float]:
         """The model's three parts and their learning rates, as multiples of lr."""
-        return {"vision_encoder": self.vision_rate, "MP": self.projector_rate, "decoder": self.language_rate}
+        return {
+            "vision_encoder": self.vision_lr_scale,
+            "MP": self.projector_lr_scale,
+            "decoder": self.language_lr_scale,
+        }
 
     @property
     def evaluation_interval(self) -> int:
@@ -143,12 +211,77 @@ class TrainConfig:
         return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1), decay)
 
 
-def upgrade_settings(stored: dict[str, Any]) -> dict[str, Any]:
-    """Settings as a checkpoint of any version stores them, under today's names."""
-    settings = {RENAMED_FIELDS.get(name, name): value for name, value in stored.items() if name != "plan"}
-    if settings.get("schedule") in RENAMED_SCHEDULES:
-        settings["schedule"] = RENAMED_SCHEDULES[settings["schedule"]]
-    return settings
+def _read_options() -> "ReadOptions":
+    from nanovlm.data import ReadOptions  # imports torch
+
+    return ReadOptions()
+
+
+@dataclass(frozen=True)
+class FinetuneOptions:
+    """Which model to fine-tune, on which examples, and where the result goes; a value out of range is an InputError."""
+
+    data: Sequence[str] = setting(
+        (),
+        "fine-tune on folders, files or Hub data sets of images and texts, each with an optional share of the examples "
+        "as in photos@0.3",
+        metavar="PATH[@SHARE]",
+        flag={"nargs": "+", "action": "extend"},
+    )
+    out: Path = setting(  # noqa: RUF009
+        Path(), "folder for the model, checkpoints and metrics; a run found there is resumed", metavar="FOLDER"
+    )
+    model: str = setting(
+        str(EMBEDDED), "the model to fine-tune (default: the embedded model)", metavar="FOLDER_OR_HUB_ID", needs="data"
+    )
+    revision: str | None = setting(None, "branch, tag or commit of a Hub model", metavar="REVISION", needs="data")
+    backbones: Sequence[str] | None = setting(
+        None,
+        "start a new model from a pretrained SigLIP and Llama, folders or Hub ids, instead of --model",
+        needs="data",
+        flag={"nargs": 2, "metavar": ("VISION", "LANGUAGE")},
+    )
+    format: str | None = setting(
+        None,
+        "layout of images and chats to train in: smolvlm is that of transformers' SmolVLM, which llama.cpp and others "
+        "read (default: the model's own; nanovlm with --backbones)",
+        choices=("nanovlm", "smolvlm"),
+        needs="data",
+    )
+    device: str = setting("auto", "where to train (default: auto)", choices=("auto", "cpu", "cuda", "mps"))
+    validation: float | None = setting(
+        None,
+        "hold out N examples, or below 1 a share of them; 0 holds out none (default: a twentieth, at least 10 and at "
+        "most 200, but none of fewer than 100 examples or of streamed data)",
+        minimum=0,
+        needs="data",
+    )
+    metric: Sequence[str] = setting(
+        (),
+        "score answers to held-out questions by exact_match, f1, vqa_accuracy, anls, rouge_l, cider, or a "
+        "module:function(answer, references) of your own (default: all six)",
+        metavar="NAME",
+        needs="held out",
+        flag={"action": "append"},
+    )
+    epochs: float | None = setting(None, "show each example N times, instead of --max-steps", above=0, needs="data")
+    push_to_hub: str | None = setting(
+        None, "upload every saved model to the Hub; a new repository is private", metavar="OWNER/NAME", needs="data"
+    )
+    quantize: str | None = setting(
+        None,
+        "LoRA: store the frozen weights in bfloat16, 8 bits (int8) or 4 bits (int4), which takes less memory; adapters "
+        "are merged into the weights as they were before (default: float32)",
+        choices=BASE_FORMATS,
+        needs="lora",
+    )
+    read: "ReadOptions" = field(default_factory=_read_options)
+    evaluation_flags: Sequence[str] = ()  # that were given, and have no effect unless examples are held out
+    run_file: str | None = None  # the text of run.yaml, from which the command line repeats the run
+    scale_lr: bool = False  # divide the learning rate by the width of the model, relative to that of the embedded one
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 # How the embedded model is trained; see its card, nanovlm/assets/README.md.
@@ -158,7 +291,7 @@ SCENES = TrainConfig(
 FINETUNING = TrainConfig(
     max_steps=850,
     batch_size=8,
-    augment=0.1,
+    random_crop=0.1,
     lr=8e-4,
     warmup_steps=20,
     decay=0.6,

@@ -10,12 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from models.vision_language_model import VisionLanguageModel
-from nanovlm.errors import InputError, TrainingError
-from nanovlm.training.config import TrainConfig
-from nanovlm.training.optimizer import empty_copy
+from nanovlm.errors import TrainingError
 
 MAX_BUCKETED_BYTES = 2**20  # smaller gradients are summed in one message, because each message has a latency
 
@@ -25,8 +22,7 @@ class DistributedContext:
 
     Gradients are summed once a step, after the last backward pass, and not by hooks during it: so batches may differ
     between processes in having images or not, and no process waits for a gradient that another one does not compute.
-    After `shard`, FSDP2 sums the gradients, every process computes on its part of the weights, and `full_model`
-    assembles them on the main process.
+    The gradients of a sharded model are summed by FSDP2 instead, see `sharding`.
     """
 
     def __init__(self, device: torch.device, max_bucketed_bytes: int = MAX_BUCKETED_BYTES):
@@ -35,7 +31,7 @@ class DistributedContext:
         A group that the caller has initialized is used and left alone.
         """
         self.world_size, self.rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-        self.device, self.sharded, self.max_bucketed_bytes = device, False, max_bucketed_bytes
+        self.device, self.max_bucketed_bytes = device, max_bucketed_bytes
         self.owns_group = self.world_size > 1 and not dist.is_initialized()
         if self.owns_group:
             if device.type == "cuda":
@@ -85,37 +81,9 @@ class DistributedContext:
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor, 0)
 
-    def shard(self, model: VisionLanguageModel) -> None:
-        """Shard weights, gradients and optimizer state over the processes: FSDP2 (Zhao et al. 2023).
-
-        A block of the language model is gathered only while it computes. All else is gathered for the whole step: so a
-        process whose batch has no images still takes part when the vision encoder's weights are gathered and its
-        gradients are summed.
-        """
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FSDPModule, fully_shard
-
-        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            raise InputError(f"fsdp=True needs a newer torch than {torch.__version__}; omit fsdp, or upgrade torch")
-        self.sharded, mesh = True, init_device_mesh(self.device.type, (self.world_size,))
-        modules: list[Any] = [*model.decoder.blocks, model]  # fully_shard makes each an FSDPModule
-        for module in modules:
-            fully_shard(module, mesh=mesh)
-            module.set_gradient_divide_factor(1.0)  # the loss is already divided by the tokens of all processes
-            module.set_force_sum_reduction_for_comms(True)
-        modules[-1].set_reduce_scatter_unused_params(True)
-
-    def sum_gradients(self, model: VisionLanguageModel, n_images: int) -> None:
-        """Sum each gradient over the processes; one that no process has stays None, as in a single process.
-
-        n_images is the number of images in this process's batches.
-        """
+    def sum_gradients(self, model: nn.Module) -> None:
+        """Sum each gradient over the processes; one that no process has stays None, as in a single process."""
         if self.world_size == 1:
-            return
-        if self.sharded:
-            if self.sum(n_images) == [0]:  # FSDP2 makes these gradients 0, and AdamW would decay the weights
-                for p in (*model.vision_encoder.parameters(), *model.MP.parameters()):
-                    p.grad = None
             return
         trained = [p for p in model.parameters() if p.requires_grad]
         counts = self.sum(*[p.grad is not None for p in trained])
@@ -132,35 +100,6 @@ class DistributedContext:
             p.grad = gradient
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in messages]:
             work.wait()
-
-    def reshard(self, model: VisionLanguageModel) -> None:
-        """Free what a forward pass without a backward pass has left gathered."""
-        if self.sharded:
-            model.reshard()  # type: ignore[operator]  # fully_shard made it an FSDPModule
-
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """The tensor, assembled if it is sharded; every process must call it."""
-        if not self.sharded:
-            return tensor
-        from torch.distributed.tensor import DTensor
-
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def full_model(self, model: VisionLanguageModel, cfg: TrainConfig) -> VisionLanguageModel:
-        """The model, or on the main process an unsharded copy of a sharded one; every process must call it."""
-        if not self.sharded:
-            return model
-        state = {}
-        for name, tensor in model.state_dict().items():
-            tensor = self.full_tensor(tensor)
-            if self.is_main:
-                state[name] = tensor
-        if not self.is_main:
-            return model
-        copy = empty_copy(model.cfg, model.image_token_id, cfg)
-        copy.load_state_dict(state, assign=True)
-        copy.decoder.tie_weights()
-        return copy.train(model.training)
 
     @contextmanager
     def peer_errors(self) -> Iterator[None]:
@@ -205,20 +144,3 @@ def exit_status(code: Any) -> int:
         return code
     print(code, file=sys.stderr)
     return 1
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The tensor, or this process's part of a sharded one."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """The tensor on the device of other, and sharded as other is."""
-    tensor = tensor.to(other.device)
-    if type(other) in (Tensor, nn.Parameter):
-        return tensor
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if isinstance(other, DTensor) and tensor.ndim:
-        return distribute_tensor(tensor, other.device_mesh, other.placements, src_data_rank=None)
-    return tensor

@@ -1,5 +1,7 @@
-"""Batches by their numbers, prepared in other processes."""
+"""Batches by their numbers, prepared in other processes; and what a signal does to all of these processes."""
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -7,7 +9,6 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from nanovlm.errors import NanoVLMError
-from nanovlm.training.signals import ignore_stop_signals
 
 Batch = dict[str, Any]  # the arguments of VisionLanguageModel.forward: tensors, and None for images of text only
 
@@ -55,3 +56,38 @@ def _raise_error(item: Batch | Exception) -> Batch:
     if isinstance(item, Exception):
         raise item
     return item
+
+
+class TrainingInterrupted(SystemExit):
+    """A signal stopped the training after a checkpoint was saved; exit code 130 for SIGINT, 143 for SIGTERM."""
+
+
+@contextmanager
+def catch_stop_signals() -> Iterator[list[int]]:
+    """A list to which SIGINT and SIGTERM are appended while the process goes on; a second signal acts as usual.
+
+    In a thread other than the main thread, where Python allows no handlers, signals act as usual.
+    """
+    received: list[int] = []
+    handlers: dict[int, Any] = {}
+
+    def restore() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+    def receive(number: int, frame) -> None:
+        received.append(number)
+        restore()
+
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        restore()
+
+
+def ignore_stop_signals(worker: int = 0) -> None:
+    """In a data loader worker: Ctrl-C reaches every process of the terminal, and the training process stops them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

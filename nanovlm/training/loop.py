@@ -25,17 +25,15 @@ from torch import nn
 from models.checkpoint import atomic_dir
 from models.lora import adapters, merge
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.data.examples import IGNORE_INDEX
 from nanovlm.device import BusyMonitor, choose_training_dtype
 from nanovlm.errors import InputError, TrainingError
-from nanovlm.training.best import LOSS, BestTracker
+from nanovlm.training.backward import autocast, backward, count_answer_tokens, count_tokens, to_device
 from nanovlm.training.checkpointing import (
     BaseModel,
     Checkpoint,
     checkpoint_path,
     checkpoint_paths,
     load_newest,
-    optimizer_state,
     read_checkpoint,
     restore_model,
     restore_optimizer,
@@ -48,11 +46,11 @@ from nanovlm.training.checkpointing import (
 )
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
-from nanovlm.training.loader import Batch, load_batches
-from nanovlm.training.metrics import MetricsLogger, StepMetrics
+from nanovlm.training.loader import Batch, TrainingInterrupted, catch_stop_signals, load_batches
+from nanovlm.training.metrics import LOSS, BestTracker, MetricsLogger, StepMetrics
 from nanovlm.training.optimizer import accelerated, freeze, make_optimizer
-from nanovlm.training.report import write_report
-from nanovlm.training.signals import TrainingInterrupted, catch_stop_signals
+from nanovlm.training.report import try_report
+from nanovlm.training.sharding import drop_image_gradients, full_model, full_tensor, shard
 
 ModelWriter = Callable[[Path, VisionLanguageModel, str, torch.dtype | None], None]
 
@@ -97,9 +95,6 @@ def train(
     return Trainer(model, TrainingTask(get_batch, tokenizer, Path(folder), **options), cfg).run()
 
 
-Run = Callable[[VisionLanguageModel, TrainingTask, TrainConfig], Any]  # run_training, or a probe of it
-
-
 class Trainer:
     """One training run: resumed from the newest of task.folder/checkpoints, or started.
 
@@ -125,14 +120,18 @@ class Trainer:
             self._check_fsdp()
         freeze(model, cfg)
         self.context.check_shared(task.folder)
-        checkpoint = load_newest(task.folder, model)
+        self._start_or_resume(load_newest(task.folder, model))
+
+    def _start_or_resume(self, checkpoint: Checkpoint | None) -> None:
+        """Weights, optimizer and the best evaluation so far, of the checkpoint if there is one."""
+        model, cfg, folder = self.model, self.cfg, self.task.folder
         self.first_step = checkpoint.step if checkpoint else 0
-        self.best = BestTracker(task.folder, cfg.best_by, self.first_step, cfg.keep_best)
+        self.best = BestTracker(folder, cfg.metric_for_best_model, self.first_step, cfg.keep_best)
         if checkpoint and not checkpoint.sharded:
             restore_model(checkpoint, model)
         self.context.broadcast_weights(model)
         if cfg.fsdp:
-            self.context.shard(model)
+            shard(model, self.context)
         if checkpoint and checkpoint.sharded:
             restore_model(checkpoint, model)
         self.optimizer = make_optimizer(model, cfg)
@@ -172,33 +171,31 @@ class Trainer:
                     self.save(done)
                 if stop_requested and not last:
                     self._interrupt(done, signals)
-            model = context.full_model(model.eval(), cfg)
-            self._restore_best(model)
+            model = self._full_model().eval()
+            if context.is_main or not cfg.fsdp:
+                self._restore_best(model)
         if context.is_main:
             self.write_results(model)
-        return merge(model) if adapters(model) and (context.is_main or not context.sharded) else model
+        return merge(model) if adapters(model) and (context.is_main or not cfg.fsdp) else model
 
     def _evaluate_at(self, step: int, metrics: MetricsLogger) -> bool:
         """Evaluate the model after `step` steps; whether it is the best so far, and so to be kept."""
         loss, captions, scores = self.evaluate()
         metrics.log_evaluation(step, loss, captions, scores)
-        value = loss
-        if self.cfg.best_by != LOSS and self.task.score_answers:
-            (value,) = self.context.sum(scores.get(self.cfg.best_by, math.nan) if self.context.is_main else 0.0)
-        if value is None:
-            return False
-        return self.best.add(step, value) and self.cfg.keep_best
+        value, name = loss, self.cfg.metric_for_best_model
+        if name != LOSS and self.task.score_answers:
+            (value,) = self.context.sum(scores.get(name, math.nan) if self.context.is_main else 0.0)
+        return value is not None and self.best.add(step, value) and self.cfg.keep_best
 
     def _out_of_patience(self) -> bool:
         return 0 < self.cfg.patience <= self.best.evaluations_since
 
     def _restore_best(self, model: VisionLanguageModel) -> None:
-        """Give model, unsharded on the main process, the weights of the best evaluation."""
+        """Give model, which is not sharded, the weights of the best evaluation."""
         best, cfg = self.best, self.cfg
-        if best.step is None or not cfg.keep_best or (self.context.sharded and not self.context.is_main):
+        if best.step is None or not cfg.keep_best:
             return
-        last = max(best.values)
-        if best.step != last:
+        if best.step != max(best.values):
             restore_model(read_checkpoint(checkpoint_path(self.task.folder, best.step), model), model)
         if self.context.is_main:
             of = f"the best validation {best.name.replace('_', ' ')}, {best.value:.4f}"
@@ -213,17 +210,19 @@ class Trainer:
         torch.manual_seed(cfg.seed + step + (context.rank << 40))  # makes dropout a function of the step
         lr = cfg.lr_at(step)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * group["rate"]
+            group["lr"] = lr * group["lr_scale"]
         inputs = [to_device(batch, model.device) for batch in islice(batches, cfg.gradient_accumulation_steps)]
         with self.busy.measure():
             loss = backward(model, inputs, self.dtype, self.scaler, context)
         if context.is_main and model.device.type == "cpu" and (note := self.busy.note()):
             logger.info(note)
-        context.sum_gradients(model, sum(len(images) for batch in inputs if (images := batch["images"]) is not None))
+        if not cfg.fsdp:
+            context.sum_gradients(model)
+        elif context.sum(sum(batch["images"] is not None for batch in inputs)) == [0]:
+            drop_image_gradients(model)
         loss, tokens = context.sum(loss, sum(count_tokens(batch) for batch in inputs))
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-        grad_norm = context.full_tensor(norm).item()
+        grad_norm = full_tensor(nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)).item()
         self._check_finite(step, loss, grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -242,11 +241,15 @@ class Trainer:
         model = self.model.eval()
         loss = self._validation_loss(model, task.validation) if task.validation else None
         if task.caption_images or task.score_answers:
-            model = context.full_model(model, self.cfg)
+            model = self._full_model()
         captions = [text for _, text in task.caption_images(model)] if task.caption_images and context.is_main else []
         scores = task.score_answers(model) if task.score_answers and context.is_main else {}
         self.model.train()
         return loss, captions, scores
+
+    def _full_model(self) -> VisionLanguageModel:
+        """The model, or on the main process an unsharded copy of a sharded one; every process must call it."""
+        return full_model(self.model, self.cfg, self.context) if self.cfg.fsdp else self.model
 
     def _validation_loss(self, model: VisionLanguageModel, get_batch: Callable[[int], Batch]) -> float | None:
         context, n_batches = self.context, self.cfg.validation_batches
@@ -258,7 +261,8 @@ class Trainer:
             with autocast(model.device, self.dtype):
                 total += n * model(**batch, targets_only=True)[1].item()
             tokens += n
-        context.reshard(model)
+        if self.cfg.fsdp:  # free what a forward pass without a backward pass has left gathered
+            model.reshard()  # type: ignore[operator]  # `shard` made it an FSDPModule
         total, tokens = context.sum(total, tokens)
         return total / tokens if tokens else None
 
@@ -269,19 +273,19 @@ class Trainer:
         state = {"step": step, "config": settings, "scaler": self.scaler.state_dict()}
 
         def write(files: Path) -> None:
-            if context.sharded:
+            if self.cfg.fsdp:
                 write_sharded(Path(context.from_main(str(files))), model, optimizer)
                 write_sharded_state(files, model, task.tokenizer, state, task.base)
             else:
                 task.write_model(files, model, task.tokenizer, None)
-                write_training_state(files, dict(optimizer_state(model, optimizer)), state)
+                write_training_state(files, model, optimizer, state)
 
         if context.is_main:
             best_step = self.best.step if self.cfg.keep_best else None
             save_checkpoint(task.folder, step, self.cfg.keep_checkpoints, write, best_step)
-            if task.after_save and not context.sharded:
+            if task.after_save and not self.cfg.fsdp:
                 task.after_save(checkpoint_path(task.folder, step))
-        elif context.sharded:
+        elif self.cfg.fsdp:
             write_sharded(Path(context.from_main(None)), model, optimizer)
 
     def write_results(self, model: VisionLanguageModel) -> None:
@@ -291,14 +295,8 @@ class Trainer:
             task.write_model(files, model, task.tokenizer, task.save_dtype)
         if task.after_save:
             task.after_save(folder)
-        if not task.caption_images:
-            return
-        try:
-            write_report(folder, [image for image, _ in task.caption_images(model)])
-        except ImportError as error:
-            logger.warning(f"no report.png: {error}; pip install 'nanovlm[eval]'")
-        except OSError as error:  # the model is written, so the run is a success
-            logger.warning(f"no report.png: {error}")
+        if task.caption_images:
+            try_report(folder, [image for image, _ in task.caption_images(model)])
 
     def _check_fsdp(self) -> None:
         if self.context.world_size == 1:
@@ -312,21 +310,17 @@ class Trainer:
         if not self.context.is_main:
             return
         folder, stored, data = self.task.folder, checkpoint.settings, self.task.data_fingerprint
-        changed = [
-            f"{name}={value} instead of {stored[name]}"
-            for name, value in asdict(self.cfg).items()
-            if stored.get(name, value) != value
-        ]
+        ours = {name: value for name, value in asdict(self.cfg).items() if stored.get(name, value) != value}
+        changed = [f"{name}={value} instead of {stored[name]}" for name, value in ours.items()]
         logger.info(f"resumed {folder} at step {checkpoint.step}{', with ' if changed else ''}{', '.join(changed)}")
         if stored.get("data", data) != data:
             logger.warning(f"the data has changed: it is {data} instead of {stored['data']}; training goes on with it")
 
     def _batch_numbers(self) -> range:
         """The numbers of this process's batches, from the first step to the last."""
-        per_step = self.cfg.gradient_accumulation_steps * self.context.world_size
-        return range(
-            self.first_step * per_step + self.context.rank, self.cfg.max_steps * per_step, self.context.world_size
-        )
+        world_size = self.context.world_size
+        per_step = self.cfg.gradient_accumulation_steps * world_size
+        return range(self.first_step * per_step + self.context.rank, self.cfg.max_steps * per_step, world_size)
 
     def _check_finite(self, step: int, loss: float, grad_norm: float) -> None:
         # float16 overflows now and then: the scaler skips that step and lowers its scale, which ends at 1
@@ -350,57 +344,6 @@ class Trainer:
     def _interrupt(self, step: int, signals: list[int]) -> None:
         number = signal.Signals(signals[0] if signals else signal.SIGTERM)
         if self.context.is_main:
-            folder = self.task.folder
-            logger.info(
-                f"{number.name}: stopped and saved {folder} at step {step}; run the same command again to resume"
-            )
+            done = f"stopped and saved {self.task.folder} at step {step}"
+            logger.info(f"{number.name}: {done}; run the same command again to resume")
         raise TrainingInterrupted(128 + number)
-
-
-def run_training(model: VisionLanguageModel, task: TrainingTask, cfg: TrainConfig) -> VisionLanguageModel:
-    """Train the model; see Trainer.run."""
-    return Trainer(model, task, cfg).run()
-
-
-@torch.enable_grad()
-def backward(
-    model: VisionLanguageModel,
-    batches: list[Batch],
-    dtype: torch.dtype,
-    scaler: torch.amp.GradScaler,
-    context: DistributedContext,
-) -> float:
-    """Add up the gradients of the mean loss over the answer tokens of all batches, here and on other processes.
-
-    Returns this process's share of that loss.
-    """
-    counts = [count_answer_tokens(batch) for batch in batches]
-    if not all(counts):
-        raise TrainingError("a batch has no answer tokens to learn; remove examples without an answer")
-    (answer_tokens,) = context.sum(sum(counts))
-    total = 0.0
-    for batch, count in zip(batches, counts):
-        with autocast(model.device, dtype):
-            _, loss = model(**batch, targets_only=True)
-        loss = loss * (count / answer_tokens)
-        if loss.requires_grad:  # not if only the projector is trained, and the batch has no images
-            scaler.scale(loss).backward()
-        total += loss.item()
-    return total
-
-
-def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    return {name: tensor if tensor is None else tensor.to(device) for name, tensor in batch.items()}
-
-
-def count_tokens(batch: Batch) -> int:
-    """The number of tokens without padding."""
-    return int((batch["attention_mask"] != 0).sum())
-
-
-def count_answer_tokens(batch: Batch) -> int:
-    return int((batch["targets"] != IGNORE_INDEX).sum())

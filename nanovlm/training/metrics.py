@@ -1,4 +1,4 @@
-"""Metrics of a training run: progress lines for people, metrics.jsonl for programs, and curves for TensorBoard."""
+"""Metrics of a training run: progress lines, metrics.jsonl, curves for TensorBoard and others, the best evaluation."""
 
 import importlib
 import json
@@ -16,11 +16,12 @@ from models.checkpoint import atomic_write
 from nanovlm.data.jsonl import read_jsonl
 from nanovlm.device import peak_memory
 from nanovlm.errors import MissingExtraError
-from nanovlm.training.checkpointing import write_errors
+from nanovlm.training.checkpointing import checkpoint_path, write_errors
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
 
 METRICS = "metrics.jsonl"
+LOSS = "loss"  # lower is better; of every other metric, higher is
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,9 @@ class MetricsLogger:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
-        self.tracker = start_tracker(cfg, folder, first_step > 0) if context.is_main and cfg.track != "none" else None
+        self.tracker = (
+            start_tracker(cfg, folder, first_step > 0) if context.is_main and cfg.report_to != "none" else None
+        )
         self.start_time = self.step_start = clock()
         self.losses: list[float] = []  # since the last progress line
         self.tokens = 0  # since start_time
@@ -154,11 +157,13 @@ def start_tracker(cfg: TrainConfig, folder: Path, resumed: bool = False) -> Any:
     that it had. Raises MissingExtraError.
     """
     try:
-        module = importlib.import_module(cfg.track)
+        module = importlib.import_module(cfg.report_to)
     except ImportError:
-        raise MissingExtraError(f"track={cfg.track} needs {cfg.track}: pip install 'nanovlm[track]'") from None
+        raise MissingExtraError(
+            f"report_to={cfg.report_to} needs {cfg.report_to}: pip install 'nanovlm[track]'"
+        ) from None
     options: dict[str, Any] = {"resume": "allow" if resumed else "never"}
-    if cfg.track == "wandb":
+    if cfg.report_to == "wandb":
         mode = os.environ.get("WANDB_MODE", "offline")
         if mode == "offline":
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its reports of crashes go to sentry.io
@@ -180,3 +185,58 @@ def truncate(path: Path, step: int) -> None:
     entries = [entry for entry in read_metrics(path) if entry["step"] <= step]
     with atomic_write(path) as new:
         new.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+
+
+class BestTracker:
+    """The values of one metric at the evaluations of a run, read from folder/metrics.jsonl up to first_step.
+
+    The evaluation before the first step is `start`, and no candidate. If the checkpoint of the best one is kept, an
+    evaluation better than all whose checkpoints are still there is forgotten.
+    """
+
+    def __init__(self, folder: Path, name: str, first_step: int, kept: bool = True):
+        self.name, self.key = name, f"validation_{name}"
+        self.values: dict[int, float] = {}  # by step
+        self.start: float | None = None
+        for entry in read_metrics(folder / METRICS):
+            if entry["step"] <= first_step and entry.get(self.key) is not None:
+                self.add(entry["step"], entry[self.key])
+        while kept and self.step is not None and not checkpoint_path(folder, self.step).is_dir():
+            del self.values[self.step]
+
+    def add(self, step: int, value: float | None) -> bool:
+        """Record the evaluation after `step` steps; whether it is the best so far."""
+        value = math.nan if value is None else value
+        if step == 0:
+            self.start = value
+            return False
+        self.values[step] = value
+        return self.step == step
+
+    @property
+    def step(self) -> int | None:
+        """The step of the best evaluation, the first of equals; None before any."""
+        return min(
+            (step for step, value in self.values.items() if not math.isnan(value)),
+            key=lambda step: (self._cost(self.values[step]), step),
+            default=None,
+        )
+
+    @property
+    def value(self) -> float | None:
+        return None if self.step is None else self.values[self.step]
+
+    @property
+    def evaluations_since(self) -> int:
+        """How many evaluations followed the best one."""
+        return sum(step > (self.step or 0) for step in self.values)
+
+    @property
+    def improved(self) -> bool:
+        """Whether the best evaluation is better than the one before the first step, if there was one."""
+        if self.value is None or self.start is None or math.isnan(self.start):
+            return True
+        return self._cost(self.value) < self._cost(self.start)
+
+    def _cost(self, value: float) -> float:
+        return value if self.name == LOSS else -value

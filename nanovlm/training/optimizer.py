@@ -1,11 +1,12 @@
 """AdamW or Muon for the three parts of the model, which of them are trained, and how their blocks are executed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from models.config import VLMConfig
@@ -13,23 +14,26 @@ from models.lora import adapt
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.cpu_ops import cpu_ops
-from nanovlm.training.muon import Muon
 
-MUON_RATE = 3.0  # Muon takes larger steps than AdamW; the other parameters learn at AdamW's rate
+MUON_LR_SCALE = 3.0  # Muon takes larger steps than AdamW; the other parameters keep AdamW's learning rate
+MOMENTUM = 0.95
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients of the quintic polynomial
+NEWTON_SCHULZ_STEPS = 5
+RMS_OF_ADAMW = 0.2  # of an update of AdamW, which Muon's are scaled to (Liu et al. 2025, "Muon is scalable", 2.2)
 
 
 def freeze(model: VisionLanguageModel, cfg: TrainConfig) -> None:
-    """Freeze the parts whose rate is 0, and train the others: their weights, or with lora_rank adapters beside them.
+    """Freeze the parts whose lr_scale is 0, train the others: their weights, or with lora_rank adapters beside them.
 
     A frozen part gets no gradients, and a frozen encoder keeps no activations.
     """
     if cfg.lora_rank:
         torch.manual_seed(cfg.seed)
-        parts = [part for part, rate in cfg.rates.items() if rate]
-        adapt(model, cfg.lora_rank, cfg.lora_alpha, parts, cfg.lora_words)
+        parts = [part for part, lr_scale in cfg.lr_scales.items() if lr_scale]
+        adapt(model, cfg.lora_rank, cfg.lora_alpha, parts, cfg.train_embeddings)
         return
-    for part, rate in cfg.rates.items():
-        getattr(model, part).requires_grad_(rate > 0)
+    for part, lr_scale in cfg.lr_scales.items():
+        getattr(model, part).requires_grad_(lr_scale > 0)
 
 
 def empty_copy(cfg: VLMConfig, image_token_id: int, settings: TrainConfig) -> VisionLanguageModel:
@@ -43,21 +47,21 @@ def empty_copy(cfg: VLMConfig, image_token_id: int, settings: TrainConfig) -> Vi
 def make_optimizer(model: VisionLanguageModel, cfg: TrainConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter 2019) with weight decay on matrices only: not on norms, biases and embeddings.
 
-    With cfg.optimizer "muon" the matrices of the Linear layers are trained by Muon, at MUON_RATE times the rate. The
-    "rate" of a parameter group is that of its part of the model, a multiple of the step's learning rate.
+    With cfg.optimizer "muon" the matrices of the Linear layers are trained by Muon, at MUON_LR_SCALE times the learning
+    rate. The "lr_scale" of a parameter group is that of its part of the model, a multiple of the step's learning rate.
     """
     embeddings = {id(model.decoder.token_embedding.weight), id(model.vision_encoder.patch_embedding.position_embedding)}
     muon = cfg.optimizer == "muon"
     groups: list[dict[str, Any]] = []
-    for part, rate in cfg.rates.items():
+    for part, lr_scale in cfg.lr_scales.items():
         trained = [p for p in getattr(model, part).parameters() if p.requires_grad]
         matrices = [p for p in trained if p.ndim == 2 and id(p) not in embeddings]
         kernels = [p for p in trained if p.ndim > 2 and id(p) not in embeddings]
         others = [p for p in trained if p.ndim < 2 or id(p) in embeddings]
-        linear = {"params": matrices, "rate": MUON_RATE * rate, "orthogonal": True}
-        decayed = {"params": kernels if muon else matrices + kernels, "rate": rate, "orthogonal": False}
+        linear = {"params": matrices, "lr_scale": MUON_LR_SCALE * lr_scale, "orthogonal": True}
+        decayed = {"params": kernels if muon else matrices + kernels, "lr_scale": lr_scale, "orthogonal": False}
         groups += [group | {"weight_decay": cfg.weight_decay} for group in ([linear] if muon else []) + [decayed]]
-        groups += [{"params": others, "weight_decay": 0.0, "rate": rate, "orthogonal": False}]
+        groups += [{"params": others, "weight_decay": 0.0, "lr_scale": lr_scale, "orthogonal": False}]
     groups = [group for group in groups if group["params"]]
     optimizer = (Muon if muon else torch.optim.AdamW)(groups, lr=cfg.lr, betas=(0.9, cfg.beta2), fused=True)
     for group in groups:  # checkpoints hold the state of unused parameters, too
@@ -70,6 +74,51 @@ def _initial_state(p: torch.nn.Parameter, orthogonal: bool) -> dict[str, torch.T
     if orthogonal:
         return {"momentum": torch.zeros_like(p)}
     return {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for groups with "orthogonal": True.
+
+    It orthogonalizes the momentum of matrices, and is for models trained from scratch, and for fine-tuning models that
+    it trained. Groups of other parameters are trained by AdamW.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        groups = self.param_groups
+        found_inf = getattr(self, "found_inf", None)  # GradScaler's, of float16 gradients
+        for group in groups:
+            if group["orthogonal"] and not (found_inf is not None and found_inf.item()):
+                self._step_matrices(group)
+        self.param_groups = [group for group in groups if not group["orthogonal"]]
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            momentum = self.state[p]["momentum"].lerp_(p.grad, 1 - MOMENTUM)
+            update = orthogonalized(p.grad.lerp(momentum, MOMENTUM))  # Nesterov's
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.add_(update, alpha=-group["lr"] * RMS_OF_ADAMW * max(p.shape) ** 0.5)
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Nearly U V^T of the singular value decomposition U S V^T of a matrix (M, N), in its dtype.
+
+    A Newton-Schulz iteration in bfloat16, whose singular values end between about 0.7 and 1.2.
+    """
+    a, b, c = NEWTON_SCHULZ
+    wide = matrix.size(0) <= matrix.size(1)
+    x = (matrix if wide else matrix.T).bfloat16()
+    x = x / (x.norm() + 1e-7)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return (x if wide else x.T).type_as(matrix)
 
 
 @contextmanager

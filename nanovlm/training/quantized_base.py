@@ -1,6 +1,6 @@
 """LoRA over a quantized base, as QLoRA (Dettmers et al. 2023): frozen weights in 16, 8 or 4 bits, adapters in float32.
 
-A weight is dequantized for each product, and again in the backward pass, which gives the gradient of the input alone.
+A weight is dequantized for each matmul, and again in the backward pass, which gives the gradient of the input alone.
 Adapters are merged into the weights of the base model's folder, in float32, and not into the quantized ones.
 """
 
@@ -25,15 +25,25 @@ from models.vision_language_model import VisionLanguageModel
 HEAD = "decoder.head"  # has no adapter
 
 
-class QuantizedWeight(nn.Linear):
-    """What the layers below share: a weight in a smaller format, and where to read it in full precision.
+class QuantizedBaseLinear(nn.Linear):
+    """A frozen linear layer in one of BASE_FORMATS; `adapt` makes a QuantizedLoRALinear of it.
 
-    `weight` is bfloat16, or the `data` of `models.inference.quantization.QuantizedLinear` with its scale or groups.
+    `weight` is bfloat16, or `data` as `models.inference.quantization` stores it, with scale or groups.
     """
 
-    scale: Tensor | None
-    groups: Tensor | None
-    read_original: Callable[[], Tensor]
+    def __init__(self, linear: nn.Linear, format: str, read_original: Callable[[], Tensor]):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        weight = linear.weight.detach()
+        stored = (weight.bfloat16(), None, None) if format == "bfloat16" else quantize_weight(weight, format)
+        self.weight, self.bias = nn.Parameter(stored[0], requires_grad=False), linear.bias
+        self._store(stored[1], stored[2], read_original)
+
+    def _store(self, scale: Tensor | None, groups: Tensor | None, read_original: Callable[[], Tensor]) -> None:
+        self.scale: Tensor | None
+        self.groups: Tensor | None
+        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("groups", groups, persistent=False)
+        self.base_weight = read_original  # gives (out, in) float32 on the CPU, as it was before
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight that the layer acts as, (out, in)."""
@@ -45,36 +55,8 @@ class QuantizedWeight(nn.Linear):
         """x (..., in) times the weight, plus the bias: (..., out)."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y: Tensor = _Product.apply(x, self)
+        y: Tensor = _Matmul.apply(x, self)
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def base_weight(self) -> Tensor:
-        """The weight before it was quantized, (out, in) float32 on the CPU."""
-        return self.read_original()
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: QuantizedWeight) -> Tensor:
-        ctx.layer = layer  # and not its dequantized weight, which would stay in memory until the backward pass
-        return F.linear(x, layer.dequantize(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] @ ctx.layer.dequantize(gradients[0].dtype), None
-
-
-class QuantizedLinear(QuantizedWeight):
-    """A frozen linear layer, stored in one of BASE_FORMATS; `adapt` makes a QuantizedLoRALinear of it."""
-
-    def __init__(self, linear: nn.Linear, format: str, read_original: Callable[[], Tensor]):
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        weight = linear.weight.detach()
-        stored = (weight.bfloat16(), None, None) if format == "bfloat16" else quantize_weight(weight, format)
-        self.weight, self.bias = nn.Parameter(stored[0], requires_grad=False), linear.bias
-        self.register_buffer("scale", stored[1], persistent=False)
-        self.register_buffer("groups", stored[2], persistent=False)
-        self.read_original = read_original
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base_product(x)
@@ -86,14 +68,25 @@ class QuantizedLinear(QuantizedWeight):
         return QuantizedLoRALinear(self, rank, alpha)
 
 
-class QuantizedLoRALinear(QuantizedWeight, LoRALinear):
+class QuantizedLoRALinear(QuantizedBaseLinear, LoRALinear):
     """A LoRALinear beside a quantized weight."""
 
-    def __init__(self, linear: QuantizedLinear, rank: int, alpha: float):
+    forward, merged = LoRALinear.forward, LoRALinear.merged
+
+    def __init__(self, linear: QuantizedBaseLinear, rank: int, alpha: float):
         LoRALinear.__init__(self, linear, rank, alpha, dtype=torch.float32)
-        self.register_buffer("scale", linear.scale, persistent=False)
-        self.register_buffer("groups", linear.groups, persistent=False)
-        self.read_original = linear.read_original
+        self._store(linear.scale, linear.groups, linear.base_weight)
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: QuantizedBaseLinear) -> Tensor:
+        ctx.layer = layer  # and not its dequantized weight, which would stay in memory until the backward pass
+        return F.linear(x, layer.dequantize(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] @ ctx.layer.dequantize(gradients[0].dtype), None
 
 
 def quantize_base(model: VisionLanguageModel, format: str, folder: Path) -> VisionLanguageModel:
@@ -107,7 +100,7 @@ def quantize_base(model: VisionLanguageModel, format: str, folder: Path) -> Visi
     for name in sorted(names, key=lambda name: name.split(".")[::-1]):  # as they are mapped, see read_state_dict
         parent, _, attribute = name.rpartition(".")
         linear: Any = model.get_submodule(name)
-        layer = QuantizedLinear(linear, format, partial(read, f"{name}.weight"))
+        layer = QuantizedBaseLinear(linear, format, partial(read, f"{name}.weight"))
         setattr(model.get_submodule(parent), attribute, layer)
         quantized.add(id(layer.weight))
     for p in model.parameters():
@@ -134,6 +127,6 @@ def read_original(folder: Path, cfg: VLMConfig, name: str) -> Tensor:
 
 def count_parameters(model: nn.Module) -> int:
     """The number of parameters, those of quantized weights included."""
-    packed = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
+    packed = [module for module in model.modules() if isinstance(module, QuantizedBaseLinear)]
     added = sum(module.in_features * module.out_features - module.weight.numel() for module in packed)
     return sum(p.numel() for p in model.parameters()) + added

@@ -1,5 +1,6 @@
 """report.png: the curves of a run, and captions of held-out images before and after it."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -12,6 +13,18 @@ from nanovlm.training.metrics import METRICS, read_metrics
 SMOOTHING = 20  # steps; the loss of a single step depends on its batch
 COLUMNS = 4
 CURVES_HEIGHT, ROW_HEIGHT, WIDTH = 3.2, 3.6, 12  # inches
+
+logger = logging.getLogger(__name__)
+
+
+def try_report(folder: Path, images: Sequence[Image.Image]) -> None:
+    """Write the report; a warning says why it cannot be written, for the model is written and the run a success."""
+    try:
+        write_report(folder, images)
+    except ImportError as error:
+        logger.warning(f"no report.png: {error}; pip install 'nanovlm[eval]'")
+    except OSError as error:
+        logger.warning(f"no report.png: {error}")
 
 
 def write_report(folder: Path, images: Sequence[Image.Image] = ()) -> Path:

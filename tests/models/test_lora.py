@@ -256,7 +256,7 @@ CFG = TrainConfig(
     warmup_steps=0,
     decay=0,
     lora_rank=2,
-    vision_rate=0,
+    vision_lr_scale=0,
     save_every=3,
     dtype="float32",
     num_workers=0,
@@ -283,7 +283,7 @@ def test_training_resumes_adapters_only_on_their_base_model(tiny_model, make_bat
     for model, cfg, message in (
         (tiny_model(seed=1), CFG, "start from the same model as before"),
         (tiny_model(), replace(CFG, lora_rank=4), "r=2 and lora_alpha=16.0, but this model has 4"),
-        (tiny_model(), replace(CFG, lora_words=False), "which this model does not train"),
+        (tiny_model(), replace(CFG, train_embeddings=False), "which this model does not train"),
         (tiny_model(), replace(CFG, lora_rank=0), "was trained with lora_rank=2; resume with the same"),
     ):
         with pytest.raises(CheckpointError, match=message):

@@ -11,8 +11,9 @@ pytestmark = pytest.mark.usefixtures("workdir")
 
 WRONG_TRAIN_FLAGS = [
     "--max-steps 0", "--max-steps 1.5", "--batch-size 0", "--lr -1", "--lr nan", "--lr x", "--warmup-steps -1",
-    "--decay 1.1", "--augment 0.5", "--weight-decay -1", "--beta2 1", "--beta2 -0.1", "--max-grad-norm -1", "--seed -1",
-    "--seed 99999999999999999999", "--save-every 0", "--log-every 0", "--num-workers -1", "--device tpu", "--recipe x",
+    "--decay 1.1", "--random-crop 0.5", "--weight-decay -1", "--beta2 1", "--beta2 -0.1", "--max-grad-norm -1",
+    "--seed -1", "--seed 99999999999999999999", "--save-every 0", "--log-every 0", "--num-workers -1",
+    "--device tpu", "--recipe x",
 ]  # fmt: skip
 
 
@@ -55,9 +56,12 @@ def test_trained_model_is_used_by_generate_and_resumed_by_train(generate, train)
 
 @pytest.mark.full
 def test_unusable_output_folder_is_one_error_line(train):
-    assert_usage_error(train(*TINY_RUN, "good.png"), "good.png is a file", program="train.py")
+    Path("good.txt").write_text("Noise.")
+    data = ["--data", ".", "--device", "cpu", "--on-error", "skip", "--out"]
+    assert_usage_error(train(*data, "good.png"), "good.png is a file", program="train.py")
     Path("out/checkpoints/step-1").mkdir(parents=True)
-    assert_usage_error(train(*TINY_RUN, "out"), "step-1", program="train.py")
+    code, _, err = train(*data, "out")
+    assert code == 2 and "step-1 is damaged" in err.splitlines()[-1]
 
 
 def test_help_lists_every_flag(train):

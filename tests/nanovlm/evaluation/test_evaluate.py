@@ -11,7 +11,7 @@ from nanovlm.chat_session import ChatSession
 from nanovlm.cli import main as cli
 from nanovlm.data import ReadOptions
 from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
-from nanovlm.training.finetuning import open_data
+from nanovlm.training.examples import open_data
 from support import noise_image
 from support.data import write
 
@@ -87,11 +87,18 @@ def test_an_unusable_example_is_named_or_skipped(captioner):
     assert len(result.answers) == 1 and result.skipped[0].startswith("cards/1.png: not an image")
 
 
-def test_the_command_prints_a_table_json_and_a_contact_sheet(capsys):
+@pytest.mark.full
+def test_the_worst_answers_are_drawn():
+    pytest.importorskip("matplotlib")
     assert cli.main(["evaluate", "--data", "cards", "chat.json", *FLAGS, "--worst", "worst.png"]) == 0
+    assert Image.open("worst.png").size[0] > 1000
+
+
+def test_the_command_prints_a_table_and_json(capsys):
+    assert cli.main(["evaluate", "--data", "cards", "chat.json", *FLAGS]) == 0
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()[1:]] == ["cards", "chat.json", "What", "How", "all"]
-    assert err == "" and Image.open("worst.png").size[0] > 1000
+    assert err == ""
     Path("mine.py").write_text("def short(answer, references):\n    return len(answer) < 1000\n")
     flags = ["--metric", "mine:short", "--metric", "anls", "--validation", "1", "--json"]
     assert cli.main(["evaluate", "--data", "cards", *FLAGS, *flags]) == 0

@@ -76,6 +76,7 @@ def test_cider_is_that_of_coco_caption():
     assert scores("cider", ANSWERS, REFERENCES) == pytest.approx(list(expected), abs=1e-6)
 
 
+@pytest.mark.full
 def test_rouge_l_is_the_f1_of_the_longest_common_subsequence():
     pytest.importorskip("rouge_score")
     assert scores("rouge_l", ["the cat sat down", "x"], [["the cat down", "a"], ["y"]]) == pytest.approx([6 / 7, 0])
@@ -103,6 +104,7 @@ def test_a_metric_of_the_users_own(tmp_path, monkeypatch):
             load_metric(wrong)
 
 
+@pytest.mark.full
 def test_rouge_l_leaves_the_root_logger_alone():
     pytest.importorskip("rouge_score")
     program = "import logging; from nanovlm.evaluation.metrics import rouge_l as metric; metric(['a'], [['a']])"

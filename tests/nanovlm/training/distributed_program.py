@@ -16,8 +16,8 @@ from nanovlm.errors import TrainingError
 from nanovlm.training import loop
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext, run_and_exit
+from nanovlm.training.loader import TrainingInterrupted
 from nanovlm.training.loop import Trainer, TrainingTask
-from nanovlm.training.signals import TrainingInterrupted
 from support import TINY, randomize
 from support.logs import log_lines
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanovlm.training.best import BestTracker
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import train
-from nanovlm.training.metrics import read_metrics
+from nanovlm.training.metrics import BestTracker, read_metrics
 from support.logs import log_lines
 
 CFG = TrainConfig(
@@ -71,19 +70,21 @@ def test_without_keep_best_the_final_model_is_the_last(learn, tmp_path):
 
 
 def test_the_best_may_be_that_of_a_metric(learn, tmp_path):
-    learn(tmp_path, replace(CFG, best_by="exact_match"), score_answers=stepwise(SCORES))
+    learn(tmp_path, replace(CFG, metric_for_best_model="exact_match"), score_answers=stepwise(SCORES))
     assert digest(tmp_path) == digest(tmp_path / "checkpoints/step-2"), "the first of equals"
     assert steps_kept(tmp_path) == [2, 8]
 
 
-@pytest.mark.parametrize("failing", [2, 3, 5])
+@pytest.mark.parametrize(
+    "failing", [pytest.param(2, marks=pytest.mark.full), 3, pytest.param(5, marks=pytest.mark.full)]
+)
 def test_an_interrupted_run_ends_with_the_same_best_model(learn, make_batch, tmp_path, failing):
     def fail(i):
         if i == failing:
             raise KeyboardInterrupt
         return make_batch(0)
 
-    cfg = replace(CFG, best_by="exact_match")
+    cfg = replace(CFG, metric_for_best_model="exact_match")
     learn(tmp_path / "whole", cfg, score_answers=stepwise(SCORES))
     with pytest.raises(KeyboardInterrupt):
         learn(tmp_path / "run", cfg, fail, score_answers=stepwise(SCORES))
@@ -99,7 +100,7 @@ def test_an_interrupted_run_ends_with_the_same_best_model(learn, make_batch, tmp
 
 
 def test_a_run_out_of_patience_stops_and_stays_stopped(learn, tmp_path):
-    cfg = replace(CFG, best_by="exact_match", patience=3)
+    cfg = replace(CFG, metric_for_best_model="exact_match", patience=3)
     lines = learn(tmp_path, cfg, score_answers=stepwise(SCORES))
     assert "; stopped after 3 evaluations without a better one" in lines[-1]
     assert steps_kept(tmp_path) == [2, 5] and digest(tmp_path) == digest(tmp_path / "checkpoints/step-2")

@@ -1,14 +1,14 @@
 """The settings of a run: learning rate schedules against formulas and transformers, and the limits of each setting."""
 
+import argparse
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from transformers import get_cosine_schedule_with_warmup
 
 from nanovlm.errors import InputError
-from nanovlm.training.config import SCENES, TrainConfig, upgrade_settings
+from nanovlm.training.config import FinetuneOptions, TrainConfig, add_flags, given_settings, settings_of
 
 
 def test_wsd_rises_stays_constant_and_falls_to_0():
@@ -26,7 +26,10 @@ def test_wsd_without_warmup_or_decay():
     assert [falling.lr_at(step) for step in range(5)] == [1, 0.75, 0.5, 0.25, 0]
 
 
+@pytest.mark.full
 def test_cosine_equals_transformers():
+    from transformers import get_cosine_schedule_with_warmup
+
     cfg = TrainConfig(max_steps=100, warmup_steps=9, schedule="cosine", lr=2.0)
     theirs = get_cosine_schedule_with_warmup(torch.optim.SGD([torch.zeros(1)], lr=2.0), 9, 100)
     for step in range(100):
@@ -45,8 +48,8 @@ def test_cosine_equals_transformers():
         {"max_steps": 0}, {"batch_size": 0}, {"save_every": 0}, {"log_every": 0}, {"num_workers": -1},
         {"warmup_steps": -1}, {"lr": -1e-3}, {"lr": 0.0}, {"lr": math.nan}, {"lr": math.inf}, {"decay": 1.01},
         {"decay": -0.1}, {"weight_decay": -1}, {"max_grad_norm": math.nan}, {"max_grad_norm": 0.0}, {"lora_alpha": 0.0},
-        {"beta2": 1.0}, {"seed": -1}, {"seed": 2**70}, {"schedule": "line"}, {"dtype": "int8"}, {"vision_rate": -1},
-        {"gradient_accumulation_steps": 0}, {"keep_checkpoints": 0}, {"augment": 0.5},
+        {"beta2": 1.0}, {"seed": -1}, {"seed": 2**70}, {"schedule": "line"}, {"dtype": "int8"}, {"vision_lr_scale": -1},
+        {"gradient_accumulation_steps": 0}, {"keep_checkpoints": 0}, {"random_crop": 0.5},
     ],
     ids=str,
 )  # fmt: skip
@@ -58,18 +61,21 @@ def test_a_value_out_of_range_is_named(wrong):
 
 def test_something_must_be_trained():
     with pytest.raises(InputError, match="all 0: no weights are left to train"):
-        TrainConfig(vision_rate=0, projector_rate=0, language_rate=0)
+        TrainConfig(vision_lr_scale=0, projector_lr_scale=0, language_lr_scale=0)
 
 
-def test_settings_of_the_first_version_are_understood():
-    old = {
-        "steps": SCENES.max_steps,
-        "accumulate": 1,
-        "warmup": SCENES.warmup_steps,
-        "workers": 1,
-        "schedule": "trapezoid",
-        "plan": False,
-    }
-    others = {name: value for name, value in asdict(SCENES).items() if name not in upgrade_settings(old)}
-    assert TrainConfig(**upgrade_settings(old | others)) == SCENES
-    assert upgrade_settings(asdict(SCENES)) == asdict(SCENES)
+@pytest.mark.parametrize("cls", [TrainConfig, FinetuneOptions])
+def test_every_setting_is_a_flag_that_leaves_the_default_unless_given(cls):
+    add_flags(parser := argparse.ArgumentParser(), cls)
+    assert cls(**given_settings(cls, parser.parse_args([]))) == cls()
+    flags = "--no-keep-best --lr 0.5 --schedule cosine" if cls is TrainConfig else "--data a b --epochs 2 --metric f1"
+    given = given_settings(cls, parser.parse_args(flags.split()))
+    expected = {"keep_best": False, "lr": 0.5, "schedule": "cosine"}
+    assert given == (expected if cls is TrainConfig else {"data": ["a", "b"], "epochs": 2.0, "metric": ["f1"]})
+    assert len(parser.format_help().split(" --")) > len(list(settings_of(cls)))
+
+
+def test_fine_tuning_options_out_of_range_are_named():
+    for wrong in ({"epochs": 0.0}, {"validation": -1.0}, {"quantize": "int2"}, {"format": "gguf"}):
+        with pytest.raises(InputError, match="{}={}".format(*next(iter(wrong.items())))):
+            FinetuneOptions(**wrong)

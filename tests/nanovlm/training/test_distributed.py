@@ -25,11 +25,11 @@ from support import ROOT
 PROGRAM = Path(__file__).parent / "distributed_program.py"
 VARIANTS = {
     "all": {},
-    "projector alone": {"gradient_accumulation_steps": 2, "vision_rate": 0.0, "language_rate": 0.0},
+    "projector alone": {"gradient_accumulation_steps": 2, "vision_lr_scale": 0.0, "language_lr_scale": 0.0},
     "adapters": {"lora_rank": 2, "gradient_checkpointing": True},
     "sharded": {"fsdp": True, "gradient_accumulation_steps": 2},
     "adapters, sharded": {"fsdp": True, "lora_rank": 2, "gradient_checkpointing": True},
-    "frozen encoder, sharded": {"fsdp": True, "vision_rate": 0.0},
+    "frozen encoder, sharded": {"fsdp": True, "vision_lr_scale": 0.0},
 }
 BUCKET = {"all": 2000}  # bytes; half of the weights are smaller
 INTERRUPTED = {  # settings of the run that SIGTERM stops, and of the run that resumes it
@@ -108,6 +108,7 @@ def weights(folder):
     return tensors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_processes_equal_one_with_twice_the_batch(folder, tmp_path, variant):
     alone(tmp_path / "one", **VARIANTS[variant])
@@ -124,6 +125,7 @@ def test_two_processes_equal_one_with_twice_the_batch(folder, tmp_path, variant)
     assert not (folder / f"{variant}.1.log").read_text().strip(), "only the main process logs"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", INTERRUPTED)
 def test_a_signal_to_one_process_stops_both_and_they_are_resumed_together(folder, name):
     main, other = ((folder / f"stopped, {name}.{rank}.log").read_text() for rank in (0, 1))
@@ -138,6 +140,7 @@ def test_a_signal_to_one_process_stops_both_and_they_are_resumed_together(folder
             torch.testing.assert_close(ours[weight], whole[weight], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [2, 4])
 @pytest.mark.parametrize("variant", [variant for variant, settings in VARIANTS.items() if "fsdp" in settings])
 def test_a_sharded_checkpoint_is_merged_to_the_model_that_one_process_saves(folder, tmp_path, variant, step):
@@ -153,6 +156,7 @@ def test_a_sharded_checkpoint_is_merged_to_the_model_that_one_process_saves(fold
     assert VisionLanguageModel.from_pretrained(tmp_path / "merged").image_token_id == 3
 
 
+@pytest.mark.full
 def test_no_process_writes_more_of_a_sharded_checkpoint_than_its_part(folder):
     whole = folder / "all/checkpoints/step-4"
     total = sum((whole / name).stat().st_size for name in ("model.safetensors", "optimizer.safetensors"))
@@ -167,6 +171,7 @@ def test_no_process_writes_more_of_a_sharded_checkpoint_than_its_part(folder):
     assert "model.decoder.head.weight" in names and "optimizer.decoder.token_embedding.weight/exp_avg" in names
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", KILLED)
 def test_a_run_whose_process_was_killed_is_run_again_to_the_same_file(folder, name):
     whole = folder / ("uninterrupted, sharded" if "sharded" in name else "uninterrupted")
@@ -176,6 +181,7 @@ def test_a_run_whose_process_was_killed_is_run_again_to_the_same_file(folder, na
     assert not list((folder / name).rglob("*.tmp"))
 
 
+@pytest.mark.full
 def test_a_folder_that_is_not_shared_is_reported_before_the_first_step(folder):
     for rank in (0, 1):
         (line,) = (folder / f"apart.{rank}.log").read_text().splitlines()
@@ -187,6 +193,7 @@ def digest(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.full
 def test_three_processes_resume_what_two_have_written(folder):
     assert "at step 2" in (folder / "two, then three.0.log").read_text()
     ours, whole = weights(folder / "two, then three"), weights(folder / "uninterrupted, longer")
@@ -194,6 +201,7 @@ def test_three_processes_resume_what_two_have_written(folder):
         torch.testing.assert_close(ours[name], whole[name], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", ["missing", "cut", "overwritten"])
 def test_a_damaged_sharded_checkpoint_is_not_loaded(folder, tmp_path, damage, tiny_model, caplog):
     shutil.copytree(folder / "uninterrupted, sharded/checkpoints", tmp_path / "checkpoints")
@@ -209,6 +217,7 @@ def test_a_damaged_sharded_checkpoint_is_not_loaded(folder, tmp_path, damage, ti
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.full
 def test_merge_refuses_what_is_not_sharded(folder, tmp_path, capsys):
     checkpoint = folder / "all/checkpoints/step-4"
     assert cli.main(["merge", str(checkpoint), "--out", str(tmp_path / "merged")]) == 2

@@ -27,7 +27,8 @@ from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
 from nanovlm.synthetic import caption, draw, random_scene
 from nanovlm.training import finetuning
 from nanovlm.training.config import ADAPTERS, BASE_FORMATS, FINETUNING, SCENES
-from nanovlm.training.finetuning import open_data, prepare
+from nanovlm.training.examples import open_data, open_examples
+from nanovlm.training.finetuning import FinetuneOptions, prepare
 from nanovlm.training.loop import Trainer
 from nanovlm.training.probe import memory_errors
 from support.cli import assert_usage_error
@@ -72,6 +73,7 @@ def scenes(n, text=None):
         Path(f"mine/{i}.txt").write_text(f"{text or caption(scene)}\n")
 
 
+@pytest.mark.full
 def test_a_few_steps_teach_the_embedded_model_a_caption(train):
     """30 steps on one caption are enough for the model to generate it for any image."""
     scenes(6, LABEL)
@@ -108,12 +110,13 @@ def test_a_dry_run_prints_an_estimate_and_writes_nothing(train):
     assert {path.name for path in Path().iterdir()} == {"mine"}
 
 
+@pytest.mark.full
 def test_held_out_answers_are_scored_and_the_best_model_by_a_metric_is_written(train):
     """The scores are those that `nanovlm evaluate` finds for the checkpoint with the same --validation."""
     scenes(10, LABEL)
     flags = ["--max-steps", "30", "--batch-size", "2", "--lr", "3e-3", "--warmup-steps", "0", "--save-every", "10"]
     flags += ["--validation", "3", "--validate-every", "10", "--dtype", "float32", "--metric", "anls", "--metric", "f1"]
-    code, _, err = train("--data", "mine", *QUICK, *flags, "--best-by", "anls", "--keep", "best,last,9")
+    code, _, err = train("--data", "mine", *QUICK, *flags, "--metric-for-best-model", "anls", "--keep-checkpoints", "9")
     assert code == 0
     entries = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     found = {entry["step"]: entry for entry in entries if "validation_anls" in entry}
@@ -130,6 +133,7 @@ def test_held_out_answers_are_scored_and_the_best_model_by_a_metric_is_written(t
     assert all(torch.equal(final[name], kept[name].to(final[name].dtype)) for name in final)
 
 
+@pytest.mark.full
 def test_examples_are_held_out_by_default(train):
     scenes(100)
     code, _, err = train("--data", "mine", *QUICK, "--validate-every", "3", "--validation-questions", "2")
@@ -141,7 +145,7 @@ def test_examples_are_held_out_by_default(train):
     assert list(found) == [0, 3] and all("validation_f1" in entry for entry in found.values())
     assert "the final model is that of step " in err
     subsets = open_data(["mine"], ReadOptions(), 10)[1]  # as `nanovlm evaluate --validation 10` asks
-    by_default = finetuning.open_examples(finetuning.FinetuneOptions(["mine"], Path("other")))[2]
+    by_default = open_examples(FinetuneOptions(["mine"], Path("other")))[1]
     assert [list(subset.indices) for subset in by_default] == [list(subset.indices) for subset in subsets]
     _, task, cfg = prepared("--data", "mine", *QUICK, "--out", "same")
     assert task.validation and task.n_held_out == 10 and cfg.evaluation_interval == 1
@@ -156,42 +160,26 @@ def test_few_examples_are_all_trained_on_and_a_line_says_how_to_hold_out_some(tr
     assert code == 0 and err.splitlines()[0] == line
 
 
+@pytest.mark.full
 def test_a_resumed_run_holds_out_what_it_began_with(train):
-    """Also a run of an earlier version, which held out nothing by default."""
     scenes(100)
-    state = Path("early/checkpoints/step-1/training.json")
-    for out, n in (("default", None), ("given", 7), ("early", 0)):
+    for out, n in (("default", None), ("given", 7), ("none", 0)):
         given = [] if n is None else ["--validation", n]
         assert train("--data", "mine", *QUICK, "--max-steps", "1", "--out", out, *given)[0] == 0
-    content = json.loads(state.read_text())
-    del content["config"]["validation"]
-    state.write_text(json.dumps(content))
-    for out, held_out in (("default", "; 10 held out\n"), ("given", "; 7 held out\n"), ("early", " times\n")):
+    for out, held_out in (("default", "; 10 held out\n"), ("given", "; 7 held out\n"), ("none", " times\n")):
         code, _, err = train("--data", "mine", *QUICK, "--max-steps", "2", "--out", out)
         assert code == 0 and held_out in err and f"resumed {out} at step 1" in err and "has changed" not in err
-    flags = ["--data", "mine", *QUICK, "--out", "early", "--patience", "1"]
+    flags = ["--data", "mine", *QUICK, "--out", "none", "--patience", "1"]
     assert_usage_error(train(*flags), "--patience has no effect without --validation", program="train.py")
 
 
 def test_every_run_writes_the_file_that_repeats_it(train):
     scenes(5)
-    flags = [
-        "--data",
-        "mine@0.5",
-        "scenes@0.5",
-        "--lr",
-        "3e-4",
-        "--validation",
-        "1",
-        "--keep",
-        "best,2",
-        "--metric",
-        "f1",
-    ]
-    assert (
-        train(*QUICK, *flags, "--metric", "anls", "--prompt", "What: 'ü'?", "--no-lora-words", "--lora-rank", "2")[0]
-        == 0
+    flags = (
+        "--data mine@0.5 scenes@0.5 --lr 3e-4 --validation 1 --validation-questions 2 --validate-every 9 --metric f1"
     )
+    flags += " --metric anls --no-train-embeddings --lora-rank 2"
+    assert train(*QUICK, *flags.split(), "--prompt", "What: 'ü'?")[0] == 0
     code, _, err = train("--config", "out/run.yaml", "--out", "again")
     assert code == 0, err
     first, again = Path("out/run.yaml").read_text(), Path("again/run.yaml").read_text()
@@ -204,6 +192,7 @@ def test_every_run_writes_the_file_that_repeats_it(train):
         assert_usage_error(train("--config", "run.yaml"), "run.yaml", words, program="train.py")
 
 
+@pytest.mark.full
 def test_training_from_scratch_writes_the_file_that_repeats_it(train):
     flags = ["--max-steps", "2", "--batch-size", "1", "--no-compile", "--num-workers", "0", "--seed", "3"]
     assert train("--recipe", "scenes", "--out", "out", *flags)[0] == 0
@@ -247,11 +236,12 @@ def test_epochs_are_turned_into_steps():
         assert prepared(*argv)[2].max_steps == steps
 
 
+@pytest.mark.full
 def test_adapters_learn_and_the_result_is_a_plain_model(train):
     """With packed rows and a frozen vision encoder."""
     scenes(6, LABEL)
     steps = ["--max-steps", "30", "--batch-size", "2", "--lr", "1e-2", "--warmup-steps", "0", "--pack", "256"]
-    assert train("--data", "mine", *QUICK, *steps, "--lora-rank", "8", "--vision-rate", "0")[0] == 0
+    assert train("--data", "mine", *QUICK, *steps, "--lora-rank", "8", "--vision-lr-scale", "0")[0] == 0
     ours, theirs = load_file("out/model.safetensors"), load_file(EMBEDDED / "model.safetensors")
     assert ours.keys() == theirs.keys()
     changed = {name for name in theirs if not torch.equal(ours[name], theirs[name])}
@@ -260,11 +250,12 @@ def test_adapters_learn_and_the_result_is_a_plain_model(train):
     assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("format", BASE_FORMATS)
 def test_adapters_beside_a_quantized_base_learn_and_the_result_is_a_plain_model(train, format):
     scenes(6, LABEL)
     flags = ["--max-steps", "30", "--batch-size", "2", "--lr", "1e-2", "--warmup-steps", "0", "--pack", "256"]
-    flags += ["--lora-rank", "8", "--vision-rate", "0", "--quantize", format]
+    flags += ["--lora-rank", "8", "--vision-lr-scale", "0", "--quantize", format]
     code, estimate, _ = train("--data", "mine", *QUICK, *flags, "--dry-run")
     parameters = sum(p.numel() for p in VisionLanguageModel.from_pretrained(EMBEDDED).parameters())
     assert code == 0 and parameters < int(estimate.split()[0].replace(",", "")) < 1.1 * parameters
@@ -276,6 +267,7 @@ def test_adapters_beside_a_quantized_base_learn_and_the_result_is_a_plain_model(
     assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
 
 
+@pytest.mark.full
 def test_a_held_out_question_without_room_for_an_answer_stops_nothing(train):
     scenes(4, LABEL)
     code, _, err = train(
@@ -306,6 +298,7 @@ def test_an_interrupted_run_is_resumed_to_the_same_weights(train):
     assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
 
 
+@pytest.mark.full
 def test_a_resumed_run_reports_that_its_data_changed_but_not_that_it_was_copied(train):
     scenes(4)
     flags, data = ["--data", "mine@0.5", "scenes@0.5", *QUICK], r"mine@0\.5 \(4, (\w{8})\); scenes@0\.5"
@@ -323,7 +316,10 @@ def test_a_resumed_run_reports_that_its_data_changed_but_not_that_it_was_copied(
     assert len(digests) == 1 + 3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+OTHER_DTYPES = [pytest.param(dtype, marks=pytest.mark.full) for dtype in (torch.float16, torch.float32)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *OTHER_DTYPES])
 def test_weights_are_written_in_the_dtype_in_which_they_were_stored(train, dtype):
     scenes(4)
     begun = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
@@ -348,6 +344,7 @@ def test_the_default_learning_rate_depends_on_lora_and_on_the_width_of_the_model
     assert rates == pytest.approx([FINETUNING.lr, ADAPTERS.lr, FINETUNING.lr / 2, ADAPTERS.lr / 2, 0.5])
 
 
+@pytest.mark.full
 def test_held_out_examples_are_packed_as_the_training_examples_and_their_loss_is_the_same():
     scenes(8)
     rows, losses = [], []
@@ -402,7 +399,7 @@ def test_check_data_shows_several_answers_one_after_another(train):
     assert code == 0 and f"<|image|> x 36 {asked}[[One.<|im_end|>]]\n... {asked}[[Two.<|im_end|>]]\n" in out
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_broken_image_is_named_with_a_remedy(train, workers):
     scenes(4)
     Path("mine/2.png").write_bytes(Path("mine/2.png").read_bytes()[:200])
@@ -418,9 +415,9 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--recipe scenes --out out --prompt x", ["--prompt", "belongs to --data"]),
-        ("--recipe scenes --out out --check-data", ["--check-data", "belongs to --data"]),
-        ("--recipe scenes --data mine --out out", ["not allowed with"]),
+        ("--recipe scenes --out out --prompt x", ["--prompt", "has no effect with --recipe"]),
+        ("--recipe scenes --out out --check-data", ["--check-data", "has no effect with --recipe"]),
+        ("--recipe scenes --data mine --out out", ["exclude each other"]),
         ("--data mine", ["--out is required"]),
         ("--data mine --out out --validation 1.5", ["--validation 1.5"]),
         ("--data mine --out out --validation -1", ["--validation -1"]),
@@ -440,21 +437,26 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
         ("--data mine --out out --max-steps 0", ["max_steps"]),
         ("--data mine --out out --on-error x", ["--on-error"]),
         ("--data mine --out out --lora-alpha 8", ["--lora-alpha has no effect without --lora-rank"]),
-        ("--data mine --out out --no-lora-words", ["--lora-words has no effect without --lora-rank"]),
+        ("--data mine --out out --no-train-embeddings", ["--train-embeddings has no effect without --lora-rank"]),
         ("--data mine --out out --quantize int4", ["--quantize has no effect without --lora-rank"]),
         ("--data mine --out out --lora-rank 4 --quantize int4 --compile", ["--quantize and --compile exclude"]),
-        ("--recipe scenes --out out --quantize int4", ["--quantize belongs to --data"]),
+        ("--recipe scenes --out out --quantize int4", ["--quantize has no effect with --recipe"]),
         ("--data mine --out out --decay 0.5 --schedule cosine", ["--decay has no effect with --schedule cosine"]),
         ("--data mine --out out --validate-every 5", ["--validate-every has no effect without --validation"]),
         ("--data mine --out out --epochs 1 --max-steps 2", ["--epochs and --max-steps"]),
         ("--data scenes --out out --epochs 1", ["--epochs needs data whose size is known", "--max-steps"]),
-        ("--data mine --out out --epochs 0", ["--epochs 0 must be above 0"]),
+        ("--data mine --out out --epochs 0", ["epochs=0.0 must be a finite number above 0"]),
         ("--config nowhere.yaml", ["nowhere.yaml cannot be read"]),
-        ("--data mine --out out --validation 0 --best-by f1", ["--best-by has no effect with --validation 0"]),
+        (
+            "--data mine --out out --validation 0 --metric-for-best-model f1",
+            ["--metric-for-best-model has no effect with --validation 0"],
+        ),
         ("--data mine --out out --patience 2", ["--patience has no effect without --validation"]),
         ("--data mine --out out --metric f1", ["--metric has no effect without --validation"]),
-        ("--data mine --out out --keep best,x", ["--keep", "best,last,3"]),
-        ("--data mine --out out --validation 1 --best-by bleu", ["--best-by bleu", "loss, exact_match"]),
+        (
+            "--data mine --out out --validation 1 --metric-for-best-model bleu",
+            ["--metric-for-best-model bleu", "loss, exact_match"],
+        ),
         ("--data mine --out out --validation 1 --metric bleu", ["bleu", "exact_match"]),
         ("--data mine --out out --fsdp", ["--fsdp has no effect without torchrun"]),
         ("--recipe scenes --out out --lora-rank 4", ["--lora-rank has no effect with --recipe"]),
@@ -532,19 +534,6 @@ def test_only_errors_of_the_user_become_one_line(train, monkeypatch, error, code
         assert "Traceback" in err and str(error) in err and "bug in nanovlm" in err
 
 
-def test_flags_of_the_first_version_are_understood_and_unlisted():
-    train_verb.add_flags(parser := argparse.ArgumentParser())
-    old = "--steps 2 --warmup 1 --accumulate 2 --workers 0 --schedule trapezoid --on-bad-example skip --plan"
-    args = parser.parse_args(["--data", "mine", *old.split()])
-    expected = replace(
-        FINETUNING, max_steps=2, warmup_steps=1, gradient_accumulation_steps=2, num_workers=0, schedule="wsd"
-    )
-    assert train_verb.config_from_args(args) == expected
-    assert args.dry_run and train_verb.options_from_args(args).read.skip_errors
-    listed = parser.format_help().split()
-    assert not {"--steps", "--warmup", "--accumulate", "--workers", "--on-bad-example", "--plan"} & set(listed)
-
-
 def test_help_shows_defaults_and_choices(train):
     _, out, _ = train("--help")
     assert f"(default: {FINETUNING.max_steps}; scenes: {SCENES.max_steps})" in " ".join(out.split())
@@ -552,6 +541,7 @@ def test_help_shows_defaults_and_choices(train):
         assert choices in out
 
 
+@pytest.mark.full
 def test_check_data_reads_a_part_of_an_endless_source(train):
     code, out, err = train("--data", "scenes", "--check-data")
     assert code == 0 and out.startswith("scenes: the first 1,000 examples, 1,000 images, ")

@@ -106,6 +106,7 @@ def test_the_validation_loss_is_the_mean_over_all_held_out_answers(learn, tiny_m
     assert f"step 6/6  validation loss {evaluations[-1]['validation_loss']:.4f}" in lines
 
 
+@pytest.mark.full
 def test_evaluation_changes_no_weights(learn, make_batch, tmp_path):
     learn(tmp_path / "without")
     evaluated = {"validation": held_out(make_batch), "caption_images": caption_images}
@@ -164,6 +165,7 @@ def test_metrics_that_cannot_be_written_stop_the_run_with_one_line(learn, make_b
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.full
 def test_tensorboard_shows_the_same_curves(learn, make_batch, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -174,7 +176,7 @@ def test_tensorboard_shows_the_same_curves(learn, make_batch, tmp_path):
         assert [(e.step, e.value) for e in board.Scalars(name)] == [(step, pytest.approx(x)) for step, x in entries]
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
+@pytest.mark.parametrize("name", ["wandb", pytest.param("trackio", marks=pytest.mark.full)])
 def test_a_tracker_gets_the_same_numbers_offline(learn, make_batch, tmp_path, monkeypatch, name):
     """A stand-in for the library, with the part of its interface that both share."""
     runs, logged, finished = [], [], []
@@ -185,8 +187,8 @@ def test_a_tracker_gets_the_same_numbers_offline(learn, make_batch, tmp_path, mo
     )
     monkeypatch.setitem(sys.modules, name, stand_in)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    learn(tmp_path / "run", replace(CFG, track=name), validation=held_out(make_batch))
-    learn(tmp_path / "run", replace(CFG, track=name, max_steps=7), validation=held_out(make_batch))
+    learn(tmp_path / "run", replace(CFG, report_to=name), validation=held_out(make_batch))
+    learn(tmp_path / "run", replace(CFG, report_to=name, max_steps=7), validation=held_out(make_batch))
     options, resumed = runs
     assert (options["resume"], resumed["resume"]) == ("never", "allow")
     assert (options["project"], options["name"], options["config"]["lr"]) == ("nanovlm", "run", CFG.lr)
@@ -206,12 +208,13 @@ def guarded(self, address):
     assert self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "::1", "localhost"), address
     return connect(self, address)
 socket.socket.connect = guarded
-flags = ["--data", "data", "--batch-size", "1", "--num-workers", "0", "--track", sys.argv[1], "--out", "out"]
+flags = ["--data", "data", "--batch-size", "1", "--num-workers", "0", "--report-to", sys.argv[1], "--out", "out"]
 for steps in ("2", "3"):
     assert run_verb("train", [*flags, "--max-steps", steps]) == 0
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_the_library_itself_writes_one_run_to_local_files(tmp_path, name):
     pytest.importorskip(name)
@@ -237,9 +240,10 @@ def test_the_library_itself_writes_one_run_to_local_files(tmp_path, name):
 def test_a_missing_tracker_names_its_extra(learn, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingExtraError, match=r"nanovlm\[track\]"):
-        learn(tmp_path, replace(CFG, track="wandb"))
+        learn(tmp_path, replace(CFG, report_to="wandb"))
 
 
+@pytest.mark.full
 def test_the_report_shows_curves_and_images_with_their_first_and_last_captions(learn, tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 

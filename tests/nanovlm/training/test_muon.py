@@ -9,8 +9,7 @@ from torch import nn
 from nanovlm.errors import InputError
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import train
-from nanovlm.training.muon import Muon, orthogonalized
-from nanovlm.training.optimizer import MUON_RATE, make_optimizer
+from nanovlm.training.optimizer import MUON_LR_SCALE, Muon, make_optimizer, orthogonalized
 
 CFG = TrainConfig(
     max_steps=3, optimizer="muon", lr=1e-3, warmup_steps=0, decay=0, dtype="float32", num_workers=0, log_every=9
@@ -52,7 +51,9 @@ def test_linear_layers_learn_by_muon_and_all_else_by_adamw(tiny_model, make_batc
     for name in ("muon", "adamw"):
         model = models[name] = tiny_model()
         optimizer = make_optimizer(model, replace(CFG, optimizer=name))
-        assert {group["rate"] for group in optimizer.param_groups} == ({1, MUON_RATE} if name == "muon" else {1})
+        assert {group["lr_scale"] for group in optimizer.param_groups} == (
+            {1, MUON_LR_SCALE} if name == "muon" else {1}
+        )
         _, loss = model(**make_batch(0))
         loss.backward()
         optimizer.step()

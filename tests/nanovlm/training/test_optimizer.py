@@ -10,15 +10,16 @@ from safetensors.torch import load_file
 
 from nanovlm import device
 from nanovlm.errors import TrainingError
+from nanovlm.training.backward import backward
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
-from nanovlm.training.loop import backward, train
+from nanovlm.training.loop import train
 from nanovlm.training.optimizer import accelerated, freeze, make_optimizer
 
 CFG = TrainConfig(
     max_steps=2, lr=1e-3, warmup_steps=0, decay=0, weight_decay=0, dtype="float32", num_workers=0, log_every=9
 )
-PARTS = {"vision_rate": "vision_encoder.", "projector_rate": "MP.", "language_rate": "decoder."}
+PARTS = {"vision_lr_scale": "vision_encoder.", "projector_lr_scale": "MP.", "language_lr_scale": "decoder."}
 CONTEXT = DistributedContext(torch.device("cpu"))
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
 
@@ -67,7 +68,7 @@ def test_a_rate_of_0_freezes_a_part_and_keeps_no_moments_of_it(learn, tmp_path, 
 
 
 def test_a_frozen_encoder_keeps_no_graph_and_gets_no_gradients(tiny_model, make_batch):
-    model, cfg = tiny_model(), replace(CFG, vision_rate=0.0)
+    model, cfg = tiny_model(), replace(CFG, vision_lr_scale=0.0)
     freeze(model, cfg)
     assert not model.vision_encoder(torch.rand(1, 3, 16, 16)).requires_grad
     backward(model, [make_batch(0)], torch.float32, UNSCALED, CONTEXT)
@@ -77,7 +78,7 @@ def test_a_frozen_encoder_keeps_no_graph_and_gets_no_gradients(tiny_model, make_
 
 
 def test_a_batch_without_images_leaves_the_projector_unchanged(learn, make_batch):
-    only = replace(CFG, vision_rate=0.0, language_rate=0.0)
+    only = replace(CFG, vision_lr_scale=0.0, language_lr_scale=0.0)
     assert not any(delta.any() for delta in learn(only, lambda i: make_batch(i, images=False)).values())
 
 
@@ -169,6 +170,7 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_model, make
         torch.testing.assert_close(recomputed[name], plain[name], atol=1e-5 * compiled, rtol=1e-5 * compiled)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_blocks_are_compiled_only_while_training(tiny_model, checkpointing):
     model = tiny_model()

@@ -15,13 +15,7 @@ from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.errors import CheckpointError
 from nanovlm.training.config import BASE_FORMATS, TrainConfig
 from nanovlm.training.loop import train
-from nanovlm.training.quantized_base import (
-    QuantizedLinear,
-    QuantizedLoRALinear,
-    QuantizedWeight,
-    count_parameters,
-    quantize_base,
-)
+from nanovlm.training.quantized_base import QuantizedBaseLinear, QuantizedLoRALinear, count_parameters, quantize_base
 from support.smolvlm import write_folder
 
 # relative error of a random weight in each format, with some room
@@ -44,7 +38,7 @@ def dequantized(model: VisionLanguageModel, plain: VisionLanguageModel) -> Visio
     """plain with the weights that the quantized model acts as."""
     with torch.no_grad():
         for name, module in model.named_modules():
-            if isinstance(module, QuantizedWeight):
+            if isinstance(module, QuantizedBaseLinear):
                 plain.get_parameter(f"{name}.weight").copy_(module.dequantize(torch.float32))
     return plain
 
@@ -54,7 +48,7 @@ def dequantized(model: VisionLanguageModel, plain: VisionLanguageModel) -> Visio
 def test_a_layer_computes_with_its_dequantized_weight_forward_and_backward(format, features):
     torch.manual_seed(0)
     linear = nn.Linear(*features).requires_grad_(False)
-    layer = QuantizedLinear(linear, format, lambda: linear.weight)
+    layer = QuantizedBaseLinear(linear, format, lambda: linear.weight)
     weight = layer.dequantize(torch.float32)
     assert weight.shape == linear.weight.shape
     assert (weight - linear.weight).norm() <= ERRORS[format] * linear.weight.norm()
@@ -70,7 +64,7 @@ def test_a_layer_computes_with_its_dequantized_weight_forward_and_backward(forma
 
 
 def test_autocast_computes_in_its_dtype():
-    layer = QuantizedLinear(nn.Linear(32, 16).requires_grad_(False), "int8", torch.Tensor)
+    layer = QuantizedBaseLinear(nn.Linear(32, 16).requires_grad_(False), "int8", torch.Tensor)
     x = torch.randn(3, 32, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
@@ -111,12 +105,12 @@ def test_frozen_parts_are_quantized_too(saved, format):
     adapt(model, 2, 4.0, parts=["decoder"])
     assert count_parameters(model) == numel + sum(p.numel() for n, p in model.named_parameters() if ".lora_" in n)
     kinds = {type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    assert kinds == {QuantizedLinear, QuantizedLoRALinear, nn.Linear}  # the last are head and adapters
+    assert kinds == {QuantizedBaseLinear, QuantizedLoRALinear, nn.Linear}  # the last are head and adapters
     plain = [n for n, m in model.named_modules() if type(m) is nn.Linear and ".lora_" not in n]
     assert plain == ["decoder.head"]
 
 
-@pytest.fixture(params=["nanovlm", "smolvlm"])
+@pytest.fixture(params=["nanovlm", pytest.param("smolvlm", marks=pytest.mark.full)])
 def base(request, saved, make_batch, tmp_path):
     """A base model's folder, its image token, and a function that makes its batches."""
     if request.param == "nanovlm":
@@ -132,10 +126,14 @@ def base(request, saved, make_batch, tmp_path):
     return folder, token, batch
 
 
-@pytest.mark.parametrize("format", BASE_FORMATS)
+@pytest.mark.parametrize(
+    "format", ["int4", *(pytest.param(name, marks=pytest.mark.full) for name in ("bfloat16", "int8"))]
+)
 def test_a_run_merges_its_adapters_into_the_original_weights_and_is_resumed(base, tmp_path, format):
     folder, token, batch = base
-    cfg = TrainConfig(lora_rank=2, lora_words=False, num_workers=0, save_every=2, warmup_steps=0, decay=0.0, lr=0.01)
+    cfg = TrainConfig(
+        lora_rank=2, train_embeddings=False, num_workers=0, save_every=2, warmup_steps=0, decay=0.0, lr=0.01
+    )
 
     def run(steps: int, out: str) -> VisionLanguageModel:
         start = quantize_base(load_model(folder, load_config(folder), token), format, folder)
