@@ -46,8 +46,8 @@ from eval.lib.tables import table
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
-from nanovlm.cli.options import QUANTIZATIONS
 from nanovlm.errors import NanoVLMError
+from nanovlm.options import QUANTIZATIONS
 from nanovlm.synthetic import caption, draw, questions, random_scene
 
 BATCH_SIZE = 64

@@ -70,9 +70,10 @@ from models.config import VLMConfig
 from nanovlm import EMBEDDED
 from nanovlm.captioner import ImageInput
 from nanovlm.cli.main import Parser
-from nanovlm.cli.options import QUANTIZATIONS, add_threads_flag
+from nanovlm.cli.options import add_threads_flag
 from nanovlm.device import DTYPES, set_threads
 from nanovlm.errors import NanoVLMError
+from nanovlm.options import QUANTIZATIONS
 from nanovlm.processing.image_loading import as_tensor
 from nanovlm.synthetic import draw, random_scene
 

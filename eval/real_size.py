@@ -37,9 +37,9 @@ from models.checkpoint import WEIGHTS
 from models.vision_language_model import VisionLanguageModel, empty_model
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, Stats
-from nanovlm.cli.options import QUANTIZATIONS
 from nanovlm.device import DTYPES, choose_dtype
 from nanovlm.errors import NanoVLMError
+from nanovlm.options import QUANTIZATIONS
 from nanovlm.synthetic import draw, random_scene
 
 DEFAULT = ("230M", "460M", "222M")

@@ -1,9 +1,9 @@
-"""VLMConfig: a checkpoint's sizes and prompt layout, under nanoVLM's names for the fields."""
+"""Settings: VLMConfig, a checkpoint's sizes and prompt layout under nanoVLM's names, and SamplingParams."""
 
 import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -250,3 +250,99 @@ class VLMConfig:
     def to_dict(self) -> dict:
         """The object to write as config.json."""
         return self.format.config_dict(self)
+
+
+MAX_NEW_TOKENS = 128  # of a caption
+
+
+def setting(default: Any, help: str, limits: str = "", fits: Callable[[Any], bool] | None = None, **flag: Any) -> Any:
+    """A field of an options record: its default, help, and check fits(value), whose limits an error names.
+
+    flag holds what a command-line flag made from the field needs beside them, such as its metavar; a value other than
+    the default must be one of its choices.
+    """
+    return field(default=default, metadata={"help": help, "limits": limits, "fits": fits, **flag})
+
+
+def check_settings(record: Any) -> None:
+    """Raise InputError for the first field of a record whose value is not within its limits."""
+    for f in fields(record):
+        value, fits, choices = getattr(record, f.name), f.metadata.get("fits"), f.metadata.get("choices")
+        if choices and value is not f.default and value not in choices:
+            raise InputError(f"{f.name}={value} is none of {', '.join(choices)}")
+        if fits is not None and not fits(value):
+            raise InputError(f"{f.name}={value} must be {f.metadata['limits']}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a token is chosen from logits. The default is greedy; the filters apply in the order of the fields.
+
+    The repetition penalty is that of Keskar et al. 2019, the next two are OpenAI's, top_p is that of Holtzman et al.
+    2019 and min_p that of Nguyen et al. 2024. Raises InputError for a value out of range.
+    """
+
+    repetition_penalty: float = setting(
+        1.0,
+        "above 1, tokens of the prompt and the answer become less likely",
+        "above 0",
+        lambda x: 0 < x < math.inf,
+        metavar="X",
+    )
+    frequency_penalty: float = setting(
+        0.0,
+        "subtracted from a token's logit for each time it is in the answer; below 0 favors it",
+        "in [-2, 2]",
+        lambda x: -2 <= x <= 2,
+        metavar="X",
+    )
+    presence_penalty: float = setting(
+        0.0,
+        "subtracted once from the logits of tokens in the answer; below 0 favors them",
+        "in [-2, 2]",
+        lambda x: -2 <= x <= 2,
+        metavar="X",
+    )
+    temperature: float = setting(
+        0.0, "sampling temperature; 0 is greedy", "0 (greedy) or more", lambda x: 0 <= x < math.inf, metavar="X"
+    )
+    top_k: int = setting(
+        0, "sample among the K most likely tokens; 0 is all", "0 (all) or more", lambda x: x >= 0, metavar="K"
+    )
+    top_p: float = setting(
+        1.0,
+        "sample among the most likely tokens whose probabilities sum to P",
+        "in (0, 1]",
+        lambda x: 0 < x <= 1,
+        metavar="P",
+    )
+    min_p: float = setting(
+        0.0,
+        "drop tokens less likely than P times the most likely one",
+        "in [0, 1]",
+        lambda x: 0 <= x <= 1,
+        metavar="P",
+    )
+    seed: int | None = setting(
+        None,
+        "seed of the random generator, for reproducible samples",
+        "in [0, 2^63)",
+        lambda x: x is None or 0 <= x < 2**63,
+        metavar="N",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always chosen, with no regard to other tokens."""
+        return self.temperature == 0 and not self.counts_output
+
+    @property
+    def counts_output(self) -> bool:
+        """Whether a penalty depends on the tokens generated so far."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+
+
+GREEDY = SamplingParams()

@@ -1,86 +1,95 @@
 """From logits to tokens: sampling, and the one generation loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.config import GREEDY, MAX_NEW_TOKENS, SamplingParams
 from models.errors import InputError
 
+__all__ = ["GREEDY", "GenerationMixin", "SamplingParams", "TokenSampler", "choose_tokens", "generate_tokens"]
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How a token is chosen from logits. The default is greedy; the filters apply in the order of the fields."""
 
-    repetition_penalty: float = 1.0  # > 1 makes tokens of the prompt and the output less likely (Keskar et al. 2019)
-    frequency_penalty: float = 0.0  # subtracted for each time a token is in the output (OpenAI); < 0 favours it
-    presence_penalty: float = 0.0  # subtracted once from tokens in the output (OpenAI); < 0 favours them
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
-    top_p: float = 1.0  # keep the most likely tokens of total probability p (Holtzman et al. 2019); 1 keeps all
-    min_p: float = 0.0  # keep those with at least min_p times the highest probability (Nguyen et al. 2024)
-    seed: int | None = None  # None uses torch's global generator
+def choose_tokens(logits: Tensor, sampling: SamplingParams, generator: torch.Generator | None = None) -> Tensor:
+    """Ids (B,) from logits (B, vocabulary), by the temperature and filters of sampling; without its penalties."""
+    if sampling.temperature == 0:
+        return logits.float().argmax(-1)  # over bfloat16 a CPU takes five times as long
+    logits = logits.float() / max(sampling.temperature, 1e-30)
+    if sampling.top_k and sampling.top_k < logits.size(-1):
+        logits, ids = logits.topk(sampling.top_k)
+    elif sampling.top_p < 1 or sampling.min_p:
+        logits, ids = logits.sort(descending=True, stable=True)
+    else:  # no filter, so no sorting
+        return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+    probs = logits.softmax(-1)
+    dropped = probs < sampling.min_p * probs[:, :1]
+    if sampling.top_p < 1:  # at 1, rounding of the sum would drop the least likely
+        dropped |= probs.cumsum(-1) - probs >= sampling.top_p
+    dropped[:, 0] = False  # the most likely token always stays
+    chosen = torch.multinomial(probs.masked_fill(dropped, 0.0), 1, generator=generator)
+    return ids.gather(-1, chosen).squeeze(-1)
 
-    def __post_init__(self):
-        for name, fits, limits in (
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
-            ("top_k", self.top_k >= 0, "0 (all) or more"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2^63)"),
-        ):
-            if not fits:
-                raise InputError(f"{name}={getattr(self, name)} must be {limits}")
 
-    def __call__(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+class TokenSampler:
+    """Chooses the next token of each row of a batch, and remembers the tokens for penalties.
+
+    prompt (B, T) holds the ids that the repetition penalty counts beside the chosen ones; negative ids do not count. Of
+    several end tokens the first stands for all. logits_processor changes the logits (B, vocabulary) before all else.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingParams = GREEDY,
+        eos_token_id: int | Sequence[int] | None = None,
+        prompt: Tensor | None = None,
+        logits_processor: Callable[[Tensor], Tensor] | None = None,
+    ):
+        self.sampling, self.logits_processor, self._prompt = sampling, logits_processor, prompt
+        ends: list[Any] = list(eos_token_id) if isinstance(eos_token_id, Sequence) else [eos_token_id]
+        self.eos_token_id: Any = ends[0] if ends else None
+        self._other_ends = ends[1:]
+        self._generator: torch.Generator | None = None  # None is torch's global one
+        self._seen: Tensor | None = None  # (B, vocabulary) bool: in the prompt
+        self._counts: Tensor | None = None  # (B, vocabulary): how often in the output
+
+    def __call__(self, logits: Tensor) -> Tensor:
         """Logits (B, vocabulary) -> ids (B,)."""
-        if self.temperature == 0:
-            return logits.float().argmax(-1)  # over bfloat16 a CPU takes five times as long
-        logits = logits.float() / max(self.temperature, 1e-30)
-        if self.top_k and self.top_k < logits.size(-1):
-            logits, ids = logits.topk(self.top_k)
-        elif self.top_p < 1 or self.min_p:
-            logits, ids = logits.sort(descending=True, stable=True)
-        else:  # no filter, so no sorting
-            return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
-        probs = logits.softmax(-1)
-        dropped = probs < self.min_p * probs[:, :1]
-        if self.top_p < 1:  # at 1, rounding of the sum would drop the least likely
-            dropped |= probs.cumsum(-1) - probs >= self.top_p
-        dropped[:, 0] = False  # the most likely token always stays
-        chosen = torch.multinomial(probs.masked_fill(dropped, 0.0), 1, generator=generator)
-        return ids.gather(-1, chosen).squeeze(-1)
+        if self._generator is None and self.sampling.seed is not None:
+            self._generator = torch.Generator(logits.device).manual_seed(self.sampling.seed)
+        if self.logits_processor is not None:
+            logits = self.logits_processor(logits)
+        if self.sampling.counts_output:
+            logits = self._penalize(logits)
+        ids = choose_tokens(logits, self.sampling, self._generator)
+        if self._counts is not None:
+            self._counts[torch.arange(len(ids), device=ids.device), ids] += 1
+        for end in self._other_ends:
+            ids = ids.masked_fill(ids == end, self.eos_token_id)
+        return ids
 
-    def apply_repetition_penalty(self, logits: Tensor, seen: Tensor) -> Tensor:
-        """Make the tokens marked in seen (B, vocabulary) bool less likely."""
-        penalized = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
-        return torch.where(seen, penalized, logits)
-
-    @property
-    def counts_output(self) -> bool:
-        """Whether `apply_output_penalties` changes anything."""
-        return self.frequency_penalty != 0 or self.presence_penalty != 0
-
-    def apply_output_penalties(self, logits: Tensor, counts: Tensor) -> Tensor:
-        """Frequency and presence penalty; counts (B, vocabulary) says how often each token is in the output so far."""
-        return logits - self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
+    def _penalize(self, logits: Tensor) -> Tensor:
+        """Logits after repetition, frequency and presence penalty."""
+        if self._counts is None or self._seen is None:
+            self._counts = torch.zeros_like(logits, dtype=torch.float32)
+            self._seen = _tokens_in(self._prompt, like=logits)
+        used, sampling = self._counts > 0, self.sampling
+        if (penalty := sampling.repetition_penalty) != 1:
+            penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(self._seen | used, penalized, logits)
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            logits = logits - sampling.frequency_penalty * self._counts - sampling.presence_penalty * used
+        return logits
 
 
-GREEDY = SamplingParams()
-
-
-def token_presence_mask(ids: Tensor, vocabulary: int, counted: Tensor | None = None) -> Tensor:
-    """Which tokens occur in ids (B, T), at the positions where counted (B, T) bool is True: (B, vocabulary) bool."""
-    if counted is not None:
-        ids = ids.masked_fill(~counted, vocabulary)
-    present = torch.zeros(len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device)
-    return present.scatter_(1, ids, True)[:, :vocabulary]
+def _tokens_in(prompt: Tensor | None, like: Tensor) -> Tensor:
+    """Which tokens occur in a prompt (B, T), negative ids aside: bool of the shape of like (B, vocabulary)."""
+    present = torch.zeros(len(like), like.size(1) + 1, dtype=torch.bool, device=like.device)
+    if prompt is not None:
+        present.scatter_(1, prompt.masked_fill(prompt < 0, like.size(1)).to(like.device), True)
+    return present[:, :-1]
 
 
 def validate_counts(max_new_tokens: int, n_samples: int) -> None:
@@ -91,48 +100,18 @@ def validate_counts(max_new_tokens: int, n_samples: int) -> None:
         raise InputError(f"n_samples={n_samples} is less than 1")
 
 
-def split_end_tokens(eos_token_id: int | Sequence[int] | None) -> tuple[Any, Sequence[int]]:
-    """The end token that is yielded, None without one, and the others that it stands for."""
-    if isinstance(eos_token_id, Sequence):
-        return (eos_token_id[0], eos_token_id[1:]) if eos_token_id else (None, ())
-    return eos_token_id, ()
-
-
 def generate_tokens(
-    logits: Tensor,
-    step: Callable[[Tensor], Tensor],
-    *,
-    sampling: SamplingParams,
-    max_new_tokens: int,
-    eos_token_id: int | Sequence[int] | None = None,
-    seen: Tensor | None = None,
+    logits: Tensor, step: Callable[[Tensor], Tensor], sampler: TokenSampler, max_new_tokens: int
 ) -> Iterator[Tensor]:
     """The generation loop: choose ids (B,) from logits (B, vocabulary), yield them, get the next logits of step(ids).
 
-    It ends after max_new_tokens, or when every row has produced eos_token_id; a finished row repeats it. Of several end
-    tokens the first stands for all. No step is computed whose logits are not used. seen, (B, vocabulary) bool, marks
-    tokens for the repetition penalty.
+    It ends after max_new_tokens, or when every row has produced its end token; a finished row repeats it. No step is
+    computed whose logits are not used.
     """
-    generator = None
-    if sampling.seed is not None:
-        generator = torch.Generator(logits.device).manual_seed(sampling.seed)
-    if sampling.repetition_penalty != 1 and seen is None:
-        seen = torch.zeros_like(logits, dtype=torch.bool)
-    counts = torch.zeros_like(logits, dtype=torch.float32) if sampling.counts_output else None
+    eos = sampler.eos_token_id
     ended = torch.zeros(logits.size(0), dtype=torch.bool, device=logits.device)
-    eos, other_ends = split_end_tokens(eos_token_id)
     for remaining in reversed(range(max_new_tokens)):
-        if seen is not None:
-            logits = sampling.apply_repetition_penalty(logits, seen)
-        if counts is not None:
-            logits = sampling.apply_output_penalties(logits, counts)
-        ids = sampling(logits, generator)
-        if seen is not None:
-            seen = seen.scatter(1, ids[:, None], True)
-        if counts is not None:
-            counts[torch.arange(len(ids), device=ids.device), ids] += 1
-        for end in other_ends:
-            ids = ids.masked_fill(ids == end, eos)
+        ids = sampler(logits)
         if eos is not None:
             ids = ids.masked_fill(ended, eos)
             ended |= ids == eos
@@ -142,8 +121,14 @@ def generate_tokens(
         logits = step(ids)
 
 
+def collect_tokens(stream: Iterable[Tensor], n_rows: int, like: Tensor) -> Tensor:
+    """All that a stream of (n_rows,) ids yields, (n_rows, T_new); like gives dtype and device if it yields nothing."""
+    columns = list(stream)
+    return torch.stack(columns, dim=1) if columns else like.new_empty(n_rows, 0)
+
+
 class Decodable(Protocol):
-    """What `stream_tokens` needs of a model; see `models.vision_language_model.VisionLanguageModel`."""
+    """What `GenerationMixin` needs of a model; see `models.vision_language_model.VisionLanguageModel`."""
 
     @property
     def image_token_id(self) -> int: ...
@@ -153,108 +138,75 @@ class Decodable(Protocol):
     def prefill_embeds(self, embeds: Tensor, attention_mask: Tensor | None = None) -> Any: ...
     def decode(self, ids: Tensor, prefix: Any) -> Any: ...
     def validate_length(self, prompt: int, max_new_tokens: int) -> None: ...
-
-
-@torch.inference_mode()
-def stream_tokens(
-    model: Decodable,
-    input_ids: Tensor,
-    images: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    *,
-    max_new_tokens: int = 64,
-    sampling: SamplingParams = GREEDY,
-    eos_token_id: int | Sequence[int] | None = None,
-    n_samples: int = 1,
-    shared_prefix_length: int = 0,
-    use_kv_cache: bool = True,
-) -> Iterator[Tensor]:
-    """Yield token ids, (B * n_samples,), as they are chosen; the samples of a prompt are neighbors.
-
-    A prompt is prefilled once, however many samples continue it. The first shared_prefix_length ids of the rows, if
-    that many are equal and hold all images, are prefilled once for all rows. use_kv_cache=False computes everything
-    again for every token: the reference for the cache.
-    """
-    validate_counts(max_new_tokens, n_samples)
-    model.validate_length(input_ids.size(1), max_new_tokens)
-    if max_new_tokens == 0:
-        return
-    rows = torch.arange(input_ids.size(0), device=input_ids.device).repeat_interleave(n_samples)
-    begin = _begin_cached if use_kv_cache else _begin_uncached
-    logits, step = begin(model, input_ids, images, attention_mask, rows, shared_prefix_length)
-    seen = None
-    if sampling.repetition_penalty != 1:
-        counted = input_ids != model.image_token_id
-        if attention_mask is not None:
-            counted &= attention_mask != 0
-        seen = token_presence_mask(input_ids, logits.size(-1), counted)[rows]
-    yield from generate_tokens(
-        logits, step, sampling=sampling, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, seen=seen
-    )
-
-
-def collect_tokens(stream: Iterable[Tensor], n_rows: int, like: Tensor) -> Tensor:
-    """All that a stream of (n_rows,) ids yields, (n_rows, T_new); like gives dtype and device if it yields nothing."""
-    columns = list(stream)
-    return torch.stack(columns, dim=1) if columns else like.new_empty(n_rows, 0)
+    def stream(self, input_ids: Tensor, *args: Any, **options: Any) -> Iterator[Tensor]: ...
 
 
 class GenerationMixin:
     """`stream` and `generate` for a model with the methods of `Decodable`."""
 
+    @torch.inference_mode()
     def stream(
         self: Decodable,
         input_ids: Tensor,
         images: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
-        max_new_tokens: int = 64,
+        max_new_tokens: int = MAX_NEW_TOKENS,
         sampling: SamplingParams = GREEDY,
         eos_token_id: int | Sequence[int] | None = None,
         n_samples: int = 1,
         shared_prefix_length: int = 0,
         use_kv_cache: bool = True,
+        on_state: Callable[[Any], None] | None = None,
     ) -> Iterator[Tensor]:
-        """Yield token ids, (B * n_samples,), as they are chosen; see `stream_tokens`."""
-        return stream_tokens(
-            self,
-            input_ids,
-            images,
-            attention_mask,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            eos_token_id=eos_token_id,
-            n_samples=n_samples,
-            shared_prefix_length=shared_prefix_length,
-            use_kv_cache=use_kv_cache,
-        )
+        """Yield token ids, (B * n_samples,), as they are chosen; the samples of a prompt are neighbors.
 
-    def generate(self: Decodable, input_ids: Tensor, *args, **kwargs) -> Tensor:
+        A prompt is prefilled once, however many samples continue it. The first shared_prefix_length ids of the rows, if
+        that many are equal and hold all images, are prefilled once for all rows. use_kv_cache=False computes everything
+        again for every token: the reference for the cache. on_state is called with every new state of the cache.
+        """
+        validate_counts(max_new_tokens, n_samples)
+        self.validate_length(input_ids.size(1), max_new_tokens)
+        if max_new_tokens == 0:
+            return
+        rows = torch.arange(input_ids.size(0), device=input_ids.device).repeat_interleave(n_samples)
+        begin = _begin_cached if use_kv_cache else _begin_uncached
+        logits, step = begin(self, input_ids, images, attention_mask, rows, shared_prefix_length, on_state)
+        counted = input_ids != self.image_token_id
+        if attention_mask is not None:
+            counted &= attention_mask != 0
+        sampler = TokenSampler(sampling, eos_token_id, input_ids.masked_fill(~counted, -1)[rows])
+        yield from generate_tokens(logits, step, sampler, max_new_tokens)
+
+    def generate(self: Decodable, input_ids: Tensor, *args: Any, **options: Any) -> Tensor:
         """All that `stream` yields with the same arguments, (B * n_samples, T_new)."""
-        n_rows = len(input_ids) * kwargs.get("n_samples", 1)
-        return collect_tokens(stream_tokens(self, input_ids, *args, **kwargs), n_rows, input_ids)
+        n_rows = len(input_ids) * options.get("n_samples", 1)
+        return collect_tokens(self.stream(input_ids, *args, **options), n_rows, input_ids)
 
 
-def _begin_cached(model: Decodable, input_ids, images, attention_mask, rows: Tensor, shared: int):
+def _begin_cached(model: Decodable, input_ids, images, attention_mask, rows: Tensor, shared: int, on_state):
     """Prefill: the logits after the prompt, and a function from ids to the next logits that keeps the cache."""
-    prefix = None
+    state = None
     if shared:
-        _, prefix = model.prefill(input_ids[:1, :shared], images, None, None)
-        prefix, images = prefix.rows(torch.zeros_like(input_ids[:, 0])), None
+        _, state = model.prefill(input_ids[:1, :shared], images, None, None)
+        state, images = state.rows(torch.zeros_like(input_ids[:, 0])), None
     own_mask = None if attention_mask is None else attention_mask[:, shared:]
-    logits, prefix = model.prefill(input_ids[:, shared:], images, own_mask, prefix)
+    logits, state = model.prefill(input_ids[:, shared:], images, own_mask, state)
     if len(rows) > len(input_ids):
-        logits, prefix = logits[rows], prefix.rows(rows)
+        logits, state = logits[rows], state.rows(rows)
+    on_state = on_state or (lambda state: None)
+    on_state(state)
 
     def step(ids: Tensor) -> Tensor:
-        nonlocal prefix
-        logits, prefix = model.decode(ids, prefix)
+        nonlocal state
+        logits, state = model.decode(ids, state)
+        on_state(state)
         return logits
 
     return logits, step
 
 
-def _begin_uncached(model: Decodable, input_ids, images, attention_mask, rows: Tensor, shared: int):
+def _begin_uncached(model: Decodable, input_ids, images, attention_mask, rows: Tensor, shared: int, on_state):
     """The same without a cache: every step computes the whole sequence again."""
     if shared and images is not None:  # every row has them
         images = images.repeat(len(input_ids), 1, 1, 1)

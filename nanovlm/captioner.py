@@ -3,27 +3,23 @@
 import os
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from models.checkpoint import load_config, snapshot_path
-from models.decoding import stream_tokens
-from models.formats.backbones import find_backbones, read_backbones
-from models.inference.cache_observer import CacheObserver
 from models.inference.inference_model import InferenceModel
-from models.inference.quantization import check_format as check_quantization
-from models.vision_language_model import VisionLanguageModel, load_model
-from nanovlm.device import choose_device, choose_dtype
+from models.vision_language_model import PrefillState, VisionLanguageModel, load_model
+from nanovlm.device import choose_device, choose_dtype, set_threads
 from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.errors import ImageError, InputError, MissingExtraError
-from nanovlm.options import Generation, GenerationKwargs, cut_incomplete_sentence
-from nanovlm.processing.convert import check_format, convert_layout
+from nanovlm.options import GenerationOptions, ModelOptions, cut_incomplete_sentence, generation_options, with_changes
 from nanovlm.processing.image_loading import is_single_array, is_url, load_image
 from nanovlm.processing.processor import EncodedPrompt, Processor
 from nanovlm.processing.tokenizer import Tokenizer
@@ -75,40 +71,36 @@ class Captioner:
 
     @classmethod
     def from_pretrained(
-        cls,
-        name_or_folder: str | os.PathLike = EMBEDDED,
-        device: str = "auto",
-        dtype: str = "auto",
-        revision: str | None = None,
-        max_tiles: int | None = None,
-        upscale: bool = True,
-        quantize: str | None = None,
-        skip_special_tokens: bool = True,
-        allow_urls: bool = False,
+        cls, name_or_folder: str | os.PathLike = EMBEDDED, device: str = "auto", dtype: str = "auto", **options: Any
     ) -> "Captioner":
         """Load a folder or a Hub id (owner/name), by default the model that ships with the package.
 
-        device is auto, cpu, cuda or mps; dtype is auto, float32, bfloat16 or float16. max_tiles and upscale limit the
-        tiles of an image, see `Processor`. quantize="int8" stores weights in 8 bits and, on CPUs with kernels
-        for it, rounds activations to 8 bits, too; "int4" stores the language model's weights in 4 bits.
-        skip_special_tokens=False keeps special tokens in answers, as SmolDocling needs. allow_urls lets http(s) URLs
-        name images.
+        device is auto, cpu, cuda or mps; dtype is auto, float32, bfloat16 or float16. options are the other fields of
+        `ModelOptions`: revision, threads, quantize, max_tiles, skip_special_tokens, upscale and allow_urls.
 
-        Raises CheckpointError if the model cannot be loaded, and InputError for an argument.
+        Raises CheckpointError if the model cannot be loaded, InputError for a value, and TypeError for an unknown name.
         """
-        check_quantization(quantize)  # before anything is loaded
-        torch_device = choose_device(device)
-        folder = snapshot_path(name_or_folder, revision)
-        torch_dtype = choose_dtype(dtype, torch_device, folder)
+        given = {"model": name_or_folder, "device": device, "dtype": dtype}
+        return cls.load(with_changes(ModelOptions(), given | options))
+
+    @classmethod
+    def load(cls, options: ModelOptions) -> "Captioner":
+        """The same with a record of options."""
+        if options.threads is not None:
+            set_threads(str(options.threads))
+        device = choose_device(options.device)
+        folder = snapshot_path(options.model, options.revision)
+        dtype = choose_dtype(options.dtype, device, folder)
         cfg = load_config(folder)
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
-        tokenizer.skip_special_tokens = skip_special_tokens
-        model = load_model(folder, cfg, tokenizer.image_token_id, torch_dtype, torch_device)
-        inference = InferenceModel(model, quantize=quantize)
+        tokenizer.skip_special_tokens = options.skip_special_tokens
+        model = load_model(folder, cfg, tokenizer.image_token_id, dtype, device)
+        inference = InferenceModel(model, quantize=options.quantize)
         del model  # so that release_source frees it
-        if quantize:
+        if options.quantize:
             inference.release_source()
-        return cls(inference, Processor(cfg, tokenizer, max_tiles, upscale), allow_urls=allow_urls)
+        processor = Processor(cfg, tokenizer, options.max_tiles, options.upscale)
+        return cls(inference, processor, allow_urls=options.allow_urls)
 
     @classmethod
     def from_backbones(
@@ -126,6 +118,9 @@ class Captioner:
         language_revision and fields of VLMConfig, see `models.formats.backbones.find_backbones`. Write the result with
         `save_pretrained`, and train it.
         """
+        from models.formats.backbones import find_backbones, read_backbones
+        from nanovlm.processing.convert import check_format, convert_layout
+
         torch_dtype = choose_dtype(dtype, choose_device("cpu"))
         backbones = find_backbones(vision, language, **options)
         tokenizer = Tokenizer.from_backbone(backbones.language, backbones.cfg)
@@ -143,13 +138,15 @@ class Captioner:
         """Raise InputError if the prompt and max_new_tokens exceed the model's context even without an image."""
         self.inference.validate_length(len(self.processor.encode_prompt([], prompt)), max_new_tokens)
 
-    def caption(self, image: ImageInputs, prompt: str = PROMPT, **options: Unpack[GenerationKwargs]) -> str:
+    def caption(
+        self, image: ImageInputs, prompt: str = PROMPT, *, options: GenerationOptions | None = None, **changes: Any
+    ) -> str:
         """The answer to a prompt about one image, several, or none (None).
 
-        options are the fields of `Generation`, such as max_new_tokens, and those of `SamplingParams`, such as
-        temperature; so they are for the other methods.
+        changes are fields of `GenerationOptions`, such as max_new_tokens or temperature, and options a whole record of
+        them; so they are for the other methods.
         """
-        return self.samples(image, prompt, **options)[0]
+        return self.samples(image, prompt, options=options, **changes)[0]
 
     def stream(
         self,
@@ -157,15 +154,16 @@ class Captioner:
         prompt: str = PROMPT,
         *,
         stats: Stats | None = None,
-        **options: Unpack[GenerationKwargs],
+        options: GenerationOptions | None = None,
+        **changes: Any,
     ) -> Iterator[str]:
         """The same answer in pieces of whole characters, as they are generated. stats, if given, is filled in."""
-        generation = Generation.from_kwargs(options)
-        if generation.trim_incomplete:
+        options = generation_options(options, changes)
+        if options.trim_incomplete:
             raise InputError("trim_incomplete cuts a whole answer, but stream gives it in pieces; use caption")
-        steps = self._generate(self._batch([(image, prompt)]), generation, stats=stats)
+        steps = self._generate(self._batch([(image, prompt)]), options, stats=stats)
         ids = (ids[0] for ids in steps if ids[0] != self.tokenizer.eos_token_id)
-        return self.tokenizer.stream(_prepend(self.start_ids(generation.start_with), ids))
+        return self.tokenizer.stream(_prepend(self.start_ids(options.start_with), ids))
 
     def samples(
         self,
@@ -174,10 +172,11 @@ class Captioner:
         n: int = 1,
         *,
         stats: Stats | None = None,
-        **options: Unpack[GenerationKwargs],
+        options: GenerationOptions | None = None,
+        **changes: Any,
     ) -> list[str]:
         """n answers to one prompt, with one prefill; all equal unless sampling has a temperature."""
-        return self._texts(self._batch([(image, prompt)]), Generation.from_kwargs(options), n, stats)
+        return self._texts(self._batch([(image, prompt)]), generation_options(options, changes), n, stats)
 
     def ask(
         self,
@@ -185,10 +184,11 @@ class Captioner:
         prompts: Sequence[str],
         *,
         stats: Stats | None = None,
-        **options: Unpack[GenerationKwargs],
+        options: GenerationOptions | None = None,
+        **changes: Any,
     ) -> list[str]:
         """One answer per prompt about the same image, which is encoded and prefilled once."""
-        generation = Generation.from_kwargs(options)
+        options = generation_options(options, changes)
         if isinstance(prompts, str):
             raise InputError(f"ask takes a list of prompts, not {prompts!r}; for one prompt use caption")
         if not prompts:
@@ -197,7 +197,7 @@ class Captioner:
         def prepare() -> dict[str, Any]:
             return self.processor.encode_questions(self._load(image), list(prompts))
 
-        return self._texts(prepare, generation, stats=stats)
+        return self._texts(prepare, options, stats=stats)
 
     def captions(
         self,
@@ -205,29 +205,32 @@ class Captioner:
         prompt: str | Iterable[str] = PROMPT,
         *,
         batch_size: int = 16,
-        **options: Unpack[GenerationKwargs],
+        options: GenerationOptions | None = None,
+        **changes: Any,
     ) -> Iterator[str]:
         """One answer per image, in order: with one prompt for all images, or one for each.
 
         images and prompt may be generators: they are consumed lazily, batch_size at a time.
         """
-        generation = Generation.from_kwargs(options)
+        options = generation_options(options, changes)
         if is_single_array(images) or isinstance(images, (str, bytes, os.PathLike, Image.Image)):
             raise InputError("captions takes several images, such as a list; for one image use caption")
         if batch_size < 1:
             raise InputError(f"batch_size={batch_size} must be 1 or more")
         requests = _pair(images, prompt)
         while batch := list(islice(requests, batch_size)):
-            yield from self._texts(self._batch(batch), generation)
+            yield from self._texts(self._batch(batch), options)
 
     def start_ids(self, start_with: str) -> list[int]:
         """Ids of the beginning of an answer; without the spaces at its end, which belong to the word that follows."""
         text = start_with.rstrip()
         return self.tokenizer.encode(self.tokenizer.answer_prefix + text) if text else []
 
-    def generate(self, prompts: Sequence[EncodedPrompt], **options: Unpack[GenerationKwargs]) -> list[str]:
+    def generate(
+        self, prompts: Sequence[EncodedPrompt], *, options: GenerationOptions | None = None, **changes: Any
+    ) -> list[str]:
         """One answer per prompt of `prepare`, all in one batch."""
-        return self._texts(lambda: self.processor.collate(prompts), Generation.from_kwargs(options))
+        return self._texts(lambda: self.processor.collate(prompts), generation_options(options, changes))
 
     def prepare(self, image: ImageInputs, prompt: str = PROMPT) -> EncodedPrompt:
         """Token ids and tiles of one prompt; thread-safe, so threads may prepare while the model runs."""
@@ -256,7 +259,7 @@ class Captioner:
     def _generate(
         self,
         prepare: Callable[[], dict[str, Any]],
-        generation: Generation,
+        options: GenerationOptions,
         n_samples: int = 1,
         stats: Stats | None = None,
     ) -> Iterator[list[int]]:
@@ -269,44 +272,45 @@ class Captioner:
         inputs: dict[str, Any] = {
             name: value.to(device) if isinstance(value, Tensor) else value for name, value in prepare().items()
         }
-        start = torch.tensor(self.start_ids(generation.start_with), dtype=torch.long, device=device)
+        start = torch.tensor(self.start_ids(options.start_with), dtype=torch.long, device=device)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         inputs["input_ids"] = torch.cat([ids, start.expand(len(ids), -1)], dim=1)
         inputs["attention_mask"] = mask = torch.cat([mask, torch.ones_like(start).expand(len(ids), -1)], dim=1)
         stats = stats or Stats()
         stats.answers = len(mask) * n_samples
         stats.prompt_tokens = int(mask.sum()) - inputs.get("shared_prefix_length", 0) * (len(mask) - 1)
-        options: dict[str, Any] = {
-            "max_new_tokens": generation.max_new_tokens,
-            "sampling": generation.sampling,
-            "eos_token_id": self.tokenizer.eos_token_ids,
-            "n_samples": n_samples,
-        }
+        states: deque[PrefillState] = deque(maxlen=1)
         last_ids: list[int] = []
-        model = CacheObserver(self.inference)
-        for ids in stream_tokens(model, **inputs, **options):
+        for ids in self.inference.stream(
+            **inputs,
+            max_new_tokens=options.max_new_tokens,
+            sampling=options,
+            eos_token_id=self.tokenizer.eos_token_ids,
+            n_samples=n_samples,
+            on_state=states.append,
+        ):
             stats.new_tokens += sum(id != eos for id in last_ids) if last_ids else stats.answers
             last_ids = ids.tolist()
             stats.total_s = time.perf_counter() - started
             stats.first_token_s = stats.first_token_s or stats.total_s
             yield last_ids
-        stats.cache_bytes, stats.cache_bytes_allocated = model.bytes_used, model.bytes_allocated
+        stats.cache_bytes, stats.cache_bytes_allocated = states[0].bytes_used, states[0].bytes_allocated
 
     def _texts(
         self,
         prepare: Callable[[], dict[str, Any]],
-        generation: Generation,
+        options: GenerationOptions,
         n_samples: int = 1,
         stats: Stats | None = None,
     ) -> list[str]:
         """The text of each answer, from start_with up to its end token."""
         eos, texts = self.tokenizer.eos_token_id, []
-        stats, start = stats or Stats(), self.start_ids(generation.start_with)
-        steps = list(self._generate(prepare, generation, n_samples, stats))
+        stats, start = stats or Stats(), self.start_ids(options.start_with)
+        steps = list(self._generate(prepare, options, n_samples, stats))
         for ids in zip(*steps) if steps else [()] * stats.answers:
             is_whole = eos in ids
             text = self.tokenizer.decode([*start, *ids[: ids.index(eos) if is_whole else len(ids)]])
-            texts.append(text if is_whole or not generation.trim_incomplete else cut_incomplete_sentence(text))
+            texts.append(text if is_whole or not options.trim_incomplete else cut_incomplete_sentence(text))
         return texts
 
 

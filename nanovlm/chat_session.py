@@ -2,16 +2,20 @@
 
 import warnings
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, Unpack
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.decoding import SamplingParams, generate_tokens, token_presence_mask
+from models.decoding import TokenSampler, generate_tokens
+from models.inference.serving_caches import common_prefix_length
 from models.vision_language_model import PrefillState
 from nanovlm.captioner import NO_IMAGE, Captioner, ImageInput
 from nanovlm.errors import InputError
-from nanovlm.options import Generation, SamplingKwargs
+from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, generation_options
+
+CHAT_OPTIONS = GenerationOptions(max_new_tokens=CHAT_MAX_NEW_TOKENS)
 
 
 class ChatSession:
@@ -32,14 +36,18 @@ class ChatSession:
         self._cached_ids: list[int] = []  # an interrupted answer may leave one token more in the cache
         self._prefix: PrefillState | None = None
 
-    def ask(self, question: str, **options: Unpack[SamplingKwargs]) -> Generator[str, None, None]:
+    def ask(
+        self, question: str, *, options: GenerationOptions = CHAT_OPTIONS, **changes: Any
+    ) -> Generator[str, None, None]:
         """Yield the answer in pieces of whole characters.
 
-        options are max_new_tokens, sampling, and the fields of `SamplingParams` such as temperature. If the caller
-        stops reading, history holds the pieces read so far. Raises InputError if the chat with this question exceeds
-        the model's context.
+        changes are fields of `GenerationOptions`, such as max_new_tokens or temperature. If the caller stops reading,
+        history holds the pieces read so far. Raises InputError if the chat with this question exceeds the model's
+        context.
         """
-        generation = Generation.from_kwargs(options, ("max_new_tokens", "sampling"))
+        options = generation_options(options, changes)
+        if options.start_with or options.trim_incomplete:
+            raise InputError("start_with and trim_incomplete are for captions; a chat has neither")
         if not self.grids:
             warnings.warn(NO_IMAGE, stacklevel=2)
         ids = self.captioner.processor.encode_prompt(self.grids, question, self.history)
@@ -51,9 +59,10 @@ class ChatSession:
             )
         logits, answer = self._prefill(ids), ""
         try:
-            max_new_tokens = min(generation.max_new_tokens, limit - len(ids) + 1)
-            new_ids = self._generate(ids, logits, max_new_tokens, generation.sampling)
-            for piece in self.captioner.tokenizer.stream(new_ids):
+            n = min(options.max_new_tokens, limit - len(ids) + 1)
+            for piece in self.captioner.tokenizer.stream(
+                self._generate(ids, logits, replace(options, max_new_tokens=n))
+            ):
                 answer += piece
                 yield piece
         finally:
@@ -67,9 +76,7 @@ class ChatSession:
     def _prefill(self, ids: list[int]) -> Tensor:
         """The logits (1, vocabulary) after ids; only what the cache does not hold is read."""
         model = self.captioner.inference
-        cached = 0
-        while cached < min(len(self._cached_ids), len(ids) - 1) and self._cached_ids[cached] == ids[cached]:
-            cached += 1
+        cached = common_prefix_length(torch.tensor(self._cached_ids), torch.tensor(ids[:-1]))
         images = None
         if self.images is not None and model.image_token_id in ids[cached:]:  # images are read all together
             cached, images = 0, self.images.to(model.device)
@@ -80,13 +87,9 @@ class ChatSession:
         return logits
 
     @torch.inference_mode()
-    def _generate(self, ids: list[int], logits: Tensor, max_new_tokens: int, sampling: SamplingParams) -> Iterator[int]:
+    def _generate(self, ids: list[int], logits: Tensor, options: GenerationOptions) -> Iterator[int]:
         """Yield the answer's ids without its end token; each enters the cache when the next one is requested."""
-        model, ends = self.captioner.inference, self.captioner.tokenizer.eos_token_ids
-        seen = None
-        if sampling.repetition_penalty != 1:
-            prompt = torch.tensor([ids], device=logits.device)
-            seen = token_presence_mask(prompt, logits.size(-1), prompt != model.image_token_id)
+        model, prompt = self.captioner.inference, torch.tensor([ids])
 
         def step(chosen: Tensor) -> Tensor:
             assert self._prefix is not None  # the prefill has set it
@@ -94,8 +97,9 @@ class ChatSession:
             self._cached_ids.append(int(chosen))
             return logits
 
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": ends, "seen": seen}
-        for chosen in generate_tokens(logits, step, sampling=sampling, **options):
-            if int(chosen) == ends[0]:
+        prompt = prompt.masked_fill(prompt == model.image_token_id, -1)
+        sampler = TokenSampler(options, self.captioner.tokenizer.eos_token_ids, prompt)
+        for chosen in generate_tokens(logits, step, sampler, options.max_new_tokens):
+            if int(chosen) == sampler.eos_token_id:
                 return
             yield int(chosen)

@@ -1,67 +1,99 @@
-"""How an answer is generated: the keyword arguments that the Captioner's methods share."""
+"""ModelOptions and GenerationOptions: which model runs where, and how answers are generated.
+
+Each setting is one field, with its default, its check and the help of its flag (see `nanovlm.cli.options.add_flags`).
+A record is made once, from keyword arguments or from flags, and passed whole.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypedDict
+from pathlib import Path
+from typing import Any, TypeVar
 
-from models.decoding import GREEDY, SamplingParams
-from nanovlm.errors import InputError
+from models.config import MAX_NEW_TOKENS, SamplingParams, check_settings, setting
+from nanovlm.embedded import EMBEDDED
 
-SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
+Record = TypeVar("Record")
+
+DEVICES = ("auto", "cpu", "cuda", "mps")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8", "int4")
+CHAT_MAX_NEW_TOKENS = 256
+EVALUATION_MAX_NEW_TOKENS = 64
 SENTENCE_END = re.compile(r"""[.!?…。！？]["'”’»)\]]*(?=\s|$)|[。！？]""")
 
 
-class SamplingKwargs(TypedDict, total=False):
-    """max_new_tokens and sampling; the fields of `SamplingParams` may be given one by one, too."""
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model runs, where and how. InputError for a value that is not supported."""
 
-    max_new_tokens: int
-    sampling: SamplingParams
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int | None
-
-
-class GenerationKwargs(SamplingKwargs, total=False):
-    """The same with the fields of `Generation`."""
-
-    start_with: str
-    trim_incomplete: bool
-
-
-@dataclass(frozen=True)
-class Generation:
-    """How an answer is generated."""
-
-    max_new_tokens: int = 128
-    sampling: SamplingParams = GREEDY
-    start_with: str = ""  # the answer begins with this text, which the model continues
-    trim_incomplete: bool = False  # cut the last sentence of an answer that max_new_tokens has ended
+    model: str | Path = setting(  # noqa: RUF009
+        EMBEDDED, "a folder or a Hub id, owner/name", metavar="FOLDER_OR_HUB_ID", default_text="the embedded model"
+    )
+    revision: str | None = setting(None, "branch, tag or commit of a Hub model")
+    device: str = setting("auto", "where the model runs", choices=DEVICES)
+    dtype: str = setting("auto", "of weights", choices=DTYPES)
+    threads: str | None = setting(
+        None,
+        "CPU threads; auto follows OMP_NUM_THREADS, affinity and a container's quota; on a busy machine 1 may be many "
+        "times faster",
+        metavar="N",
+    )  # None leaves PyTorch's
+    quantize: str | None = setting(
+        None,
+        "int8: weights, and on CPUs with kernels for it activations, in 8 bits; int4: the language model's weights in "
+        "4 bits",
+        choices=QUANTIZATIONS,
+        default_text="as --dtype",
+    )
+    max_tiles: int | None = setting(
+        None,
+        "split an image into at most N tiles: faster, less detail",
+        "1 (an image is resized to one tile) or more",
+        lambda n: n is None or n >= 1,
+        metavar="N",
+        default_text="as many as in training",
+    )
+    skip_special_tokens: bool = setting(True, "keep special tokens in answers, as the markup of SmolDocling")
+    upscale: bool = setting(True, "do not enlarge an image to get more tiles of it")
+    allow_urls: bool = False  # http(s) URLs may name images, which are then fetched from public addresses
 
     def __post_init__(self) -> None:
-        if not isinstance(self.start_with, str):
-            raise InputError(f"start_with is a text, not {type(self.start_with).__name__}")
+        check_settings(self)
 
-    @classmethod
-    def from_kwargs(cls, kwargs: SamplingKwargs, known: Sequence[str] = ()) -> "Generation":
-        """Those that keyword arguments ask for. InputError for a value, TypeError for an unknown name.
 
-        known are the fields of this class that may be given, by default all.
-        """
-        values: dict[str, Any] = dict(kwargs)
-        sampling = {name: values.pop(name) for name in SAMPLING_FIELDS if name in values}
-        known = known or [field.name for field in fields(cls)]
-        if unknown := values.keys() - set(known):
-            names = ", ".join([*known, *SAMPLING_FIELDS])
-            raise TypeError(f"unexpected keyword argument {min(unknown)!r}; generation takes {names}")
-        if sampling:
-            values["sampling"] = replace(values.get("sampling", GREEDY), **sampling)
-        return cls(**values)
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions(SamplingParams):
+    """How answers are generated: sampling, and the fields below."""
+
+    max_new_tokens: int = setting(
+        MAX_NEW_TOKENS, "maximum length of an answer", "1 or more", lambda n: n >= 1, metavar="N"
+    )
+    start_with: str = setting(
+        "",
+        "beginning of each answer, which the model continues",
+        "a text",
+        lambda text: isinstance(text, str),
+        metavar="TEXT",
+    )
+    trim_incomplete: bool = setting(False, "cut the last sentence of an answer that --max-new-tokens has ended")
+
+
+def with_changes(record: Record, changes: Mapping[str, Any]) -> Record:
+    """The record with other values of some fields; TypeError for an unknown name, InputError for a value."""
+    names = [f.name for f in fields(record)]  # type: ignore[arg-type]
+    if unknown := changes.keys() - set(names):
+        name = type(record).__name__
+        raise TypeError(f"unexpected keyword argument {min(unknown)!r}; {name} takes {', '.join(names)}")
+    return replace(record, **changes)  # type: ignore[type-var]
+
+
+def generation_options(options: GenerationOptions | None, changes: Mapping[str, Any]) -> GenerationOptions:
+    """Options, by default GenerationOptions(), with changes; among these, sampling stands for all its fields."""
+    sampling = changes.get("sampling")
+    values = {f.name: getattr(sampling, f.name) for f in fields(SamplingParams)} if sampling is not None else {}
+    values |= {name: value for name, value in changes.items() if name != "sampling"}
+    return with_changes(options or GenerationOptions(), values)
 
 
 def cut_incomplete_sentence(text: str) -> str:

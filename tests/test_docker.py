@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nanovlm.cli.main import VERBS, Parser
+from nanovlm.cli.main import Parser, import_verb
 from support import ROOT
 
 yaml = pytest.importorskip("yaml")
@@ -79,7 +79,7 @@ def test_compose_runs_what_the_image_runs():
     assert volume.partition(":")[2] == environment()["HF_HOME"]
     assert any(environment()["HF_HOME"] in run for run in all_of("RUN"))
     verb, *flags = service["command"]
-    VERBS[verb].add_flags(parser := Parser())
+    import_verb(verb).add_flags(parser := Parser())
     parser.parse_args(flags)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovlm.cli.main import VERBS, Parser
+from nanovlm.cli.main import VERBS, Parser, import_verb
 from support import ROOT
 
 README, ONNX = ROOT / "README.md", ROOT / "docs/onnx.md"
@@ -45,7 +45,7 @@ def test_every_command_shown_parses(page):
         if found := verb_and_flags(command):
             verb, flags = found
             parser = Parser()
-            VERBS[verb].add_flags(parser)
+            import_verb(verb).add_flags(parser)
             parser.parse_args([flag for flag in flags if flag not in ("VERB", "--help")])
 
 

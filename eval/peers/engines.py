@@ -12,7 +12,7 @@ from eval.lib.cpu_levels import at_level, current_level
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from eval.peers.onnxruntime_engine import OnnxRuntimeEngine
 from eval.peers.openvino_engine import OpenVINOEngine
-from models.decoding import GREEDY
+from models.decoding import TokenSampler
 from models.language_model import LanguageModel
 from models.vision_language_model import PrefillState
 from nanovlm import PROMPT
@@ -76,12 +76,12 @@ class NanoVLMEngine:
     @torch.inference_mode()
     def prefill(self, ids: list[list[int]]) -> list[int]:
         self.logits, self.state = self.model.prefill(torch.tensor(ids))
-        return GREEDY(self.logits).tolist()
+        return TokenSampler()(self.logits).tolist()
 
     @torch.inference_mode()
     def decode(self, ids: list[int]) -> list[int]:
         self.logits, self.state = self.model.decode(torch.tensor(ids), self.state)
-        return GREEDY(self.logits).tolist()
+        return TokenSampler()(self.logits).tolist()
 
     @torch.inference_mode()
     def encode_image(self, image: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class NanoVLMEngine:
     def first_token(self, image: ImageInput) -> int:
         """Preprocess an image, encode it and prefill the default prompt."""
         inputs = self.captioner.processor.collate([self.captioner.prepare(image, PROMPT)])
-        return int(GREEDY(self.model.prefill(**inputs)[0]))
+        return int(TokenSampler()(self.model.prefill(**inputs)[0]))
 
 
 class TransformersEngine:

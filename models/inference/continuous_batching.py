@@ -7,21 +7,30 @@ free slot.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from models.cache import storage_bytes
-from models.decoding import GREEDY, SamplingParams, split_end_tokens, token_presence_mask
+from models.config import MAX_NEW_TOKENS
+from models.decoding import GREEDY, SamplingParams, TokenSampler
 from models.errors import InputError, NanoVLMError, is_out_of_memory
 from models.inference.inference_model import InferenceModel
-from models.inference.serving_caches import CachedPrefix, ImageCache, ImageInput, PrefixCache, image_starts
+from models.inference.serving_caches import (
+    CachedPrefix,
+    ImageCache,
+    ImageInput,
+    ImageStarts,
+    PrefixCache,
+    SlotCache,
+    encode_images,
+    image_starts,
+)
 from models.vision_language_model import VisionLanguageModel
 
 MAX_PREFILL_TOKENS = 2048  # in one prefill of several prompts; running requests wait for it
 MIN_LENGTH_RATIO = 7 / 8  # shortest to longest prompt of one prefill; more padding would cost more than batching saves
-CACHE_GROWTH = 64  # tokens; the capacity is a multiple of it
-
 
 LogitsProcessor = Callable[[list[int], Tensor], Tensor]  # the ids generated so far, logits (1, vocabulary) -> logits
 
@@ -32,6 +41,13 @@ class TokenLogprobs:
 
     logprob: float
     top: list[tuple[int, float]]  # ids and log-probabilities, the most likely first
+
+    @classmethod
+    def of(cls, logits: Tensor, token_id: int, n_top: int) -> "TokenLogprobs":
+        """Those of a token and of the n_top most likely ones by logits (vocabulary,)."""
+        logprobs = logits.float().log_softmax(-1)
+        values, ids = logprobs.topk(min(n_top, len(logprobs)))
+        return cls(float(logprobs[token_id]), list(zip(ids.tolist(), values.tolist())))
 
 
 @dataclass(frozen=True)
@@ -61,14 +77,10 @@ class _Request:
     key: Hashable
     input_ids: Tensor  # (T,), on the CPU
     images: list[ImageInput]  # empty once they are prefilled
-    image_starts: list[tuple[Hashable | None, int]]  # key of each image, and the position of its first token
+    image_starts: ImageStarts
     remaining: int  # tokens that may still be generated
-    sampling: SamplingParams
-    logits_processor: LogitsProcessor | None = None
     top_logprobs: int | None = None  # how many; None for no log-probabilities at all
-    generator: torch.Generator | None = None
-    seen: Tensor | None = None  # (1, vocabulary) bool, for the repetition penalty
-    counts: Tensor | None = None  # (1, vocabulary) float32, for frequency and presence penalty
+    sampler: TokenSampler | None = None  # None for the most likely token, which is found for all such requests together
     prefix: CachedPrefix | None = None  # that begins like the prompt
     prefix_length: int = 0
     length: int = 0  # tokens of it in its cache slot
@@ -96,10 +108,11 @@ class ContinuousBatch:
         self.model = model if isinstance(model, InferenceModel) else InferenceModel(model)
         self.max_num_seqs, self._network = max_num_seqs, self.model.network
         self.image_cache, self.prefix_cache = image_cache, prefix_cache
-        self.eos_token_id, self._other_ends = split_end_tokens(eos_token_id)
+        self._ends, self._greedy = eos_token_id, TokenSampler(eos_token_id=eos_token_id)
+        self.eos_token_id = self._greedy.eos_token_id  # the one that stands for all of them
         self._waiting: dict[Hashable, _Request] = {}
         self._slots: list[_Request | None] = []  # None where a request has ended
-        self._cache = torch.empty(0, 0, 0, 0, 0, 0)  # (n_blocks, 2, slots, n_kv_heads, capacity, head_dim)
+        self._cache = SlotCache(max_num_seqs, self.model.cfg.lm_max_position_embeddings)
         self._outputs: list[TokenOutput] = []  # of the current step; an exception leaves them to the next one
 
     @property
@@ -113,14 +126,13 @@ class ContinuousBatch:
     @property
     def cache_bytes_used(self) -> int:
         """Bytes of the keys and values of the running requests' tokens."""
-        n_blocks, pair, _, n_kv_heads, _, head_dim = self._cache.shape
-        tokens = sum(request.length for request in tuple(self._slots) if request is not None)
-        return n_blocks * pair * n_kv_heads * head_dim * self._cache.element_size() * tokens
+        n_tokens = sum(request.length for request in tuple(self._slots) if request is not None)
+        return n_tokens * self._cache.bytes_per_token
 
     @property
     def cache_bytes_allocated(self) -> int:
         """Bytes of the cache of all slots, which keeps its size when requests end."""
-        return storage_bytes([self._cache])
+        return storage_bytes([self._cache.data])
 
     def add(
         self,
@@ -128,7 +140,7 @@ class ContinuousBatch:
         input_ids: Tensor,
         images: Tensor | Sequence[ImageInput] | None = None,
         *,
-        max_new_tokens: int = 64,
+        max_new_tokens: int = MAX_NEW_TOKENS,
         sampling: SamplingParams = GREEDY,
         logits_processor: LogitsProcessor | None = None,
         top_logprobs: int | None = None,
@@ -154,8 +166,12 @@ class ContinuousBatch:
         inputs, ids = list(images or ()), input_ids.cpu()
         self.model.validate_images(input_ids, torch.empty(sum(image.n_tiles for image in inputs), 0))
         starts = image_starts(ids, inputs, self.model.image_token_id, self.model.cfg.mp_image_token_length)
-        keys = [(image.key, start) for image, start in zip(inputs, starts)]
-        self._waiting[key] = _Request(key, ids, inputs, keys, max_new_tokens, sampling, logits_processor, top_logprobs)
+        request = _Request(key, ids, inputs, starts, max_new_tokens, top_logprobs)
+        if logits_processor is not None or not sampling.is_greedy:
+            process = None if logits_processor is None else partial(logits_processor, request.output)
+            prompt = ids.masked_fill(ids == self.model.image_token_id, -1)[None]
+            request.sampler = TokenSampler(sampling, self._ends, prompt, process)
+        self._waiting[key] = request
 
     def cancel(self, key: Hashable) -> None:
         """Drop a request, whether it waits or runs. An unknown key is no error."""
@@ -188,13 +204,11 @@ class ContinuousBatch:
         """
         free = self.max_num_seqs - self.running
         chosen: list[_Request] = []
-        shortest = longest = 0
         for request in self._waiting.values():
             if len(chosen) == free:
                 break
-            length = len(request.input_ids)
-            short, long = (min(shortest, length), max(longest, length)) if chosen else (length, length)
-            fits = short >= MIN_LENGTH_RATIO * long and (len(chosen) + 1) * long <= MAX_PREFILL_TOKENS
+            lengths = [len(other.input_ids) for other in (*chosen, request)]
+            fits = min(lengths) >= MIN_LENGTH_RATIO * max(lengths) and len(lengths) * max(lengths) <= MAX_PREFILL_TOKENS
             if self.prefix_cache is not None and (not chosen or fits):
                 request.prefix, request.prefix_length = self.prefix_cache.find(request.input_ids, request.image_starts)
                 if request.prefix and not chosen:
@@ -202,7 +216,6 @@ class ContinuousBatch:
                 fits = fits and request.prefix is None
             if not chosen or fits:
                 chosen.append(request)
-                shortest, longest = short, long
         return chosen
 
     def _prefill(self, requests: list[_Request]) -> list[TokenOutput]:
@@ -235,15 +248,15 @@ class ContinuousBatch:
         start, lengths = requests[0].prefix_length, [len(request.input_ids) for request in requests]
         first = len(self._slots)  # there are no holes
         stop = first + len(requests)
-        self._reserve(stop, max(lengths))
+        self._cache.reserve(network.new_cache, stop, max(lengths), keep=bool(self._slots))
         pad = int(model.image_token_id == 0)  # any id but the image token's
         rows = [request.input_ids[start:] for request in requests]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
         x = model.embed_encoded(ids.to(model.device), self._encode_images(requests))
         if (prefix := requests[0].prefix) is not None:
-            self._cache[:, :, first, :, :start] = prefix.first(start)
+            self._cache.data[:, :, first, :, :start] = prefix.first(start)
         last = [length - start - 1 for length in lengths]
-        logits = network.run(x, self._cache[:, :, first:stop], [start] * len(requests), None, last)
+        logits = network.run(x, self._cache.data[:, :, first:stop], [start] * len(requests), None, last)
         for request, length in zip(requests, lengths):
             self._slots.append(request)
             request.length, request.images = length, []
@@ -255,24 +268,7 @@ class ContinuousBatch:
         images = [image for request in requests for image in request.images]
         if sum(image.n_tiles for image in images) * self.model.cfg.mp_image_token_length == n_done:
             return None
-        pending: dict[Hashable, list[ImageInput]] = {}
-        for image in images:
-            cached = (
-                self.image_cache.peek(image.key) if self.image_cache is not None and image.key is not None else None
-            )
-            if image.embeds is None and cached is not None and cached.embeds is not None:
-                image.encoded(cached.embeds)
-            if image.embeds is None:
-                pending.setdefault(id(image) if image.key is None else image.key, []).append(image)
-        if pending:
-            tiles = [same[0].tiles for same in pending.values() if same[0].tiles is not None]
-            embeds = self.model.encode_images(torch.cat(tiles).to(self.model.device))
-            for same, part in zip(pending.values(), embeds.split([len(one) for one in tiles])):
-                for image in same:
-                    image.encoded(part.clone() if self.image_cache is not None else part)
-                if self.image_cache is not None:
-                    self.image_cache.add(same[0])
-        return torch.cat([image.embeds for image in images if image.embeds is not None]).flatten(0, 1)[n_done:]
+        return torch.cat(encode_images(self.model, images, self.image_cache)).flatten(0, 1)[n_done:]
 
     def _end(self, slot: int, request: _Request) -> None:
         """Free the slot of a request; the prefix cache may keep its keys and values."""
@@ -280,13 +276,13 @@ class ContinuousBatch:
         if self.prefix_cache is None or any(key is None for key, _ in request.image_starts):
             return
         try:
-            kv = self._cache[:, :, slot, :, : request.length].clone()
+            kv = self._cache.data[:, :, slot, :, : request.length].clone()
         except Exception as error:
             if is_out_of_memory(error):
                 return
             raise
         ids = torch.cat([request.input_ids, torch.tensor(request.output, dtype=torch.long)])[: request.length]
-        self.prefix_cache.add(CachedPrefix(ids, tuple(request.image_starts), kv))
+        self.prefix_cache.add(CachedPrefix(ids, request.image_starts, kv))
 
     def _compact(self) -> None:
         """Move the last requests into freed slots, so that a step computes running requests only."""
@@ -295,7 +291,7 @@ class ContinuousBatch:
             if last is not None:
                 hole = self._slots.index(None)
                 self._slots[hole] = last
-                self._cache[:, :, hole] = self._cache[:, :, len(self._slots)]
+                self._cache.data[:, :, hole] = self._cache.data[:, :, len(self._slots)]
 
     def _decode(self, start: int, stop: int) -> None:
         """Decode one token for slots start to stop, all of them running.
@@ -326,79 +322,27 @@ class ContinuousBatch:
         """Logits (B, vocabulary) after the last token of each of the requests, whose slots begin with start."""
         network, lengths = self._network, [request.length for request in requests]
         stop = start + len(requests)
-        self._reserve(stop, max(lengths) + 1)
-        ids = torch.tensor([[request.output[-1]] for request in requests], device=self.model.device)
-        x = network.embed_tokens(ids)
-        return network.run(x, self._cache[:, :, start:stop], lengths, None, [0] * len(requests))
-
-    def _reserve(self, n_slots: int, n_tokens: int) -> None:
-        """Make the cache large enough, with room to grow into. It may shrink when nothing runs."""
-        cfg, old = self.model.cfg, self._cache
-        if n_slots <= old.size(2) and n_tokens <= old.size(4):
-            return
-        if self._slots:
-            n_slots = max(min(2 * n_slots, self.max_num_seqs), old.size(2)) if n_slots > old.size(2) else old.size(2)
-            n_tokens = max(n_tokens, old.size(4) * 5 // 4) if n_tokens > old.size(4) else old.size(4)
-        capacity = min(-(-n_tokens // CACHE_GROWTH) * CACHE_GROWTH, cfg.lm_max_position_embeddings)
-        new = self._network.new_cache(n_slots, capacity)
-        if self._slots:
-            new[:, :, : old.size(2), :, : old.size(4)] = old
-        self._cache = new
+        self._cache.reserve(network.new_cache, stop, max(lengths) + 1, keep=True)
+        x = network.embed_tokens(torch.tensor([[request.output[-1]] for request in requests], device=self.model.device))
+        return network.run(x, self._cache.data[:, :, start:stop], lengths, None, [0] * len(requests))
 
     def _choose(self, requests: Sequence[_Request], logits: Tensor) -> list[TokenOutput]:
         """Each request's next token from logits (B, vocabulary), as `generate_tokens` chooses it."""
         outputs = []
-        for row, (request, token_id) in enumerate(zip(tuple(requests), GREEDY(logits).tolist())):
-            if request.sampling != GREEDY or request.logits_processor is not None:
+        for row, (request, token_id) in enumerate(zip(tuple(requests), self._greedy(logits).tolist())):
+            if request.sampler is not None:
                 try:
-                    token_id = self._sample(request, logits[row : row + 1])
+                    token_id = int(request.sampler(logits[row : row + 1]))
                 except Exception as error:
                     self._slots[self._slots.index(request)] = None
                     outputs.append(TokenOutput(request.key, -1, "error", error))
                     continue
-            if token_id in self._other_ends:
-                token_id = self.eos_token_id
             request.output.append(token_id)
             request.remaining -= 1
-            finished = None if request.remaining else "length"
-            if token_id == self.eos_token_id:
-                finished = "stop"
+            finished = "stop" if token_id == self.eos_token_id else None if request.remaining else "length"
             if finished:
                 self._end(self._slots.index(request), request)
-            logprobs = None
-            if request.top_logprobs is not None:
-                logprobs = token_logprobs(logits[row], token_id, request.top_logprobs)
-            outputs.append(
-                TokenOutput(request.key, token_id, finished, logprobs=logprobs, n_cached=request.prefix_length)
-            )
+            n_top = request.top_logprobs
+            logprobs = None if n_top is None else TokenLogprobs.of(logits[row], token_id, n_top)
+            outputs.append(TokenOutput(request.key, token_id, finished, None, logprobs, request.prefix_length))
         return outputs
-
-    def _sample(self, request: _Request, logits: Tensor) -> int:
-        """The next token of one request from logits (1, vocabulary)."""
-        sampling = request.sampling
-        if sampling.seed is not None and request.generator is None:
-            request.generator = torch.Generator(logits.device).manual_seed(sampling.seed)
-        if request.logits_processor is not None:
-            logits = request.logits_processor(request.output, logits)
-        if sampling.repetition_penalty != 1:
-            if request.seen is None:
-                ids = request.input_ids[None].to(logits.device)
-                request.seen = token_presence_mask(ids, logits.size(-1), ids != self.model.image_token_id)
-            logits = sampling.apply_repetition_penalty(logits, request.seen)
-        if sampling.counts_output:
-            if request.counts is None:
-                request.counts = torch.zeros_like(logits, dtype=torch.float32)
-            logits = sampling.apply_output_penalties(logits, request.counts)
-        ids = sampling(logits, request.generator)
-        if request.seen is not None:
-            request.seen[0, ids] = True
-        if request.counts is not None:
-            request.counts[0, ids] += 1
-        return int(ids)
-
-
-def token_logprobs(logits: Tensor, token_id: int, n_top: int) -> TokenLogprobs:
-    """Log-probabilities of a token and of the n_top most likely ones by logits (vocabulary,)."""
-    logprobs = logits.float().log_softmax(-1)
-    values, ids = logprobs.topk(min(n_top, len(logprobs)))
-    return TokenLogprobs(float(logprobs[token_id]), list(zip(ids.tolist(), values.tolist())))

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.errors import InputError
-from models.lora import LoRALinear
 
 FORMATS = ("int8", "int4")
 GROUP_SIZE = 32  # weights of a row that share a scale and a minimum in int4
@@ -68,6 +67,8 @@ def quantize_linears(module: nn.Module, format: str) -> None:
     A head that shares its weight with the embedding is quantized, the embedding is not. Raises InputError for a module
     that is quantized already, and for other subclasses of nn.Linear.
     """
+    from models.lora import LoRALinear  # here, as a caption without quantization needs no adapters
+
     for name, child in list(module.named_children()):
         kind = type(child).__name__
         if isinstance(child, QuantizedLinear):

@@ -1,11 +1,11 @@
-"""What a server keeps between requests: encoded images, and the keys and values of earlier prompts."""
+"""The caches of continuous batching: running sequences, encoded images, and the keys and values of earlier prompts."""
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,9 +13,38 @@ from torch import Tensor
 from models.errors import InputError
 
 V = TypeVar("V")
+ImageStarts = Sequence[tuple[Hashable | None, int]]  # key of each image, and the position of its first token
 
+SLOT_CAPACITY_STEP = 64  # tokens; the capacity of a slot is a multiple of it
 MIN_PREFIX_TOKENS = 32  # shorter common prefixes cost less to compute again than to handle
 MAX_PREFIXES = 256  # each of them is compared with a new prompt
+
+
+class SlotCache:
+    """Keys and values of running sequences, one a slot: data (n_blocks, 2, slots, n_kv_heads, capacity, head_dim)."""
+
+    def __init__(self, max_slots: int, max_tokens: int):
+        self.max_slots, self.max_tokens = max_slots, max_tokens
+        self.data = torch.empty(0, 0, 0, 0, 0, 0)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one sequence, in all blocks."""
+        n_blocks, pair, _, n_kv_heads, _, head_dim = self.data.shape
+        return n_blocks * pair * n_kv_heads * head_dim * self.data.element_size()
+
+    def reserve(self, new_cache: Callable[[int, int], Tensor], n_slots: int, n_tokens: int, *, keep: bool) -> None:
+        """Make it large enough, with room to grow into; without keep it forgets its contents, and may shrink."""
+        old = self.data
+        if n_slots <= old.size(2) and n_tokens <= old.size(4):
+            return
+        if keep:
+            n_slots = max(min(2 * n_slots, self.max_slots), old.size(2)) if n_slots > old.size(2) else old.size(2)
+            n_tokens = max(n_tokens, old.size(4) * 5 // 4) if n_tokens > old.size(4) else old.size(4)
+        capacity = min(-(-n_tokens // SLOT_CAPACITY_STEP) * SLOT_CAPACITY_STEP, self.max_tokens)
+        self.data = new_cache(n_slots, capacity)
+        if keep:
+            self.data[:, :, : old.size(2), :, : old.size(4)] = old
 
 
 class LRUCache(Generic[V]):
@@ -114,27 +143,29 @@ class ImageCache:
             self._cache.put(image.key, image, image.embeds.nbytes)
 
 
+class Encoder(Protocol):
+    """What `encode_images` needs of a model."""
+
+    @property
+    def device(self) -> torch.device: ...
+    def encode_images(self, images: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
     """The keys and values of a sequence's first tokens."""
 
     ids: Tensor  # (T,), on the CPU
-    images: tuple[tuple[Hashable | None, int], ...]  # key of each image, and the position of its first token
+    images: ImageStarts
     kv: Tensor  # (n_blocks, 2, n_kv_heads, T, head_dim)
 
     @cached_property
     def head(self) -> Hashable:
         return sequence_head(self.ids, self.images)
 
-    def common_length(self, ids: Tensor, images: Sequence[tuple[Hashable | None, int]]) -> int:
+    def common_length(self, ids: Tensor, images: ImageStarts) -> int:
         """How many leading tokens another sequence has in common, images included."""
-        n = min(len(self.ids), len(ids))
-        differs = (self.ids[:n] != ids[:n]).nonzero()
-        n = int(differs[0]) if len(differs) else n
-        for (ours, start), (theirs, _) in zip(self.images, images):
-            if start < n and (ours is None or ours != theirs):
-                return start
-        return n
+        return common_prefix_length(self.ids, ids, self.images, images)
 
     def first(self, n: int) -> Tensor:
         """Keys and values of the first n tokens."""
@@ -155,7 +186,7 @@ class PrefixCache:
     def bytes_used(self) -> int:
         return self._cache.bytes_used
 
-    def find(self, ids: Tensor, images: Sequence[tuple[Hashable | None, int]]) -> tuple[CachedPrefix | None, int]:
+    def find(self, ids: Tensor, images: ImageStarts) -> tuple[CachedPrefix | None, int]:
         """The entry that begins like a prompt, and how many tokens; at least one token of the prompt is left over."""
         best, length, best_key = None, MIN_PREFIX_TOKENS - 1, None
         head = sequence_head(ids, images)
@@ -186,17 +217,47 @@ class PrefixCache:
             self._cache.drop(key)
 
 
-def sequence_head(ids: Tensor, images: Sequence[tuple[Hashable | None, int]]) -> Hashable:
+def encode_images(model: Encoder, images: Sequence[ImageInput], cache: ImageCache | None) -> list[Tensor]:
+    """The embeddings (n, L, C) of each image; those that are not in the cache are encoded together, equal keys once."""
+    pending: dict[Hashable, list[ImageInput]] = {}
+    for image in images:
+        cached = cache.peek(image.key) if cache is not None and image.key is not None else None
+        if image.embeds is None and cached is not None and cached.embeds is not None:
+            image.encoded(cached.embeds)
+        if image.embeds is None:
+            pending.setdefault(id(image) if image.key is None else image.key, []).append(image)
+    if tiles := [same[0].tiles for same in pending.values() if same[0].tiles is not None]:
+        embeds = model.encode_images(torch.cat(tiles).to(model.device))
+        for same, part in zip(pending.values(), embeds.split([len(one) for one in tiles])):
+            for image in same:
+                image.encoded(part.clone() if cache is not None else part)
+            if cache is not None:
+                cache.add(same[0])
+    return [image.embeds for image in images if image.embeds is not None]
+
+
+def common_prefix_length(ids: Tensor, others: Tensor, images: ImageStarts = (), other_images: ImageStarts = ()) -> int:
+    """How many leading ids (T,) two sequences have in common; it ends at the first image that is not the same."""
+    n = min(len(ids), len(others))
+    differs = (ids[:n] != others[:n]).nonzero()
+    n = int(differs[0]) if len(differs) else n
+    for (key, start), (other, _) in zip(images, other_images):
+        if start < n and (key is None or key != other):
+            return start
+    return n
+
+
+def sequence_head(ids: Tensor, images: ImageStarts) -> Hashable:
     """What two sequences with a common prefix of MIN_PREFIX_TOKENS have in common; cheap to compare."""
     keys = tuple(key for key, start in images if start < MIN_PREFIX_TOKENS)
     return tuple(ids[:MIN_PREFIX_TOKENS].tolist()), keys
 
 
-def image_starts(ids: Tensor, images: Sequence[ImageInput], image_token_id: int, tokens_per_tile: int) -> list[int]:
-    """The position of each image's first token in ids (T,)."""
+def image_starts(ids: Tensor, images: Sequence[ImageInput], image_token_id: int, tokens_per_tile: int) -> ImageStarts:
+    """The key of each image, and the position of its first token in ids (T,)."""
     positions = torch.nonzero(ids == image_token_id)[:, 0].tolist()
     starts, n = [], 0
     for image in images:
-        starts.append(positions[n] if n < len(positions) else len(ids))
+        starts.append((image.key, positions[n] if n < len(positions) else len(ids)))
         n += image.n_tiles * tokens_per_tile
     return starts

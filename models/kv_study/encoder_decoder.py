@@ -17,14 +17,7 @@ from torch import Tensor, nn
 from models.attention import attention
 from models.cache import KVCache
 from models.config import VLMConfig
-from models.decoding import (
-    GREEDY,
-    SamplingParams,
-    collect_tokens,
-    generate_tokens,
-    token_presence_mask,
-    validate_counts,
-)
+from models.decoding import GREEDY, SamplingParams, TokenSampler, collect_tokens, generate_tokens, validate_counts
 from models.errors import InputError
 from models.vision_transformer import VisionTransformer
 
@@ -218,10 +211,7 @@ class Seq2SeqModel(nn.Module, ABC):
         rows = torch.arange(len(input_ids), device=input_ids.device).repeat_interleave(n_samples)
         run = self._cached_steps if use_kv_cache else self._uncached_steps
         logits, step = run(input_ids, inputs, rows)
-        seen = None if sampling.repetition_penalty == 1 else token_presence_mask(input_ids, logits.size(-1))[rows]
-        yield from generate_tokens(
-            logits, step, sampling=sampling, max_new_tokens=max_new_tokens, eos_token_id=eos_token_id, seen=seen
-        )
+        yield from generate_tokens(logits, step, TokenSampler(sampling, eos_token_id, input_ids[rows]), max_new_tokens)
 
     def _cached_steps(self, input_ids: Tensor, inputs: Tensor, rows: Tensor) -> tuple[Tensor, Step]:
         """Logits after the prompt, and the step from new ids to the next logits, which computes only the new ids."""

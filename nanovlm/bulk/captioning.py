@@ -168,8 +168,8 @@ class _Worker:
             except Exception as error:
                 yield [(path, _image_failure(error))]
                 continue
-            sampling, max_new_tokens = self.options.sampling, self.options.max_new_tokens
-            self.batch.add(path, torch.tensor(ids), images, max_new_tokens=max_new_tokens, sampling=sampling)
+            max_new_tokens = self.options.max_new_tokens
+            self.batch.add(path, torch.tensor(ids), images, max_new_tokens=max_new_tokens, sampling=self.options)
             self.token_ids[path] = [*self.bulk.start_ids]
 
     def _step(self) -> Iterator[list[Result]]:

@@ -5,7 +5,7 @@ import glob
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,11 +26,6 @@ class ImageList:
 def is_pattern(name: str) -> bool:
     """Whether a name is a glob pattern and not an existing file: a file may be named [1].png."""
     return glob.has_magic(name) and not os.path.lexists(name)
-
-
-def names_several(names: Iterable[str]) -> bool:
-    """Whether a folder or pattern is among the names."""
-    return any(os.path.isdir(name) or is_pattern(name) for name in names)
 
 
 def find_images(names: Sequence[str], recursive: bool = True) -> ImageList:

@@ -5,11 +5,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.decoding import GREEDY, SamplingParams
 from nanovlm.bulk.prompt_template import check_template, fill_template
 from nanovlm.data.source import INSTALL_DATA
 from nanovlm.embedded import PROMPT
 from nanovlm.errors import UsageError
+from nanovlm.options import GenerationOptions
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
 EXISTING = ("skip", "overwrite", "append", "prepend")
@@ -18,18 +18,15 @@ SIDECARS, STREAM = "txt", "-"
 
 
 @dataclass(frozen=True)
-class BulkOptions:
-    """What to generate for each image."""
+class BulkOptions(GenerationOptions):
+    """What to generate for each image: a prompt, `GenerationOptions`, and how many images together."""
 
     prompt: str = PROMPT
-    max_new_tokens: int = 128
-    sampling: SamplingParams = GREEDY
     batch_size: int | None = None  # images decoded at once, per worker; None: see `BulkCaptioner`
     prompt_template: str = ""  # instead of prompt: a text with {tags}, {name} or {folder}, see `fill_template`
-    start_with: str = ""  # every caption begins with this text, which the model continues
-    trim_incomplete: bool = False  # cut the last sentence of a caption that max_new_tokens has ended
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.batch_size is not None and self.batch_size < 1:
             raise UsageError(f"batch size {self.batch_size} is less than 1")
         check_template(self.prompt_template)

@@ -1,16 +1,28 @@
 """`nanovlm caption`: captions of images on standard output, or in files (see `caption_files`)."""
 
 import argparse
+import glob
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
-from nanovlm.cli.options import GenerationOptions, ModelOptions, add_generation_flags, add_renamed, load_captioner
+from nanovlm.cli.options import add_flags as add_record_flags
+from nanovlm.cli.options import (
+    add_model_flags,
+    check_prompts,
+    from_args,
+    load_captioner,
+    model_options,
+    refuse_flags,
+)
 from nanovlm.console import print_error
 from nanovlm.embedded import PROMPT, SAMPLE, trained_prompts
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
+from nanovlm.options import GenerationOptions, ModelOptions
 
 if TYPE_CHECKING:
     import torch
@@ -20,16 +32,26 @@ if TYPE_CHECKING:
 HELP = "Caption images, or answer a prompt about each; without arguments, the sample image."
 EXAMPLE = "nanovlm caption photos --out photos/metadata.jsonl"
 
-MAX_NEW_TOKENS = 128
 FILE_FLAGS = (
     "existing", "prefix", "suffix", "extension", "prompt_template", "batch_size", "limit", "recursive", "dry_run",
 )  # fmt: skip
 RAY_FLAGS = ("shard_format", "shard_size", "cpus_per_worker")
-LENGTHS = {  # prompt, and max_new_tokens
-    "short": ("Describe this picture in a few words.", 48),
-    "normal": (PROMPT, MAX_NEW_TOKENS),
-    "long": ("Describe this picture in detail.", 384),
+LENGTHS: dict[str, tuple[str, dict[str, int]]] = {  # prompt, and how long its answers may be
+    "short": ("Describe this picture in a few words.", {"max_new_tokens": 48}),
+    "normal": (PROMPT, {}),
+    "long": ("Describe this picture in detail.", {"max_new_tokens": 384}),
 }
+
+
+@dataclass(frozen=True)
+class PrintOptions:
+    """What is asked about each of single images, and how answers are printed."""
+
+    images: Sequence[str]
+    prompts: Sequence[str]
+    samples: int = 1
+    json: bool = False
+    stats: bool = False
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +68,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="more names from FILE, one a line or separated by zero bytes (find -print0); - is standard input",
     )
-    add_renamed(parser, "--list", dest="from_file")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(
         "--prompt",
@@ -62,23 +83,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="prompt in which {tags} is the text of the .txt beside each image, {name} its name and {folder} that of "
         "its folder",
     )
-    prompts.add_argument("--length", choices=tuple(LENGTHS), help="ask for a caption of this length")
-    add(
-        "--max-new-tokens",
-        type=int,
-        metavar="N",
-        help=f"maximum length of an answer (default: {MAX_NEW_TOKENS}; --length short: 48, long: 384)",
-    )
-    add("--start-with", default="", metavar="TEXT", help="beginning of each answer, which the model continues")
-    add(
-        "--trim-incomplete",
-        action="store_true",
-        help="cut the last sentence of an answer that --max-new-tokens has ended",
+    prompts.add_argument(
+        "--length", choices=tuple(LENGTHS), help="ask for a caption of this length, of at most 48, 128 or 384 tokens"
     )
     add("--samples", type=int, default=1, metavar="N", help="answers per image, which is encoded once (default: 1)")
     add_file_flags(parser)
     add_ray_flags(parser)
-    add_generation_flags(parser)
+    add_record_flags(parser, GenerationOptions)
+    add_model_flags(parser)
     add(
         "--json",
         action="store_true",
@@ -140,108 +152,105 @@ def add_ray_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print captions, or write them to files if args name several images at once or an output file."""
-    from nanovlm.bulk.inputs import names_several
-
     on_ray = args.ray is not None
-    to_files = on_ray or (args.from_file, args.out) != (None, None) or names_several(args.images)
+    to_files = on_ray or (args.from_file, args.out) != (None, None) or any(map(names_several, args.images))
     if not on_ray:
         refuse_flags(args, RAY_FLAGS, "captions on a cluster: add --ray")
     if not to_files:
         refuse_flags(args, FILE_FLAGS, "files: name a folder, or a file by --out")
-    generation = check_generation(args)
+    args.prompts = args.prompts or [PROMPT]
+    defaults: dict[str, int] = {}
+    if args.length:
+        args.prompts[0], defaults = LENGTHS[args.length]
+    generation, model = from_args(GenerationOptions, args, **defaults), model_options(args)
+    if args.length:
+        check_length(args.length, args.prompts[0], model)
+    check_samples(args.samples, len(args.prompts), generation)
     if on_ray:
         from nanovlm.cli.caption_ray import caption_ray
 
         return caption_ray(args, generation)
-    if not to_files:
-        return print_captions(args, generation)
-    from nanovlm.cli.caption_files import caption_files
+    if to_files:
+        from nanovlm.cli.caption_files import caption_files
 
-    return caption_files(args, generation)
-
-
-def refuse_flags(args: argparse.Namespace, flags: Sequence[str], what_for: str) -> None:
-    """Raise UsageError if one of some flags is given."""
-    for flag in flags:
-        if getattr(args, flag) is not None:
-            raise UsageError(f"--{flag.replace('_', '-')} is for {what_for}")
+        return caption_files(args, generation)
+    return print_captions(
+        PrintOptions(args.images, args.prompts, args.samples, args.json, args.stats), generation, model
+    )
 
 
-def check_generation(args: argparse.Namespace) -> GenerationOptions:
-    """Check numbers and combinations before any work, and turn --length into a prompt and a maximum length."""
-    args.prompts = args.prompts or [PROMPT]
-    max_new_tokens = MAX_NEW_TOKENS
-    if args.length:
-        args.prompts[0], max_new_tokens = LENGTHS[args.length]
-        check_length(args)
-    if args.samples < 1:
-        raise UsageError(f"--samples {args.samples} is less than 1")
-    if args.samples > 1 and len(args.prompts) > 1:
-        raise UsageError(f"--samples {args.samples} of {len(args.prompts)} prompts; ask for samples of one at a time")
-    if args.samples > 1 and args.temperature == 0:
-        raise UsageError(f"--samples {args.samples} at temperature 0 are all the same; add --temperature 0.7, say")
-    return GenerationOptions.from_args(args, max_new_tokens if args.max_new_tokens is None else args.max_new_tokens)
+def names_several(name: str) -> bool:
+    """Whether a name is that of a folder, or a pattern: a file may be named [1].png."""
+    return os.path.isdir(name) or (glob.has_magic(name) and not os.path.lexists(name))
 
 
-def check_length(args: argparse.Namespace) -> None:
+def check_samples(n: int, n_prompts: int, generation: GenerationOptions) -> None:
+    """Refuse numbers of samples that make no sense."""
+    if n < 1:
+        raise UsageError(f"--samples {n} is less than 1")
+    if n > 1 and n_prompts > 1:
+        raise UsageError(f"--samples {n} of {n_prompts} prompts; ask for samples of one at a time")
+    if n > 1 and generation.temperature == 0:
+        raise UsageError(f"--samples {n} at temperature 0 are all the same; add --temperature 0.7, say")
+
+
+def check_length(length: str, prompt: str, options: ModelOptions) -> None:
     """Refuse --length for a model whose card says that it knows other prompts only."""
-    prompts = trained_prompts(args.model)
-    if prompts is not None and args.prompts[0] not in prompts:
+    prompts = trained_prompts(options.model)
+    if prompts is not None and prompt not in prompts:
         raise UsageError(
-            f"--length {args.length} asks {args.prompts[0]!r}, but {args.model} was trained on its own prompts only: "
+            f"--length {length} asks {prompt!r}, but {options.model} was trained on its own prompts only: "
             f"{', '.join(map(repr, prompts))}; leave --length away, or name another --model"
         )
 
 
-def print_captions(args: argparse.Namespace, generation: GenerationOptions) -> int:
-    """Print the captions of args.images; 1 if one of them failed, after the others are done."""
+def print_captions(options: PrintOptions, generation: GenerationOptions, model: ModelOptions) -> int:
+    """Print the captions of some images; 1 if one of them failed, after the others are done."""
     started = time.perf_counter()
-    captioner = load_captioner(
-        ModelOptions.from_args(args), args.prompts, generation.max_new_tokens, own_images=bool(args.images)
-    )
+    captioner = load_captioner(model, own_images=bool(options.images))
     load_seconds = time.perf_counter() - started
     failed = 0
-    for name in args.images or [str(SAMPLE)]:
+    for name in options.images or [str(SAMPLE)]:
         try:
-            stats, texts = print_caption(args, captioner, generation, name)
+            stats, texts = print_caption(options, captioner, generation, name)
         except ImageError as error:
             print_error(str(error))
             failed += 1
         except Exception as error:
-            if not isinstance(error, InputError) and not is_out_of_memory(error):
+            if isinstance(error, InputError):
+                check_prompts(captioner, options.prompts, generation.max_new_tokens)
+            elif not is_out_of_memory(error):
                 raise
             print_error(f"{name}: {error or 'not enough memory'}")
             failed += 1
         else:
-            if not all(text.removeprefix(args.start_with.rstrip()).strip() for text in texts):
+            if not all(text.removeprefix(generation.start_with.rstrip()).strip() for text in texts):
                 print_error(f"{name}: the model's answer is empty")
                 failed += 1
-            if args.stats:
+            if options.stats:
                 print_error(format_stats(stats, load_seconds, captioner.inference.device))
     return 1 if failed else 0
 
 
 def print_caption(
-    args: argparse.Namespace, captioner: "Captioner", generation: GenerationOptions, name: str
+    options: PrintOptions, captioner: "Captioner", generation: GenerationOptions, name: str
 ) -> tuple["Stats", list[str]]:
     """Print the answers about one image, as JSON, as a line each or, on a terminal, token by token; and return them."""
     from nanovlm.captioner import Stats
-    from nanovlm.processing.image_loading import load_image, printable
+    from nanovlm.processing.image_loading import printable
 
-    image, stats = load_image(standard_input() if name == "-" else name), Stats()
-    label = f"{printable(name)}: " if len(args.images) > 1 else ""
+    image, stats, prompts, n = standard_input() if name == "-" else name, Stats(), options.prompts, options.samples
+    label = f"{printable(name)}: " if len(options.images) > 1 else ""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    options = {**generation.as_kwargs(), "start_with": args.start_with}
-    if is_terminal and not args.json and not args.trim_incomplete and args.samples == len(args.prompts) == 1:
-        return stats, [stream_caption(captioner.stream(image, args.prompts[0], **options, stats=stats), label)]
-    options["trim_incomplete"] = args.trim_incomplete
-    if len(args.prompts) > 1:
-        texts = captioner.ask(image, args.prompts, **options, stats=stats)
+    if is_terminal and not options.json and not generation.trim_incomplete and n == len(prompts) == 1:
+        return stats, [stream_caption(captioner.stream(image, prompts[0], options=generation, stats=stats), label)]
+    if len(prompts) > 1:
+        texts = captioner.ask(image, prompts, options=generation, stats=stats)
     else:
-        texts = captioner.samples(image, args.prompts[0], args.samples, **options, stats=stats)
-    if args.json:
-        for prompt, text in zip(args.prompts, texts):
-            samples = {"samples": texts} if args.samples > 1 else {}
+        texts = captioner.samples(image, prompts[0], n, options=generation, stats=stats)
+    if options.json:
+        for prompt, text in zip(prompts, texts):
+            samples = {"samples": texts} if n > 1 else {}
             row = {"image": name, "prompt": prompt, "text": text, **samples, **stats_fields(stats)}
             print(json.dumps(row), flush=True)
     else:

@@ -6,10 +6,11 @@ from nanovlm.bulk import BulkOptions, BulkReport, OutputOptions, Plan, caption_i
 from nanovlm.bulk.options import SIDECARS, STREAM
 from nanovlm.bulk.prompt_template import TAGS, TAGS_EXTENSION
 from nanovlm.captioner import Captioner
-from nanovlm.cli.options import GenerationOptions, ModelOptions, load_captioner
+from nanovlm.cli.options import load_captioner, model_options
 from nanovlm.console import print_error
 from nanovlm.device import choose_device, peak_memory
 from nanovlm.errors import UsageError
+from nanovlm.options import GenerationOptions
 from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC, printable
 
 MIN_RATED_CAPTIONS, MIN_RATED_SECONDS = 10, 1.0  # of a run whose summary tells its rate
@@ -18,7 +19,7 @@ MIN_RATED_CAPTIONS, MIN_RATED_SECONDS = 10, 1.0  # of a run whose summary tells 
 def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> int:
     """Caption what args name into files or as JSON lines; 1 if an image failed, after the others are done."""
     check_file_flags(args)
-    model = ModelOptions.from_args(args)
+    model = model_options(args)
     output = output_options(args)
     options = bulk_options(args, generation)
     check_tags(options, output)
@@ -45,13 +46,11 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
 
 
 def bulk_options(args: argparse.Namespace, generation: GenerationOptions) -> BulkOptions:
-    """What args say that is to be generated for each image."""
+    """The settings of the parsed flags for each image."""
     return BulkOptions(
         args.prompts[0],
-        **generation.as_kwargs(),
+        **vars(generation),
         prompt_template=args.prompt_template or "",
-        start_with=args.start_with,
-        trim_incomplete=args.trim_incomplete,
         batch_size=args.batch_size,
     )
 

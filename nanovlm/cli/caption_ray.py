@@ -7,10 +7,11 @@ from functools import partial
 from nanovlm.bulk.options import OutputOptions
 from nanovlm.bulk.ray_captioning import RayOptions, caption_on_ray
 from nanovlm.cli.caption_files import bulk_options, summary
-from nanovlm.cli.options import EMBEDDED_NOTE, GenerationOptions, ModelOptions, load_captioner
+from nanovlm.cli.options import EMBEDDED_NOTE, load_captioner, model_options
 from nanovlm.console import print_error
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import UsageError
+from nanovlm.options import GenerationOptions
 
 ADDRESS = re.compile(r"auto|local|ray://.+|[^/\s]+:\d+")
 NOT_HERE = ("json", "existing", "extension", "prompt_template", "limit", "dry_run")  # flags of one machine
@@ -19,7 +20,7 @@ NOT_HERE = ("json", "existing", "extension", "prompt_template", "limit", "dry_ru
 def caption_ray(args: argparse.Namespace, generation: GenerationOptions) -> int:
     """Caption what args name into shards; 1 if an image failed, after the others are done."""
     check_ray_flags(args)
-    model = ModelOptions.from_args(args)
+    model = model_options(args)
     ray_options = RayOptions(
         args.out,
         address=args.ray or None,

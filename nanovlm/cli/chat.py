@@ -8,12 +8,16 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from nanovlm.cli.options import GenerationOptions, ModelOptions, add_generation_flags, load_captioner
+from models.config import SamplingParams
+from nanovlm.cli.options import add_flags as add_record_flags
+from nanovlm.cli.options import add_model_flags, from_args, load_captioner, model_options
 from nanovlm.console import bold, print_error
 from nanovlm.errors import ImageError, InputError, NanoVLMError, UsageError, is_out_of_memory
+from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -30,25 +34,26 @@ COMMANDS = """\
 /help            show this list
 ctrl-c           stop an answer; the chat keeps the part generated so far
 ctrl-d           leave"""
+GENERATION_FLAGS = ("max_new_tokens", *(f.name for f in fields(SamplingParams)))
 MAX_HISTORY_LINES = 1000  # of typed lines, kept for later chats
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("images", nargs="*", metavar="IMAGE", help="images to ask about; without any, a chat in text alone")
-    add("--max-new-tokens", type=int, default=256, metavar="N", help="maximum length of an answer (default: 256)")
-    add_generation_flags(parser)
+    add_record_flags(parser, GenerationOptions, GENERATION_FLAGS, max_new_tokens=CHAT_MAX_NEW_TOKENS)
+    add_model_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer questions until there are no more; 1 if a line that was piped in failed."""
-    generation = GenerationOptions.from_args(args)
+    generation = from_args(GenerationOptions, args, max_new_tokens=CHAT_MAX_NEW_TOKENS)
     try:
         images = load_images(args.images)
     except ImageError as error:
         print_error(str(error))
         return 1
-    captioner = load_captioner(ModelOptions.from_args(args), own_images=bool(args.images))
+    captioner = load_captioner(model_options(args), own_images=bool(args.images))
     try:
         check_chat_template(captioner)
         chat = Chat(captioner, generation, args.images, images)
@@ -126,7 +131,7 @@ class Chat:
 
     def answer(self, question: str) -> None:
         """Print the answer as it is generated."""
-        with contextlib.closing(self.session.ask(question, **self.generation.as_kwargs())) as pieces:
+        with contextlib.closing(self.session.ask(question, options=self.generation)) as pieces:
             for piece in pieces:
                 print(piece, end="", flush=True)
         print(flush=True)

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovlm.cli.options import (
-    ModelOptions,
     add_model_flags,
     add_read_flags,
     check_validation,
     load_captioner,
+    model_options,
     read_options_from_args,
 )
 from nanovlm.console import print_error
 from nanovlm.errors import InputError, UsageError
+from nanovlm.options import EVALUATION_MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
     from nanovlm.evaluation import Evaluation
@@ -46,7 +47,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "(default: all six)",
     )
     add("--batch-size", type=int, default=16, metavar="N", help="questions answered together (default: 16)")
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="longest answer (default: 64)")
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=EVALUATION_MAX_NEW_TOKENS,
+        metavar="N",
+        help=f"maximum length of an answer (default: {EVALUATION_MAX_NEW_TOKENS})",
+    )
     add("--json", action="store_true", help="print a JSON object with all answers instead of a table")
     add("--worst", metavar="FILE.png", help="draw the worst answers with their images (extra: eval)")
     add("--worst-count", type=int, default=12, metavar="N", help="how many of them (default: 12)")
@@ -62,11 +69,12 @@ def run(args: argparse.Namespace) -> int:
     everything, held_out = open_data(args.data, read, args.validation or 0)
     questions = questions_of(held_out if args.validation else everything, args.limit, read.skip_errors)
     options = EvaluationOptions(metrics, args.batch_size, args.max_new_tokens, read.skip_errors)
-    captioner = load_captioner(ModelOptions.from_args(args))
+    model = model_options(args)
+    captioner = load_captioner(model)
     result = evaluate(captioner, questions, options)
     if result.skipped:
         print_error(f"{len(result.skipped)} questions or examples were skipped, the first: {result.skipped[0]}")
-    print(as_json(str(args.model), result) if args.json else table(result))
+    print(as_json(str(model.model), result) if args.json else table(result))
     if args.worst:
         from nanovlm.evaluation.contact_sheet import write_contact_sheet
 

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         if args.adapters:
             captioner = export_with_adapters(args.model, args.out, args.base, args.dtype)
         else:
-            captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, args.revision)
+            captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, revision=args.revision)
             export_smolvlm(captioner, args.out)
         if args.onnx:
             export_onnx(captioner, args.out, args.onnx_dtype or ["float32"])
@@ -87,7 +87,7 @@ def run_gguf(args: argparse.Namespace) -> int:
         raise UsageError("--gguf writes no SmolVLM folder, which --onnx and --adapters add to; run the command twice")
     check_gguf_extra()
     try:
-        captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, args.revision)
+        captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, revision=args.revision)
         export_gguf(captioner, args.out, Path(args.model).resolve().name, args.gguf_type or "f16")
     except InputError as error:
         raise UsageError(str(error)) from error

@@ -4,6 +4,7 @@ Exit codes: 0 success, 1 failure, 2 wrong use, 70 a bug in nanovlm, 130 interrup
 """
 
 import argparse
+import importlib
 import io
 import os
 import shlex
@@ -14,37 +15,20 @@ from pathlib import Path
 from types import ModuleType
 
 from nanovlm import __version__
-from nanovlm.cli import caption, chat, evaluate, export, merge, serve, train
 from nanovlm.console import configure_logging, print_error, warnings_as_notes
 from nanovlm.errors import NanoVLMError, is_out_of_memory
 
-VERBS: dict[str, ModuleType] = {  # each has HELP, EXAMPLE, add_flags(parser) and run(args) -> exit code
-    "caption": caption,
-    "chat": chat,
-    "serve": serve,
-    "train": train,
-    "evaluate": evaluate,
-    "export": export,
-    "merge": merge,
-}
-OMIT = "kernels are built when the package is installed or at first use; omit it"
-REMOVED = {  # words of argparse's messages, and what to do instead
-    "'compile'": OMIT,
-    "--compile": OMIT,
-    "--no-compile": OMIT,
-    "'int8-weights'": "use int8, which stores weights in 8 bits, too",
-}
+VERBS = ("caption", "chat", "serve", "train", "evaluate", "export", "merge")  # modules of this package
 EXIT_FAILURE, EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 70, 130
-SPIN_COUNT = "10000"  # half a millisecond, longer than what lies between two products
+SPIN_COUNT = "10000"  # half a millisecond, longer than the gap between two matmuls
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic"}
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that reports errors in one line, and names the way out for what was removed."""
+    """An argparse parser that reports errors in one line."""
 
     def error(self, message: str):
-        removed = [f"{word} is gone: {REMOVED[word]}" for word in message.split() if word in REMOVED]
-        print_error(f"{self.prog}: {removed[0] if removed else f'{message} (see {self.prog} --help)'}")
+        print_error(f"{self.prog}: {message} (see {self.prog} --help)")
         self.exit(EXIT_USAGE)
 
 
@@ -54,15 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and argv[0] not in VERBS and names_image(argv[0]):
         print_error(f"nanovlm: {argv[0]!r} is not a verb; did you mean: nanovlm caption {shlex.join(argv)}")
         return EXIT_USAGE
+    names = argv[:1] if argv and argv[0] in VERBS and "_ARGCOMPLETE" not in os.environ else VERBS
+    verbs = {name: import_verb(name) for name in names}  # each imports what its flags need
     parser = Parser(
         prog="nanovlm",
         description="Caption images, answer questions about them, serve, train and export models.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n" + "".join(f"  {verb.EXAMPLE}\n" for verb in VERBS.values()),
+        epilog="examples:\n" + "".join(f"  {verb.EXAMPLE}\n" for verb in verbs.values()),
     )
     parser.add_argument("--version", action="version", version=f"nanovlm {__version__}")
     subparsers = parser.add_subparsers(metavar="VERB", required=True)
-    for name, verb in VERBS.items():
+    for name, verb in verbs.items():
         epilog = f"example: {verb.EXAMPLE}"
         add_verb_flags(verb, subparsers.add_parser(name, help=verb.HELP, description=verb.HELP, epilog=epilog))
     if "_ARGCOMPLETE" in os.environ:  # set by the shell when it completes a command line
@@ -74,10 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_verb(name: str, argv: Sequence[str] | None = None) -> int:
     """Run one verb as a program of its own, as generate.py and train.py do; returns the exit code."""
-    verb = VERBS[name]
+    verb = import_verb(name)
     parser = Parser(description=verb.HELP)
     add_verb_flags(verb, parser)
     return run(parser.parse_args(argv))
+
+
+def import_verb(name: str) -> ModuleType:
+    """The module of a verb: it has HELP, EXAMPLE, add_flags(parser) and run(args), which returns the exit code."""
+    return importlib.import_module(f"nanovlm.cli.{name}")
 
 
 def names_image(argument: str) -> bool:

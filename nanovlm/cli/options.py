@@ -1,73 +1,77 @@
-"""Flags that several verbs share, and the typed options made from them."""
+"""Flags made from options records and records made from flags; and the flags of data, which several verbs share."""
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from nanovlm.console import print_error
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, PROMPT
 from nanovlm.errors import InputError, UsageError
+from nanovlm.options import ModelOptions
 
 if TYPE_CHECKING:
-    from models.decoding import SamplingParams
     from nanovlm.captioner import Captioner
     from nanovlm.data import ReadOptions
 
 EMBEDDED_NOTE = f"note: {EMBEDDED_LIMITS}; --model FOLDER_OR_HUB_ID names a model for photographs"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("int8", "int4")  # of models.inference.quantization
-DEVICES = ("auto", "cpu", "cuda", "mps")
+THREADS = "auto"  # the library alone leaves PyTorch's number
+
+Record = TypeVar("Record")
 
 
-def add_renamed(parser: Any, old_flag: str, **options: Any) -> None:
-    """Accept the former name of a flag for one release, unlisted; pass the dest and type of its successor."""
-    parser.add_argument(old_flag, help=argparse.SUPPRESS, default=argparse.SUPPRESS, **options)
+def add_flags(parser: Any, record: type, names: Sequence[str] = (), **defaults: Any) -> None:
+    """Add a flag for each field of an options record that has a help text, or only for some names.
+
+    A flag that is not given is absent from the parsed arguments, see `from_args`. defaults are a verb's own.
+    """
+    for f in fields(record):
+        if "help" not in f.metadata or (names and f.name not in names):
+            continue
+        default, flag = defaults.get(f.name, f.default), f"--{f.name.replace('_', '-')}"
+        options: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": f.metadata["help"]}
+        if isinstance(default, bool):
+            flag = flag.replace("--", "--no-", 1) if default else flag
+            parser.add_argument(flag, action="store_false" if default else "store_true", **options)
+            continue
+        text = f.metadata.get("default_text") or (f"{default:g}" if isinstance(default, float) else default)
+        if text not in (None, ""):
+            options["help"] += f" (default: {text})"
+        kind = (get_args(f.type) or (f.type,))[0]
+        choices, metavar = f.metadata.get("choices"), f.metadata.get("metavar")
+        parser.add_argument(flag, type=kind, choices=choices, metavar=metavar, **options)
+
+
+def from_args(record: type[Record], args: argparse.Namespace, **defaults: Any) -> Record:
+    """The record of the flags that args hold; a flag that is not given has the verb's default, else the field's."""
+    names = [f.name for f in fields(record)]  # type: ignore[arg-type]
+    given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    try:
+        return record(**defaults | given)
+    except InputError as error:
+        raise UsageError(str(error)) from error
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `ModelOptions`."""
-    add = parser.add_argument
-    add(
-        "--model",
-        default=EMBEDDED,
-        metavar="FOLDER_OR_HUB_ID",
-        help="a folder or a Hub id, owner/name (default: the embedded model)",
-    )
-    add("--revision", help="branch, tag or commit of a Hub model")
-    add("--device", default="auto", choices=DEVICES)
-    add("--dtype", default="auto", choices=DTYPES)
-    add_threads_flag(parser)
-    add(
-        "--quantize",
-        choices=QUANTIZATIONS,
-        help="int8: weights, and on CPUs with kernels for it activations, in 8 bits; int4: the language model's "
-        "weights in 4 bits (default: as --dtype)",
-    )
-    add(
-        "--max-tiles",
-        type=int,
-        metavar="N",
-        help="split an image into at most N tiles: faster, less detail (default: as many as in training)",
-    )
-    add(
-        "--no-skip-special-tokens",
-        dest="skip_special_tokens",
-        action="store_false",
-        help="keep special tokens in answers, as the markup of SmolDocling",
-    )
-    add("--no-upscale", dest="upscale", action="store_false", help="do not enlarge an image to get more tiles of it")
+    add_flags(parser, ModelOptions, threads=THREADS)
+
+
+def model_options(args: argparse.Namespace) -> ModelOptions:
+    return from_args(ModelOptions, args, threads=THREADS)
 
 
 def add_threads_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--threads",
-        default="auto",
-        metavar="N",
-        help="CPU threads; auto follows OMP_NUM_THREADS, affinity and a container's quota; on a busy machine 1 may be "
-        "many times faster (default: auto)",
-    )
+    """Add --threads alone."""
+    help = ModelOptions.__dataclass_fields__["threads"].metadata["help"]
+    parser.add_argument("--threads", default=THREADS, metavar="N", help=f"{help} (default: {THREADS})")
+
+
+def refuse_flags(args: argparse.Namespace, flags: Sequence[str], reason: str) -> None:
+    """Raise UsageError if one of some flags is given."""
+    for flag in flags:
+        if getattr(args, flag) is not None:
+            raise UsageError(f"--{flag.replace('_', '-')} is for {reason}")
 
 
 def add_read_flags(parser: argparse.ArgumentParser) -> None:
@@ -80,120 +84,34 @@ def add_read_flags(parser: argparse.ArgumentParser) -> None:
     add("--min-rating", action="append", metavar="NAME=N", help="keep turns rated at least N, as formatting=3")
     add("--stream", action="store_true", default=None, help="read a Hub data set while it is downloaded")
     add("--on-error", choices=("skip", "stop"), help="what to do with an unusable example (default: stop)")
-    add_renamed(parser, "--on-bad-example", dest="on_error", choices=("skip", "stop"))
-
-
-def add_generation_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `ModelOptions` and `GenerationOptions`, without --max-new-tokens."""
-    add_model_flags(parser)
-    add = parser.add_argument
-    add("--temperature", type=float, default=0.0, metavar="X", help="sampling temperature; 0 is greedy (default: 0)")
-    add(
-        "--top-k", type=int, default=0, metavar="K", help="sample among the K most likely tokens; 0 is all (default: 0)"
-    )
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample among the most likely tokens whose probabilities sum to P (default: 1)",
-    )
-    add(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="drop tokens less likely than P times the most likely one (default: 0)",
-    )
-    add(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="above 1, tokens already used become less likely (default: 1)",
-    )
-    add("--seed", type=int, metavar="N", help="seed of the random generator, for reproducible samples")
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """Which model runs, where and how: the arguments of `Captioner.from_pretrained`, and the number of threads."""
-
-    model: str | Path = EMBEDDED
-    revision: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    quantize: str | None = None
-    threads: str = "auto"
-    max_tiles: int | None = None
-    upscale: bool = True
-    skip_special_tokens: bool = True
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> "ModelOptions":
-        """The options that args hold; a flag that a verb does not have keeps its default."""
-        if getattr(args, "max_tiles", None) is not None and args.max_tiles < 1:
-            raise UsageError(f"--max-tiles {args.max_tiles} is less than 1; with 1 an image is resized to one tile")
-        return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__ if hasattr(args, name)})
-
-
-@dataclass(frozen=True)
-class GenerationOptions:
-    """How answers are generated."""
-
-    max_new_tokens: int
-    sampling: "SamplingParams"
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace, max_new_tokens: int | None = None) -> "GenerationOptions":
-        """The options that args hold; max_new_tokens is for a verb whose flag may be absent."""
-        from models.decoding import SamplingParams
-
-        if max_new_tokens is None:
-            max_new_tokens = args.max_new_tokens
-        if max_new_tokens < 1:
-            raise UsageError(f"--max-new-tokens {max_new_tokens} is less than 1")
-        try:
-            names = [name for name in SamplingParams.__dataclass_fields__ if hasattr(args, name)]
-            sampling = SamplingParams(**{name: getattr(args, name) for name in names})
-        except InputError as error:
-            raise UsageError(str(error)) from error
-        return cls(max_new_tokens, sampling)
-
-    def as_kwargs(self) -> dict[str, Any]:
-        """The keyword arguments of the Captioner's methods."""
-        return {"max_new_tokens": self.max_new_tokens, "sampling": self.sampling}
 
 
 def load_captioner(
-    options: ModelOptions, prompts: Sequence[str] = ("",), max_new_tokens: int = 1, *, own_images: bool = False
+    options: ModelOptions, prompts: Sequence[str] = (), max_new_tokens: int = 1, *, own_images: bool = False
 ) -> "Captioner":
     """Load the model, and check that every prompt and max_new_tokens fit into its context.
 
     own_images says that the user named images, for which the embedded model is of no use: a note says so.
     """
     from nanovlm.captioner import Captioner
-    from nanovlm.device import set_threads
 
-    set_threads(options.threads)
     try:
-        captioner = Captioner.from_pretrained(
-            options.model,
-            options.device,
-            options.dtype,
-            options.revision,
-            max_tiles=options.max_tiles,
-            upscale=options.upscale,
-            quantize=options.quantize,
-            skip_special_tokens=options.skip_special_tokens,
-        )
-        for prompt in prompts:
-            captioner.check_prompt(prompt, max_new_tokens)
-    except InputError as error:  # a flag's value, or a prompt that is too long: wrong use, before any work
+        captioner = Captioner.load(options)
+    except InputError as error:
         raise UsageError(str(error)) from error
+    check_prompts(captioner, prompts, max_new_tokens)
     if options.model == EMBEDDED and own_images:
         print_error(EMBEDDED_NOTE)
     return captioner
+
+
+def check_prompts(captioner: "Captioner", prompts: Sequence[str], max_new_tokens: int) -> None:
+    """Raise UsageError for a prompt that even without an image exceeds the model's context."""
+    try:
+        for prompt in prompts:
+            captioner.check_prompt(prompt, max_new_tokens)
+    except InputError as error:
+        raise UsageError(str(error)) from error
 
 
 def check_validation(n: float | None) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovlm import EMBEDDED, PROMPT
-from nanovlm.cli.options import EMBEDDED_LIMITS, ModelOptions, add_model_flags, load_captioner
+from nanovlm.cli.options import EMBEDDED_LIMITS, add_model_flags, load_captioner, model_options
 from nanovlm.errors import MissingExtraError, UsageError
 from nanovlm.serving.limits import Limits
 
@@ -58,9 +58,10 @@ def run(args: argparse.Namespace) -> int:
         raise MissingExtraError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
     options = server_options(args)
     with listen(options) as listening_socket:  # a port in use is reported before the model is loaded
-        captioner = load_captioner(ModelOptions.from_args(args), [PROMPT], own_images=True)
-        description = EMBEDDED_LIMITS if args.model == EMBEDDED else ""
-        serve(captioner, model_name(args.model), listening_socket, options, description)
+        model = model_options(args)
+        captioner = load_captioner(model, [PROMPT], own_images=True)
+        description = EMBEDDED_LIMITS if model.model == EMBEDDED else ""
+        serve(captioner, model_name(model.model), listening_socket, options, description)
     return 0
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.decoding import GREEDY, SamplingParams
 from nanovlm.captioner import Captioner
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import ImageError, InputError, MissingExtraError
+from nanovlm.options import GenerationOptions
 from nanovlm.processing.processor import EncodedPrompt
 
 try:
@@ -92,9 +92,9 @@ PROMPTS = {
 class NanoVLM(lmms):
     """lmms-eval's interface over Captioner, for tasks whose output_type is generate_until.
 
-    Arguments, by --model_args: pretrained is a folder or a Hub id; dtype, revision, max_tiles and quantize are those of
-    `Captioner.from_pretrained`; prompts is nanovlm, default (lmms-eval's) or auto: nanovlm for nanoVLM's formats. A
-    request that cannot be answered, as its image cannot be read or its prompt is too long, is logged and answered "".
+    Arguments, by --model_args: pretrained is a folder or a Hub id; prompts is nanovlm, default (lmms-eval's) or auto:
+    nanovlm for nanoVLM's formats; options are fields of `ModelOptions`, such as dtype, max_tiles and quantize.
+    A request that cannot be answered, as its image cannot be read or its prompt is too long, is logged and answered "".
     """
 
     is_simple = True
@@ -103,13 +103,10 @@ class NanoVLM(lmms):
         self,
         pretrained: str = str(EMBEDDED),
         device: str | None = None,
-        dtype: str = "auto",
-        revision: str | None = None,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
-        max_tiles: int | None = None,
-        quantize: str | None = None,
         prompts: str = "auto",
+        **options: Any,
     ):
         if lmms is object:
             raise MissingExtraError("the model class needs lmms-eval: pip install 'nanovlm[lmms-eval]'")
@@ -118,9 +115,7 @@ class NanoVLM(lmms):
             raise InputError(f"batch_size={batch_size} is not supported; pass a number of 1 or more")
         if prompts not in ("auto", "nanovlm", "default"):
             raise InputError(f"prompts={prompts} is none of auto, nanovlm, default")
-        self.captioner = Captioner.from_pretrained(
-            pretrained, device or "auto", dtype, revision, max_tiles, quantize=quantize
-        )
+        self.captioner = Captioner.from_pretrained(pretrained, device or "auto", **options)
         cfg = self.captioner.processor.cfg
         self.prompts = PROMPTS if "nanovlm" in (prompts, prompts == "auto" and cfg.format.name) else {}
         # Without a chat, every question ends with "Answer:".
@@ -155,13 +150,12 @@ class NanoVLM(lmms):
 
     def _answer(self, batch: Sequence[tuple]) -> list[str]:
         """The answers to one batch: tuples of question, settings, doc_to_visual, document id, task and split."""
-        max_new_tokens = int(batch[0][1].get("max_new_tokens") or MAX_NEW_TOKENS)
-        rows = [self._prepare(request, max_new_tokens) for request in batch]
+        options = _options(batch[0][1])
+        rows = [self._prepare(request, options.max_new_tokens) for request in batch]
         ready = [row for row in rows if row is not None]
         texts: Iterable[str] = []
         if ready:
-            sampling = _sampling(batch[0][1])
-            texts = self.captioner.generate(ready, max_new_tokens=max_new_tokens, sampling=sampling)
+            texts = self.captioner.generate(ready, options=options)
         remaining = iter(texts)
         return ["" if row is None else _cut(next(remaining), settings) for row, (_, settings, *_) in zip(rows, batch)]
 
@@ -185,12 +179,14 @@ def _longest_first(arguments: tuple) -> tuple[int, str]:
     return -len(arguments[0]), arguments[0]
 
 
-def _sampling(settings: dict[str, Any]) -> SamplingParams:
-    """Greedy unless the task sets do_sample and a temperature, as in nanoVLM."""
-    temperature = settings.get("temperature") or 0.0
-    if not settings.get("do_sample") or temperature == 0:
-        return GREEDY
-    return SamplingParams(temperature=float(temperature), top_p=float(settings.get("top_p") or 1.0))
+def _options(settings: dict[str, Any]) -> GenerationOptions:
+    """Those of a task: greedy unless it sets do_sample and a temperature, as in nanoVLM."""
+    temperature = float(settings.get("temperature") or 0) if settings.get("do_sample") else 0.0
+    return GenerationOptions(
+        max_new_tokens=int(settings.get("max_new_tokens") or MAX_NEW_TOKENS),
+        temperature=temperature,
+        top_p=float(settings.get("top_p") or 1.0) if temperature else 1.0,
+    )
 
 
 def _cut(text: str, settings: dict[str, Any]) -> str:

@@ -38,7 +38,7 @@ def export_with_adapters(
     base, revision = (base, None) if base else (recorded.get("base_model_name_or_path"), recorded.get("revision"))
     if not base:
         raise UsageError(f"{config} names no base model; pass --base with the model that was trained")
-    captioner = Captioner.from_pretrained(base, "cpu", "float32", revision)
+    captioner = Captioner.from_pretrained(base, "cpu", "float32", revision=revision)
     adapted = load_model(snapshot_path(base, revision), captioner.model.cfg, captioner.tokenizer.image_token_id)
     read_adapters(trained, adapted)
     _check_base(base, trained, adapted)

@@ -4,37 +4,30 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from models.decoding import SamplingParams, generate_tokens
+from models.decoding import SamplingParams, TokenSampler, choose_tokens, generate_tokens
 
 DRAWS = 20_000
 
 
 def frequencies(sampling, logits):
     """How often each token of logits (vocabulary,) is drawn."""
-    ids = sampling(logits.expand(DRAWS, -1), torch.Generator().manual_seed(0))
+    ids = choose_tokens(logits.expand(DRAWS, -1), sampling, torch.Generator().manual_seed(0))
     return ids.bincount(minlength=len(logits)) / DRAWS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [(1.0, 0, 1.0, 0.0), *product([0.5, 2.0], [0, 1, 3, 99], [0.05, 0.6, 0.9], [0.0, 0.3])],
 )
 def test_filters_and_frequencies_match_transformers(temperature, top_k, top_p, min_p):
     logits = torch.randn(12, generator=torch.Generator().manual_seed(4))
-    theirs = LogitsProcessorList(
-        [TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)]
-    )
+    hf = pytest.importorskip("transformers")
+    theirs = [hf.TemperatureLogitsWarper(temperature), hf.TopPLogitsWarper(top_p), hf.MinPLogitsWarper(min_p)]
+    theirs = hf.LogitsProcessorList(theirs)
     if top_k:
-        theirs.insert(1, TopKLogitsWarper(top_k))
+        theirs.insert(1, hf.TopKLogitsWarper(top_k))
     probs = theirs(None, logits[None].clone())[0].softmax(-1)
     drawn = frequencies(SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p), logits)
     assert torch.equal(drawn > 0, probs > 0)  # the rarest of them is drawn once in 160
@@ -57,17 +50,34 @@ def test_without_filters_no_token_is_impossible(monkeypatch):
     """The sum of 49,152 probabilities passes 1 before the last of them; they are kept all the same."""
     multinomial, seen = torch.multinomial, []
     monkeypatch.setattr(torch, "multinomial", lambda probs, *a, **k: seen.append(probs) or multinomial(probs, *a, **k))
-    SamplingParams(temperature=1.0)(torch.randn(50, 49152, generator=torch.Generator().manual_seed(0)))
+    logits = torch.randn(50, 49152, generator=torch.Generator().manual_seed(0))
+    choose_tokens(logits, SamplingParams(temperature=1.0))
     assert (seen[0] > 0).all()
 
 
-@pytest.mark.parametrize("penalty", [0.7, 1.0, 1.3, 10.0])
-def test_repetition_penalty_matches_transformers(penalty):
+def test_repetition_penalty_follows_its_definition():
+    """Keskar et al.: logits of used tokens are divided by the penalty, or multiplied by it below 0."""
     logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
-    ids = torch.tensor([[1, 1, 5], [0, 11, 3], [7, 7, 7]])
-    seen = torch.zeros(3, 12, dtype=torch.bool).scatter(1, ids, True)
-    ours = SamplingParams(repetition_penalty=penalty).apply_repetition_penalty(logits, seen)
-    torch.testing.assert_close(ours, RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone()))
+    prompt = torch.tensor([[1, 1, 5], [0, 11, -1], [7, 7, 7]])
+    for penalty in (0.7, 1.3, 10.0):
+        sampler = TokenSampler(SamplingParams(repetition_penalty=penalty), prompt=prompt)
+        used = [{1, 5}, {0, 11}, {7}]
+        for _ in range(4):
+            expected = logits.clone()
+            for row, ids in zip(expected, used):
+                for i in ids:
+                    row[i] = row[i] / penalty if row[i] > 0 else row[i] * penalty
+            chosen = sampler(logits)
+            assert torch.equal(chosen, expected.argmax(-1))
+            for ids, i in zip(used, chosen.tolist()):
+                ids.add(i)
+
+
+def test_several_end_tokens_and_a_logits_processor():
+    logits = torch.tensor([[5.0, 4, 3, 2], [1.0, 2, 3, 4]])
+    sampler = TokenSampler(eos_token_id=(2, 0), logits_processor=lambda x: x.index_fill(1, torch.tensor([3]), -9))
+    assert sampler(logits).tolist() == [2, 2], "id 3 is excluded, and 0 ends as 2 does"
+    assert [ids.tolist() for ids in generate_tokens(logits, lambda ids: logits, sampler, 9)] == [[2, 2]]
 
 
 @pytest.mark.parametrize(
@@ -84,25 +94,24 @@ def test_repetition_penalty_matches_transformers(penalty):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_most_likely_token_always_stays(sampling, dtype):
     logits = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(i)) for i in range(50)]).to(dtype)
-    assert torch.equal(sampling(logits), logits.argmax(-1))
+    assert torch.equal(choose_tokens(logits, sampling), logits.argmax(-1))
 
 
 def test_a_huge_penalty_excludes_prompt_and_generated_tokens():
     logits = torch.tensor([[5.0, 4, 3, 2, 1], [1.0, 2, 3, 4, 5]])
-    options = {"sampling": SamplingParams(repetition_penalty=1e6), "max_new_tokens": 4}
-    generated = torch.stack(list(generate_tokens(logits, lambda ids: logits, **options)), dim=1)
-    assert generated.tolist() == [[0, 1, 2, 3], [4, 3, 2, 1]]
-    read = torch.tensor([[False, True, False, False, False], [False, False, False, False, True]])
-    generated = torch.stack(list(generate_tokens(logits, lambda ids: logits, seen=read, **options)), dim=1)
-    assert generated.tolist() == [[0, 2, 3, 4], [3, 2, 1, 0]]
+    sampling = SamplingParams(repetition_penalty=1e6)
+    for prompt, expected in ((None, [[0, 1, 2, 3], [4, 3, 2, 1]]), ([[1], [4]], [[0, 2, 3, 4], [3, 2, 1, 0]])):
+        sampler = TokenSampler(sampling, prompt=None if prompt is None else torch.tensor(prompt))
+        generated = torch.stack(list(generate_tokens(logits, lambda ids: logits, sampler, 4)), dim=1)
+        assert generated.tolist() == expected
 
 
 @pytest.mark.parametrize(("frequency", "presence"), [(0.3, 0.0), (0.0, 0.7), (0.2, -0.5), (-0.4, 0.1)])
 def test_frequency_and_presence_penalty_follow_their_definition(frequency, presence):
     """OpenAI: mu[j] -> mu[j] - c[j] * frequency - float(c[j] > 0) * presence, c counting the generated tokens."""
     rows = torch.randn(2, 9, generator=torch.Generator().manual_seed(0))
-    sampling = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
-    stream = generate_tokens(rows, lambda ids: rows, sampling=sampling, max_new_tokens=30)
+    sampler = TokenSampler(SamplingParams(frequency_penalty=frequency, presence_penalty=presence))
+    stream = generate_tokens(rows, lambda ids: rows, sampler, 30)
     generated = torch.stack(list(stream), dim=1).tolist()
     for logits, ids in zip(rows.tolist(), generated):
         for step, token_id in enumerate(ids):

@@ -60,6 +60,7 @@ def captions_of(model_folder):
     def captions_of(image, prompt=PROMPT, n=1, **sampling):
         return captioner.samples(image, prompt, n, max_new_tokens=6, sampling=SamplingParams(**sampling))
 
+    captions_of.captioner = captioner
     return captions_of
 
 

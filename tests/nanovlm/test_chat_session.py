@@ -32,11 +32,11 @@ def recomputed_answer(session, question, history, **options):
     return captioner.tokenizer.decode(ids[:-1] if ids[-1] == captioner.tokenizer.eos_token_id else ids)
 
 
-@pytest.mark.parametrize("n", [0, 1, 2])
-@pytest.mark.parametrize(
-    "sampling", [SamplingParams(), SamplingParams(temperature=1.5, seed=4, repetition_penalty=1.3)]
-)
-def test_every_turn_is_answered_as_if_all_were_read_recomputed_answer(captioner, n, sampling):
+WARM = SamplingParams(temperature=1.5, seed=4, repetition_penalty=1.3)
+
+
+@pytest.mark.parametrize(("n", "sampling"), [(0, SamplingParams()), (1, WARM), (2, SamplingParams())])
+def test_every_turn_is_answered_as_if_the_whole_chat_were_read(captioner, n, sampling):
     session = ChatSession(captioner, [noise_image(50, 30, seed) for seed in range(n)])
     options = {"max_new_tokens": 7, "sampling": sampling}
     for turn, question in enumerate(QUESTIONS):

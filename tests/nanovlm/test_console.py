@@ -6,6 +6,8 @@ import subprocess
 import sys
 import warnings
 
+import pytest
+
 from nanovlm.console import bold, configure_logging, print_error, progress_bar, warnings_as_notes
 from support import ROOT
 
@@ -38,6 +40,7 @@ def test_progress_bar_draws_on_terminals_only(capsys, monkeypatch):
     assert "captions: 100%" in err and "one failed\n" in err
 
 
+@pytest.mark.full
 def test_import_configures_no_logging():
     code = (
         "import logging, nanovlm.captioner; print(logging.getLogger().handlers, logging.getLogger('nanovlm').handlers)"

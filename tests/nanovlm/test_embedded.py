@@ -48,6 +48,7 @@ def test_the_card_lists_the_prompts_of_the_recipe(tmp_path):
         assert trained_prompts(tmp_path) is None
 
 
+@pytest.mark.full
 def test_config_and_tokenizer_match_the_recipe(captioner):
     tokenizer = make_tokenizer()
     assert captioner.model.cfg == make_config(tokenizer)
@@ -131,6 +132,7 @@ def test_cached_answers_match_uncached(captioner):
     assert torch.equal(cached, captioner.model.generate(**inputs, **options, use_kv_cache=False))
 
 
+@pytest.mark.full
 def test_fresh_scenes_are_captioned_right(captioner):
     """A small sample of what `python -m eval.captions` measures, with lower thresholds."""
     result = measure(captioner, 60, 2, "test")

@@ -118,7 +118,12 @@ def outcomes(start: int, stop: int, timeout: float) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("start", "stop"), [(0, 400), *(pytest.param(n, n + 2000, marks=pytest.mark.slow) for n in range(0, 10_000, 2000))]
+    ("start", "stop"),
+    [
+        (0, 60),
+        pytest.param(60, 400, marks=pytest.mark.full),
+        *(pytest.param(n, n + 2000, marks=pytest.mark.slow) for n in range(0, 10_000, 2000)),
+    ],
 )
 def test_damaged_file_is_an_image_or_an_image_error(start, stop):
     found = outcomes(start, stop, timeout=60 + (stop - start) / 10)

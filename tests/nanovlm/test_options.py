@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from models.decoding import SamplingParams
-from nanovlm import SAMPLE, Captioner
+from nanovlm import SAMPLE, Captioner, ChatSession
 from nanovlm.errors import InputError
-from nanovlm.options import Generation, cut_incomplete_sentence
+from nanovlm.options import GenerationOptions, cut_incomplete_sentence
 from nanovlm.processing.image_loading import load_image
 
 PROMPT = "What is this?"
@@ -31,17 +31,26 @@ def test_fields_of_sampling_are_keywords(random_captioner):
     assert [expected] == random_captioner.ask(SAMPLE, [PROMPT], max_new_tokens=12, **fields)
     assert [expected] == list(random_captioner.captions([SAMPLE], PROMPT, max_new_tokens=12, **fields))
     assert expected != random_captioner.caption(SAMPLE, PROMPT, max_new_tokens=12)
-    mixed = Generation.from_kwargs({"sampling": SamplingParams(seed=3, top_k=2), "top_k": 20})
-    assert mixed.sampling == SamplingParams(seed=3, top_k=20)
+    whole = GenerationOptions(max_new_tokens=12, **fields | {"seed": 4})
+    assert expected == random_captioner.caption(SAMPLE, PROMPT, options=whole, seed=3)
+    assert expected == "".join(ChatSession(random_captioner, [SAMPLE]).ask(PROMPT, options=whole, seed=3))
 
 
 def test_wrong_keywords_are_named(captioner):
-    with pytest.raises(TypeError, match="'temprature'; generation takes max_new_tokens, .*temperature"):
+    with pytest.raises(TypeError, match="'temprature'; GenerationOptions takes .*temperature, .*max_new_tokens"):
         captioner.caption(SAMPLE, temprature=0.5)
     with pytest.raises(InputError, match="temperature=-1"):
         captioner.caption(SAMPLE, temperature=-1)
-    with pytest.raises(InputError, match="start_with is a text"):
+    with pytest.raises(InputError, match="start_with=3 must be a text"):
         captioner.caption(SAMPLE, start_with=3)
+    with pytest.raises(InputError, match="max_new_tokens=0 must be 1 or more"):
+        captioner.caption(SAMPLE, max_new_tokens=0)
+    with pytest.raises(InputError, match="a chat has neither"):
+        next(ChatSession(captioner).ask("?", start_with="A"))
+    with pytest.raises(TypeError, match="'max_tile'; ModelOptions takes model, .*max_tiles"):
+        Captioner.from_pretrained(max_tile=3)
+    with pytest.raises(InputError, match="quantize=int2 is none of int8, int4"):
+        Captioner.from_pretrained(quantize="int2")
     with pytest.raises(InputError, match="use caption"):
         captioner.stream(SAMPLE, trim_incomplete=True)
 

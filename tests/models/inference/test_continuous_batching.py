@@ -1,17 +1,19 @@
 """Continuous batching: each request generates what the model generates for its prompt alone."""
 
+from random import Random
+
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from models.decoding import GREEDY, SamplingParams
-from models.inference import continuous_batching
+from models.inference import continuous_batching, serving_caches
 from models.inference.continuous_batching import ContinuousBatch, PrefillError
 from models.inference.inference_model import InferenceModel
 from support.generation import only_row, prompt
 
-few_examples = settings(max_examples=25, deadline=None)
+few_seeds = pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.full) for n in range(8, 40))]
+)
 SAMPLINGS = [
     GREEDY,
     SamplingParams(repetition_penalty=1.5),
@@ -45,29 +47,26 @@ def listen(batch, generated):
         ended += [output.finished] * bool(output.finished)
 
 
-@st.composite
-def arrivals(draw):
+def random_arrivals(rng):
     """Prompts, each with the step before which it is added."""
-    one = st.tuples(
-        st.integers(0, 12), st.text("ttti", min_size=1, max_size=10), st.integers(1, 14), st.sampled_from(SAMPLINGS)
-    )
-    return sorted(draw(st.lists(one, min_size=1, max_size=9)), key=lambda entry: entry[0])
+
+    def row():
+        text = "".join(rng.choices("ttti", k=rng.randint(1, 10)))
+        return rng.randint(0, 12), text, rng.randint(1, 14), rng.choice(SAMPLINGS)
+
+    return sorted((row() for _ in range(rng.randint(1, 9))), key=lambda row: row[0])
 
 
-@few_examples
-@given(
-    arrivals=arrivals(),
-    rows=st.integers(1, 4),
-    eos=st.none() | st.integers(4, 39),
-    cancelled=st.dictionaries(st.integers(0, 8), st.integers(0, 14), max_size=2),
-    read=st.sampled_from([1, 24, 2048]),
-)
-def test_each_request_generates_what_it_generates_alone(tiny_model, arrivals, rows, eos, cancelled, read):
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.full) for n in range(8, 40))])
+def test_each_request_generates_what_it_generates_alone(tiny_model, seed):
+    rng = Random(seed)
+    arrivals, rows, read = random_arrivals(rng), rng.randint(1, 4), rng.choice([1, 24, 2048])
+    eos, cancelled = rng.choice([None, rng.randint(4, 39)]), {rng.randint(0, 8): rng.randint(0, 14) for _ in range(2)}
     model, generated, expected = tiny_model(), {}, {}
     batch = ContinuousBatch(model, max_num_seqs=rows, eos_token_id=eos)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(continuous_batching, "MAX_PREFILL_TOKENS", read)
-        patch.setattr(continuous_batching, "CACHE_GROWTH", 4)
+        patch.setattr(serving_caches, "SLOT_CAPACITY_STEP", 4)
         for step in range(15):
             for key, (when, text, n, sampling) in enumerate(arrivals):
                 if when == step:
@@ -187,7 +186,7 @@ def test_a_slots_old_contents_reach_no_other_request(tiny_model):
     batch.add("a", torch.arange(4, 20), max_new_tokens=2)
     batch.step()
     with torch.inference_mode():
-        batch._cache[:, :, 1] = float("inf")
+        batch._cache.data[:, :, 1] = float("inf")
     batch.cancel("a")
     batch.add("b", ids, max_new_tokens=5)
     assert answers(batch)["b"][0] == alone(model, ids, max_new_tokens=5)
@@ -223,14 +222,13 @@ def test_a_sequence_that_cannot_be_decoded_ends_alone(tiny_model, n_others):
 
 
 def test_a_sampling_that_fails_ends_its_sequence_alone(tiny_model):
-    class Broken(SamplingParams):
-        def __call__(self, logits, generator=None):
-            raise ZeroDivisionError
+    def fail(generated, logits):
+        raise ZeroDivisionError
 
     model, ids = tiny_model(), torch.arange(4, 9)
     batch = ContinuousBatch(model, max_num_seqs=4)
-    for key, sampling in {"a": GREEDY, "broken": Broken(temperature=1.0), "b": GREEDY}.items():
-        batch.add(key, ids, max_new_tokens=5, sampling=sampling)
+    for key, processor in {"a": None, "broken": fail, "b": None}.items():
+        batch.add(key, ids, max_new_tokens=5, logits_processor=processor)
     outputs = batch.step()
     assert [(output.key, type(output.error)) for output in outputs if output.error] == [("broken", ZeroDivisionError)]
     assert answers(batch).keys() == {"a", "b"}

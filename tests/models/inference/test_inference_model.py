@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from models.errors import InputError
-from models.inference.inference_model import InferenceModel
+from models.inference.inference_model import InferenceModel, PlainNetwork
 from models.inference.kernel_network import KernelNetwork
-from models.inference.plain_network import PlainNetwork
+from models.inference.kernels.load import available_levels
 from models.inference.quantization import QuantizedLinear
 from models.lora import adapt, adapters, merge, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel
@@ -22,6 +22,12 @@ IDS, IMAGES = (
     torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(1)),
 )
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+FEW_LEVELS = ("none", available_levels()[-1])  # where the others add nothing but time
+few_levels = pytest.mark.parametrize(
+    "level",
+    [pytest.param(x, marks=() if x in FEW_LEVELS else pytest.mark.full) for x in (*available_levels(), "none")],
+    indirect=True,
+)
 SHAPES = [{}, {"lm_tie_weights": False}, {"lm_attn_scaling": 0.5}, {"lm_n_kv_heads": 6}]
 
 
@@ -226,6 +232,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@few_levels
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 def test_results_follow_the_weights(tiny_model, tmp_path, change, quantize):
@@ -241,6 +248,7 @@ def test_results_follow_the_weights(tiny_model, tmp_path, change, quantize):
         assert not torch.allclose(logits_of(inference), before, atol=1e-3)
 
 
+@few_levels
 @pytest.mark.parametrize("change", [edit_attention, load_with_assign, replace_module, load_adapters])
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 def test_a_change_between_two_tokens_is_followed_by_the_next_prefill(tiny_model, tmp_path, change, quantize):
@@ -341,6 +349,7 @@ def test_a_merged_model_generates_what_its_adapters_do(tiny_model, tmp_path):
 # --------------------------------------------------------------------------------------- copies, pickles and release
 
 
+@few_levels
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 def test_copies_are_independent(tiny_model, duplicate, quantize):

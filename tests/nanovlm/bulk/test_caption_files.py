@@ -205,7 +205,7 @@ def test_lists_patterns_and_names_are_captioned_together(generate, folder, texts
     assert set(captions) == {f"images/{name}" for name in IMAGE_NAMES if name != "d.gif"} | {odd}
     assert captions[odd] == captions["images/a.png"] == texts["a.png"]
     Path("names").write_text("images/d.gif\n\nimages/a.png\n")
-    assert generate("--list", "names", "--out", "listed.csv")[0] == 0
+    assert generate("--from-file", "names", "--out", "listed.csv")[0] == 0
     assert set(read(Path("listed.csv"))) == {"images/d.gif", "images/a.png"}
     assert generate("good.png", "--out", "txt")[0] == 0 and Path("good.txt").is_file()
 

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from models.decoding import SamplingParams
 from nanovlm import Captioner
 from nanovlm.bulk import BulkOptions, OutputOptions, caption_images
 from nanovlm.bulk.run import Progress, run_settings
@@ -53,15 +52,14 @@ def test_a_batch_size_below_one_is_refused():
 
 
 def test_runs_are_the_same_whatever_the_batch_size():
-    def settings(model="a", sampling=None, **options):
-        sampling = sampling or SamplingParams()
-        return run_settings(BulkOptions(sampling=sampling, **options), OutputOptions(), {"model": model})
+    def settings(model="a", **options):
+        return run_settings(BulkOptions(**options), OutputOptions(), {"model": model})
 
     assert settings(batch_size=1) == settings(batch_size=2)
     others = [
         settings(prompt="?"),
         settings("b"),
-        settings(sampling=SamplingParams(seed=1)),
+        settings(seed=1),
         settings(max_new_tokens=3),
         settings(start_with="A"),
         settings(prompt_template="{name}"),

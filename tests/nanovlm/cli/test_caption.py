@@ -15,10 +15,15 @@ from PIL import Image
 
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.cli import main as cli
+from nanovlm.cli.caption import PrintOptions, names_several, print_caption
+from nanovlm.options import GenerationOptions
+from nanovlm.processing.processor import Processor
 from support import ROOT
 from support.cli import FAST_FLAGS, FakeTerminal, assert_usage_error, read_or_eof, run_program, set_stdin
 
 pytestmark = pytest.mark.usefixtures("workdir")
+
+MAX_FILES_OF_A_CAPTION = 31  # beside generate.py and the packages' __init__.py
 
 
 def test_one_image_is_one_line(generate, captions_of):
@@ -225,6 +230,7 @@ def test_terminal_shows_text_as_it_is_generated(generate, monkeypatch):
     assert len(set(terminal.shown)) > 4 and all(piped.startswith(shown) for shown in terminal.shown)
 
 
+@pytest.mark.full
 def test_pseudo_terminal_shows_the_same_text_as_a_pipe(generate, model_folder):
     pty = pytest.importorskip("pty")
     _, piped, _ = generate("good.png", "fine.jpg")
@@ -261,13 +267,43 @@ def test_characters_missing_in_the_encoding_are_escaped(generate, monkeypatch):
     assert (record["image"], record["prompt"]) == ("ü🙂.png", "é🙂")
 
 
-def test_captioning_does_not_import_the_compiler():
-    """torch imports its own, and torchvision does, too: each takes longer than all that is done for a caption."""
-    heavy = {"torchvision", "torch._dynamo", "torch._inductor"}
-    code = "import sys; from nanovlm.cli.main import run_verb; run_verb('caption', []); "
-    code += f"print({heavy} & sys.modules.keys())"
+def test_folders_and_patterns_name_several_images():
+    Path("[1].png").write_bytes(b"")
+    assert all(names_several(name) for name in (".", "*.png", "im[ab].png"))
+    assert not any(names_several(name) for name in ("good.png", "[1].png", "missing.png"))
+
+
+def test_an_image_is_loaded_once_and_a_prompt_encoded_once(model_and_processor, capsys):
+    calls = []
+
+    class Counting(Captioner):
+        def load_image(self, source):
+            calls.append(source)
+            return super().load_image(source)
+
+    class CountingProcessor(Processor):
+        def encode_prompt(self, *args):
+            calls.append(args[1])
+            return super().encode_prompt(*args)
+
+    model, processor = model_and_processor
+    captioner = Counting(model, CountingProcessor(processor.cfg, processor.tokenizer))
+    print_caption(PrintOptions(["good.png"], ["What?"]), captioner, GenerationOptions(max_new_tokens=2), "good.png")
+    assert calls == ["good.png", "What?"] and capsys.readouterr().out
+
+
+def test_a_caption_imports_little():
+    """Few of our own files, none of other tasks; and not torch's compiler, which takes longer than all the rest."""
+    code = "import sys, json; from nanovlm.cli.main import run_verb; run_verb('caption', []); "
+    code += "print(json.dumps({name: getattr(module, '__file__', None) for name, module in sys.modules.items()}))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines()[-1] == "set()"
+    imported = json.loads(run.stdout.splitlines()[-1])
+    assert not imported.keys() & {"torchvision", "torch._dynamo", "torch._inductor", "fastapi", "uvicorn", "pydantic"}
+    ours = {name for name, file in imported.items() if name.split(".")[0] in ("models", "nanovlm") and file}
+    tasks = {f"nanovlm.{name}" for name in ("bulk", "data", "evaluation", "export", "serving", "synthetic", "training")}
+    assert not {".".join(name.split(".")[:2]) for name in ours} & tasks
+    files = {name for name in ours if Path(imported[name]).name != "__init__.py"}
+    assert len(files) <= MAX_FILES_OF_A_CAPTION, sorted(files)
 
 
 def test_without_arguments_the_sample_is_captioned(capsys, monkeypatch):

@@ -5,6 +5,7 @@ import pytest
 from nanovlm.cli import main as cli
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -109,7 +109,7 @@ def test_failed_line_is_one_error_line_and_the_chat_continues(chat, lines, words
 def test_chat_that_cannot_start_is_one_error_line(chat, model_folder, tmp_path):
     assert chat("?\n", "missing.png") == (1, "", "missing.png: No such file or directory\n")
     for flags, words in (
-        (["--max-new-tokens", "0"], "--max-new-tokens 0 is less than 1"),
+        (["--max-new-tokens", "0"], "max_new_tokens=0 must be 1 or more"),
         (["--top-p", "2"], "top_p=2.0"),
     ):
         assert_usage_error(chat("?\n", *flags), words, program="nanovlm chat")
@@ -125,6 +125,7 @@ def test_chat_that_cannot_start_is_one_error_line(chat, model_folder, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_terminal_has_prompt_history_and_exit(model_folder, tmp_path):
     pty = pytest.importorskip("pty")
     master, slave = pty.openpty()

@@ -73,6 +73,7 @@ def lora_run(tmp_path_factory):
 
 
 @torch.no_grad()
+@pytest.mark.full
 def test_adapters_are_exported_beside_their_base_model(lora_run, tmp_path, capsys):
     """transformers and PEFT compute from base and adapters what the merged model of the run computes."""
     assert cli.main(["export", str(lora_run), "--adapters", "--out", str(tmp_path / "out")]) == 0
@@ -96,6 +97,7 @@ def test_adapters_are_exported_beside_their_base_model(lora_run, tmp_path, capsy
 
 
 @torch.no_grad()
+@pytest.mark.full
 def test_adapters_of_a_smolvlm_are_exported_beside_it(tmp_path):
     theirs, processor = write_folder(tmp_path / "base")
     run = run_lora(tmp_path, tmp_path / "base")
@@ -111,6 +113,7 @@ def test_adapters_of_a_smolvlm_are_exported_beside_it(tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.full
 def test_adapters_of_a_run_in_another_layout_have_their_base_model(tmp_path):
     """train --format smolvlm makes a new model, which the run's folder keeps."""
     run = run_lora(tmp_path, EMBEDDED, "--format", "smolvlm")
@@ -124,6 +127,7 @@ def test_adapters_of_a_run_in_another_layout_have_their_base_model(tmp_path):
     assert (adapted - merged).abs().max() <= 1e-2 * merged.abs().max() < 0.1 * (before - merged).abs().max()
 
 
+@pytest.mark.full
 def test_adapters_of_another_base_model_are_refused(lora_run, model_folder, tmp_path, capsys):
     argv = ["export", str(lora_run), "--out", str(tmp_path / "out")]
     assert cli.main([*argv, "--adapters", "--base", str(model_folder)]) == 2

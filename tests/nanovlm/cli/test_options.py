@@ -1,19 +1,24 @@
 """Flags that several verbs share: wrong values, and models that cannot be loaded, are one line before any work."""
 
+import argparse
 import json
 import os
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import fields, replace
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from nanovlm import Captioner
-from nanovlm.cli import caption as captioning
-from nanovlm.cli import options
-from nanovlm.errors import InputError
+from models.inference.quantization import QuantizedLinear
+from nanovlm import EMBEDDED, SAMPLE, Captioner, ChatSession
+from nanovlm.cli import main as cli
+from nanovlm.cli.options import load_captioner, model_options
+from nanovlm.errors import NanoVLMError
+from nanovlm.options import GenerationOptions, ModelOptions
 from nanovlm.processing import image_loading
-from support.cli import assert_usage_error, flag_names, run_program
+from support.cli import FAST_FLAGS, assert_usage_error, flag_names, run_program, set_stdin
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -35,39 +40,129 @@ def test_wrong_flags_are_one_error_line_before_any_work(generate, monkeypatch, f
     def work(*args, **kwargs):
         raise AssertionError("work")
 
-    monkeypatch.setattr(Captioner, "from_pretrained", work)
+    monkeypatch.setattr(Captioner, "load", work)
     monkeypatch.setattr(image_loading, "load_image", work)
     result = generate("good.png", *flags.split(" "))
     assert_usage_error(result)
     assert flag_names(flags) & set(result[2].replace("=", " ").split())
 
 
-def test_tile_flags_reach_from_pretrained(generate, monkeypatch):
-    given = []
+# ------------------------------------------------------------------------------------------- each flag has its effect
 
-    def from_pretrained(*args, max_tiles, upscale, **others):
-        given.append((max_tiles, upscale))
-        raise InputError("enough")
+WARM = {"temperature": 1.5, "seed": 4}
+GENERATION = {  # field: its value, and the settings beside it, without and with which answers differ
+    "repetition_penalty": (1.9, {}),
+    "frequency_penalty": (2.0, {}),
+    "presence_penalty": (2.0, {}),
+    "temperature": (1.5, {"seed": 4}),
+    "top_k": (2, WARM),
+    "top_p": (0.05, WARM),
+    "min_p": (0.9, WARM),
+    "seed": (5, {"temperature": 1.5}),
+    "max_new_tokens": (3, {}),
+    "start_with": ("A photo of", {}),
+    "trim_incomplete": (True, {"start_with": "Look here. A large"}),
+}
+MODEL = {  # field: its flag, and whether a captioner shows it
+    "model": ("--model {folder}", lambda captioner: captioner.model.cfg.vit_img_size == 16),
+    "revision": ("--revision main", "has no revision 'main'"),
+    "device": ("--device mps", "device=mps is not available"),
+    "dtype": ("--dtype float16", lambda captioner: captioner.inference.dtype == torch.float16),
+    "threads": ("--threads 2", lambda captioner: torch.get_num_threads() == 2),
+    "quantize": ("--quantize int8", lambda captioner: has_module(captioner, QuantizedLinear)),
+    "max_tiles": ("--max-tiles 2", lambda captioner: n_tiles(captioner, (64, 64)) == 1),
+    "skip_special_tokens": ("--no-skip-special-tokens", lambda captioner: shows_special_tokens(captioner)),
+    "upscale": ("--no-upscale", lambda captioner: n_tiles(captioner, (16, 16)) == 1),
+}
 
-    monkeypatch.setattr(Captioner, "from_pretrained", from_pretrained)
-    for flags in ([], ["--max-tiles", "3"], ["--no-upscale"]):
-        assert_usage_error(generate("good.png", *flags), "enough")
-    assert given == [(None, True), (3, True), (None, False)]
+
+def has_module(captioner, kind):
+    return any(isinstance(module, kind) for module in captioner.inference.network.model.modules())
 
 
-def test_sampling_flags_reach_the_model(generate, captions_of):
-    flags = {"temperature": 1.2, "top_k": 9, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.3, "seed": 5}
-    argv = [text for name, value in flags.items() for text in (f"--{name.replace('_', '-')}", value)]
-    assert generate("good.png", *argv)[1] == f"{captions_of('good.png', **flags)[0]}\n"
+def n_tiles(captioner, size):
+    return len(captioner.prepare(Image.new("RGB", size))[1][0])
 
 
-def test_embedded_model_prints_its_limits_once_for_own_images(generate, model_folder, monkeypatch):
-    monkeypatch.setattr(options, "EMBEDDED", model_folder)
-    monkeypatch.setattr(captioning, "SAMPLE", Path("good.png"))
+def shows_special_tokens(captioner):
+    return captioner.tokenizer.decode([captioner.tokenizer.image_token_id]) != ""
+
+
+def flags_of(settings):
+    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def fields_with_flags(record):
+    return {f.name for f in fields(record) if "help" in f.metadata}
+
+
+def test_every_flag_is_in_these_tables():
+    assert fields_with_flags(GenerationOptions) == GENERATION.keys() and fields_with_flags(ModelOptions) == MODEL.keys()
+
+
+@pytest.mark.parametrize("name", GENERATION)
+@pytest.mark.parametrize("verb", ["caption", "chat"])
+def test_generation_flag_changes_the_answer(verb, name, generate, captions_of, model_folder, monkeypatch, capsys):
+    """The answer is that of the Python keyword, and another one than without the flag."""
+    value, others = GENERATION[name]
+    if verb == "chat" and name in ("start_with", "trim_incomplete"):
+        pytest.skip("flags of captions")
+    settings = {"max_new_tokens": 12} | others
+    flag = flags_of({name: value}) if value is not True else [f"--{name.replace('_', '-')}"]
+    answers = {}
+    for key, words in (("without", []), ("with", flag)):
+        argv = [*flags_of(settings), *words]
+        if verb == "caption":
+            answers[key] = generate("good.png", "--prompt", "What?", *argv)[1]
+        else:
+            set_stdin(b"What?\n", monkeypatch)
+            assert cli.main(["chat", "good.png", "--model", str(model_folder), *FAST_FLAGS, *argv]) == 0
+            answers[key] = capsys.readouterr().out
+    captioner, given = captions_of.captioner, settings | {name: value}
+    if verb == "caption":
+        expected = " ".join(captioner.caption("good.png", "What?", **given).splitlines())
+    else:
+        expected = "".join(ChatSession(captioner, ["good.png"]).ask("What?", **given))
+    assert answers["with"] == f"{expected}\n" != answers["without"]
+
+
+@pytest.mark.parametrize("name", MODEL)
+def test_model_flag_changes_the_captioner(name, tiled, tmp_path, monkeypatch):
+    flags, effect = MODEL[name]
+    Captioner(*tiled).save_pretrained(tmp_path / "tiled")
+    edit_config(tmp_path / "tiled", resize_to_max_side_len=True)
+    argv = ["--threads", "1", "--model", str(tmp_path / "tiled"), *flags.format(folder=tmp_path / "tiled").split()]
+    options = {verb: parse_model_options(verb, argv) for verb in ("caption", "chat", "serve", "evaluate")}
+    assert len(set(options.values())) == 1
+    with restored_threads():
+        if isinstance(effect, str):
+            with pytest.raises(NanoVLMError, match=effect):
+                load_captioner(options["caption"])
+            return
+        assert effect(load_captioner(options["caption"]))
+        plain = parse_model_options("caption", argv[2 * (name == "threads") : 2 + 2 * (name != "model")])
+        assert not effect(load_captioner(replace(plain, threads="1")))
+
+
+@contextmanager
+def restored_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def parse_model_options(verb, argv):
+    parser = argparse.ArgumentParser()
+    cli.import_verb(verb).add_flags(parser)
+    data = ["--data", "scenes"] if verb == "evaluate" else []
+    return model_options(parser.parse_args([*argv, *data]))
+
+
+def test_embedded_model_prints_its_limits_once_for_own_images(generate):
     code, out, err = generate("good.png", "fine.jpg", model=None)
-    assert (code, out, "") == generate("good.png", "fine.jpg"), "no note with --model"
-    assert len(err.splitlines()) == 1 and "drawn scenes" in err and "--model" in err
-    assert generate(model=None) == generate("good.png"), "its own sample needs no note"
+    assert code == 0 and len(err.splitlines()) == 1 and "drawn scenes" in err and "--model" in err
+    assert (code, out, "") == generate("good.png", "fine.jpg", model=EMBEDDED), "no note with --model"
+    assert generate(model=None) == generate(SAMPLE, model=EMBEDDED), "its own sample needs no note"
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps"])
@@ -158,6 +253,7 @@ def test_missing_model_is_one_error_line(generate, name, words):
     assert_usage_error(generate("good.png", model=name), words)
 
 
+@pytest.mark.full
 def test_unreachable_hub_is_one_error_line(tmp_path):
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
     run = run_program("good.png", "--model", "lusxvr/nanoVLM-230M-8k", env=environment, text=True)
@@ -179,9 +275,3 @@ def test_unknown_config_keys_are_one_note(generate, model_folder, tmp_path):
 def test_help_lists_every_flag(generate):
     code, out, _ = generate("--help")
     assert code == 0 and all(flags.split()[0].split("=")[0] in out for flags in WRONG_FLAGS if "unknown" not in flags)
-
-
-@pytest.mark.parametrize("name", options.QUANTIZATIONS)
-def test_every_value_of_quantize_answers(generate, name):
-    code, out, err = generate("good.png", "--quantize", name)
-    assert (code, err) == (0, "") and out.endswith("\n")

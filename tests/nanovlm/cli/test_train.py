@@ -54,6 +54,7 @@ def test_trained_model_is_used_by_generate_and_resumed_by_train(generate, train)
     assert code == 0 and err.splitlines() == ["resumed out at step 2"]
 
 
+@pytest.mark.full
 def test_unusable_output_folder_is_one_error_line(train):
     Path("good.txt").write_text("Noise.")
     data = ["--data", ".", "--device", "cpu", "--on-error", "skip", "--out"]

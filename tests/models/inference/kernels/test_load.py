@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from models.errors import InputError
-from models.inference.inference_model import InferenceModel
+from models.inference.inference_model import InferenceModel, PlainNetwork
 from models.inference.kernels.load import available_levels, build, chosen_level, is_trusted, load_library
-from models.inference.plain_network import PlainNetwork
 
 HAS_KERNELS = pytest.mark.skipif(len(available_levels()) < 2, reason="no kernels for this CPU")
 
