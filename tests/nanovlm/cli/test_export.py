@@ -6,9 +6,7 @@ import shutil
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from models.checkpoint import save_checkpoint
 from models.lora import read_adapters
@@ -19,8 +17,10 @@ from nanovlm.synthetic import draw, random_scene
 from support.smolvlm import assert_same_logits, their_inputs, write_folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_export_writes_a_folder_and_notes_what_does_not_map(tmp_path, tiled, capsys, dtype):
+    transformers = pytest.importorskip("transformers")
     model, processor = tiled
     save_checkpoint(tmp_path / "model", model, processor.tokenizer.to_json())
     assert cli.main(["export", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--dtype", dtype]) == 0
@@ -30,7 +30,7 @@ def test_export_writes_a_folder_and_notes_what_does_not_map(tmp_path, tiled, cap
     state = load_file(tmp_path / "out" / "model.safetensors")
     assert {str(tensor.dtype) for tensor in state.values()} == {f"torch.{dtype}"}
 
-    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     inputs = processor([[load_image(SAMPLE)]], ["Which tile?"])  # as the first note says: our ids and tiles
     assert len(inputs["images"]) > 1
     tolerance = {"float32": 1e-5, "bfloat16": 0.1}[dtype]
@@ -72,16 +72,19 @@ def lora_run(tmp_path_factory):
     return run_lora(tmp_path_factory.mktemp("lora"), EMBEDDED)
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.full
 def test_adapters_are_exported_beside_their_base_model(lora_run, tmp_path, capsys):
     """transformers and PEFT compute from base and adapters what the merged model of the run computes."""
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
     assert cli.main(["export", str(lora_run), "--adapters", "--out", str(tmp_path / "out")]) == 0
-    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
+    exported = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
     inputs = (run := Captioner.from_pretrained(lora_run, "cpu", "float32")).processor([[load_image(SAMPLE)]], [PROMPT])
     embedded = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
     assert_same_logits(embedded.model, exported, inputs["input_ids"], inputs["images"])
-    adapted = PeftModel.from_pretrained(exported, tmp_path / "out" / "adapter")
+    adapted = peft.PeftModel.from_pretrained(exported, tmp_path / "out" / "adapter")
     with pytest.raises(AssertionError):
         assert_same_logits(embedded.model, adapted, inputs["input_ids"], inputs["images"], tolerance=0.1)
     assert_same_logits(run.model, adapted, inputs["input_ids"], inputs["images"], tolerance=1e-2)  # stored as float16
@@ -91,39 +94,47 @@ def test_adapters_are_exported_beside_their_base_model(lora_run, tmp_path, capsy
     assert config["base_model_name_or_path"] == str((tmp_path / "out").resolve())
     assert "merged" not in capsys.readouterr().err
     assert cli.main(["export", str(lora_run), "--out", str(tmp_path / "merged")]) == 0
-    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
+    merged = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
     assert_same_logits(run.model, merged, inputs["input_ids"], inputs["images"])
     assert "merged into the weights; --adapters" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.full
 def test_adapters_of_a_smolvlm_are_exported_beside_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
     theirs, processor = write_folder(tmp_path / "base")
     run = run_lora(tmp_path, tmp_path / "base")
     assert cli.main(["export", str(run), "--adapters", "--out", str(tmp_path / "out")]) == 0
     inputs = their_inputs(processor, [load_image(SAMPLE)], ["What is this?"])
-    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
+    exported = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(exported(**inputs).logits, theirs(**inputs).logits)
-    adapted = PeftModel.from_pretrained(exported, tmp_path / "out" / "adapter")
-    merged = AutoModelForImageTextToText.from_pretrained(run).eval()
+    adapted = peft.PeftModel.from_pretrained(exported, tmp_path / "out" / "adapter")
+    merged = transformers.AutoModelForImageTextToText.from_pretrained(run).eval()
     expected = merged(**inputs).logits
     torch.testing.assert_close(adapted(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(theirs(**inputs).logits, expected, atol=1e-2)
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.full
 def test_adapters_of_a_run_in_another_layout_have_their_base_model(tmp_path):
     """train --format smolvlm makes a new model, which the run's folder keeps."""
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
     run = run_lora(tmp_path, EMBEDDED, "--format", "smolvlm")
     assert cli.main(["export", str(run), "--adapters", "--out", str(tmp_path / "out")]) == 0
     inputs = Captioner.from_pretrained(run, "cpu", "float32").processor([[load_image(SAMPLE)]], [PROMPT])
     arguments = {"input_ids": inputs["input_ids"], "pixel_values": inputs["images"][None]}
-    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    exported = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     before = exported(**arguments).logits
-    adapted = PeftModel.from_pretrained(exported, tmp_path / "out" / "adapter")(**arguments).logits
-    merged = AutoModelForImageTextToText.from_pretrained(run, dtype=torch.float32).eval()(**arguments).logits
+    adapted = peft.PeftModel.from_pretrained(exported, tmp_path / "out" / "adapter")(**arguments).logits
+    merged = (
+        transformers.AutoModelForImageTextToText.from_pretrained(run, dtype=torch.float32).eval()(**arguments).logits
+    )
     assert (adapted - merged).abs().max() <= 1e-2 * merged.abs().max() < 0.1 * (before - merged).abs().max()
 
 
@@ -142,12 +153,14 @@ def test_adapters_of_another_base_model_are_refused(lora_run, model_folder, tmp_
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_stock_nanovlm_finds_the_tokenizer_of_a_trained_folder(lora_run, tmp_path, monkeypatch):
     """Its lookup, recomputed: AutoTokenizer of what config.json calls lm_tokenizer, from any directory, offline."""
+    transformers = pytest.importorskip("transformers")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     cfg = json.loads((lora_run / "config.json").read_text())
-    stock = AutoTokenizer.from_pretrained(
+    stock = transformers.AutoTokenizer.from_pretrained(
         cfg["lm_tokenizer"],
         use_fast=True,
         extra_special_tokens=cfg["vlm_extra_tokens"],
