@@ -54,6 +54,14 @@ def test_threads_spin_briefly_unless_the_environment_says_otherwise(monkeypatch,
     assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
+@pytest.mark.parametrize("argv", [["compile"], ["caption", "--compile"], ["chat", "--no-compile"]])
+def test_who_still_compiles_is_told_that_it_is_not_needed(argv, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(argv)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1 and "nothing is compiled by you any more" in error
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
