@@ -187,8 +187,10 @@ def test_openvino_gives_the_same_ids_and_logits(folder, model, batch):
 
 
 @pytest.mark.slow
-def test_a_model_in_bfloat16_leaves_with_its_own_values_and_nothing_else_changes(tmp_path, tiny_model, batch, capfd, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("nanovlm"), "handlers", [])  # of a program that another test has run
+def test_a_model_in_bfloat16_leaves_with_its_own_values_and_nothing_else_changes(
+    tmp_path, tiny_model, batch, capfd, monkeypatch
+):
+    monkeypatch.setattr(logging.getLogger("nanovlm"), "handlers", [])  # of another test
     half, root = tiny_model().bfloat16().train(), logging.getLogger()
     before, handlers, level = {name: t.clone() for name, t in half.state_dict().items()}, root.handlers[:], root.level
     write_onnx(half, tmp_path, ["float32", "int8"])
