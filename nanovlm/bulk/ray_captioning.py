@@ -16,7 +16,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -45,6 +45,7 @@ COLUMNS = ("file_name", "member", "text")
 SETTINGS = "run.json"
 
 Files = Mapping[str, "OpenFile"]  # by URI
+Shard = tuple[Files, set[str | None]]  # files of images, or one tar or parquet file, and its members to skip
 Done = dict[str, set[str | None]]  # members by file name; None stands for a file of one image
 Settings = tuple[Callable[[], Captioner], BulkOptions, OutputOptions, "ShardFolder"]
 
@@ -67,14 +68,6 @@ class RayOptions:
                 raise UsageError(f"{name.replace('_', ' ')} {value} is less than 1")
         if self.shard_format not in ("parquet", "jsonl"):
             raise UsageError(f"shard format {self.shard_format!r} is none of parquet, jsonl")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Files of images, or one tar or parquet file without the members in skip."""
-
-    files: Files
-    skip: frozenset[str | None] = frozenset()
 
 
 @dataclass
@@ -179,11 +172,13 @@ class ShardFolder:
         from pyarrow.parquet import read_table
 
         done: Done = {}
-        for path in sorted(self.filesystem.glob(f"{self.path}/shard-*")):
+        for path in self.filesystem.ls(self.path, detail=False):
+            if not os.path.basename(path).startswith("shard-"):
+                continue
             try:
                 with self.filesystem.open(path) as file:
                     is_table = path.endswith(".parquet")
-                    rows = read_table(file, columns=COLUMNS[:2]).to_pylist() if is_table else map(json.loads, file)
+                    rows = read_table(file, columns=["file_name", "member"]).to_pylist() if is_table else map(json.loads, file)
                     for row in rows:
                         done.setdefault(row["file_name"], set()).add(row.get("member"))
             except (ArrowException, ValueError, KeyError, AttributeError, TypeError, OSError) as error:
@@ -238,8 +233,8 @@ class Worker:
 
     def caption(self, number: int) -> ShardReport:
         """Caption the images of a shard and write them to the folder, in their order."""
-        shard, report = self.shards[number], ShardReport(number)
-        images = (image for uri, file in shard.files.items() for image in read_images(uri, file, shard.skip))
+        (files, skip), report = self.shards[number], ShardReport(number)
+        images = (image for uri, file in files.items() for image in read_images(uri, file, skip))
         while first := next(images, None):
             self._caption_group(chain([first], islice(images, self.size - 1)), report)
         return report
@@ -274,9 +269,8 @@ def plan_workers(machines: Sequence[Mapping[str, float]], options: RayOptions) -
     return count, cpus, 0
 
 
-@contextmanager
-def _cluster(address: str | None) -> Iterator[Any]:
-    """Connect this process to a Ray cluster; a connection that exists already is used and kept."""
+def _connect(address: str | None) -> Any:
+    """Connect this process to a Ray cluster, unless it is connected; returns the library."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # Ray reads it when it is imported
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
@@ -285,8 +279,7 @@ def _cluster(address: str | None) -> Iterator[Any]:
         raise MissingExtraError("captioning on a cluster needs Ray: pip install 'nanovlm[ray]'") from None
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     if ray.is_initialized():
-        yield ray
-        return
+        return ray
     try:
         if match := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address or ""):
             socket.create_connection((match[1].strip("[]"), int(match[2])), timeout=10).close()  # Ray waits 2 minutes
@@ -294,49 +287,46 @@ def _cluster(address: str | None) -> Iterator[Any]:
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
         raise UsageError(f"Ray cluster {address or 'auto'}: {reason}; start one with ray start --head") from None
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
+    return ray
 
 
 def _run(files: Files, done: Done, options: RayOptions, settings: Settings) -> Iterator[ShardReport]:
     """Caption files in shards on the cluster; a report for each shard, as they finish."""
-    with _cluster(options.address) as ray:
-        count, cpus, gpus = plan_workers([node["Resources"] for node in ray.nodes() if node["Alive"]], options)
-        images = [uri for uri in files if not is_container(uri)]
-        size = options.shard_size or max(1, min(SHARD_SIZE, -(-len(images) // (4 * count))))
-        shards = [Shard({uri: files[uri]}, frozenset(done.get(uri, ()))) for uri in files if is_container(uri)]
-        groups = [images[i : i + size] for i in range(0, len(images), size)]
-        shards += [Shard({uri: files[uri] for uri in group}) for group in groups]
-        rows = ray.data.from_items([{"shard": i} for i in range(len(shards))], override_num_blocks=len(shards))
-        rows.context.enable_progress_bars = False
-        rows.context.max_errored_blocks = -1  # a shard whose worker dies each time gives no report
-        reports = rows.map_batches(
-            Worker,
-            batch_size=1,
-            fn_constructor_args=(shards, settings, options.shard_size or SHARD_SIZE, cpus),
-            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count, max_tasks_in_flight_per_actor=1),
-            num_cpus=cpus,
-            num_gpus=gpus,
-            max_task_retries=MAX_ATTEMPTS - 1,
-        )
-        lost, failed = dict(enumerate(shards)), 0
-        try:
-            with Progress(len(shards), unit="shard") as progress:
-                for row in reports.iter_rows():
-                    report = pickle.loads(row["report"])
-                    if report.error:
-                        raise report.error
-                    del lost[report.number]
-                    yield report
-                    progress.update(failed := failed + len(report.failures))
-        except KeyboardInterrupt:
-            n_done = len(shards) - len(lost)
-            logger.warning("stopped after %d of %d shards; run the same command to resume", n_done, len(shards))
-            raise
-        except ray.exceptions.RayError as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise NanoVLMError(f"the Ray cluster failed: {reason}; run the same command to resume") from error
-        for number, shard in lost.items():
-            yield ShardReport(number, failures=[(uri, None, WORKER_DIED) for uri in shard.files])
+    ray = _connect(options.address)
+    count, cpus, gpus = plan_workers([node["Resources"] for node in ray.nodes() if node["Alive"]], options)
+    images = [uri for uri in files if not is_container(uri)]
+    size = options.shard_size or max(1, min(SHARD_SIZE, -(-len(images) // (4 * count))))
+    shards: list[Shard] = [({uri: files[uri]}, done.get(uri, set())) for uri in files if is_container(uri)]
+    groups = [images[i : i + size] for i in range(0, len(images), size)]
+    shards += [({uri: files[uri] for uri in group}, set()) for group in groups]
+    rows = ray.data.from_items([{"shard": i} for i in range(len(shards))], override_num_blocks=len(shards))
+    rows.context.enable_progress_bars = False
+    rows.context.max_errored_blocks = -1  # a shard whose worker dies each time gives no report
+    reports = rows.map_batches(
+        Worker,
+        batch_size=1,
+        fn_constructor_args=(shards, settings, options.shard_size or SHARD_SIZE, cpus),
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count, max_tasks_in_flight_per_actor=1),
+        num_cpus=cpus,
+        num_gpus=gpus,
+        max_task_retries=MAX_ATTEMPTS - 1,
+    )
+    lost, failed = dict(enumerate(shards)), 0
+    try:
+        with Progress(len(shards), unit="shard") as progress:
+            for row in reports.iter_rows():
+                report = pickle.loads(row["report"])
+                if report.error:
+                    raise report.error
+                del lost[report.number]
+                yield report
+                progress.update(failed := failed + len(report.failures))
+    except KeyboardInterrupt:
+        n_done = len(shards) - len(lost)
+        logger.warning("stopped after %d of %d shards; run the same command to resume", n_done, len(shards))
+        raise
+    except ray.exceptions.RayError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise NanoVLMError(f"the Ray cluster failed: {reason}; run the same command to resume") from error
+    for number, (uris, _) in lost.items():
+        yield ShardReport(number, failures=[(uri, None, WORKER_DIED) for uri in uris])

@@ -48,7 +48,7 @@ class RemoteImage:
         if isinstance(content := self.content, Exception):
             raise content
         if not isinstance(content, bytes):
-            if content.fs.exists(content.path) and not content.fs.isfile(content.path):
+            if os.path.exists(self.file_name) and not os.path.isfile(self.file_name):
                 raise ImageError("not a file")  # opening a pipe may block forever
             content = content.fs.cat_file(content.path)
         return load_image(content, self.name)
