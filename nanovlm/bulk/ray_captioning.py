@@ -15,6 +15,7 @@ import socket
 import time
 import traceback
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -302,6 +303,7 @@ def _run(files: Files, done: Done, options: RayOptions, settings: Settings) -> I
     rows = ray.data.from_items([{"shard": i} for i in range(len(shards))], override_num_blocks=len(shards))
     rows.context.enable_progress_bars = False
     rows.context.max_errored_blocks = -1  # a shard whose worker dies each time gives no report
+    warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")  # of max_task_retries, without another name yet
     reports = rows.map_batches(
         Worker,
         batch_size=1,
