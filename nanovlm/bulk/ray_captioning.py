@@ -178,8 +178,8 @@ class ShardFolder:
                 continue
             try:
                 with self.filesystem.open(path) as file:
-                    is_table = path.endswith(".parquet")
-                    rows = read_table(file, columns=["file_name", "member"]).to_pylist() if is_table else map(json.loads, file)
+                    is_jsonl, columns = path.endswith(".jsonl"), ["file_name", "member"]
+                    rows = map(json.loads, file) if is_jsonl else read_table(file, columns=columns).to_pylist()
                     for row in rows:
                         done.setdefault(row["file_name"], set()).add(row.get("member"))
             except (ArrowException, ValueError, KeyError, AttributeError, TypeError, OSError) as error:
@@ -303,7 +303,7 @@ def _run(files: Files, done: Done, options: RayOptions, settings: Settings) -> I
     rows = ray.data.from_items([{"shard": i} for i in range(len(shards))], override_num_blocks=len(shards))
     rows.context.enable_progress_bars = False
     rows.context.max_errored_blocks = -1  # a shard whose worker dies each time gives no report
-    warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")  # of max_task_retries, without another name yet
+    warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")  # it has max_task_retries
     reports = rows.map_batches(
         Worker,
         batch_size=1,
