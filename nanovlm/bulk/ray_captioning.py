@@ -1,47 +1,54 @@
-"""Captions of many images on a Ray cluster: shards of work go to one Ray actor per GPU, or per some cores.
+"""Captions of many images on a Ray cluster: map_batches of Ray Data gives shards of work to actors that hold a model.
 
-Each actor captions a shard as a single machine does, with a `BulkCaptioner`, and writes it to the output folder. Ray
-restarts an actor that died, and gives it the shard again. The driver only lists files, hands out shards and counts.
-
-Actors of Ray itself, not map_batches of Ray Data: Ray Data 2.60 tries the input of a dying worker forever, and how to
-limit that is deprecated there. remote_inputs.py and shards.py say what its readers, writers and checkpoints lack.
+Each actor captions a shard with a `BulkCaptioner` and writes files of captions whole, so no interruption loses one that
+is written. If a worker dies, its shard is captioned again. Each run reads tars and parquet files from their start to
+find what is new in them, and failures.jsonl lists the failures of the last run alone.
 """
 
+import hashlib
+import json
 import logging
 import os
+import pickle
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+import traceback
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-
-from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason, merge_iterators
+from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
 from nanovlm.bulk.inputs import read_names
 from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions
-from nanovlm.bulk.remote_inputs import RemoteFile, RemoteInputs, find_remote, read_container
-from nanovlm.bulk.resume_log import FAILURES, file_lock
+from nanovlm.bulk.remote_inputs import RemoteImage, find_remote, is_container, open_filesystem, read_images
+from nanovlm.bulk.resume_log import FAILURES, file_lock, json_line
 from nanovlm.bulk.run import Progress, run_settings
-from nanovlm.bulk.shards import Key, ShardFolder, ShardState
 from nanovlm.captioner import Captioner
-from nanovlm.errors import MissingExtraError, NanoVLMError, UsageError
-from nanovlm.processing.image_loading import load_image, printable
+from nanovlm.errors import MissingExtraError, NanoVLMError, OutputError, UsageError
+from nanovlm.processing.image_loading import printable
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
+    from fsspec.core import OpenFile
 
 logger = logging.getLogger(__name__)
 
 SHARD_SIZE = 1000  # images; fewer where workers would be idle
-SHARDS_PER_WORKER = 4
 MAX_CPUS_PER_WORKER = 4
 MAX_ATTEMPTS = 4  # at a shard whose worker dies each time
-READ_AHEAD = 64  # images of a tar or parquet file
 WORKER_DIED = f"the worker died {MAX_ATTEMPTS} times at this shard, perhaps of a lack of memory; try smaller shards"
+COLUMNS = ("file_name", "member", "text")
+SETTINGS = "run.json"
+
+Files = Mapping[str, "OpenFile"]  # by URI
+Shard = tuple[Files, set[str | None]]  # files of images, or one tar or parquet file, and its members to skip
+Done = dict[str, set[str | None]]  # members by file name; None stands for a file of one image
+Settings = tuple[Callable[[], Captioner], BulkOptions, OutputOptions, "ShardFolder"]
 
 
 @dataclass(frozen=True)
@@ -60,26 +67,19 @@ class RayOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name.replace('_', ' ')} {value} is less than 1")
+        if self.shard_format not in ("parquet", "jsonl"):
+            raise UsageError(f"shard format {self.shard_format!r} is none of parquet, jsonl")
 
 
-@dataclass(frozen=True)
-class Shard:
-    """The work of one task: the images of some files, or one tar or parquet file without the members in skip."""
-
-    name: str
-    files: list[RemoteFile]
-    skip: frozenset[str | None] = frozenset()
-
-
-@dataclass(frozen=True)
+@dataclass
 class ShardReport:
-    """Counts, failures and times of a shard."""
+    """What a worker did with a shard; error ends the run."""
 
+    number: int
     captioned: int = 0
-    failures: Sequence[dict[str, Any]] = ()
     empty: int = 0
-    seconds: float = 0.0
-    model_seconds: float = 0.0
+    failures: list[tuple[str, str | None, str]] = field(default_factory=list)  # file, member and reason
+    error: Exception | None = None
 
 
 def caption_on_ray(
@@ -97,183 +97,190 @@ def caption_on_ray(
 
     load makes the captioner of a worker, so it must be something that pickle knows on every machine. Of output, only
     prefix and suffix are used. If the run is interrupted, the same call resumes it: images that are in shards are
-    done, those that failed are tried again and listed in failures.jsonl. No image is lost if a worker dies; a shard
-    whose worker has died MAX_ATTEMPTS times fails. UsageError if there is no cluster, or the output folder holds
-    captions of other settings; an error of the model or of the output folder ends the run.
+    done, all others are tried again. A shard whose worker has died MAX_ATTEMPTS times fails. UsageError if there is no
+    cluster, or the output folder holds captions of other settings; an error of the model or of the output ends the run.
     """
     options, output = options or BulkOptions(), output or OutputOptions()
     if options.prompt_template:
         raise UsageError("a prompt template reads files beside images; caption on one machine")
     folder = ShardFolder(os.fspath(ray_options.out), ray_options.shard_format)
+    settings = load, options, output, folder
     names = [*names, *(read_names(names_file) if names_file is not None else [])]
-    inputs = find_remote(names, recursive, exclude=folder.uri)
+    files, others = find_remote(names, recursive, exclude=folder.uri)
     folder.create()
     with file_lock(Path(folder.path, ".captions.lock"), folder.uri) if folder.is_local else nullcontext():
         folder.check_settings(run_settings(options, output, model_settings or {}))
-        state, started = folder.read_state(), time.perf_counter()
-        todo = [file for file in inputs.files if needs_captions(file, state)]
-        reports = _run(todo, state, load, ray_options, (options, output, folder)) if todo else []
-        failures = [row for report in reports for row in report.failures] + other_failures(inputs, state, todo)
-        has_failures = folder.write_failures(failures)
-    busy = sum(report.seconds for report in reports)
+        done, started = folder.done(), time.perf_counter()
+        todo = {uri: file for uri, file in files.items() if is_container(uri) or uri not in done}
+        reports, failures = [ShardReport(-1, failures=[(name, None, reason) for name, reason in others.missing])], []
+        try:
+            for report in chain(reports.copy(), _run(todo, done, ray_options, settings) if todo else ()):
+                reports.append(report)
+                failures += [_failure_row(*failure) for failure in report.failures]
+        finally:
+            folder.write(FAILURES, b"".join(map(json_line, failures)))
+    captioned = sum(report.captioned for report in reports)
     return BulkReport(
-        captioned=sum(report.captioned for report in reports),
-        already_done=sum(len(state.done.get(file.uri, ())) for file in inputs.files),
+        captioned=captioned,
+        already_done=sum(len(done.get(uri, ())) for uri in files),
         remaining=0,
         failed=len(failures),
         empty=sum(report.empty for report in reports),
-        left_out=dict(inputs.left_out),
-        seconds=time.perf_counter() - started if todo else 0.0,
-        utilization=sum(report.model_seconds for report in reports) / busy if busy else 0.0,
-        failures=f"{folder.uri}/{FAILURES}" if has_failures else None,
+        left_out=dict(others.left_out),
+        seconds=time.perf_counter() - started if captioned else 0.0,
+        utilization=0.0,
+        failures=f"{folder.uri}/{FAILURES}" if failures else None,
         resume_log=None,
     )
 
 
-def other_failures(inputs: RemoteInputs, state: ShardState, todo: Sequence[RemoteFile]) -> list[dict[str, Any]]:
-    """Names that gave nothing, and failures of earlier runs that were not tried again."""
-    for name, reason in inputs.missing:
-        logger.warning("%s: %s", printable(name), reason)
-    tried = {file.uri for file in todo}
-    earlier = [failure_row(key, reason) for key, reason in state.failed.items() if key[0] not in tried]
-    return [failure_row((name, None), reason) for name, reason in inputs.missing] + earlier
+def _failure_row(file_name: str, member: str | None, reason: str) -> dict[str, Any]:
+    logger.warning("%s: %s", printable("/".join(filter(None, (file_name, member)))), reason)
+    return {"file_name": file_name, **({} if member is None else {"member": member}), "reason": reason}
 
 
-def needs_captions(file: RemoteFile, state: ShardState) -> bool:
-    """Whether a file is not done: it has no captions, or it is a tar or parquet file in which something failed."""
-    if not file.is_container:
-        return file.uri not in state.done
-    return file.uri not in state.done or any(file_name == file.uri for file_name, _ in state.failed)
+class ShardFolder:
+    """The output folder: .parquet or .jsonl files of rows with file_name, member, text and an input's other columns."""
 
+    def __init__(self, uri: str, format: str = "parquet"):
+        self.format = format
+        self.filesystem, path, prefix = open_filesystem(uri)
+        self.path = path.rstrip("/")
+        self.uri, self.is_local = prefix + self.path, not prefix
 
-def make_shards(files: Sequence[RemoteFile], state: ShardState, size: int | None, n_workers: int) -> list[Shard]:
-    """A shard for each tar and parquet file, and shards of at most `size` images for the other files, in order."""
-    images = [file for file in files if not file.is_container]
-    size = size or max(1, min(SHARD_SIZE, -(-len(images) // (SHARDS_PER_WORKER * n_workers))))
-    groups = [[file] for file in files if file.is_container]
-    groups += [images[i : i + size] for i in range(0, len(images), size)]
-    return [
-        Shard(f"shard-{i:06}", group, frozenset(state.done.get(group[0].uri, ())))
-        for i, group in enumerate(groups, start=state.n_shards)
-    ]
+    def create(self) -> None:
+        """Make the folder. UsageError if that is not possible."""
+        try:
+            self.filesystem.makedirs(self.path, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{self.uri}: the folder cannot be made: {error.strerror or error}") from None
 
+    def check_settings(self, settings: Mapping[str, str]) -> None:
+        """Write down the settings of a first run. UsageError if the folder holds captions of other settings."""
+        path = f"{self.path}/{SETTINGS}"
+        if not self.filesystem.exists(path):
+            return self.write(SETTINGS, json.dumps(settings, indent=1).encode())
+        stored = json.loads(self.filesystem.cat_file(path))
+        names = [name for name in settings if stored.get(name) != settings[name]]
+        if names:
+            changes = ", ".join(f"{name} {stored.get(name)!r}, not {settings[name]!r}" for name in names)
+            raise UsageError(f"{self.uri} holds captions of another run: {changes}; name another folder")
+        return None
 
-def failure_row(key: Key, reason: str) -> dict[str, Any]:
-    return {"file_name": key[0], **({} if key[1] is None else {"member": key[1]}), "reason": reason}
+    def done(self) -> Done:
+        """The members by file_name that shards hold. UsageError if a shard cannot be read."""
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_table
 
-
-def caption_shard(
-    captioner: Captioner, shard: Shard, options: BulkOptions, output: OutputOptions, folder: ShardFolder, cores: int
-) -> ShardReport:
-    """Caption the images of a shard and write them to the folder, in their order."""
-    images = _ShardImages(shard)
-    bulk = BulkCaptioner(captioner, options, cores=cores, read=images.open)
-    results: dict[str, str | Exception] = {}
-    with (
-        closing(merge_iterators([images.names()], READ_AHEAD)) as names,
-        closing(bulk.captions(names)) as captions,
-    ):
-        for name, result in captions:
-            results[name] = result
-            del images.contents[name]
-    rows, columns, failures = [], [], []
-    for name, key in images.keys.items():
-        result = results[name]
-        if isinstance(result, Exception):
-            failures.append(failure_row(key, failure_reason(result, name)))
-        else:
-            rows.append({"file_name": key[0], "member": key[1], "text": output.decorate(result)})
-            columns += [images.columns[name]] if name in images.columns else []
-    folder.write_shard(shard.name, rows, failures, columns)
-    empty = sum(isinstance(result, EmptyCaptionError) for result in results.values())
-    return ShardReport(len(rows), failures, empty, bulk.seconds, sum(bulk.model_seconds) / bulk.n_workers)
-
-
-class _ShardImages:
-    """The images of a shard by name: read from their files by many threads, or in order from a tar or parquet."""
-
-    def __init__(self, shard: Shard):
-        self.shard = shard
-        self.keys: dict[str, Key] = {}  # of each name, in order
-        self.contents: dict[str, RemoteFile | bytes | Exception] = {}  # until an image has its result
-        self.columns: dict[str, RecordBatch] = {}  # the rest of each row of a parquet file
-
-    def names(self) -> Iterator[str]:
-        for file in self.shard.files:
-            if not file.is_container:
-                yield self._add((file.uri, None), file)
+        done: Done = {}
+        for path in self.filesystem.ls(self.path, detail=False):
+            if not os.path.basename(path).startswith("shard-"):
                 continue
-            is_empty = not self.shard.skip
-            for member in read_container(file, self.shard.skip):
-                is_empty = False
-                name = self._add((file.uri, member.name), member.content)
-                if member.columns is not None and member.columns.num_columns:
-                    self.columns[name] = member.columns
-                yield name
-            if is_empty:
-                yield self._add((file.uri, None), NanoVLMError("no images in it"))
+            try:
+                with self.filesystem.open(path) as file:
+                    is_jsonl, columns = path.endswith(".jsonl"), ["file_name", "member"]
+                    rows = map(json.loads, file) if is_jsonl else read_table(file, columns=columns).to_pylist()
+                    for row in rows:
+                        done.setdefault(row["file_name"], set()).add(row.get("member"))
+            except (ArrowException, ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+                raise UsageError(f"{path} is not a shard of captions: {error}; move it away") from None
+        return done
 
-    def _add(self, key: Key, content: RemoteFile | bytes | Exception) -> str:
-        name = "/".join(filter(None, key))
-        self.keys[name], self.contents[name] = key, content
-        return name
+    def write_shard(self, group: Sequence[str], images: Sequence[RemoteImage], decorate: Callable[[str], str]) -> None:
+        """Write the captions of images into a file that is named by their group: doing it again replaces it."""
+        import pyarrow
+        from pyarrow.parquet import write_table
 
-    def open(self, name: str) -> Image.Image:
-        content = self.contents[name]
-        if isinstance(content, Exception):
-            raise content
-        return load_image(content.read() if isinstance(content, RemoteFile) else content, name)
+        rows = [{"file_name": i.file_name, "member": i.member, "text": decorate(str(i.result))} for i in images]
+        table = pyarrow.Table.from_pylist(rows, pyarrow.schema([(name, pyarrow.string()) for name in COLUMNS]))
+        columns = [image.columns for image in images if image.columns is not None]
+        others = pyarrow.Table.from_batches(columns) if columns else pyarrow.table({})
+        for name in others.column_names:
+            table = table.append_column(f"input_{name}" if name in COLUMNS else name, others[name])
+        write_table(table, sink := pyarrow.BufferOutputStream())
+        data = b"".join(map(json_line, table.to_pylist())) if self.format == "jsonl" else sink.getvalue().to_pybytes()
+        number = hashlib.sha256("\n".join(group).encode(errors="surrogateescape")).hexdigest()[:16]
+        self.write(f"shard-{number}.{self.format}", data if rows else b"")
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file so that it is never seen in parts, or delete it if it would be empty. OutputError if not."""
+        path, new = f"{self.path}/{name}", f"{self.path}/.{name}.{uuid.uuid4().hex}"
+        try:
+            if data:
+                self.filesystem.pipe_file(new, data)
+                self.filesystem.mv(new, path)
+            elif self.filesystem.exists(path):
+                self.filesystem.rm_file(path)
+        except OSError as error:
+            raise OutputError(f"{self.uri}/{name}: {error}; run the same command to resume") from error
 
 
-@dataclass(frozen=True)
-class Workers:
-    """Number of actors, and the resources of each."""
+class Worker:
+    """An actor, which captions shards with one model, at most `size` images at once."""
 
-    count: int
-    cpus: int
-    gpus: int
+    def __init__(self, shards: Sequence[Shard], settings: Settings, size: int, cores: int):
+        self.shards, self.size, self.cores = shards, size, cores
+        self.load, self.options, self.output, self.folder = settings
+        self.captioner: Captioner | None = None
+
+    def __call__(self, batch: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
+        number = int(batch["shard"][0])
+        try:
+            report = self.caption(number)
+        except Exception as error:  # raised again where the run was started
+            error.add_note(f"in a worker:\n{traceback.format_exc()}")
+            report = ShardReport(number, error=error)
+        return {"report": [pickle.dumps(report)]}
+
+    def caption(self, number: int) -> ShardReport:
+        """Caption the images of a shard and write them to the folder, in their order."""
+        (files, skip), report = self.shards[number], ShardReport(number)
+        images = (image for uri, file in files.items() for image in read_images(uri, file, skip))
+        while first := next(images, None):
+            self._caption_group(chain([first], islice(images, self.size - 1)), report)
+        return report
+
+    def _caption_group(self, images: Iterable[RemoteImage], report: ShardReport) -> None:
+        group: dict[str, RemoteImage] = {}
+        self.captioner = self.captioner or self.load()
+        bulk = BulkCaptioner(self.captioner, self.options, cores=self.cores, read=lambda name: group[name].open())
+        for name, result in bulk.captions(group.setdefault(image.name, image).name for image in images):
+            group[name].content, group[name].result = b"", result
+        captioned = [image for image in group.values() if isinstance(image.result, str)]
+        self.folder.write_shard(list(group), captioned, self.output.decorate)
+        report.captioned += len(captioned)
+        for name, image in group.items():
+            if isinstance(image.result, Exception):
+                report.failures.append((image.file_name, image.member, failure_reason(image.result, name)))
+                report.empty += isinstance(image.result, EmptyCaptionError)
 
 
-def plan_workers(machines: Sequence[Mapping[str, float]], options: RayOptions) -> Workers:
-    """One worker for each GPU of the machines, or without GPUs for every cpus_per_worker cores of a machine."""
+def plan_workers(machines: Sequence[Mapping[str, float]], options: RayOptions) -> tuple[int, int, int]:
+    """The number of workers, and CPUs and GPUs of each: one per GPU, or without GPUs per cpus_per_worker cores."""
     n_gpus = int(sum(resources.get("GPU", 0) for resources in machines))
     if options.device == "cuda" and not n_gpus:
         raise UsageError("device cuda, but the Ray cluster has no GPU")
     if n_gpus and options.device in ("auto", "cuda"):
-        return Workers(n_gpus, options.cpus_per_worker or 1, 1)
+        return n_gpus, options.cpus_per_worker or 1, 1
     cores = [int(resources.get("CPU", 0)) for resources in machines if resources.get("CPU", 0) >= 1]
     cpus = options.cpus_per_worker or min([MAX_CPUS_PER_WORKER, *cores])
     count = sum(n // cpus for n in cores)
     if not count:
         raise UsageError(f"{cpus} CPUs per worker, but no machine of the Ray cluster has as many ({cores or 'none'})")
-    return Workers(count, cpus, 0)
+    return count, cpus, 0
 
 
-class _Worker:
-    """An actor, which captions shards with one model."""
-
-    def __init__(self, load: Callable[[], Captioner], settings: tuple[BulkOptions, OutputOptions, ShardFolder, int]):
-        self.load, self.settings = load, settings
-        self.captioner: Captioner | None = None
-
-    def caption(self, shard: Shard) -> ShardReport:
-        self.captioner = self.captioner or self.load()
-        options, output, folder, cores = self.settings
-        return caption_shard(self.captioner, shard, options, output, folder, cores)
-
-
-@contextmanager
-def _cluster(address: str | None) -> Iterator[Any]:
-    """Connect this process to a Ray cluster; a connection that exists already is used and kept."""
+def _connect(address: str | None) -> Any:
+    """Connect this process to a Ray cluster, unless it is connected; returns the library."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # Ray reads it when it is imported
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        import ray
+        import ray.data
     except ImportError:
         raise MissingExtraError("captioning on a cluster needs Ray: pip install 'nanovlm[ray]'") from None
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     if ray.is_initialized():
-        yield ray
-        return
+        return ray
     try:
         if match := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address or ""):
             socket.create_connection((match[1].strip("[]"), int(match[2])), timeout=10).close()  # Ray waits 2 minutes
@@ -281,66 +288,47 @@ def _cluster(address: str | None) -> Iterator[Any]:
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0]
         raise UsageError(f"Ray cluster {address or 'auto'}: {reason}; start one with ray start --head") from None
+    return ray
+
+
+def _run(files: Files, done: Done, options: RayOptions, settings: Settings) -> Iterator[ShardReport]:
+    """Caption files in shards on the cluster; a report for each shard, as they finish."""
+    ray = _connect(options.address)
+    count, cpus, gpus = plan_workers([node["Resources"] for node in ray.nodes() if node["Alive"]], options)
+    images = [uri for uri in files if not is_container(uri)]
+    size = options.shard_size or max(1, min(SHARD_SIZE, -(-len(images) // (4 * count))))
+    shards: list[Shard] = [({uri: files[uri]}, done.get(uri, set())) for uri in files if is_container(uri)]
+    groups = [images[i : i + size] for i in range(0, len(images), size)]
+    shards += [({uri: files[uri] for uri in group}, set()) for group in groups]
+    rows = ray.data.from_items([{"shard": i} for i in range(len(shards))], override_num_blocks=len(shards))
+    rows.context.enable_progress_bars = False
+    rows.context.max_errored_blocks = -1  # a shard whose worker dies each time gives no report
+    warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")  # it has max_task_retries
+    reports = rows.map_batches(
+        Worker,
+        batch_size=1,
+        fn_constructor_args=(shards, settings, options.shard_size or SHARD_SIZE, cpus),
+        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count, max_tasks_in_flight_per_actor=1),
+        num_cpus=cpus,
+        num_gpus=gpus,
+        max_task_retries=MAX_ATTEMPTS - 1,
+    )
+    lost, failed = dict(enumerate(shards)), 0
     try:
-        yield ray
-    finally:
-        ray.shutdown()
-
-
-def _run(
-    files: Sequence[RemoteFile],
-    state: ShardState,
-    load: Callable[[], Captioner],
-    options: RayOptions,
-    settings: tuple[BulkOptions, OutputOptions, ShardFolder],
-) -> list[ShardReport]:
-    """Caption files in shards on the cluster; a report for each shard."""
-    reports: list[ShardReport] = []
-    with _cluster(options.address) as ray:
-        workers = plan_workers([node["Resources"] for node in ray.nodes() if node["Alive"]], options)
-        shards = make_shards(files, state, options.shard_size, workers.count)
-        actor = ray.remote(_Worker).options(
-            num_cpus=workers.cpus, num_gpus=workers.gpus, max_restarts=-1, max_task_retries=MAX_ATTEMPTS - 1
-        )
-        actors = [actor.remote(load, (*settings, workers.cpus)) for _ in range(min(workers.count, len(shards)))]
-        running: dict[Any, tuple[Any, Shard | None]] = {a.__ray_ready__.remote(): (a, None) for a in actors}
-        del actors  # an actor without a task ends
-        todo = shards[::-1]
         with Progress(len(shards), unit="shard") as progress:
-            try:
-                while len(reports) < len(shards):  # a busy cluster may never start some of the actors
-                    (done,), _ = ray.wait(list(running))
-                    worker, shard = running.pop(done)
-                    if shard is None:
-                        ray.get(done)  # raises if a machine lacks nanovlm
-                    else:
-                        reports.append(_report(ray, done, shard))
-                        progress.update(sum(len(report.failures) for report in reports))
-                    if todo:
-                        shard = todo.pop()
-                        running[worker.caption.remote(shard)] = worker, shard
-            except KeyboardInterrupt:
-                done, total = len(reports), len(shards)
-                logger.warning("stopped after %d of %d shards; run the same command to resume", done, total)
-                raise
-            except ray.exceptions.RayError as error:
-                raise NanoVLMError(
-                    f"the Ray cluster failed after {len(reports)} of {len(shards)} shards: "
-                    f"{str(error).strip().partition(chr(10))[0]}; run the same command to resume"
-                ) from error
-    return reports
-
-
-def _report(ray: Any, task: Any, shard: Shard) -> ShardReport:
-    """The report of a finished task; raises the error of the worker's code. A worker that died fails its files."""
-    try:
-        report = ray.get(task)
-    except ray.exceptions.RayTaskError as error:
-        error.cause.add_note(f"in a worker:\n{error}")
-        raise error.cause from None
-    except ray.exceptions.RayActorError:
-        report = ShardReport(failures=[failure_row((file.uri, None), WORKER_DIED) for file in shard.files])
-    for failure in report.failures:
-        name = "/".join(filter(None, (failure["file_name"], failure.get("member"))))
-        logger.warning("%s: %s", printable(name), failure["reason"])
-    return report
+            for row in reports.iter_rows():
+                report = pickle.loads(row["report"])
+                if report.error:
+                    raise report.error
+                del lost[report.number]
+                yield report
+                progress.update(failed := failed + len(report.failures))
+    except KeyboardInterrupt:
+        n_done = len(shards) - len(lost)
+        logger.warning("stopped after %d of %d shards; run the same command to resume", n_done, len(shards))
+        raise
+    except ray.exceptions.RayError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise NanoVLMError(f"the Ray cluster failed: {reason}; run the same command to resume") from error
+    for number, (uris, _) in lost.items():
+        yield ShardReport(number, failures=[(uri, None, WORKER_DIED) for uri in uris])

@@ -1,218 +1,189 @@
 """Finding and reading images at any URI that pyarrow or fsspec opens: files, folders, tars and parquet files."""
 
-import errno
-import fnmatch
+import glob
 import os
 import re
 import tarfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
+
 from models.checkpoint import WEIGHTS
+from nanovlm.bulk.inputs import ImageList
 from nanovlm.data.formats import record_images
 from nanovlm.data.remote import first_line
 from nanovlm.errors import DataError, ImageError, UsageError
-from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, printable, readable_extensions
+from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, load_image, printable, readable_extensions
 
 if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+    from fsspec.core import OpenFile
     from pyarrow import RecordBatch
-    from pyarrow.fs import FileSystem
 
 TAR_EXTENSIONS, PARQUET = (".tar", ".tar.gz", ".tgz"), ".parquet"
 IMAGE_COLUMNS = ("image", "images", "bytes")
-PARQUET_BATCH = 32  # rows read at once
-TAR_BUFFER = 2**20
 IMAGEFOLDER_TABLE = "metadata.parquet"  # holds captions, no images
 
 
-@dataclass(frozen=True)
-class RemoteFile:
-    """A file of a pyarrow file system; uri is its name for people and tables, for a local file its absolute path."""
+@dataclass
+class RemoteImage:
+    """An image in a file, tar or parquet file, and its row's other columns; or the error of a whole tar or parquet."""
 
-    filesystem: "FileSystem"
-    path: str
-    uri: str
+    file_name: str  # a URI, or a local file's absolute path
+    member: str | None
+    content: "OpenFile | bytes | Exception"
+    columns: "RecordBatch | None" = None
+    result: str | Exception | None = None
 
     @property
-    def is_container(self) -> bool:
-        """Whether the file is a tar or parquet file, which holds images."""
-        return self.uri.lower().endswith((*TAR_EXTENSIONS, PARQUET))
+    def name(self) -> str:
+        return "/".join(filter(None, (self.file_name, self.member)))
 
-    def read(self) -> bytes:
-        """The content of an image's file. ImageError if it is not a file, OSError if it cannot be read."""
-        if self.filesystem.type_name == "local" and os.path.exists(self.path) and not os.path.isfile(self.path):
-            raise ImageError("not a file")  # opening a pipe may block forever
-        with self.filesystem.open_input_stream(self.path, compression=None) as stream:
-            return stream.read()
-
-
-@dataclass(frozen=True)
-class Member:
-    """An image in a tar or parquet file, and its row's other columns; without a name, the error of the whole file."""
-
-    name: str | None
-    content: bytes | Exception
-    columns: "RecordBatch | None" = None
+    def open(self) -> Image.Image:
+        """The image. ImageError if it is none, OSError if its file cannot be read."""
+        if isinstance(content := self.content, Exception):
+            raise content
+        if not isinstance(content, bytes):
+            if os.path.exists(self.file_name) and not os.path.isfile(self.file_name):
+                raise ImageError("not a file")  # opening a pipe may block forever
+            content = content.fs.cat_file(content.path)
+        return load_image(content, self.name)
 
 
-@dataclass
-class RemoteInputs:
-    """Files with images, each once, in the order they were named; and what else the names gave."""
-
-    files: list[RemoteFile] = field(default_factory=list)
-    missing: list[tuple[str, str]] = field(default_factory=list)  # names that gave no file, with the reason
-    left_out: Counter[str] = field(default_factory=Counter)  # images that cannot be read here, by extension
-
-
-def open_filesystem(uri: str) -> tuple["FileSystem", str, str]:
+def open_filesystem(uri: str) -> tuple["AbstractFileSystem", str, str]:
     """The file system of a URI or local path, the path in it, and the prefix that makes a URI of such a path.
 
     pyarrow opens file://, s3://, gs:// and hdfs:// by itself; other schemes need the package that fsspec names.
     """
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.arrow import ArrowFSWrapper
     from pyarrow import ArrowException
-    from pyarrow.fs import FileSystem, LocalFileSystem
+    from pyarrow.fs import FileSystem
 
     if not re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", uri) or uri.startswith("file://"):
-        return LocalFileSystem(), os.path.abspath(uri.removeprefix("file://")), ""
+        return url_to_fs("/")[0], os.path.abspath(uri.removeprefix("file://")), ""
     try:
-        filesystem, path = FileSystem.from_uri(uri)
+        arrow, path = FileSystem.from_uri(uri)
+        filesystem = ArrowFSWrapper(arrow)
     except (ArrowException, OSError) as error:  # another scheme, or characters that are not valid in a URI
         try:
-            filesystem, path = FileSystem.from_uri(f"fsspec+{uri}")
-        except (ImportError, ValueError, OSError) as fsspec_error:
-            reason = f"{first_line(error)}; {first_line(fsspec_error)}"
-            raise UsageError(f"{uri}: cannot be opened: {reason}") from None
+            filesystem, path = url_to_fs(uri)
+        except (ImportError, ValueError, OSError) as other:
+            raise UsageError(f"{uri}: cannot be opened: {first_line(error)}; {first_line(other)}") from None
     return filesystem, path, uri.partition(path.rstrip("/"))[0]
 
 
-def find_remote(names: Sequence[str], recursive: bool = True, exclude: str | None = None) -> RemoteInputs:
-    """Find the images, tars and parquet files that files, folders and patterns name; a file named twice counts once.
+def is_container(name: str) -> bool:
+    """Whether a file is a tar or parquet file, which holds images."""
+    return name.lower().endswith((*TAR_EXTENSIONS, PARQUET))
+
+
+def find_remote(names: Sequence[str], recursive: bool, exclude: str) -> tuple[dict[str, "OpenFile"], ImageList]:
+    """The images, tars and parquet files that files, folders and patterns name, by URI; and what else the names gave.
 
     Hidden files and model folders are left out, as `list_images` does, and what is below exclude, the URI of a folder.
     recursive says whether subfolders are searched, too.
     """
-    inputs, known = RemoteInputs(), set()
+    from fsspec.core import OpenFile
+
+    files: dict[str, OpenFile] = {}
+    others = ImageList()
     for name in names:
         filesystem, path, prefix = open_filesystem(name)
         try:
-            paths = _expand(filesystem, path, recursive, inputs.left_out)
+            found = _expand(filesystem, path, recursive, others.left_out)
         except OSError as error:
-            inputs.missing.append((name, error.strerror or first_line(error)))
+            others.missing.append((name, error.strerror or first_line(error)))
             continue
-        if not paths:
-            inputs.missing.append((name, "no images, tars or parquet files there"))
-        for uri, path in ((prefix + path, path) for path in paths):
-            if uri not in known and not (exclude and uri.startswith(f"{exclude}/")):
-                known.add(uri)
-                inputs.files.append(RemoteFile(filesystem, path, uri))
-    return inputs
+        if not found:
+            others.missing.append((name, "no images, tars or parquet files there"))
+        files |= {prefix + path: OpenFile(filesystem, path) for path in found}
+    return {uri: file for uri, file in files.items() if not uri.startswith(f"{exclude}/")}, others
 
 
-def _expand(filesystem: "FileSystem", path: str, recursive: bool, left_out: Counter[str]) -> list[str]:
+def _expand(filesystem: "AbstractFileSystem", path: str, recursive: bool, left_out: Counter[str]) -> list[str]:
     """The files that a file, folder or pattern stands for. OSError if there is no such thing."""
-    from pyarrow.fs import FileType
-
-    kind, magic = filesystem.get_file_info(path).type, re.search(r"[*?[]", path)
-    if kind == FileType.Directory:
+    if filesystem.isdir(path):
         base = path.rstrip("/")
-        found = _walk(filesystem, base, recursive)
-    elif kind != FileType.NotFound:
+        found = filesystem.find(path, maxdepth=None if recursive else 1, on_error="raise")
+    elif filesystem.exists(path):
         return [path]
-    elif magic:
-        base = path[: magic.start()].rpartition("/")[0]
-        pattern = path[len(base) + 1 :]
-        found = fnmatch.filter(_walk(filesystem, base, recursive=True), pattern)
-        found = [file for file in found if "**" in pattern or file.count("/") == pattern.count("/")]
+    elif glob.has_magic(path):
+        base = re.split(r"[*?[]", path)[0].rpartition("/")[0]
+        found = [file for file, info in filesystem.glob(path, detail=True).items() if info["type"] != "directory"]
     else:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    parsed = [PurePosixPath(file) for file in found]
-    model_folders = {file.parent for file in parsed if file.name == WEIGHTS} - {PurePosixPath(".")}
-    hidden = {file for file in parsed if any(part.startswith(".") for part in file.parts)}
-    visible = [file for file in parsed if file not in hidden and model_folders.isdisjoint(file.parents)]
+        raise FileNotFoundError("No such file or directory")
+    files = [PurePosixPath(file[len(base) + 1 :]) for file in sorted(found)]
+    model_folders = {file.parent for file in files if file.name == WEIGHTS} - {PurePosixPath(".")}
+    hidden = {file for file in files if any(part.startswith(".") for part in file.parts)}
+    visible = [file for file in files if file not in hidden and model_folders.isdisjoint(file.parents)]
     return [f"{base}/{file}" for file in visible if _is_readable(file, left_out)]
 
 
-def _walk(filesystem: "FileSystem", folder: str, recursive: bool) -> list[str]:
-    """The paths of all files in a folder, relative to it and sorted."""
-    from pyarrow.fs import FileSelector, FileType
-
-    if filesystem.type_name == "local":  # os.walk does not follow links to folders, which may be circles
-        walked = os.walk(folder) if recursive else [next(os.walk(folder))]
-        return sorted(
-            os.path.relpath(os.path.join(current, file), folder) for current, _, files in walked for file in files
-        )
-    infos = filesystem.get_file_info(FileSelector(folder, recursive=recursive))
-    return sorted(info.path[len(folder) + 1 :] for info in infos if info.type == FileType.File)
+def _is_readable(file: PurePosixPath, left_out: Counter[str]) -> bool:
+    extension = file.suffix.lower()
+    left_out.update([extension] if extension in IMAGE_EXTENSIONS - readable_extensions() else [])
+    return extension in readable_extensions() or (is_container(file.name) and file.name != IMAGEFOLDER_TABLE)
 
 
-def _is_readable(path: PurePosixPath, left_out: Counter[str]) -> bool:
-    extension = path.suffix.lower()
-    if extension in readable_extensions() or path.name.lower().endswith((*TAR_EXTENSIONS, PARQUET)):
-        return path.name != IMAGEFOLDER_TABLE
-    if extension in IMAGE_EXTENSIONS:
-        left_out[extension] += 1
-    return False
+def read_images(uri: str, file: "OpenFile", skip: Collection[str | None] = ()) -> Iterator[RemoteImage]:
+    """The image of a file, or those of a tar or parquet file without those in skip, each name once.
 
-
-def read_container(file: RemoteFile, skip: Collection[str | None] = ()) -> Iterator[Member]:
-    """Yield each image in a tar or parquet file, except those in skip.
-
-    An image is named by its path in the tar, or by its row in the parquet file, from 0, and ".i" if rows hold
-    several. If the file itself is damaged, its error comes last.
-
-    Ray Data 2.60 has readers, too, which lose promises that are kept here: one missing file of read_binary_files, or
-    one torn file of read_parquet, ends the run; read_webdataset takes a torn tar for an empty one.
+    A tar or parquet file that is torn ends in an error. Ray Data's read_parquet gives no row numbers to resume by, and
+    one torn file ends the run; to its read_webdataset a torn tar is an empty one.
     """
     from pyarrow import ArrowException
 
-    members = _tar_members if file.uri.lower().endswith(TAR_EXTENSIONS) else _parquet_members
-    seen: set[str | None] = set(skip)
+    if not is_container(uri):
+        yield RemoteImage(uri, None, file)
+        return
+    seen = set(skip)
     try:
-        for member in members(file, seen):
-            if member.name not in seen:
-                seen.add(member.name)
-                yield member
+        for member, *content in (_tar_members if uri.lower().endswith(TAR_EXTENSIONS) else _parquet_members)(file):
+            if member not in seen:
+                seen.add(member)
+                yield RemoteImage(uri, member, *content)
+        if not seen:
+            raise DataError("no images in it")
     except (tarfile.TarError, ArrowException, OSError, EOFError, DataError) as error:
         is_known = isinstance(error, DataError)
-        yield Member(None, error if is_known else DataError(f"cannot be read: {first_line(error)}"))
+        yield RemoteImage(uri, None, error if is_known else DataError(f"cannot be read: {first_line(error)}"))
 
 
-def _tar_members(file: RemoteFile, skip: Collection[str | None]) -> Iterator[Member]:
-    with (
-        file.filesystem.open_input_stream(file.path, compression=None) as stream,
-        tarfile.open(fileobj=stream, mode="r|*", bufsize=TAR_BUFFER) as tar,
-    ):
+def _tar_members(file: "OpenFile") -> Iterator[tuple]:
+    with file.fs.open(file.path) as stream, tarfile.open(fileobj=stream, mode="r|*", bufsize=2**20) as tar:
         n_members = 0
         for info in tar:
             n_members += 1
             hidden = any(part.startswith(".") and part != "." for part in info.name.split("/"))
             extension = os.path.splitext(info.name)[1].lower()
-            if info.isfile() and not hidden and extension in readable_extensions() and info.name not in skip:
-                yield Member(info.name, tar.extractfile(info).read())  # type: ignore[union-attr]
+            if info.isfile() and not hidden and extension in readable_extensions():
+                yield info.name, tar.extractfile(info).read()  # type: ignore[union-attr]
             tar.members.clear()  # type: ignore[attr-defined]  # it would remember every header
         assert tar.fileobj is not None
         if tar.fileobj.tell() <= tar.offset:  # no block of zeros follows the last file
             raise DataError(f"cut after {n_members:,} files; download it again")
 
 
-def _parquet_members(file: RemoteFile, skip: Collection[str | None]) -> Iterator[Member]:
+def _parquet_members(file: "OpenFile") -> Iterator[tuple]:
     from pyarrow.parquet import ParquetFile
 
-    with file.filesystem.open_input_file(file.path) as opened, ParquetFile(opened) as table:
+    with file.fs.open(file.path) as opened, ParquetFile(opened) as table:
         present = table.schema_arrow.names
         column = next((column for column in IMAGE_COLUMNS if column in present), None)
         if column is None:
             raise DataError(f"no column {', '.join(IMAGE_COLUMNS)}, only {', '.join(present)}")
         row = 0
-        for batch in table.iter_batches(PARQUET_BATCH):
+        for batch in table.iter_batches(32):
             others = batch.drop_columns([column])
             for i, value in enumerate(batch.column(column).to_pylist()):
                 for k, image in enumerate(record_images({"images": value})):
                     name = f"{row}.{k}" if isinstance(value, list) else str(row)
-                    yield Member(name, _image_bytes(image), others.slice(i, 1))
+                    yield name, _image_bytes(image), others.slice(i, 1) if others.num_columns else None
                 row += 1
 
 

@@ -42,8 +42,6 @@ def caption_ray(args: argparse.Namespace, generation: GenerationOptions) -> int:
         model_settings={name: getattr(model, name) for name in ("model", "revision", "max_tiles", "upscale")},
     )
     print_error(summary(report, "skip"))
-    if args.stats and report.captioned:
-        print_error(f"models busy {report.utilization:.0%} of the time that shards took")
     return 1 if report.failed else 0
 
 

@@ -1,114 +1,80 @@
-"""Finding and reading images by path or URI, alone and in tars and parquet files."""
+"""Finding images by path or URI, reading those of tars and parquet files, and writing captions."""
 
 import io
 import tarfile
 
 import pytest
 
-from nanovlm.bulk.remote_inputs import Member, find_remote, open_filesystem, read_container
-from nanovlm.errors import DataError, UsageError
-from support import noise_image
+from nanovlm.bulk.ray_captioning import RayOptions, ShardFolder, plan_workers
+from nanovlm.bulk.remote_inputs import RemoteImage, find_remote, open_filesystem, read_images
+from nanovlm.errors import OutputError, UsageError
 
 pytestmark = pytest.mark.full
 fsspec = pytest.importorskip("fsspec")
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 
-
-def png(seed=0):
-    file = io.BytesIO()
-    noise_image(seed=seed).save(file, "PNG")
-    return file.getvalue()
-
-
-def tar(files, mode="w"):
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode=mode) as archive:
-        for name, data in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
-
-
-FILES = {
-    "a.png": png(1), "sub/b.JPG": png(2), "sub/deep/c.webp": png(3), "sub/text.txt": b"", ".hidden.png": b"",
-    ".git/x.png": b"", "model/model.safetensors": b"", "model/report.png": b"", "raw.cr2": b"", "t.tar": b"",
-    "u.tar.gz": b"", "p.parquet": b"", "metadata.parquet": b"",
-}  # fmt: skip
+FILES = [
+    "a.png", "sub/b.JPG", "sub/deep/c.webp", "sub/text.txt", ".hidden.png", ".git/x.png", "model/model.safetensors",
+    "model/report.png", "raw.cr2", "t.tar", "u.tar.gz", "p.parquet", "metadata.parquet", "out/d.png",
+]  # fmt: skip
 FOUND = ["a.png", "p.parquet", "sub/b.JPG", "sub/deep/c.webp", "t.tar", "u.tar.gz"]
 
 
-@pytest.fixture(params=["local", "file", "memory"])
+@pytest.fixture(params=["local", "memory"])
 def root(request, tmp_path):
-    """The same files on disk, by path and by URI, and in a file system that only fsspec knows."""
+    """A folder on disk, and one in a file system that only fsspec knows."""
+    yield str(tmp_path) if request.param == "local" else "memory://photos"
     if request.param == "memory":
-        filesystem = fsspec.filesystem("memory")
-        for name, data in FILES.items():
-            filesystem.pipe_file(f"/photos/{name}", data)
-        yield "memory://photos"
-        filesystem.rm("/photos", recursive=True)
-        return
-    for name, data in FILES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(data)
-    yield str(tmp_path) if request.param == "local" else f"file://{tmp_path}"
+        fsspec.filesystem("memory").store.clear()
 
 
-def names(inputs, root):
-    return [file.uri.removeprefix(root.removeprefix("file://")).lstrip("/") for file in inputs.files]
+def found(root, *names, **options):
+    files, others = find_remote(names, options.get("recursive", True), exclude=f"{root}/out")
+    return [uri.removeprefix(f"{root}/") for uri in files], others
 
 
 def test_folders_and_patterns_give_visible_images_tars_and_parquet_files(root):
-    inputs = find_remote([root, f"{root}/a.png"])
-    assert names(inputs, root) == FOUND and inputs.left_out == {".cr2": 1} and not inputs.missing
-    assert names(find_remote([root], recursive=False), root) == [name for name in FOUND if "/" not in name]
-    assert names(find_remote([f"{root}/*.p*"]), root) == ["a.png", "p.parquet"]
-    assert names(find_remote([f"{root}/sub/**"]), root) == ["sub/b.JPG", "sub/deep/c.webp"]
-    assert find_remote([f"{root}/sub/*"]).files[0].read() == FILES["sub/b.JPG"]
-
-
-def test_the_output_folder_is_not_read(root):
-    uri = find_remote([f"{root}/a.png"]).files[0].uri.removesuffix("/a.png")
-    assert names(find_remote([root], exclude=f"{uri}/sub"), root) == [name for name in FOUND if "sub" not in name]
-
-
-def test_names_that_give_nothing_are_told(root):
-    missing = dict(find_remote([f"{root}/no.png", f"{root}/*.gif", f"{root}/.git"]).missing)
+    filesystem, path, _ = open_filesystem(root)
+    for name in FILES:
+        filesystem.makedirs(f"{path}/{name}".rpartition("/")[0], exist_ok=True)
+        filesystem.pipe_file(f"{path}/{name}", name.encode())
+    names, others = found(root, root, f"{root}/a.png")
+    assert names == FOUND and others.left_out == {".cr2": 1} and not others.missing
+    assert found(root, root, recursive=False)[0] == [name for name in FOUND if "/" not in name]
+    assert found(root, f"{root}/*.p*")[0] == ["a.png", "p.parquet"]
+    assert found(root, f"{root}/sub/**")[0] == ["sub/b.JPG", "sub/deep/c.webp"]
+    missing = dict(found(root, f"{root}/no.png", f"{root}/*.gif", f"{root}/.git")[1].missing)
     assert missing.pop(f"{root}/no.png") == "No such file or directory"
-    assert set(missing.values()) == {"no images, tars or parquet files there"} and len(missing) == 1
+    assert set(missing.values()) == {"no images, tars or parquet files there"}
 
 
-def test_an_unknown_scheme_is_named():
+def test_a_uri_is_named_if_it_cannot_be_opened_and_a_bucket_needs_no_network():
     with pytest.raises(UsageError, match=r"s3x://bucket/a: cannot be opened"):
         open_filesystem("s3x://bucket/a")
+    assert open_filesystem("s3://bucket/some/*.png?region=eu-west-1")[1:] == ("bucket/some/*.png", "s3://")
 
 
-def test_a_bucket_needs_no_network_to_be_named():
-    filesystem, path, prefix = open_filesystem("s3://bucket/some/*.png?region=eu-west-1")
-    assert (filesystem.type_name, path, prefix) == ("s3", "bucket/some/*.png", "s3://")
-    with pytest.raises(UsageError, match="Unexpected query parameter"):
-        open_filesystem("s3://bucket/some/folder?regoin=eu-west-1")
+def members(path, skip=()):
+    ((uri, file),) = find_remote([str(path)], True, exclude="no folder")[0].items()
+    return [(image.member, image.content) for image in read_images(uri, file, set(skip))]
 
 
-@pytest.mark.parametrize(("name", "mode"), [("a.tar", "w"), ("a.tar.gz", "w:gz"), ("a.tgz", "w:gz")])
-def test_images_of_a_tar_in_order(tmp_path, name, mode):
-    files = {"x/2.png": png(2), "x/2.txt": b"two", "x/.3.png": png(3), "1.jpg": b"broken"}
-    (tmp_path / name).write_bytes(tar(files, mode))
-    (file,) = find_remote([str(tmp_path)]).files
-    assert list(read_container(file)) == [Member("x/2.png", files["x/2.png"]), Member("1.jpg", b"broken")]
-    assert list(read_container(file, {"x/2.png"})) == [Member("1.jpg", b"broken")]
-
-
-@pytest.mark.parametrize("cut", ["inside an image", "between two", "inside gzip"])
-def test_a_tar_that_is_cut_gives_what_it_has_and_fails(tmp_path, cut):
-    data = tar({"1.png": bytes(1000), "2.png": bytes(1000)}, "w:gz" if cut == "inside gzip" else "w")
-    length = {"inside an image": 2300, "between two": 512 + 1024, "inside gzip": len(data) // 2}[cut]
-    (tmp_path / "a.tar").write_bytes(data[:length])
-    (file,) = find_remote([str(tmp_path)]).files
-    *images, error = read_container(file)
-    assert error.name is None and isinstance(error.content, DataError)
-    assert images == ([] if cut == "inside gzip" else [Member("1.png", bytes(1000))])
+@pytest.mark.parametrize(("name", "mode"), [("a.tar", "w"), ("a.tgz", "w:gz")])
+def test_images_of_a_tar_in_order_and_a_cut_tar_fails_after_those_it_has(tmp_path, name, mode):
+    with tarfile.open(tmp_path / name, mode) as tar:
+        for member in ("x/2.png", "x/2.txt", "x/.3.png", "1.jpg"):
+            info = tarfile.TarInfo(member)
+            info.size = 1000
+            tar.addfile(info, io.BytesIO(bytes(1000)))
+    assert members(tmp_path / name) == [("x/2.png", bytes(1000)), ("1.jpg", bytes(1000))]
+    assert members(tmp_path / name, {"x/2.png"}) == [("1.jpg", bytes(1000))]
+    data = (tmp_path / name).read_bytes()
+    for length in [2300, 1536] if mode == "w" else [len(data) // 2]:  # inside a file, between two
+        (tmp_path / name).write_bytes(data[:length])
+        *images, (member, error) = members(tmp_path / name)
+        assert member is None and isinstance(error, Exception) and (not images or mode == "w")
+        assert images in ([], [("x/2.png", bytes(1000))])
 
 
 def test_images_of_a_parquet_file_by_row(tmp_path):
@@ -117,13 +83,56 @@ def test_images_of_a_parquet_file_by_row(tmp_path):
     parquet.write_table(pyarrow.table({"images": [[b"0", b"1"], [], [b"2"]]}), tmp_path / "b.parquet")
     parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "c.parquet")
     (tmp_path / "d.parquet").write_bytes(b"no parquet")
-    structs, lists, texts, broken = find_remote([str(tmp_path)]).files
-    zero, far = read_container(structs)
-    assert (zero.name, zero.content, far.name) == ("0", b"0", "2")
-    assert str(far.content) == "the cell names far.png instead of holding it"
-    assert [zero.columns.to_pylist(), far.columns.to_pylist()] == [[{"text": "a"}], [{"text": "c"}]]
-    assert [(m.name, m.content) for m in read_container(lists)] == [("0.0", b"0"), ("0.1", b"1"), ("2.0", b"2")]
-    (member,) = read_container(texts)
-    assert str(member.content) == "no column image, images, bytes, only text"
-    (member,) = read_container(broken)
-    assert str(member.content).startswith("cannot be read: ")
+    zero, far = members(tmp_path / "a.parquet")
+    assert zero == ("0", b"0") and str(far[1]) == "the cell names far.png instead of holding it"
+    assert members(tmp_path / "b.parquet") == [("0.0", b"0"), ("0.1", b"1"), ("2.0", b"2")]
+    assert str(members(tmp_path / "c.parquet")[0][1]) == "no column image, images, bytes, only text"
+    assert str(members(tmp_path / "d.parquet")[0][1]).startswith("cannot be read: ")
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_captions_that_are_written_are_done_and_a_second_attempt_replaces_them(root, format):
+    folder = ShardFolder(f"{root}/out", format)
+    folder.create()
+    images = [RemoteImage("a.png", None, b"", None, "a ü"), RemoteImage("b.tar", "1.png", b"", None, "b")]
+    for _ in range(2):
+        folder.write_shard(["a.png", "b.tar/1.png", "bad.png"], images, str.upper)
+    assert folder.done() == {"a.png": {None}, "b.tar": {"1.png"}}
+    (path,) = folder.filesystem.ls(folder.path, detail=False)
+    if format == "jsonl":
+        assert '"text": "A Ü"' in folder.filesystem.cat_file(path).decode()
+    folder.filesystem.pipe_file(path, b"no captions")
+    with pytest.raises(UsageError, match="is not a shard of captions"):
+        folder.done()
+
+
+def test_other_settings_and_a_folder_that_cannot_be_written_are_refused(tmp_path):
+    folder = ShardFolder(str(tmp_path))
+    folder.check_settings({"prompt": "a", "model": "m"})
+    folder.check_settings({"prompt": "a", "model": "m"})
+    with pytest.raises(UsageError, match="prompt 'a', not 'b'"):
+        folder.check_settings({"prompt": "b", "model": "m"})
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="run the same command to resume"):
+        ShardFolder(str(tmp_path / "file")).write("a", b"a")
+    with pytest.raises(UsageError, match="cannot be made"):
+        ShardFolder(str(tmp_path / "file" / "out")).create()
+
+
+@pytest.mark.parametrize(
+    ("machines", "options", "expected"),
+    [
+        ([{"CPU": 16}, {"CPU": 6}], {}, (5, 4, 0)),
+        ([{"CPU": 2}, {"CPU": 16}, {"memory": 1}], {"cpus_per_worker": 8}, (2, 8, 0)),
+        ([{"CPU": 16, "GPU": 2}, {"CPU": 6, "GPU": 1}], {}, (3, 1, 1)),
+        ([{"CPU": 16, "GPU": 2}], {"device": "cpu"}, (4, 4, 0)),
+    ],
+)
+def test_a_worker_per_gpu_or_per_some_cores(machines, options, expected):
+    assert plan_workers(machines, RayOptions("out", **options)) == expected
+
+
+def test_a_cluster_without_the_resources_is_refused():
+    for options, message in [({"device": "cuda"}, "no GPU"), ({"cpus_per_worker": 8}, "8 CPUs per worker")]:
+        with pytest.raises(UsageError, match=message):
+            plan_workers([{"CPU": 4}], RayOptions("out", **options))
