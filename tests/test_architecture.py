@@ -162,3 +162,9 @@ def test_no_identifier_is_in_the_old_dialect():
         for name in DIALECT.intersection(identifiers(ast.parse(path.read_text(encoding="utf-8"))))
     }
     assert not violations
+
+
+def test_files_are_short_and_the_first_floor_has_few_doors():
+    long = {str(path) for path in GRAPH.files.values() if len(path.read_text(encoding="utf-8").splitlines()) > 350}
+    assert not long
+    assert len([path for path in (ROOT / "nanovlm").iterdir() if not path.name.startswith(("_", "py.typed"))]) <= 18

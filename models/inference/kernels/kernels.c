@@ -3,6 +3,7 @@
 #include "amx.c"
 #include "elementwise.c"
 #include "gemm.c"
+#include "gemv.c"
 #include "attention.c"
 #include "model.c"
 
