@@ -24,7 +24,7 @@ from torchvision.transforms import functional as transforms_v1
 from nanovlm.errors import ImageError
 from nanovlm.processing import image_loading as images
 from nanovlm.processing.image_loading import load_image
-from nanovlm.processing.image_processing import preprocess, resized_size
+from nanovlm.processing.layouts.nanovlm import preprocess, resized_size
 from support import ROOT
 
 ORIENTATION = 0x0112
