@@ -43,7 +43,7 @@ class Subset:
                 yield self.source.name(key), row
         else:
             for i in self.indices:
-                yield self.source.name(i), self.source.records[i]
+                yield self.source.name(i), self.source.record(i)
 
 
 def split(

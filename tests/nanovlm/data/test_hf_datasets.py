@@ -66,7 +66,7 @@ def test_the_cauldron_rows_on_disk(form, datasets_cache):
         path, "no column 'beauty_ratings', only", "formatting_ratings", options=ReadOptions(min_ratings={"beauty": 1})
     )
     rows.select([1]).save_to_disk("low")
-    check_refused("low", "no row rated so high", options=HIGH)
+    check_refused("low", "no record rated so high", options=HIGH)
     if form == "parquet":
         assert [rest for _, *rest in read_all("rows/a.parquet")] == [list(e) for e in EXPECTED]
 

@@ -37,7 +37,7 @@ def test_samples_of_several_shards():
 
 def test_incomplete_or_cut_tars_are_refused():
     write_tar("a.tar", {"0.png": png(1), "1.png": png(2), "1.txt": b"one", "2.txt": b"two"})
-    check_refused("a.tar", "1 of 2 samples", ": 0;", "--on-error skip")
+    check_refused("a.tar", "1 of 2 images in a.tar have no .txt or .json", ": 0;", "--on-error skip")
     assert [example[0] for example in read_all("a.tar", replace(OPTIONS, skip_errors=True))] == ["a.tar/1"]
     write_tar("b.tar", {"0.txt": b"two"})
     check_refused("b.tar", "no images found")
