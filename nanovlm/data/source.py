@@ -124,6 +124,10 @@ class Part:
     index: int = 0
     count: int = 1
 
+    def turn_of_all(self, turn: int) -> int:
+        """The position in the whole at which the part takes its turn-th example."""
+        return turn * self.count + self.index
+
 
 WHOLE = Part()
 Row = tuple[str, Any]  # a record and its key
