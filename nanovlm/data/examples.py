@@ -111,7 +111,13 @@ def _load(image: ImageSource, name: str) -> Image.Image:
 
 def encode_checked(example: Example, processor: Processor, augment: Augment | None = None) -> EncodedExample:
     """`encode`, with an ExampleError for empty answers, image placeholders in the text and too long examples."""
-    _check_text(example, processor)
+    special = ("<image>", *(processor.cfg.vlm_extra_tokens or {}).values())
+    for pair in example.qa_pairs:
+        if not pair[1].strip():
+            raise ExampleError(f"{example.name} has an empty answer to {pair[0]!r}")
+        for text, kind in zip(pair, ("question", "answer")):
+            if token := next((token for token in special if token in text), None):
+                raise ExampleError(f"{example.name} has {token} in its {kind}, where it would be plain text; remove it")
     row = encode(example, processor, augment)
     length, limit = len(row.ids), processor.cfg.lm_max_position_embeddings
     if length > limit:
@@ -121,19 +127,6 @@ def encode_checked(example: Example, processor: Processor, augment: Augment | No
             f"{limit}; shorten its text or split it"
         )
     return row
-
-
-def _check_text(example: Example, processor: Processor) -> None:
-    special = ("<image>", *(processor.cfg.vlm_extra_tokens or {}).values())
-    for prompt, answer in example.qa_pairs:
-        if not answer.strip():
-            raise ExampleError(f"{example.name} has an empty answer to {prompt!r}")
-        for token in special:
-            for text, kind in ((prompt, "question"), (answer, "answer")):
-                if token in text:
-                    raise ExampleError(
-                        f"{example.name} has {token} in its {kind}, where it would be plain text; remove it"
-                    )
 
 
 def collate(rows: Sequence[EncodedExample], pad_id: int = 0, max_length: int | None = None) -> dict[str, Tensor | None]:

@@ -11,7 +11,7 @@ from typing import Any
 from models.checkpoint import WEIGHTS
 from nanovlm.data.examples import Example
 from nanovlm.data.formats import applicable_options, record_to_example
-from nanovlm.data.jsonl import read_jsonl
+from nanovlm.data.jsonl import read_jsonl, reading_errors
 from nanovlm.data.source import INSTALL_DATA, ReadOptions, Source, captioned_source
 from nanovlm.data.webdataset import FilePart, text_to_example
 from nanovlm.errors import DataError, MissingExtraError
@@ -28,7 +28,8 @@ def walk(
     """
     for current, subfolders, files in os.walk(folder, onerror=on_error):
         model_folders = {name for name in subfolders if os.path.exists(os.path.join(current, name, WEIGHTS))}
-        subfolders[:] = [name for name in subfolders if recursive and name[0] != "." and name not in model_folders]
+        visible = sorted(name for name in subfolders if name[0] != "." and name not in model_folders)
+        subfolders[:] = visible if recursive else []
         relative = os.path.relpath(current, folder)
         yield from (os.path.normpath(os.path.join(relative, name)) for name in files if name[0] != ".")
 
@@ -101,23 +102,17 @@ def read_table(path: Path) -> list[dict[str, Any]]:
         return _read_parquet(path)
     if path.suffix == ".jsonl":
         return read_jsonl(path)
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            header = file.readline()
-            file.seek(0)
-            delimiter = max(",;\t", key=header.count)  # Excel writes semicolons in half of Europe
-            return list(csv.DictReader(file, delimiter=delimiter))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read: {error}; write it again, in UTF-8") from None
+    with reading_errors(path), open(path, encoding="utf-8-sig", newline="") as file:
+        header = file.readline()
+        file.seek(0)
+        delimiter = max(",;\t", key=header.count)  # Excel writes semicolons in half of Europe
+        return list(csv.DictReader(file, delimiter=delimiter))
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import parquet
     except ImportError:
         raise MissingExtraError(f"{path} needs pyarrow: {INSTALL_DATA}, or write a .jsonl or .csv file") from None
-    try:
+    with reading_errors(path):
         return parquet.read_table(path).to_pylist()
-    except (ArrowException, OSError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise DataError(f"{path} cannot be read: {reason}; write or download it again") from None

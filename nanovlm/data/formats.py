@@ -62,7 +62,8 @@ def record_to_example(record: Mapping[str, Any], name: str, root: str | None, op
     ExampleError if it holds none; records of one source may differ.
     """
     try:
-        images, placeholders = record_images(record), 0
+        images = record_images(record)
+        marked: list[Any] = []
         chat = next((record[column] for column in CHAT_COLUMNS if record.get(column) is not None), None)
         multi_turn = True
         if record.get("texts") is not None:
@@ -71,12 +72,12 @@ def record_to_example(record: Mapping[str, Any], name: str, root: str | None, op
                 (clean_text(turn.get("user")), clean_text(turn.get("assistant"))) for turn, passes in turns if passes
             ]
         elif chat is not None:
-            pairs, inline_images, placeholders = _parse_chat(chat, name)
-            images = inline_images or images
+            pairs, marked = _parse_chat(chat, name)
+            images = [image for image in marked if image is not None] or images
         else:
             pairs, multi_turn = _column_pairs(record, name, options), False
-        if placeholders and placeholders != len(images):
-            raise ExampleError(f"{name} marks the positions of {placeholders} images, but has {len(images)}")
+        if marked and len(marked) != len(images):
+            raise ExampleError(f"{name} marks the positions of {len(marked)} images, but has {len(images)}")
         if not pairs:
             raise ExampleError(f"{name} has no answer to learn")
         located = [_locate_image(image, name, root) for image in images]
@@ -139,18 +140,16 @@ def _listed(columns: Iterable[Any]) -> str:
     return ", ".join(sorted(map(str, columns)))
 
 
-def _parse_chat(chat: Iterable[Mapping[str, Any]], name: str) -> tuple[Pairs, list[Any], int]:
-    """(prompt, answer) pairs of a chat, the images inside its messages, and how many image positions it marks.
+def _parse_chat(chat: Iterable[Mapping[str, Any]], name: str) -> tuple[Pairs, list[Any]]:
+    """(prompt, answer) pairs of a chat, and the images whose positions it marks; None for those it does not hold.
 
     A system message is prepended to the first question, as chat templates of vision-language models do.
     """
     texts: list[str] = []
     images: list[Any] = []
-    placeholders, system = 0, ""
+    system = ""
     for message in chat:
-        text, message_images, message_placeholders = _parse_message(message, name)
-        images += message_images
-        placeholders += message_placeholders
+        text = _parse_message(message, name, images)
         role = message.get("role") or message.get("from")
         if role == "system" and not texts:
             system = f"{text}\n\n" if text else ""
@@ -162,30 +161,23 @@ def _parse_chat(chat: Iterable[Mapping[str, Any]], name: str) -> tuple[Pairs, li
         texts.append(text if texts else system + text)
     if len(texts) % 2:
         raise ExampleError(f"{name} ends with a question; its answer is missing")
-    return list(zip(texts[::2], texts[1::2])), images, placeholders
+    return list(zip(texts[::2], texts[1::2])), images
 
 
-def _parse_message(message: Mapping[str, Any], name: str) -> tuple[str, list[Any], int]:
-    """Text, images and number of image positions of a message, whose content is a string or OpenAI's or HF's parts."""
+def _parse_message(message: Mapping[str, Any], name: str, images: list[Any]) -> str:
+    """The text of a message, whose content is a string or OpenAI's or HF's parts; its images are added to `images`."""
     content = message.get("content") if message.get("content") is not None else message.get("value")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
     texts: list[str] = []
-    images: list[Any] = []
-    placeholders = 0
-    for part in parts:
+    for part in [{"text": content}] if isinstance(content, str) else content or []:
         if part.get("text") is not None:
-            placeholders += part["text"].count(IMAGE_PLACEHOLDER)
+            images += [None] * part["text"].count(IMAGE_PLACEHOLDER)
             texts.append(part["text"].replace(IMAGE_PLACEHOLDER, "").strip())
         elif "image" in str(part.get("type")):
-            placeholders += 1
             image = next((part[key] for key in ("image_url", "image", "url", "path") if part.get(key)), None)
-            if isinstance(image, Mapping) and image.get("url"):
-                image = image["url"]
-            if image is not None:
-                images.append(image)
+            images.append(image["url"] if isinstance(image, Mapping) and image.get("url") else image)
         else:
             raise ExampleError(f"{name} has a part of type {part.get('type')!r}; only text and images can be read")
-    return "\n".join(text for text in texts if text), images, placeholders
+    return "\n".join(text for text in texts if text)
 
 
 def _locate_image(image: Any, name: str, root: str | None) -> Any:

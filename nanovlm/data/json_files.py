@@ -16,7 +16,7 @@ from nanovlm.data.formats import (
     record_to_example,
     records_rated_high,
 )
-from nanovlm.data.jsonl import read_jsonl
+from nanovlm.data.jsonl import read_jsonl, reading_errors
 from nanovlm.data.source import ReadOptions, Source, captioned_source
 from nanovlm.errors import DataError
 
@@ -44,10 +44,8 @@ def open_json(path: str, files: Sequence[str], options: ReadOptions) -> Source:
 def _read_json(path: Path) -> Any:
     if path.suffix == ".jsonl":
         return read_jsonl(path)
-    try:
+    with reading_errors(path):
         return json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
-        raise DataError(f"{path} cannot be read: {error}; correct the file, or write or download it again") from None
 
 
 def _check_records(path: str, content: Any) -> list[dict[str, Any]]:
