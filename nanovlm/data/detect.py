@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from models.checkpoint import CONFIG, INDEX, WEIGHTS
-from nanovlm.data.folders import caption_path, open_captioned_folder, open_tables, walk
+from nanovlm.data.folders import has_caption, open_captioned_folder, open_tables, walk
 from nanovlm.data.hf_datasets import open_dataset
 from nanovlm.data.json_files import open_json
 from nanovlm.data.remote import list_files
@@ -83,7 +83,7 @@ def _open_folder(path: str, options: ReadOptions) -> Source | Stream:
         by_suffix[suffix].append(os.path.join(path, name))
     tables, tars, shards = by_suffix["metadata"], by_suffix[".tar"], by_suffix[".parquet"] or by_suffix[".arrow"]
     images = sorted(image for suffix in readable_extensions() for image in by_suffix[suffix])
-    captioned = images if any(os.path.isfile(caption_path(image)) for image in images) else []
+    captioned = images if any(map(has_caption, images)) else []
     other_tables = _files_in(path, by_suffix[".csv"])
     json_files = _files_in(path, sorted(by_suffix[".json"] + by_suffix[".jsonl"]))
     kinds: list[tuple[str, Sequence[str], Reader]] = [

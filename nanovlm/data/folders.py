@@ -13,7 +13,7 @@ from nanovlm.data.examples import Example
 from nanovlm.data.formats import applicable_options, record_to_example
 from nanovlm.data.jsonl import read_jsonl, reading_errors
 from nanovlm.data.source import INSTALL_DATA, ReadOptions, Source, captioned_source
-from nanovlm.data.webdataset import FilePart, text_to_example
+from nanovlm.data.webdataset import FilePart, sample_to_example
 from nanovlm.errors import DataError, MissingExtraError
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
@@ -55,16 +55,20 @@ def list_images(
 def open_captioned_folder(path: str, images: Sequence[str], options: ReadOptions) -> Source:
     """A folder of images, each with a .txt file of the same name beside it."""
     samples = {image.removeprefix(os.path.join(path, "")): image for image in images}
-    has_caption = lambda image: os.path.isfile(caption_path(image))  # noqa: E731
     make_example = partial(_captioned_example, options=options)
     return captioned_source(path, samples, has_caption, ".txt beside them", make_example, options, ["prompt"])
 
 
 def _captioned_example(image: str, name: str, options: ReadOptions) -> Example:
-    return text_to_example([image], FilePart(caption_path(image)), False, name, options)
+    extension = os.path.splitext(image)[1][1:].lower()
+    return sample_to_example({extension: image, "txt": FilePart(_caption_path(image))}, name, options)
 
 
-def caption_path(image: str) -> str:
+def has_caption(image: str) -> bool:
+    return os.path.isfile(_caption_path(image))
+
+
+def _caption_path(image: str) -> str:
     return os.path.splitext(image)[0] + ".txt"
 
 

@@ -244,10 +244,7 @@ class Batches:
             except ExampleError as error:
                 if not self.skip_errors:
                     raise
-                self._report(error)
+                if str(error) not in self.reported:
+                    self.reported.add(str(error))
+                    logger.warning("skipped: %s", error)
         raise DataError(f"{MAX_CONSECUTIVE_ERRORS} examples in a row cannot be used; see the reasons with --check-data")
-
-    def _report(self, error: ExampleError) -> None:
-        if str(error) not in self.reported:
-            self.reported.add(str(error))
-            logger.warning("skipped: %s", error)

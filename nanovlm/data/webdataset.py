@@ -40,7 +40,7 @@ class FilePart:
             return file.read(self.size)
 
 
-Sample = Mapping[str, FilePart | bytes]  # by lower-case extension; bytes if the tar is streamed
+Sample = Mapping[str, Any]  # by lower-case extension: a FilePart, an image's path or, if the tar is streamed, bytes
 
 
 def open_remote_tars(path: str, options: ReadOptions) -> Source | Stream:
@@ -57,7 +57,7 @@ def open_remote_tars(path: str, options: ReadOptions) -> Source | Stream:
         with remote_errors(addresses[0]):  # the others are opened in their turn
             next(_stream_samples(addresses[0]), None)
         shards = [partial(_read_shard, path, address) for address in addresses]
-        make_example = partial(_sample_to_example, options=options)
+        make_example = partial(sample_to_example, options=options)
         return Stream(path, shards, make_example, _has_image, [*COLUMN_OPTIONS, "stream"])
     with remote_errors(path):
         manager = DownloadManager(download_config=DownloadConfig(disable_tqdm=True))
@@ -77,7 +77,7 @@ def open_tars(path: str, shards: Sequence[str], options: ReadOptions, names: Seq
     with_image = {key: sample for key, sample in samples.items() if _has_image(sample)}
     if not with_image:
         raise DataError(f"no images found in {path}, only {len(samples)} samples of other files")
-    make_example = partial(_sample_to_example, options=options)
+    make_example = partial(sample_to_example, options=options)
     return captioned_source(path, with_image, _has_text, ".txt or .json", make_example, options, COLUMN_OPTIONS)
 
 
@@ -150,23 +150,18 @@ def _has_text(sample: Sample) -> bool:
     return not {"txt", "json"}.isdisjoint(sample)
 
 
-def _sample_to_example(sample: Sample, name: str, options: ReadOptions) -> Example:
+def sample_to_example(sample: Sample, name: str, options: ReadOptions) -> Example:
+    """The example of a sample's images and its caption in a .txt or its record in a .json."""
     if not _has_text(sample):
         raise ExampleError(f"{name} has no .txt or .json")
     images = [sample[extension] for extension in sorted(sample) if _is_image(extension)]
-    kind = "txt" if "txt" in sample else "json"
-    return text_to_example(images, sample[kind], kind == "json", name, options)
-
-
-def text_to_example(
-    images: Sequence[Any], text: FilePart | bytes, is_json: bool, name: str, options: ReadOptions
-) -> Example:
-    """The example of images and a file with their caption, or with a record as JSON."""
     try:
-        content = (text if isinstance(text, bytes) else text.read()).decode("utf-8-sig")  # a BOM is Windows editors'
-        if not is_json:
-            return Example(images, [(options.prompt, clean_text(content))], name)
-        record = json.loads(content)
+        content = sample.get("txt", sample.get("json"))
+        data = content.read() if isinstance(content, FilePart) else content
+        text = data.decode("utf-8-sig")  # Windows editors write a byte order mark
+        if "txt" in sample:
+            return Example(images, [(options.prompt, clean_text(text))], name)
+        record = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
         raise ExampleError(f"{name}: its text cannot be read: {error}") from None
     if not isinstance(record, dict):
