@@ -45,7 +45,7 @@ def test_paths_without_data_are_refused_with_the_reason():
     check_refused("a.doc", "a.doc has no known extension")
     check_refused("two", "holds 2 .json files", "two/a.json")
     check_refused("two/a.json", "no images found")
-    check_refused("what.json", "none of COCO's captions", "a, b")
+    check_refused("what.json", "no images found", "only a, b")
     check_refused("object.json", "dict, not a list")
     check_refused("broken.json", "broken.json cannot be read")
     check_refused("words.json", "words.json[0] is str")
