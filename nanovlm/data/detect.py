@@ -81,7 +81,8 @@ def _open_folder(path: str, options: ReadOptions) -> Source | Stream:
     for name in sorted(walk(path)):
         suffix = "metadata" if os.path.basename(name) in TABLES else os.path.splitext(name)[1].lower()
         by_suffix[suffix].append(os.path.join(path, name))
-    tables, tars, shards = by_suffix["metadata"], by_suffix[".tar"], by_suffix[".parquet"] or by_suffix[".arrow"]
+    tables = sorted(by_suffix["metadata"], key=Path)
+    tars, shards = by_suffix[".tar"], by_suffix[".parquet"] or by_suffix[".arrow"]
     images = sorted(image for suffix in readable_extensions() for image in by_suffix[suffix])
     captioned = images if any(map(has_caption, images)) else []
     other_tables = _files_in(path, by_suffix[".csv"])

@@ -65,6 +65,7 @@ def _captioned_example(image: str, name: str, options: ReadOptions) -> Example:
 
 
 def has_caption(image: str) -> bool:
+    """Whether there is a .txt of the image's name beside it."""
     return os.path.isfile(_caption_path(image))
 
 
