@@ -52,7 +52,7 @@ def snapshot_path(
 
     from huggingface_hub import snapshot_download
 
-    files = files or (CONFIG, "*.safetensors", INDEX, TOKENIZER, *formats().OTHER_FILES)
+    files = files or (CONFIG, "*.safetensors", INDEX, TOKENIZER, *formats().other_files())
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # of many kinds, from DNS to disk

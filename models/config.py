@@ -38,17 +38,11 @@ class CheckpointFormat(ABC):
     """
 
     name: ClassVar[str]
-    model_types: ClassVar[tuple[str, ...]] = ()  # values of model_type in config.json
     other_files: ClassVar[tuple[str, ...]] = ()  # read and written beside config.json, weights and tokenizer.json
     tied: ClassVar[tuple[str, str]]  # their names of token embedding and head, which may be one tensor
     unit_pixels: ClassVar[bool] = True  # pixels are in [0, 1]; in [-1, 1] if False
     crops_to_patches: ClassVar[bool] = False  # a rest of a tile's side that is no whole patch is left out
     for_transformers: ClassVar[bool] = False  # transformers reads the folder
-
-    @classmethod
-    def recognizes(cls, raw: dict) -> bool:
-        """Whether the object of a config.json is of this format."""
-        return raw.get("model_type") in cls.model_types
 
     @classmethod
     @abstractmethod
@@ -161,7 +155,7 @@ class VLMConfig:
     hf_repo_name: str | None = "nanoVLM"
 
     unknown: dict = field(default_factory=dict)  # other keys of config.json, kept when it is written again
-    format: CheckpointFormat = field(default_factory=lambda: formats().NANOVLM)  # of the files; not a key in them
+    format: CheckpointFormat = field(default_factory=lambda: formats().format_class("nanovlm")())  # no key in files
 
     def __post_init__(self):
         for f in fields(self):

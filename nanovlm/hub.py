@@ -7,7 +7,7 @@ from pathlib import Path
 
 from models.checkpoint import CONFIG, TOKENIZER, WEIGHTS, load_config, read_object
 from models.config import VLMConfig
-from models.formats import OTHER_FILES, recognize
+from models.formats import other_files, recognize
 from nanovlm.errors import CheckpointError
 
 REQUIRED_FILES = (CONFIG, WEIGHTS, TOKENIZER)
@@ -56,7 +56,7 @@ def upload_checkpoint(
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    known = dict.fromkeys((WEIGHTS, TOKENIZER, *OTHER_FILES))
+    known = dict.fromkeys((WEIGHTS, TOKENIZER, *other_files()))
     names = [name for name in known if (folder / name).is_file()]
     config = read_object(folder / CONFIG)
     if TOKENIZER in names:

@@ -16,7 +16,7 @@ from torch import Tensor
 from models.checkpoint import CONFIG, EMBEDDING, HEAD, TOKENIZER_CONFIG
 from models.config import CheckpointFormat, VLMConfig, is_optional
 from models.errors import InputError
-from models.formats.tokenizer_json import MODEL_INPUT_NAMES, find_image_token_id
+from models.formats import MODEL_INPUT_NAMES, find_image_token_id
 from models.language_model import inverse_frequencies
 
 INV_FREQ = "decoder.rotary_embd.inv_freq"
@@ -37,10 +37,6 @@ def end_token(cfg: VLMConfig) -> str:
 class NanoVLM(CheckpointFormat):
     name = "nanovlm"
     tied = (EMBEDDING, HEAD)
-
-    @classmethod
-    def recognizes(cls, raw: dict) -> bool:
-        return "model_type" not in raw or "lm_hidden_dim" in raw
 
     @classmethod
     def read_config(cls, raw: dict, files: Mapping[str, str]) -> VLMConfig:

@@ -17,7 +17,7 @@ from torch import Tensor
 from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from models.config import CheckpointFormat, VLMConfig
 from models.errors import CheckpointError
-from models.formats.tokenizer_json import find_image_token_id
+from models.formats import find_image_token_id
 from models.formats.transformers_names import (
     LLAMA_ONLY,
     SIGLIP_CONFIG,
@@ -81,7 +81,6 @@ class SmolVLM(CheckpointFormat):
     """Settings of a SmolVLM or Idefics3 folder beyond the fields of VLMConfig."""
 
     name = "smolvlm"
-    model_types = ("idefics3", "smolvlm")
     other_files = (
         PREPROCESSOR, PROCESSOR, GENERATION, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json",
         TEMPLATE, LEGACY_TEMPLATE,

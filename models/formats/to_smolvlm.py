@@ -11,10 +11,10 @@ from torch import Tensor
 from models.checkpoint import TOKENIZER_CONFIG
 from models.config import VLMConfig
 from models.errors import InputError
+from models.formats import MODEL_INPUT_NAMES
 from models.formats.backbones import grow
 from models.formats.nanovlm import end_token
 from models.formats.smolvlm import GENERATION, PREPROCESSOR, PROCESSOR, TEMPLATE, TOKENS, SmolVLM
-from models.formats.tokenizer_json import MODEL_INPUT_NAMES
 from models.vision_language_model import VisionLanguageModel, empty_model
 
 CONVOLUTION = "vision_encoder.patch_embedding.conv"

@@ -14,7 +14,7 @@ from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate
 from nanovlm.data.packing import pack
 from nanovlm.data.source import WHOLE, Part, Source, Stream
 from nanovlm.errors import DataError
-from nanovlm.processing.image_processing import random_crop
+from nanovlm.processing.image_loading import random_crop
 from nanovlm.processing.processor import Processor
 
 SHARE_BLOCK = 1000  # positions within which each share is kept exactly

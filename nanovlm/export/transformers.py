@@ -18,6 +18,7 @@ from models.checkpoint import (
     atomic_dir,
 )
 from models.config import VLMConfig
+from models.formats import MODEL_INPUT_NAMES
 from models.formats.nanovlm import end_token
 from models.formats.smolvlm import PREPROCESSOR, PROCESSOR
 from models.formats.to_smolvlm import (
@@ -26,7 +27,6 @@ from models.formats.to_smolvlm import (
     smolvlm_config,
     smolvlm_tensors,
 )
-from models.formats.tokenizer_json import MODEL_INPUT_NAMES
 from nanovlm.captioner import Captioner
 from nanovlm.processing.layouts import layout_of
 

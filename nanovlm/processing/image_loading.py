@@ -15,6 +15,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any, BinaryIO, TypeGuard
 
 import torch
@@ -253,6 +254,14 @@ def as_tensor(image: Image.Image) -> torch.Tensor:
     width, height = image.size
     dtype = torch.float32 if image.mode == "F" else torch.uint8
     return torch.frombuffer(bytearray(image.tobytes()), dtype=dtype).view(height, width, -1).permute(2, 0, 1)
+
+
+def random_crop(image: Image.Image, max_margin: float, rng: Random) -> Image.Image:
+    """Crop each side by a random part of the width or height, up to max_margin of it."""
+    from torchvision.transforms.v2.functional import crop  # here, so that captions do not wait for its import
+
+    left, top, right, bottom = (int(rng.uniform(0, max_margin) * side) for side in 2 * image.size)
+    return crop(image, top, left, image.height - top - bottom, image.width - left - right)
 
 
 # ------------------------------------------------------------------------------------ silence while decoding

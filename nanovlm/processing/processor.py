@@ -13,8 +13,7 @@ from torch import Tensor
 
 from models.config import VLMConfig
 from nanovlm.errors import InputError
-from nanovlm.processing.layouts import layout_of
-from nanovlm.processing.layouts.base import Grid, Message
+from nanovlm.processing.layouts import Grid, Message, layout_of
 from nanovlm.processing.tokenizer import Tokenizer
 
 EncodedPrompt = tuple[list[int], list[Tensor]]  # token ids, and the tiles (n, 3, S, S) of each image

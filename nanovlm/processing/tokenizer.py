@@ -12,11 +12,10 @@ import tokenizers
 
 from models.checkpoint import TOKENIZER, check_regular_file, snapshot_path
 from models.config import VLMConfig
-from models.formats.tokenizer_json import NO_IMAGE_TOKEN, is_base_vocabulary, missing_token
+from models.formats import NO_IMAGE_TOKEN, is_base_vocabulary, missing_token
 from nanovlm.errors import CheckpointError, InputError
 from nanovlm.processing.chat_template import ChatTemplate
-from nanovlm.processing.layouts import layout_of
-from nanovlm.processing.layouts.base import Message
+from nanovlm.processing.layouts import Message, layout_of
 
 ROUND_TRIP_TEXT = "Describe this picture: are there 2 or 3 red cars?"
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_model as load_strictly
 import models.checkpoint as checkpoint
 from models.checkpoint import atomic_dir, atomic_write, load_config, save_checkpoint, snapshot_path
 from models.errors import CheckpointError
-from models.formats import OTHER_FILES
+from models.formats import other_files
 from models.vision_language_model import load_model
 from nanovlm import EMBEDDED, Captioner
 from nanovlm.export.transformers import export_smolvlm
@@ -438,7 +438,7 @@ def test_a_hub_id_is_downloaded_at_its_revision(folder, monkeypatch):
     options = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: options.append((name, how)) or folder)
     assert load_model(snapshot_path("owner/name", "v1"), load_config(folder), 3).cfg == load_config(folder)
-    patterns = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer.json", *OTHER_FILES]
+    patterns = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer.json", *other_files()]
     assert options == [("owner/name", {"revision": "v1", "allow_patterns": patterns})]
 
 

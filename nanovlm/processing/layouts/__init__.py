@@ -1,13 +1,74 @@
-"""Layouts of images and prompts, one file and one line here for each format of `models.formats`."""
+"""How images and prompts are laid out: one file, and one line in LAYOUTS, for each format of `models.formats`.
+
+A layout's file is imported when a model of its format is first met.
+"""
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, TypedDict
+
+from PIL import Image
+from torch import Tensor
 
 from models.config import VLMConfig
-from nanovlm.processing.layouts.base import Layout
-from nanovlm.processing.layouts.nanovlm import NanoVLMLayout
-from nanovlm.processing.layouts.smolvlm import SmolVLMLayout
 
-LAYOUTS: dict[str, type[Layout]] = {"nanovlm": NanoVLMLayout, "smolvlm": SmolVLMLayout}
+LAYOUTS = {"nanovlm": "NanoVLMLayout", "smolvlm": "SmolVLMLayout"}  # a file here, and the class in it
+
+Grid = tuple[int, int]  # rows and columns of an image's tiles
+
+
+class _MessageText(TypedDict):
+    role: str
+    content: str
+
+
+class Message(_MessageText, total=False):
+    """A message of a chat; images holds, for each image before its text, the markup that stands for it."""
+
+    images: Sequence[str]
+
+
+class Layout(ABC):
+    """How a format turns images into tiles, and lays out images and text in a prompt."""
+
+    has_chat = True  # without a chat template, a prompt is "Question: ... Answer:"
+    has_processor = True  # transformers' SmolVLM processor can lay out the prompts
+    images_in_turns = False  # each question brings its own images; else all images come before all text
+
+    def __init__(self, cfg: VLMConfig):
+        self.cfg = cfg
+
+    @abstractmethod
+    def max_tiles_per_image(self, max_tiles: int | None) -> int:
+        """The largest number of tiles of one image, the view of the whole image included."""
+
+    @abstractmethod
+    def preprocess(self, image: Image.Image, max_tiles: int | None, upscale: bool) -> tuple[Tensor, Grid]:
+        """Tiles of an RGB image, (n, 3, S, S) float32, and their grid; see `Processor`."""
+
+    @abstractmethod
+    def image_markups(self, grids: Sequence[Grid]) -> list[str]:
+        """The text that stands for each image in a chat: the names of its tiles, each followed by its image tokens."""
+
+    @abstractmethod
+    def special_tokens(self, added: Iterable[str]) -> list[str]:
+        """Tokens that text must not produce, beside cfg.special_tokens; added are those of the tokenizer."""
+
+    @abstractmethod
+    def answer_bounds(self, tokenizer: Any) -> tuple[str, tuple[int, ...]]:
+        """What the chat template writes before an answer, and the ids of which any ends it."""
+
+    def message_content(self, message: Message) -> Any:
+        """A message's content as the chat template takes it."""
+        return "".join(message.get("images", ())) + message["content"]
+
+    def insert_images(self, rendered: str, messages: Sequence[Message]) -> str:
+        """A rendered chat in which each image is its markup."""
+        return rendered
 
 
 def layout_of(cfg: VLMConfig) -> Layout:
     """The layout that a model was trained with."""
-    return LAYOUTS[cfg.format.name](cfg)
+    module = importlib.import_module(f"nanovlm.processing.layouts.{cfg.format.name}")
+    return getattr(module, LAYOUTS[cfg.format.name])(cfg)

@@ -18,7 +18,7 @@ from models.config import VLMConfig
 from models.formats.smolvlm import SmolVLM
 from nanovlm.errors import CheckpointError, InputError
 from nanovlm.processing.image_loading import MAX_PIXELS, as_tensor
-from nanovlm.processing.layouts.base import Grid, Layout, Message
+from nanovlm.processing.layouts import Grid, Layout, Message
 
 if TYPE_CHECKING:
     from nanovlm.processing.tokenizer import Tokenizer

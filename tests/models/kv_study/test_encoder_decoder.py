@@ -350,7 +350,7 @@ def test_training_learns_different_captions_for_different_images(tiny_config):
     """After 250 steps on four drawn scenes, the model generates each scene's caption."""
     from random import Random
 
-    from nanovlm.processing.image_processing import preprocess
+    from nanovlm.processing.layouts.nanovlm import preprocess
     from nanovlm.synthetic import caption, draw, random_scene
     from nanovlm.synthetic.recipe import make_tokenizer
 

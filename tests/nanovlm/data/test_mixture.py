@@ -13,7 +13,7 @@ from nanovlm.data import Batches, Mixture, Source, Stream, Subset, split
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.source import Part
 from nanovlm.errors import DataError
-from nanovlm.processing.image_processing import random_crop
+from nanovlm.processing.image_loading import random_crop
 from support import noise_image
 
 
