@@ -155,7 +155,7 @@ class VLMConfig:
     hf_repo_name: str | None = "nanoVLM"
 
     unknown: dict = field(default_factory=dict)  # other keys of config.json, kept when it is written again
-    format: CheckpointFormat = field(default_factory=lambda: formats().NANOVLM)  # of the files; not a key in them
+    format: CheckpointFormat = field(default_factory=lambda: formats().format_class("nanovlm")())  # no key in files
 
     def __post_init__(self):
         for f in fields(self):

@@ -1,42 +1,92 @@
 """Checkpoint formats: one file for each layout of a model's folder, and loaders of other models' weights.
 
-A format is a `CheckpointFormat`. `load_config` chooses one by config.json, and nothing asks again: what differs is a
-method or an attribute of `cfg.format`. A new format is a file here, a line in FORMATS, and for images and prompts a
-layout in `nanovlm.processing.layouts`.
+A format is a `CheckpointFormat`. `load_config` chooses one of FORMATS by config.json, and nothing asks again: what
+differs is a method or an attribute of `cfg.format`. A new format is a file here, a line in FORMATS, and for images and
+prompts a layout in `nanovlm.processing.layouts`. A format's file is imported when a model of it is first met.
 """
 
 import importlib
+from collections.abc import Mapping
+from pathlib import Path
 
-from models.config import CheckpointFormat
+from models.checkpoint import TOKENIZER, read_object
+from models.config import CheckpointFormat, VLMConfig
 from models.errors import CheckpointError
-from models.formats.nanovlm import NanoVLM
 
-NANOVLM = NanoVLM()  # of a config that is made, not loaded
-FORMATS: dict[str, tuple[str, str]] = {  # model_type in config.json -> module here and its class, imported when needed
-    "idefics3": ("smolvlm", "SmolVLM"),
-    "smolvlm": ("smolvlm", "SmolVLM"),
-}
-
-
-def format_class(model_type: str) -> type[CheckpointFormat]:
-    """The format of a model_type in FORMATS."""
-    module, name = FORMATS[model_type]
-    return getattr(importlib.import_module(f"models.formats.{module}"), name)
+FORMATS = {"nanovlm": "NanoVLM", "smolvlm": "SmolVLM"}  # a file here, and the class in it
+MODEL_TYPES = {"idefics3": "smolvlm", "smolvlm": "smolvlm"}  # of config.json; nanoVLM's own has none
+# Without this in tokenizer_config.json, transformers 4 adds token_type_ids, which no model here takes.
+MODEL_INPUT_NAMES = ["input_ids", "attention_mask"]
+NO_IMAGE_TOKEN = -1  # nanoVLM v0.1 has no token for images
 
 
-def recognize(raw: dict, where: str) -> type[CheckpointFormat]:
-    """The format of the object of a config.json, which `where` names in errors; CheckpointError if it is none."""
-    if NanoVLM.recognizes(raw):
-        return NanoVLM
-    if raw["model_type"] not in FORMATS:
-        raise CheckpointError(
-            f"{where}: model_type={raw['model_type']!r} is not supported; nanoVLM's own config.json and those of "
-            f"transformers' {' and '.join(FORMATS)} are"
-        )
-    return format_class(raw["model_type"])
+def format_class(name: str) -> type[CheckpointFormat]:
+    """The class of one of FORMATS."""
+    return getattr(importlib.import_module(f"models.formats.{name}"), FORMATS[name])
 
 
 def other_files() -> list[str]:
-    """Names of all files of all formats beside config.json, weights and tokenizer.json."""
-    formats: list[type[CheckpointFormat]] = [NanoVLM, *map(format_class, FORMATS)]
-    return list(dict.fromkeys(name for format in formats for name in format.other_files))
+    """The files that a folder of any format may hold beside config.json, weights and tokenizer.json."""
+    return list(dict.fromkeys(file for name in FORMATS for file in format_class(name).other_files))
+
+
+def recognize(raw: dict, where: str) -> type[CheckpointFormat]:
+    """The format of the object of a config.json, which `where` names in errors; CheckpointError if it is no FORMAT."""
+    if "model_type" not in raw or "lm_hidden_dim" in raw:
+        return format_class("nanovlm")
+    if name := MODEL_TYPES.get(str(raw["model_type"])):
+        return format_class(name)
+    raise CheckpointError(
+        f"{where}: model_type={raw['model_type']!r} is not supported; nanoVLM's own config.json and those of transformers' "
+        f"{' and '.join(MODEL_TYPES)} are"
+    )
+
+
+# ---------------------------------------------------------------------------------------- the image token's id
+
+
+def find_image_token_id(folder: str | Path, cfg: VLMConfig) -> int:
+    """The id of the image token: from tokenizer.json, or without one by nanoVLM's rule for extra tokens.
+
+    A tokenizer.json of lm_base_vocab_size tokens is a backbone's own and is read as if the extra tokens followed.
+    NO_IMAGE_TOKEN if cfg names none. Raises CheckpointError if the tokenizer does not know the token.
+    """
+    if cfg.vlm_extra_tokens is None:
+        return NO_IMAGE_TOKEN
+    token, path = cfg.vlm_extra_tokens["image_token"], Path(folder) / TOKENIZER
+    if not path.exists():  # the extra tokens follow the base vocabulary, in their order
+        return base_vocab_size(cfg) + list(cfg.vlm_extra_tokens).index("image_token")
+    raw = read_object(path)
+    try:
+        ids = {entry["content"]: entry["id"] for entry in raw.get("added_tokens") or ()}
+        vocabulary = raw["model"]["vocab"]
+        if isinstance(vocabulary, list):  # Unigram: pieces with scores
+            vocabulary = {piece: i for i, (piece, _) in enumerate(vocabulary)}
+        ids = vocabulary | ids
+        image_token_id = ids.get(token)
+        if image_token_id is None and is_base_vocabulary(ids, cfg):
+            missing = [extra for extra in dict.fromkeys(cfg.special_tokens.values()) if extra not in ids]
+            image_token_id = len(ids) + missing.index(token)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a {TOKENIZER} of the tokenizers library: {error!r}") from None
+    if type(image_token_id) is not int:
+        raise CheckpointError(f"{path}: {missing_token(cfg, 'image_token', len(ids))}")
+    return image_token_id
+
+
+def base_vocab_size(cfg: VLMConfig) -> int:
+    """Size of the language model's vocabulary without extra tokens."""
+    return cfg.lm_vocab_size if cfg.lm_base_vocab_size is None else cfg.lm_base_vocab_size
+
+
+def is_base_vocabulary(ids: Mapping[str, int], cfg: VLMConfig) -> bool:
+    """Whether a tokenizer with these ids is the language model's own, to which stock nanoVLM adds the extra tokens."""
+    return len(ids) == cfg.lm_base_vocab_size == max(ids.values(), default=-1) + 1
+
+
+def missing_token(cfg: VLMConfig, name: str, n_tokens: int) -> str:
+    """The message for a tokenizer of n_tokens that lacks an extra token and is not the language model's own."""
+    return (
+        f"vlm_extra_tokens names {name}={cfg.special_tokens[name]!r}, but the tokenizer has no such token, and with "
+        f"{n_tokens} tokens it is not the language model's own of lm_base_vocab_size={cfg.lm_base_vocab_size}"
+    )

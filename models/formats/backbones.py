@@ -27,7 +27,7 @@ from models.checkpoint import (
 )
 from models.config import VLMConfig, extra_tokens
 from models.errors import CheckpointError
-from models.formats.nanovlm import base_vocab_size
+from models.formats import base_vocab_size
 from models.formats.transformers_names import SIGLIP_CONFIG, SIGLIP_ONLY, llama_settings, settings, translate
 from models.modality_projector import ModalityProjector
 from models.vision_language_model import VisionLanguageModel, empty_model, init_weights

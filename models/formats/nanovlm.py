@@ -15,7 +15,8 @@ from torch import Tensor
 
 from models.checkpoint import CONFIG, EMBEDDING, HEAD, TOKENIZER, TOKENIZER_CONFIG, read_object
 from models.config import CheckpointFormat, VLMConfig, is_optional
-from models.errors import CheckpointError, InputError
+from models.errors import InputError
+from models.formats import MODEL_INPUT_NAMES, find_image_token_id
 from models.language_model import inverse_frequencies
 
 # Without this in tokenizer_config.json, transformers 4 adds token_type_ids, which no model here takes.
@@ -39,11 +40,6 @@ def end_token(cfg: VLMConfig) -> str:
 class NanoVLM(CheckpointFormat):
     name = "nanovlm"
     tied = (EMBEDDING, HEAD)
-
-    @classmethod
-    def recognizes(cls, raw: dict) -> bool:
-        """Whether the object of a config.json is nanoVLM's own."""
-        return "model_type" not in raw or "lm_hidden_dim" in raw
 
     @classmethod
     def read_config(cls, raw: dict, files: Mapping[str, str]) -> VLMConfig:

@@ -17,7 +17,7 @@ from torch import Tensor
 from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from models.config import CheckpointFormat, VLMConfig
 from models.errors import CheckpointError
-from models.formats.nanovlm import find_image_token_id
+from models.formats import find_image_token_id
 from models.formats.transformers_names import (
     LLAMA_ONLY,
     SIGLIP_CONFIG,

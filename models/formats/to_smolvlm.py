@@ -11,6 +11,7 @@ from torch import Tensor
 from models.checkpoint import TOKENIZER_CONFIG
 from models.config import VLMConfig
 from models.errors import InputError
+from models.formats import MODEL_INPUT_NAMES
 from models.formats.backbones import grow
 from models.formats.nanovlm import MODEL_INPUT_NAMES, end_token
 from models.formats.smolvlm import GENERATION, PREPROCESSOR, PROCESSOR, TEMPLATE, TOKENS, SmolVLM

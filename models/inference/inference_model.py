@@ -17,7 +17,6 @@ from models.config import VLMConfig
 from models.decoding import GenerationMixin
 from models.errors import InputError
 from models.inference.kernel_network import KernelNetwork
-from models.inference.quantization import check_format, quantize_linears
 from models.vision_language_model import PrefillState, VisionLanguageModel
 
 logger = logging.getLogger(__name__)
@@ -93,7 +92,10 @@ class InferenceModel(GenerationMixin):
     """
 
     def __init__(self, model: VisionLanguageModel, *, quantize: str | None = None):
-        check_format(quantize)
+        if quantize is not None:
+            from models.inference.quantization import check_format
+
+            check_format(quantize)
         self._source: VisionLanguageModel | None = model
         self._quantize = quantize
         self._lock = threading.Lock()
@@ -248,6 +250,8 @@ def _build(model: VisionLanguageModel, quantize: str | None) -> _State:
     """The network for a model: its own modules, or a tree of new ones that share its parameters, quantized."""
     fingerprint, used = _fingerprint(model), model
     if quantize:
+        from models.inference.quantization import quantize_linears  # here, as most models are not quantized
+
         used = share_modules(model).eval()
         quantize_linears(used.decoder, quantize)
         if quantize == "int8" and KernelNetwork.supports(model):  # elsewhere int8 saves memory, and costs time

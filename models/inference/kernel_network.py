@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,12 @@ from models import language_model, vision_transformer
 from models.cache import KVCache, capacity_for
 from models.errors import InputError
 from models.inference.kernels.load import chosen_level, load_library
-from models.inference.quantization import QuantizedLinear
 from models.language_model import build_attention_mask, rope_cos_sin
 from models.modality_projector import ModalityProjector, pixel_shuffle
 from models.vision_language_model import PrefillState, VisionLanguageModel
+
+if TYPE_CHECKING:
+    from models.inference.quantization import QuantizedLinear
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbers in common.h
 QUANTIZED = {"int8": 2, "int4": 3}
@@ -23,7 +25,7 @@ KNOWN_MODULES = (
     vision_transformer.VisionTransformer, vision_transformer.PatchEmbedding, vision_transformer.Block,
     vision_transformer.Attention, vision_transformer.MLP, ModalityProjector, language_model.LanguageModel,
     language_model.Block, language_model.Attention, language_model.MLP, language_model.RMSNorm,
-    QuantizedLinear, nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv2d, nn.Dropout, nn.ModuleList,
+    nn.Linear, nn.LayerNorm, nn.Embedding, nn.Conv2d, nn.Dropout, nn.ModuleList,
 )  # fmt: skip
 
 _POINTER: Any = ctypes.c_void_p
@@ -82,17 +84,17 @@ def float_address(x: Tensor | None, kept: list[Any]) -> int | None:
     return kept[-1].data_ptr()
 
 
-def make_matrix(layer: nn.Linear | QuantizedLinear, kept: list[Any]) -> Matrix:
+def make_matrix(layer: "nn.Linear | QuantizedLinear", kept: list[Any]) -> Matrix:
     """The struct of a linear layer; `kept` keeps what it points to in memory."""
     bias = float_address(layer.bias, kept)
-    if isinstance(layer, QuantizedLinear):
-        kept.append(layer)
-        scale, groups = (None if x is None else x.data_ptr() for x in (layer.scale, layer.groups))
-        size = layer.out_features, layer.in_features, layer.stride
-        return Matrix(layer.data.data_ptr(), scale, groups, bias, *size, QUANTIZED[layer.format])
-    weight = layer.weight.detach().contiguous()
-    kept.append(weight)
-    return Matrix(weight.data_ptr(), None, None, bias, *weight.shape, weight.size(1), DTYPES[weight.dtype])
+    if isinstance(layer, nn.Linear):
+        weight = layer.weight.detach().contiguous()
+        kept.append(weight)
+        return Matrix(weight.data_ptr(), None, None, bias, *weight.shape, weight.size(1), DTYPES[weight.dtype])
+    kept.append(layer)
+    scale, groups = (None if x is None else x.data_ptr() for x in (layer.scale, layer.groups))
+    size = layer.out_features, layer.in_features, layer.stride
+    return Matrix(layer.data.data_ptr(), scale, groups, bias, *size, QUANTIZED[layer.format])
 
 
 def linear(library: ctypes.CDLL, matrix: Matrix, x: Tensor) -> Tensor:
@@ -172,7 +174,8 @@ class KernelNetwork:
     def supports(model: VisionLanguageModel) -> bool:
         """Whether the kernels compute what the model does: on this CPU, in its dtype, and of the core's own modules."""
         known = all(
-            type(module) in KNOWN_MODULES and not (module._forward_hooks or module._forward_pre_hooks)
+            (type(module) in KNOWN_MODULES or getattr(module, "format", None) in QUANTIZED)
+            and not (module._forward_hooks or module._forward_pre_hooks)
             for part in (model.vision_encoder, model.MP, model.decoder)
             for module in part.modules()
         )
@@ -271,7 +274,7 @@ class KernelNetwork:
     def _float(self, x: Tensor | None) -> int | None:
         return float_address(x, self._kept)
 
-    def _matrix(self, layer: nn.Linear | QuantizedLinear) -> Matrix:
+    def _matrix(self, layer: "nn.Linear | QuantizedLinear") -> Matrix:
         return make_matrix(layer, self._kept)
 
     def _pack_decoder(self, decoder: language_model.LanguageModel) -> _Decoder:

@@ -18,7 +18,8 @@ from models.checkpoint import (
     atomic_dir,
 )
 from models.config import VLMConfig
-from models.formats.nanovlm import MODEL_INPUT_NAMES, end_token
+from models.formats import MODEL_INPUT_NAMES
+from models.formats.nanovlm import end_token
 from models.formats.smolvlm import PREPROCESSOR, PROCESSOR
 from models.formats.to_smolvlm import (
     image_processor_settings,

@@ -12,7 +12,7 @@ import tokenizers
 
 from models.checkpoint import TOKENIZER, check_regular_file, snapshot_path
 from models.config import VLMConfig
-from models.formats.nanovlm import NO_IMAGE_TOKEN, is_base_vocabulary, missing_token
+from models.formats import NO_IMAGE_TOKEN, is_base_vocabulary, missing_token
 from nanovlm.errors import CheckpointError, InputError
 from nanovlm.processing.chat_template import ChatTemplate
 from nanovlm.processing.layouts import Message, layout_of

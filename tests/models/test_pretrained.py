@@ -15,7 +15,7 @@ from safetensors.torch import load_model as load_strictly
 import models
 from models.checkpoint import load_config
 from models.errors import CheckpointError
-from models.formats.nanovlm import find_image_token_id
+from models.formats import find_image_token_id
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED
 from nanovlm.processing.tokenizer import Tokenizer

@@ -1,4 +1,7 @@
-"""Layouts of images and prompts: one file for each format of `models.formats`, and what all of them can do."""
+"""How images and prompts are laid out: one file, and one line in LAYOUTS, for each format of `models.formats`.
+
+A layout's file is imported when a model of its format is first met.
+"""
 
 import importlib
 from abc import ABC, abstractmethod
@@ -9,6 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from models.config import VLMConfig
+
+LAYOUTS = {"nanovlm": "NanoVLMLayout", "smolvlm": "SmolVLMLayout"}  # a file here, and the class in it
 
 Grid = tuple[int, int]  # rows and columns of an image's tiles
 
@@ -63,10 +68,7 @@ class Layout(ABC):
         return rendered
 
 
-LAYOUTS = {"nanovlm": "NanoVLMLayout", "smolvlm": "SmolVLMLayout"}  # name of a format and its file here -> its layout
-
-
 def layout_of(cfg: VLMConfig) -> Layout:
-    """The layout that a model was trained with; only its file is imported."""
+    """The layout that a model was trained with."""
     module = importlib.import_module(f"nanovlm.processing.layouts.{cfg.format.name}")
     return getattr(module, LAYOUTS[cfg.format.name])(cfg)

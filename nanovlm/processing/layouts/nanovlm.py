@@ -94,8 +94,6 @@ def resized_size(width: int, height: int, tile: int, max_side: int, to_max_side:
     The float operations are in the order of data/custom_transforms.py there. Exact arithmetic would be wrong: a
     1092 x 1092 image rounds to 3 x 4 tiles of 512, not 3 x 3, and the weights were trained on that.
     """
-    if max_side % tile:
-        raise InputError(f"max_side={max_side} must be a multiple of tile={tile}")
     long, short = max(width, height), min(width, height)
     new_long = max_side if to_max_side else min(max_side, math.ceil(long / tile) * tile)
     scale = new_long / long
@@ -110,7 +108,7 @@ def preprocess(
     max_side: int | None = None,
     to_max_side: bool = False,
     global_view: bool = False,
-) -> tuple[torch.Tensor, tuple[int, int]]:
+) -> tuple[Tensor, Grid]:
     """Resize an RGB image and split it into tiles (n, 3, tile, tile) float32, row by row; also return (rows, columns).
 
     Without max_side the whole image is resized to one tile. A global view is one more tile in front: the resized image,

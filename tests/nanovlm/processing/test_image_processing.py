@@ -639,11 +639,6 @@ def test_resized_size_matches_exact_arithmetic_up_to_rounding():
     assert differ < 60
 
 
-def test_max_side_must_be_a_multiple_of_the_tile():
-    with pytest.raises(ValueError, match="max_side=1000 must be a multiple of tile=512"):
-        resized_size(10, 10, 512, 1000, False)
-
-
 # -------------------------------------------------------------------------------------------------- pixels
 
 
