@@ -13,7 +13,7 @@ from models.config import VLMConfig
 from models.errors import InputError
 from models.formats import MODEL_INPUT_NAMES
 from models.formats.backbones import grow
-from models.formats.nanovlm import MODEL_INPUT_NAMES, end_token
+from models.formats.nanovlm import end_token
 from models.formats.smolvlm import GENERATION, PREPROCESSOR, PROCESSOR, TEMPLATE, TOKENS, SmolVLM
 from models.vision_language_model import VisionLanguageModel, empty_model
 
