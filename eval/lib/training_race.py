@@ -31,7 +31,12 @@ TRAINED_SHAPES = (EMBEDDED_SHAPE, "222M", "230M", "460M")
 def shape_config(shape: str) -> VLMConfig:
     """The config of a published shape, with one tile for each image: postcards are small."""
     if shape == "222M":  # its layers in the format of later releases, which has tokens for images
-        siglip: dict[str, Any] = {"vit_img_size": 224, "mp_pixel_shuffle_factor": 2, "mp_image_token_length": 49, "max_img_size": 224}
+        siglip: dict[str, Any] = {
+            "vit_img_size": 224,
+            "mp_pixel_shuffle_factor": 2,
+            "mp_image_token_length": 49,
+            "max_img_size": 224,
+        }
         return VLMConfig(**SMOLLM2_135M, **siglip)
     cfg = SHAPES[shape][0]
     return replace(cfg, max_img_size=cfg.vit_img_size)
