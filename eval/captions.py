@@ -1,12 +1,10 @@
 """How often the embedded model is right on freshly drawn scenes that its training never saw.
 
     python -m eval.captions --scenes 1000
-    python -m eval.captions --quantize int8
     python -m eval.captions --renderer independent      # scenes in another geometry, other tones and other patterns
     python -m eval.captions --prompt-variants --scenes 300   # captions and numbers, requested in other words
-    python -m eval.captions --compare --save          # every precision at every level of CPU instructions
-    python -m eval.captions --compare --model FOLDER  # of another model
-    python -m eval.captions --turns 6 --scenes 200    # questions in a conversation, beside the same questions alone
+    python -m eval.captions --compare --save            # every precision at every level of CPU instructions
+    python -m eval.captions --turns 6 --scenes 200      # questions in a conversation, beside the same questions alone
 
 By default there are five figures: captions that match word for word, the same on scenes with a color and shape that
 training never combined ("withheld"), answers to questions of every kind, and answers to two kinds of questions about
@@ -27,8 +25,8 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import astuple
 from difflib import SequenceMatcher
-from functools import partial
 from itertools import zip_longest
 from random import Random
 from statistics import mean
@@ -46,6 +44,7 @@ from eval.lib.tables import table
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
+from nanovlm.cli.main import Parser
 from nanovlm.errors import NanoVLMError
 from nanovlm.options import QUANTIZATIONS
 from nanovlm.synthetic import caption, draw, questions, random_scene
@@ -58,29 +57,19 @@ REFERENCE = ("float32", None, "none")  # dtype, quantization and level
 COLUMNS = {"right": ".1%", "kept": ".1%", "logits": ".2%", "prefix": ".1%", "ratio": ".1%"}
 
 
-def measure(
-    captioner: Captioner,
-    n_scenes: int,
-    n_questions: int,
-    seed: str,
-    batch_size: int = BATCH_SIZE,
-    renderer: Renderer = draw,
-) -> dict:
+def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str, *, renderer: Renderer = draw) -> dict:
     """Exact matches of each split and of its rows, and every miss as (split, prompt, truth, answer)."""
-    results: dict = {}
-    misses = []
+    results: dict = {"missed": []}
     for split, examples in make_splits(n_scenes, n_questions, seed, renderer).items():
         started = time.perf_counter()
-        images, prompts = [example.image for example in examples], [example.prompt for example in examples]
-        answers = list(captioner.captions(images, prompts, batch_size=batch_size))
-        right = [answer == example.truth for example, answer in zip(examples, answers)]
-        seconds = round(time.perf_counter() - started, 1)
-        rows = count_by_row([example.row for example in examples], right)
-        results[split] = {"right": sum(right), "of": len(right), "seconds": seconds, "rows": rows}
-        for example, answer, is_right in zip(examples, answers, right):
-            if not is_right:
-                misses.append((split, example.prompt, example.truth, answer))
-    return results | {"missed": misses}
+        images, prompts, truths, rows = zip(*map(astuple, examples)) if examples else 4 * ((),)
+        answers = list(captioner.captions(images, prompts, batch_size=BATCH_SIZE))
+        right = [answer == truth for answer, truth in zip(answers, truths)]
+        results[split] = {"right": sum(right), "of": len(right), "rows": count_by_row(rows, right)}
+        results[split]["seconds"] = round(time.perf_counter() - started, 1)
+        misses = zip(prompts, truths, answers)
+        results["missed"] += [(split, *miss) for miss, is_right in zip(misses, right) if not is_right]
+    return results
 
 
 def measure_turns(
@@ -190,7 +179,7 @@ def comparison_table(results: dict[str, dict[str, float]]) -> str:
     return table([["", *COLUMNS], *rows])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_captions_parser() -> Parser:
     parser = make_parser("captions", __doc__)
     add = parser.add_argument
     add("--model", default=EMBEDDED, metavar="FOLDER_OR_HUB_ID", help="(default: the embedded model)")
@@ -198,40 +187,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--questions", type=positive, default=3, metavar="N", help="questions per scene (default: 3)")
     add("--turns", type=positive, metavar="N", help="ask N questions about each scene in a conversation")
     add("--prompt-variants", action="store_true", help="ask for captions and numbers of objects in other words, too")
-    add(
-        "--renderer",
-        choices=tuple(RENDERERS),
-        default="training",
-        help="what draws the scenes (default: training's own)",
-    )
+    add("--renderer", choices=tuple(RENDERERS), default="training", help="what draws the scenes (default: training)")
     add("--quantize", choices=QUANTIZATIONS, help="quantize the language model's weights")
     add("--compare", action="store_true", help="compare all precisions at all levels of the CPU")
     add("--seed", default="1", help="which scenes (default: 1)")
     add("--misses", type=int, default=0, metavar="N", help="show N misses")
     add_device_flags(parser)
     add_save_flag(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_captions_parser()
     args = parser.parse_args(argv)
-    args.scenes = args.scenes or (200 if args.compare else 1000)
+    n, seed, renderer = args.scenes or (200 if args.compare else 1000), args.seed, RENDERERS[args.renderer]
     if args.turns and args.turns > MAX_TURNS:
         parser.error(f"--turns {args.turns} is more than {MAX_TURNS}, for which every scene has questions")
-    renderer, finish = RENDERERS[args.renderer], partial(report, as_json=args.json, save=args.save)
+    results: dict
+    failures: list[str] = []
     try:
         if args.compare:
-            results = compare_precisions(args.scenes, args.seed, args.model, renderer)
-            where = environment(levels=levels_here())
-            return finish(results, comparison_table(results), where, failures=comparison_failures(results))
-        captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, quantize=args.quantize)
-        where = environment(captioner.inference.device, captioner.inference.dtype)
+            where, results = environment(levels=levels_here()), compare_precisions(n, seed, args.model, renderer)
+            text, failures = comparison_table(results), comparison_failures(results)
+        else:
+            captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, quantize=args.quantize)
+            where = environment(captioner.inference.device, captioner.inference.dtype)
+            if args.prompt_variants:
+                results = measure_prompt_variants(captioner, n, seed, BATCH_SIZE, renderer)
+                text = prompt_variants_table(results)
+            elif args.turns:
+                results = {"of": n, "right": measure_turns(captioner, n, args.turns, seed, renderer)}
+                text = turns_table(results["right"], n)
+            else:
+                results = measure(captioner, n, args.questions, seed, renderer=renderer)
+                text = accuracy_table(results, args.misses)
     except NanoVLMError as error:
         parser.error(str(error))
-    if args.prompt_variants:
-        variants = measure_prompt_variants(captioner, args.scenes, args.seed, BATCH_SIZE, renderer)
-        return finish(variants, prompt_variants_table(variants), where)
-    if args.turns:
-        right = measure_turns(captioner, args.scenes, args.turns, args.seed, renderer)
-        return finish({"of": args.scenes, "right": right}, turns_table(right, args.scenes), where)
-    results = measure(captioner, args.scenes, args.questions, args.seed, renderer=renderer)
-    return finish(results, accuracy_table(results, args.misses), where)
+    return report(results, text, where, args.json, failures, args.save)
 
 
 if __name__ == "__main__":

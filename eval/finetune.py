@@ -22,8 +22,9 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -36,12 +37,11 @@ from eval.lib.postcards import draw, random_postcard, write_folder
 from eval.lib.scene_splits import png
 from eval.lib.tables import table
 from eval.lib.training_profile import profile_training
-from eval.lib.training_race import PEERS, Race, race_table
-from eval.lib.training_setup import EMBEDDED_SHAPE, TRAINED_SHAPES, make_setup
-from eval.peers.training_peers import check_nanovlm
+from eval.lib.training_race import EMBEDDED_SHAPE, TRAINED_SHAPES, MakeRun, OurRun, TrainingSetup, race, race_table
+from eval.peers.training_peers import NanoVLMRun, TrlRun, check_nanovlm
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner, ImageInput
-from nanovlm.cli.main import run_verb
+from nanovlm.cli.main import Parser, run_verb
 from nanovlm.console import print_error
 from nanovlm.device import choose_device, choose_training_dtype
 from nanovlm.errors import NanoVLMError, TrainingError
@@ -137,27 +137,30 @@ def measure_limits(args: Namespace) -> int:
 
 def measure_speed(args: Namespace) -> int:
     """The stages of a training step, or two training loops in turns."""
-    checkout = check_nanovlm(args.nanovlm) if args.baseline == "nanovlm" else None
+    peers: dict[str, Callable[[], MakeRun]] = {
+        "nanovlm": lambda: partial(NanoVLMRun, checkout=check_nanovlm(args.nanovlm)),
+        "trl": lambda: TrlRun,
+    }
+    makers: dict[str, MakeRun] = {"this project": OurRun}
+    makers |= {} if args.profile else {args.baseline: peers[args.baseline]()}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        setup = make_setup(folder, args.model_size, args.images, args.seed, args.dtype, args.batch_size)
+        folder, settings = Path(temporary), {"dtype": args.dtype, "batch_size": args.batch_size}
+        setup = TrainingSetup.make(folder, args.model_size, args.images, args.seed, **settings)
         where = environment("cpu", choose_training_dtype(args.dtype, torch.device("cpu")))
         if args.profile:
-            profile = profile_training(setup, folder / "profile", args.steps or PROFILED_STEPS)
-            return report(asdict(profile), str(profile), where, args.json)
-        steps, measure = args.steps, None
-        if args.model_size == EMBEDDED_SHAPE and steps is None:
+            seconds, text = profile_training(setup, folder / "profile", args.steps or PROFILED_STEPS)
+            return report(seconds, text, where, args.json)
+        learns = args.model_size == EMBEDDED_SHAPE and args.steps is None
+        steps = args.steps or (None if learns else RACED_STEPS)
+        results, runs = race(setup, makers, folder, steps, 60 * args.minutes)
+        if learns:
             postcards = make_domains(args.fresh, args.seed)[:1]
-
-            def measure(trained: Path) -> float:
-                return measure_shares(trained, postcards)[0]
-
-        race = Race(setup, args.baseline, folder, checkout)
-        results = race.run(steps or RACED_STEPS * (measure is None), 60 * args.minutes, measure)
+            for result, run in zip(results, runs):
+                (result.exact,) = measure_shares(run.save(), postcards)
         return report({result.name: result.as_dict() for result in results}, race_table(results), where, args.json)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_finetune_parser() -> Parser:
     parser = make_parser("finetune", __doc__)
     add = parser.add_argument
     ways = f"any of {', '.join(map(repr, TRAIN_FLAGS))} (default: all)"
@@ -167,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seed", default="1", help="which images (default: 1)")
     add("--flags", default="", metavar="'--max-steps N ...'", help="further flags of train.py")
     add("--profile", action="store_true", help="print the share of each stage in a training step on the CPU")
-    add("--baseline", choices=PEERS, help="compare with another training loop on the CPU")
+    add("--baseline", choices=("nanovlm", "trl"), help="compare with another training loop on the CPU")
     add("--nanovlm", type=Path, metavar="PATH", help="a checkout of huggingface/nanoVLM, for --baseline nanovlm")
     add("--model-size", choices=TRAINED_SHAPES, default=EMBEDDED_SHAPE, help=f"model (default: {EMBEDDED_SHAPE})")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="as of train.py (default: auto)")
@@ -175,6 +178,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--steps", type=positive, metavar="N", help="steps to measure, instead of --minutes")
     add("--minutes", type=float, default=1.0, help="of training with each loop of --baseline (default: 1)")
     add_threads_flag(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_finetune_parser()
     args = parser.parse_args(argv)
     if args.profile and args.baseline:
         parser.error("--profile and --baseline exclude each other")

@@ -8,25 +8,20 @@
     python -m eval.latency --model-size 230M --baselines openvino --background-load 2   # beside two busy processes
 
 Stages: encode (one preprocessed image), prefill (as many tokens as an image and a short prompt), decode (one token of
-every sequence), first-token (from the image), questions (eight about one image, by single calls and by one
-`Captioner.ask`) and cold-start (a whole process). All engines read the same weights, which are random for a published
-size, and take turns in every round. Figures are milliseconds.
+every sequence), first-token (from the image) and cold-start (a whole process). All engines read the same weights, which
+are random for a published size, and take turns in every round. Figures are milliseconds.
 
 Engines of this project are named by dtype, quantization and level of CPU instructions, by default the highest here. A
-single lower level also holds PyTorch and the oneDNN in OpenVINO to it, in a process of its own; nothing holds
-llama.cpp, ONNX Runtime and OpenVINO's own kernels. Below bf16 OpenVINO computes in float32.
+single lower level also holds PyTorch and the oneDNN in OpenVINO to it, in a process of its own.
 
 Other engines (extra `peers`): "plain" is nanoVLM's computation, float32 and layer by layer; transformers runs the
-language model; OpenVINO and ONNX Runtime the files of `nanovlm export --onnx`; llama.cpp, for models of SmolVLM's
-layout, those of `nanovlm export --gguf`. With --quantize int8 all but transformers are also measured in 8 bits: by
-NNCF, by dynamic quantization, as q8_0; with int4, llama.cpp as q4_0.
+language model; OpenVINO the files of `nanovlm export --onnx`; llama.cpp, for models of SmolVLM's layout, those of
+`nanovlm export --gguf`. With --quantize int8 OpenVINO and llama.cpp are also measured in 8 bits, with int4 llama.cpp.
 
 "of roofline" relates a median to the least time in which this machine reads the stage's weights once and does its
 operations. "error" is the root mean square difference from the plain model's embeddings or logits, over their standard
 deviation; llama.cpp resizes every image, so its embeddings have none. "same ids" counts decoded tokens equal to the
 first engine's. The command fails if an engine in float32 has an error above 0.001 or decodes other tokens.
-
---save appends what is printed, with the command line, to eval/results.
 """
 
 import argparse
@@ -35,10 +30,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -55,15 +50,7 @@ from eval.lib.roofline import stage_costs
 from eval.lib.shapes import SHAPES
 from eval.lib.tables import table
 from eval.lib.timing import competing_processes, interleave, measure_seconds
-from eval.peers.engines import (
-    BASELINES,
-    Engine,
-    EngineOptions,
-    ImageEngine,
-    NanoVLMEngine,
-    make_engines,
-    plain_engine,
-)
+from eval.peers.engines import BASELINES, Engine, EngineOptions, ImageEngine, NanoVLMEngine, make_engines, plain_engine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from models.checkpoint import load_config, snapshot_path
 from models.config import VLMConfig
@@ -78,21 +65,11 @@ from nanovlm.processing.image_loading import as_tensor
 from nanovlm.synthetic import draw, random_scene
 
 GENERATE = Path(__file__).parent.parent / "generate.py"
-STAGES = ("encode", "prefill", "decode", "first-token", "questions", "cold-start")
+STAGES = ("encode", "prefill", "decode", "first-token", "cold-start")
 TEXT_TOKENS = 16  # of the prompt, after the image
 MAX_IMAGE_SIZE = 2048  # pixels; larger images are reduced
 ANSWER_TOKENS = 16
 COLUMNS = ("median", "min", "speedup", "of roofline", "error", "slowdown", "same ids")
-QUESTIONS = [
-    "How many objects are there?",
-    "What is the background like?",
-    "Is there a red ring?",
-    "Is there a yellow heart?",
-    "How many circles are there?",
-    "How many blue objects are there?",
-    "Is there a star?",
-    "What is in the middle?",
-]
 
 Contestants = dict[str, Callable[[], float]]  # name -> a call that returns the seconds it took
 
@@ -158,18 +135,15 @@ def decode_seconds(engine: Engine, prompts: list[list[int]], tokens: int) -> flo
 def cold_start(folder: Path) -> dict[str, Callable[[], object]]:
     """generate.py on the model's folder, beside a process that imports torch only."""
     generate = [str(GENERATE), "--model", str(folder), "--max-new-tokens", str(ANSWER_TOKENS)]
+    run = partial(subprocess.run, check=True, capture_output=True)
     programs = {"import torch": ["-c", "import torch"], "generate.py": generate}
-    return {
-        name: partial(subprocess.run, [sys.executable, *argv], check=True, capture_output=True)
-        for name, argv in programs.items()
-    }
+    return {name: partial(run, [sys.executable, *argv]) for name, argv in programs.items()}
 
 
 def stage_contestants(
     stage: str, engines: Sequence[Engine], inputs: Inputs, tokens: int, folder: Path
 ) -> Iterator[tuple[str, Contestants]]:
     """Titles and contestants of a stage: one title, or one per image."""
-    ours = [engine for engine in engines if isinstance(engine, NanoVLMEngine)]
 
     def timed(calls: Mapping[str, Callable[[], object]]) -> Contestants:
         return {name: partial(measure_seconds, call) for name, call in calls.items()}
@@ -182,21 +156,11 @@ def stage_contestants(
     elif stage == "decode":
         yield stage, {engine.name: partial(decode_seconds, engine, inputs.prompts, tokens) for engine in engines}
     elif stage == "first-token":
+        readers = [engine for engine in engines if isinstance(engine, (NanoVLMEngine, LlamaCppEngine))]
+        captioner = next(engine.captioner for engine in readers if isinstance(engine, NanoVLMEngine))
         for side, image in inputs.images.items():
-            length = len(ours[0].captioner.prepare(image)[0])
-            readers = [engine for engine in engines if isinstance(engine, (NanoVLMEngine, LlamaCppEngine))]
             first = {engine.name: partial(engine.first_token, image) for engine in readers}
-            yield f"first token, {side} px, {length:,} tokens", timed(first)
-    elif stage == "questions":
-        side, image = next(iter(inputs.images.items()))
-        captioner = ours[-1].captioner
-        ask = partial(captioner.ask, image, QUESTIONS, max_new_tokens=ANSWER_TOKENS)
-        single = partial(captioner.caption, image, max_new_tokens=ANSWER_TOKENS)
-        calls: dict[str, Callable[[], object]] = {
-            "single calls": lambda: [single(question) for question in QUESTIONS],
-            "one ask": ask,
-        }
-        yield f"{len(QUESTIONS)} questions, {side} px, {ours[-1].name}", timed(calls)
+            yield f"first token, {side} px, {len(captioner.prepare(image)[0]):,} tokens", timed(first)
     else:
         yield "cold start", timed(cold_start(folder))
 
@@ -228,14 +192,9 @@ def slowed(results: Sequence[Result], idle: Sequence[Result], n: int) -> list[Re
     ]
 
 
-def count_same(ids: list[list[int]], reference: list[list[int]]) -> int:
-    """How many decoded tokens two engines agree on."""
-    return sum(a == b for step, expected in zip(ids, reference) for a, b in zip(step, expected))
-
-
 def failures(engines: Sequence[Engine], ids: dict[str, list[list[int]]]) -> list[str]:
     """Engines in float32 that decode other tokens than the first one in float32."""
-    exact = [engine.name for engine in engines if engine.weight_bytes == 4]
+    exact = [engine.name for engine in engines if engine.weight_bytes == 4 and ids]
     return [f"{name} decodes other tokens than {exact[0]}" for name in exact[1:] if ids[name] != ids[exact[0]]]
 
 
@@ -265,25 +224,22 @@ def cells(result: Result, first: Result, ids: dict[str, list[list[int]]]) -> dic
     if result.slowdown is not None:
         row["slowdown"] = f"{result.slowdown:.2f}x"
     if result.stage == "decode":
-        steps = ids[result.engine]
-        row["same ids"] = f"{count_same(steps, ids[first.engine])} of {sum(map(len, steps))}"
+        pairs = [*zip(chain(*ids[result.engine]), chain(*ids[first.engine]))]
+        row["same ids"] = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
     return row
 
 
 def make_latency_parser() -> Parser:
     parser = make_parser("latency", __doc__)
     add = parser.add_argument
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--model-size", default="embedded", choices=("embedded", *SHAPES), help="which model (default: embedded)"
-    )
-    which.add_argument("--model", metavar="MODEL", help="a folder or a Hub id, instead of --model-size")
+    which, sizes = parser.add_mutually_exclusive_group().add_argument, ("embedded", *SHAPES)
+    which("--model-size", default="embedded", choices=sizes, help="which model (default: embedded)")
+    which("--model", metavar="MODEL", help="a folder or a Hub id, instead of --model-size")
     add("--dtype", nargs="+", default=["auto"], choices=("auto", *DTYPES), help="one or several (default: auto)")
     add("--quantize", choices=QUANTIZATIONS, help="also measure quantized weights")
     add("--level", nargs="+", type=level_here, metavar="LEVEL", help="avx2, vnni, bf16 or amx (default: the highest)")
     add("--baselines", nargs="*", default=["plain"], choices=BASELINES, help="other engines (default: plain)")
-    stages = [stage for stage in STAGES if stage != "questions"]
-    add("--stages", nargs="+", default=stages, choices=STAGES, help=f"(default: {' '.join(stages)})")
+    add("--stages", nargs="+", default=STAGES, choices=STAGES, help=f"(default: {' '.join(STAGES)})")
     add("--image-size", nargs="+", type=positive, default=[512], metavar="N", help="pixels of a side (default: 512)")
     add("--batch-size", type=positive, default=1, metavar="N", help="sequences of prefill and decode (default: 1)")
     add("--tokens", type=positive, default=32, metavar="N", help="decode steps in a round (default: 32)")
@@ -295,28 +251,20 @@ def make_latency_parser() -> Parser:
     return parser
 
 
-def engine_files(cache: Path | None) -> AbstractContextManager[str | Path]:
-    """The folder for the files of other engines: a temporary one without a cache."""
-    if cache is None:
-        return tempfile.TemporaryDirectory()
-    cache.mkdir(parents=True, exist_ok=True)
-    return nullcontext(cache)
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure in this process, whose libraries the environment variables of `lowering` may hold to a level."""
     options = EngineOptions(args.dtype, args.quantize, args.baselines, args.batch_size, args.level)
-    with model_folder(args.model_size) as folder, engine_files(args.cache) as files:
+    with model_folder(args.model_size) as folder, tempfile.TemporaryDirectory() as temporary:
         set_threads(args.threads)
         folder = folder if args.model is None else snapshot_path(args.model)
+        (files := args.cache or Path(temporary)).mkdir(parents=True, exist_ok=True)
         progress("loading engines")
         plain = plain_engine(folder)
-        engines = make_engines(plain, folder, Path(files), options)
+        engines = make_engines(plain, folder, files, options)
         inputs = Inputs.make(plain.model.cfg, plain.model.image_token_id, args.batch_size, args.image_size)
         errors = stage_errors(engines, plain, inputs.prompts, inputs.image, args.stages)
-        ids = {}
-        if "decode" in args.stages:
-            ids = {engine.name: greedy_ids(engine, inputs.prompts, args.tokens) for engine in engines}
+        decoding = engines if "decode" in args.stages else []
+        ids = {engine.name: greedy_ids(engine, inputs.prompts, args.tokens) for engine in decoding}
         time_stages = partial(measure, args.stages, engines, inputs, args.tokens, args.rounds, folder)
         results = [replace(result, error=errors.get((result.stage, result.engine))) for result in time_stages()]
         if args.background_load:
@@ -328,7 +276,7 @@ def run(args: argparse.Namespace) -> int:
     where += f"{speeds}; medians of {args.rounds} rounds, batch size {args.batch_size}"
     data = {"model_size": args.model_size, "model": args.model, "results": [asdict(result) for result in results]}
     data |= {"ids": ids, "bytes_per_s": memory_bandwidth(), "flops_per_s": matmuls}
-    failed = inexact_engines(engines, errors) + (failures(engines, ids) if ids else [])
+    failed = inexact_engines(engines, errors) + failures(engines, ids)
     return report(data, results_table(results, ids), where, args.json, failed, args.save)
 
 

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -49,40 +48,18 @@ MB = 10**6
 SPARE_MB = 128  # allowed for the tokenizer and Python objects; the smallest model is 7 times as large
 
 
-@dataclass(frozen=True)
-class RealSize:
-    """Measurements of one model. Memory is that of the process that loaded it; 1 MB is 10^6 bytes."""
-
-    name: str
-    format_version: int
-    dtype: str
-    parameters: int
-    published: int
-    file_mb: float
-    load_s: float
-    peak_mb: float  # peak resident memory while loading, mapped pages of the file included
-    private_mb: float  # growth of anonymous memory while loading
-    needed_mb: float  # the converted or joined copies of weights, 0 if all stay mapped
-    caption_peak_mb: float  # peak resident memory, captioning included
-    images: int
-    prompt_tokens: int
-    new_tokens: int
-    first_token_s: float  # from the bytes of the JPEG
-    imports_mb: float  # peak resident memory before loading: mostly torch, memory-mapped
-    kept_mb: float = 0  # growth of anonymous memory after loading
-    quantize: str | None = None
-
-    @property
-    def failures(self) -> list[str]:
-        failures = []
-        if self.parameters != self.published:
-            failures.append(f"{self.name} has {self.parameters:,} parameters, the published model {self.published:,}")
-        if not self.quantize and self.private_mb > self.needed_mb + SPARE_MB:
-            failures.append(
-                f"{self.name} took {self.private_mb:,.0f} MB of private memory to load, more than the "
-                f"{self.needed_mb:,.0f} MB that {self.dtype} needs plus {SPARE_MB} MB: a second copy of the weights"
-            )
-        return failures
+def failures_of(result: dict) -> list[str]:
+    """Another number of parameters than the published one, or memory for a second copy of the weights."""
+    failures, name = [], result["name"]
+    if result["parameters"] != result["published"]:
+        failures.append(f"{name} has {result['parameters']:,} parameters, the published model {result['published']:,}")
+    private, needed = result["private_mb"], result["needed_mb"]
+    if not result["quantize"] and private > needed + SPARE_MB:
+        failures.append(
+            f"{name} took {private:,.0f} MB of private memory to load, more than the {needed:,.0f} MB that "
+            f"{result['dtype']} needs plus {SPARE_MB} MB: a second copy of the weights"
+        )
+    return failures
 
 
 def photograph() -> bytes:
@@ -118,7 +95,7 @@ def sample_private_memory(interval: float = 0.002) -> Iterator[list[float]]:
 
 
 def measure(folder: Path, image: bytes, dtype: str, quantize: str | None, max_new_tokens: int) -> dict:
-    """Load the model in folder and caption image. Needs a fresh process, since memory is that of the process."""
+    """Load the model in folder and caption image: MB (10^6 bytes) of this process, which must be fresh, and seconds."""
     imports_mb = process_memory("VmHWM")
     with sample_private_memory() as private:
         started = time.perf_counter()
@@ -128,22 +105,21 @@ def measure(folder: Path, image: bytes, dtype: str, quantize: str | None, max_ne
     model = empty_model(inference.cfg, 0).to(inference.dtype) if quantize else captioner.model
     for _ in captioner.stream(image, max_new_tokens=max_new_tokens, stats=stats):
         pass
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     image_tokens = stats.prompt_tokens - len(captioner.processor.encode_prompt([], PROMPT))
     return {
         "format_version": model.cfg.format_version,
         "dtype": str(model.dtype),
-        "parameters": parameters,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "load_s": round(load_s, 2),
-        "peak_mb": round(peak_mb),
-        "private_mb": round(max(private) - private[0]),
-        "needed_mb": round(copied_parameters(model) * model.dtype.itemsize / MB),
+        "peak_mb": round(peak_mb),  # resident, while loading, mapped pages of the file included
+        "private_mb": round(max(private) - private[0]),  # growth of anonymous memory while loading
+        "needed_mb": round(copied_parameters(model) * model.dtype.itemsize / MB),  # 0 if all weights stay mapped
         "caption_peak_mb": round(process_memory("VmHWM")),
         "images": image_tokens // model.cfg.mp_image_token_length,
         "prompt_tokens": stats.prompt_tokens,
         "new_tokens": stats.new_tokens,
-        "first_token_s": round(stats.first_token_s, 2),
-        "imports_mb": round(imports_mb),
+        "first_token_s": round(stats.first_token_s, 2),  # from the bytes of the JPEG
+        "imports_mb": round(imports_mb),  # resident, before loading: mostly torch, memory-mapped
         "kept_mb": round(private[-1] - private[0]),
     }
 
@@ -156,14 +132,14 @@ def copied_parameters(model: VisionLanguageModel) -> int:
     return sum(parameter.numel() for name, parameter in parameters if len(to_stored({name: parameter})) > 1)
 
 
-def measure_size(name: str, image: bytes, dtype: str, quantize: str | None, max_new_tokens: int) -> RealSize:
+def measure_size(name: str, image: bytes, dtype: str, quantize: str | None, max_new_tokens: int) -> dict:
     """Write the model of that name and measure it in a fresh process."""
     with random_model_folder(name) as folder:
         progress(f"{name}: loading, captioning")
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
             measured = process.submit(measure, folder, image, dtype, quantize, max_new_tokens).result()
-        measured |= {"file_mb": round((folder / WEIGHTS).stat().st_size / MB, 1), "quantize": quantize}
-        return RealSize(name, published=SHAPES[name][1], **measured)
+        file_mb = round((folder / WEIGHTS).stat().st_size / MB, 1)
+        return {"name": name, "published": SHAPES[name][1], "quantize": quantize, "file_mb": file_mb} | measured
 
 
 def count_parameters() -> tuple[dict[str, int], list[str]]:
@@ -176,18 +152,14 @@ def count_parameters() -> tuple[dict[str, int], list[str]]:
     return counts, failures
 
 
-def count_table(counts: dict[str, int]) -> str:
-    return "parameters: " + ", ".join(f"{name} {count:,}" for name, count in counts.items())
-
-
-def memory_table(results: list[RealSize]) -> str:
-    heads = ("file", "imports", "peak loading", "private", "kept", "peak captioning")
-    rows = [["model", "parameters", *heads, "load", "first token"]]
+def memory_table(results: list[dict]) -> str:
+    columns = {"file": "file", "imports": "imports", "peak loading": "peak", "private": "private", "kept": "kept",
+               "peak captioning": "caption_peak"}  # fmt: skip
+    rows = [["model", "parameters", *columns, "load", "first token"]]
     for r in results:
-        sizes = (r.file_mb, r.imports_mb, r.peak_mb, r.private_mb, r.kept_mb, r.caption_peak_mb)
-        memory = [f"{mb:,.0f} MB" for mb in sizes]
-        rows.append([r.name, f"{r.parameters:,}", *memory, f"{r.load_s:.1f} s", f"{r.first_token_s:.1f} s"])
-    prompts = [f"{r.name}: prompt of {r.images} images, {r.prompt_tokens:,} tokens" for r in results]
+        memory = [f"{r[f'{field}_mb']:,.0f} MB" for field in columns.values()]
+        rows.append([r["name"], f"{r['parameters']:,}", *memory, f"{r['load_s']:.1f} s", f"{r['first_token_s']:.1f} s"])
+    prompts = [f"{r['name']}: prompt of {r['images']} images, {r['prompt_tokens']:,} tokens" for r in results]
     return "\n".join([table(rows), "; ".join(prompts)])
 
 
@@ -212,11 +184,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (NanoVLMError, OSError, MemoryError, BrokenProcessPool) as error:  # such as a full disk
             failures.append(f"{name} could not be measured: {error}")
         else:
-            failures += results[-1].failures
+            failures += failures_of(results[-1])
     where = environment(dtype=choose_dtype(args.dtype, torch.device("cpu")))
     where += f", {args.quantize}" if args.quantize else ""
-    document = {"parameters": counts, "models": [asdict(result) for result in results]}
-    return report(document, f"{count_table(counts)}\n{memory_table(results)}", where, args.json, failures, args.save)
+    text = "parameters: " + ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    document = {"parameters": counts, "models": results}
+    return report(document, f"{text}\n{memory_table(results)}", where, args.json, failures, args.save)
 
 
 if __name__ == "__main__":

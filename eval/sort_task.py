@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import fmean, median, pstdev
 from types import SimpleNamespace
 
@@ -35,21 +36,8 @@ TEMPERATURE = 3.0  # high enough that a confident model still samples different 
 
 
 @dataclass(frozen=True)
-class LongGeneration:
-    """Seconds to write n_tokens with gpt-mini, mean and standard deviation over the rounds."""
-
-    n_tokens: int
-    rounds: int
-    generate_s: float
-    generate_std_s: float
-    generate_kv_s: float
-    generate_kv_std_s: float
-    identical: bool
-
-
-@dataclass(frozen=True)
 class SortTask:
-    """Accuracy from 0 to 1, counts of inputs, and median times per input."""
+    """Accuracy from 0 to 1, counts of inputs, and times: medians per input, and of a long generation by round."""
 
     accuracy: float  # on held-out inputs
     steps: int
@@ -59,14 +47,16 @@ class SortTask:
     n_identical_sampled: int
     generate_ms: float
     generate_kv_ms: float
-    seconds: float
-    long: LongGeneration
+    long_generate_s: list[float]
+    long_generate_kv_s: list[float]
+    long_identical: bool
+    seconds: float = 0  # in all
 
     @property
     def failures(self) -> list[str]:
         if self.accuracy < 1:
             return [f"not sorted after {self.steps} steps: raise --steps or try another --seed"]
-        identical = self.n_identical == self.n_identical_sampled == self.n_inputs and self.long.identical
+        identical = self.n_identical == self.n_identical_sampled == self.n_inputs and self.long_identical
         return [] if identical else ["generate and generate_kv differ: the cache changes the output"]
 
 
@@ -132,21 +122,14 @@ def compare(model: GPT, twin: GPT_kv, inputs: Tensor, sampled: bool) -> tuple[in
 
 
 @torch.no_grad()
-def time_long_generation(rounds: int, n_tokens: int) -> LongGeneration:
-    """Time gpt-mini with random weights, with and without a cache, and compare the greedy tokens."""
-    model = GPT_kv(GPTConfig("gpt-mini", vocab_size=9, block_size=500)).eval()
-    idx = torch.tensor([PROMPT])
-    identical = torch.equal(model.generate(idx, n_tokens), model.generate_kv(idx, n_tokens))  # warms up both
-    contestants = {
-        "generate": lambda: measure_seconds(lambda: model.generate(idx, n_tokens)),
-        "generate_kv": lambda: measure_seconds(lambda: model.generate_kv(idx, n_tokens)),
-    }
-    timings = interleave(contestants, rounds, warmup=0)
-    uncached, cached = timings["generate"].seconds, timings["generate_kv"].seconds
-    return LongGeneration(
-        n_tokens, rounds, round(fmean(uncached), 4), round(pstdev(uncached), 4),
-        round(fmean(cached), 4), round(pstdev(cached), 4), identical,
-    )  # fmt: skip
+def time_long_generation(rounds: int, n_tokens: int) -> tuple[list[float], list[float], bool]:
+    """Seconds of gpt-mini with random weights, without and with a cache, and whether the greedy tokens are the same."""
+    model, idx = GPT_kv(GPTConfig("gpt-mini", vocab_size=9, block_size=500)).eval(), torch.tensor([PROMPT])
+    calls = [partial(generate, idx, n_tokens) for generate in (model.generate, model.generate_kv)]
+    identical = torch.equal(*(call() for call in calls))  # warms up both
+    timings = interleave({str(call): partial(measure_seconds, call) for call in calls}, rounds, warmup=0)
+    uncached, cached = (timing.seconds for timing in timings.values())
+    return uncached, cached, identical
 
 
 def sort_task(
@@ -159,8 +142,7 @@ def sort_task(
     n_tokens: int = N_TOKENS,
 ) -> SortTask:
     """Train gpt-nano to sort, compare `generate` and `generate_kv` on every input, and time a long generation."""
-    started = time.perf_counter()
-    train, test = splits(length, n_digits)
+    started, (train, test) = time.perf_counter(), splits(length, n_digits)
     with torch.random.fork_rng(devices=[]), cpu_threads(1):
         torch.manual_seed(seed)
         trained = GPT_kv(GPTConfig("gpt-nano", vocab_size=n_digits, block_size=2 * length - 1))
@@ -169,42 +151,36 @@ def sort_task(
         model.load_state_dict(trained.state_dict())
         inputs = torch.cat([train, test])
         log(f"comparing generate and generate_kv on {len(inputs)} inputs, greedily, then sampled")
-        n_identical, generate_ms, generate_kv_ms = compare(model, trained, inputs, sampled=False)
-        n_identical_sampled, *_ = compare(model, trained, inputs, sampled=True)
+        n_identical, ms, kv_ms = compare(model, trained, inputs, sampled=False)
+        n_sampled, *_ = compare(model, trained, inputs, sampled=True)
         log(f"timing {n_tokens} tokens of gpt-mini with and without a cache, {rounds} rounds")
         long = time_long_generation(rounds, n_tokens)
         share = accuracy(model, test)
-    return SortTask(
-        share, steps, len(test), len(inputs), n_identical, n_identical_sampled,
-        round(generate_ms, 3), round(generate_kv_ms, 3), round(time.perf_counter() - started, 1), long,
-    )  # fmt: skip
+    seconds = time.perf_counter() - started
+    return SortTask(share, steps, len(test), len(inputs), n_identical, n_sampled, ms, kv_ms, *long, seconds)
 
 
 def summary(result: SortTask) -> str:
     """The result for a terminal."""
-    long = result.long
+    uncached, cached = result.long_generate_s, result.long_generate_kv_s
     return (
         f"gpt-nano, {result.steps} steps: sorts {100 * result.accuracy:.1f}% of {result.n_test} held-out inputs\n"
         f"identical with and without cache, greedy:  {result.n_identical} of {result.n_inputs}\n"
         f"identical with and without cache, sampled: {result.n_identical_sampled} of {result.n_inputs}\n"
         f"one input, median: generate {result.generate_ms:.2f} ms, generate_kv {result.generate_kv_ms:.2f} ms\n"
-        f"{long.n_tokens} tokens of gpt-mini, mean of {long.rounds} rounds, one thread:\n"
-        f"  without KV caching: {long.generate_s:.3f} +- {long.generate_std_s:.3f} s\n"
-        f"  with KV caching:    {long.generate_kv_s:.3f} +- {long.generate_kv_std_s:.3f} s, "
-        f"{long.generate_s / long.generate_kv_s:.2f}x, "
-        f"{'the same tokens' if long.identical else 'OTHER TOKENS'}"
+        f"{N_TOKENS} tokens of gpt-mini, mean of {len(cached)} rounds, one thread:\n"
+        f"  without KV caching: {fmean(uncached):.3f} +- {pstdev(uncached):.3f} s\n"
+        f"  with KV caching:    {fmean(cached):.3f} +- {pstdev(cached):.3f} s, {fmean(uncached) / fmean(cached):.2f}x, "
+        f"{'the same tokens' if result.long_identical else 'OTHER TOKENS'}"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser("sort_task", __doc__)
-    parser.add_argument(
-        "--steps", type=positive, default=5000, metavar="N", help="training steps at most (default: 5000)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
-    parser.add_argument(
-        "--rounds", type=positive, default=10, metavar="N", help="timings of the long generation (default: 10)"
-    )
+    add = parser.add_argument
+    add("--steps", type=positive, default=5000, metavar="N", help="training steps at most (default: 5000)")
+    add("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
+    add("--rounds", type=positive, default=10, metavar="N", help="timings of the long generation (default: 10)")
     add_threads_flag(parser)
     args = parser.parse_args(argv)
     result = sort_task(args.steps, seed=args.seed, rounds=args.rounds)

@@ -23,6 +23,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,6 @@ from torch import Tensor
 
 from eval.lib.attribution import attribute, attribution_table
 from eval.lib.cache_study import (
-    Case,
     Sizes,
     Study,
     designs_table,
@@ -39,10 +39,9 @@ from eval.lib.cache_study import (
     language_model_case,
     measure_case,
 )
-from eval.lib.command import add_threads_flag, make_parser, positive, report
+from eval.lib.command import add_device_flags, make_parser, positive, report
 from eval.lib.hardware import environment
-from eval.lib.key_value_heads import compare_heads, heads_table
-from eval.lib.plot import draw, draw_in_terminal
+from eval.lib.plot import draw
 from eval.lib.results import add_save_flag
 from eval.lib.shapes import SHAPES
 from eval.sort_task import sort_task, summary
@@ -51,15 +50,13 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT, SAMPLE
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import Parser
-from nanovlm.device import DTYPES, choose_device
+from nanovlm.device import DTYPES, choose_device, choose_dtype
 from nanovlm.errors import NanoVLMError
 from nanovlm.processing.image_loading import load_image
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
 TEXT_TOKENS = 16  # of a published size's prompt, after the image
-PUBLISHED = "published for nanoVLM's per-block cache (Hugging Face's blog, June 2025: \"38% speedup\")"
-PUBLISHED_SPEEDUP = 1.38
-TERMINAL = Path("-")  # --plot without a file
+PUBLISHED = "published for nanoVLM's per-block cache (Hugging Face's blog, June 2025: \"38% speedup\"): 1.38x"
 
 
 def embedded_model(device: torch.device, dtype: str) -> tuple[VisionLanguageModel, Tensor, Tensor]:
@@ -78,14 +75,26 @@ def random_model(size: str, device: torch.device, dtype: str) -> tuple[VisionLan
     return model.to(device, DTYPES[dtype]).eval(), ids, torch.rand(1, 3, cfg.vit_img_size, cfg.vit_img_size)
 
 
-def make_cases(model: VisionLanguageModel, ids: Tensor, images: Tensor, sizes: Sizes, *, export: bool) -> list[Case]:
-    """The product's model, and an encoder-decoder of its size with random weights."""
-    twin = EncoderDecoder(model.cfg).to(model.device, model.dtype).eval()
+def measure(args: argparse.Namespace) -> list[Study]:
+    """All designs of the product's model, and of an encoder-decoder of its size with random weights.
+
+    Raises NanoVLMError for sizes that the model has no positions for.
+    """
+    torch.manual_seed(0)
+    device, sizes = choose_device(args.device), Sizes(tuple(args.lengths), rounds=args.rounds)
+    if not args.table:
+        sizes = replace(sizes, prompts=(), batches=())
+    make = partial(random_model, args.model_size) if args.model_size else embedded_model
+    model, ids, images = make(device, args.dtype)
+    model.validate_length(ids.size(1), max(sizes.lengths))
+    ids, images = ids.to(device), images.to(device, model.dtype)
+    twin = EncoderDecoder(model.cfg).to(device, model.dtype).eval()
     text = ids[ids != model.image_token_id][None]  # its image is read by cross-attention
-    return [
-        language_model_case(model, ids, images, sizes, export=export),
-        encoder_decoder_case(twin, text, images[:1], sizes, export=export),
-    ]
+    cases = (
+        language_model_case(model, ids, images, sizes, export=args.export),
+        encoder_decoder_case(twin, text, images[:1], sizes, export=args.export),
+    )
+    return [measure_case(case, sizes) for case in cases]
 
 
 def make_speedup_parser() -> Parser:
@@ -95,15 +104,12 @@ def make_speedup_parser() -> Parser:
     add("--model-size", choices=tuple(SHAPES), help="a published size, random weights (default: the embedded model)")
     add("--lengths", nargs="+", type=int, default=LENGTHS, metavar="N", help=f"new tokens (default: {lengths})")
     add("--rounds", type=positive, default=5, metavar="N", help="interleaved rounds (default: 5)")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="(default: auto)")
-    add("--dtype", default="float32", choices=tuple(DTYPES), help="lower ones may choose other ids (default: float32)")
     add("--export", action=switch, default=True, help="measure the exported graphs too (default: yes)")
     add("--sort-task", action=switch, default=True, help="run the sorting task too (default: yes)")
     add("--table", action=switch, default=True, help="time prompt lengths and batch sizes too (default: yes)")
     add("--attribute", action=switch, default=True, help="split minGPT's speedup into its causes (default: yes)")
-    plots = "draw a figure, which needs the extra eval, or without a file in the terminal, which needs the extra plot"
-    add("--plot", nargs="?", type=Path, const=TERMINAL, metavar="FILE.png", help=plots)
-    add_threads_flag(parser)
+    add("--plot", type=Path, metavar="FILE.png", help="draw a figure, which needs the extra eval")
+    add_device_flags(parser, "float32")
     add_save_flag(parser)
     return parser
 
@@ -111,51 +117,35 @@ def make_speedup_parser() -> Parser:
 def check_flags(parser: Parser, args: argparse.Namespace) -> None:
     if len(args.lengths) < 2 or min(args.lengths) < 2 or sorted(set(args.lengths)) != list(args.lengths):
         parser.error(f"--lengths {' '.join(map(str, args.lengths))}: give two or more, rising, from 2 on")
-    if args.plot:
-        package, extra = ("plotext", "plot") if args.plot == TERMINAL else ("matplotlib", "eval")
-        if importlib.util.find_spec(package) is None:
-            parser.error(f'--plot needs {package}: pip install "nanovlm[{extra}]"')
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error('--plot needs matplotlib: pip install "nanovlm[eval]"')
     if args.plot and not args.plot.parent.is_dir():
         parser.error(f"--plot {args.plot}: there is no folder {args.plot.parent}")
-
-
-def measure(args: argparse.Namespace, sizes: Sizes) -> list[Study]:
-    """All designs of both models. Raises NanoVLMError for sizes that the model has no positions for."""
-    torch.manual_seed(0)
-    device = choose_device(args.device)
-    make = embedded_model if args.model_size is None else (lambda *place: random_model(args.model_size, *place))
-    model, ids, images = make(device, args.dtype)
-    model.validate_length(ids.size(1), max(sizes.lengths))
-    cases = make_cases(model, ids.to(device), images.to(device, model.dtype), sizes, export=args.export)
-    return [measure_case(case, sizes) for case in cases]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_speedup_parser()
     args = parser.parse_args(argv)
     check_flags(parser, args)
-    sizes = Sizes(tuple(args.lengths), rounds=args.rounds)
     try:
         device = choose_device(args.device)
-        studies = measure(args, sizes if args.table else replace(sizes, prompts=(), batches=()))
+        args.dtype = str(choose_dtype(args.dtype, device)).removeprefix("torch.")
+        studies = measure(args)
     except NanoVLMError as error:
         parser.error(str(error))
     attribution = attribute(device) if args.attribute else []
-    heads, sorting = compare_heads(device), sort_task() if args.sort_task else None
+    sorting = sort_task() if args.sort_task else None
     where = environment(device, DTYPES[args.dtype])
-    if args.plot and args.plot != TERMINAL:
+    if args.plot:
         draw(studies, where, args.plot)
-    parts = [*map(generations_table, studies), f"{PUBLISHED}: {PUBLISHED_SPEEDUP:.2f}x"]
-    parts += map(draw_in_terminal, studies if args.plot == TERMINAL else ())
+    parts = [*map(generations_table, studies), PUBLISHED]
     parts += [f"{study.model}\n{designs_table(study)}" for study in studies]
-    parts += [heads_table(heads), *([attribution_table(attribution)] if attribution else [])]
+    parts += [attribution_table(attribution)] if attribution else []
     parts += [summary(sorting)] if sorting else []
     data = {
         "studies": [asdict(study) for study in studies],
         "attribution": [asdict(row) for row in attribution],
-        "key_value_heads": [asdict(row) for row in heads],
         "sort_task": asdict(sorting) if sorting else None,
-        "published_speedup": PUBLISHED_SPEEDUP,
     }
     failures = [line for study in studies if args.dtype == "float32" for line in study.failures]
     failures += sorting.failures if sorting else []

@@ -8,6 +8,7 @@ factor is the time before over the time after its switch, so that the three mult
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from eval.lib.tables import table
 from eval.lib.timing import interleave, measure_seconds
 from models.mingpt import GPT, GPT_kv
 
-ATTRIBUTED = ("gpt-mini", (128, 512, 1536))  # size and contexts: a few seconds
+SIZE, CONTEXTS = "gpt-mini", (128, 512, 1536)  # a few seconds
 VOCABULARY = 50257  # GPT-2's; with the homework's 128, the head costs next to nothing
 
 
@@ -33,20 +34,10 @@ class Attribution:
     cached_ms: float  # and a cache of T - 1 tokens
 
     @property
-    def kernel(self) -> float:
-        return self.explicit_ms / self.fused_ms
-
-    @property
-    def head(self) -> float:
-        return self.fused_ms / self.last_position_ms
-
-    @property
-    def cache(self) -> float:
-        return self.last_position_ms / self.cached_ms
-
-    @property
-    def total(self) -> float:
-        return self.explicit_ms / self.cached_ms
+    def factors(self) -> list[float]:
+        """Of the kernel, the last position and the cache, and their product."""
+        times = (self.explicit_ms, self.fused_ms, self.last_position_ms, self.cached_ms)
+        return [*(before / after for before, after in pairwise(times)), self.explicit_ms / self.cached_ms]
 
 
 @torch.inference_mode()
@@ -60,9 +51,9 @@ def attribute_step(gpt: GPT, gpt_kv: GPT_kv, idx: Tensor, rounds: int) -> Attrib
         "last position": lambda: gpt_kv.lm_head(gpt_kv.hidden_states(idx)[0][:, -1]),
         "cached": lambda: gpt_kv.lm_head(gpt_kv.hidden_states(idx, cache)[0][:, -1]),
     }
-    logits = {name: step() for name, step in steps.items()}
-    for name, value in logits.items():
-        if not torch.allclose(value, logits["explicit"], rtol=1e-3, atol=1e-4):
+    expected = steps["explicit"]()
+    for name, step in steps.items():
+        if not torch.allclose(step(), expected, rtol=1e-3, atol=1e-4):
             raise MismatchError(f"the {name} step's logits after {idx.size(1)} tokens differ from minGPT's")
 
     def time_step(name: str) -> float:
@@ -76,28 +67,20 @@ def attribute_step(gpt: GPT, gpt_kv: GPT_kv, idx: Tensor, rounds: int) -> Attrib
 
 
 def attribute(
-    device: torch.device,
-    size: str = ATTRIBUTED[0],
-    contexts: Sequence[int] = ATTRIBUTED[1],
-    rounds: int = 5,
-    vocab_size: int = VOCABULARY,
+    device: torch.device, contexts: Sequence[int] = CONTEXTS, size: str = SIZE, rounds: int = 5, vocab: int = VOCABULARY
 ) -> list[Attribution]:
     """Attribute the speedup of a size of minGPT, random weights, at each context."""
-    gpt, gpt_kv = make_models(size, device, vocab_size)
-    ids = torch.randint(vocab_size, (1, max(contexts)), generator=torch.Generator().manual_seed(1)).to(device)
-    rows = []
-    for T in contexts:
-        rows.append(attribute_step(gpt, gpt_kv, ids[:, :T], rounds))
-        progress(f"attribution, {size}, {T} tokens: {rows[-1].total:.1f}x")
-    return rows
+    gpt, gpt_kv = make_models(size, device, vocab)
+    ids = torch.randint(vocab, (1, max(contexts)), generator=torch.Generator().manual_seed(1)).to(device)
+    progress(f"attribution: {size}")
+    return [attribute_step(gpt, gpt_kv, ids[:, :T], rounds) for T in contexts]
 
 
-def attribution_table(rows: Sequence[Attribution], size: str = ATTRIBUTED[0], vocab_size: int = VOCABULARY) -> str:
+def attribution_table(rows: Sequence[Attribution]) -> str:
     """The factors, whose product is the whole, beside the times of both ends."""
-    title = f"{size}'s step, vocabulary of {vocab_size:,}: fused attention, the head at the last token, the cache"
+    title = f"{SIZE}'s step, vocabulary of {VOCABULARY:,}: fused attention, the head at the last token, the cache"
     cells = [["context", "no cache, ms", "cache, ms", "kernel", "last position", "cache alone", "product"]]
     for row in rows:
         times = [f"{ms:,.2f}" for ms in (row.explicit_ms, row.cached_ms)]
-        factors = [f"{factor:.2f}x" for factor in (row.kernel, row.head, row.cache, row.total)]
-        cells.append([str(row.context), *times, *factors])
+        cells.append([str(row.context), *times, *(f"{factor:.2f}x" for factor in row.factors)])
     return f"{title}\n{table(cells)}"

@@ -17,18 +17,11 @@ import torch
 from torch import Tensor
 
 from eval.lib import flops
-from eval.lib.cache_designs import (
-    UNCACHED,
-    Design,
-    Images,
-    Run,
-    cross_bytes,
-    encoder_decoder_designs,
-    language_model_designs,
-)
+from eval.lib.cache_designs import UNCACHED, Design, Images, Run, Start, encoder_decoder_designs, language_model_designs
 from eval.lib.command import progress
 from eval.lib.tables import table
 from eval.lib.timing import interleave, measure_seconds, synchronize
+from models.cache import storage_bytes
 from models.kv_study.encoder_decoder import EncoderDecoder
 from models.vision_language_model import VisionLanguageModel
 
@@ -119,15 +112,11 @@ def encoder_decoder_case(
     model: EncoderDecoder, ids: Tensor, images: Tensor, sizes: Sizes, *, export: bool = True
 ) -> Case:
     """The encoder-decoder on a prompt, ids (1, T), about one image (1, 3, S, S)."""
-    n_patches = model.cfg.vit_grid**2
-    designs = encoder_decoder_designs(model, sizes.capacity(ids.size(1)), n_patches, export)
-    vision = partial(model.encode, images)
-    return Case("encoder-decoder of the same size", model, ids, images, vision, designs, images)
+    designs = encoder_decoder_designs(model, sizes.capacity(ids.size(1)), export)
+    return Case("encoder-decoder of the same size", model, ids, images, partial(model.encode, images), designs, images)
 
 
-def timeline(
-    start: Callable[[Tensor, Images], Run], ids: Tensor, images: Images, n: int
-) -> tuple[list[int], list[float], Run]:
+def timeline(start: Start, ids: Tensor, images: Images, n: int) -> tuple[list[int], list[float], Run]:
     """The n ids that follow a prompt greedily, the milliseconds after which each was chosen, and the run."""
     synchronize(ids.device)
     started, chosen, times = time.perf_counter(), [], []
@@ -161,45 +150,43 @@ def make_row(design: Design, case: Case, times: list[list[float]], sizes: Sizes,
         flops=[costs[n] for n in lengths],
         flops_exponent=exponent(lengths, [costs[n] - costs[1] for n in lengths]),
         bytes_per_token=round(held.bytes_used() / (prompt + max(lengths) - 1), 1),  # the last token is not read
-        cross_bytes=cross_bytes(held),
+        cross_bytes=storage_bytes(tensor for pair in held.cross for tensor in pair),
         fork=design.fork, export=design.export, chunk=design.chunk, exact=design.exact, same_ids=same_ids,
     )  # fmt: skip
 
 
 def time_generations(case: Case, sizes: Sizes) -> list[Row]:
     """Generate the longest length with every design."""
-    longest, expected = max(sizes.lengths), {}
-    chosen: dict[str, list[int]] = {}
-    runs: dict[str, Run] = {}
+    longest, inputs = max(sizes.lengths), (case.ids, case.images)
     times: dict[str, list[list[float]]] = {design.name: [] for design in case.designs}
-    for design in case.designs:
-        timeline(design.start, case.ids, case.images, 3)  # warm up
-        if design.reference:
-            expected[design.name] = timeline(design.reference, case.ids, case.images, longest)[0]
+    last: dict[str, tuple[list[int], Run]] = {}  # ids and state of the newest round
 
     def generate(design: Design) -> float:
-        chosen[design.name], new, runs[design.name] = timeline(design.start, case.ids, case.images, longest)
+        chosen, new, run = timeline(design.start, *inputs, longest)
         times[design.name].append(new)
+        last[design.name] = chosen, run
         return new[-1] / 1000
 
+    for design in case.designs:
+        timeline(design.start, *inputs, 3)  # warm up
     contestants = {design.name: partial(generate, design) for design in case.designs}
     log = lambda line: progress(f"{case.name}, {longest} tokens, {line}")  # noqa: E731
     interleave(contestants, sizes.rounds, warmup=0, log=log)
     rows = []
     for design in case.designs:
-        pairs = zip(chosen[design.name], expected.get(design.name, chosen[UNCACHED]))
-        same = next((i for i, (a, b) in enumerate(pairs) if a != b), longest)
-        rows.append(make_row(design, case, times[design.name], sizes, runs[design.name], same))
+        chosen, run = last[design.name]
+        expected = timeline(design.reference, *inputs, longest)[0] if design.reference else last[UNCACHED][0]
+        same = next((i for i, (a, b) in enumerate(zip(chosen, expected)) if a != b), longest)
+        rows.append(make_row(design, case, times[design.name], sizes, run, same))
     return rows
 
 
 def time_axes(case: Case, rows: Sequence[Row], sizes: Sizes) -> None:
     """Add to rows the times of a prefill by prompt length and of a decode step by batch size, on random text."""
-    text = torch.randint(1000, (max(sizes.batches), max(sizes.prompts)), generator=torch.Generator().manual_seed(0))
-    device, vocabulary = case.ids.device, case.model.cfg.lm_vocab_size
-    text = text.to(device) % vocabulary
-    special = getattr(case.model, "image_token_id", -1)
-    text = text.masked_fill(text == special, (special + 1) % vocabulary)  # no image is given with random text
+    special, device = getattr(case.model, "image_token_id", -1), case.ids.device
+    shape, generator = (max(sizes.batches), max(sizes.prompts)), torch.Generator().manual_seed(0)
+    text = torch.randint(min(1000, case.model.cfg.lm_vocab_size - 1), shape, generator=generator)
+    text = (text + (text == special)).to(device)  # no image is given with random text
 
     def inputs(batch: int, length: int) -> tuple[Tensor, Images]:
         images = case.random_images

@@ -27,14 +27,14 @@ def language_model(cfg: VLMConfig, window: int | None = None) -> ReadCost:
     return read
 
 
-def text_decoder(cfg: VLMConfig, n_patches: int, cross_once: bool = True) -> ReadCost:
-    """Of models/kv_study/encoder_decoder.py; the image's keys and values are made at position 0, or in every read."""
+def text_decoder(cfg: VLMConfig, n_patches: int) -> ReadCost:
+    """Of models/kv_study/encoder_decoder.py; the image's keys and values are made at position 0."""
     C = cfg.lm_hidden_dim
     weights = 4 * C * C + 2 * C * C + 8 * C * C  # self-attention, cross-attention's query and out, MLP
 
     def read(start: int, stop: int) -> int:
         n = stop - start
-        cross_kv = 0 if start and cross_once else 2 * 2 * C * C * n_patches
+        cross_kv = 0 if start else 2 * 2 * C * C * n_patches
         attention = 4 * C * (_attended_pairs(start, stop) + n * n_patches)
         return cfg.lm_n_blocks * (2 * weights * n + attention + cross_kv) + 2 * C * cfg.lm_vocab_size
 

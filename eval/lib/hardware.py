@@ -13,10 +13,8 @@ from torch.nn.functional import linear
 from eval.lib.cpu_levels import current_level
 from models.inference.kernels.load import cpu_info
 
-PACKAGES = {  # by the module whose presence says that the package was used
-    "transformers": "transformers", "llama_cpp": "llama-cpp-python", "onnxruntime": "onnxruntime",
-    "openvino": "openvino",
-}  # fmt: skip
+# by the module whose presence says that the package was used
+PACKAGES = {"transformers": "transformers", "llama_cpp": "llama-cpp-python", "openvino": "openvino"}
 
 
 def environment(

@@ -5,7 +5,7 @@ color and its size, and the kind of background. Its geometry, colors, background
 crosses, wide and thin rings, hearts of two kinds, blunt and sharp stars, narrow and wide diamonds, rounded squares.
 
 A shape is an implicit function: whether the point (u, v) is inside, with u to the right, v up and the shape's radius as
-unit. A background is a function of (x, y) that mixes two tones, with the image's shorter side as unit.
+unit. A background mixes two tones at each point (x, y), with the image's shorter side as unit.
 """
 
 import math
@@ -22,7 +22,6 @@ from nanovlm.synthetic import COLORS, Scene, Shape
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Inside = Callable[[Floats, Floats], Mask]  # (u, v) -> whether inside
-Mix = Callable[[Floats, Floats], Floats]  # (x, y) -> share of the second tone, from 0 to 1
 Box = tuple[int, int, int, int]  # left, top, right, bottom, in pixels
 
 COLOR_SPREAD = 12  # of each channel around the named color
@@ -45,7 +44,7 @@ def draw(scene: Scene, width: int = 192, height: int = 192) -> Image.Image:
     """The scene as an RGB image of width x height pixels; the same one for the same arguments."""
     rng = Random(f"independent {scene.seed}")
     bright, dim = rng.choice(TONES)
-    mix = _sample(BACKGROUNDS[scene.background](rng), (0, 0, width, height), min(width, height), 2)[..., None]
+    mix = _sample(partial(BACKGROUNDS[scene.background], rng), (0, 0, width, height), min(width, height), 2)[..., None]
     if scene.background == "glowing" or rng.random() < 0.5:  # what glows is bright in the middle
         bright, dim = dim, bright
     pixels = (1 - mix) * np.array(bright, float) + mix * np.array(dim, float)
@@ -68,12 +67,9 @@ def _paint(pixels: Floats, shape: Shape, rng: Random) -> None:
     height, width, _ = pixels.shape
     radius = shape.radius * min(height, width)
     x, y = shape.x * width, shape.y * height
-    box = (
-        max(0, math.floor(x - REACH * radius)),
-        max(0, math.floor(y - REACH * radius)),
-        min(width, math.ceil(x + REACH * radius)),
-        min(height, math.ceil(y + REACH * radius)),
-    )
+    reach = REACH * radius
+    box = (max(0, math.floor(x - reach)), max(0, math.floor(y - reach)),
+           min(width, math.ceil(x + reach)), min(height, math.ceil(y + reach)))  # fmt: skip
     rgb = np.clip([c + rng.randint(-COLOR_SPREAD, COLOR_SPREAD) for c in COLORS[shape.color]], 0, 255).astype(float)
     style = rng.choice(("flat", "flat", "rimmed", "lit"))
     coverage = _sample(_placed(outline(shape.kind, rng), shape.angle, x, y, radius), box, 1, 4)
@@ -112,18 +108,21 @@ def _placed(inside: Inside, angle: float, x: float, y: float, radius: float) -> 
 def outline(kind: str, rng: Random) -> Inside:
     """A shape of this kind with random proportions."""
     pick = rng.uniform
-    if kind == "heart":
-        return rng.choice((partial(heart_of_circles, lobe=pick(0.47, 0.52)), heart_curve))
-    proportions: dict[str, Callable[[], Inside]] = {
-        "circle": lambda: partial(circle, radius=pick(0.9, 1)),
-        "square": lambda: partial(square, half=pick(0.76, 0.86), corner=pick(0, 0.25)),
-        "triangle": lambda: partial(triangle, half_base=pick(0.68, 0.95)),
-        "diamond": lambda: partial(diamond, half_width=pick(0.55, 0.95)),
-        "star": lambda: partial(star, inner=pick(0.35, 0.6)),
-        "cross": lambda: partial(cross, arm=pick(0.14, 0.42)),
-        "ring": lambda: partial(ring, hole=pick(0.4, 0.8)),
-    }
-    return proportions[kind]()
+    if kind == "circle":
+        return partial(circle, radius=pick(0.9, 1))
+    if kind == "square":
+        return partial(square, half=pick(0.76, 0.86), corner=pick(0, 0.25))
+    if kind == "triangle":
+        return partial(triangle, half_base=pick(0.68, 0.95))
+    if kind == "diamond":
+        return partial(diamond, half_width=pick(0.55, 0.95))
+    if kind == "star":
+        return partial(star, inner=pick(0.35, 0.6))
+    if kind == "cross":
+        return partial(cross, arm=pick(0.14, 0.42))
+    if kind == "ring":
+        return partial(ring, hole=pick(0.4, 0.8))
+    return rng.choice((partial(heart_of_circles, lobe=pick(0.47, 0.52)), heart_curve))
 
 
 def circle(u: Floats, v: Floats, radius: float) -> Mask:
@@ -184,93 +183,74 @@ def ring(u: Floats, v: Floats, hole: float) -> Mask:
     return (squared <= 1) & (squared >= hole**2)
 
 
-# Backgrounds
+# Backgrounds, whose values are the share of the second tone at each point
 
 
-def _waves(length: float, angle: float, phase: float) -> Mix:
+def waves(x: Floats, y: Floats, length: float, angle: float, phase: float) -> Floats:
     """A cosine of this wavelength along a direction; angle in degrees."""
     cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-    return lambda x, y: 0.5 + 0.5 * np.cos(2 * math.pi * ((cos * x + sin * y) / length + phase))
+    return 0.5 + 0.5 * np.cos(2 * math.pi * ((cos * x + sin * y) / length + phase))
 
 
-def _plain(rng: Random) -> Mix:
-    return lambda x, y: np.zeros(())
+def plain(rng: Random, x: Floats, y: Floats) -> NDArray:
+    return np.zeros(())
 
 
-def _gradient(rng: Random) -> Mix:
+def gradient(rng: Random, x: Floats, y: Floats) -> NDArray:
     angle = rng.uniform(0, 2 * math.pi)
-    cos, sin = math.cos(angle), math.sin(angle)
-    return lambda x, y: np.clip(0.5 + cos * (x - 0.5) + sin * (y - 0.5), 0, 1)
+    return np.clip(0.5 + math.cos(angle) * (x - 0.5) + math.sin(angle) * (y - 0.5), 0, 1)
 
 
-def _glowing(rng: Random) -> Mix:
+def glowing(rng: Random, x: Floats, y: Floats) -> NDArray:
     left, top, width = rng.uniform(0.35, 0.65), rng.uniform(0.35, 0.65), rng.uniform(0.3, 0.4)
-    return lambda x, y: np.exp(-((x - left) ** 2 + (y - top) ** 2) / (2 * width**2))
+    return np.exp(-((x - left) ** 2 + (y - top) ** 2) / (2 * width**2))
 
 
-def _noisy(rng: Random) -> Mix:
+def noisy(rng: Random, x: Floats, y: Floats) -> NDArray:
     """Square grains, each of its own tone."""
     grains = np.random.default_rng(rng.getrandbits(32)).uniform(size=(200, 200))
     across = rng.uniform(48, 72)
-    return lambda x, y: grains[(across * y).astype(int), (across * x).astype(int)]
+    return grains[(across * y).astype(int), (across * x).astype(int)]
 
 
-def _cloudy(rng: Random) -> Mix:
+def cloudy(rng: Random, x: Floats, y: Floats) -> NDArray:
     """Eight waves of random length and direction, added."""
-    waves = [_waves(rng.uniform(0.3, 0.6), 45 * i + rng.uniform(0, 45), rng.random()) for i in range(8)]
-    return lambda x, y: np.clip(0.5 + 0.9 * (sum(wave(x, y) for wave in waves) / 4 - 1), 0, 1)
+    parts = [waves(x, y, rng.uniform(0.3, 0.6), 45 * i + rng.uniform(0, 45), rng.random()) for i in range(8)]
+    return np.clip(0.5 + 0.9 * (sum(parts) / 4 - 1), 0, 1)
 
 
-def _striped(rng: Random) -> Mix:
-    wave = _waves(rng.uniform(0.12, 0.2), rng.choice((0, 45, 90, 135)) + rng.uniform(-8, 8), rng.random())
-    level = rng.uniform(0.4, 0.6)
-    return lambda x, y: (wave(x, y) > level).astype(float)
+def striped(rng: Random, x: Floats, y: Floats) -> NDArray:
+    length, angle = rng.uniform(0.12, 0.2), rng.choice((0, 45, 90, 135)) + rng.uniform(-8, 8)
+    return waves(x, y, length, angle, rng.random()) > rng.uniform(0.4, 0.6)
 
 
-def _wavy(rng: Random) -> Mix:
+def wavy(rng: Random, x: Floats, y: Floats) -> NDArray:
     step, swing, length = rng.uniform(0.13, 0.19), rng.uniform(0.03, 0.045), rng.uniform(0.25, 0.38)
-    wave, bands, upright = _waves(length, 0, rng.random()), _waves(step, 90, rng.random()), rng.random() < 0.5
-
-    def mix(x: Floats, y: Floats) -> Floats:
-        along, across = (y, x) if upright else (x, y)
-        return (bands(along, across + 2 * swing * wave(along, across)) > 0.5).astype(float)
-
-    return mix
+    phases = rng.random(), rng.random()
+    along, across = (y, x) if rng.random() < 0.5 else (x, y)
+    return waves(along, across + 2 * swing * waves(along, across, length, 0, phases[0]), step, 90, phases[1]) > 0.5
 
 
-def _checkered(rng: Random) -> Mix:
+def checkered(rng: Random, x: Floats, y: Floats) -> NDArray:
     step, left, top = rng.uniform(0.085, 0.13), rng.random(), rng.random()
-    return lambda x, y: (np.floor(x / step + left) + np.floor(y / step + top)) % 2
+    return (np.floor(x / step + left) + np.floor(y / step + top)) % 2
 
 
-def _dotted(rng: Random) -> Mix:
+def dotted(rng: Random, x: Floats, y: Floats) -> NDArray:
     """Round dots; every other row is shifted by half a step."""
     step, left, top = rng.uniform(0.1, 0.13), rng.random(), rng.random()
-    radius = rng.uniform(0.19, 0.25)
-
-    def mix(x: Floats, y: Floats) -> Floats:
-        row = np.floor(y / step + top)
-        across, down = (x / step + left + 0.5 * (row % 2)) % 1 - 0.5, (y / step + top) % 1 - 0.5
-        return (np.hypot(across, down) <= radius).astype(float)
-
-    return mix
+    row = np.floor(y / step + top)
+    across, down = (x / step + left + 0.5 * (row % 2)) % 1 - 0.5, (y / step + top) % 1 - 0.5
+    return np.hypot(across, down) <= rng.uniform(0.19, 0.25)
 
 
-def _gridded(rng: Random) -> Mix:
+def gridded(rng: Random, x: Floats, y: Floats) -> NDArray:
     step, left, top = rng.uniform(0.11, 0.16), rng.random(), rng.random()
     line = rng.uniform(0.016, 0.024) / step
-    return lambda x, y: (((x / step + left) % 1 < line) | ((y / step + top) % 1 < line)).astype(float)
+    return ((x / step + left) % 1 < line) | ((y / step + top) % 1 < line)
 
 
-BACKGROUNDS: dict[str, Callable[[Random], Mix]] = {
-    "plain": _plain,
-    "gradient": _gradient,
-    "glowing": _glowing,
-    "noisy": _noisy,
-    "cloudy": _cloudy,
-    "striped": _striped,
-    "wavy": _wavy,
-    "checkered": _checkered,
-    "dotted": _dotted,
-    "gridded": _gridded,
+BACKGROUNDS = {
+    background.__name__: background
+    for background in (plain, gradient, glowing, noisy, cloudy, striped, wavy, checkered, dotted, gridded)
 }

@@ -1,11 +1,9 @@
-"""The generations of eval.speedup as one figure (extra eval), or drawn with characters (plotext, extra plot)."""
+"""The generations of eval.speedup as one figure (extra eval)."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from eval.lib.cache_study import Study
-
-WIDTH, HEIGHT = 90, 24  # characters
 
 
 def draw(studies: Sequence[Study], environment: str, path: Path) -> None:
@@ -34,20 +32,3 @@ def draw(studies: Sequence[Study], environment: str, path: Path) -> None:
             axis.legend(title="grows in the end as", fontsize="small", title_fontsize="small")
     figure.suptitle(environment, fontsize="small")
     figure.savefig(path, format="png")
-
-
-def draw_in_terminal(study: Study) -> str:
-    """One model's milliseconds against new tokens, both axes logarithmic, as lines of text without colors."""
-    import plotext as plt
-
-    plt.clear_figure()
-    plt.theme("clear")
-    plt.plotsize(WIDTH, HEIGHT)
-    plt.title(f"{study.model}: ms from pixels to the last token")
-    plt.xscale("log")
-    plt.yscale("log")
-    plt.xticks(study.sizes.lengths, [str(n) for n in study.sizes.lengths])
-    for row, marker in zip(study.rows, "ox+*#%&@"):
-        plt.plot(study.sizes.lengths, row.total_ms, label=row.design, marker=marker)
-    plt.xlabel("new tokens")
-    return "\n".join(line.rstrip() for line in plt.uncolorize(plt.build()).splitlines())

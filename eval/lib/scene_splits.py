@@ -65,15 +65,10 @@ def make_splits(n_scenes: int, n_questions: int, seed: str, renderer: Renderer =
     scenes = [random_scene(rng) for _ in range(n_scenes)]
     images = [png(scene, rng, renderer) for scene in scenes]
     withheld = [random_scene(rng, withheld=True) for _ in range(n_scenes)]
-    splits = {
-        "captions": [Example(image, PROMPT, caption(scene), object_row(scene)) for image, scene in zip(images, scenes)],
-        "withheld": [
-            Example(png(scene, rng, renderer), PROMPT, caption(scene), object_row(scene)) for scene in withheld
-        ],
-        "questions": [],
-        "relations": [],
-        "neighbors": [],
-    }
+    others = [png(scene, rng, renderer) for scene in withheld]
+    splits: dict[str, list[Example]] = {name: [] for name in SPLITS}
+    for split, drawn in (("captions", zip(images, scenes)), ("withheld", zip(others, withheld))):
+        splits[split] = [Example(image, PROMPT, caption(scene), object_row(scene)) for image, scene in drawn]
     for image, scene in zip(images, scenes):
         pairs = questions(scene, rng)
         splits["questions"] += [Example(image, q, answer, question_kind(q)) for q, answer in pairs[:n_questions]]

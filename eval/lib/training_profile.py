@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,25 +10,15 @@ import torch
 from torch import Tensor
 
 from eval.lib.tables import table
-from eval.lib.training_setup import TrainingSetup, batches_of
+from eval.lib.training_race import TrainingSetup, started
 from nanovlm.training.loader import Batch
 from nanovlm.training.loop import Trainer
-from nanovlm.training.optimizer import accelerated
 
 STAGES = (
-    "data",
-    "vision forward",
-    "projector forward",
-    "language model forward",
-    "head and loss forward",
-    "head and loss backward",
-    "language model backward",
-    "projector backward",
-    "vision backward",
-    "gradient clipping",
-    "optimizer",
-    "other",
-)
+    "data", "vision forward", "projector forward", "language model forward", "head and loss forward",
+    "head and loss backward", "language model backward", "projector backward", "vision backward",
+    "gradient clipping", "optimizer", "other",
+)  # fmt: skip
 
 
 class StageTimer:
@@ -74,52 +63,34 @@ class StageTimer:
         trainer.optimizer.register_step_post_hook(lambda *_: self.mark("optimizer"))
 
     def timed_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        while True:
-            self.mark("other")
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
+        self.mark("other")
+        for batch in batches:
             self.mark("data")
             yield batch
+            self.mark("other")
 
 
-@dataclass(frozen=True)
-class TrainingProfile:
-    """Median seconds of each stage of a step, and of the whole step."""
+def profile_training(setup: TrainingSetup, folder: Path, steps: int) -> tuple[dict[str, float], str]:
+    """Median seconds of each stage of `steps` training steps after one that warms up, and the table of them.
 
-    stages: dict[str, float]
-    step_s: float
-    tokens_per_s: float
-    parameters: int
-
-    def __str__(self) -> str:
-        rows = [["stage", "seconds", "share"]]
-        rows += [[name, f"{s:.3f}", f"{s / self.step_s:.1%}"] for name, s in self.stages.items()]
-        rows.append(["step", f"{self.step_s:.3f}", "100.0%"])
-        return f"{table(rows)}\n{self.tokens_per_s:,.0f} tokens/s, {self.parameters:,} parameters"
-
-
-def profile_training(setup: TrainingSetup, folder: Path, steps: int) -> TrainingProfile:
-    """Profile `steps` training steps after one that warms up; the run's files go to folder."""
-    trainer = setup.trainer(folder, steps + 1)
+    The run's files go to folder.
+    """
+    trainer, timer = setup.trainer(folder, steps + 1), StageTimer()
     stages: list[dict[str, float]] = []
-    totals, rates = [], []
-    timer = StageTimer()
+    tokens = []
     timer.attach(trainer)
-    with accelerated(trainer.model, trainer.cfg), batches_of(trainer) as batches, torch.enable_grad():
+    with started(trainer) as batches, torch.enable_grad():
         timed = timer.timed_batches(batches)
         for step in range(steps + 1):
             timer.reset()
-            started = timer.last
-            metrics = trainer.training_step(step, timed)
+            tokens.append(trainer.training_step(step, timed).tokens)
             timer.mark("other")
             stages.append(timer.seconds)
-            totals.append(timer.last - started)
-            rates.append(metrics.tokens / totals[-1])
-    return TrainingProfile(
-        {name: median(s[name] for s in stages[1:]) for name in STAGES},
-        median(totals[1:]),
-        median(rates[1:]),
-        sum(p.numel() for p in trainer.model.parameters()),
-    )
+    medians = {name: median(s[name] for s in stages[1:]) for name in STAGES}
+    step_s = median(sum(s.values()) for s in stages[1:])
+    rows = [["stage", "seconds", "share"]]
+    rows += [[name, f"{s:.3f}", f"{s / step_s:.1%}"] for name, s in medians.items()]
+    rows.append(["step", f"{step_s:.3f}", "100.0%"])
+    rate = median(n / sum(s.values()) for n, s in zip(tokens[1:], stages[1:]))
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    return medians | {"step": step_s}, f"{table(rows)}\n{rate:,.0f} tokens/s, {parameters:,} parameters"

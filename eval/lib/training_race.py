@@ -1,51 +1,124 @@
-"""This project's fine-tuning beside another's, step by step in turns: loss against time, tokens/s, exact answers."""
+"""This project's fine-tuning, alone or beside another's, step by step in turns: loss against time and tokens/s."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from random import Random
 from statistics import mean, median
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+from eval.lib.postcards import random_postcard, write_folder
+from eval.lib.random_model import write_random_model
+from eval.lib.shapes import SHAPES, SMOLLM2_135M
 from eval.lib.tables import table
-from eval.lib.training_setup import TrainingSetup, batches_of
-from eval.peers.training_peers import NanoVLMRun, TrlRun
+from models.config import VLMConfig
+from nanovlm import EMBEDDED
 from nanovlm.data import Batches
-from nanovlm.training.loader import Batch
+from nanovlm.training.config import FINETUNING
+from nanovlm.training.finetuning import FinetuneOptions, prepare
+from nanovlm.training.loader import Batch, load_batches
 from nanovlm.training.loop import Trainer
 from nanovlm.training.optimizer import accelerated
 
-OURS = "this project"
-PEERS = ("nanovlm", "trl")
 PROBED_STEPS = 4  # whose median says how many steps fit into the minutes
 POINTS = 5  # of the loss curve
+EMBEDDED_SHAPE = "embedded"
+TRAINED_SHAPES = (EMBEDDED_SHAPE, "222M", "230M", "460M")
 
 
-class TrainingRun(Protocol):
+def shape_config(shape: str) -> VLMConfig:
+    """The config of a published shape, with one tile for each image: postcards are small."""
+    if shape == "222M":  # its layers in the format of later releases, which has tokens for images
+        siglip: dict[str, Any] = {
+            "vit_img_size": 224,
+            "mp_pixel_shuffle_factor": 2,
+            "mp_image_token_length": 49,
+            "max_img_size": 224,
+        }
+        return VLMConfig(**SMOLLM2_135M, **siglip)
+    cfg = SHAPES[shape][0]
+    return replace(cfg, max_img_size=cfg.vit_img_size)
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A fine-tuning run to measure: folders of the model and of the data, and the settings that are not defaults."""
+
+    model: Path
+    data: Path
+    dtype: str = "auto"
+    batch_size: int = FINETUNING.batch_size
+
+    @classmethod
+    def make(cls, folder: Path, shape: str, images: int, seed: str, **settings: Any) -> "TrainingSetup":
+        """Write the model, with random weights unless it is the embedded one, and images postcards below folder."""
+        model, data, rng = EMBEDDED, folder / "postcards", Random(f"learned {seed}")
+        if shape != EMBEDDED_SHAPE:
+            write_random_model(model := folder / "model", shape_config(shape))
+        write_folder(data, [random_postcard(rng) for _ in range(images)])
+        return cls(model, data, **settings)
+
+    def trainer(self, folder: Path, max_steps: int) -> Trainer:
+        """A run of max_steps steps on the CPU with the defaults of `train.py --data`, but no augmentation."""
+        cfg = replace(
+            FINETUNING,
+            max_steps=max_steps,
+            batch_size=self.batch_size,
+            dtype=self.dtype,
+            random_crop=0.0,
+            num_workers=0,
+        )
+        options = FinetuneOptions(
+            [str(self.data)], folder, model=str(self.model), device="cpu", validation=0, scale_lr=True
+        )
+        trainer = Trainer(*prepare(options, cfg))
+        trainer.model.train()
+        return trainer
+
+    def batches(self, trainer: Trainer) -> Batches:
+        return cast(Batches, trainer.task.get_batch)
+
+
+@contextmanager
+def started(trainer: Trainer) -> Iterator[Iterator[Batch]]:
+    """The batches of a trainer that has not started, prepared in this process."""
+    numbers = range(trainer.cfg.max_steps * trainer.cfg.gradient_accumulation_steps)
+    with accelerated(trainer.model, trainer.cfg), load_batches(trainer.task.get_batch, numbers, 0) as batches:
+        yield batches
+
+
+class Run(Protocol):
     """A run of a fixed number of steps."""
 
-    def step(self) -> float: ...
+    def losses(self) -> Iterator[float]:
+        """Learn from the batches one by one; the loss of each."""
 
-    def save(self) -> Path: ...
+    def save(self) -> Path:
+        """Write the trained model; a folder that Captioner reads."""
 
 
 class OurRun:
     """The training loop of `train.py --data`."""
 
-    def __init__(self, trainer: Trainer, stack: ExitStack):
-        stack.enter_context(accelerated(trainer.model, trainer.cfg))
-        self.trainer = trainer
-        self.batches: Iterator[Batch] = stack.enter_context(batches_of(trainer))
-        self.steps = 0
+    def __init__(self, setup: TrainingSetup, folder: Path, max_steps: int):
+        self.trainer, self.max_steps = setup.trainer(folder, max_steps), max_steps
 
-    def step(self) -> float:
-        self.steps += 1
-        return self.trainer.training_step(self.steps - 1, self.batches).loss
+    def losses(self) -> Iterator[float]:
+        with started(self.trainer) as batches:
+            for step in range(self.max_steps):
+                yield self.trainer.training_step(step, batches).loss
 
     def save(self) -> Path:
         self.trainer.write_results(self.trainer.model.eval())
         return self.trainer.task.folder
+
+
+class MakeRun(Protocol):
+    """The class of a run, or what stands for it."""
+
+    def __call__(self, setup: TrainingSetup, folder: Path, max_steps: int) -> Run: ...
 
 
 @dataclass
@@ -59,94 +132,62 @@ class RaceResult:
     exact: float | None = None
 
     @property
-    def total_s(self) -> float:
-        return sum(self.seconds)
-
-    @property
     def tokens_per_s(self) -> float:
         """From the median step after the first, which warms up."""
         return self.tokens_per_step / median(self.seconds[1:] or self.seconds)
 
-    def loss_until(self, second: float, since: float) -> float | None:
-        """Mean loss of the steps that ended between two times; None if there are none."""
-        ends, total = [], 0.0
-        for seconds, loss in zip(self.seconds, self.losses):
-            total += seconds
-            if since < total <= second:
-                ends.append(loss)
-        return mean(ends) if ends else None
+    def loss_between(self, since: float, until: float) -> str:
+        """Mean loss of the steps that ended between two times; "-" if there are none."""
+        ends = [sum(self.seconds[: i + 1]) for i in range(len(self.seconds))]
+        losses = [loss for end, loss in zip(ends, self.losses) if since < end <= until]
+        return f"{mean(losses):.3f}" if losses else "-"
+
+    def take_step(self, losses: Iterator[float]) -> bool:
+        """Add the seconds and the loss of one more step, if there is one."""
+        started = time.perf_counter()
+        loss = next(losses, None)
+        if loss is not None:
+            self.seconds.append(time.perf_counter() - started)
+            self.losses.append(loss)
+        return loss is not None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"tokens_per_s": self.tokens_per_s}
 
 
-@dataclass(frozen=True)
-class Race:
-    """The runs of a race, made again for each number of steps."""
-
-    setup: TrainingSetup
-    peer: str
-    folder: Path
-    checkout: Path | None  # of upstream nanoVLM
-
-    def start(self, name: str, max_steps: int, stack: ExitStack) -> TrainingRun:
-        """A run of max_steps steps; its files go to a folder of their own."""
-        folder = self.folder / f"{name.replace(' ', '-')}-{max_steps}"
-        if name == OURS:
-            return OurRun(self.setup.trainer(folder, max_steps), stack)
-        trainer = self.setup.trainer(self.folder / "settings", max_steps)
-        batches, lr = trainer.task.get_batch, trainer.cfg.lr
-        assert isinstance(batches, Batches)
-        if name == "trl":
-            return TrlRun(self.setup, folder, lr, max_steps)
-        assert self.checkout is not None
-        return NanoVLMRun(self.setup, folder, batches, lr, max_steps, self.checkout)
-
-    def tokens_per_step(self) -> float:
-        batches = self.setup.trainer(self.folder / "settings", 1).task.get_batch
-        assert isinstance(batches, Batches)
-        return mean(len(batches.row(i).ids) for i in range(32)) * self.setup.batch_size
-
-    def run(self, steps: int | None, seconds: float, measure: Callable[[Path], float] | None) -> list[RaceResult]:
-        """Run both, the one that has used less time next: `steps` steps each, or as many as take `seconds`."""
-        tokens = self.tokens_per_step()
-        names = (OURS, self.peer)
-        planned = {name: steps or self._steps_in(name, seconds) for name in names}
-        results = {name: RaceResult(name, tokens) for name in names}
-        with ExitStack() as stack:
-            runs = {name: self.start(name, planned[name], stack) for name in names}
-            while waiting := [name for name in names if len(results[name].seconds) < planned[name]]:
-                take_step(runs, min((results[name] for name in waiting), key=lambda result: result.total_s))
-            if measure:
-                for name, run in runs.items():
-                    results[name].exact = measure(run.save())
-        return [results[name] for name in names]
-
-    def _steps_in(self, name: str, seconds: float) -> int:
-        with ExitStack() as stack:
-            runs, result = {name: self.start(name, PROBED_STEPS, stack)}, RaceResult(name, 1)
-            for _ in range(PROBED_STEPS):
-                take_step(runs, result)
-        return max(2, round(seconds / median(result.seconds[1:])))
-
-
-def take_step(runs: dict[str, TrainingRun], result: RaceResult) -> None:
-    """Let result's run take a step, and add its seconds and loss."""
-    started = time.perf_counter()
-    result.losses.append(runs[result.name].step())
-    result.seconds.append(time.perf_counter() - started)
+def race(
+    setup: TrainingSetup, makers: dict[str, MakeRun], folder: Path, steps: int | None, seconds: float
+) -> tuple[list[RaceResult], list[Run]]:
+    """Run all, the one that has used less time next: `steps` steps each, or as many as take `seconds`."""
+    batches = setup.batches(setup.trainer(folder / "settings", 1))
+    tokens = mean(len(batches.row(i).ids) for i in range(32)) * setup.batch_size
+    results, runs = [], []
+    for i, (name, make) in enumerate(makers.items()):
+        planned = steps
+        if planned is None:
+            probe, losses = RaceResult(name, tokens), make(setup, folder / f"probe-{i}", PROBED_STEPS).losses()
+            while probe.take_step(losses):
+                pass
+            planned = max(2, round(seconds / median(probe.seconds[1:])))
+        results.append(RaceResult(name, tokens))
+        runs.append(make(setup, folder / f"run-{i}", planned))
+    waiting = [(result, run.losses()) for result, run in zip(results, runs)]
+    while waiting:
+        turn = min(waiting, key=lambda pair: sum(pair[0].seconds))
+        if not turn[0].take_step(turn[1]):
+            waiting.remove(turn)
+    return results, runs
 
 
 def race_table(results: list[RaceResult]) -> str:
     """Speed, loss in each fifth of the time, and exact answers, a column for each run."""
-    slowest = max(result.total_s for result in results)
+    slowest = max(sum(result.seconds) for result in results)
     rows = [["", *(result.name for result in results)], ["steps", *(str(len(result.seconds)) for result in results)]]
-    rows.append(["seconds", *(f"{result.total_s:.1f}" for result in results)])
+    rows.append(["seconds", *(f"{sum(result.seconds):.1f}" for result in results)])
     rows.append(["tokens/s", *(f"{result.tokens_per_s:,.0f}" for result in results)])
     for point in range(POINTS if len(results[0].losses) > 2 * POINTS else 0):
         since, until = slowest * point / POINTS, slowest * (point + 1) / POINTS
-        losses = [result.loss_until(until, since) for result in results]
-        texts = ["-" if loss is None else f"{loss:.3f}" for loss in losses]
+        texts = [result.loss_between(since, until) for result in results]
         rows.append([f"loss, {since:.0f} to {until:.0f} s", *texts])
     if results[0].exact is not None:
         rows.append(["exact captions", *(f"{result.exact:.1%}" for result in results)])

@@ -7,7 +7,7 @@ import queue
 import shutil
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eval.lib.training_setup import TrainingSetup
+from eval.lib.training_race import TrainingSetup
 from models.checkpoint import CONFIG, TOKENIZER
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner
-from nanovlm.data import Batches
 from nanovlm.device import choose_training_dtype
 from nanovlm.errors import MissingExtraError, UsageError
 from nanovlm.export.transformers import export_smolvlm
@@ -98,21 +97,18 @@ class NanoVLMRun:
     lm_max_length, which would be slower.
     """
 
-    def __init__(self, setup: TrainingSetup, folder: Path, batches: Batches, lr: float, max_steps: int, checkout: Path):
-        self.setup, self.folder, self.batches, self.lr, self.max_steps = setup, folder, batches, lr, max_steps
+    def __init__(self, setup: TrainingSetup, folder: Path, max_steps: int, *, checkout: Path):
+        self.setup, self.folder, self.max_steps = setup, folder, max_steps
+        ours = setup.trainer(folder.with_name("settings"), max_steps)
+        self.lr, self.batches = ours.cfg.lr, setup.batches(ours)
         self._write_model()
         with imported_from(checkout):
             network = importlib.import_module("models.vision_language_model")
             collators = importlib.import_module("data.collators")
             self.model = network.VisionLanguageModel.from_pretrained(str(folder))
-        examples = sum(len(subset) for group in batches.mixture.groups for subset in group)
-        longest = max(len(batches.row(i).ids) for i in range(examples))
+        examples = sum(len(subset) for group in self.batches.mixture.groups for subset in group)
+        longest = max(len(self.batches.row(i).ids) for i in range(examples))
         self.collate = collators.VQACollator(self.model.tokenizer, longest)
-        self.dtype = choose_training_dtype(setup.dtype, CPU)
-        parts = (self.model.MP, self.model.vision_encoder, self.model.decoder)
-        self.optimizer = torch.optim.AdamW([{"params": list(part.parameters())} for part in parts], lr=lr)
-        self.model.train()
-        self.steps = 0
 
     def _write_model(self) -> None:
         """Copy the model to where its config names the tokenizer's folder, since upstream reads a Hub id there."""
@@ -122,26 +118,24 @@ class NanoVLMRun:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
         (self.folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
-    def step(self) -> float:
-        """Learn from one batch; returns its loss."""
-        first = self.steps * self.batches.batch_size
-        batch = self.collate([self._item(first + i) for i in range(self.batches.batch_size)])
-        with (
-            attention_with_mask_and_causal(),
-            torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32),
-        ):
-            _, loss = self.model(
-                batch["input_ids"], batch["images"], attention_mask=batch["attention_mask"], targets=batch["labels"]
-            )
-        loss.backward()
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = cosine_rate(self.steps, self.lr, self.max_steps)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.steps += 1
-        return loss.item()
+    def losses(self) -> Iterator[float]:
+        dtype = choose_training_dtype(self.setup.dtype, CPU)
+        parts = [list(part.parameters()) for part in (self.model.MP, self.model.vision_encoder, self.model.decoder)]
+        optimizer = torch.optim.AdamW([{"params": part} for part in parts], lr=self.lr)
+        self.model.train()
+        for step in range(self.max_steps):
+            first = step * self.batches.batch_size
+            batch = self.collate([self._item(first + i) for i in range(self.batches.batch_size)])
+            inputs = {"attention_mask": batch["attention_mask"], "targets": batch["labels"]}
+            with attention_with_mask_and_causal(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                _, loss = self.model(batch["input_ids"], batch["images"], **inputs)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_([p for part in parts for p in part], max_norm=1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = cosine_rate(step, self.lr, self.max_steps)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item()
 
     def _item(self, position: int) -> dict[str, Any]:
         """An example as upstream's data set gives it to the collator."""
@@ -150,7 +144,6 @@ class NanoVLMRun:
         return {"input_ids": ids, "labels": targets, "attention_mask": torch.ones_like(ids), "images": row.images}
 
     def save(self) -> Path:
-        """Write the trained model; returns a folder that Captioner reads."""
         trained = self.folder.with_name(f"{self.folder.name}-trained")
         self.model.save_pretrained(str(trained))
         for name in (CONFIG, TOKENIZER):
@@ -161,23 +154,21 @@ class NanoVLMRun:
 class TrlRun:
     """trl's SFTTrainer on the exported model, in a thread that stops after each step until the next is requested."""
 
-    def __init__(self, setup: TrainingSetup, folder: Path, lr: float, max_steps: int):
-        self.setup, self.folder = setup, folder
+    def __init__(self, setup: TrainingSetup, folder: Path, max_steps: int):
+        self.setup, self.folder, self.max_steps = setup, folder, max_steps
         export_smolvlm(Captioner.from_pretrained(setup.model, dtype="float32"), folder)
         self.requests: queue.Queue[None] = queue.Queue()
-        self.losses: queue.Queue[float] = queue.Queue()
-        self.trainer = self._make_trainer(lr, max_steps)
-        self.threads = torch.get_num_threads()
-        self.run: Future | None = None
+        self.logged: queue.Queue[float | None] = queue.Queue()
+        self.trainer = self._make_trainer(setup.trainer(folder.with_name("settings"), max_steps).cfg.lr)
 
-    def _make_trainer(self, lr: float, max_steps: int) -> Any:
+    def _make_trainer(self, lr: float) -> Any:
         try:
             from datasets import Dataset, Image
             from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
             from trl import SFTConfig, SFTTrainer
         except ImportError as error:
             raise MissingExtraError(f"--baseline trl needs trl ({error}): pip install 'nanovlm[trl]'") from None
-        requests, losses = self.requests, self.losses
+        requests, logged = self.requests, self.logged
 
         class Turns(TrainerCallback):
             def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -185,12 +176,12 @@ class TrlRun:
 
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
                 if "loss" in logs:
-                    losses.put(float(logs["loss"]))
+                    logged.put(float(logs["loss"]))
 
         config = SFTConfig(
             output_dir=str(self.folder / "run"),
             per_device_train_batch_size=self.setup.batch_size,
-            max_steps=max_steps,
+            max_steps=self.max_steps,
             learning_rate=lr,
             bf16=choose_training_dtype(self.setup.dtype, CPU) == torch.bfloat16,
             use_cpu=True,
@@ -219,27 +210,25 @@ class TrlRun:
                 "completion": [{"role": "assistant", "content": text}],
             }
 
-    def step(self) -> float:
-        """Learn from one batch; returns its loss."""
-        if self.run is None:
-            self.run = ThreadPoolExecutor(1).submit(self._train)
-        self.requests.put(None)
-        while True:
-            try:
-                return self.losses.get(timeout=1)
-            except queue.Empty:
-                if self.run.done():
-                    self.run.result()  # raises what ended the run
-                    raise RuntimeError("trl's run ended before its last step") from None
+    def losses(self) -> Iterator[float]:
+        threads = torch.get_num_threads()
 
-    def _train(self) -> None:
-        torch.set_num_threads(self.threads)  # a new thread starts with OpenMP's own number
-        self.trainer.train()
+        def train() -> None:
+            torch.set_num_threads(threads)  # a new thread starts with OpenMP's own number
+            try:
+                self.trainer.train()
+            finally:
+                self.logged.put(None)
+
+        run = ThreadPoolExecutor(1).submit(train)
+        for _ in range(self.max_steps):
+            self.requests.put(None)
+            if (loss := self.logged.get()) is None:
+                break
+            yield loss
+        run.result()  # raises what ended the run
 
     def save(self) -> Path:
-        """Write the trained model; returns a folder that Captioner reads."""
-        assert self.run is not None
-        self.run.result()
         trained = self.folder.with_name(f"{self.folder.name}-trained")
         shutil.copytree(self.folder, trained, ignore=shutil.ignore_patterns("run"))
         self.trainer.model.save_pretrained(trained)

@@ -2,16 +2,14 @@
 
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from eval import latency
 from eval.latency import (
-    QUESTIONS,
     Result,
     cold_start,
-    count_same,
-    decode_seconds,
     failures,
     main,
     results_table,
@@ -35,21 +33,8 @@ def small_machine(monkeypatch, small_230m):
         monkeypatch.setattr(module, "matmul_flops", lambda dtype: 1e11)
 
 
-class FakeEngine:
-    def __init__(self, name, weight_bytes=4):
-        self.name, self.weight_bytes, self.calls = name, weight_bytes, []
-
-    def prefill(self, ids):
-        self.calls.append("prefill")
-        return [7] * len(ids)
-
-    def decode(self, ids):
-        self.calls.append("decode")
-        return ids
-
-
 def test_every_stage_of_every_engine_is_reported(capsys):
-    stages = ["encode", "prefill", "decode", "first-token", "questions"]
+    stages = ["encode", "prefill", "decode", "first-token"]
     flags = ["--model-size", "230M", "--baselines", "plain", "--image-size", "512", "900"]
     assert main([*FAST, *flags, "--stages", *stages, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -59,12 +44,11 @@ def test_every_stage_of_every_engine_is_reported(capsys):
         by_stage.setdefault(result["stage"], []).append(result["engine"])
     engines = ["plain float32", f"nanovlm float32 {current_level()}"]
     assert by_stage.pop("encode") == by_stage.pop("prefill") == by_stage.pop("decode") == engines
-    small, large, questions = by_stage
+    small, large = by_stage
     assert small.startswith("first token, 512 px") and large.startswith("first token, 900 px")
-    assert questions.startswith("8 questions, 512 px") and by_stage[questions] == ["single calls", "one ask"]
-    assert [result["roofline_ms"] is not None for result in data["results"]] == [True] * 6 + [False] * 6
+    assert [result["roofline_ms"] is not None for result in data["results"]] == [True] * 6 + [False] * 4
     assert list(data["ids"]) == engines and len({json.dumps(ids) for ids in data["ids"].values()}) == 1
-    assert data["bytes_per_s"] == 1e10 and len(set(QUESTIONS)) == 8
+    assert data["bytes_per_s"] == 1e10
 
 
 def test_the_table_names_the_environment_once(capsys):
@@ -99,17 +83,7 @@ def test_several_levels_are_compared_in_one_process(capsys):
 @pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
 def test_llama_cpp_runs_end_to_end_on_a_model_of_smolvlms_layout(capsys, tmp_path):
     write_folder(folder := tmp_path / "model")
-    flags = [
-        "--model",
-        str(folder),
-        "--baselines",
-        "llama.cpp",
-        "--stages",
-        "decode",
-        "first-token",
-        "--quantize",
-        "int8",
-    ]
+    flags = f"--model {folder} --baselines llama.cpp --stages decode first-token --quantize int8".split()
     assert main([*FAST, *flags, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     ours = f"nanovlm float32 {current_level()}", f"nanovlm float32 int8 {current_level()}"
@@ -127,22 +101,13 @@ def test_a_cold_start_is_a_whole_process(capsys, monkeypatch):
     monkeypatch.setattr(latency, "cold_start", lambda folder: {"import torch": list, "generate.py": list})
     assert main([*FAST, "--model-size", "230M", "--stages", "cold-start", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
-    assert [(result["stage"], result["engine"]) for result in results] == [
-        ("cold start", "import torch"),
-        ("cold start", "generate.py"),
-    ]
-
-
-def test_a_decode_step_is_timed_without_its_prefill():
-    engine = FakeEngine("a")
-    assert decode_seconds(engine, [[1, 2]], 3) > 0
-    assert engine.calls == ["prefill", "decode", "decode", "decode"]
+    assert [result["engine"] for result in results] == ["import torch", "generate.py"]
 
 
 def test_other_tokens_in_float32_are_a_failure():
-    engines = [FakeEngine("a"), FakeEngine("b"), FakeEngine("c", weight_bytes=2)]
+    engines = [SimpleNamespace(name=name, weight_bytes=n) for name, n in (("a", 4), ("b", 4), ("c", 2))]
     ids = {"a": [[1], [2]], "b": [[1], [2]], "c": [[1], [3]]}
-    assert failures(engines, ids) == [] and count_same(ids["a"], ids["c"]) == 1
+    assert failures(engines, ids) == []
     assert failures(engines, ids | {"b": [[1], [3]]}) == ["b decodes other tokens than a"]
 
 
@@ -172,12 +137,8 @@ def test_background_load_slows_a_second_pass(capsys, tmp_path):
     flags = ["--model-size", "230M", "--stages", "encode", "prefill", "--background-load", "1", "--threads", "1"]
     assert main([*FAST, *flags, "--cache", str(tmp_path / "files"), "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
-    assert [result["stage"] for result in results[::2]] == [
-        "encode",
-        "prefill",
-        "encode, background load 1",
-        "prefill, background load 1",
-    ]
+    stages = ["encode", "prefill"]
+    assert [result["stage"] for result in results[::2]] == stages + [f"{name}, background load 1" for name in stages]
     assert all(result["error"] < 1e-4 and result["slowdown"] is None for result in results[:4])
     assert all(result["slowdown"] > 0 and result["roofline_ms"] is None for result in results[4:])
     assert (tmp_path / "files").is_dir()

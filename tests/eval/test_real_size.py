@@ -11,7 +11,7 @@ import torch
 
 from eval.lib import random_model
 from eval.lib.shapes import SHAPES
-from eval.real_size import RealSize, main, measure, memory_table, sample_private_memory
+from eval.real_size import failures_of, main, measure, memory_table, sample_private_memory
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.synthetic import draw, random_scene
@@ -38,7 +38,7 @@ def test_a_model_is_loaded_and_captions(small_230m, tmp_path):
     measured = measure(tmp_path, image.read_bytes(), "float32", None, 2)
     assert measured["parameters"] == count_parameters(small_230m) and measured["new_tokens"] == 2
     assert measured["needed_mb"] == 0 and measured["images"] == 10 and measured["format_version"] == 5
-    lines = memory_table([RealSize("230M", published=7, file_mb=900.0, **measured)]).splitlines()
+    lines = memory_table([{"name": "230M", "file_mb": 900.0} | measured]).splitlines()
     assert lines[0].split()[:3] == ["model", "parameters", "file"] and "230M: prompt of 10 images" in lines[2]
 
 
@@ -67,11 +67,12 @@ def test_a_quantized_model_is_measured_and_its_parameters_are_the_configs(small_
 
 
 def test_only_an_unneeded_copy_of_the_weights_is_a_failure():
-    result = RealSize("x", 5, "torch.float32", 7, 7, 900.0, 1.0, 1500, 60, 0, 2000, 10, 700, 4, 2.0, 600)
-    assert result.failures == []
-    (message,) = replace(result, private_mb=960).failures
+    result = {"name": "x", "dtype": "torch.float32", "parameters": 7, "published": 7, "quantize": None}
+    result |= {"private_mb": 60, "needed_mb": 0}
+    assert failures_of(result) == []
+    (message,) = failures_of(result | {"private_mb": 960})
     assert "960 MB of private memory" in message and "the 0 MB that torch.float32 needs" in message
-    assert replace(result, private_mb=510, needed_mb=450, dtype="torch.bfloat16").failures == []
+    assert failures_of(result | {"private_mb": 510, "needed_mb": 450, "dtype": "torch.bfloat16"}) == []
 
 
 def test_private_memory_that_is_freed_again_is_seen():

@@ -13,8 +13,8 @@ QUICK += ["--no-table", "--no-attribute"]
 def test_the_report_is_one_json_object_and_the_printed_one_is_kept(capsys, tmp_path):
     assert main([*QUICK, "--json", "--save", str(tmp_path)]) == 0
     results = json.loads(capsys.readouterr().out)
-    assert [len(study["rows"]) for study in results["studies"]] == [7, 5] and results["failures"] == []
-    assert results["published_speedup"] == 1.38 and "torch" in results["environment"]
+    assert [len(study["rows"]) for study in results["studies"]] == [6, 4] and results["failures"] == []
+    assert "torch" in results["environment"]
     (path,) = tmp_path.iterdir()
     kept = path.read_text()
     assert "6 of 6" in kept and "1.38x" in kept and "hooks" in kept and "medians of 1 rounds" in kept
@@ -25,14 +25,6 @@ def test_results_are_plotted(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main([*QUICK, "--plot", str(tmp_path / "plot.png")]) == 0
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG") and "round 1/1" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_a_plot_without_a_file_is_drawn_in_the_terminal(capsys):
-    pytest.importorskip("plotext")
-    assert main([*QUICK, "--plot"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("ms from pixels to the last token") == 2 and out.count(" new tokens\n") == 2 and "\x1b" not in out
 
 
 @pytest.mark.parametrize(
@@ -55,7 +47,6 @@ def test_wrong_flags_are_one_line_and_exit_code_2(flags, message, capsys):
 
 def test_without_its_package_a_plot_names_the_extra(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for flags, extra in ((["--plot", "plot.png"], "nanovlm[eval]"), (["--plot"], "nanovlm[plot]")):
-        with pytest.raises(SystemExit, match="2"):
-            main(flags)
-        assert extra in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--plot", "plot.png"])
+    assert "nanovlm[eval]" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """The measurements of training speed: timers change nothing, and another repository's packages stay apart."""
 
 import sys
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -9,8 +8,7 @@ from torch.nn import functional
 
 from eval.finetune import main
 from eval.lib.training_profile import STAGES, StageTimer
-from eval.lib.training_race import OurRun, RaceResult, race_table
-from eval.lib.training_setup import make_setup, shape_config
+from eval.lib.training_race import RaceResult, TrainingSetup, race_table, shape_config, started
 from eval.peers.training_peers import attention_with_mask_and_causal, cosine_rate, imported_from
 from models.vision_language_model import empty_model
 
@@ -66,16 +64,14 @@ def checkout(tmp_path):
 
 
 def test_a_timed_step_learns_what_a_plain_one_does(tmp_path):
-    setup, weights = make_setup(tmp_path, "embedded", 4, "1", "float32", 2), []
+    setup, weights = TrainingSetup.make(tmp_path, "embedded", 4, "1", dtype="float32", batch_size=2), []
     for timed in (False, True):
-        timer = StageTimer()
-        with ExitStack() as stack:
-            run = OurRun(setup.trainer(tmp_path / f"run-{timed}", 2), stack)
+        timer, trainer = StageTimer(), setup.trainer(tmp_path / f"run-{timed}", 2)
+        with started(trainer) as batches:
             if timed:
-                timer.attach(run.trainer)
-                run.batches = timer.timed_batches(run.batches)
-            run.step()
-        weights.append(run.trainer.model.state_dict())
+                timer.attach(trainer)
+            trainer.training_step(0, timer.timed_batches(batches) if timed else batches)
+        weights.append(trainer.model.state_dict())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert list(timer.seconds) == list(STAGES) and all(seconds > 0 for seconds in timer.seconds.values())
 
