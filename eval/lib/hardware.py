@@ -13,8 +13,10 @@ from torch.nn.functional import linear
 from eval.lib.cpu_levels import current_level
 from models.inference.kernels.load import cpu_info
 
-# by the module whose presence says that the package was used
-PACKAGES = {"transformers": "transformers", "llama_cpp": "llama-cpp-python", "openvino": "openvino"}
+PACKAGES = {  # by the module whose presence says that the package was used
+    "transformers": "transformers", "llama_cpp": "llama-cpp-python", "onnxruntime": "onnxruntime",
+    "openvino": "openvino",
+}  # fmt: skip
 
 
 def environment(

@@ -1,4 +1,4 @@
-"""Engines that run the same model on the CPU: this project, transformers, llama.cpp and OpenVINO."""
+"""Engines that run the same model on the CPU: this project, transformers, llama.cpp, ONNX Runtime and OpenVINO."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eval.lib.cpu_levels import at_level, current_level
 from eval.peers.llama_cpp_engine import LlamaCppEngine
+from eval.peers.onnxruntime_engine import OnnxRuntimeEngine
 from eval.peers.openvino_engine import OpenVINOEngine
 from models.decoding import TokenSampler
 from models.language_model import LanguageModel
@@ -19,20 +20,9 @@ from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.device import choose_dtype
 from nanovlm.errors import MissingExtraError
 
-BASELINES = ("plain", "transformers", "llama.cpp", "openvino")
+BASELINES = ("plain", "transformers", "llama.cpp", "onnxruntime", "openvino")
 GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 QUANTIZED = {"int8": ("q8_0", 1), "int4": ("q4_0", 0.625)}  # llama.cpp's type, our bytes
-
-LLAMA_CONFIG = {
-    "vocab_size": "lm_vocab_size", "hidden_size": "lm_hidden_dim", "intermediate_size": "lm_inter_dim",
-    "num_hidden_layers": "lm_n_blocks", "num_attention_heads": "lm_n_heads", "num_key_value_heads": "lm_n_kv_heads",
-    "max_position_embeddings": "lm_max_position_embeddings", "rms_norm_eps": "lm_rms_eps",
-    "rope_theta": "lm_re_base", "tie_word_embeddings": "lm_tie_weights",
-}  # fmt: skip
-LLAMA_NAMES = {
-    "blocks": "layers", "norm1": "input_layernorm", "norm2": "post_attention_layernorm", "attn": "self_attn",
-    "out_proj": "o_proj", "token_embedding": "embed_tokens",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,8 +85,9 @@ class NanoVLMEngine:
 
     @torch.inference_mode()
     def encode_image(self, image: Tensor) -> Tensor:
-        length = self.model.cfg.mp_image_token_length
-        return self.model.embed(torch.full((1, length), self.model.image_token_id), image)
+        """Embeddings (1, T, C) of one preprocessed image (1, 3, S, S)."""
+        cfg = self.model.cfg
+        return self.model.embed(torch.full((1, cfg.mp_image_token_length), self.model.image_token_id), image)
 
     @torch.inference_mode()
     def first_token(self, image: ImageInput) -> int:
@@ -117,7 +108,18 @@ class TransformersEngine:
         self.weight_bytes: float = dtype.itemsize
         self.dtype, self.new_cache, self.logits = dtype, DynamicCache, torch.empty(0)
         cfg = decoder.cfg
-        config = LlamaConfig(**{name: getattr(cfg, ours) for name, ours in LLAMA_CONFIG.items()})
+        config = LlamaConfig(
+            vocab_size=cfg.lm_vocab_size,
+            hidden_size=cfg.lm_hidden_dim,
+            intermediate_size=cfg.lm_inter_dim,
+            num_hidden_layers=cfg.lm_n_blocks,
+            num_attention_heads=cfg.lm_n_heads,
+            num_key_value_heads=cfg.lm_n_kv_heads,
+            max_position_embeddings=cfg.lm_max_position_embeddings,
+            rms_norm_eps=cfg.lm_rms_eps,
+            rope_theta=cfg.lm_re_base,  # type: ignore[call-arg]  # transformers 5 takes it as transformers 4 did
+            tie_word_embeddings=cfg.lm_tie_weights,
+        )
         self.model = LlamaForCausalLM(config).eval()
         self.model.load_state_dict({_transformers_name(name): w for name, w in decoder.state_dict().items()})
         self.model.to(dtype)
@@ -138,7 +140,15 @@ class TransformersEngine:
 
 def _transformers_name(name: str) -> str:
     """The name in transformers' Llama of a weight of `models.language_model`."""
-    renamed = ".".join(LLAMA_NAMES.get(part, part) for part in name.split("."))
+    parts = {
+        "blocks": "layers",
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+        "attn": "self_attn",
+        "out_proj": "o_proj",
+        "token_embedding": "embed_tokens",
+    }
+    renamed = ".".join(parts.get(part, part) for part in name.split("."))
     return "lm_head.weight" if name == "head.weight" else f"model.{renamed}"
 
 
@@ -148,9 +158,8 @@ def make_engines(plain: NanoVLMEngine, folder: Path, temporary: Path, options: E
     Raises MissingExtraError if a baseline's package is not installed, InputError for a model that llama.cpp cannot run.
     """
     engines: list[Engine] = []
-    dtypes = options.choose_dtypes(folder)
     for name in (name for name in BASELINES if name in options.baselines):
-        engines += _baseline(name, plain, dtypes, temporary, options)
+        engines += _baseline(name, plain, options.choose_dtypes(folder), temporary, options)
     for level in options.levels or [current_level()]:
         with at_level(level):
             for dtype in options.choose_dtypes(folder):
@@ -188,6 +197,9 @@ def _baseline(
     if name == "llama.cpp":
         types = [GGUF_TYPES[dtype] for dtype in dtypes] + ([QUANTIZED[quantize][0]] if quantize else [])
         return [LlamaCppEngine(captioner, kind, temporary, options.batch_size) for kind in types]
+    if name == "onnxruntime":
+        precisions = ("float32", "int8") if quantize == "int8" else ("float32",)
+        return [OnnxRuntimeEngine(captioner, precision, temporary) for precision in precisions]
     if current_level() in ("avx2", "vnni"):  # OpenVINO then computes bfloat16 in float32, but not if oneDNN is held
         dtypes = list(dict.fromkeys(torch.float32 if dtype == torch.bfloat16 else dtype for dtype in dtypes))
     quantized = [OpenVINOEngine(captioner, dtypes[-1], temporary, int8=True)] if quantize == "int8" else []

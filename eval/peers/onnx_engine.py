@@ -1,18 +1,60 @@
-"""The ONNX graphs of `nanovlm export --onnx`, and what they read."""
+"""Greedy generation with the ONNX graphs of `nanovlm export --onnx`, in which a subclass per runtime runs them."""
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from models.checkpoint import atomic_dir
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.export.onnx import DECODER, check_onnx_extra, write_onnx
+from nanovlm.captioner import Captioner
+from nanovlm.export.onnx import DECODER, SUFFIXES, VISION_ENCODER, check_onnx_extra, write_onnx
 
 Feeds = dict[str, np.ndarray]
+
+
+class OnnxEngine:
+    """Embeds, keeps positions and chooses tokens; a subclass runs the graphs and keeps the cache.
+
+    `logits` (B, vocabulary) are those of the last step.
+    """
+
+    def __init__(self, name: str, captioner: Captioner, weight_bytes: float, dtype: torch.dtype):
+        self.name, self.weight_bytes, self.dtype = name, weight_bytes, dtype
+        self.cfg, self.embedding = captioner.model.cfg, captioner.model.decoder.token_embedding
+        self.length, self.logits = 0, torch.empty(0)
+
+    def run_vision_encoder(self, feeds: Feeds) -> np.ndarray:
+        """Image features (N, T, C)."""
+        raise NotImplementedError
+
+    def run_decoder(self, feeds: Feeds) -> np.ndarray:
+        """Logits (B, 1, vocabulary) after tokens that go to the cache; position 0 starts new sequences."""
+        raise NotImplementedError
+
+    def encode_image(self, image: Tensor) -> Tensor:
+        """Embeddings (1, T, C) of one preprocessed image (1, 3, S, S)."""
+        return torch.from_numpy(self.run_vision_encoder(image_feeds(self.cfg, image)))
+
+    def prefill(self, ids: list[list[int]]) -> list[int]:
+        self.length = 0
+        return self._next(ids)
+
+    def decode(self, ids: list[int]) -> list[int]:
+        return self._next([[token] for token in ids])
+
+    def _next(self, ids: list[list[int]]) -> list[int]:
+        with torch.inference_mode():
+            feeds = text_feeds(self.embedding(torch.tensor(ids)).numpy(), self.length)
+        self.logits = torch.from_numpy(self.run_decoder(feeds))[:, -1]
+        self.length += len(ids[0])
+        return self.logits.argmax(-1).tolist()
 
 
 def image_feeds(cfg: VLMConfig, image: Tensor) -> Feeds:
@@ -33,7 +75,7 @@ def text_feeds(embeds: np.ndarray, past: int) -> Feeds:
 
 
 def past_names(cfg: VLMConfig) -> list[str]:
-    """The decoder's inputs that hold keys and values."""
+    """The decoder's inputs that hold keys and values, in the order of its outputs `present.*`."""
     return [f"past_key_values.{i}.{part}" for i in range(cfg.lm_n_blocks) for part in ("key", "value")]
 
 
@@ -42,8 +84,13 @@ def empty_past(cfg: VLMConfig, batch_size: int) -> np.ndarray:
     return np.zeros((batch_size, cfg.lm_n_kv_heads, 0, cfg.lm_head_dim), np.float32)
 
 
+def present_name(past: str) -> str:
+    """The output that continues an input of `past_names`."""
+    return past.replace("past_key_values", "present")
+
+
 def export_graphs(model: VisionLanguageModel, folder: Path) -> Path:
-    """The model's graphs in float32, in a folder inside `folder` named by the weights; written if missing.
+    """The model's graphs in float32 and int8, in a folder inside `folder` named by the weights; written if missing.
 
     The decoder's head reads the last token alone, as every engine for language models does in a prefill; the exported
     files compute logits of all tokens. Raises MissingExtraError without the extra onnx.
@@ -52,9 +99,16 @@ def export_graphs(model: VisionLanguageModel, folder: Path) -> Path:
     graphs = folder / f"onnx-{weights_digest(model)}"
     if not graphs.exists():
         with atomic_dir(graphs) as new:
-            write_onnx(model, new, ("float32",))
-            keep_last_logits(new / f"{DECODER}.onnx")
+            write_onnx(model, new, ("float32", "int8"))
+            for dtype in ("float32", "int8"):
+                keep_last_logits(new / f"{DECODER}{SUFFIXES[dtype]}.onnx")
     return graphs
+
+
+def graph_path(graphs: Path, name: str, dtype: str) -> Path:
+    """The file of VISION_ENCODER or DECODER in float32 or int8."""
+    assert name in (VISION_ENCODER, DECODER)
+    return graphs / f"{name}{SUFFIXES[dtype]}.onnx"
 
 
 @lru_cache(maxsize=1)
@@ -75,12 +129,18 @@ def keep_last_logits(path: Path) -> None:
     graph = model.graph
     producers = {output: node for node in graph.node for output in node.output}
     node = producers["logits"]
-    while node.op_type != "MatMul":
+    while node.op_type not in ("MatMul", "DynamicQuantizeLinear"):  # the latter quantizes a MatMulInteger's input
         node = next(producers[name] for name in node.input if name in producers)
-    for name, value in (("last_start", -1), ("last_end", 2**31 - 1), ("last_axis", 1)):
-        graph.initializer.append(onnx.numpy_helper.from_array(np.array([value], np.int64), name))
-    inputs = [node.input[0], "last_start", "last_end", "last_axis"]
-    graph.node.insert(list(graph.node).index(node), onnx.helper.make_node("Slice", inputs, ["last_hidden"]))
+    names = _constants(graph, {"last_start": [-1], "last_end": [2**31 - 1], "last_axis": [1]})
+    slice_node = onnx.helper.make_node("Slice", [node.input[0], *names], ["last_hidden"])
+    graph.node.insert(list(graph.node).index(node), slice_node)
     node.input[0] = "last_hidden"
     graph.output[0].type.tensor_type.shape.dim[1].dim_value = 1
     onnx.save(model, path, save_as_external_data=path.with_suffix(".onnx_data").exists())
+
+
+def _constants(graph: Any, values: Mapping[str, Sequence[int]]) -> list[str]:
+    from onnx import numpy_helper
+
+    graph.initializer.extend(numpy_helper.from_array(np.array(value, np.int64), name) for name, value in values.items())
+    return [*values]

@@ -5,15 +5,18 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from eval.peers.onnx_engine import (
     Feeds,
+    OnnxEngine,
     empty_past,
     export_graphs,
+    graph_path,
     image_feeds,
     past_names,
+    present_name,
     text_feeds,
 )
 from models.checkpoint import atomic_dir
@@ -27,7 +30,7 @@ CALIBRATION_INPUTS = 8
 CALIBRATION_TOKENS = 80
 
 
-class OpenVINOEngine:
+class OpenVINOEngine(OnnxEngine):
     """In int8, dtype is that of everything but the matrix products.
 
     The decoder is made stateful, as OpenVINO's own export of language models is: it keeps keys and values itself.
@@ -38,52 +41,44 @@ class OpenVINOEngine:
             import openvino
         except ImportError:
             raise MissingExtraError('OpenVINO needs the extra peers: pip install "nanovlm[peers]"') from None
-        self.dtype = torch.int8 if int8 else dtype
-        self.name, self.weight_bytes = f"openvino {str(self.dtype).removeprefix('torch.')}", float(self.dtype.itemsize)
-        self.cfg, self.embedding = captioner.model.cfg, captioner.model.decoder.token_embedding
-        self.length, self.logits, self.tensor = 0, torch.empty(0), openvino.Tensor
+        kind = torch.int8 if int8 else dtype
+        super().__init__(f"openvino {str(kind).removeprefix('torch.')}", captioner, kind.itemsize, kind)
         graphs = export_graphs(captioner.model, folder)
-        graphs, suffix = (quantize_graphs(captioner, graphs), "xml") if int8 else (graphs, "onnx")
-        settings = {
+        if int8:
+            graphs = quantize_graphs(captioner, graphs)
+        self.core, self.tensor = openvino.Core(), openvino.Tensor
+        self.settings = {
             "INFERENCE_PRECISION_HINT": PRECISIONS[dtype],
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
             "ENABLE_CPU_PINNING": False,  # it would leave the cores that taskset allows
         }
-        core = openvino.Core()
-        vision, decoder = (core.read_model(graphs / f"{name}.{suffix}") for name in (VISION_ENCODER, DECODER))
+        suffix = "xml" if int8 else "onnx"
+        vision = self.core.read_model(graphs / f"{VISION_ENCODER}.{suffix}")
+        decoder = self.core.read_model(graphs / f"{DECODER}.{suffix}")
         make_stateful(decoder, past_names(self.cfg))
-        self.vision = core.compile_model(vision, "CPU", settings)
-        self.decoder = core.compile_model(decoder, "CPU", settings).create_infer_request()
+        self.vision, self.decoder = self._compile(vision), self._compile(decoder).create_infer_request()
 
-    def encode_image(self, image: Tensor) -> Tensor:
-        """Embeddings (1, T, C) of one preprocessed image (1, 3, S, S)."""
-        return torch.from_numpy(self.vision(image_feeds(self.cfg, image), share_inputs=True)["image_features"])
+    def _compile(self, model: Any) -> Any:
+        return self.core.compile_model(model, "CPU", self.settings)
 
-    def prefill(self, ids: list[list[int]]) -> list[int]:
-        self.length, empty = 0, self.tensor(empty_past(self.cfg, len(ids)))
-        for state in self.decoder.query_state():
-            state.state = empty
-        return self._next(ids)
+    def run_vision_encoder(self, feeds: Feeds) -> np.ndarray:
+        return self.vision(feeds, share_inputs=True)["image_features"]
 
-    def decode(self, ids: list[int]) -> list[int]:
-        return self._next([[token] for token in ids])
-
-    @torch.inference_mode()
-    def _next(self, ids: list[list[int]]) -> list[int]:
-        feeds = text_feeds(self.embedding(torch.tensor(ids)).numpy(), self.length)
-        self.logits = torch.from_numpy(self.decoder.infer(feeds, share_inputs=True)["logits"])[:, -1]
-        self.length += len(ids[0])
-        return self.logits.argmax(-1).tolist()
+    def run_decoder(self, feeds: Feeds) -> np.ndarray:
+        if feeds["position_ids"][0, 0] == 0:
+            empty = self.tensor(empty_past(self.cfg, len(feeds["position_ids"])))
+            for state in self.decoder.query_state():
+                state.state = empty
+        return self.decoder.infer(feeds, share_inputs=True)["logits"]
 
 
 def make_stateful(decoder: Any, names: Sequence[str]) -> None:
     """Turn a decoder's keys and values from inputs and outputs into variables of the model."""
     from openvino._offline_transformations import apply_make_stateful_transformation
 
-    outputs = {name: name.replace("past_key_values", "present") for name in names}
-    apply_make_stateful_transformation(decoder, outputs)
+    apply_make_stateful_transformation(decoder, {name: present_name(name) for name in names})
 
 
 def quantize_graphs(captioner: Captioner, graphs: Path) -> Path:
@@ -102,7 +97,7 @@ def quantize_graphs(captioner: Captioner, graphs: Path) -> Path:
     images, prompts = calibration_feeds(captioner)
     with atomic_dir(folder) as new:
         for name, feeds in ((VISION_ENCODER, images), (DECODER, prompts)):
-            model = openvino.Core().read_model(graphs / f"{name}.onnx")
+            model = openvino.Core().read_model(graph_path(graphs, name, "float32"))
             settings = {"model_type": nncf.ModelType.TRANSFORMER, "subset_size": len(feeds)}
             openvino.save_model(nncf.quantize(model, nncf.Dataset(feeds), **settings), new / f"{name}.xml", False)
     return folder

@@ -86,7 +86,13 @@ def test_the_plain_engine_is_the_plain_model(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "engine"), [("transformers", "transformers"), ("llama_cpp", "llama.cpp"), ("openvino", "openvino")]
+    ("module", "engine"),
+    [
+        ("transformers", "transformers"),
+        ("llama_cpp", "llama.cpp"),
+        ("openvino", "openvino"),
+        ("onnxruntime", "onnxruntime"),
+    ],
 )
 def test_a_missing_package_names_its_extra(folder, tmp_path, monkeypatch, module, engine):
     monkeypatch.setitem(sys.modules, module, None)

@@ -1,4 +1,4 @@
-"""OpenVINO computes what the plain model computes, from files that are made once."""
+"""ONNX Runtime and OpenVINO compute what the plain model computes, from files that are made once."""
 
 import copy
 import importlib.util
@@ -18,7 +18,9 @@ from support.smolvlm import write_folder
 
 pytestmark = pytest.mark.full
 needs_onnx = pytest.mark.skipif(not importlib.util.find_spec("onnxscript"), reason="needs onnxscript")
-PRECISIONS = ["float32", "int8"] if current_level() in ("avx2", "vnni") else ["float32", "bfloat16", "int8"]
+PEERS = {"onnxruntime": ["float32", "int8"], "openvino": ["float32", "bfloat16", "int8"]}
+if current_level() in ("avx2", "vnni"):
+    PEERS["openvino"] = ["float32", "int8"]
 
 
 @pytest.fixture(scope="module", params=["nanovlm", "smolvlm"])
@@ -39,17 +41,19 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def make(plain, folder, cache, **options):
-    engines = make_engines(plain, folder, cache, EngineOptions(baselines=["openvino"], **options))
-    return {engine.name: engine for engine in engines if engine.name.startswith("openvino")}
+def make(plain, folder, cache, peer, **options):
+    engines = make_engines(plain, folder, cache, EngineOptions(baselines=[peer], **options))
+    return {engine.name: engine for engine in engines if engine.name.startswith(peer)}
 
 
 @needs_onnx
-def test_every_precision_computes_what_the_plain_model_computes(plain, folder, cache):
-    pytest.importorskip("openvino")
-    pytest.importorskip("nncf")
-    engines = make(plain, folder, cache, dtypes=["float32", "bfloat16"], quantize="int8")
-    assert list(engines) == [f"openvino {precision}" for precision in PRECISIONS]
+@pytest.mark.parametrize("peer", PEERS)
+def test_every_precision_computes_what_the_plain_model_computes(plain, folder, cache, peer):
+    pytest.importorskip(peer)
+    if peer == "openvino":
+        pytest.importorskip("nncf")
+    engines = make(plain, folder, cache, peer, dtypes=["float32", "bfloat16"], quantize="int8")
+    assert list(engines) == [f"{peer} {precision}" for precision in PEERS[peer]]
     size = plain.model.cfg.vit_img_size
     image = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(0))
     prompts = [[5, 9, 11, 7, 60, 33], [8, 2, 40, 41, 6, 5]]
@@ -85,4 +89,4 @@ def test_int8_without_nncf_names_the_extra(plain, folder, cache, monkeypatch):
     pytest.importorskip("openvino")
     monkeypatch.setitem(sys.modules, "nncf", None)
     with pytest.raises(MissingExtraError, match=r"int8 in OpenVINO needs the extra peers"):
-        make(plain, folder, cache, quantize="int8")
+        make(plain, folder, cache, "openvino", quantize="int8")
