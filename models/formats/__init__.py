@@ -37,8 +37,8 @@ def recognize(raw: dict, where: str) -> type[CheckpointFormat]:
     if name := MODEL_TYPES.get(str(raw["model_type"])):
         return format_class(name)
     raise CheckpointError(
-        f"{where}: model_type={raw['model_type']!r} is not supported; nanoVLM's own config.json and those of transformers' "
-        f"{' and '.join(MODEL_TYPES)} are"
+        f"{where}: model_type={raw['model_type']!r} is not supported; nanoVLM's own config.json and those of "
+        f"transformers' {' and '.join(MODEL_TYPES)} are"
     )
 
 

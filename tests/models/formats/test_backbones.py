@@ -335,7 +335,7 @@ def damage(what: str, sees: Path, says: Path) -> dict:
 
 
 DAMAGED = {
-    "missing": "llama/model.safetensors lacks 1 tensors that config.json asks for, first norm.weight",
+    "missing": "llama/model.safetensors lacks 1 tensors that config.json asks for, first model.text_model.norm.weight",
     "surplus block": "llama/model.safetensors has 9 tensors that config.json has no place for, first 'model.layers.2",
     "unknown": "llama/model.safetensors has 1 tensors .* first 'model.layers.0.self_attn.q_norm.weight'",
     "shape": r"llama/model.safetensors: lm_head.weight is \(41, 24\), but config.json asks for \(40, 24\)",
