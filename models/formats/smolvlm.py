@@ -7,6 +7,7 @@ images in a prompt, and the positions of patches, which are rounded fractions of
 import copy
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,6 @@ from models.formats.transformers_names import (
     SIGLIP_ONLY,
     llama_settings,
     settings,
-    translate,
 )
 
 PREPROCESSOR, PROCESSOR, GENERATION = "preprocessor_config.json", "processor_config.json", "generation_config.json"
@@ -236,8 +236,9 @@ class SmolVLM(CheckpointFormat):
 
 def _stored_names(name: str) -> list[str]:
     """The files' names of one of our tensors; those of a qkv_proj are three."""
-    parts = "qkv" if "qkv_proj" in name else ["qkv"]
-    return [cast(str, translate(name.replace("qkv", part), NAMES)) for part in parts]  # NAMES drops no tensor
+    matches = ((re.fullmatch(pattern, name), theirs) for pattern, theirs in NAMES.items())
+    theirs = next(match.expand(theirs) for match, theirs in matches if match)
+    return [theirs.replace("qkv", part) for part in "qkv"] if "qkv_proj" in theirs else [theirs]
 
 
 def _without_dtype(raw: dict) -> dict:

@@ -104,14 +104,9 @@ def patches_keep_their_positions(grid: int) -> bool:
     """Whether Idefics3's position ids are exact for this grid in transformers 5, which buckets fractions of a side.
 
     Other programs round the same fractions in another way: transformers up to 4.54 and vLLM compute them by
-    torch.arange, whose rounding depends on PyTorch's build. See `is_exact_in_every_rounding`.
+    torch.arange, whose rounding depends on PyTorch's build. For a power of two all are exact.
     """
     return SmolVLM.patch_positions(grid) == list(range(grid))
-
-
-def is_exact_in_every_rounding(grid: int) -> bool:
-    """Whether grid is a power of two: then every fraction of a side is exact, and so is every position id."""
-    return grid & (grid - 1) == 0
 
 
 # --------------------------------------------------------------------------------- from nanoVLM's layout to SmolVLM's
