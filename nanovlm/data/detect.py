@@ -3,12 +3,13 @@
 import logging
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from models.checkpoint import CONFIG, INDEX, WEIGHTS
-from nanovlm.data.folders import list_images, open_captioned_folder, open_imagefolder
+from nanovlm.data.folders import has_caption, open_captioned_folder, open_tables, walk
 from nanovlm.data.hf_datasets import open_dataset
 from nanovlm.data.json_files import open_json
 from nanovlm.data.remote import list_files
@@ -17,6 +18,16 @@ from nanovlm.data.webdataset import open_remote_tars, open_tars
 from nanovlm.errors import DataError
 from nanovlm.processing.image_loading import readable_extensions
 
+Reader = Callable[[str, Sequence[str], ReadOptions], Source | Stream]  # reads files, which are the path or below it
+READERS: dict[str, Reader] = {
+    ".json": open_json,
+    ".jsonl": open_json,
+    ".tar": open_tars,
+    ".csv": open_tables,
+    ".parquet": open_dataset,
+    ".arrow": open_dataset,
+}
+TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 KINDS = (
     "images with a .txt beside each, metadata.jsonl, .csv or .parquet with a file_name, a .json or .jsonl of "
     "conversations, messages or COCO's captions, .parquet or .arrow files, .tar shards, or a Hub dataset owner/name"
@@ -41,23 +52,18 @@ def open_source(
     if path in generators:
         return generators[path]()
     if match := REMOTE.fullmatch(path):
-        return open_remote_tars(path, options) if match[1] == "tar" else open_dataset(path, options, list_files(path))
+        return open_remote_tars(path, options) if match[1] == "tar" else open_dataset(path, list_files(path), options)
     if HUB_DATASET.fullmatch(path):
-        return open_dataset(path, options)
+        return open_dataset(path, [], options)
     raise DataError(f"{path}: no such file or folder; data is {KINDS}")
 
 
 def _open_file(path: str, options: ReadOptions) -> Source | Stream:
-    file = Path(path)
-    suffix = file.suffix.lower()
-    if suffix in (".json", ".jsonl"):
-        return open_json(file, options)
-    if suffix == ".tar":
-        return open_tars(path, [path], options)
-    if suffix == ".csv" or (suffix == ".parquet" and file.stem == "metadata"):
-        return open_imagefolder(str(file.parent), [file], options)
-    if suffix in (".parquet", ".arrow"):
-        return open_dataset(path, options, [path])
+    suffix = os.path.splitext(path)[1].lower()
+    if os.path.basename(path) in TABLES:
+        return open_tables(path, [path], options)
+    if suffix in READERS:
+        return READERS[suffix](path, [path], options)
     if suffix == ".safetensors":
         raise DataError(f"{path} holds a model's weights, not data; pass its folder as --model, and name the data")
     if suffix in readable_extensions():
@@ -70,43 +76,36 @@ def _open_folder(path: str, options: ReadOptions) -> Source | Stream:
     if (folder / CONFIG).is_file() and ((folder / WEIGHTS).is_file() or (folder / INDEX).is_file()):
         raise DataError(f"{path} holds a model, not data; pass it as --model {path}, and name the data")
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return open_dataset(path, options)
-    tables = sorted(table for suffix in ("jsonl", "csv", "parquet") for table in folder.rglob(f"metadata.{suffix}"))
-    images = list_images(folder)
-    captioned = any(Path(folder, image).with_suffix(".txt").is_file() for image in images)
-    json_files = sorted(file for file in folder.iterdir() if file.suffix in (".json", ".jsonl") and file not in tables)
-    other_tables = sorted(file for file in folder.glob("*.csv") if file not in tables)
-    tars, shards = _files_below(folder, "tar"), _files_below(folder, "parquet") or _files_below(folder, "arrow")
-    shards = [shard for shard in shards if Path(shard) not in tables]
-    kinds: list[tuple[bool, str, Callable[[], Source | Stream]]] = [
-        (bool(tables), "metadata tables", lambda: open_imagefolder(path, tables, options)),
-        (captioned, "images with a .txt beside each", lambda: open_captioned_folder(path, images, options)),
-        (bool(tars), f"{len(tars)} .tar shards", lambda: open_tars(path, tars, options)),
-        (bool(shards), f"{len(shards)} .parquet or .arrow files", lambda: open_dataset(path, options, shards)),
-        (bool(other_tables), _names(other_tables), lambda: open_imagefolder(path, other_tables, options)),
-        (bool(json_files), _names(json_files), lambda: _open_only(json_files, options)),
+        return open_dataset(path, [], options)
+    by_suffix: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(walk(path)):
+        suffix = "metadata" if os.path.basename(name) in TABLES else os.path.splitext(name)[1].lower()
+        by_suffix[suffix].append(os.path.join(path, name))
+    tables = sorted(by_suffix["metadata"], key=Path)
+    tars, shards = by_suffix[".tar"], by_suffix[".parquet"] or by_suffix[".arrow"]
+    images = sorted(image for suffix in readable_extensions() for image in by_suffix[suffix])
+    captioned = images if any(map(has_caption, images)) else []
+    other_tables = _files_in(path, by_suffix[".csv"])
+    json_files = _files_in(path, sorted(by_suffix[".json"] + by_suffix[".jsonl"]))
+    kinds: list[tuple[str, Sequence[str], Reader]] = [
+        ("metadata tables", tables, open_tables),
+        ("images with a .txt beside each", captioned, open_captioned_folder),
+        (f"{len(tars)} .tar shards", tars, open_tars),
+        (f"{len(shards)} .parquet or .arrow files", shards, open_dataset),
+        (", ".join(map(os.path.basename, other_tables)), other_tables, open_tables),
+        (", ".join(map(os.path.basename, json_files)), json_files, open_json),
     ]
-    found = [(name, open_kind) for present, name, open_kind in kinds if present]
-    if found:
-        if others := [name for name, _ in found[1:]]:
-            remedy = "Give each kind a folder of its own" if tables and captioned else "Name those to add them"
-            logger.warning(f"{path}: reading the {found[0][0]}; not read: {'; '.join(others)}. {remedy}")
-        return found[0][1]()
-    if images:
-        return open_captioned_folder(path, images, options)  # which reports that captions are missing
-    raise DataError(f"no images found in {path}; data is {KINDS}")
+    # of images alone, the reader reports that captions are missing
+    found = [kind for kind in kinds if kind[1]] or [("images", images, open_captioned_folder)]
+    (name, files, read), *others = found
+    if not files:
+        raise DataError(f"no images found in {path}; data is {KINDS}")
+    if others:
+        remedy = "Give each kind a folder of its own" if tables and captioned else "Name those to add them"
+        logger.warning(f"{path}: reading the {name}; not read: {'; '.join(other[0] for other in others)}. {remedy}")
+    return read(path, files, options)
 
 
-def _names(files: Sequence[Path]) -> str:
-    return ", ".join(file.name for file in files)
-
-
-def _open_only(json_files: Sequence[Path], options: ReadOptions) -> Source:
-    if len(json_files) > 1:
-        folder = json_files[0].parent
-        raise DataError(f"{folder} holds {len(json_files)} .json files; name the one to read: {json_files[0]}")
-    return open_json(json_files[0], options)
-
-
-def _files_below(folder: Path, suffix: str) -> list[str]:
-    return sorted(str(file) for file in folder.rglob(f"*.{suffix}") if file.is_file())
+def _files_in(folder: str, files: Sequence[str]) -> list[str]:
+    """Those of the files that are not in a subfolder."""
+    return [file for file in files if os.path.join(folder, os.path.basename(file)) == file]

@@ -69,48 +69,31 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
     tiles = [processor.preprocess(augment(image) if augment else image) for image in images]
     grids = [grid for _, grid in tiles]
     row = EncodedExample(images=[tile for tile, _ in tiles])
-    if example.multi_turn:
-        _append_turns(row, example, processor, grids)
-    else:
-        _append_questions(row, example, processor, grids)
+    for k, (prompt, answer) in enumerate(example.qa_pairs):
+        turns_before = list(example.qa_pairs[:k]) if example.multi_turn else []
+        ids = processor.encode_prompt(grids, prompt, turns_before)
+        start = _shared_prefix_length(ids, processor)
+        if k == 0:
+            _append(row, ids[:start], [IGNORE_INDEX] * start, segment=1)
+        elif example.multi_turn:
+            start = len(row.ids)
+            if ids[: start + 1] != row.ids + row.targets[-1:]:
+                raise ExampleError(
+                    f"{example.name}: in turn {k + 1} the model would read an earlier answer differently than it "
+                    "learned it, as the chat template or the tokenizer changes it; split it into single questions"
+                )
+        answer_ids = processor.tokenizer.encode_answer(answer)  # the last one is a target only
+        targets = [*[IGNORE_INDEX] * (len(ids) - start - 1), *answer_ids]
+        _append(row, [*ids[start:], *answer_ids[:-1]], targets, segment=2 if example.multi_turn else k + 2)
     if not any(target != IGNORE_INDEX for target in row.targets):
         raise ExampleError(f"{example.name} has no answer to learn")
     return row
 
 
-def _append_questions(row: EncodedExample, example: Example, processor: Processor, grids: list) -> None:
-    for segment, (prompt, answer) in enumerate(example.qa_pairs, start=2):
-        prompt_ids = processor.encode_prompt(grids, prompt, [])
-        shared = _shared_prefix_length(prompt_ids, processor)
-        if segment == 2:
-            _append_prefix(row, prompt_ids[:shared])
-        _append_pair(row, prompt_ids[shared:], processor.tokenizer.encode_answer(answer), segment)
-
-
-def _append_turns(row: EncodedExample, example: Example, processor: Processor, grids: list) -> None:
-    for turn, (prompt, answer) in enumerate(example.qa_pairs):
-        prompt_ids = processor.encode_prompt(grids, prompt, list(example.qa_pairs[:turn]))
-        if turn == 0:
-            _append_prefix(row, prompt_ids[: _shared_prefix_length(prompt_ids, processor)])
-        elif prompt_ids[: len(row.ids) + 1] != row.ids + row.targets[-1:]:
-            raise ExampleError(
-                f"{example.name}: in turn {turn + 1} the model would read an earlier answer differently than it "
-                "learned it, as the chat template or the tokenizer changes it; split it into single questions"
-            )
-        _append_pair(row, prompt_ids[len(row.ids) :], processor.tokenizer.encode_answer(answer), segment=2)
-
-
-def _append_prefix(row: EncodedExample, ids: Sequence[int]) -> None:
+def _append(row: EncodedExample, ids: Sequence[int], targets: Sequence[int], segment: int) -> None:
     row.ids.extend(ids)
-    row.targets.extend([IGNORE_INDEX] * len(ids))
-    row.mask.extend([1] * len(ids))
-
-
-def _append_pair(row: EncodedExample, prompt_ids: Sequence[int], answer_ids: Sequence[int], segment: int) -> None:
-    """Add a prompt without a loss and the answer to predict after it, whose last id is a target only."""
-    row.ids.extend([*prompt_ids, *answer_ids[:-1]])
-    row.targets.extend([*[IGNORE_INDEX] * (len(prompt_ids) - 1), *answer_ids])
-    row.mask.extend([segment] * (len(prompt_ids) + len(answer_ids) - 1))
+    row.targets.extend(targets)
+    row.mask.extend([segment] * len(ids))
 
 
 def _shared_prefix_length(prompt_ids: Sequence[int], processor: Processor) -> int:
@@ -128,7 +111,13 @@ def _load(image: ImageSource, name: str) -> Image.Image:
 
 def encode_checked(example: Example, processor: Processor, augment: Augment | None = None) -> EncodedExample:
     """`encode`, with an ExampleError for empty answers, image placeholders in the text and too long examples."""
-    _check_text(example, processor)
+    special = ("<image>", *(processor.cfg.vlm_extra_tokens or {}).values())
+    for pair in example.qa_pairs:
+        if not pair[1].strip():
+            raise ExampleError(f"{example.name} has an empty answer to {pair[0]!r}")
+        for text, kind in zip(pair, ("question", "answer")):
+            if token := next((token for token in special if token in text), None):
+                raise ExampleError(f"{example.name} has {token} in its {kind}, where it would be plain text; remove it")
     row = encode(example, processor, augment)
     length, limit = len(row.ids), processor.cfg.lm_max_position_embeddings
     if length > limit:
@@ -138,19 +127,6 @@ def encode_checked(example: Example, processor: Processor, augment: Augment | No
             f"{limit}; shorten its text or split it"
         )
     return row
-
-
-def _check_text(example: Example, processor: Processor) -> None:
-    special = ("<image>", *(processor.cfg.vlm_extra_tokens or {}).values())
-    for prompt, answer in example.qa_pairs:
-        if not answer.strip():
-            raise ExampleError(f"{example.name} has an empty answer to {prompt!r}")
-        for token in special:
-            for text, kind in ((prompt, "question"), (answer, "answer")):
-                if token in text:
-                    raise ExampleError(
-                        f"{example.name} has {token} in its {kind}, where it would be plain text; remove it"
-                    )
 
 
 def collate(rows: Sequence[EncodedExample], pad_id: int = 0, max_length: int | None = None) -> dict[str, Tensor | None]:

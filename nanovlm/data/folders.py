@@ -3,18 +3,35 @@
 import csv
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from models.checkpoint import WEIGHTS
-from nanovlm.data.examples import Example, ExampleError
-from nanovlm.data.formats import clean_text, find_columns, record_to_example
-from nanovlm.data.jsonl import read_jsonl
-from nanovlm.data.source import COLUMN_OPTIONS, INSTALL_DATA, ReadOptions, Source, check_captions
+from nanovlm.data.examples import Example
+from nanovlm.data.formats import applicable_options, record_to_example
+from nanovlm.data.jsonl import read_jsonl, reading_errors
+from nanovlm.data.source import INSTALL_DATA, ReadOptions, Source, captioned_source
+from nanovlm.data.webdataset import FilePart, sample_to_example
 from nanovlm.errors import DataError, MissingExtraError
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
+
+
+def walk(
+    folder: str | Path, on_error: Callable[[OSError], None] | None = None, recursive: bool = True
+) -> Iterator[str]:
+    """Paths of all files in a folder and its subfolders, relative to it.
+
+    Hidden files and folders are left out, and model folders, which may hold a report.png. on_error is called for each
+    folder that may not be read; without it they count as empty.
+    """
+    for current, subfolders, files in os.walk(folder, onerror=on_error):
+        model_folders = {name for name in subfolders if os.path.exists(os.path.join(current, name, WEIGHTS))}
+        visible = sorted(name for name in subfolders if name[0] != "." and name not in model_folders)
+        subfolders[:] = visible if recursive else []
+        relative = os.path.relpath(current, folder)
+        yield from (os.path.normpath(os.path.join(relative, name)) for name in files if name[0] != ".")
 
 
 def list_images(
@@ -24,75 +41,64 @@ def list_images(
     recursive: bool = True,
     left_out: Counter[str] | None = None,
 ) -> list[str]:
-    """Paths of all images in a folder and its subfolders, relative to it and sorted.
-
-    Hidden files and folders are left out, and model folders, which may hold a report.png. on_error is called for each
-    folder that may not be read; without it they count as empty. left_out counts, by extension, the images that
-    cannot be read here.
-    """
+    """Paths of all images that `walk` finds, sorted; left_out counts, by extension, those that cannot be read here."""
     images, readable = [], readable_extensions()
-    for current, subfolders, files in os.walk(folder, onerror=on_error):
-        model_folders = {name for name in subfolders if os.path.exists(os.path.join(current, name, WEIGHTS))}
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith(".") and name not in model_folders)
-        relative = os.path.relpath(current, folder)
-        for name in files:
-            extension = os.path.splitext(name)[1].lower()
-            if extension in readable and not name.startswith("."):
-                images.append(os.path.normpath(os.path.join(relative, name)))
-            elif extension in IMAGE_EXTENSIONS and left_out is not None:
-                left_out[extension] += 1
-        if not recursive:
-            break
+    for path in walk(folder, on_error, recursive):
+        extension = os.path.splitext(path)[1].lower()
+        if extension in readable:
+            images.append(path)
+        elif extension in IMAGE_EXTENSIONS and left_out is not None:
+            left_out[extension] += 1
     return sorted(images)
 
 
 def open_captioned_folder(path: str, images: Sequence[str], options: ReadOptions) -> Source:
     """A folder of images, each with a .txt file of the same name beside it."""
-    uncaptioned = [image for image in images if not _caption_path(path, image).is_file()]
-    check_captions(path, "have no .txt beside them", uncaptioned, len(images), options)
-    left_out = set(uncaptioned)
-    captioned = [image for image in images if image not in left_out]
-    make_example = partial(_captioned_example, root=path, prompt=options.prompt)
-    return Source(path, captioned, make_example, captioned, named_by_key=True, supported_options=["prompt"])
+    samples = {image.removeprefix(os.path.join(path, "")): image for image in images}
+    make_example = partial(_captioned_example, options=options)
+    return captioned_source(path, samples, has_caption, ".txt beside them", make_example, options, ["prompt"])
 
 
-def _captioned_example(image: str, name: str, root: str, prompt: str) -> Example:
-    path = _caption_path(root, image)
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # Windows editors write a byte order mark
-    except (OSError, UnicodeDecodeError) as error:
-        raise ExampleError(f"{path} cannot be read: {error}") from None
-    return Example([name], [(prompt, clean_text(text))], name)
+def _captioned_example(image: str, name: str, options: ReadOptions) -> Example:
+    extension = os.path.splitext(image)[1][1:].lower()
+    return sample_to_example({extension: image, "txt": FilePart(_caption_path(image))}, name, options)
 
 
-def _caption_path(root: str, image: str) -> Path:
-    return Path(root, image).with_suffix(".txt")
+def has_caption(image: str) -> bool:
+    """Whether there is a .txt of the image's name beside it."""
+    return os.path.isfile(_caption_path(image))
 
 
-def open_imagefolder(path: str, tables: Sequence[Path], options: ReadOptions) -> Source:
+def _caption_path(image: str) -> str:
+    return os.path.splitext(image)[0] + ".txt"
+
+
+def open_tables(path: str, tables: Sequence[str], options: ReadOptions) -> Source:
     """Hugging Face's imagefolder: metadata tables whose rows have a file_name, relative to the table, and a text."""
-    return imagefolder_source(path, {table: read_table(table) for table in tables}, options)
+    folder = path if os.path.isdir(path) else str(Path(path).parent)
+    return imagefolder_source(folder, {table: read_table(Path(table)) for table in tables}, options)
 
 
-def imagefolder_source(path: str, tables: Mapping[Path, list[dict[str, Any]]], options: ReadOptions) -> Source:
+def imagefolder_source(folder: str, tables: Mapping[str, list[dict[str, Any]]], options: ReadOptions) -> Source:
     """The same of tables that have been read."""
     records: list[dict[str, Any]] = []
-    keys: list[str] = []
+    supported: Collection[str] = ()
     for table, rows in tables.items():
         if rows and "file_name" not in rows[0]:
             raise DataError(f"{table} has no column 'file_name', only {', '.join(sorted(map(str, rows[0])))}")
         if rows:
-            find_columns(rows[0], str(table), options)
-        relative = os.path.relpath(table.parent, path)
+            supported = applicable_options(rows[0], table, options)
+        relative = os.path.relpath(Path(table).parent, folder)
         for number, row in enumerate(rows, start=1):
             if not (row.get("file_name") and isinstance(row["file_name"], str)):
                 raise DataError(f"{table}, row {number} has no file_name; write it, or remove the row")
-            keys.append(os.path.normpath(os.path.join(relative, row["file_name"])))
-            records.append({**row, "image": keys[-1], "images": None})
+            image = os.path.normpath(os.path.join(relative, row["file_name"]))
+            records.append({**row, "image": image, "images": None})
     if not records:
-        raise DataError(f"no images found in {path}: {next(iter(tables))} has no rows")
-    make_example = partial(record_to_example, root=path, options=options)
-    return Source(path, records, make_example, keys, named_by_key=True, supported_options=COLUMN_OPTIONS)
+        raise DataError(f"no images found in {folder}: {next(iter(tables))} has no rows")
+    make_example = partial(record_to_example, root=folder, options=options)
+    keys = [record["image"] for record in records]
+    return Source(folder, records, make_example, keys, named_by_key=True, supported_options=supported)
 
 
 def read_table(path: Path) -> list[dict[str, Any]]:
@@ -101,25 +107,17 @@ def read_table(path: Path) -> list[dict[str, Any]]:
         return _read_parquet(path)
     if path.suffix == ".jsonl":
         return read_jsonl(path)
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            header = file.readline()
-            file.seek(0)
-            delimiter = max(",;\t", key=header.count)  # Excel writes semicolons in half of Europe
-            return list(csv.DictReader(file, delimiter=delimiter))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read: {error}; write it again, in UTF-8") from None
+    with reading_errors(path), open(path, encoding="utf-8-sig", newline="") as file:
+        header = file.readline()
+        file.seek(0)
+        delimiter = max(",;\t", key=header.count)  # Excel writes semicolons in half of Europe
+        return list(csv.DictReader(file, delimiter=delimiter))
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import parquet
     except ImportError:
-        raise MissingExtraError(
-            f"{path} needs pyarrow: {INSTALL_DATA}, or write metadata.jsonl or metadata.csv"
-        ) from None
-    try:
+        raise MissingExtraError(f"{path} needs pyarrow: {INSTALL_DATA}, or write a .jsonl or .csv file") from None
+    with reading_errors(path):
         return parquet.read_table(path).to_pylist()
-    except (ArrowException, OSError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise DataError(f"{path} cannot be read: {reason}; write or download it again") from None

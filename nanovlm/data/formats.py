@@ -7,57 +7,85 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from nanovlm.data.examples import Example, ExampleError
-from nanovlm.data.source import COLUMN_OPTIONS, ReadOptions
+from nanovlm.data.source import ReadOptions
 from nanovlm.errors import DataError
 
+Pairs = list[tuple[str, str]]  # (prompt, answer)
 IMAGE_PLACEHOLDER = "<image>"  # marks an image's position in the text of LLaVA and its followers
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant"}
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 TEXT_COLUMNS = ("text", "caption", "answer", "captions")
 PROMPT_COLUMNS = ("question", "prompt")
+COLUMN_OPTIONS = ("prompt", "text_column", "prompt_column")  # the options that apply to records of plain columns
+
+
+def applicable_options(columns: Collection[str], name: str, options: ReadOptions) -> Sequence[str]:
+    """The options that apply to records of these columns; DataError if no example can be made of them."""
+    if not {"texts", "image", "images", "file_name", *CHAT_COLUMNS} & set(columns):
+        raise DataError(
+            f"no images found: {name} has no column image, images, texts, {', '.join(CHAT_COLUMNS)}, "
+            f"only {_listed(columns)}"
+        )
+    if "texts" in columns:
+        _check_columns([f"{rating}_ratings" for rating in options.min_ratings], columns, name)
+        return ["min_ratings"]
+    if set(CHAT_COLUMNS) & set(columns):
+        return []
+    _find_columns(columns, name, options)
+    return COLUMN_OPTIONS
+
+
+def records_rated_high(records: Iterable[Mapping[str, Any]], name: str, options: ReadOptions) -> list[int]:
+    """The numbers of the records that pass options.min_ratings; DataError if none does."""
+    if found := [i for i, record in enumerate(records) if passes_ratings(record, options)]:
+        return found
+    raise DataError(f"{name} has no record rated so high; lower --min-rating")
+
+
+def passes_ratings(record: Mapping[str, Any], options: ReadOptions) -> bool:
+    """Whether at least one turn of a record passes options.min_ratings."""
+    return not options.min_ratings or not record.get("texts") or any(_turns_passing(record, options))
+
+
+def _turns_passing(record: Mapping[str, Any], options: ReadOptions) -> list[bool]:
+    """Which turns have all the ratings asked for; a turn without a rating passes."""
+    ratings = [(record.get(f"{name}_ratings") or [], minimum) for name, minimum in options.min_ratings.items()]
+    return [
+        all(i >= len(values) or values[i] is None or values[i] >= minimum for values, minimum in ratings)
+        for i in range(len(record["texts"]))
+    ]
 
 
 def record_to_example(record: Mapping[str, Any], name: str, root: str | None, options: ReadOptions) -> Example:
-    """The example that a record holds; relative image paths start from the folder root."""
+    """The example that a record holds; relative image paths start from the folder root.
+
+    ExampleError if it holds none; records of one source may differ.
+    """
     try:
-        return _record_to_example(record, name, root, options)
+        images = record_images(record)
+        marked: list[Any] = []
+        chat = next((record[column] for column in CHAT_COLUMNS if record.get(column) is not None), None)
+        multi_turn = True
+        if record.get("texts") is not None:
+            turns = zip(record["texts"], _turns_passing(record, options))
+            pairs = [
+                (clean_text(turn.get("user")), clean_text(turn.get("assistant"))) for turn, passes in turns if passes
+            ]
+        elif chat is not None:
+            pairs, marked = _parse_chat(chat, name)
+            images = [image for image in marked if image is not None] or images
+        else:
+            pairs, multi_turn = _column_pairs(record, name, options), False
+        if marked and len(marked) != len(images):
+            raise ExampleError(f"{name} marks the positions of {len(marked)} images, but has {len(images)}")
+        if not pairs:
+            raise ExampleError(f"{name} has no answer to learn")
+        located = [_locate_image(image, name, root) for image in images]
+        return Example(located, pairs, name, multi_turn and len(pairs) > 1)
     except DataError as error:  # a column is missing here, though other records may have it
         raise ExampleError(str(error)) from None
     except (AttributeError, KeyError, TypeError) as error:  # JSON may hold any type anywhere
         raise ExampleError(f"{name} has an unknown structure: {error}") from None
-
-
-def _record_to_example(record: Mapping[str, Any], name: str, root: str | None, options: ReadOptions) -> Example:
-    images = record_images(record)
-    chat = next((record[column] for column in CHAT_COLUMNS if record.get(column) is not None), None)
-    if record.get("texts") is not None:
-        pairs, multi_turn = _cauldron_turns(record, options), True
-    elif chat is not None:
-        pairs, inline_images, placeholders = parse_chat(chat, name)
-        images, multi_turn = inline_images or images, True
-        if placeholders and placeholders != len(images):
-            raise ExampleError(f"{name} marks the positions of {placeholders} images, but has {len(images)}")
-    else:
-        pairs, multi_turn = _column_pairs(record, name, options), False
-    if not pairs:
-        raise ExampleError(f"{name} has no answer to learn")
-    located = [locate_image(image, name, root) for image in images]
-    return Example(located, pairs, name, multi_turn and len(pairs) > 1)
-
-
-def _cauldron_turns(record: Mapping[str, Any], options: ReadOptions) -> list[tuple[str, str]]:
-    return [
-        (clean_text(turn.get("user")), clean_text(turn.get("assistant")))
-        for turn, passes in zip(record["texts"], _turns_passing(record, options))
-        if passes
-    ]
-
-
-def _column_pairs(record: Mapping[str, Any], name: str, options: ReadOptions) -> list[tuple[str, str]]:
-    text_column, prompt_column = find_columns(record, name, options)
-    prompt = clean_text(record.get(prompt_column)) if prompt_column else options.prompt
-    texts = record.get(text_column)
-    return [(prompt, clean_text(text)) for text in (texts if isinstance(texts, (list, tuple)) else [texts])]
 
 
 def record_images(record: Mapping[str, Any]) -> list[Any]:
@@ -85,102 +113,74 @@ def clean_text(text: Any) -> str:
     return "" if text is None else str(text).strip()
 
 
-def _turns_passing(record: Mapping[str, Any], options: ReadOptions) -> list[bool]:
-    """Which turns have all the ratings asked for; a turn without a rating passes."""
-    ratings = [(record.get(f"{name}_ratings") or [], minimum) for name, minimum in options.min_ratings.items()]
-    return [
-        all(i >= len(values) or values[i] is None or values[i] >= minimum for values, minimum in ratings)
-        for i in range(len(record["texts"]))
-    ]
+def _column_pairs(record: Mapping[str, Any], name: str, options: ReadOptions) -> Pairs:
+    text_column, prompt_column = _find_columns(record, name, options)
+    prompt = clean_text(record.get(prompt_column)) if prompt_column else options.prompt
+    texts = record.get(text_column)
+    return [(prompt, clean_text(text)) for text in (texts if isinstance(texts, (list, tuple)) else [texts])]
 
 
-def passes_ratings(record: Mapping[str, Any], options: ReadOptions) -> bool:
-    """Whether at least one turn of a record passes options.min_ratings."""
-    return not options.min_ratings or not record.get("texts") or any(_turns_passing(record, options))
+def _find_columns(columns: Collection[str], name: str, options: ReadOptions) -> tuple[str, str | None]:
+    """The plain columns that hold the answer and, if there is one, the question."""
+    _check_columns([column for column in (options.text_column, options.prompt_column) if column], columns, name)
+    text_column = options.text_column or next((column for column in TEXT_COLUMNS if column in columns), None)
+    if text_column is None:
+        expected = ", ".join(TEXT_COLUMNS)
+        raise DataError(f"{name} has no column {expected}, only {_listed(columns)}; name one with --text-column")
+    candidates = (column for column in PROMPT_COLUMNS if column in columns and column != text_column)
+    return text_column, options.prompt_column or next(candidates, None)
 
 
-def parse_chat(chat: Iterable[Mapping[str, Any]], name: str) -> tuple[list[tuple[str, str]], list[Any], int]:
-    """(prompt, answer) pairs of a chat, the images inside its messages, and how many image positions it marks.
+def _check_columns(required: Iterable[str], columns: Collection[str], name: str) -> None:
+    if missing := [column for column in required if column not in columns]:
+        raise DataError(f"{name} has no column {missing[0]!r}, only {_listed(columns)}")
+
+
+def _listed(columns: Iterable[Any]) -> str:
+    return ", ".join(sorted(map(str, columns)))
+
+
+def _parse_chat(chat: Iterable[Mapping[str, Any]], name: str) -> tuple[Pairs, list[Any]]:
+    """(prompt, answer) pairs of a chat, and the images whose positions it marks; None for those it does not hold.
 
     A system message is prepended to the first question, as chat templates of vision-language models do.
     """
     texts: list[str] = []
     images: list[Any] = []
-    placeholders, system = 0, ""
+    system = ""
     for message in chat:
-        text, message_images, message_placeholders = parse_message(message, name)
-        images += message_images
-        placeholders += message_placeholders
+        text = _parse_message(message, name, images)
         role = message.get("role") or message.get("from")
         if role == "system" and not texts:
-            system = text
+            system = f"{text}\n\n" if text else ""
             continue
-        expected = "assistant" if len(texts) % 2 else "user"
-        if role is None or ROLES.get(role) != expected:
+        if role is None or ROLES.get(role) != ("assistant" if len(texts) % 2 else "user"):
             raise ExampleError(
                 f"{name}: message {len(texts) + 1} is of {role!r}; user and assistant must alternate, the user first"
             )
-        if system:
-            text, system = f"{system}\n\n{text}", ""
-        texts.append(text)
+        texts.append(text if texts else system + text)
     if len(texts) % 2:
         raise ExampleError(f"{name} ends with a question; its answer is missing")
-    return list(zip(texts[::2], texts[1::2])), images, placeholders
+    return list(zip(texts[::2], texts[1::2])), images
 
 
-def parse_message(message: Mapping[str, Any], name: str) -> tuple[str, list[Any], int]:
-    """Text, images and number of image positions of a message, whose content is a string or OpenAI's or HF's parts."""
+def _parse_message(message: Mapping[str, Any], name: str, images: list[Any]) -> str:
+    """The text of a message, whose content is a string or OpenAI's or HF's parts; its images are added to `images`."""
     content = message.get("content") if message.get("content") is not None else message.get("value")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
     texts: list[str] = []
-    images: list[Any] = []
-    placeholders = 0
-    for part in parts:
+    for part in [{"text": content}] if isinstance(content, str) else content or []:
         if part.get("text") is not None:
-            placeholders += part["text"].count(IMAGE_PLACEHOLDER)
+            images += [None] * part["text"].count(IMAGE_PLACEHOLDER)
             texts.append(part["text"].replace(IMAGE_PLACEHOLDER, "").strip())
         elif "image" in str(part.get("type")):
-            placeholders += 1
             image = next((part[key] for key in ("image_url", "image", "url", "path") if part.get(key)), None)
-            if isinstance(image, Mapping) and image.get("url"):
-                image = image["url"]
-            if image is not None:
-                images.append(image)
+            images.append(image["url"] if isinstance(image, Mapping) and image.get("url") else image)
         else:
             raise ExampleError(f"{name} has a part of type {part.get('type')!r}; only text and images can be read")
-    return "\n".join(text for text in texts if text), images, placeholders
+    return "\n".join(text for text in texts if text)
 
 
-def applicable_options(columns: Collection[str], name: str, options: ReadOptions) -> Sequence[str]:
-    """The options that apply to records of these columns; DataError if they hold no text, or a rating is missing."""
-    if "texts" in columns:
-        check_columns([f"{rating}_ratings" for rating in options.min_ratings], columns, name)
-        return ["min_ratings"]
-    if set(CHAT_COLUMNS) & set(columns):
-        return []
-    find_columns(columns, name, options)
-    return COLUMN_OPTIONS
-
-
-def find_columns(record: Collection[str], name: str, options: ReadOptions) -> tuple[str, str | None]:
-    """The plain columns that hold the answer and, if there is one, the question."""
-    check_columns([column for column in (options.text_column, options.prompt_column) if column], record, name)
-    text_column = options.text_column or next((column for column in TEXT_COLUMNS if column in record), None)
-    if text_column is None:
-        present = ", ".join(sorted(map(str, record)))
-        raise DataError(f"{name} has no column {', '.join(TEXT_COLUMNS)}, only {present}; name one with --text-column")
-    candidates = (column for column in PROMPT_COLUMNS if column in record and column != text_column)
-    return text_column, options.prompt_column or next(candidates, None)
-
-
-def check_columns(required: Iterable[str], present: Collection[str], name: str) -> None:
-    """DataError if a required column is missing."""
-    for column in required:
-        if column not in present:
-            raise DataError(f"{name} has no column {column!r}, only {', '.join(sorted(present))}")
-
-
-def locate_image(image: Any, name: str, root: str | None) -> Any:
+def _locate_image(image: Any, name: str, root: str | None) -> Any:
     """An image as it can be opened: a path below root, bytes or a PIL image."""
     if isinstance(image, Mapping):  # an image that the datasets library has not decoded
         image = image["bytes"] if image.get("bytes") else image.get("path")

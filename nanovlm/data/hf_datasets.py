@@ -1,48 +1,62 @@
 """Datasets read with the `datasets` library: folders of `save_to_disk`, parquet and arrow files, or the Hub."""
 
-import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanovlm.data.formats import applicable_options, passes_ratings, record_to_example
-from nanovlm.data.remote import first_line, stream_errors
+from nanovlm.data.formats import applicable_options, passes_ratings, record_to_example, records_rated_high
+from nanovlm.data.remote import first_line, remote_errors
 from nanovlm.data.source import INSTALL_DATA, ReadOptions, Source, Stream
 from nanovlm.errors import DataError, MissingExtraError
 
 
-def open_dataset(path: str, options: ReadOptions, files: Sequence[str] = ()) -> Source | Stream:
-    """The rows of parquet or arrow files, of a folder that `save_to_disk` wrote, or of a Hub dataset owner/name.
+def open_dataset(path: str, files: Sequence[str], options: ReadOptions) -> Source | Stream:
+    """The rows of parquet or arrow files or, without files, of a folder of `save_to_disk` or a Hub dataset owner/name.
 
     owner/name:subset names one of its subsets. Its split "train" is read, or its only one.
     """
     on_hub = not Path(path).exists() and not any(Path(file).exists() for file in files)  # or at another address
-    dataset = _select_split(path, _load(path, options, files, on_hub))
-    column_names = dataset.column_names or list(next(iter(dataset), {}))
-    supported = _check_columns(path, column_names, options)
-    dataset = _without_decoding(dataset)
+    dataset = _select_split(path, _load(path, files, options, on_hub))
+    columns = dataset.column_names or list(next(iter(dataset), {}))
+    if "__key__" in columns:
+        raise DataError(f"{path} holds webdataset tars; name them: --data 'hf://datasets/{path}/**.tar' --stream")
+    supported = applicable_options(columns, path, options)
+    dataset = dataset.with_format("arrow")  # images stay bytes, so that a broken one is an error that names its row
     make_example = partial(record_to_example, root=None, options=options)
     if on_hub and options.stream:
         keep_row = partial(passes_ratings, options=options)
         shards = [partial(_read_shard, path, dataset, i) for i in range(dataset.num_shards)]
-        return Stream(path, shards, make_example, keep_row, supported_options=[*supported, "stream"])
+        return Stream(path, shards, make_example, keep_row, [*supported, "stream"])
     if not len(dataset):
         raise DataError(f"no images found: {path} has no rows")
-    nbytes = dataset.data.nbytes
-    record_numbers = None
-    if options.min_ratings and "texts" in column_names:
+    used = None
+    if options.min_ratings and "texts" in columns:
         rated = dataset.select_columns(["texts", *(f"{rating}_ratings" for rating in options.min_ratings)])
-        record_numbers = [i for i, row in enumerate(rated) if passes_ratings(row, options)]
-        if not record_numbers:
-            raise DataError(f"{path} has no row rated so high; lower --min-rating")
-        dataset = dataset.select(record_numbers)
+        used = records_rated_high(_Rows(rated), path, options)
     return Source(
-        path, dataset, make_example, supported_options=supported, record_numbers=record_numbers, nbytes=nbytes
+        path, _Rows(dataset), make_example, supported_options=supported, used=used, nbytes=dataset.data.nbytes
     )
 
 
-def _load(path: str, options: ReadOptions, files: Sequence[str], on_hub: bool) -> Any:
+class _Rows(Sequence[dict[str, Any]]):
+    """The rows of a dataset in Arrow's format as Python objects."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.dataset[i].to_pylist()[0]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for table in self.dataset.iter(batch_size=1000):
+            yield from table.to_pylist()
+
+
+def _load(path: str, files: Sequence[str], options: ReadOptions, on_hub: bool) -> Any:
     """A Dataset, IterableDataset or a dict of them by split."""
     try:
         import datasets
@@ -71,41 +85,12 @@ def _select_split(path: str, dataset: Any) -> Any:
     return dataset.get("train", next(iter(dataset.values())))
 
 
-def _check_columns(path: str, columns: Collection[str], options: ReadOptions) -> Sequence[str]:
-    """The options that apply to rows of these columns; DataError if no example can be made of them."""
-    if "__key__" in columns:
-        raise DataError(f"{path} holds webdataset tars; name them: --data 'hf://datasets/{path}/**.tar' --stream")
-    if "texts" not in columns and not {"image", "images"} & set(columns):
-        raise DataError(f"no images found: {path} has no column image or images, only {', '.join(sorted(columns))}")
-    return applicable_options(columns, path, options)
-
-
 def _read_shard(path: str, dataset: Any, i: int) -> Iterator[dict[str, Any]]:
     """The rows of one shard of a streamed dataset.
 
     `iter(dataset)` would distribute the shards among DataLoader workers; here `Stream` does, so that a batch is a
     function of its number.
     """
-    with stream_errors(path):
-        for batch in dataset.shard(dataset.num_shards, i).iter(batch_size=1):
-            yield {name: values[0] for name, values in batch.items()}
-
-
-def _without_decoding(dataset: Any) -> Any:
-    """The same rows with images as their bytes, so that a broken one is an ExampleError that names it."""
-    import datasets
-
-    def disable_decoding(feature: Any) -> bool:
-        """Switch off the decoding of images in a feature; returns whether it holds any."""
-        if isinstance(feature, datasets.Image):
-            feature.decode = False
-            return True
-        inner = feature.values() if isinstance(feature, dict) else [getattr(feature, "feature", None)]
-        holds_image = [disable_decoding(one) for one in inner if one is not None]
-        return any(holds_image)
-
-    for name, feature in (dataset.features or {}).items():
-        changed = copy.deepcopy(feature)
-        if disable_decoding(changed):
-            dataset = dataset.cast_column(name, changed)
-    return dataset
+    with remote_errors(path, streaming=True):
+        for table in dataset.shard(dataset.num_shards, i).iter(batch_size=1):
+            yield from table.to_pylist()

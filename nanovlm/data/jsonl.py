@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +16,8 @@ def read_jsonl(path: str | os.PathLike, *, torn_tail: Literal["drop", "raise"] =
     torn_tail="drop" ignores a last line that a killed writer left unfinished: one without a newline that begins an
     object but is not valid JSON.
     """
-    try:
+    with reading_errors(path):
         data = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")  # Windows editors write a byte order mark
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}; correct the file, or write or download it again") from None
     lines = data.split(b"\n")
     if torn_tail == "drop" and _is_torn(lines[-1]):
         lines.pop()
@@ -51,12 +51,20 @@ def _is_torn(last_line: bytes) -> bool:
 
 
 def _parse(line: bytes, position: str) -> dict[str, Any]:
-    try:
+    with reading_errors(f"{position},"):
         value = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number of too many digits
-        raise DataError(
-            f"{position}, cannot be read: {error}; correct the file, or write or download it again"
-        ) from None
     if not isinstance(value, dict):
         raise DataError(f"{position}, holds {type(value).__name__}, not an object; correct the file")
     return value
+
+
+@contextmanager
+def reading_errors(where: object) -> Iterator[None]:
+    """Turn what is raised while a file is read and parsed into a DataError of one line."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # the parsers' errors have no common base: json's, csv's, pyarrow's, RecursionError
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise DataError(f"{where} cannot be read: {reason}; correct the file, or write or download it again") from None

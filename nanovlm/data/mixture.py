@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from hashlib import blake2b
+from itertools import chain
 from random import Random
 
 import torch
@@ -43,7 +45,7 @@ class Subset:
                 yield self.source.name(key), row
         else:
             for i in self.indices:
-                yield self.source.name(i), self.source.records[i]
+                yield self.source.name(i), self.source.record(i)
 
 
 def split(
@@ -58,41 +60,40 @@ def split(
     """
     if validation is None:
         return _split_by_default(sources)
-    hashes: dict[int, list[float]] = {}
-    for i, (source, _) in enumerate(sources):
-        if validation and isinstance(source, Source) and not source.endless:
-            hashes[i] = [hash_fraction(source.key(n)) for n in range(len(source))]
+    hashes = [_key_hashes(source) if validation else [] for source, _ in sources]
     threshold = validation
     if validation >= 1:
         if any(isinstance(source, Stream) for source, _ in sources):
             raise DataError(f"--validation {validation:g} counts examples, but a stream has no size; name a fraction")
-        threshold = _threshold_for(int(validation), hashes)
+        threshold = _threshold_for(int(validation), sorted(chain(*hashes)))
     train: list[Subset] = []
     held_out: list[Subset] = []
-    for i, (source, weight) in enumerate(sources):
-        subsets = _split_source(source, weight, hashes.get(i), threshold)
-        train.append(subsets[0])
-        held_out += subsets[1:]
-        if not isinstance(source, Stream) and not len(subsets[0]):
+    for (source, weight), values in zip(sources, hashes):
+        if isinstance(source, Stream):
+            for subsets, is_held_out in ((train, False), (held_out, True))[: 2 if threshold else 1]:
+                keep = partial(_is_on_side, threshold, is_held_out)  # a stream is pickled
+                subsets.append(Subset(source.filtered(keep), (), weight))
+            continue
+        held = [i for i, value in enumerate(values) if value < threshold]
+        kept = [i for i, value in enumerate(values) if value >= threshold] if held else range(len(source))
+        if not len(kept):
             raise DataError(f"--validation {validation:g} leaves no example of {source.path} to learn from")
+        train.append(Subset(source, kept, weight))
+        held_out += [Subset(source, held, weight)] if held else []
     if validation and not held_out:
         raise DataError(f"--validation {validation:g} holds nothing out of so few examples; raise it")
     return train, held_out
 
 
-def _split_by_default(
-    sources: Sequence[tuple[Source | Stream, float | None]],
-) -> tuple[list[Subset], list[Subset]]:
+def _split_by_default(sources: Sequence[tuple[Source | Stream, float | None]]) -> tuple[list[Subset], list[Subset]]:
     n = sum(len(source) for source, _ in sources if isinstance(source, Source) and not source.endless)
-    if n < MIN_TO_HOLD_OUT or any(isinstance(source, Stream) for source, _ in sources):
-        return split(sources, 0)
-    wanted = min(max(n // 20, MIN_HELD_OUT), MAX_HELD_OUT)
-    try:
-        train, held_out = split(sources, wanted)
-    except DataError:  # nothing is left of a source with few examples
-        return split(sources, 0)
-    # the examples of one image may be many
-    return (train, held_out) if sum(map(len, held_out)) <= 2 * wanted else split(sources, 0)
+    if n >= MIN_TO_HOLD_OUT and not any(isinstance(source, Stream) for source, _ in sources):
+        wanted = min(max(n // 20, MIN_HELD_OUT), MAX_HELD_OUT)
+        with suppress(DataError):  # nothing is left of a source with few examples
+            train, held_out = split(sources, wanted)
+            if sum(map(len, held_out)) <= 2 * wanted:  # the examples of one image may be many
+                return train, held_out
+    return split(sources, 0)
 
 
 def hash_fraction(key: str) -> float:
@@ -100,29 +101,18 @@ def hash_fraction(key: str) -> float:
     return int.from_bytes(blake2b(key.encode("utf-8", "surrogatepass"), digest_size=6).digest()) / 2**48
 
 
-def _threshold_for(n: int, hashes: dict[int, list[float]]) -> float:
+def _key_hashes(source: Source | Stream) -> list[float]:
+    """Of each example that may be held out."""
+    if isinstance(source, Stream) or source.endless:
+        return []
+    return [hash_fraction(source.key(i)) for i in range(len(source))]
+
+
+def _threshold_for(n: int, ranked: Sequence[float]) -> float:
     """The threshold below which n of the hashes lie, or a few more that equal the n-th."""
-    ranked = sorted(value for values in hashes.values() for value in values)
     if n >= len(ranked):
         raise DataError(f"--validation {n} of {len(ranked)} examples leaves none to learn from")
     return min((value for value in ranked if value > ranked[n - 1]), default=1.0)
-
-
-def _split_source(
-    source: Source | Stream, weight: float | None, hashes: list[float] | None, threshold: float
-) -> list[Subset]:
-    """The training subset and, unless it is empty, the held-out one."""
-    if isinstance(source, Stream):
-        if not threshold:
-            return [Subset(source, (), weight)]
-        sides = [partial(_is_on_side, threshold, held_out) for held_out in (False, True)]  # a stream is pickled
-        return [Subset(source.filtered(side), (), weight) for side in sides]
-    if hashes is None:
-        return [Subset(source, range(len(source)), weight)]
-    subsets = [Subset(source, [i for i, value in enumerate(hashes) if value >= threshold], weight)]
-    if held_out := [i for i, value in enumerate(hashes) if value < threshold]:
-        subsets.append(Subset(source, held_out, weight))
-    return subsets
 
 
 def _is_on_side(threshold: float, held_out: bool, key: str) -> bool:
@@ -185,7 +175,7 @@ class Mixture:
         """The number of times that the example of a part, see `example`, has been shown before."""
         group, turn = self.locate(position)
         is_stream = isinstance(self.groups[group][0].source, Stream)
-        return 0 if is_stream else _turn_of_all(turn + skip, part) // sum(map(len, self.groups[group]))
+        return 0 if is_stream else part.turn_of_all(turn + skip) // sum(map(len, self.groups[group]))
 
     def example(self, position: int, skip: int = 0, part: Part = WHOLE) -> Example:
         """The part's example at a position, or the one of its group that comes skip examples later."""
@@ -193,13 +183,8 @@ class Mixture:
         stream = self.groups[group][0].source
         if isinstance(stream, Stream):
             return stream.example_at(turn + skip, f"{self.seed} {group}", part)
-        source, i = self.pick(group, _turn_of_all(turn + skip, part))
+        source, i = self.pick(group, part.turn_of_all(turn + skip))
         return source[i]
-
-
-def _turn_of_all(turn: int, part: Part) -> int:
-    """The turn of the whole group at which a part takes its turn-th."""
-    return turn * part.count + part.index
 
 
 def _apportion(shares: Sequence[float]) -> list[int]:
@@ -259,10 +244,7 @@ class Batches:
             except ExampleError as error:
                 if not self.skip_errors:
                     raise
-                self._report(error)
+                if str(error) not in self.reported:
+                    self.reported.add(str(error))
+                    logger.warning("skipped: %s", error)
         raise DataError(f"{MAX_CONSECUTIVE_ERRORS} examples in a row cannot be used; see the reasons with --check-data")
-
-    def _report(self, error: ExampleError) -> None:
-        if str(error) not in self.reported:
-            self.reported.add(str(error))
-            logger.warning("skipped: %s", error)

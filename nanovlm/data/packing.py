@@ -12,18 +12,17 @@ def pack(rows: Sequence[EncodedExample], max_length: int) -> list[EncodedExample
     Best fit decreasing (Johnson 1974): the longest first, each into the bin with the least room left over.
     """
     bins: list[list[EncodedExample]] = []
-    room: list[int] = []
     for row in sorted(rows, key=lambda row: -len(row.ids)):
-        fitting = [i for i in range(len(bins)) if room[i] >= len(row.ids)]
+        fitting = [one for one in bins if _length(one) + len(row.ids) <= max_length]
         if fitting:
-            best = min(fitting, key=lambda i: room[i])
+            max(fitting, key=_length).append(row)
         else:
-            best = len(bins)
-            bins.append([])
-            room.append(max_length)
-        bins[best].append(row)
-        room[best] -= len(row.ids)
-    return [join(rows_of_bin) for rows_of_bin in bins]
+            bins.append([row])
+    return [join(one) for one in bins]
+
+
+def _length(rows: Sequence[EncodedExample]) -> int:
+    return sum(len(row.ids) for row in rows)
 
 
 def join(rows: Sequence[EncodedExample]) -> EncodedExample:

@@ -17,13 +17,11 @@ def expand_braces(address: str) -> list[str]:
     match = BRACES.search(address)
     if match is None:
         return [address]
-    first, last = (int(number) for number in match.groups())
+    first, last = map(int, match.groups())
     if not first <= last < first + MAX_FILES:
         raise DataError(f"{address}: {match[0]} is no range of at most {MAX_FILES:,} numbers")
-    names = (f"{number:0{len(match[1])}}" for number in range(first, last + 1))
-    return [
-        other for name in names for other in expand_braces(address[: match.start()] + name + address[match.end() :])
-    ]
+    rests = expand_braces(address[match.end() :])
+    return [f"{address[: match.start()]}{n:0{len(match[1])}}{rest}" for n in range(first, last + 1) for rest in rests]
 
 
 def list_files(address: str) -> list[str]:
@@ -33,7 +31,7 @@ def list_files(address: str) -> list[str]:
     files: list[str] = []
     for one in expand_braces(address):
         if "*" in one or ("?" in one and urlsplit(one).scheme not in ("http", "https")):
-            with open_errors(one):
+            with remote_errors(one):
                 file_system, path = fsspec.core.url_to_fs(one)
                 files += [file_system.unstrip_protocol(found) for found in sorted(file_system.glob(path))]
         else:
@@ -44,32 +42,20 @@ def list_files(address: str) -> list[str]:
 
 
 @contextmanager
-def open_errors(address: str) -> Iterator[None]:
-    """Turn whatever is raised while a remote file is found or downloaded into a DataError of one line."""
-    try:
-        yield
-    except NanoVLMError:
-        raise
-    except ImportError as error:
-        raise MissingExtraError(f"{address} cannot be read: {first_line(error)}; {INSTALL_DATA}") from None
-    except Exception as error:  # the file systems raise errors of many kinds
-        raise DataError(
-            f"{address} cannot be read: {first_line(error)}; check the address and the connection"
-        ) from None
-
-
-@contextmanager
-def stream_errors(path: str) -> Iterator[None]:
-    """Turn whatever is raised while rows are streamed into a TrainingError that says how to resume."""
+def remote_errors(address: str, streaming: bool = False) -> Iterator[None]:
+    """Turn whatever is raised into one line: a DataError or, while rows are streamed, a TrainingError."""
     try:
         yield
     except NanoVLMError:
         raise
     except Exception as error:  # of many kinds, from DNS to a broken file
-        raise TrainingError(
-            f"the stream of {path} broke off ({first_line(error)}); rerun the same command to resume from the last "
-            "checkpoint"
-        ) from None
+        reason = first_line(error)
+        if streaming:
+            remedy = "rerun the same command to resume from the last checkpoint"
+            raise TrainingError(f"the stream of {address} broke off ({reason}); {remedy}") from None
+        if isinstance(error, ImportError):
+            raise MissingExtraError(f"{address} cannot be read: {reason}; {INSTALL_DATA}") from None
+        raise DataError(f"{address} cannot be read: {reason}; check the address and the connection") from None
 
 
 def first_line(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from random import Random
 from typing import Any
@@ -13,7 +13,7 @@ from nanovlm.errors import DataError
 
 SHUFFLE_WINDOW = 256  # rows of a stream held in memory to be shuffled
 INSTALL_DATA = "pip install 'nanovlm[data]'"
-COLUMN_OPTIONS = ("prompt", "text_column", "prompt_column")  # the options that apply to records of plain columns
+MakeExample = Callable[[Any, str], Example]  # (record, name) -> Example
 
 
 @dataclass(frozen=True)
@@ -31,33 +31,35 @@ class ReadOptions:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Examples by index: source[i] makes one from records[i]; its images are opened only when it is encoded."""
+    """Examples by index: source[i] makes one from its record; its images are opened only when it is encoded."""
 
     path: str
     records: Sequence[Any]
-    make_example: Callable[[Any, str], Example]  # (record, name) -> Example
-    keys: Sequence[str] | None = None  # examples of one key, such as an image's path, are held out together
+    make_example: MakeExample
+    keys: Sequence[str] | None = None  # of each record; those of one key, as an image's path, are held out together
     named_by_key: bool = False
     supported_options: Collection[str] = ()  # the fields of ReadOptions that apply to this source
-    record_numbers: Sequence[int] | None = None  # the records' numbers in their file, if some were left out
+    used: Sequence[int] | None = None  # the numbers of the records that are examples, if not all are
     endless: bool = False  # generated: too many examples to count or to hold out
     nbytes: int | None = None  # size of all records, if making an example reads its images
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self.records if self.used is None else self.used)
 
     def __getitem__(self, i: int) -> Example:
-        return self.make_example(self.records[i], self.name(i))
+        return self.make_example(self.record(i), self.name(i))
+
+    def record(self, i: int) -> Any:
+        return self.records[self._number(i)]
 
     def name(self, i: int) -> str:
         """The example's name in messages: its image's path, or path[number] for a record of a file."""
-        if self.named_by_key and self.keys:
-            return os.path.join(self.path, self.keys[i])
-        return f"{self.path}[{self._record_number(i)}]"
+        return os.path.join(self.path, self.key(i)) if self.named_by_key else f"{self.path}[{self._number(i)}]"
 
     def key(self, i: int) -> str:
         """The string whose hash decides whether the example is held out."""
-        return self.keys[i] if self.keys else str(self._record_number(i))
+        number = self._number(i)
+        return self.keys[number] if self.keys else str(number)
 
     def fingerprint(self, i: int) -> str:
         """A string that changes with the example's text and its images' sizes, but not when files are copied.
@@ -70,11 +72,49 @@ class Source:
             example = self[i]
         except ExampleError as error:
             return f"{self.key(i)}: {error}"
-        sizes = [_image_size(image) for image in example.images]
-        return repr((self.key(i), example.qa_pairs, example.multi_turn, sizes))
+        return repr((self.key(i), example.qa_pairs, example.multi_turn, [_size(image) for image in example.images]))
 
-    def _record_number(self, i: int) -> int:
-        return i if self.record_numbers is None else self.record_numbers[i]
+    def _number(self, i: int) -> int:
+        return i if self.used is None else self.used[i]
+
+
+def _size(image: ImageSource) -> Any:
+    """Size in bytes of an image's file, (width, height) of an open image; None if it is missing, which raises later."""
+    if isinstance(image, bytes):
+        return len(image)
+    try:
+        return getattr(image, "size", None) or os.path.getsize(image)  # type: ignore[arg-type]  # a tar member has a size
+    except (OSError, TypeError, ValueError):  # ValueError: a null character in a path
+        return None
+
+
+def captioned_source(
+    path: str,
+    samples: Mapping[str, Any],
+    has_caption: Callable[[Any], bool],
+    lack: str,
+    make_example: MakeExample,
+    options: ReadOptions,
+    supported: Collection[str],
+) -> Source:
+    """A source of the samples, by key, that have a caption.
+
+    DataError, which says what the others lack, if there are some that are not to be skipped, or no sample is left.
+    """
+    complete = {key: sample for key, sample in samples.items() if has_caption(sample)}
+    if not complete or (len(complete) < len(samples) and not options.skip_errors):
+        missing = [key for key in samples if key not in complete]
+        skip = ", or leave the images out with --on-error skip" if complete else ""
+        raise DataError(
+            f"captions missing: {len(missing)} of {len(samples)} images in {path} have no {lack}: "
+            f"{first_few(missing)}; write them{skip}"
+        )
+    return Source(path, list(complete.values()), make_example, list(complete), True, supported)
+
+
+def first_few(names: Sequence[str]) -> str:
+    """The first three names, for a message."""
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
 @dataclass(frozen=True)
@@ -84,10 +124,16 @@ class Part:
     index: int = 0
     count: int = 1
 
+    def turn_of_all(self, turn: int) -> int:
+        """The position in the whole at which the part takes its turn-th example."""
+        return turn * self.count + self.index
+
 
 WHOLE = Part()
+Row = tuple[str, Any]  # a record and its key
 
 
+@dataclass(eq=False)
 class Stream:
     """Examples in sequence, for data that are too large or too remote for random access.
 
@@ -97,52 +143,52 @@ class Stream:
     the start; so resuming a training run rereads what it had read.
     """
 
+    path: str
+    shards: Sequence[Callable[[], Iterable[Any]]]  # each reads the rows of one shard
+    make_example: MakeExample
+    keep_row: Callable[[Any], bool]
+    supported_options: Collection[str] = ()
+    keep_key: Callable[[str], bool] | None = None
     endless = True
 
-    def __init__(
-        self,
-        path: str,
-        shards: Sequence[Callable[[], Iterable[Any]]],  # each reads the rows of one shard
-        make_example: Callable[[Any, str], Example],
-        keep_row: Callable[[Any], bool],
-        keep_key: Callable[[str], bool] | None = None,
-        supported_options: Collection[str] = (),
-    ):
-        self.path, self.shards, self.make_example = path, shards, make_example
-        self.keep_row, self.keep_key, self.supported_options = keep_row, keep_key, supported_options
-        self._readers: dict[tuple[str, Part], _Reader] = {}
+    def __post_init__(self) -> None:
+        # for each seed and part: the last position that was read, its row, and those that follow
+        self._readings: dict[tuple[str, Part], tuple[int, Row, Iterator[Row]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:  # an open iterator cannot be pickled: the other process starts over
-        return self.__dict__ | {"_readers": {}}
+        return self.__dict__ | {"_readings": {}}
 
     def filtered(self, keep_key: Callable[[str], bool]) -> "Stream":
         """The stream of the examples whose keys pass."""
-        return Stream(self.path, self.shards, self.make_example, self.keep_row, keep_key, self.supported_options)
+        return replace(self, keep_key=keep_key)
 
     def name(self, key: str) -> str:
         return f"{self.path}[{key}]"
 
-    def keyed_rows(self) -> Iterator[tuple[str, Any]]:
+    def keyed_rows(self) -> Iterator[Row]:
         """Key and row of every example, unshuffled."""
         for shard in range(len(self.shards)):
             yield from self._rows_of(shard, WHOLE)
 
     def example_at(self, position: int, seed: str, part: Part = WHOLE) -> Example:
         """The part's example at a position that counts over all epochs, each of which has its own order."""
-        reader = self._readers.get((seed, part))
-        if reader is None or position < reader.position:
-            reader = self._readers[seed, part] = _Reader(self._all_epochs(seed, part))
-        key, row = reader.read(position)
-        return self.make_example(row, self.name(key))
+        before = self._readings.pop((seed, part), None)  # gone if reading fails
+        if before is None or position < before[0]:
+            before = -1, ("", None), self._all_epochs(seed, part)
+        last, row, rows = before
+        if position > last:
+            row = next(islice(rows, position - last - 1, None))
+        self._readings[seed, part] = position, row, rows
+        return self.make_example(row[1], self.name(row[0]))
 
-    def _rows_of(self, shard: int, part: Part) -> Iterator[tuple[str, Any]]:
+    def _rows_of(self, shard: int, part: Part) -> Iterator[Row]:
         """Key and row of the part's examples in a shard; a key is the row's number, after the shard's if several."""
         for number, row in islice(enumerate(self.shards[shard]()), part.index, None, part.count):
             key = f"{shard}:{number}" if len(self.shards) > 1 else str(number)
             if (self.keep_key is None or self.keep_key(key)) and self.keep_row(row):
                 yield key, row
 
-    def _all_epochs(self, seed: str, part: Part) -> Iterator[tuple[str, Any]]:
+    def _all_epochs(self, seed: str, part: Part) -> Iterator[Row]:
         for epoch in count():
             rows = self._shuffled(Random(f"{seed} {epoch}"), part)
             first = next(rows, None)
@@ -152,7 +198,7 @@ class Stream:
             yield first
             yield from rows
 
-    def _shuffled(self, rng: Random, part: Part) -> Iterator[tuple[str, Any]]:
+    def _shuffled(self, rng: Random, part: Part) -> Iterator[Row]:
         divided = len(self.shards) - len(self.shards) % part.count
         order = [(shard, WHOLE) for shard in range(part.index, divided, part.count)]
         order += [(shard, part) for shard in range(divided, len(self.shards))]
@@ -166,42 +212,3 @@ class Stream:
                 yield window.pop()
         rng.shuffle(window)
         yield from window
-
-
-class _Reader:
-    """A sequence and how far it has been read."""
-
-    def __init__(self, rows: Iterator[tuple[str, Any]]):
-        self._rows, self.position = rows, -1
-
-    def read(self, position: int) -> tuple[str, Any]:
-        """The item at a position that is not below the last one."""
-        while self.position < position:
-            self._current = next(self._rows)
-            self.position += 1
-        return self._current
-
-
-def check_captions(path: str, what: str, uncaptioned: Sequence[str], n_images: int, options: ReadOptions) -> None:
-    """DataError if images have no caption and are not to be skipped, or none has one."""
-    if len(uncaptioned) == n_images or (uncaptioned and not options.skip_errors):
-        skip = ", or leave the images out with --on-error skip" if len(uncaptioned) < n_images else ""
-        raise DataError(
-            f"captions missing: {len(uncaptioned)} of {n_images} images in {path} {what}: {first_few(uncaptioned)}; "
-            f"write them{skip}"
-        )
-
-
-def first_few(names: Sequence[str]) -> str:
-    """The first three names, for a message."""
-    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-
-
-def _image_size(image: ImageSource) -> Any:
-    """Size in bytes of an image's file, (width, height) of an open image; None if it is missing, which raises later."""
-    if isinstance(image, bytes):
-        return len(image)
-    try:
-        return getattr(image, "size", None) or os.path.getsize(image)  # type: ignore[arg-type]  # a tar member has a size
-    except (OSError, TypeError, ValueError):  # ValueError: a null character in a path
-        return None

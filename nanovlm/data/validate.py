@@ -1,11 +1,11 @@
 """`train --check-data`: read every example once, count them, and show three as the model sees them."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, islice, pairwise
+from itertools import groupby, islice
 
-from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, Example, ExampleError, encode_checked
+from nanovlm.data.examples import IGNORE_INDEX, EncodedExample, ExampleError, encode_checked
 from nanovlm.data.mixture import Subset
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Summary:
-    """Counts over a subset, its first examples, and the messages of those that cannot be used."""
+    """Counts over a subset, its first examples by name, and the messages of those that cannot be used."""
 
     examples: int = 0
     images: int = 0
@@ -27,14 +27,6 @@ class Summary:
     longest: int = 0
     errors: list[str] = field(default_factory=list)
     first: list[tuple[str, EncodedExample]] = field(default_factory=list)
-
-    def add(self, example: Example, row: EncodedExample) -> None:
-        self.examples += 1
-        self.images += len(example.images)
-        self.answer_tokens += sum(target != IGNORE_INDEX for target in row.targets)
-        self.longest = max(self.longest, len(row.ids))
-        if len(self.first) < N_SHOWN:
-            self.first.append((example.name, row))
 
 
 def check_data(train: Sequence[Subset], held_out: Sequence[Subset], processor: Processor, skip_errors: bool) -> int:
@@ -60,7 +52,11 @@ def check_data(train: Sequence[Subset], held_out: Sequence[Subset], processor: P
     print("\nAs the model sees them; it is trained on the text in [[ ]]:")
     shown = [summary.first[i] for i in range(N_SHOWN) for summary in summaries if i < len(summary.first)]
     for name, row in shown[:N_SHOWN]:
-        print(f"\n--- {name}\n{describe_images(row)}{decode_continuations(row, processor.tokenizer)}")
+        print(f"\n--- {name}")
+        for k, tiles in enumerate(row.images, 1):
+            s = "s" if len(tiles) > 1 else ""
+            print(f"(image {k}: {len(tiles)} tile{s} of {tiles.size(-1)} x {tiles.size(-1)})")
+        print(decode(row, processor.tokenizer))
     return 1 if errors and not skip_errors else 0
 
 
@@ -72,47 +68,31 @@ def summarize(subset: Subset, processor: Processor) -> Summary:
         if n % PROGRESS_EVERY == 0:
             logger.info("%s: %s examples read", subset.source.path, f"{n:,}")
         try:
-            example = subset.source.make_example(record, name)
-            summary.add(example, encode_checked(example, processor))
+            row = encode_checked(subset.source.make_example(record, name), processor)
         except ExampleError as error:
             summary.errors.append(str(error))
+            continue
+        summary.examples += 1
+        summary.images += len(row.images)
+        summary.answer_tokens += sum(target != IGNORE_INDEX for target in row.targets)
+        summary.longest = max(summary.longest, len(row.ids))
+        if len(summary.first) < N_SHOWN:
+            summary.first.append((name, row))
     return summary
 
 
-def describe_images(row: EncodedExample) -> str:
-    """A line for each image: the number of tiles that the model sees of it, and their size."""
-    return "".join(
-        f"(image {k}: {len(tiles)} tile{'s' if len(tiles) > 1 else ''} of {tiles.size(-1)} x {tiles.size(-1)})\n"
-        for k, tiles in enumerate(row.images, 1)
-    )
-
-
-def decode_continuations(row: EncodedExample, tokenizer: Tokenizer) -> str:
+def decode(row: EncodedExample, tokenizer: Tokenizer) -> str:
     """The text of the shared prefix and of each continuation, with special tokens; what is learned is in [[ ]]."""
-    text = _decode([(id, False) for id, segment in zip(row.ids, row.mask) if segment == 1], tokenizer)
-    for segment in sorted(set(row.mask) - {1}):
-        if segment > 2:
-            text += "\n... "
-        text += _decode(_continuation(row, segment), tokenizer)
-    return text
-
-
-def _continuation(row: EncodedExample, segment: int) -> Iterator[tuple[int, bool]]:
-    """Each id of a continuation, and whether it is learned: an id is input at t and target at the position before."""
-    positions = [i for i, value in enumerate(row.mask) if value == segment]
-    yield row.ids[positions[0]], False  # follows the shared prefix, which has no targets
-    for before, i in pairwise(positions):
-        yield row.ids[i], row.targets[before] != IGNORE_INDEX
-    yield row.targets[positions[-1]], True
-
-
-def _decode(tokens: Iterable[tuple[int, bool]], tokenizer: Tokenizer) -> str:
-    text = ""
-    for (is_image, learned), run in groupby(tokens, lambda token: (token[0] == tokenizer.image_token_id, token[1])):
-        ids = [id for id, _ in run]
-        if is_image:
-            text += f"<|image|> x {len(ids)} "
-        else:
-            decoded = tokenizer.backend.decode(ids, skip_special_tokens=False)
-            text += f"[[{decoded}]]" if learned else decoded
+    text, image_token_id = "", tokenizer.image_token_id
+    for segment in sorted(set(row.mask)):
+        text += "\n... " if segment > 2 else ""
+        positions = [i for i, value in enumerate(row.mask) if value == segment]
+        # an id is input at a position and the target of the one before; the last answer's last id is a target only
+        ids = [*(row.ids[i] for i in positions), row.targets[positions[-1]]]
+        learned = [False, *(row.targets[i] != IGNORE_INDEX for i in positions)]
+        tokens = [(id, is_learned) for id, is_learned in zip(ids, learned) if id != IGNORE_INDEX]
+        for (is_image, is_learned), run in groupby(tokens, lambda token: (token[0] == image_token_id, token[1])):
+            run_ids = [id for id, _ in run]
+            decoded = tokenizer.backend.decode(run_ids, skip_special_tokens=False)
+            text += f"<|image|> x {len(run_ids)} " if is_image else f"[[{decoded}]]" if is_learned else decoded
     return text

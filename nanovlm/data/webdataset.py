@@ -12,32 +12,35 @@ import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
 from urllib.parse import urlsplit
 
 from nanovlm.data.examples import Example, ExampleError
-from nanovlm.data.formats import clean_text, record_to_example
-from nanovlm.data.remote import list_files, open_errors, stream_errors
-from nanovlm.data.source import COLUMN_OPTIONS, INSTALL_DATA, ReadOptions, Source, Stream, first_few
+from nanovlm.data.formats import COLUMN_OPTIONS, clean_text, record_to_example
+from nanovlm.data.remote import list_files, remote_errors
+from nanovlm.data.source import INSTALL_DATA, ReadOptions, Source, Stream, captioned_source
 from nanovlm.errors import DataError, MissingExtraError
 from nanovlm.processing.image_loading import readable_extensions
 
 
 @dataclass(frozen=True)
-class TarMember:
-    """The position of a file inside a tar."""
+class FilePart:
+    """Some bytes of a file, such as a member of a tar; by default all."""
 
-    tar: str
-    name: str
-    offset: int
-    size: int
+    path: str
+    name: str = ""
+    offset: int = 0
+    size: int = -1
 
     def read(self) -> bytes:
-        with open(self.tar, "rb") as file:
+        with open(self.path, "rb") as file:
             file.seek(self.offset)
             return file.read(self.size)
 
 
-Sample = Mapping[str, TarMember | bytes]  # by lower-case extension; bytes if the tar is streamed
+Sample = Mapping[str, Any]  # by lower-case extension: a FilePart, an image's path or, if the tar is streamed, bytes
 
 
 def open_remote_tars(path: str, options: ReadOptions) -> Source | Stream:
@@ -50,13 +53,13 @@ def open_remote_tars(path: str, options: ReadOptions) -> Source | Stream:
     except ImportError:
         raise MissingExtraError(f"{path} needs fsspec and the datasets library: {INSTALL_DATA}") from None
     addresses = list_files(path)
-    make_example = partial(_sample_to_example, options=options)
     if options.stream:
-        with open_errors(addresses[0]):  # the others are opened in their turn
+        with remote_errors(addresses[0]):  # the others are opened in their turn
             next(_stream_samples(addresses[0]), None)
         shards = [partial(_read_shard, path, address) for address in addresses]
-        return Stream(path, shards, make_example, _has_image, supported_options=[*COLUMN_OPTIONS, "stream"])
-    with open_errors(path):
+        make_example = partial(sample_to_example, options=options)
+        return Stream(path, shards, make_example, _has_image, [*COLUMN_OPTIONS, "stream"])
+    with remote_errors(path):
         manager = DownloadManager(download_config=DownloadConfig(disable_tqdm=True))
         files = [str(file) for file in manager.download(addresses)]
     return open_tars(path, files, options, [os.path.basename(urlsplit(address).path) for address in addresses])
@@ -67,38 +70,23 @@ def open_tars(path: str, shards: Sequence[str], options: ReadOptions, names: Seq
 
     names are those of the shards, by default their paths below `path`.
     """
-    samples: dict[str, dict[str, TarMember]] = {}
+    samples: dict[str, dict[str, FilePart]] = {}
     for shard, name in zip(shards, names or [os.path.relpath(shard, path) for shard in shards]):
-        for key, extension, member in _members(shard, name, options.skip_errors):
-            samples.setdefault(key, {})[extension] = member
+        for key, extension, part in _index(shard, options.skip_errors):
+            samples.setdefault(os.path.normpath(os.path.join(name, key)), {})[extension] = part
     with_image = {key: sample for key, sample in samples.items() if _has_image(sample)}
     if not with_image:
         raise DataError(f"no images found in {path}, only {len(samples)} samples of other files")
-    complete = {key: sample for key, sample in with_image.items() if {"txt", "json"} & sample.keys()}
-    if len(complete) < len(with_image) and not options.skip_errors:
-        uncaptioned = [key for key in with_image if key not in complete]
-        raise DataError(
-            f"{len(uncaptioned)} of {len(with_image)} samples in {path} have no .txt or .json: "
-            f"{first_few(uncaptioned)}; add them, or leave the samples out with --on-error skip"
-        )
-    return Source(
-        path,
-        list(complete.values()),
-        partial(_sample_to_example, options=options),
-        keys=list(complete),
-        named_by_key=True,
-        supported_options=COLUMN_OPTIONS,
-    )
+    make_example = partial(sample_to_example, options=options)
+    return captioned_source(path, with_image, _has_text, ".txt or .json", make_example, options, COLUMN_OPTIONS)
 
 
-def _members(shard: str, prefix: str, skip_errors: bool) -> Iterator[tuple[str, str, TarMember]]:
+def _index(shard: str, skip_errors: bool) -> Iterator[tuple[str, str, FilePart]]:
     """Sample key, extension and position of each file in a tar."""
     try:
         with tarfile.open(shard, "r:") as tar:
-            for info in tar:
-                if info.isfile() and (name := _split_name(info.name)):
-                    key = os.path.normpath(os.path.join(prefix, name[0]))
-                    yield key, name[1], TarMember(shard, f"{shard}/{info.name}", info.offset_data, info.size)
+            for key, extension, info in _files(tar):
+                yield key, extension, FilePart(shard, f"{shard}/{info.name}", info.offset_data, info.size)
             if not skip_errors and not _has_end_marker(tar):
                 raise DataError(
                     f"{shard} is cut after {len(tar.getmembers()):,} files; download it again, or learn from those "
@@ -111,44 +99,13 @@ def _members(shard: str, prefix: str, skip_errors: bool) -> Iterator[tuple[str, 
         ) from None
 
 
-def _read_shard(path: str, address: str) -> Iterator[Sample]:
-    """The samples of one shard of a stream."""
-    with stream_errors(path):
-        yield from _stream_samples(address)
-
-
-def _stream_samples(address: str) -> Iterator[Sample]:
-    """The samples of a remote tar, in which the files of a sample follow each other."""
-    import fsspec
-
-    current: str | None = None
-    sample: dict[str, bytes] = {}
-    # One request for the whole file; servers need not serve ranges of bytes.
-    options = {"block_size": 0} if urlsplit(address).scheme in ("http", "https") else {}
-    with fsspec.open(address, **options) as file, tarfile.open(fileobj=file, mode="r|") as tar:
-        for info in tar:
-            name = _split_name(info.name) if info.isfile() else None
-            if name is None:
-                continue
-            if sample and name[0] != current:
-                yield sample
-                sample = {}
-            current, extension = name
-            if extension in ("txt", "json") or _is_image(extension):
-                sample[extension] = tar.extractfile(info).read()  # type: ignore[union-attr]  # it is a file
-        if sample:
-            yield sample
-
-
-def _split_name(path: str) -> tuple[str, str] | None:
-    """The sample's key and the lower-case extension in a file's path; None for a hidden file."""
-    folder, slash, file = path.rpartition("/")
-    stem, _, extension = file.partition(".")
-    return (f"{folder}{slash}{stem}", extension.lower()) if stem else None
-
-
-def _has_image(sample: Sample) -> bool:
-    return any(map(_is_image, sample))
+def _files(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """Sample key, lower-case extension and header of each file that is not hidden."""
+    for info in tar:
+        folder, slash, file = info.name.rpartition("/")
+        stem, _, extension = file.partition(".")
+        if info.isfile() and stem:
+            yield f"{folder}{slash}{stem}", extension.lower(), info
 
 
 def _has_end_marker(tar: tarfile.TarFile) -> bool:
@@ -158,24 +115,55 @@ def _has_end_marker(tar: tarfile.TarFile) -> bool:
     return tar.fileobj.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
 
 
-def _sample_to_example(sample: Sample, name: str, options: ReadOptions) -> Example:
-    images = [sample[extension] for extension in sorted(sample) if _is_image(extension)]
-    if not {"txt", "json"} & sample.keys():
-        raise ExampleError(f"{name} has no .txt or .json")
-    try:
-        if "txt" in sample:
-            return Example(images, [(options.prompt, clean_text(_read(sample["txt"]).decode("utf-8")))], name)
-        record = json.loads(_read(sample["json"]))
-    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
-        raise ExampleError(f"{name}: its text cannot be read: {error}") from None
-    if not isinstance(record, dict):
-        raise ExampleError(f"{name}: its .json holds {type(record).__name__}, not an object")
-    return record_to_example(record | {"images": images}, name, None, options)
+def _read_shard(path: str, address: str) -> Iterator[Sample]:
+    """The samples of one shard of a stream."""
+    with remote_errors(path, streaming=True):
+        yield from _stream_samples(address)
 
 
-def _read(content: TarMember | bytes) -> bytes:
-    return content if isinstance(content, bytes) else content.read()
+def _stream_samples(address: str) -> Iterator[Sample]:
+    """The samples of a remote tar, in which the files of a sample follow each other."""
+    import fsspec
+
+    # One request for the whole file; servers need not serve ranges of bytes.
+    options = {"block_size": 0} if urlsplit(address).scheme in ("http", "https") else {}
+    with fsspec.open(address, **options) as file, tarfile.open(fileobj=file, mode="r|") as tar:
+        for _, files in groupby(_files(tar), itemgetter(0)):
+            sample = {
+                extension: tar.extractfile(info).read()  # type: ignore[union-attr]  # it is a file
+                for _, extension, info in files
+                if extension in ("txt", "json") or _is_image(extension)
+            }
+            if sample:
+                yield sample
+
+
+def _has_image(sample: Sample) -> bool:
+    return any(map(_is_image, sample))
 
 
 def _is_image(extension: str) -> bool:
     return f".{extension.rpartition('.')[2]}" in readable_extensions()
+
+
+def _has_text(sample: Sample) -> bool:
+    return not {"txt", "json"}.isdisjoint(sample)
+
+
+def sample_to_example(sample: Sample, name: str, options: ReadOptions) -> Example:
+    """The example of a sample's images and its caption in a .txt or its record in a .json."""
+    if not _has_text(sample):
+        raise ExampleError(f"{name} has no .txt or .json")
+    images = [sample[extension] for extension in sorted(sample) if _is_image(extension)]
+    try:
+        content = sample.get("txt", sample.get("json"))
+        data = content.read() if isinstance(content, FilePart) else content
+        text = data.decode("utf-8-sig")  # Windows editors write a byte order mark
+        if "txt" in sample:
+            return Example(images, [(options.prompt, clean_text(text))], name)
+        record = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
+        raise ExampleError(f"{name}: its text cannot be read: {error}") from None
+    if not isinstance(record, dict):
+        raise ExampleError(f"{name}: its .json holds {type(record).__name__}, not an object")
+    return record_to_example(record | {"images": images}, name, None, options)

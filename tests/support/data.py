@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovlm.data import ReadOptions, Source, open_source
+from nanovlm.data import ReadOptions, Source, Stream, open_source
 from nanovlm.errors import NanoVLMError
 from nanovlm.processing.image_loading import load_image
 from support import noise_image
@@ -47,8 +47,11 @@ def summary(example):
 
 
 def read_all(path, options=OPTIONS):
-    """(name, seeds of the images, pairs, multi_turn) of every example, read after pickling the source."""
+    """(name, seeds of the images, pairs, multi_turn) of every example, read after pickling the source or stream."""
     source = pickle.loads(pickle.dumps(open_source(str(path), options)))
+    if options.stream:
+        assert isinstance(source, Stream)
+        return [summary(source.make_example(row, source.name(key))) for key, row in source.keyed_rows()]
     assert isinstance(source, Source)
     return [summary(source[i]) for i in range(len(source))]
 

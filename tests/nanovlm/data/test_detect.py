@@ -45,10 +45,11 @@ def test_paths_without_data_are_refused_with_the_reason():
     check_refused("a.doc", "a.doc has no known extension")
     check_refused("two", "holds 2 .json files", "two/a.json")
     check_refused("two/a.json", "no images found")
-    check_refused("what.json", "none of COCO's captions", "a, b")
+    check_refused("what.json", "no images found", "only a, b")
     check_refused("object.json", "dict, not a list")
     check_refused("broken.json", "broken.json cannot be read")
     check_refused("words.json", "words.json[0] is str")
+    check_refused(str(EMBEDDED), "holds a model, not data", "--model")
 
 
 def test_a_folder_of_several_formats_names_what_is_not_read():
@@ -72,15 +73,6 @@ def test_a_folder_of_several_formats_names_what_is_not_read():
     with log_lines() as lines:
         open_source("mine", OPTIONS)
     assert lines == []
-
-
-def test_a_model_folder_is_no_data():
-    check_refused(str(EMBEDDED), "holds a model, not data", "--model")
-
-
-def test_a_number_is_no_image():
-    write("numbers.json", [{"image": 5, "text": "Five."}])
-    check_refused("numbers.json", "numbers.json[0] has 5 where an image should be")
 
 
 @pytest.mark.parametrize("mark", [";", "\t", ","])

@@ -10,34 +10,43 @@ from pathlib import Path
 
 import pytest
 
-from nanovlm.data import Mixture, Stream, Subset, open_source
+from nanovlm.data import Mixture, Subset, open_source
 from nanovlm.data.source import Part
 from nanovlm.errors import TrainingError
 from nanovlm.training.loader import load_batches
-from support.data import OPTIONS, check_refused, llava, png, read_all, summary, write_tar
+from support.data import OPTIONS, check_refused, llava, png, read_all, write_tar
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
+STREAMED = replace(OPTIONS, stream=True)
 
 
-def test_samples_of_several_shards():
+EXAMPLES = {
+    "008.tar/0": ([1], [("What?", "one")], False),
+    "008.tar/1": ([2, 3], [("Same?", "No.")], False),
+    "009.tar/x/0": ([4], [("What?", "four")], False),
+}
+
+
+def write_shards():
+    """008.tar and 009.tar, in the folder shards; the second has a sample without an image."""
     Path("shards").mkdir()
     chat = json.dumps(llava("<image><image>Same?", "No.")).encode()
     write_tar(
-        "shards/0.tar", {"0.png": png(1), "0.txt": b" one \n", "1.0.png": png(2), "1.1.png": png(3), "1.json": chat}
+        "shards/008.tar", {"0.png": png(1), "0.txt": b" one \n", "1.0.png": png(2), "1.1.png": png(3), "1.json": chat}
     )
-    write_tar("shards/1.tar", {"x/0.json": b'{"caption": "four"}', "x/0.cls": b"9", "x/0.PNG": png(4)})
-    expected = [
-        ("shards/0.tar/0", [1], [("What?", "one")], False),
-        ("shards/0.tar/1", [2, 3], [("Same?", "No.")], False),
-        ("shards/1.tar/x/0", [4], [("What?", "four")], False),
-    ]
+    write_tar("shards/009.tar", {"x/0.json": b'{"caption": "four"}', "x/0.cls": b"9", "x/0.PNG": png(4), "2.txt": b"?"})
+
+
+def test_samples_of_several_shards():
+    write_shards()
+    expected = [(f"shards/{key}", *example) for key, example in EXAMPLES.items()]
     assert read_all("shards") == expected
-    assert read_all("shards/0.tar") == expected[:2]
+    assert read_all("shards/008.tar") == expected[:2]
 
 
 def test_incomplete_or_cut_tars_are_refused():
     write_tar("a.tar", {"0.png": png(1), "1.png": png(2), "1.txt": b"one", "2.txt": b"two"})
-    check_refused("a.tar", "1 of 2 samples", ": 0;", "--on-error skip")
+    check_refused("a.tar", "1 of 2 images in a.tar have no .txt or .json", ": 0;", "--on-error skip")
     assert [example[0] for example in read_all("a.tar", replace(OPTIONS, skip_errors=True))] == ["a.tar/1"]
     write_tar("b.tar", {"0.txt": b"two"})
     check_refused("b.tar", "no images found")
@@ -61,19 +70,6 @@ def test_incomplete_or_cut_tars_are_refused():
     check_refused("d.tar", "d.tar/0: its text cannot be read")
 
 
-def write_remote():
-    """Two shards, 008.tar and 009.tar, in the folder remote; the second has a sample without text."""
-    Path("remote").mkdir()
-    chat = json.dumps(llava("<image><image>Same?", "No.")).encode()
-    write_tar(
-        "remote/008.tar", {"0.png": png(1), "0.txt": b" one \n", "1.0.png": png(2), "1.1.png": png(3), "1.json": chat}
-    )
-    write_tar("remote/009.tar", {"x/0.json": b'{"caption": "four"}', "x/0.cls": b"9", "x/0.PNG": png(4), "2.txt": b"?"})
-
-
-REMOTE_ROWS = [([1], [("What?", "one")], False), ([2, 3], [("Same?", "No.")], False), ([4], [("What?", "four")], False)]
-
-
 @pytest.fixture
 def site():
     """The address of a web server that serves the current folder, and no ranges of bytes."""
@@ -95,11 +91,11 @@ def remote(site, datasets_cache, monkeypatch, tmp_path):
     import fsspec
 
     monkeypatch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", tmp_path / "cache/downloads")
-    write_remote()
+    write_shards()
     memory = fsspec.filesystem("memory")
     for name in ("008.tar", "009.tar"):
-        memory.pipe(f"/lab/{name}", Path("remote", name).read_bytes())
-    yield {"http": f"{site}/remote/{{008..009}}.tar", "memory": "memory://lab/*.tar"}
+        memory.pipe(f"/lab/{name}", Path("shards", name).read_bytes())
+    yield {"http": f"{site}/shards/{{008..009}}.tar", "memory": "memory://lab/*.tar"}
     memory.rm("/lab", recursive=True)
 
 
@@ -107,19 +103,16 @@ def remote(site, datasets_cache, monkeypatch, tmp_path):
 @pytest.mark.parametrize("kind", ["http", "memory"])
 def test_remote_shards_are_downloaded_or_streamed(remote, kind):
     address = remote[kind]
-    keys = ["008.tar/0", "008.tar/1", "009.tar/x/0"]
-    assert read_all(address) == [(f"{address}/{key}", *row) for key, row in zip(keys, REMOTE_ROWS)]
-    stream = open_source(address, replace(OPTIONS, stream=True))
-    assert isinstance(stream, Stream) and len(stream.shards) == 2
-    examples = [summary(stream.make_example(row, stream.name(key))) for key, row in stream.keyed_rows()]
-    keys = ["0:0", "0:1", "1:0"]
-    assert examples == [(f"{address}[{key}]", *row) for key, row in zip(keys, REMOTE_ROWS)]
+    assert read_all(address) == [(f"{address}/{key}", *example) for key, example in EXAMPLES.items()]
+    streamed = zip(("0:0", "0:1", "1:0"), EXAMPLES.values())
+    assert read_all(address, STREAMED) == [(f"{address}[{key}]", *example) for key, example in streamed]
+    assert len(open_source(address, STREAMED).shards) == 2
 
 
 @pytest.mark.full
 def test_workers_stream_remote_shards(remote):
     """The first shard was opened in this process: connections must not be shared with the workers."""
-    stream = open_source(remote["http"], replace(OPTIONS, stream=True))
+    stream = open_source(remote["http"], STREAMED)
     mixture = Mixture([Subset(stream, ())], 0)
     with load_batches(functools.partial(answer_of, mixture), range(8), 2) as answers:
         loaded = list(answers)
@@ -133,18 +126,17 @@ def answer_of(mixture, number):
 
 @pytest.mark.full
 def test_remote_shards_that_cannot_be_read_are_one_line(remote, site):
-    streamed = replace(OPTIONS, stream=True)
-    for options in (OPTIONS, streamed):
-        check_refused(f"{site}/remote/007.tar", "007.tar cannot be read", "check the address", options=options)
+    for options in (OPTIONS, STREAMED):
+        check_refused(f"{site}/shards/007.tar", "007.tar cannot be read", "check the address", options=options)
     check_refused("memory://lab/*x.tar", "memory://lab/*x.tar: there is no such file")
     check_refused("memory://lab/{9..1}.tar", "{9..1} is no range")
-    Path("remote/009.tar").write_bytes(Path("remote/009.tar").read_bytes()[:600])
-    stream = open_source(remote["http"], streamed)
+    Path("shards/009.tar").write_bytes(Path("shards/009.tar").read_bytes()[:600])
+    stream = open_source(remote["http"], STREAMED)
     mixture = Mixture([Subset(stream, ())], 0)
     with pytest.raises(TrainingError, match="broke off .*; rerun the same command to resume"):
         for position in range(3):
             mixture.example(position)
-    write_tar("remote/007.tar", {"0.png": png(1)})
-    rows = open_source(f"{site}/remote/007.tar", streamed)
+    write_tar("shards/007.tar", {"0.png": png(1)})
+    rows = open_source(f"{site}/shards/007.tar", STREAMED)
     with pytest.raises(Exception, match="has no .txt or .json"):
         Mixture([Subset(rows, ())], 0).example(0)
