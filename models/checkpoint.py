@@ -258,9 +258,8 @@ def write_checkpoint_files(
     """
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
     write_settings(folder, model.cfg, tokenizer, state[HEAD].dtype, home)
-    tensors, metadata = model.cfg.format.weights(model.cfg, state)
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_tensors(tensors, folder / WEIGHTS, {"format": "pt", **metadata})
+    tensors = {name: tensor.contiguous() for name, tensor in model.cfg.format.weights(model.cfg, state).items()}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
 
 def write_settings(
@@ -274,21 +273,6 @@ def write_settings(
     texts = cfg.format.texts(cfg, dtype, tokenizer, home)
     for name, text in (texts | ({} if tokenizer is None else {TOKENIZER: tokenizer})).items():
         (folder / name).write_text(text, encoding="utf-8")
-
-
-def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """safetensors' `save_file`, whose bytes depend on the arguments alone.
-
-    safetensors itself writes the keys of the metadata in another order in every process.
-    """
-    save_file(tensors, path, dict(metadata))
-    with open(path, "r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-        file.seek(8)
-        file.write(text.ljust(size))  # safetensors pads with spaces, too
 
 
 @contextmanager

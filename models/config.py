@@ -76,8 +76,8 @@ class CheckpointFormat(ABC):
         return stored
 
     @abstractmethod
-    def weights(self, cfg: "VLMConfig", state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Tensors and metadata of model.safetensors."""
+    def weights(self, cfg: "VLMConfig", state: Mapping[str, Any]) -> dict[str, Any]:
+        """The tensors of model.safetensors."""
 
     @staticmethod
     def patch_positions(grid: int) -> list[int] | None:
@@ -277,26 +277,17 @@ class SamplingParams:
     """
 
     repetition_penalty: float = setting(
-        1.0,
-        "above 1, tokens of the prompt and the answer become less likely",
-        "above 0",
-        lambda x: 0 < x < math.inf,
-        metavar="X",
-    )
+        1.0, "above 1, tokens of the prompt and the answer become less likely",
+        "above 0", lambda x: 0 < x < math.inf, metavar="X",
+    )  # fmt: skip
     frequency_penalty: float = setting(
-        0.0,
-        "subtracted from a token's logit for each time it is in the answer; below 0 favors it",
-        "in [-2, 2]",
-        lambda x: -2 <= x <= 2,
-        metavar="X",
-    )
+        0.0, "subtracted from a token's logit for each time it is in the answer; below 0 favors it",
+        "in [-2, 2]", lambda x: -2 <= x <= 2, metavar="X",
+    )  # fmt: skip
     presence_penalty: float = setting(
-        0.0,
-        "subtracted once from the logits of tokens in the answer; below 0 favors them",
-        "in [-2, 2]",
-        lambda x: -2 <= x <= 2,
-        metavar="X",
-    )
+        0.0, "subtracted once from the logits of tokens in the answer; below 0 favors them",
+        "in [-2, 2]", lambda x: -2 <= x <= 2, metavar="X",
+    )  # fmt: skip
     temperature: float = setting(
         0.0, "sampling temperature; 0 is greedy", "0 (greedy) or more", lambda x: 0 <= x < math.inf, metavar="X"
     )
@@ -304,26 +295,17 @@ class SamplingParams:
         0, "sample among the K most likely tokens; 0 is all", "0 (all) or more", lambda x: x >= 0, metavar="K"
     )
     top_p: float = setting(
-        1.0,
-        "sample among the most likely tokens whose probabilities sum to P",
-        "in (0, 1]",
-        lambda x: 0 < x <= 1,
-        metavar="P",
-    )
+        1.0, "sample among the most likely tokens whose probabilities sum to P",
+        "in (0, 1]", lambda x: 0 < x <= 1, metavar="P",
+    )  # fmt: skip
     min_p: float = setting(
-        0.0,
-        "drop tokens less likely than P times the most likely one",
-        "in [0, 1]",
-        lambda x: 0 <= x <= 1,
-        metavar="P",
-    )
+        0.0, "drop tokens less likely than P times the most likely one",
+        "in [0, 1]", lambda x: 0 <= x <= 1, metavar="P",
+    )  # fmt: skip
     seed: int | None = setting(
-        None,
-        "seed of the random generator, for reproducible samples",
-        "in [0, 2^63)",
-        lambda x: x is None or 0 <= x < 2**63,
-        metavar="N",
-    )
+        None, "seed of the random generator, for reproducible samples",
+        "in [0, 2^63)", lambda x: x is None or 0 <= x < 2**63, metavar="N",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -5,6 +5,7 @@ with which our modules would compute something else raises CheckpointError with 
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,6 @@ from models.checkpoint import (
     MAX_BLOCKS,
     TOKENIZER,
     WEIGHTS,
-    Shapes,
     read_object,
     read_state_dict,
     snapshot_path,
@@ -28,38 +28,21 @@ from models.checkpoint import (
 from models.config import VLMConfig, extra_tokens
 from models.errors import CheckpointError
 from models.formats import base_vocab_size
-from models.formats.transformers_names import SIGLIP_CONFIG, SIGLIP_ONLY, llama_settings, settings, translate
+from models.formats.smolvlm import EMBEDDING, HEAD, SmolVLM
+from models.formats.transformers_names import SIGLIP_CONFIG, SIGLIP_ONLY, llama_settings, settings
 from models.modality_projector import ModalityProjector
 from models.vision_language_model import VisionLanguageModel, empty_model, init_weights
 
 FILES = (CONFIG, WEIGHTS, INDEX, "model-*.safetensors", TOKENIZER)
-POSITIONS, EMBEDDING, HEAD = "patch_embedding.position_embedding", "token_embedding.weight", "head.weight"
+POSITIONS = "model.vision_model.embeddings.position_embedding.weight"
 
-# Their tensor name -> ours, None for tensors that are not used. Their q, k and v become the rows of our qkv_proj.
-SIGLIP = {
-    rf"(?:model\.)?(?:vision_tower\.)?(?:vision_model\.)?(?:{theirs})": ours
-    for theirs, ours in {
-        r"embeddings\.patch_embedding\.(weight|bias)": r"patch_embedding.conv.\1",
-        r"embeddings\.position_embedding\.weight": r"patch_embedding.position_embedding",
-        r"encoder\.layers\.(\d+)\.layer_norm([12])\.(weight|bias)": r"blocks.\1.ln\2.\3",
-        r"encoder\.layers\.(\d+)\.self_attn\.(q|k|v|out)_proj\.(weight|bias)": r"blocks.\1.attn.\2_proj.\3",
-        r"encoder\.layers\.(\d+)\.mlp\.fc([12])\.(weight|bias)": r"blocks.\1.mlp.fc\2.\3",
-        r"post_layernorm\.(weight|bias)": r"layer_norm.\1",
-        r"embeddings\.position_ids|head\..*": None,
-        r"(?:text_model|language_model|multi_modal_projector)\..*|logit_scale|logit_bias|lm_head\.weight": None,
-    }.items()
-}
-LLAMA = {
-    r"(?:model\.)?embed_tokens\.weight": r"token_embedding.weight",
-    r"(?:model\.)?layers\.(\d+)\.self_attn\.([qkv])_proj\.weight": r"blocks.\1.attn.\2_proj.weight",
-    r"(?:model\.)?layers\.(\d+)\.self_attn\.o_proj\.weight": r"blocks.\1.attn.out_proj.weight",
-    r"(?:model\.)?layers\.(\d+)\.mlp\.(gate|up|down)_proj\.weight": r"blocks.\1.mlp.\2_proj.weight",
-    r"(?:model\.)?layers\.(\d+)\.input_layernorm\.weight": r"blocks.\1.norm1.weight",
-    r"(?:model\.)?layers\.(\d+)\.post_attention_layernorm\.weight": r"blocks.\1.norm2.weight",
-    r"(?:model\.)?norm\.weight": r"norm.weight",
-    r"lm_head\.weight": r"head.weight",
-    r"(?:model\.)?layers\.(\d+)\.self_attn\.rotary_emb\.inv_freq": None,
-}
+# Both files have the names of SmolVLM's parts behind other prefixes, and tensors that are not used.
+SIGLIP_PREFIX = re.compile(r"(?:model\.)?(?:vision_tower\.)?(?:vision_model\.)?")
+SIGLIP_UNUSED = re.compile(
+    r"embeddings\.position_ids|head\..*|(?:text_model|language_model|multi_modal_projector)\..*|logit_scale|logit_bias"
+    r"|lm_head\.weight"
+)
+LLAMA_UNUSED = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -149,8 +132,8 @@ def read_backbones(
     if image_token_id is None:
         image_token_id = base_vocab_size(cfg) + list(cfg.special_tokens).index("image_token")
     model = empty_model(cfg, image_token_id)
-    state = {f"vision_encoder.{name}": tensor for name, tensor in _read_siglip(backbones, model, dtype).items()}
-    state |= {f"decoder.{name}": tensor for name, tensor in _read_llama(backbones, model, dtype).items()}
+    empty = model.state_dict()
+    state = _read_siglip(backbones, empty, dtype) | _read_llama(backbones, empty, dtype)
     state["MP.proj.weight"] = ModalityProjector(cfg).apply(init_weights).proj.weight.detach().to(dtype)
     model.load_state_dict(state, assign=True)
     model.decoder.tie_weights()
@@ -173,35 +156,36 @@ def _siglip_settings(path: Path) -> dict:
     return settings(str(path), raw, SIGLIP_ONLY, SIGLIP_CONFIG)
 
 
-def _read_siglip(backbones: Backbones, model: VisionLanguageModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.vision_encoder.state_dict().items()}
-    shapes[POSITIONS] = (backbones.grid**2, backbones.cfg.vit_hidden_dim)
-    fused = {name: [name.replace("qkv", part) for part in "qkv"] for name in shapes if "qkv_proj" in name}
-    for name, parts in fused.items():
-        rows, *columns = shapes.pop(name)
-        shapes |= dict.fromkeys(parts, (rows // 3, *columns))
-    state = _read(backbones.vision, SIGLIP, shapes, dtype)
-    state[POSITIONS] = resize_positions(state[POSITIONS], backbones.cfg.vit_grid)[None]
-    return state | {name: torch.cat([state.pop(part) for part in parts]) for name, parts in fused.items()}
+def _read_siglip(backbones: Backbones, empty: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    ours = {name: tensor for name, tensor in empty.items() if name.startswith("vision_encoder.")}
+    shapes = _shapes(ours) | {POSITIONS: (backbones.grid**2, backbones.cfg.vit_hidden_dim)}
+
+    def rename(name: str) -> str | None:
+        name = SIGLIP_PREFIX.sub("", name, count=1)
+        return None if SIGLIP_UNUSED.fullmatch(name) else f"model.vision_model.{name}"
+
+    stored = read_state_dict(backbones.vision, shapes, tied=None, dtype=dtype, rename=rename)
+    stored[POSITIONS] = resize_positions(stored[POSITIONS], backbones.cfg.vit_grid)
+    return SmolVLM.from_stored(stored, ours)
 
 
-def _read_llama(backbones: Backbones, model: VisionLanguageModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    cfg = backbones.cfg
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.decoder.state_dict().items()}
-    shapes[EMBEDDING] = shapes[HEAD] = (base_vocab_size(cfg), cfg.lm_hidden_dim)
-    state = _read(backbones.language, LLAMA, shapes, dtype, cfg.lm_tie_weights)
-    state[EMBEDDING] = grow(state[EMBEDDING], cfg.lm_vocab_size)
-    state[HEAD] = state[EMBEDDING] if cfg.lm_tie_weights else grow(state[HEAD], cfg.lm_vocab_size)
-    return state
+def _read_llama(backbones: Backbones, empty: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    cfg, ours = backbones.cfg, {name: tensor for name, tensor in empty.items() if name.startswith("decoder.")}
+    shapes = _shapes(ours) | dict.fromkeys(SmolVLM.tied, (base_vocab_size(cfg), cfg.lm_hidden_dim))
+
+    def rename(name: str) -> str | None:
+        name = name.removeprefix("model.")
+        return None if LLAMA_UNUSED.fullmatch(name) else name if name == HEAD else f"model.text_model.{name}"
+
+    tied = SmolVLM.tied if cfg.lm_tie_weights else None
+    stored = read_state_dict(backbones.language, shapes, tied=tied, dtype=dtype, rename=rename)
+    stored[EMBEDDING] = grow(stored[EMBEDDING], cfg.lm_vocab_size)
+    stored[HEAD] = stored[EMBEDDING] if tied else grow(stored[HEAD], cfg.lm_vocab_size)
+    return SmolVLM.from_stored(stored, ours)
 
 
-def _read(
-    folder: Path, table: Mapping[str, str | None], shapes: Shapes, dtype: torch.dtype, tied: bool = False
-) -> dict[str, Tensor]:
-    """Read the tensors of the given names (ours) and shapes; those stored in dtype stay memory-mapped."""
-    table = {**table} | {r"(.*)": r"\1"}  # tensors of other names are refused by read_state_dict
-    pair = (EMBEDDING, HEAD) if tied else None
-    return read_state_dict(folder, shapes, tied=pair, dtype=dtype, rename=lambda name: translate(name, table))
+def _shapes(ours: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in SmolVLM.to_stored(ours).items()}
 
 
 def resize_positions(positions: Tensor, side: int) -> Tensor:

@@ -94,13 +94,12 @@ class NanoVLM(CheckpointFormat):
         on_hub = name != NOWHERE and not Path(name).exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
         return {**config, "lm_tokenizer": name if on_hub else home}
 
-    def weights(self, cfg: VLMConfig, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def weights(self, cfg: VLMConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As stock nanoVLM, which is strict, reads them: with the frequencies, and of a tied pair the head alone."""
         tensors = {**state, INV_FREQ: inverse_frequencies(cfg.lm_head_dim, cfg.lm_re_base)}
-        if not cfg.lm_tie_weights:
-            return tensors, {}
-        del tensors[EMBEDDING]
-        return tensors, {EMBEDDING: HEAD}
+        if cfg.lm_tie_weights:
+            del tensors[EMBEDDING]
+        return tensors
 
     def find_image_token_id(self, folder: Path, cfg: VLMConfig) -> int:
         return find_image_token_id(folder, cfg)

@@ -6,7 +6,9 @@ images in a prompt, and the positions of patches, which are rounded fractions of
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +26,6 @@ from models.formats.transformers_names import (
     SIGLIP_ONLY,
     llama_settings,
     settings,
-    translate,
 )
 
 PREPROCESSOR, PROCESSOR, GENERATION = "preprocessor_config.json", "processor_config.json", "generation_config.json"
@@ -34,17 +35,33 @@ EMBEDDING, HEAD = "model.text_model.embed_tokens.weight", "lm_head.weight"
 
 # Defaults of transformers' classes, in files that lack a key.
 VISION_DEFAULTS = {"hidden_size": 1152, "num_attention_heads": 16, "image_size": 224, "patch_size": 32}
-IMAGE_DEFAULTS: dict[str, Any] = {
-    "do_resize": True,
-    "size": {"longest_edge": 4 * 364},
-    "resample": 1,  # Lanczos
-    "do_image_splitting": True,
-    "max_image_size": {"longest_edge": 364},
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_triple(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(map(_is_finite, value))
+
+
+def _has_longest_edge(value: Any) -> bool:
+    return isinstance(value, dict) and type(edge := value.get("longest_edge")) is int and edge > 0
+
+
+_SWITCH = (True, lambda value: type(value) is bool, "true or false")
+# Of the image processor: the default of transformers' class, the check, and what passes it.
+IMAGE_SETTINGS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "do_resize": _SWITCH,
+    "size": ({"longest_edge": 4 * 364}, _has_longest_edge, "a longest_edge in pixels"),
+    "resample": (1, lambda value: type(value) is int and 0 <= value <= 5, "one of Pillow's filters, 0 to 5"),  # Lanczos
+    "do_image_splitting": _SWITCH,
+    "max_image_size": ({"longest_edge": 364}, _has_longest_edge, "a longest_edge in pixels"),
+    "do_rescale": _SWITCH,
+    "rescale_factor": (1 / 255, _is_finite, "a finite number"),
+    "do_normalize": _SWITCH,
+    "image_mean": ([0.5, 0.5, 0.5], _is_triple, "a list of three numbers"),
+    "image_std": ([0.5, 0.5, 0.5], lambda value: _is_triple(value) and 0 not in value, "three numbers other than 0"),
 }
 TOKENS = {  # attribute of the tokenizer -> token; Idefics3's processor knows no others
     "image_token": "<image>",
@@ -169,28 +186,24 @@ class SmolVLM(CheckpointFormat):
         for name, tensor in state.items():
             if name.endswith("position_embedding") and tensor.dim() == 3:
                 tensor = tensor[0]
-            parts = dict(zip("qkv", tensor.chunk(3))) if "qkv_proj" in name else {"qkv": tensor}
-            for part, rows in parts.items():
-                stored[cast(str, translate(name.replace("qkv", part), NAMES))] = rows  # NAMES drops no tensor
+            names = _stored_names(name)
+            stored |= zip(names, tensor.chunk(3) if len(names) == 3 else [tensor])
         return stored
 
     @staticmethod
     def from_stored(stored: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         state = {}
         for name in names:
-            if "qkv_proj" in name:
-                parts = [cast(str, translate(name.replace("qkv", part), NAMES)) for part in "qkv"]
-                state[name] = torch.cat([stored.pop(part) for part in parts])
-            else:
-                tensor = stored.pop(cast(str, translate(name, NAMES)))
-                state[name] = tensor[None] if name.endswith("position_embedding") else tensor
+            rows = [stored.pop(theirs) for theirs in _stored_names(name)]
+            tensor = torch.cat(rows) if len(rows) == 3 else rows[0]
+            state[name] = tensor[None] if name.endswith("position_embedding") else tensor
         return state
 
-    def weights(self, cfg: VLMConfig, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def weights(self, cfg: VLMConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors = self.to_stored(state)
         if cfg.lm_tie_weights:
             del tensors[HEAD]
-        return tensors, {}
+        return tensors
 
     @staticmethod
     def patch_positions(grid: int) -> list[int]:
@@ -221,6 +234,13 @@ class SmolVLM(CheckpointFormat):
         return 6
 
 
+def _stored_names(name: str) -> list[str]:
+    """The files' names of one of our tensors; those of a qkv_proj are three."""
+    matches = ((re.fullmatch(pattern, name), theirs) for pattern, theirs in NAMES.items())
+    theirs = next(match.expand(theirs) for match, theirs in matches if match)
+    return [theirs.replace("qkv", part) for part in "qkv"] if "qkv_proj" in theirs else [theirs]
+
+
 def _without_dtype(raw: dict) -> dict:
     """config.json without the dtype of the weights, which is theirs."""
     kept = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
@@ -233,31 +253,20 @@ def _image_settings(files: Mapping[str, str], tile: int) -> dict[str, Any]:
 
     transformers 4 writes them to preprocessor_config.json, 5 into processor_config.json.
     """
-    where = PREPROCESSOR
     found = _parse(files, PREPROCESSOR) if PREPROCESSOR in files else _parse(files, PROCESSOR).get("image_processor")
     if not isinstance(found, dict):
         raise CheckpointError(f"{PREPROCESSOR} is missing; it says how this model's images are resized and split")
-    image = IMAGE_DEFAULTS | {key: found[key] for key in IMAGE_DEFAULTS if found.get(key) is not None}
+    image = {}
+    for key, (default, fits, words) in IMAGE_SETTINGS.items():
+        image[key] = default if found.get(key) is None else found[key]
+        if not fits(image[key]):
+            raise CheckpointError(f"{PREPROCESSOR}: {key}={image[key]!r}, but only {words} is supported")
     for key in ("size", "max_image_size"):
-        edge = image[key].get("longest_edge") if isinstance(image[key], dict) else None
-        if type(edge) is not int or edge < 1:
-            raise CheckpointError(f"{where}: {key}={image[key]!r}, but only a longest_edge in pixels is supported")
-        image[key] = edge
-    for key, kind in IMAGE_DEFAULTS.items():
-        if type(kind) in (bool, int) and type(image[key]) is not type(kind):
-            raise CheckpointError(f"{where}: {key}={image[key]!r} is not of type {type(kind).__name__}")
-    if not 0 <= image["resample"] <= 5:
-        raise CheckpointError(f"{where}: resample={image['resample']} is none of Pillow's filters, 0 to 5")
-    for key in ("image_mean", "image_std"):
-        values = image[key]
-        if not isinstance(values, list) or len(values) != 3 or not all(isinstance(v, (int, float)) for v in values):
-            raise CheckpointError(f"{where}: {key}={values!r} is not a list of three numbers")
-    if 0 in image["image_std"]:
-        raise CheckpointError(f"{where}: image_std={image['image_std']} divides by zero")
+        image[key] = image[key]["longest_edge"]
     if image["max_image_size"] != tile:
         raise CheckpointError(
-            f"{where}: max_image_size of {image['max_image_size']} pixels, but the vision encoder reads image_size="
-            f"{tile}; only equal sizes are supported"
+            f"{PREPROCESSOR}: max_image_size of {image['max_image_size']} pixels, but the vision encoder reads "
+            f"image_size={tile}; only equal sizes are supported"
         )
     return image
 

@@ -5,6 +5,7 @@ The network is the same; only the scale of the pixels differs, which the patch c
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +15,8 @@ from models.errors import InputError
 from models.formats import MODEL_INPUT_NAMES
 from models.formats.backbones import grow
 from models.formats.nanovlm import end_token
-from models.formats.smolvlm import GENERATION, PREPROCESSOR, PROCESSOR, TEMPLATE, TOKENS, SmolVLM
+from models.formats.smolvlm import GENERATION, IMAGE_SETTINGS, PREPROCESSOR, PROCESSOR, TEMPLATE, TOKENS, SmolVLM
+from models.formats.transformers_names import LLAMA_CONFIG, SIGLIP_CONFIG
 from models.vision_language_model import VisionLanguageModel, empty_model
 
 CONVOLUTION = "vision_encoder.patch_embedding.conv"
@@ -72,59 +74,39 @@ def smolvlm_config(cfg: VLMConfig, image_token_id: int, eos_token_id: int) -> di
         "scale_factor": cfg.mp_pixel_shuffle_factor,
         "tie_word_embeddings": cfg.lm_tie_weights,
         **ends,
-        "text_config": _text_config(cfg) | ends,
-        "vision_config": _vision_config(cfg),
+        "text_config": {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **_settings(cfg, LLAMA_CONFIG),
+            "num_key_value_heads": cfg.lm_n_kv_heads,
+            "head_dim": cfg.lm_head_dim,
+            "hidden_act": "silu",
+            "rope_theta": cfg.lm_re_base,
+            "vocab_size": cfg.lm_vocab_size,
+            "attention_bias": False,
+            "mlp_bias": False,
+            **ends,
+        },
+        "vision_config": {
+            "model_type": "smolvlm_vision",
+            **_settings(cfg, SIGLIP_CONFIG),
+            "num_channels": 3,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
     }
 
 
-def _text_config(cfg: VLMConfig) -> dict:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": cfg.lm_hidden_dim,
-        "intermediate_size": cfg.lm_inter_dim,
-        "num_hidden_layers": cfg.lm_n_blocks,
-        "num_attention_heads": cfg.lm_n_heads,
-        "num_key_value_heads": cfg.lm_n_kv_heads,
-        "head_dim": cfg.lm_head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": cfg.lm_rms_eps,
-        "rope_theta": cfg.lm_re_base,
-        "max_position_embeddings": cfg.lm_max_position_embeddings,
-        "vocab_size": cfg.lm_vocab_size,
-        "tie_word_embeddings": cfg.lm_tie_weights,
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
-
-
-def _vision_config(cfg: VLMConfig) -> dict:
-    return {
-        "model_type": "smolvlm_vision",
-        "hidden_size": cfg.vit_hidden_dim,
-        "intermediate_size": cfg.vit_inter_dim,
-        "num_hidden_layers": cfg.vit_n_blocks,
-        "num_attention_heads": cfg.vit_n_heads,
-        "num_channels": 3,
-        "image_size": cfg.vit_img_size,
-        "patch_size": cfg.vit_patch_size,
-        "hidden_act": "gelu_pytorch_tanh",
-        "layer_norm_eps": cfg.vit_ln_eps,
-    }
+def _settings(cfg: VLMConfig, names: Mapping[str, tuple[str, Any]]) -> dict:
+    return {theirs: getattr(cfg, ours) for ours, (theirs, _) in names.items()}
 
 
 def patches_keep_their_positions(grid: int) -> bool:
     """Whether Idefics3's position ids are exact for this grid in transformers 5, which buckets fractions of a side.
 
     Other programs round the same fractions in another way: transformers up to 4.54 and vLLM compute them by
-    torch.arange, whose rounding depends on PyTorch's build. See `is_exact_in_every_rounding`.
+    torch.arange, whose rounding depends on PyTorch's build. For a power of two all are exact.
     """
     return SmolVLM.patch_positions(grid) == list(range(grid))
-
-
-def is_exact_in_every_rounding(grid: int) -> bool:
-    """Whether grid is a power of two: then every fraction of a side is exact, and so is every position id."""
-    return grid & (grid - 1) == 0
 
 
 # --------------------------------------------------------------------------------- from nanoVLM's layout to SmolVLM's
@@ -197,15 +179,8 @@ def image_processor_settings(tile: int, longest_edge: int) -> dict:
         "image_processor_type": "SmolVLMImageProcessor",
         "processor_class": "SmolVLMProcessor",
         "do_convert_rgb": True,
-        "do_image_splitting": True,
-        "do_resize": True,
+        "do_pad": True,
+        **{key: default for key, (default, _, _) in IMAGE_SETTINGS.items()},
         "size": {"longest_edge": longest_edge},
         "max_image_size": {"longest_edge": tile},
-        "resample": 1,  # Lanczos
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "do_pad": True,
     }

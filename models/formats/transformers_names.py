@@ -1,9 +1,8 @@
-"""Reading what transformers writes: config.json of SigLIP and Llama, and tensor names.
+"""What transformers writes to config.json for SigLIP and Llama.
 
 A setting with which our modules would compute something else raises CheckpointError with its key and value.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -82,12 +81,3 @@ def settings(
         if not isinstance(values[ours], int if type(default) is int else (type(default), int)):
             raise CheckpointError(f"{where}: {theirs}={values[ours]!r} is not of type {type(default).__name__}")
     return values
-
-
-def translate(name: str, table: Mapping[str, str | None]) -> str | None:
-    """Rename a tensor by a table of regular expressions; None if it is not used, CheckpointError if none matches."""
-    for pattern, replacement in table.items():
-        match = re.fullmatch(pattern, name)
-        if match:
-            return replacement and match.expand(replacement)
-    raise CheckpointError(f"tensor {name!r} has no place in this architecture")

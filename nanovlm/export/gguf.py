@@ -16,7 +16,6 @@ from torch import Tensor
 from models.checkpoint import atomic_dir
 from models.config import VLMConfig
 from models.formats.smolvlm import SmolVLM
-from models.formats.transformers_names import translate
 from models.vision_transformer import position_ids
 from nanovlm.captioner import Captioner
 from nanovlm.errors import CheckpointError, InputError, MissingExtraError
@@ -268,36 +267,12 @@ def stored_type(name: str, tensor: Tensor, gguf_type: str) -> str:
     return gguf_type.upper()
 
 
-# transformers' name -> llama.cpp's; None stands for a tensor of the other file.
-TEXT_NAMES = {
-    r"model\.(vision_model|connector)\..*": None,
-    r"model\.text_model\.embed_tokens\.weight": "token_embd.weight",
-    r"model\.text_model\.norm\.weight": "output_norm.weight",
-    r"lm_head\.weight": "output.weight",
-    r"model\.text_model\.layers\.(\d+)\.input_layernorm\.weight": r"blk.\1.attn_norm.weight",
-    r"model\.text_model\.layers\.(\d+)\.self_attn\.o_proj\.weight": r"blk.\1.attn_output.weight",
-    r"model\.text_model\.layers\.(\d+)\.self_attn\.([qkv])_proj\.weight": r"blk.\1.attn_\2.weight",
-    r"model\.text_model\.layers\.(\d+)\.post_attention_layernorm\.weight": r"blk.\1.ffn_norm.weight",
-    r"model\.text_model\.layers\.(\d+)\.mlp\.(\w+)_proj\.weight": r"blk.\1.ffn_\2.weight",
-}
-VISION_NAMES = {
-    r"model\.text_model\..*|lm_head\.weight": None,
-    r"model\.vision_model\.embeddings\.patch_embedding\.(\w+)": r"v.patch_embd.\1",
-    r"model\.vision_model\.embeddings\.position_embedding\.weight": "v.position_embd.weight",
-    r"model\.vision_model\.encoder\.layers\.(\d+)\.layer_norm([12])\.(\w+)": r"v.blk.\1.ln\2.\3",
-    r"model\.vision_model\.encoder\.layers\.(\d+)\.self_attn\.out_proj\.(\w+)": r"v.blk.\1.attn_out.\2",
-    r"model\.vision_model\.encoder\.layers\.(\d+)\.self_attn\.([qkv])_proj\.(\w+)": r"v.blk.\1.attn_\2.\3",
-    r"model\.vision_model\.encoder\.layers\.(\d+)\.mlp\.fc1\.(\w+)": r"v.blk.\1.ffn_up.\2",
-    r"model\.vision_model\.encoder\.layers\.(\d+)\.mlp\.fc2\.(\w+)": r"v.blk.\1.ffn_down.\2",
-    r"model\.vision_model\.post_layernorm\.(\w+)": r"v.post_ln.\1",
-    r"model\.connector\.modality_projection\.proj\.weight": "mm.model.fc.weight",
-}
-
-
 def text_tensors(state: Mapping[str, Tensor], cfg: VLMConfig) -> Iterator[tuple[str, Tensor]]:
     """The decoder's tensors in a state dict of VisionLanguageModel; of a tied pair only the embedding."""
+    from gguf import MODEL_ARCH
+
     heads = {"attn_q": cfg.lm_n_heads, "attn_k": cfg.lm_n_kv_heads}
-    for name, tensor in _renamed(state, TEXT_NAMES):
+    for name, tensor in _renamed(state, MODEL_ARCH.LLAMA, cfg.lm_n_blocks):
         if kind := next((kind for kind in heads if kind in name), None):
             tensor = to_llama_rope(tensor, heads[kind])
         if not (name == "output.weight" and cfg.lm_tie_weights):
@@ -309,7 +284,9 @@ def vision_tensors(state: Mapping[str, Tensor], cfg: VLMConfig) -> Iterator[tupl
 
     llama.cpp numbers patches 0, 1, 2 ...; where Idefics3 does not, the position embeddings are reordered instead.
     """
-    for name, tensor in _renamed(state, VISION_NAMES):
+    from gguf import MODEL_ARCH
+
+    for name, tensor in _renamed(state, MODEL_ARCH.MMPROJ, cfg.vit_n_blocks):
         if name == "v.position_embd.weight" and (ids := position_ids(cfg)) is not None:
             tensor = tensor[ids]
         yield name, tensor
@@ -320,7 +297,12 @@ def to_llama_rope(weight: Tensor, n_heads: int) -> Tensor:
     return weight.view(n_heads, 2, -1, weight.size(1)).transpose(1, 2).reshape(weight.shape)
 
 
-def _renamed(state: Mapping[str, Tensor], names: Mapping[str, str | None]) -> Iterator[tuple[str, Tensor]]:
+def _renamed(state: Mapping[str, Tensor], file: Any, n_blocks: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one file under llama.cpp's names, which the gguf package has for transformers'."""
+    import gguf
+
+    names = gguf.get_tensor_name_map(file, n_blocks)
     for name, tensor in SmolVLM.to_stored(state).items():
-        if (new := translate(name, names)) is not None:
-            yield new, tensor.detach()
+        if name.startswith(("model.text_model.", "lm_head.")) == (file == gguf.MODEL_ARCH.LLAMA):
+            new = names.get_name(name.replace("text_model.", ""), (".weight", ".bias"))
+            yield cast(str, new), tensor.detach()

@@ -225,7 +225,7 @@ def _save(graph_model: Any, path: Path) -> None:
     from onnxscript import ir
 
     n_bytes = sum(initializer.const_value.nbytes for initializer in graph_model.graph.initializers.values())
-    ir.save(graph_model, path, external_data=_external_data(path).name if n_bytes > MAX_FILE_BYTES else None)
+    ir.save(graph_model, path, external_data=path.with_suffix(".onnx_data").name if n_bytes > MAX_FILE_BYTES else None)
 
 
 def _graph(model: VisionLanguageModel, name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor], list[str]]:
@@ -267,11 +267,6 @@ def _in_dtype(module: nn.Module, dtype: torch.dtype) -> Any:
     return copy.deepcopy(module).to("cpu", dtype).eval()
 
 
-def _external_data(path: Path) -> Path:
-    """The file for the weights of a graph that is too large for one."""
-    return path.with_suffix(".onnx_data")
-
-
 def _quantize(path: Path, quantized: Path) -> None:
     """Store the matrices and embeddings of a graph in 8 bits, with the settings of transformers.js."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -286,7 +281,7 @@ def _quantize(path: Path, quantized: Path) -> None:
             weight_type=QuantType.QInt8,
             per_channel=True,
             reduce_range=True,  # to 7 bits: 8 overflow on CPUs with AVX2 but without VNNI
-            use_external_data_format=_external_data(path).exists(),
+            use_external_data_format=path.with_suffix(".onnx_data").exists(),
         )
         _save(ir.load(new), quantized)
 
@@ -297,17 +292,12 @@ def _quiet() -> Iterator[None]:
 
     The latter logs to the root logger, which without a handler would get one that prints all logs of the program.
     """
-    names = ("", "torch.onnx", "torch.fx.experimental.symbolic_shapes", "onnxscript")
-    levels = {name: logging.getLogger(name).level for name in names}
-    handler = logging.NullHandler()
+    handler, disabled = logging.NullHandler(), logging.root.manager.disable
     logging.getLogger().addHandler(handler)
-    for name in names:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
+        logging.disable(disabled)
         logging.getLogger().removeHandler(handler)
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)

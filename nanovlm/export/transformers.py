@@ -23,7 +23,6 @@ from models.formats.nanovlm import end_token
 from models.formats.smolvlm import PREPROCESSOR, PROCESSOR
 from models.formats.to_smolvlm import (
     image_processor_settings,
-    is_exact_in_every_rounding,
     smolvlm_config,
     smolvlm_tensors,
 )
@@ -65,21 +64,16 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
         "generation_config.json": {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id},
         TOKENIZER_CONFIG: tokenizer_settings(model.cfg),
     }
-    if has_processor(model.cfg):
+    if layout_of(model.cfg).has_processor:
         objects |= processor_files(model.cfg)
     with atomic_dir(folder) as new:
         tensors = {name: tensor.contiguous() for name, tensor in smolvlm_tensors(model).items()}
         save_file(tensors, new / WEIGHTS, {"format": "pt"})
         (new / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
-        if has_processor(model.cfg):
+        if layout_of(model.cfg).has_processor:
             (new / "chat_template.jinja").write_text(chat_template(model.cfg), encoding="utf-8")
         for name, settings in objects.items():
             (new / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-def has_processor(cfg: VLMConfig) -> bool:
-    """Whether transformers' SmolVLM processor can lay out this model's prompts: only those of format 5."""
-    return layout_of(cfg).has_processor
 
 
 def chat_template(cfg: VLMConfig) -> str:
@@ -98,7 +92,7 @@ def tokenizer_settings(cfg: VLMConfig) -> dict:
         "model_max_length": cfg.lm_max_position_embeddings,
         "clean_up_tokenization_spaces": False,
     }
-    if not has_processor(cfg):
+    if not layout_of(cfg).has_processor:
         return settings
     special_tokens = {
         "image_token": cfg.special_tokens["image_token"],
@@ -127,7 +121,7 @@ def export_notes(cfg: VLMConfig) -> list[str]:
     if cfg.format.for_transformers:
         return []
     notes = [_layout_note(cfg)]
-    if not is_exact_in_every_rounding(cfg.vit_grid):
+    if cfg.vit_grid & (cfg.vit_grid - 1):  # no power of two
         notes.append(
             f"{cfg.vit_grid} patches a side keep their positions in transformers 5 in float32; vLLM and transformers 4 "
             "round in another way and may give two patches the same position; powers of two, as 16 or 32, are exact"
@@ -146,7 +140,7 @@ def _layout_note(cfg: VLMConfig) -> str:
             "no processor is exported: build ids as `Question: ... Answer:` and pass inputs_embeds, the image's "
             f"{cfg.mp_image_token_length} embeddings first and then those of the ids; pixels are scaled to [-1, 1]"
         )
-    if not has_processor(cfg):
+    if not layout_of(cfg).has_processor:
         return (
             f"no processor is exported, as transformers has none for format {cfg.format_version}: pass the ids of "
             f"nanovlm.processing.processor.Processor and {scaled}"

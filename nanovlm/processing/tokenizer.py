@@ -4,7 +4,7 @@ Text that a user writes never becomes special tokens, even if it spells one.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -152,11 +152,21 @@ class Tokenizer:
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Ids of text in which special tokens count as such: for a client that lays out its chat by itself."""
+        return self._encode_marked(text, {})
+
+    def _encode_marked(self, text: str, placeholders: Mapping[str, str]) -> list[int]:
+        """The same of text with placeholders for special tokens that are spelled in plain text."""
+
+        def encode(plain: str) -> list[int]:
+            for token, placeholder in placeholders.items():
+                plain = plain.replace(placeholder, token)
+            return self.encode(plain)
+
         ids, start = [], 0
         for match in self.special.finditer(text):
-            ids += self.encode(text[start : match.start()]) + [self.special_id(match[0])]
+            ids += encode(text[start : match.start()]) + [self.special_id(match[0])]
             start = match.end()
-        return ids + self.encode(text[start:])
+        return ids + encode(text[start:])
 
     def encode_chat(self, messages: Iterable[Message], add_generation_prompt: bool = True) -> list[int]:
         """Ids of a rendered chat, the markups of a message's images before its content.
@@ -180,18 +190,8 @@ class Tokenizer:
         def escape(text: str) -> str:
             return self.special.sub(lambda match: placeholders[match[0]], text)
 
-        def unescape(text: str) -> str:
-            for token, placeholder in placeholders.items():
-                text = text.replace(placeholder, token)
-            return text
-
         escaped: list[Message] = [{**message, "content": escape(message["content"])} for message in messages]
-        rendered = self.render(escaped, add_generation_prompt)
-        ids, start = [], 0
-        for match in self.special.finditer(rendered):
-            ids += self.encode(unescape(rendered[start : match.start()])) + [self.special_id(match[0])]
-            start = match.end()
-        return ids + self.encode(unescape(rendered[start:]))
+        return self._encode_marked(self.render(escaped, add_generation_prompt), placeholders)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         """The chat as text, images as their markup."""

@@ -61,12 +61,6 @@ def test_unknown_keys_are_kept_and_named_in_one_warning():
     assert len(caught) == 1 and "vit_flavour, unknown" in str(caught[0].message)
 
 
-def test_a_known_file_gives_no_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        read_nanovlm(VLMConfig().to_dict())
-
-
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
@@ -79,10 +73,8 @@ def test_a_known_file_gives_no_warning():
         ({"mp_pixel_shuffle_factor": 3}, ["4 patches", "mp_pixel_shuffle_factor=3"]),
         ({"mp_image_token_length": 5}, ["mp_image_token_length=5", "4 embeddings"]),
         ({"lm_dropout": 1.0}, ["lm_dropout=1.0", "[0, 1)"]),
-        ({"vit_n_blocks": 0}, ["vit_n_blocks=0"]),
         ({"lm_vocab_size": 2**31}, ["lm_vocab_size=2147483648", "2147483648)"]),
         ({"lm_re_base": float("nan")}, ["lm_re_base=nan"]),
-        ({"lm_rms_eps": -1e-5}, ["lm_rms_eps=-1e-05"]),
         ({"vit_cls_flag": True}, ["vit_cls_flag=true"]),
     ],
 )
@@ -98,13 +90,9 @@ def test_values_that_do_not_fit_are_named(tiny_config, changes, parts):
     [
         ("vit_n_blocks", True, "int"),
         ("vit_n_blocks", 2.0, "int"),
-        ("vit_n_blocks", None, "int"),
         ("lm_tie_weights", 1, "bool"),
-        ("lm_tie_weights", "false", "bool"),
-        ("lm_rms_eps", True, "float"),
         ("lm_rms_eps", "1e-5", "float"),
         ("lm_tokenizer", 7, "str"),
-        ("lm_chat_template", ["a"], "str"),
     ],
 )
 def test_a_value_of_the_wrong_type_raises(tiny_config, field, value, kind):

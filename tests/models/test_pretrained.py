@@ -66,15 +66,6 @@ def test_a_model_without_a_tokenizer_is_saved_without_one(tmp_path, tiny_model):
     assert (tmp_path / "b" / "tokenizer.json").read_text() == "{}"
 
 
-def test_a_hub_id_is_loaded_at_its_revision(monkeypatch):
-    calls = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: calls.append((name, how)) or EMBEDDED)
-    VisionLanguageModel.from_pretrained("lusxvr/nanoVLM-230M-8k", revision="v1")
-    assert [(name, how["revision"]) for name, how in calls] == [("lusxvr/nanoVLM-230M-8k", "v1")]
-    with pytest.raises(CheckpointError, match="neither a folder nor a Hub id"):
-        VisionLanguageModel.from_pretrained("no/such/folder")
-
-
 def test_a_model_is_pushed_with_its_files_when_asked(monkeypatch):
     calls = []
 

@@ -1,11 +1,9 @@
 """Conversion of configs and weights to transformers' SmolVLM."""
 
-import numpy as np
 import pytest
 import torch
 
 from models.formats.to_smolvlm import (
-    is_exact_in_every_rounding,
     patches_keep_their_positions,
     smolvlm_config,
     smolvlm_tensors,
@@ -55,31 +53,3 @@ def test_folded_grids_match_transformers_code(grid):
         embeddings.position_embedding.weight.copy_(torch.arange(grid**2)[:, None])
         positions = embeddings(torch.zeros(1, 3, grid, grid), torch.ones(1, grid, grid, dtype=torch.bool)).flatten()
     assert (positions.tolist() == list(range(grid**2))) == patches_keep_their_positions(grid)
-
-
-def positions_of_vllm(grid, step):
-    """Position ids of vLLM's Idefics2VisionEmbeddings; its step is a float32 tensor."""
-    boundaries = torch.arange(1 / grid, 1.0, 1 / grid)
-    return torch.bucketize(torch.arange(0, 1 - 1e-6, step), boundaries, right=True).tolist()
-
-
-def positions_in_float64(grid):
-    return np.digitize(np.arange(0, 1 - 1e-6, 1 / grid), np.arange(1 / grid, 1.0, 1 / grid)).tolist()
-
-
-def test_powers_of_two_are_exact_in_every_rounding():
-    exact = [grid for grid in range(1, 101) if is_exact_in_every_rounding(grid)]
-    assert exact == [1, 2, 4, 8, 16, 32, 64]
-    for grid in exact:
-        assert patches_keep_their_positions(grid)
-        for positions in (
-            positions_of_vllm(grid, 1 / torch.tensor(grid)),
-            positions_of_vllm(grid, 1 / grid),
-            positions_in_float64(grid),
-        ):
-            assert positions == list(range(grid))
-
-
-def test_roundings_differ_on_other_grids():
-    """So a grid that transformers keeps is no promise for other programs."""
-    assert patches_keep_their_positions(9) and positions_in_float64(9) != list(range(9))

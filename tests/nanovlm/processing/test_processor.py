@@ -72,29 +72,6 @@ def test_several_images_are_numbered_from_0(processor):
     assert encode_one(processor, [SQUARE, WIDE, SQUARE], "Which is wide?") == (expected, 5)
 
 
-def test_tiles_are_in_the_order_of_their_tokens(processor):
-    tall = noise_image(*TALL)
-    inputs = processor([[noise_image(*SQUARE), tall]], ["?"])
-    resized = tall.resize((32, 48), Image.Resampling.BICUBIC)
-    tiles = [resized.crop((x, y, x + 16, y + 16)) for y in (0, 16, 32) for x in (0, 16)]
-    for image, tile in zip(inputs["images"], [noise_image(*SQUARE), None, *tiles]):
-        if tile is not None:
-            flat = torch.tensor(list(tile.tobytes())).view(16, 16, 3).permute(2, 0, 1)
-            assert torch.equal(image, flat / 255)
-
-
-def test_every_image_token_gets_an_embedding(tiled):
-    model, processor = tiled
-    for sizes in ([], [SQUARE], [WIDE], [TALL], [TALL, SQUARE, WIDE], [(500, 400)]):
-        inputs = processor([[noise_image(*size) for size in sizes]], ["What is this <|image|>?"])
-        x = model.embed(inputs["input_ids"], inputs["images"])
-        image_tokens = inputs["input_ids"] == IMAGE
-        assert int(image_tokens.sum()) == 4 * (0 if inputs["images"] is None else len(inputs["images"]))
-        if sizes:
-            encoded = model.MP(model.vision_encoder(inputs["images"]))
-            assert torch.equal(x[image_tokens], encoded.flatten(0, 1))
-
-
 def test_padded_row_matches_unpadded(tiled):
     model, processor = tiled
     images = [
@@ -159,12 +136,6 @@ def test_upscale_false_keeps_small_images_small(processor):
     assert tile_count_and_grid(large, SQUARE) == (17, (4, 4)) and tile_count_and_grid(small, SQUARE) == (1, (1, 1))
     assert tile_count_and_grid(Processor(cfg, processor.tokenizer, max_tiles=6), SQUARE) == (5, (2, 2))
     assert tile_count_and_grid(large, (500, 400)) == tile_count_and_grid(small, (500, 400)) == (17, (4, 4))
-
-
-def test_max_tiles_changes_nothing_for_a_single_tile_model(model_and_processor):
-    _, processor = model_and_processor
-    limited = Processor(processor.cfg, processor.tokenizer, max_tiles=1, upscale=False)
-    assert torch.equal(limited.preprocess(noise_image(300, 90))[0], processor.preprocess(noise_image(300, 90))[0])
 
 
 def test_max_tiles_of_0_is_an_error(processor):

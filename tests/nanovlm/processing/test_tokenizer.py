@@ -1,7 +1,6 @@
 """Tokenizer: user text never becomes special tokens, templates do, and streaming yields whole characters."""
 
 import json
-import os
 import random
 from dataclasses import replace
 
@@ -164,18 +163,6 @@ def test_chat_matches_transformers(tokenizer, reference):
             assert tokenizer.encode_chat(messages, add_generation_prompt=more) == expected
 
 
-@pytest.mark.full
-def test_image_markup_matches_transformers(tokenizer, reference):
-    markup = "<image: 0><|global_image|>" + "<|image|>" * 4 + "<row_1_col_1><|image|>"
-    expected = reference.apply_chat_template(
-        user(markup + "What is this? "),
-        chat_template=tokenizer.cfg.lm_chat_template,
-        add_generation_prompt=True,
-        return_dict=False,
-    )
-    assert tokenizer.encode_chat(user("What is this? ", images=markup)) == expected
-
-
 # -------------------------------------------------------------------------------------------------- streaming
 
 
@@ -241,14 +228,6 @@ def test_streaming_keeps_spaces_of_sentencepiece_decoders(tokenizer):
         assert "".join(streamed) == llama.decode(ids) and not any("\ufffd" in piece for piece in streamed)
 
 
-def test_streaming_time_is_linear(tokenizer, monkeypatch):
-    decoded, decode = [], Tokenizer.decode_raw
-    monkeypatch.setattr(Tokenizer, "decode_raw", lambda self, ids: decoded.append(len(ids)) or decode(self, ids))
-    ids = tokenizer.encode("A large red star and a 🙂. " * 100)
-    assert "".join(tokenizer.stream(ids)) == "A large red star and a 🙂. " * 100
-    assert sum(decoded) < 8 * len(ids) and max(decoded) <= 10
-
-
 def test_emoji_is_emitted_with_its_last_byte(tokenizer):
     ids = tokenizer.encode("🙂")
     assert len(ids) == 4  # bytes
@@ -271,24 +250,18 @@ def test_emoji_is_emitted_with_its_last_byte(tokenizer):
 
 BROKEN_TEMPLATES = {
     "no template": "{% for %}",
-    "an open block": "{% for message in messages %}\n{{ message }}\n",
     "says no": "{{ raise_exception('roles must\nalternate') }}",
     "unknown": "{{ nobody.knows }}",
     "adds apples to pears": "{{ messages + 1 }}",
-    "divides": "{{ 1 / 0 }}",
-    "endless": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "says nothing": "",
 }
 ESCAPES = {
     "classes": "{{ ''.__class__.__mro__ }}",
-    "subclasses": "{{ messages.__class__.__base__.__subclasses__() }}",
     "globals": "{{ cycler.__init__.__globals__.os.system('true') }}",
     "our own function": "{{ raise_exception.__globals__ }}",
     "import": "{% import 'os' as os %}",
-    "include": "{% include '/etc/passwd' %}",
     "format": "{{ '{0.__class__.__mro__}'.format(1).upper()[20000] ~ messages.append(1) }}",
     "changes": "{{ messages.append(1) }}",
-    "a long loop": "{% for i in range(10 ** 9) %}{% endfor %}",
 }
 
 
@@ -348,40 +321,6 @@ MISFITS = {
 def test_a_file_that_loses_plain_text_is_refused(tokenizer, tmp_path, changes):
     (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(tokenizer.to_json()) | changes), encoding="utf-8")
     with pytest.raises(CheckpointError, match="^.*tokenizer.json: .* after encoding and decoding: pre_tokenizer .*$"):
-        Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
-
-
-def test_a_pipe_in_the_place_of_the_file_is_refused_at_once(tokenizer, tmp_path):
-    os.mkfifo(tmp_path / "tokenizer.json")
-    with pytest.raises(CheckpointError, match="tokenizer.json is a pipe or a device"):
-        Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
-
-
-def test_without_a_file_the_backbones_tokenizer_is_extended(tokenizer, tmp_path):
-    """As in published checkpoints: config.json names a tokenizer without image tokens."""
-    extra = tokenizer.cfg.vlm_extra_tokens
-    raw = json.loads(tokenizer.to_json())
-    raw["added_tokens"] = [token for token in raw["added_tokens"] if token["content"] not in extra.values()]
-    raw["model"]["vocab"] = {token: id for token, id in raw["model"]["vocab"].items() if token not in extra.values()}
-    lent, empty = tmp_path / "lent", tmp_path / "empty"
-    for folder in (lent, empty):
-        folder.mkdir()
-    (lent / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
-    borrowed = Tokenizer.from_pretrained(empty, replace(tokenizer.cfg, lm_tokenizer=str(lent)))
-    first = len(tokenizer) - len(extra)
-    assert [borrowed.special_id(token) for token in extra.values()] == list(range(first, len(tokenizer)))
-    assert borrowed.encode_chat(user("What is this?")) == tokenizer.encode_chat(user("What is this?"))
-
-
-def test_tokenizer_larger_than_the_vocabulary_names_both_sizes(tokenizer):
-    with pytest.raises(CheckpointError, match=f"an id {len(tokenizer) - 1}, but lm_vocab_size={len(tokenizer) - 1}"):
-        Tokenizer(tokenizer.backend, replace(tokenizer.cfg, lm_vocab_size=len(tokenizer) - 1))
-
-
-@pytest.mark.parametrize("token", ["<|image|>", "<|im_end|>"])
-def test_missing_special_token_is_named(tokenizer, tmp_path, token):
-    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json().replace(token, "<|other|>"), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=f"tokenizer.json: .*{token.replace('|', '.')}"):
         Tokenizer.from_pretrained(tmp_path, tokenizer.cfg)
 
 
