@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from models.config import VLMConfig
 from models.lora import adapt
 from models.vision_language_model import VisionLanguageModel
+from nanovlm.device import fast_bfloat16
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.cpu_ops import cpu_ops
 
@@ -19,6 +20,7 @@ MUON_LR_SCALE = 3.0  # Muon takes larger steps than AdamW; the other parameters 
 MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's coefficients of the quintic polynomial
 NEWTON_SCHULZ_STEPS = 5
+MAX_STACKED = 2**22  # elements of small matrices orthogonalized together, which takes half the time on a CPU
 RMS_OF_ADAMW = 0.2  # of an update of AdamW, which Muon's are scaled to (Liu et al. 2025, "Muon is scalable", 2.2)
 
 
@@ -97,28 +99,34 @@ class Muon(torch.optim.AdamW):
             self.param_groups = groups
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
+        updates: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}  # parameters and their updates by shape
         for p in group["params"]:
-            if p.grad is None:
-                continue
-            momentum = self.state[p]["momentum"].lerp_(p.grad, 1 - MOMENTUM)
-            update = orthogonalized(p.grad.lerp(momentum, MOMENTUM))  # Nesterov's
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(update, alpha=-group["lr"] * RMS_OF_ADAMW * max(p.shape) ** 0.5)
+            if p.grad is not None:
+                momentum = self.state[p]["momentum"].lerp_(p.grad, 1 - MOMENTUM)
+                updates.setdefault(p.shape, []).append((p, p.grad.lerp(momentum, MOMENTUM)))  # Nesterov's
+        for shape, pairs in updates.items():
+            n = max(1, MAX_STACKED // shape.numel())
+            for i in range(0, len(pairs), n):
+                parameters, matrices = zip(*pairs[i : i + n])
+                for p, update in zip(parameters, orthogonalized(torch.stack(matrices))):
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.add_(update, alpha=-group["lr"] * RMS_OF_ADAMW * max(shape) ** 0.5)
 
 
-def orthogonalized(matrix: Tensor) -> Tensor:
-    """Nearly U V^T of the singular value decomposition U S V^T of a matrix (M, N), in its dtype.
+def orthogonalized(matrices: Tensor) -> Tensor:
+    """Nearly U V^T of the singular value decompositions U S V^T of matrices (B, M, N), in their dtype.
 
-    A Newton-Schulz iteration in bfloat16, whose singular values end between about 0.7 and 1.2.
+    A Newton-Schulz iteration, whose singular values end between about 0.7 and 1.2, in the dtype that is fastest here.
     """
     a, b, c = NEWTON_SCHULZ
-    wide = matrix.size(0) <= matrix.size(1)
-    x = (matrix if wide else matrix.T).bfloat16()
-    x = x / (x.norm() + 1e-7)
+    is_wide = matrices.size(1) <= matrices.size(2)
+    x = matrices if is_wide else matrices.mT
+    x = x.bfloat16() if fast_bfloat16(x.device) else x.float()
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
-        square = x @ x.T
-        x = a * x + (b * square + c * square @ square) @ x
-    return (x if wide else x.T).type_as(matrix)
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return (x if is_wide else x.mT).type_as(matrices)
 
 
 @contextmanager
