@@ -34,7 +34,7 @@ def digits(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:
     """600 and 400 handwritten digits of 8 x 8 pixels."""
     from sklearn.datasets import load_digits
 
-    words = "zero one two three four five six seven eight nine".split()
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     data = load_digits()
     examples = [
         (Image.fromarray((pixels * 15).astype("uint8")).resize((64, 64), Image.Resampling.NEAREST), words[label])

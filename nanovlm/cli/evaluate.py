@@ -55,8 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"maximum length of an answer (default: {EVALUATION_MAX_NEW_TOKENS})",
     )
     add("--json", action="store_true", help="print a JSON object with all answers instead of a table")
-    add("--worst", metavar="FILE.png", help="draw the worst answers with their images (extra: eval)")
-    add("--worst-count", type=int, default=12, metavar="N", help="how many of them (default: 12)")
+    add("--report", metavar="FILE.html", help="write a page of scores, and of the worst and some random answers")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,24 +74,24 @@ def run(args: argparse.Namespace) -> int:
     if result.skipped:
         print_error(f"{len(result.skipped)} questions or examples were skipped, the first: {result.skipped[0]}")
     print(as_json(str(model.model), result) if args.json else table(result))
-    if args.worst:
-        from nanovlm.evaluation.contact_sheet import write_contact_sheet
+    if args.report:
+        from nanovlm.evaluation.report import write_report
 
-        write_contact_sheet(Path(args.worst), result.worst(args.worst_count))
+        write_report(Path(args.report), f"{model.model} on {', '.join(args.data)}", result)
     return 0
 
 
 def check_flags(args: argparse.Namespace) -> None:
     """UsageError for a value out of range."""
     check_validation(args.validation)
-    for name in ("limit", "batch_size", "max_new_tokens", "worst_count"):
+    for name in ("limit", "batch_size", "max_new_tokens"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value} is less than 1")
-    if args.worst and Path(args.worst).suffix.lower() != ".png":
-        raise UsageError(f"--worst {args.worst}: name a .png file")
-    if args.worst and not Path(args.worst).absolute().parent.is_dir():
-        raise UsageError(f"--worst {args.worst}: {Path(args.worst).parent} is no folder; create it")
+    if args.report and Path(args.report).suffix.lower() != ".html":
+        raise UsageError(f"--report {args.report}: name an .html file")
+    if args.report and not Path(args.report).absolute().parent.is_dir():
+        raise UsageError(f"--report {args.report}: {Path(args.report).parent} is no folder; create it")
 
 
 def metrics_from_args(names: Sequence[str] | None) -> "dict[str, Metric]":

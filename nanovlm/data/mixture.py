@@ -224,10 +224,12 @@ class Batches:
     pack: int = 0  # join examples into rows of at most this many tokens; 0 gives each a row
     augment: float = 0.0  # crop images that are shown again at random, by up to this fraction on each side
     n_parts: int = 1
+    n_rows: int | None = None  # of a sequence that ends; its last batch may be smaller
     reported: set[str] = field(default_factory=set)  # messages of skipped examples, which come again every epoch
 
     def __call__(self, step: int) -> dict[str, Tensor | None]:
-        rows = [self.row(step * self.batch_size + b) for b in range(self.batch_size)]
+        first, end = step * self.batch_size, (step + 1) * self.batch_size
+        rows = [self.row(position) for position in range(first, min(end, self.n_rows or end))]
         limit = self.processor.cfg.lm_max_position_embeddings
         return collate(pack(rows, min(self.pack, limit)) if self.pack else rows, max_length=limit)
 

@@ -159,10 +159,12 @@ class TrainConfig:
         500, "steps between evaluations on held-out examples; 0 is a tenth of all steps", needs="held out"
     )
     validation_batches: int = setting(
-        8, "batches of held-out examples per evaluation of the loss", minimum=1, needs="held out"
+        8, "batches of held-out examples per evaluation of the loss; 0 is all of them", needs="held out"
     )
     validation_questions: int = setting(
-        32, "held-out questions answered and scored at each evaluation; 0 answers none", needs="held out"
+        32,
+        "held-out questions answered and scored at each evaluation, and all by the final model; 0 answers none",
+        needs="held out",
     )
     tensorboard: bool = setting(False, "also write TensorBoard logs (extra: tensorboard)")
     report_to: str = setting(
@@ -298,5 +300,6 @@ FINETUNING = TrainConfig(
     save_every=100,
     log_every=10,
     validate_every=0,
+    validation_batches=0,
 )
 ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Schulman et al. 2025)

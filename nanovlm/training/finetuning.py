@@ -1,8 +1,9 @@
 """Fine-tune a model on the user's own images and texts, with evaluation on held-out examples."""
 
 import logging
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from PIL import Image
 
 from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, snapshot_path
 from models.vision_language_model import VisionLanguageModel, load_model
@@ -19,13 +19,12 @@ from nanovlm.data import Batches, Mixture, Stream
 from nanovlm.data.examples import ExampleError
 from nanovlm.data.validate import check_data
 from nanovlm.device import choose_device
-from nanovlm.errors import ImageError, InputError, NanoVLMError, UsageError
-from nanovlm.evaluation import EvaluationOptions, evaluate, load_metric
+from nanovlm.errors import InputError, UsageError
+from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import Question, QuestionList, example_questions
 from nanovlm.evaluation.metrics import default_metrics
 from nanovlm.hub import upload_checkpoint
 from nanovlm.processing.convert import check_format, convert_layout
-from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, write_errors, write_model
@@ -48,8 +47,8 @@ from nanovlm.training.quantized_base import quantize_base
 T = TypeVar("T", bound=Trainer)
 
 REFERENCE_HIDDEN_DIM = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
-MAX_CAPTIONED_IMAGES = 8  # held-out images that are captioned at each evaluation
-MAX_CAPTION_TOKENS = 64
+STREAMED_BATCHES = 8  # of held-out examples of a stream, whose number is unknown
+MAX_ANSWER_TOKENS = 64
 RUN_FILE = "run.yaml"
 
 BASE = "base"  # folder of the model that a LoRA run started from, if it is in no other
@@ -121,14 +120,12 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     if held_out:
         unseen = Mixture(held_out, cfg.seed)
         # the size of a stream is unknown; this many examples are read of it
-        n = sum(map(len, held_out)) or cfg.batch_size * cfg.validation_batches
-        size = min(cfg.batch_size, n)
-        cfg = replace(cfg, validation_batches=max(1, min(cfg.validation_batches, n // size)))
+        n = sum(map(len, held_out)) or cfg.batch_size * (cfg.validation_batches or STREAMED_BATCHES)
+        all_batches = math.ceil(n / cfg.batch_size)
+        cfg = replace(cfg, validation_batches=min(cfg.validation_batches or all_batches, all_batches))
         # packed as the training batches are: padded ones might need more memory
-        evaluation["validation"] = Batches(unseen, processor, size, skip, cfg.pack)
-        questions = first_questions(unseen, min(MAX_CAPTIONED_IMAGES, n))
-        evaluation["caption_images"] = partial(caption_images, questions, processor)
-        evaluation["score_answers"] = answer_scorer(unseen, n, processor, options, cfg)
+        evaluation["validation"] = Batches(unseen, processor, cfg.batch_size, skip, cfg.pack, n_rows=n)
+        evaluation["answer_questions"] = answer_scorer(unseen, n, processor, options, cfg)
     task = TrainingTask(
         Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.random_crop, n_parts),
         processor.tokenizer.to_json(),
@@ -196,41 +193,10 @@ def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor
     return model, processor, stored
 
 
-# ------------------------------------------------------------------------------------------- captions at evaluations
-
-
-def first_questions(held_out: Mixture, n: int) -> list[tuple[list[Image.Image], str]]:
-    """Images and first question of those of the first n examples that have images and can be read."""
-    questions = []
-    for position in range(n):
-        try:
-            example = held_out.example(position)
-            images = [load_image(image) for image in example.images]
-        except (ExampleError, ImageError):
-            continue
-        if images and example.qa_pairs:
-            questions.append((images, example.qa_pairs[0][0]))
-    return questions
-
-
-def caption_images(
-    questions: Sequence[tuple[list[Image.Image], str]], processor: Processor, model: VisionLanguageModel
-) -> list[tuple[Image.Image, str]]:
-    """The first image of each question, and the model's answer."""
-    captioner, captions = Captioner(model, processor), []
-    for images, question in questions:
-        try:
-            caption = captioner.caption(images, question, max_new_tokens=MAX_CAPTION_TOKENS)
-        except NanoVLMError as error:  # a long question may leave no room for an answer; training goes on
-            caption = f"({error})"
-        captions.append((images[0], caption))
-    return captions
-
-
 def answer_scorer(
     held_out: Mixture, n: int, processor: Processor, options: FinetuneOptions, cfg: TrainConfig
-) -> Callable[[VisionLanguageModel], Mapping[str, float]] | None:
-    """A function that scores a model's answers to the first cfg.validation_questions of n held-out examples.
+) -> Callable[[VisionLanguageModel, bool], Evaluation] | None:
+    """A model's scored answers to cfg.validation_questions of those of n held-out examples, or to all of them.
 
     UsageError if cfg.metric_for_best_model is not among the metrics.
     """
@@ -245,19 +211,15 @@ def answer_scorer(
         return None
     questions: list[Question] = []
     for position in range(n):
-        if len(questions) < cfg.validation_questions:
-            with suppress(ExampleError):
-                questions += example_questions(held_out.example(position), "held out")
-    asked = QuestionList(questions[: cfg.validation_questions])
-    how = EvaluationOptions(metrics, max_new_tokens=MAX_CAPTION_TOKENS, skip_errors=True, show_progress=False)
-    return partial(score_answers, asked, how, processor)
+        with suppress(ExampleError):
+            questions += example_questions(held_out.example(position), "held out")
+    how = EvaluationOptions(metrics, max_new_tokens=MAX_ANSWER_TOKENS, skip_errors=True, show_progress=False)
 
+    def answer(model: VisionLanguageModel, everything: bool) -> Evaluation:
+        asked = questions if everything else questions[: cfg.validation_questions]
+        return evaluate(Captioner(model, processor), QuestionList(asked), how)
 
-def score_answers(
-    asked: QuestionList, how: EvaluationOptions, processor: Processor, model: VisionLanguageModel
-) -> Mapping[str, float]:
-    """The mean of each metric over the model's answers; {} if no question could be asked."""
-    return evaluate(Captioner(model, processor), asked, how).scores
+    return answer
 
 
 def push_to_hub(repo_id: str, folder: Path) -> None:

@@ -4,14 +4,14 @@ Notable features:
 - a batch is a pure function of its number, so that a resumed run equals an uninterrupted one bit for bit
 - gradient accumulation weighted by answer tokens: cutting a batch into several changes nothing
 - data parallelism and FSDP2 under torchrun, bfloat16 and float16 autocast
-- evaluation on held-out batches, captions of held-out images, scores of answers, early stopping, the best model kept
-- metrics.jsonl, TensorBoard, report.png
+- evaluation on held-out batches, scored answers to held-out questions, early stopping, the best model kept
+- metrics.jsonl, TensorBoard, report.html
 """
 
 import logging
 import math
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import nn
 
 from models.checkpoint import atomic_dir
@@ -27,6 +26,7 @@ from models.lora import adapters, merge
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.device import BusyMonitor, choose_training_dtype
 from nanovlm.errors import InputError, TrainingError
+from nanovlm.evaluation import Evaluation
 from nanovlm.training.backward import autocast, backward, count_answer_tokens, count_tokens, to_device
 from nanovlm.training.checkpointing import (
     BaseModel,
@@ -47,9 +47,8 @@ from nanovlm.training.checkpointing import (
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import Batch, TrainingInterrupted, catch_stop_signals, load_batches
-from nanovlm.training.metrics import LOSS, BestTracker, MetricsLogger, StepMetrics
+from nanovlm.training.metrics import LOSS, REPORT, BestTracker, MetricsLogger, StepMetrics, report_run
 from nanovlm.training.optimizer import accelerated, freeze, make_optimizer
-from nanovlm.training.report import try_report
 from nanovlm.training.sharding import drop_image_gradients, full_model, full_tensor, shard
 
 ModelWriter = Callable[[Path, VisionLanguageModel, str, torch.dtype | None], None]
@@ -62,8 +61,7 @@ class TrainingTask:
     """What a run learns from, and where its files go.
 
     get_batch(0), get_batch(1), ... must be a pure function of the number. validation(0), ... are held-out batches.
-    caption_images captions held-out images with the model it is given; folder/report.png shows the first and the last
-    captions. score_answers gives the mean of each metric over the model's answers to held-out questions.
+    answer_questions gives a model's scored answers to held-out questions: to some of them, or to all if True follows.
     data_fingerprint identifies the examples, so that a resumed run can report that they have changed; n_held_out is the
     number, or the share, of those held out, so that a resumed run can hold out the same.
     """
@@ -73,8 +71,7 @@ class TrainingTask:
     folder: Path
     save_dtype: torch.dtype | None = None  # of the final model's weights; None keeps float32
     validation: Callable[[int], Batch] | None = None
-    caption_images: Callable[[VisionLanguageModel], Sequence[tuple[Image.Image, str]]] | None = None
-    score_answers: Callable[[VisionLanguageModel], Mapping[str, float]] | None = None
+    answer_questions: Callable[[VisionLanguageModel, bool], Evaluation] | None = None
     data_fingerprint: str | None = None
     n_held_out: float = 0
     write_model: ModelWriter = write_model
@@ -180,11 +177,11 @@ class Trainer:
 
     def _evaluate_at(self, step: int, metrics: MetricsLogger) -> bool:
         """Evaluate the model after `step` steps; whether it is the best so far, and so to be kept."""
-        loss, captions, scores = self.evaluate()
-        metrics.log_evaluation(step, loss, captions, scores)
+        loss, answers = self.evaluate()
+        metrics.log_evaluation(step, loss, answers)
         value, name = loss, self.cfg.metric_for_best_model
-        if name != LOSS and self.task.score_answers:
-            (value,) = self.context.sum(scores.get(name, math.nan) if self.context.is_main else 0.0)
+        if name != LOSS and self.task.answer_questions:
+            (value,) = self.context.sum(answers.scores.get(name, math.nan) if answers else 0.0)
         return value is not None and self.best.add(step, value) and self.cfg.keep_best
 
     def _out_of_patience(self) -> bool:
@@ -230,22 +227,17 @@ class Trainer:
         return StepMetrics(step + 1, loss, lr, grad_norm, int(tokens))
 
     @torch.no_grad()
-    def evaluate(self) -> tuple[float | None, list[str], Mapping[str, float]]:
-        """The mean loss over the answer tokens of the held-out batches; captions of held-out images, and scores.
-
-        Captions and scores are those of the main process, and empty on others.
-        """
-        task, context = self.task, self.context
-        if not (task.validation or task.caption_images or task.score_answers):
-            return None, [], {}
-        model = self.model.eval()
-        loss = self._validation_loss(model, task.validation) if task.validation else None
-        if task.caption_images or task.score_answers:
+    def evaluate(self) -> tuple[float | None, Evaluation | None]:
+        """The mean loss over the answer tokens of the held-out batches; on the main process, scored answers."""
+        task, loss, answers = self.task, None, None
+        self.model.eval()
+        if task.validation:
+            loss = self._validation_loss(self.model, task.validation)
+        if task.answer_questions:
             model = self._full_model()
-        captions = [text for _, text in task.caption_images(model)] if task.caption_images and context.is_main else []
-        scores = task.score_answers(model) if task.score_answers and context.is_main else {}
+            answers = task.answer_questions(model, False) if self.context.is_main else None
         self.model.train()
-        return loss, captions, scores
+        return loss, answers
 
     def _full_model(self) -> VisionLanguageModel:
         """The model, or on the main process an unsharded copy of a sharded one; every process must call it."""
@@ -289,14 +281,18 @@ class Trainer:
             write_sharded(Path(context.from_main(None)), model, optimizer)
 
     def write_results(self, model: VisionLanguageModel) -> None:
-        """Write the final model, and a report if images were captioned."""
+        """Write the final model; answer all held-out questions with it, and report them."""
         folder, task = self.task.folder, self.task
         with write_errors(folder), atomic_dir(folder) as files:
             task.write_model(files, model, task.tokenizer, task.save_dtype)
         if task.after_save:
             task.after_save(folder)
-        if task.caption_images:
-            try_report(folder, [image for image, _ in task.caption_images(model)])
+        if task.answer_questions:
+            try:
+                kept_step = self.best.step if self.cfg.keep_best else None
+                report_run(folder, task.answer_questions(model, True), kept_step)
+            except Exception as error:  # the model is written, and the run a success
+                logger.warning(f"no {REPORT}: {type(error).__name__}: {error}")
 
     def _check_fsdp(self) -> None:
         if self.context.world_size == 1:

@@ -6,21 +6,23 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from models.checkpoint import atomic_write
 from nanovlm.data.jsonl import read_jsonl
 from nanovlm.device import peak_memory
 from nanovlm.errors import MissingExtraError
+from nanovlm.evaluation import Evaluation
+from nanovlm.evaluation.report import write_report
 from nanovlm.training.checkpointing import checkpoint_path, write_errors
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
 
-METRICS = "metrics.jsonl"
+METRICS, REPORT = "metrics.jsonl", "report.html"
+SHOWN_ANSWERS = 4  # to held-out questions, at each evaluation
 LOSS = "loss"  # lower is better; of every other metric, higher is
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ class MetricsLogger:
     """Writes the metrics of a run in `folder` that starts, or is resumed, after `first_step` steps.
 
     A line of metrics.jsonl is an object with "step" and either that step's loss, lr, grad_norm, tokens_per_s and memory
-    (bytes), or what an evaluation after it measured: validation_loss and other scores with that prefix, or captions.
+    (bytes), or what an evaluation after it measured: validation_loss and other scores with that prefix, or answers.
     Only the main process writes.
     `clock` returns seconds.
     """
@@ -109,19 +111,21 @@ class MetricsLogger:
         self,
         step: int,
         validation_loss: float | None,
-        captions: Sequence[str],
-        scores: Mapping[str, float] = MappingProxyType({}),
+        evaluation: Evaluation | None,
     ) -> None:
         """Write what an evaluation after `step` steps measured on held-out examples."""
-        values = ({} if validation_loss is None else {"loss": validation_loss}) | dict(scores)
+        values = {} if validation_loss is None else {"loss": validation_loss}
+        values |= evaluation.scores if evaluation else {}
         if values:
             self._write(step, **{f"validation_{name}": value for name, value in values.items()})
             listed = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
             self._log(f"step {step}/{self.cfg.max_steps}  validation {listed}")
-        if captions:
-            self._write(step, captions=list(captions))
-            for caption in captions:
-                self._log(f"step {step}/{self.cfg.max_steps}  caption: {caption}")
+        if evaluation and evaluation.answers:
+            shown = evaluation.answers[:SHOWN_ANSWERS]
+            self._write(step, answers=[answer.text for answer in shown])
+            for answer in shown:
+                wanted = answer.question.references[0]
+                self._log(f"step {step}/{self.cfg.max_steps}  answer: {answer.text}  (reference: {wanted})")
         self.step_start = self.clock()
 
     def _log(self, line: str) -> None:
@@ -185,6 +189,18 @@ def truncate(path: Path, step: int) -> None:
     entries = [entry for entry in read_metrics(path) if entry["step"] <= step]
     with atomic_write(path) as new:
         new.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+
+
+def report_run(folder: Path, answers: Evaluation, kept_step: int | None) -> None:
+    """Log the scores of the final model's answers, and write report.html; kept_step is marked in its curves."""
+    scores = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in answers.scores.items())
+    fact = f"the final model's answers to {len(answers.answers):,} held-out questions: {scores}"
+    logger.info(fact)
+    if answers.skipped:
+        logger.warning(f"{len(answers.skipped)} questions could not be asked, the first: {answers.skipped[0]}")
+    if answers.scores.get("exact_match") == 0:
+        logger.warning("no answer is exactly right: more --max-steps may be needed")
+    write_report(folder / REPORT, str(folder), answers, read_metrics(folder / METRICS), [fact], kept_step)
 
 
 class BestTracker:

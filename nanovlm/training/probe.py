@@ -17,6 +17,7 @@ import torch
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.device import peak_memory
 from nanovlm.errors import TrainingError, is_out_of_memory
+from nanovlm.evaluation import Evaluation
 from nanovlm.training.backward import count_answer_tokens
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loader import Batch, load_batches
@@ -98,7 +99,7 @@ class Probe(Trainer):
     def training_step(self, step: int, batches: Iterator[Batch]) -> StepMetrics:
         return self._timed("step", super().training_step, step, batches)
 
-    def evaluate(self) -> tuple[float | None, list[str], Mapping[str, float]]:
+    def evaluate(self) -> tuple[float | None, Evaluation | None]:
         return self._timed("evaluate", super().evaluate)
 
     def save(self, step: int) -> None:

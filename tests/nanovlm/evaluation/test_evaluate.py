@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from nanovlm import EMBEDDED, Captioner
 from nanovlm.chat_session import ChatSession
@@ -87,11 +86,10 @@ def test_an_unusable_example_is_named_or_skipped(captioner):
     assert len(result.answers) == 1 and result.skipped[0].startswith("cards/1.png: not an image")
 
 
-@pytest.mark.full
-def test_the_worst_answers_are_drawn():
-    pytest.importorskip("matplotlib")
-    assert cli.main(["evaluate", "--data", "cards", "chat.json", *FLAGS, "--worst", "worst.png"]) == 0
-    assert Image.open("worst.png").size[0] > 1000
+def test_a_report_shows_every_answer_with_its_image():
+    assert cli.main(["evaluate", "--data", "cards", "chat.json", *FLAGS, "--report", "report.html"]) == 0
+    page = Path("report.html").read_text(encoding="utf-8")
+    assert page.count("<figure>") == 2 * 4 and "cards/1.png" in page and page.count("base64,") == 2 * 4
 
 
 def test_the_command_prints_a_table_and_json(capsys):
@@ -117,8 +115,8 @@ def test_the_command_prints_a_table_and_json(capsys):
         (["--limit", "0"], ["--limit 0"]),
         (["--validation", "1.5"], ["--validation 1.5", "neither a share below 1 nor a number"]),
         (["--validation", "-1"], ["--validation -1", "neither a share below 1 nor a number"]),
-        (["--worst", "x.jpg"], ["--worst x.jpg", ".png"]),
-        (["--worst", "nowhere/x.png"], ["nowhere"]),
+        (["--report", "x.jpg"], ["--report x.jpg", ".html"]),
+        (["--report", "nowhere/x.html"], ["nowhere"]),
         (["--model", "nowhere"], ["nowhere", "Hub id"]),
         (["--stream"], ["--stream has no effect on cards"]),
     ],

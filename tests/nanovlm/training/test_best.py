@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nanovlm.evaluation import Evaluation
+from nanovlm.evaluation.evaluate import Answer, Question
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loop import train
 from nanovlm.training.metrics import BestTracker, read_metrics
@@ -42,9 +44,14 @@ def learn(tiny_model, make_batch):
 
 
 def stepwise(model_scores):
-    """A task's score_answers that gives these scores one after another."""
+    """A task's answer_questions that gives these scores one after another, and the last one of all questions."""
     scores = iter(model_scores)
-    return lambda model: {"exact_match": next(scores)}
+    question = Question("held out", "0.png", [], "What?", ["that"])
+
+    def answer(model, everything):
+        return Evaluation([Answer(question, "this", {"exact_match": 0.5 if everything else next(scores)})])
+
+    return answer
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -70,7 +77,7 @@ def test_without_keep_best_the_final_model_is_the_last(learn, tmp_path):
 
 
 def test_the_best_may_be_that_of_a_metric(learn, tmp_path):
-    learn(tmp_path, replace(CFG, metric_for_best_model="exact_match"), score_answers=stepwise(SCORES))
+    learn(tmp_path, replace(CFG, metric_for_best_model="exact_match"), answer_questions=stepwise(SCORES))
     assert digest(tmp_path) == digest(tmp_path / "checkpoints/step-2"), "the first of equals"
     assert steps_kept(tmp_path) == [2, 8]
 
@@ -85,11 +92,11 @@ def test_an_interrupted_run_ends_with_the_same_best_model(learn, make_batch, tmp
         return make_batch(0)
 
     cfg = replace(CFG, metric_for_best_model="exact_match")
-    learn(tmp_path / "whole", cfg, score_answers=stepwise(SCORES))
+    learn(tmp_path / "whole", cfg, answer_questions=stepwise(SCORES))
     with pytest.raises(KeyboardInterrupt):
-        learn(tmp_path / "run", cfg, fail, score_answers=stepwise(SCORES))
+        learn(tmp_path / "run", cfg, fail, answer_questions=stepwise(SCORES))
     resumed_at = max(steps_kept(tmp_path / "run"))
-    learn(tmp_path / "run", cfg, score_answers=stepwise(SCORES[resumed_at + 1 :]))
+    learn(tmp_path / "run", cfg, answer_questions=stepwise(SCORES[resumed_at + 1 :]))
     for name in (
         "model.safetensors",
         "checkpoints/step-2/model.safetensors",
@@ -101,14 +108,14 @@ def test_an_interrupted_run_ends_with_the_same_best_model(learn, make_batch, tmp
 
 def test_a_run_out_of_patience_stops_and_stays_stopped(learn, tmp_path):
     cfg = replace(CFG, metric_for_best_model="exact_match", patience=3)
-    lines = learn(tmp_path, cfg, score_answers=stepwise(SCORES))
-    assert "; stopped after 3 evaluations without a better one" in lines[-1]
+    lines = learn(tmp_path, cfg, answer_questions=stepwise(SCORES))
+    assert "; stopped after 3 evaluations without a better one" in lines[-2]
     assert steps_kept(tmp_path) == [2, 5] and digest(tmp_path) == digest(tmp_path / "checkpoints/step-2")
     before = digest(tmp_path)
-    lines = learn(tmp_path, cfg, score_answers=stepwise([]))
-    assert lines[0] == f"resumed {tmp_path} at step 5" and "stopped after 3" in lines[-1] and len(lines) == 2
+    lines = learn(tmp_path, cfg, answer_questions=stepwise([]))
+    assert lines[0] == f"resumed {tmp_path} at step 5" and "stopped after 3" in lines[1] and len(lines) == 3
     assert digest(tmp_path) == before and steps_kept(tmp_path) == [2, 5]
-    learn(tmp_path, replace(cfg, patience=0), score_answers=stepwise(SCORES[6:]))
+    learn(tmp_path, replace(cfg, patience=0), answer_questions=stepwise(SCORES[6:]))
     assert steps_kept(tmp_path) == [2, 8] and digest(tmp_path) == before
 
 

@@ -78,18 +78,19 @@ def test_a_few_steps_teach_the_embedded_model_a_caption(train):
     """30 steps on one caption are enough for the model to generate it for any image."""
     scenes(6, LABEL)
     many = ["--max-steps", "30", "--batch-size", "2", "--lr", "3e-3", "--warmup-steps", "0", "--log-every", "30"]
-    many += ["--validation", "2", "--validate-every", "30", "--validation-questions", "0"]
+    many += ["--validation", "2", "--validate-every", "30", "--metric", "exact_match"]
     code, out, err = train("--data", "mine", *QUICK, *many)
     assert (code, out) == (0, "")
     lines = err.splitlines()
     assert lines[0] == "mine: 4 examples, each shown 15.0 times; 2 held out"
-    assert [line.split("  ")[0] for line in lines[1:]] == ["step 0/30"] * 3 + ["step 30/30"] * 4 + [lines[-1]]
-    assert lines[-1].startswith("the final model is that of step 30, with the best validation loss, ")
-    before, now = (float(line.split()[-1]) for line in lines[:-1] if "validation loss" in line)
-    assert now < before / 10 and sum(f"caption: {LABEL}" in line for line in lines) == 2
+    assert [line.split("  ")[0] for line in lines[1:]] == ["step 0/30"] * 3 + ["step 30/30"] * 4 + lines[-2:]
+    assert lines[-2].startswith("the final model is that of step 30, with the best validation loss, ")
+    assert lines[-1] == "the final model's answers to 2 held-out questions: exact match 1.0000"
+    before, now = (float(line.split(",")[0].split()[-1]) for line in lines[:-2] if "validation loss" in line)
+    assert now < before / 10 and sum(f"answer: {LABEL}  (reference: {LABEL})" in line for line in lines) == 2
     metrics = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
-    assert metrics[-1] == {"step": 30, "captions": [LABEL] * 2}
-    assert Path("out/report.png").read_bytes().startswith(b"\x89PNG")
+    assert metrics[-1] == {"step": 30, "answers": [LABEL] * 2}
+    assert Path("out/report.html").read_text().startswith("<!doctype html>")
     fresh = draw(random_scene(random.Random(99)), 120, 90)
     assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
     assert Captioner.from_pretrained("out/checkpoints/step-30", "cpu", "float32").caption(fresh) == LABEL
@@ -147,10 +148,12 @@ def test_examples_are_held_out_by_default(train):
     subsets = open_data(["mine"], ReadOptions(), 10)[1]  # as `nanovlm evaluate --validation 10` asks
     by_default = open_examples(FinetuneOptions(["mine"], Path("other")))[1]
     assert [list(subset.indices) for subset in by_default] == [list(subset.indices) for subset in subsets]
-    _, task, cfg = prepared("--data", "mine", *QUICK, "--out", "same")
+    model, task, cfg = prepared("--data", "mine", *QUICK, "--out", "same")
     assert task.validation and task.n_held_out == 10 and cfg.evaluation_interval == 1
+    sizes = [len(task.validation(i)["input_ids"]) for i in range(cfg.validation_batches)]
+    assert sum(sizes) == 10 and len(task.answer_questions(model, True).answers) == 10, "all that are held out"
     _, task, _ = prepared("--data", "mine", *QUICK, "--validation", "0", "--out", "off")
-    assert (task.validation, task.score_answers, task.n_held_out) == (None, None, 0)
+    assert (task.validation, task.answer_questions, task.n_held_out) == (None, None, 0)
 
 
 def test_few_examples_are_all_trained_on_and_a_line_says_how_to_hold_out_some(train):

@@ -15,6 +15,7 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm import Captioner
 from nanovlm.data.examples import Example, collate, encode
 from nanovlm.errors import DataError, TrainingError
+from nanovlm.evaluation import Evaluation
 from nanovlm.processing.processor import Processor
 from nanovlm.synthetic.recipe import SceneBatches
 from nanovlm.training.config import TrainConfig
@@ -220,16 +221,16 @@ def test_progress_is_a_line_every_log_every_steps(learn, tmp_path):
     assert all("\n" not in line and "loss" in line and "min left" in line for line in lines)
 
 
-def test_evaluation_captions_with_the_weights_of_the_moment(processor, batch, learn, tmp_path):
-    """What is captioned during training is what the model written at that step generates."""
+def test_questions_are_answered_with_the_weights_of_the_moment(processor, batch, learn, tmp_path):
+    """What is answered during training is what the model written at that step generates."""
     image, captions = Image.new("RGB", (16, 16), "red"), []
 
-    def caption_images(model):
+    def answer(model, everything):
         captions.append(Captioner(model, processor).caption(image, max_new_tokens=6))
-        return [(image, captions[-1])]
+        return Evaluation([])
 
     cfg = replace(CFG, lr=1e-2, save_every=2, validate_every=2, keep_checkpoints=9, dtype="float32")
-    learn(tmp_path, cfg, caption_images=caption_images)
+    learn(tmp_path, cfg, answer_questions=answer)
     for caption, step in zip(captions[1:], (2, 4, 6)):
         captioner = Captioner.from_pretrained(tmp_path / f"checkpoints/step-{step}", dtype="float32")
         assert caption == captioner.caption(image, max_new_tokens=6)

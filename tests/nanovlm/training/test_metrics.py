@@ -1,13 +1,16 @@
 """The metrics of a run, against losses computed another way; a resumed run writes none twice and forgets none."""
 
-import builtins
+import base64
+import io
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
 from contextlib import closing
 from dataclasses import replace
+from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +19,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from nanovlm.errors import MissingExtraError, TrainingError
+from nanovlm.evaluation import Evaluation
+from nanovlm.evaluation.evaluate import Answer, Question
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loop import train
 from nanovlm.training.metrics import MetricsLogger, StepMetrics, read_metrics, truncate
-from nanovlm.training.report import write_report
 from support import ROOT
 from support.logs import log_lines
 
@@ -28,12 +32,32 @@ CFG = TrainConfig(
     max_steps=6, lr=3e-3, warmup_steps=2, save_every=3, log_every=2, validate_every=2, validation_batches=3,
     num_workers=0, dtype="float32",
 )  # fmt: skip
-IMAGES = [Image.new(mode, (40, 30), color) for mode, color in (("RGB", "red"), ("L", 99), ("RGBA", "blue"))]
+IMAGES = [
+    (Image.new(mode, (40, 30), color), word)
+    for mode, color, word in (("RGB", "red", "red"), ("L", 99, "gray"), ("RGBA", "blue", "blue"))
+]
 
 
-def caption_images(model):
-    """Images, and captions that depend on the weights."""
-    return [(image, f"{i} {model.MP.proj.weight.sum().item():.6f}") for i, image in enumerate(IMAGES)]
+def answer_questions(model, everything):
+    """Answers that depend on the weights, half of them right, one with what HTML and TeX would take for markup."""
+    weight = f"{model.MP.proj.weight.sum().item():.6f}"
+    texts = ["$\\frac{1}$ <b>", f"gray {weight}", "blue", "none"]
+    questions = [Question("mine", f"{i}.png", [image], "What color?", [word]) for i, (image, word) in enumerate(IMAGES)]
+    questions.append(Question("mine", "text", [], "What color?", ["none"]))
+    scores = [0.0, 0.0, 1.0, 1.0]
+    return Evaluation([Answer(*one, {"exact_match": score}) for *one, score in zip(questions, texts, scores)])
+
+
+class PageTexts(HTMLParser):
+    """The texts of a page of HTML."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.texts = []
+        self.feed(page)
+
+    def handle_data(self, data):
+        self.texts.append(data)
 
 
 @pytest.fixture
@@ -109,7 +133,7 @@ def test_the_validation_loss_is_the_mean_over_all_held_out_answers(learn, tiny_m
 @pytest.mark.full
 def test_evaluation_changes_no_weights(learn, make_batch, tmp_path):
     learn(tmp_path / "without")
-    evaluated = {"validation": held_out(make_batch), "caption_images": caption_images}
+    evaluated = {"validation": held_out(make_batch), "answer_questions": answer_questions}
     learn(tmp_path / "with", replace(CFG, keep_best=False), **evaluated)
     without, with_evaluation = (load_file(tmp_path / run / "model.safetensors") for run in ("without", "with"))
     assert all(torch.equal(without[name], with_evaluation[name]) for name in without)
@@ -125,7 +149,7 @@ def test_a_resumed_run_writes_the_metrics_of_an_uninterrupted_one(learn, make_ba
         entries = read_metrics(folder / "metrics.jsonl")
         return [{k: v for k, v in entry.items() if k not in ("tokens_per_s", "memory")} for entry in entries]
 
-    options = {"validation": held_out(make_batch), "caption_images": caption_images}
+    options = {"validation": held_out(make_batch), "answer_questions": answer_questions}
     learn(tmp_path / "whole", **options)
     with pytest.raises(MemoryError):
         learn(tmp_path / "run", batch=failing, **options)
@@ -243,40 +267,36 @@ def test_a_missing_tracker_names_its_extra(learn, tmp_path, monkeypatch):
         learn(tmp_path, replace(CFG, report_to="wandb"))
 
 
-@pytest.mark.full
-def test_the_report_shows_curves_and_images_with_their_first_and_last_captions(learn, tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    drawn, save = [], Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *args, **kw: (drawn.append(figure), save(figure, *args, **kw))
-    )
-    learn(tmp_path, caption_images=caption_images)
-    captions = [entry["captions"] for entry in read_metrics(tmp_path / "metrics.jsonl") if "captions" in entry]
-    assert len(captions) == 4 and captions[0] != captions[-1]
-    titles = [axes.get_title(loc="left") for axes in drawn[0].axes]
-    for before, after, image in zip(captions[0], captions[-1], IMAGES):
-        axes = drawn[0].axes[titles.index(f"before: {before}\nafter: {after}")]
-        shown = axes.images[0].get_array()
-        assert shown.shape == (30, 40, 3) and tuple(shown[0, 0]) == image.convert("RGB").getpixel((0, 0))
-    (losses,) = [axes for axes in drawn[0].axes if axes.get_title() == "loss"]
-    losses_written = [entry["loss"] for entry in read_metrics(tmp_path / "metrics.jsonl") if "loss" in entry]
-    assert list(losses.lines[0].get_ydata()) == losses_written
-    assert Image.open(tmp_path / "report.png").size == (1200, 680)
-    (tmp_path / "report.png").unlink()
-    write_report(tmp_path)
-    assert Image.open(tmp_path / "report.png").size == (1200, 320)
+def test_the_report_shows_curves_scores_and_answers_beside_references(learn, make_batch, tmp_path):
+    learn(tmp_path, validation=held_out(make_batch), answer_questions=answer_questions)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    texts = PageTexts(page).texts
+    assert "answer: $\\frac{1}$ <b>" in texts and "reference: red" in texts and "0.500" in texts
+    (points,) = re.findall(r'<polyline points="([^"]*)" style="stroke:#9ab8e0"', page)[:1]
+    losses = [entry["loss"] for entry in read_metrics(tmp_path / "metrics.jsonl") if "loss" in entry]
+    heights = [float(point.split(",")[1]) for point in points.split()]
+    assert len(heights) == 6 and heights.index(min(heights)) == losses.index(max(losses))
+    pixels = [Image.open(io.BytesIO(base64.b64decode(data))) for data in re.findall(r"base64,([^\"]+)", page)]
+    assert len(pixels) == 6, "the worst and random ones"
+    assert {image.size for image in pixels} == {(40, 30)} and pixels[0].getpixel((5, 5))[0] > 250
+    assert "http" not in page and "stroke-dasharray" in page
 
 
-def test_without_matplotlib_there_is_a_warning_instead_of_a_report(learn, tmp_path, monkeypatch):
-    load = builtins.__import__
+def test_a_report_never_fails_a_run(learn, tmp_path):
+    def fail(model, everything):
+        if everything:
+            raise ValueError("no")
+        return answer_questions(model, everything)
 
-    def missing(name, *args):
-        if name.startswith("matplotlib"):
-            raise ModuleNotFoundError("No module named 'matplotlib'")
-        return load(name, *args)
+    lines = learn(tmp_path, answer_questions=fail)
+    assert lines[-1] == "no report.html: ValueError: no"
+    assert (tmp_path / "model.safetensors").exists() and not (tmp_path / "report.html").exists()
 
-    monkeypatch.setattr(builtins, "__import__", missing)
-    lines = learn(tmp_path, caption_images=caption_images)
-    assert lines[-1] == "no report.png: No module named 'matplotlib'; pip install 'nanovlm[eval]'"
-    assert (tmp_path / "model.safetensors").exists() and not (tmp_path / "report.png").exists()
+
+def test_a_model_that_is_never_right_is_told(learn, tmp_path):
+    wrong = Evaluation([Answer(Question("s", "n", [], "q", ["r"]), "a", {"exact_match": 0.0})])
+    lines = learn(tmp_path, answer_questions=lambda model, everything: wrong)
+    assert lines[-2:] == [
+        "the final model's answers to 1 held-out questions: exact match 0.0000",
+        "no answer is exactly right: more --max-steps may be needed",
+    ]
