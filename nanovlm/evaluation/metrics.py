@@ -23,6 +23,7 @@ PairMetric = Callable[[str, Sequence[str]], float]  # of one answer and its refe
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 NUMBERS = {"none": 0} | {word: i for i, word in enumerate(DIGITS)}
+VQA_PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 ANLS_THRESHOLD = 0.5
 MAX_NGRAM, CIDER_SIGMA = 4, 6.0
 
@@ -52,9 +53,9 @@ def _f1(answer: list[str], reference: list[str]) -> float:
 def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
     """VQA accuracy (Antol et al. 2015): the mean over all references but one of min(1, matches / 3).
 
-    Meant for ten human answers; with fewer than four references one match is enough. Articles, punctuation and case do
-    not count, and number words are digits. Apostrophes are dropped, where the official script has a table of
-    contractions.
+    Meant for ten human answers; with fewer than four references one match is enough. Articles, case and punctuation,
+    which "$%&:*#" are not, do not count, and number words are digits, as in the official script (vqaEval.py). Its table
+    of contractions is not here: apostrophes are dropped.
     """
     answer, truths = _vqa_normalize(answer), [_vqa_normalize(reference) for reference in references]
     if len(truths) < 4:
@@ -64,10 +65,13 @@ def vqa_accuracy(answer: str, references: Sequence[str]) -> float:
 
 
 def _vqa_normalize(text: str) -> str:
-    text = re.sub(r"(?<=\d),(?=\d)", "", text.lower().replace("'", ""))  # 1,000
-    text = re.sub(r"(?!(?<=\d)\.(?=\d))[^\w\s]", " ", text)  # a decimal point stays
-    words = [str(NUMBERS.get(word, word)) for word in ARTICLES.sub(" ", text).split()]
-    return " ".join(words)
+    text = text.strip().replace("'", "")
+    has_thousands, joined = re.search(r"\d,+\d", text), text  # as 1,000
+    for mark in VQA_PUNCTUATION:
+        is_outside = has_thousands or f"{mark} " in text or f" {mark}" in text
+        joined = joined.replace(mark, "" if is_outside else " ")
+    words = re.sub(r"\.(?!\d)", "", joined).lower().split()  # a decimal point stays
+    return " ".join(str(NUMBERS.get(word, word)) for word in words if word not in ("a", "an", "the"))
 
 
 def anls(answer: str, references: Sequence[str]) -> float:
