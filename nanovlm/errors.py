@@ -1,5 +1,7 @@
 """The errors of `models.errors`, and those of images, data and the command line."""
 
+import re
+
 from models.errors import CheckpointError, InputError, NanoVLMError, is_out_of_memory
 
 __all__ = [
@@ -13,6 +15,7 @@ __all__ = [
     "TrainingError",
     "UsageError",
     "is_out_of_memory",
+    "usage_error",
 ]
 
 
@@ -20,6 +23,11 @@ class UsageError(NanoVLMError):
     """Wrong use of the command line, or of files it was given: exit code 2, before any work."""
 
     exit_code = 2
+
+
+def usage_error(error: InputError) -> UsageError:
+    """The error of a setting, named by its flag: "--batch-size 0 must be ..." for "batch_size=0 must be ..."."""
+    return UsageError(re.sub(r"^(\w+)=", lambda match: f"--{match[1].replace('_', '-')} ", str(error)))
 
 
 class ImageError(NanoVLMError, ValueError):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from nanovlm.console import print_error
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, PROMPT
-from nanovlm.errors import InputError, UsageError
+from nanovlm.errors import InputError, UsageError, usage_error
 from nanovlm.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def from_args(record: type[Record], args: argparse.Namespace, **defaults: Any) -
     try:
         return record(**defaults | given)
     except InputError as error:
-        raise UsageError(str(error)) from error
+        raise usage_error(error) from error
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

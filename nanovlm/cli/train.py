@@ -9,7 +9,7 @@ from typing import Any
 
 from nanovlm.cli.options import add_read_flags, add_threads_flag, check_validation, read_options_from_args
 from nanovlm.cli.run_file import apply_run_file, default_args, run_file_text
-from nanovlm.errors import InputError, UsageError
+from nanovlm.errors import InputError, UsageError, usage_error
 from nanovlm.training.config import (
     ADAPTERS,
     FINETUNING,
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         cfg, options = config_from_args(args), options_from_args(args)
     except InputError as error:
-        raise UsageError(str(error)) from None
+        raise usage_error(error) from None
     for name in ONEDNN_CACHES:
         os.environ.setdefault(name, ONEDNN_CAPACITY)
     set_threads(args.threads)

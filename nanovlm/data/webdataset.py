@@ -162,7 +162,9 @@ def sample_to_example(sample: Sample, name: str, options: ReadOptions) -> Exampl
         if "txt" in sample:
             return Example(images, [(options.prompt, clean_text(text))], name)
         record = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
+    except UnicodeDecodeError as error:
+        raise ExampleError(f"{name}: its text is not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON
         raise ExampleError(f"{name}: its text cannot be read: {error}") from None
     if not isinstance(record, dict):
         raise ExampleError(f"{name}: its .json holds {type(record).__name__}, not an object")

@@ -112,7 +112,7 @@ def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig
             parts.append(f"{paths}: {shown:,.0f} examples are shown")
         else:
             total = sum(map(len, subsets))
-            parts.append(f"{paths}: {total:,} examples, each shown {shown / total:.1f} times")
+            parts.append(f"{paths}: {total:,} example{'s' * (total > 1)}, each shown {shown / total:.1f} times")
     if held_out:
         hint = " (--validation N holds out N, 0 none)" if validation is None else ""
         parts.append(f"{sum(map(len, held_out)):,} held out{hint}")

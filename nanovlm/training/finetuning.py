@@ -90,8 +90,9 @@ def start(options: FinetuneOptions, cfg: TrainConfig, make: Callable[..., T]) ->
         base = base_model(options)
         quantize_base(model, options.quantize, snapshot_path(base.name, base.revision))
     model.to(choose_device(options.device))
+    run = make(model, task, cfg)
     write_run_file(options)
-    return make(model, task, cfg)
+    return run
 
 
 def write_run_file(options: FinetuneOptions) -> None:

@@ -106,8 +106,6 @@ class Trainer:
         cfg: TrainConfig,
         context: DistributedContext | None = None,
     ):
-        with write_errors(task.folder):  # before any work
-            task.folder.mkdir(parents=True, exist_ok=True)
         self.model, self.task, self.cfg = model, task, cfg
         self.context = context or DistributedContext(model.device)
         self.dtype = choose_training_dtype(cfg.dtype, model.device)
@@ -116,6 +114,8 @@ class Trainer:
         if cfg.fsdp:
             self._check_fsdp()
         freeze(model, cfg)
+        with write_errors(task.folder):  # before any work
+            task.folder.mkdir(parents=True, exist_ok=True)
         self.context.check_shared(task.folder)
         self._start_or_resume(load_newest(task.folder, model))
 

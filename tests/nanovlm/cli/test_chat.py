@@ -109,8 +109,8 @@ def test_failed_line_is_one_error_line_and_the_chat_continues(chat, lines, words
 def test_chat_that_cannot_start_is_one_error_line(chat, model_folder, tmp_path):
     assert chat("?\n", "missing.png") == (1, "", "missing.png: No such file or directory\n")
     for flags, words in (
-        (["--max-new-tokens", "0"], "max_new_tokens=0 must be 1 or more"),
-        (["--top-p", "2"], "top_p=2.0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0 must be 1 or more"),
+        (["--top-p", "2"], "--top-p 2.0"),
     ):
         assert_usage_error(chat("?\n", *flags), words, program="nanovlm chat")
     assert_usage_error(chat("?\n", "--nonsense"), "--nonsense", program="nanovlm")

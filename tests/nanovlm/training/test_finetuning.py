@@ -437,7 +437,7 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
         ("--data mine scenes --out out", ["scenes has no size", "scenes@0.3"]),
         ("--data nowhere --out out", ["nowhere: no such file"]),
         ("--data mine --out out --model nowhere", ["nowhere", "neither a folder nor a Hub id"]),
-        ("--data mine --out out --max-steps 0", ["max_steps"]),
+        ("--data mine --out out --max-steps 0", ["--max-steps 0 must"]),
         ("--data mine --out out --on-error x", ["--on-error"]),
         ("--data mine --out out --lora-alpha 8", ["--lora-alpha has no effect without --lora-rank"]),
         ("--data mine --out out --no-train-embeddings", ["--train-embeddings has no effect without --lora-rank"]),
@@ -448,7 +448,7 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
         ("--data mine --out out --validate-every 5", ["--validate-every has no effect without --validation"]),
         ("--data mine --out out --epochs 1 --max-steps 2", ["--epochs and --max-steps"]),
         ("--data scenes --out out --epochs 1", ["--epochs needs data whose size is known", "--max-steps"]),
-        ("--data mine --out out --epochs 0", ["epochs=0.0 must be a finite number above 0"]),
+        ("--data mine --out out --epochs 0", ["--epochs 0.0 must be a finite number above 0"]),
         ("--config nowhere.yaml", ["nowhere.yaml cannot be read"]),
         (
             "--data mine --out out --validation 0 --metric-for-best-model f1",
