@@ -40,7 +40,8 @@ def test_vqa_accuracy_grows_by_three_tenths_for_each_of_ten_people_who_agree():
     for n, expected in enumerate([0, 0.3, 0.6, 0.9, 1, 1, 1, 1, 1, 1, 1]):
         assert scores("vqa_accuracy", ["two"], [["2"] * n + ["three"] * (10 - n)]) == [pytest.approx(expected)]
     answers = ["The Dog.", "1,000", "1.5", "dont", "yes", "none", "5%", "$3", "9:30", "t-shirt", "yes , no"]
-    references = ["dog"], ["1000"], ["15"], ["don't"], ["no", "yes"], ["0"], ["5"], ["3"], ["9 30"], ["t shirt"], ["yes no"]
+    references = ["dog"], ["1000"], ["15"], ["don't"], ["no", "yes"], ["0"], ["5"], ["3"], ["9 30"], ["t shirt"]
+    references += (["yes no"],)
     assert scores("vqa_accuracy", answers, references) == [1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 1]
 
 
