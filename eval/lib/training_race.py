@@ -71,7 +71,7 @@ class TrainingSetup:
             num_workers=0,
         )
         options = FinetuneOptions(
-            [str(self.data)], folder, model=str(self.model), device="cpu", validation=0, scale_lr=True
+            [str(self.data)], folder, model=str(self.model), device="cpu", validation=0, automatic=["lr"]
         )
         trainer = Trainer(*prepare(options, cfg))
         trainer.model.train()

@@ -12,6 +12,7 @@ from nanovlm.cli.run_file import apply_run_file, default_args, run_file_text
 from nanovlm.errors import InputError, UsageError, usage_error
 from nanovlm.training.config import (
     ADAPTERS,
+    AUTOMATIC,
     FINETUNING,
     SCENES,
     FinetuneOptions,
@@ -114,7 +115,7 @@ def options_from_args(args: argparse.Namespace) -> FinetuneOptions:
             flag_of(name) for name, needs in needs_of_flags().items() if needs == "held out" and is_given(args, name)
         ],
         run_file=run_file_text(args, add_flags),
-        scale_lr=args.lr is None,
+        automatic=[name for name in AUTOMATIC if args.data and getattr(args, name) is None],
     )
 
 

@@ -130,7 +130,7 @@ class TrainConfig:
     )
     optimizer: str = setting(
         "adamw",
-        "adamw, or muon for the matrices of linear layers, for training from scratch or a model trained by it",
+        "adamw, or muon for the matrices of linear layers; with --data the default is what the model was trained by",
         choices=("adamw", "muon"),
     )
     weight_decay: float = setting(0.1, "weight decay, applied to matrices only")
@@ -280,7 +280,7 @@ class FinetuneOptions:
     read: "ReadOptions" = field(default_factory=_read_options)
     evaluation_flags: Sequence[str] = ()  # that were given, and have no effect unless examples are held out
     run_file: str | None = None  # the text of run.yaml, from which the command line repeats the run
-    scale_lr: bool = False  # divide the learning rate by the width of the model, relative to that of the embedded one
+    automatic: Sequence[str] = ()  # settings of TrainConfig that follow from the model and the data, see `choose`
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -302,4 +302,31 @@ FINETUNING = TrainConfig(
     validate_every=0,
     validation_batches=0,
 )
+MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
+EPOCHS, MAX_STEPS = 30, 3000  # by default each example is shown 30 times, in at least FINETUNING's steps
+AUTOMATIC = ("optimizer", "lr", "max_steps")
+REFERENCE_WIDTH = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
 ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Schulman et al. 2025)
+
+
+def choose(
+    cfg: TrainConfig, automatic: Sequence[str], *, width: int, optimizer: str | None, steps_per_epoch: float
+) -> tuple[TrainConfig, list[str]]:
+    """cfg with the automatic settings, and the reasons; the values are from `eval.finetune --study`.
+
+    width is the model's lm_hidden_dim: the wider, the lower the learning rate, in proportion (Yang et al. 2022).
+    optimizer is what the model was trained by, if that is known, and suits it best. steps_per_epoch is 0 if unknown.
+    """
+    chosen: dict[str, Any] = {}
+    reasons = []
+    if "optimizer" in automatic and optimizer == "muon" and not cfg.lora_rank:
+        chosen["optimizer"] = optimizer
+        reasons.append("muon, as the model was trained by it")
+    if "lr" in automatic:
+        is_muon = chosen.get("optimizer", cfg.optimizer) == "muon"
+        chosen["lr"] = (MUON_LR if is_muon else cfg.lr) * REFERENCE_WIDTH / width
+        reasons.append(f"learning rate {chosen['lr']:.1e} for a width of {width:,}")
+    if "max_steps" in automatic and steps_per_epoch:
+        chosen["max_steps"] = min(max(cfg.max_steps, math.ceil(EPOCHS * steps_per_epoch)), MAX_STEPS)
+        reasons.append(f"{chosen['max_steps']:,} steps, {chosen['max_steps'] / steps_per_epoch:.0f} epochs")
+    return replace(cfg, **chosen), reasons

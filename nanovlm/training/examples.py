@@ -92,14 +92,11 @@ def fingerprint(training: Sequence[Subset], n_parts: int = 1) -> str:
     return "; ".join(parts)
 
 
-def steps_of_epochs(epochs: float, mixture: Mixture, cfg: TrainConfig) -> int:
-    """Optimizer steps after which every example has been shown `epochs` times; sources without an end do not count."""
+def count_steps_per_epoch(mixture: Mixture, cfg: TrainConfig) -> float:
+    """Optimizer steps after which every example has been shown once; sources without an end do not count, 0 if all."""
     sizes = [0 if group[0].source.endless else sum(map(len, group)) for group in mixture.groups]
     positions = max(size / share for size, share in zip(sizes, mixture.shares))
-    if not positions:
-        raise UsageError("--epochs needs data whose size is known, which a stream's or scenes' is not; use --max-steps")
-    per_step = cfg.batch_size * cfg.gradient_accumulation_steps * world_size()
-    return max(1, math.ceil(round(epochs * positions / per_step, 6)))
+    return positions / (cfg.batch_size * cfg.gradient_accumulation_steps * world_size())
 
 
 def describe_data(mixture: Mixture, held_out: Sequence[Subset], cfg: TrainConfig, validation: float | None) -> str:

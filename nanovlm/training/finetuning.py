@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -28,15 +29,15 @@ from nanovlm.processing.convert import check_format, convert_layout
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, write_errors, write_model
-from nanovlm.training.config import FinetuneOptions, TrainConfig
+from nanovlm.training.config import FinetuneOptions, TrainConfig, choose
 from nanovlm.training.examples import (
+    count_steps_per_epoch,
     data_errors,
     describe_data,
     fingerprint,
     open_examples,
     parse_data,
     resumed_options,
-    steps_of_epochs,
     world_size,
 )
 from nanovlm.training.loop import Trainer, TrainingTask
@@ -46,7 +47,6 @@ from nanovlm.training.quantized_base import quantize_base
 
 T = TypeVar("T", bound=Trainer)
 
-REFERENCE_HIDDEN_DIM = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
 STREAMED_BATCHES = 8  # of held-out examples of a stream, whose number is unknown
 MAX_ANSWER_TOKENS = 64
 RUN_FILE = "run.yaml"
@@ -91,17 +91,19 @@ def start(options: FinetuneOptions, cfg: TrainConfig, make: Callable[..., T]) ->
         quantize_base(model, options.quantize, snapshot_path(base.name, base.revision))
     model.to(choose_device(options.device))
     run = make(model, task, cfg)
-    write_run_file(options)
+    write_run_file(options, cfg)
     return run
 
 
-def write_run_file(options: FinetuneOptions) -> None:
+def write_run_file(options: FinetuneOptions, cfg: TrainConfig) -> None:
     """Write run.yaml, from which the command line repeats the run; only the main process does."""
     if options.run_file is not None and os.environ.get("RANK", "0") == "0":
+        chosen = [name for name in options.automatic if name != "max_steps" or options.epochs is None]
+        text = options.run_file + "".join(f"{name}: {getattr(cfg, name)}\n" for name in chosen)
         with write_errors(options.out):
             options.out.mkdir(parents=True, exist_ok=True)
             with atomic_write(options.out / RUN_FILE) as new:
-                new.write_text(options.run_file, encoding="utf-8")
+                new.write_text(text, encoding="utf-8")
 
 
 def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
@@ -109,11 +111,8 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     options = resumed_options(options)
     training, held_out = open_examples(options)
     model, processor, dtype = load_start(options)
-    if options.scale_lr:  # the wider a model, the lower its learning rate, in proportion (Yang et al. 2022)
-        cfg = replace(cfg, lr=cfg.lr * REFERENCE_HIDDEN_DIM / processor.cfg.lm_hidden_dim)
     mixture, skip = Mixture(training, cfg.seed), options.read.skip_errors
-    if options.epochs is not None:
-        cfg = replace(cfg, max_steps=steps_of_epochs(options.epochs, mixture, cfg))
+    cfg, reasons = choose_settings(options, cfg, processor.cfg.lm_hidden_dim, mixture)
     n_parts = 1
     if any(isinstance(subset.source, Stream) for subset in training):  # each process that prepares batches reads a part
         n_parts = world_size() * max(1, cfg.num_workers)
@@ -141,7 +140,32 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
     )
     if os.environ.get("RANK", "0") == "0":
         logger.info(describe_data(mixture, held_out, cfg, options.validation))
+        if reasons:
+            logger.info(f"chosen: {'; '.join(reasons)}")
     return model, task, cfg
+
+
+def choose_settings(
+    options: FinetuneOptions, cfg: TrainConfig, width: int, mixture: Mixture
+) -> tuple[TrainConfig, Sequence[str]]:
+    """cfg with the steps that options.epochs ask for and the settings that options.automatic leave open; and why."""
+    automatic, steps_per_epoch = options.automatic, count_steps_per_epoch(mixture, cfg)
+    if options.epochs is not None:
+        if not steps_per_epoch:
+            raise UsageError("--epochs needs data whose size is known, unlike a stream's or scenes'; use --max-steps")
+        cfg = replace(cfg, max_steps=max(1, math.ceil(round(options.epochs * steps_per_epoch, 6))))
+        automatic = [name for name in automatic if name != "max_steps"]
+    optimizer = None if options.backbones else find_optimizer(snapshot_path(options.model, options.revision))
+    return choose(cfg, automatic, width=width, optimizer=optimizer, steps_per_epoch=steps_per_epoch)
+
+
+def find_optimizer(folder: Path) -> str | None:
+    """The optimizer that a model was trained by, as run.yaml or the metadata of its card say."""
+    for path in (folder / RUN_FILE, folder / "README.md"):
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        if found := re.search(r"^optimizer: (\w+)$", text, re.MULTILINE):
+            return found[1]
+    return None
 
 
 def starts_anew(options: FinetuneOptions) -> bool:

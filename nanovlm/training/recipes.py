@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Trainer)
 def train_scenes(options: FinetuneOptions, cfg: TrainConfig) -> VisionLanguageModel:
     """Train the embedded model on drawn scenes, write it to options.out and return it; see Trainer.run."""
     check_folder(options.out, ())
-    write_run_file(options)
+    write_run_file(options, cfg)
     with memory_errors():
         return _start(options, cfg, Trainer).run()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from models.checkpoint import checkpoint_dtype, save_checkpoint
@@ -26,7 +27,7 @@ from nanovlm.errors import TrainingError
 from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
 from nanovlm.synthetic import caption, draw, random_scene
 from nanovlm.training import finetuning
-from nanovlm.training.config import ADAPTERS, BASE_FORMATS, FINETUNING, SCENES
+from nanovlm.training.config import ADAPTERS, BASE_FORMATS, FINETUNING, MAX_STEPS, MUON_LR, SCENES, choose
 from nanovlm.training.examples import open_data, open_examples
 from nanovlm.training.finetuning import FinetuneOptions, prepare
 from nanovlm.training.loop import Trainer
@@ -185,8 +186,8 @@ def test_every_run_writes_the_file_that_repeats_it(train):
     assert train(*QUICK, *flags.split(), "--prompt", "What: 'ü'?")[0] == 0
     code, _, err = train("--config", "out/run.yaml", "--out", "again")
     assert code == 0, err
-    first, again = Path("out/run.yaml").read_text(), Path("again/run.yaml").read_text()
-    assert again == first.replace("out: out", "out: again") and "max_steps: 3" in first
+    first, again = (yaml.safe_load(Path(out, "run.yaml").read_text()) for out in ("out", "again"))
+    assert again == first | {"out": "again"} and first["max_steps"] == 3 and first["optimizer"] == "adamw"
     assert Path("again/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
     code, _, err = train("--config", "out/run.yaml", "--out", "third", "--max-steps", "1", "--data", "mine")
     assert code == 0 and "step 1/1" in err and "scenes" not in err
@@ -343,8 +344,26 @@ def test_the_default_learning_rate_depends_on_lora_and_on_the_width_of_the_model
     save_checkpoint("wide", wide, captioner.tokenizer.to_json())
     lora, given = ["--lora-rank", "4"], ["--lr", "0.5"]
     flags = ([], lora, ["--model", "wide"], [*lora, "--model", "wide"], [*given, "--model", "wide"])
-    rates = [prepared("--data", "mine", *QUICK, *some)[2].lr for some in flags]
-    assert rates == pytest.approx([FINETUNING.lr, ADAPTERS.lr, FINETUNING.lr / 2, ADAPTERS.lr / 2, 0.5])
+    chosen = [prepared("--data", "mine", *QUICK, *some)[2] for some in flags]
+    rates = [MUON_LR, ADAPTERS.lr, FINETUNING.lr / 2, ADAPTERS.lr / 2, 0.5]
+    assert [cfg.lr for cfg in chosen] == pytest.approx(rates)
+    assert [cfg.optimizer for cfg in chosen] == ["muon"] + 4 * ["adamw"], "the embedded model's card says muon"
+    Path("wide/run.yaml").write_text("optimizer: muon\n")
+    assert prepared("--data", "mine", *QUICK, "--model", "wide")[2].optimizer == "muon"
+    assert prepared("--data", "mine", *QUICK, "--optimizer", "adamw")[2].lr == pytest.approx(FINETUNING.lr)
+
+
+def test_the_default_number_of_steps_depends_on_the_number_of_examples(train):
+    def steps(examples, **changes):
+        cfg, _ = choose(
+            replace(FINETUNING, **changes), ["max_steps"], width=192, optimizer=None, steps_per_epoch=examples / 8
+        )
+        return cfg.max_steps
+
+    assert [steps(n) for n in (0, 8, 400, 10**6)] == [850, 850, 30 * 50, MAX_STEPS]
+    scenes(3)
+    _, _, err = train("--data", "mine", "--dry-run", "--num-workers", "0", "--batch-size", "2")
+    assert "850 steps, 567 epochs" in err
 
 
 @pytest.mark.full
@@ -407,8 +426,8 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
     scenes(4)
     Path("mine/2.png").write_bytes(Path("mine/2.png").read_bytes()[:200])
     code, out, err = train("--data", "mine", *QUICK, "--num-workers", workers)
-    assert (code, out) == (1, "") and len(err.splitlines()) == 2
-    assert err.splitlines()[1].startswith("train.py: mine/2.png: ")
+    assert (code, out) == (1, "") and len(err.splitlines()) == 3
+    assert err.splitlines()[2].startswith("train.py: mine/2.png: ")
     assert "--on-error skip" in err and "--check-data" in err
     code, _, err = train("--data", "mine", *QUICK, "--num-workers", workers, "--on-error", "skip")
     assert code == 0 and Path("out/model.safetensors").exists()
@@ -532,7 +551,7 @@ def test_only_errors_of_the_user_become_one_line(train, monkeypatch, error, code
     result, out, err = train("--data", "mine", *QUICK)
     assert (result, out) == (code, "")
     if line:
-        assert err.splitlines()[1:] == [line]
+        assert err.splitlines()[2:] == [line]
     else:
         assert "Traceback" in err and str(error) in err and "bug in nanovlm" in err
 
