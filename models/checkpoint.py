@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.config import VLMConfig, formats
-from models.errors import CheckpointError
+from models.errors import CheckpointError, InputError
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 INDEX = "model.safetensors.index.json"
@@ -298,11 +298,12 @@ def atomic_dir(path: str | os.PathLike) -> Iterator[Path]:
     """`with atomic_dir(path) as new:` fill the folder `new`, which becomes `path` at the end and vanishes on an error.
 
     If `path` exists already, its files of the same names are replaced one by one, each atomically, and others stay;
-    so are those of subfolders. Modes follow the umask.
+    so are those of subfolders. Modes follow the umask. OSError if something cannot be written.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = _temporary_name(path)
+    inside = path / "new" if path.exists() else path  # a folder may be another disk than its parent
+    inside.parent.mkdir(parents=True, exist_ok=True)
+    new = _temporary_name(inside)
     new.mkdir()
     try:
         yield new
@@ -316,8 +317,25 @@ def atomic_dir(path: str | os.PathLike) -> Iterator[Path]:
                 os.replace(file, target)
         else:
             os.rename(new, path)
+    except SafetensorError as error:  # of a full disk
+        raise OSError(f"{path} cannot be written: {error}") from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def check_output_folder(folder: str | os.PathLike, n_bytes: int = 0) -> None:
+    """Raise InputError for an output folder that cannot be made or written, or lacks room for n_bytes."""
+    path = Path(os.path.abspath(folder))
+    if not os.fspath(folder):
+        raise InputError("the output folder has an empty name; name a folder, or . for the current one")
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        raise InputError(f"{folder}: {existing.name} is a file; name a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise InputError(f"{folder}: {existing} is not writable; name another folder")
+    free = shutil.disk_usage(existing).free
+    if free < n_bytes:
+        raise InputError(f"{folder}: {free / 2**20:,.0f} MiB are free, {n_bytes / 2**20:,.0f} MiB needed; free some")
 
 
 def _temporary_name(path: Path) -> Path:

@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from nanovlm.export.onnx import check_onnx_extra, export_onnx
     from nanovlm.export.transformers import export_notes, export_smolvlm
 
+    check_out(args.out)
     if args.onnx_dtype and not args.onnx:
         raise UsageError("--onnx-dtype needs --onnx")
     if args.base and not args.adapters:
@@ -76,6 +77,17 @@ def run(args: argparse.Namespace) -> int:
     for note in export_notes(captioner.model.cfg):
         logger.warning("note: %s", note)
     return 0
+
+
+def check_out(out: str) -> None:
+    """UsageError for an output folder that cannot be written, before any work."""
+    from models.checkpoint import check_output_folder
+    from nanovlm.errors import InputError, UsageError
+
+    try:
+        check_output_folder(out)
+    except InputError as error:
+        raise UsageError(f"--out {error}") from None
 
 
 def run_gguf(args: argparse.Namespace) -> int:

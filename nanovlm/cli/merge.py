@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from nanovlm.cli.export import check_out
+
 HELP = "Merge a checkpoint of a sharded training run (--fsdp) into a model that every verb reads."
 EXAMPLE = "nanovlm merge out/mine/checkpoints/step-500 --out out/step-500"
 
@@ -27,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from nanovlm.training.checkpointing import merge_checkpoint
 
     out = Path(args.out)
+    check_out(args.out)
     if (out / WEIGHTS).exists():
         raise UsageError(f"--out {out} holds a model already; name another folder")
     try:

@@ -96,6 +96,12 @@ def write_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def disk_space(model: VisionLanguageModel, checkpoints: int) -> int:
+    """Bytes of a model and of checkpoints that also have two moments of each trained weight."""
+    size = sum(p.nbytes for p in model.parameters())
+    return size + checkpoints * (size + 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad))
+
+
 @dataclass(frozen=True)
 class BaseModel:
     """The model that is fine-tuned: a folder or a Hub id at a revision."""

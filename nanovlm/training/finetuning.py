@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, snapshot_path
+from models.checkpoint import WEIGHTS, atomic_write, check_output_folder, checkpoint_dtype, load_config, snapshot_path
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.captioner import Captioner
 from nanovlm.data import Batches, Mixture, Stream
@@ -183,8 +183,10 @@ def base_model(options: FinetuneOptions) -> BaseModel:
 
 def check_folder(folder: Path, data: Sequence[str]) -> None:
     """UsageError for a folder to which a model cannot be written without overwriting something else."""
-    if folder.is_file():
-        raise UsageError(f"--out {folder} is a file; name a folder for the model")
+    try:
+        check_output_folder(folder)
+    except InputError as error:
+        raise UsageError(f"--out {error}") from None
     if (folder / WEIGHTS).exists() and not checkpoint_paths(folder):
         raise UsageError(f"--out {folder} holds a model but no checkpoints to resume from; name another folder")
     if folder.resolve() in [Path(parse_data(text)[0]).resolve() for text in data]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.checkpoint import atomic_dir
+from models.checkpoint import atomic_dir, check_output_folder
 from models.lora import adapters, merge
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.device import BusyMonitor, choose_training_dtype
@@ -33,6 +33,7 @@ from nanovlm.training.checkpointing import (
     Checkpoint,
     checkpoint_path,
     checkpoint_paths,
+    disk_space,
     load_newest,
     read_checkpoint,
     restore_model,
@@ -114,6 +115,8 @@ class Trainer:
         if cfg.fsdp:
             self._check_fsdp()
         freeze(model, cfg)
+        if not checkpoint_paths(task.folder):  # those of a run that is resumed have their space
+            check_output_folder(task.folder, disk_space(model, cfg.keep_checkpoints))
         with write_errors(task.folder):  # before any work
             task.folder.mkdir(parents=True, exist_ok=True)
         self.context.check_shared(task.folder)

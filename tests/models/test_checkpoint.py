@@ -4,6 +4,7 @@ import json
 import math
 import os
 import struct
+from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
@@ -13,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from safetensors.torch import load_model as load_strictly
 
 import models.checkpoint as checkpoint
-from models.checkpoint import atomic_write, load_config, save_checkpoint, snapshot_path
-from models.errors import CheckpointError
+from models.checkpoint import atomic_write, check_output_folder, load_config, save_checkpoint, snapshot_path
+from models.errors import CheckpointError, InputError
 from models.formats import other_files
 from models.vision_language_model import load_model
 from support.checkpoints import EMBEDDING, HEAD, INV_FREQ, stock_model, stock_shapes
@@ -364,3 +365,22 @@ def test_a_missing_hub_model_raises_in_one_line_offline(tmp_path, monkeypatch):
         snapshot_path("nobody-here/no-such-model")
     assert "nobody-here/no-such-model" in str(error.value) and "\n" not in str(error.value)
     assert "offline" in str(error.value) and "pass a local folder" in str(error.value)
+
+
+@pytest.mark.parametrize("folder", [".", "", "there", "new/deeper"])
+def test_a_model_is_saved_in_any_folder_by_one_name_or_another(tiny_model, tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    model = tiny_model()
+    model.save_pretrained(folder, tokenizer="{}")
+    assert (Path(folder) / "model.safetensors").is_file()
+    assert not list(tmp_path.rglob(".*")) and not list(tmp_path.parent.glob(".*.tmp")), "no temporary files are left"
+
+
+def test_an_output_folder_is_checked_before_the_work(tmp_path):
+    (tmp_path / "file").touch()
+    check_output_folder(tmp_path / "new/deeper", 1000)
+    wrong = {"empty": ("", 0), "is a file": (tmp_path / "file/x", 0), "MiB are free": (tmp_path, 2**60)}
+    for words, (folder, n) in wrong.items():
+        with pytest.raises(InputError, match=words):
+            check_output_folder(folder, n)

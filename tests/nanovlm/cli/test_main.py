@@ -171,3 +171,15 @@ def test_an_image_in_place_of_a_verb_is_a_suggestion(argv, capsys):
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1
     assert err.endswith(f"did you mean: nanovlm caption {' '.join(argv)}\n")
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [["train", "--data", "."], ["export", "nowhere"], ["export", "nowhere", "--gguf"], ["merge", "nowhere"]],
+    ids=["train", "export", "gguf", "merge"],
+)
+@pytest.mark.parametrize(("out", "words"), [("", "--out"), ("good.png", "is a file")])
+def test_every_verb_checks_its_output_folder_first(capsys, verb, out, words):
+    assert cli.main([*verb, "--out", out]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "--out" in err and words in err
