@@ -67,7 +67,7 @@ class TrainingSetup:
             max_steps=max_steps,
             batch_size=self.batch_size,
             dtype=self.dtype,
-            random_crop=0.0,
+            random_affine=0.0,
             num_workers=0,
         )
         options = FinetuneOptions(

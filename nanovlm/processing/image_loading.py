@@ -256,12 +256,24 @@ def as_tensor(image: Image.Image) -> torch.Tensor:
     return torch.frombuffer(bytearray(image.tobytes()), dtype=dtype).view(height, width, -1).permute(2, 0, 1)
 
 
-def random_crop(image: Image.Image, max_margin: float, rng: Random) -> Image.Image:
-    """Crop each side by a random part of the width or height, up to max_margin of it."""
-    from torchvision.transforms.v2.functional import crop  # here, so that captions do not wait for its import
+def random_affine(image: Image.Image, amount: float, rng: Random) -> Image.Image:
+    """Rotate an RGB image by up to 100 * amount degrees, move and scale it by up to amount; the size stays.
 
-    left, top, right, bottom = (int(rng.uniform(0, max_margin) * side) for side in 2 * image.size)
-    return crop(image, top, left, image.height - top - bottom, image.width - left - right)
+    What becomes visible outside of it has the mean color of its corners.
+    """
+    from torchvision.transforms.v2.functional import InterpolationMode, affine  # here: captions do without the import
+
+    right, bottom = image.width - 1, image.height - 1
+    corners = [image.getpixel(corner) for corner in ((0, 0), (right, 0), (0, bottom), (right, bottom))]
+    return affine(
+        image,
+        angle=rng.uniform(-100 * amount, 100 * amount),
+        translate=[round(rng.uniform(-amount, amount) * side) for side in image.size],
+        scale=rng.uniform(1 - amount, 1 + amount),
+        shear=[0.0, 0.0],
+        interpolation=InterpolationMode.BILINEAR,
+        fill=[sum(values) // 4 for values in zip(*corners)],  # type: ignore[arg-type]
+    )
 
 
 # ------------------------------------------------------------------------------------ silence while decoding

@@ -103,8 +103,12 @@ class TrainConfig:
     pack: int = setting(
         0, "pack examples into rows of up to N tokens that do not attend to each other; 0 pads instead", needs="data"
     )
-    random_crop: float = setting(
-        0.0, "from an image's second epoch on, crop at random up to this share of each side", below=0.5, needs="data"
+    random_affine: float = setting(
+        0.0,
+        "from an image's second epoch on, move and scale it by up to this share, and rotate it by up to 100 times as "
+        "many degrees",
+        below=0.5,
+        needs="data",
     )
     lr: float = setting(
         1e-3, "peak learning rate; with --data the default is multiplied by 192 / lm_hidden_dim of the model", above=0
@@ -293,7 +297,7 @@ SCENES = TrainConfig(
 FINETUNING = TrainConfig(
     max_steps=850,
     batch_size=8,
-    random_crop=0.1,
+    random_affine=0.1,
     lr=8e-4,
     warmup_steps=20,
     decay=0.6,

@@ -127,7 +127,7 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         evaluation["validation"] = Batches(unseen, processor, cfg.batch_size, skip, cfg.pack, n_rows=n)
         evaluation["answer_questions"] = answer_scorer(unseen, n, processor, options, cfg)
     task = TrainingTask(
-        Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.random_crop, n_parts),
+        Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.random_affine, n_parts),
         processor.tokenizer.to_json(),
         options.out,
         save_dtype=dtype,

@@ -13,7 +13,7 @@ from nanovlm.data import Batches, Mixture, Source, Stream, Subset, split
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.source import Part
 from nanovlm.errors import DataError
-from nanovlm.processing.image_loading import random_crop
+from nanovlm.processing.image_loading import random_affine
 from support import noise_image
 
 
@@ -277,7 +277,7 @@ def test_batches_are_a_pure_function_and_can_be_pickled(tiled):
     assert not torch.equal(batches(2)["input_ids"], batches(3)["input_ids"])
 
 
-def test_only_images_shown_before_are_cropped(tiled):
+def test_only_images_shown_before_are_changed(tiled):
     image = noise_image(40, 30)
     make = lambda record, name: Example([image], [("?", str(record))], name)  # noqa: E731
     small, endless = Source("small", range(6), make), Source("endless", range(10**6), make, endless=True)
@@ -294,14 +294,18 @@ def test_only_images_shown_before_are_cropped(tiled):
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 3), (40, 30), (1000, 7)])
-def test_crop_removes_at_most_its_fraction_of_each_side(size):
-    image, rng, sizes = Image.new("RGB", size), random.Random(0), set()
-    for _ in range(200):
-        sizes.add(random_crop(image, 0.1, rng).size)
-        assert min(random_crop(image, 0.49, rng).size) > 0
-    for side, lengths in zip(size, zip(*sizes)):
-        assert max(lengths) <= side and min(lengths) >= side - 2 * int(0.1 * side)
-        assert len(set(lengths)) > 2 or side < 20
+def test_an_image_is_moved_a_little_before_the_color_of_its_corners(size):
+    """A white square in the middle of blue stays white and near the middle, and all four corners stay blue."""
+    image, rng, seen = Image.new("RGB", size, (10, 20, 200)), random.Random(0), set()
+    width, height = size
+    image.paste("white", (width // 4, height // 4, 3 * width // 4, 3 * height // 4))
+    for _ in range(50):
+        moved = random_affine(image, 0.1, rng)
+        assert (moved.size == size and moved.getpixel((0, 0)) == (10, 20, 200)) or min(size) < 20
+        assert moved.getpixel((width // 2, height // 2)) == (255, 255, 255) or min(size) < 20
+        seen.add(moved.tobytes())
+    assert len(seen) > 40 or min(size) < 20
+    assert random_affine(image, 0.0, rng).tobytes() == image.tobytes()
 
 
 @pytest.mark.parametrize("kind", ["source", "stream"])
