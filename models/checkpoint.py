@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.config import VLMConfig, formats
-from models.errors import CheckpointError, InputError
+from models.errors import CheckpointError
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 INDEX = "model.safetensors.index.json"
@@ -321,21 +321,6 @@ def atomic_dir(path: str | os.PathLike) -> Iterator[Path]:
         raise OSError(f"{path} cannot be written: {error}") from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
-
-
-def check_output_folder(folder: str | os.PathLike, n_bytes: int = 0) -> None:
-    """Raise InputError for an output folder that cannot be made or written, or lacks room for n_bytes."""
-    path = Path(os.path.abspath(folder))
-    if not os.fspath(folder):
-        raise InputError("the output folder has an empty name; name a folder, or . for the current one")
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not existing.is_dir():
-        raise InputError(f"{folder}: {existing.name} is a file; name a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise InputError(f"{folder}: {existing} is not writable; name another folder")
-    free = shutil.disk_usage(existing).free
-    if free < n_bytes:
-        raise InputError(f"{folder}: {free / 2**20:,.0f} MiB are free, {n_bytes / 2**20:,.0f} MiB needed; free some")
 
 
 def _temporary_name(path: Path) -> Path:

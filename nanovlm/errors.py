@@ -27,7 +27,8 @@ class UsageError(NanoVLMError):
 
 def usage_error(error: InputError) -> UsageError:
     """The error of a setting, named by its flag: "--batch-size 0 must be ..." for "batch_size=0 must be ..."."""
-    return UsageError(re.sub(r"^(\w+)=", lambda match: f"--{match[1].replace('_', '-')} ", str(error)))
+    message = re.sub(r"^(\w+)=", lambda match: f"--{match[1].replace('_', '-')} ", str(error))
+    return UsageError(" ".join(message.split()))
 
 
 class ImageError(NanoVLMError, ValueError):

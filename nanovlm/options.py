@@ -4,14 +4,17 @@ Each setting is one field, with its default, its check and the help of its flag 
 A record is made once, from keyword arguments or from flags, and passed whole.
 """
 
+import os
 import re
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from models.config import MAX_NEW_TOKENS, SamplingParams, check_settings, setting
-from nanovlm.embedded import EMBEDDED
+from nanovlm.embedded import EMBEDDED, PROMPT
+from nanovlm.errors import InputError
 
 Record = TypeVar("Record")
 
@@ -20,6 +23,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
 CHAT_MAX_NEW_TOKENS = 256
 EVALUATION_MAX_NEW_TOKENS = 64
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 SENTENCE_END = re.compile(r"""[.!?…。！？]["'”’»)\]]*(?=\s|$)|[。！？]""")
 
 
@@ -28,7 +32,12 @@ class ModelOptions:
     """Which model runs, where and how. InputError for a value that is not supported."""
 
     model: str | Path = setting(  # noqa: RUF009
-        EMBEDDED, "a folder or a Hub id, owner/name", metavar="FOLDER_OR_HUB_ID", default_text="the embedded model"
+        EMBEDDED,
+        "a folder or a Hub id, owner/name",
+        "a folder that is there, or a Hub id like owner/name",
+        lambda model: is_model_name(model),
+        metavar="FOLDER_OR_HUB_ID",
+        default_text="the embedded model",
     )
     revision: str | None = setting(None, "branch, tag or commit of a Hub model")
     device: str = setting("auto", "where the model runs", choices=DEVICES)
@@ -37,6 +46,8 @@ class ModelOptions:
         None,
         "CPU threads; auto follows OMP_NUM_THREADS, affinity and a container's quota; on a busy machine 1 may be many "
         "times faster",
+        "auto or a number from 1 to 1024",
+        lambda n: n in (None, "auto") or (n.isdecimal() and 0 < int(n) <= 1024),
         metavar="N",
     )  # None leaves PyTorch's
     quantize: str | None = setting(
@@ -79,6 +90,19 @@ class GenerationOptions(SamplingParams):
     trim_incomplete: bool = setting(False, "cut the last sentence of an answer that --max-new-tokens has ended")
 
 
+@dataclass(frozen=True)
+class ReadOptions:
+    """How to read sources, where the files themselves do not decide it."""
+
+    prompt: str = PROMPT  # the question for data that have captions only
+    images: str | None = None  # folder of the images that a JSON file names
+    text_column: str | None = None
+    prompt_column: str | None = None
+    min_ratings: Mapping[str, float] = field(default_factory=dict)  # rating name -> minimum, of the_cauldron's turns
+    stream: bool = False  # read a Hub dataset while it downloads
+    skip_errors: bool = False  # leave out examples that cannot be used
+
+
 def with_changes(record: Record, changes: Mapping[str, Any]) -> Record:
     """The record with other values of some fields; TypeError for an unknown name, InputError for a value."""
     names = [f.name for f in fields(record)]  # type: ignore[arg-type]
@@ -96,7 +120,27 @@ def generation_options(options: GenerationOptions | None, changes: Mapping[str, 
     return with_changes(options or GenerationOptions(), values)
 
 
+def is_model_name(name: str | Path) -> bool:
+    """Whether there is such a folder, or the name is one that a Hub repository may have."""
+    return Path(name).is_dir() or HUB_ID.fullmatch(str(name)) is not None
+
+
+def check_output_folder(folder: str | os.PathLike, n_bytes: int = 0) -> None:
+    """Raise InputError for an output folder that cannot be made or written, or lacks room for n_bytes."""
+    path = Path(os.path.abspath(folder))
+    if not os.fspath(folder):
+        raise InputError("the output folder has an empty name; name a folder, or . for the current one")
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        raise InputError(f"{folder}: {existing.name} is a file; name a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise InputError(f"{folder}: {existing} is not writable; name another folder")
+    free = shutil.disk_usage(existing).free
+    if free < n_bytes:
+        raise InputError(f"{folder}: {free / 2**20:,.0f} MiB are free, {n_bytes / 2**20:,.0f} MiB needed; free some")
+
+
 def cut_incomplete_sentence(text: str) -> str:
-    """The text up to the end of its last whole sentence; all of it, if it has none."""
+    """The text up to the end of its last whole sentence; if it has none, all but a comma or the like at its end."""
     ends = [match.end() for match in SENTENCE_END.finditer(text)]
-    return text[: ends[-1]] if ends else text
+    return text[: ends[-1]] if ends else text.rstrip(" \n,;:-")

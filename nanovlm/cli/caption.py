@@ -18,6 +18,7 @@ from nanovlm.cli.options import (
     load_captioner,
     model_options,
     refuse_flags,
+    report_missing,
 )
 from nanovlm.console import print_error
 from nanovlm.embedded import PROMPT, SAMPLE, trained_prompts
@@ -162,6 +163,8 @@ def run(args: argparse.Namespace) -> int:
     defaults: dict[str, int] = {}
     if args.length:
         args.prompts[0], defaults = LENGTHS[args.length]
+    if not all(map(str.strip, args.prompts)):
+        raise UsageError("--prompt is empty; omit it to have the image described")
     generation, model = from_args(GenerationOptions, args, **defaults), model_options(args)
     if args.length:
         check_length(args.length, args.prompts[0], model)
@@ -174,6 +177,8 @@ def run(args: argparse.Namespace) -> int:
         from nanovlm.cli.caption_files import caption_files
 
         return caption_files(args, generation)
+    if report_missing(args.images):
+        return 1
     return print_captions(
         PrintOptions(args.images, args.prompts, args.samples, args.json, args.stats), generation, model
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from models.config import SamplingParams
 from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import add_model_flags, from_args, load_captioner, model_options
+from nanovlm.cli.options import add_model_flags, from_args, load_captioner, model_options, report_missing
 from nanovlm.console import bold, print_error
 from nanovlm.errors import ImageError, InputError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions
@@ -48,12 +48,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer questions until there are no more; 1 if a line that was piped in failed."""
     generation = from_args(GenerationOptions, args, max_new_tokens=CHAT_MAX_NEW_TOKENS)
+    model = model_options(args)
+    if report_missing(args.images):
+        return 1
     try:
         images = load_images(args.images)
     except ImageError as error:
         print_error(str(error))
         return 1
-    captioner = load_captioner(model_options(args), own_images=bool(args.images))
+    captioner = load_captioner(model, own_images=bool(args.images))
     try:
         check_chat_template(captioner)
         chat = Chat(captioner, generation, args.images, images)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nanovlm.cli.options import (
     add_model_flags,
     add_read_flags,
+    check_data_names,
     check_validation,
     load_captioner,
     model_options,
@@ -35,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--validation",
         type=float,
-        metavar="N",
+        metavar="N_OR_SHARE",
         help="ask only what training with the same --validation holds out (default: all examples)",
     )
     add("--limit", type=int, metavar="N", help="ask of each source at most the first N examples")
@@ -59,16 +60,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_flags(args)
+    check_data_names(args.data)
+    model, read = model_options(args), read_options_from_args(args)
+
     from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
     from nanovlm.training.examples import open_data
 
-    check_flags(args)
     metrics = metrics_from_args(args.metric)
-    read = read_options_from_args(args)
     everything, held_out = open_data(args.data, read, args.validation or 0)
     questions = questions_of(held_out if args.validation else everything, args.limit, read.skip_errors)
     options = EvaluationOptions(metrics, args.batch_size, args.max_new_tokens, read.skip_errors)
-    model = model_options(args)
     captioner = load_captioner(model)
     result = evaluate(captioner, questions, options)
     if result.skipped:

@@ -4,6 +4,9 @@ import argparse
 import logging
 from pathlib import Path
 
+from nanovlm.errors import InputError, UsageError
+from nanovlm.options import check_output_folder, is_model_name
+
 HELP = "Write a model in the layout of transformers' SmolVLM, or as GGUF files for llama.cpp."
 EXAMPLE = "nanovlm export out/mine --out out/smolvlm"
 
@@ -44,14 +47,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_out(args.out)
+    if not is_model_name(args.model):
+        raise UsageError(f"{args.model} must be a folder that is there, or a Hub id like owner/name")
+
     from models.lora import ADAPTER_CONFIG, adapter_folder
     from nanovlm.captioner import Captioner
-    from nanovlm.errors import InputError, UsageError
     from nanovlm.export.adapters import export_with_adapters
     from nanovlm.export.onnx import check_onnx_extra, export_onnx
     from nanovlm.export.transformers import export_notes, export_smolvlm
 
-    check_out(args.out)
     if args.onnx_dtype and not args.onnx:
         raise UsageError("--onnx-dtype needs --onnx")
     if args.base and not args.adapters:
@@ -81,9 +86,6 @@ def run(args: argparse.Namespace) -> int:
 
 def check_out(out: str) -> None:
     """UsageError for an output folder that cannot be written, before any work."""
-    from models.checkpoint import check_output_folder
-    from nanovlm.errors import InputError, UsageError
-
     try:
         check_output_folder(out)
     except InputError as error:
@@ -92,7 +94,6 @@ def check_out(out: str) -> None:
 
 def run_gguf(args: argparse.Namespace) -> int:
     from nanovlm.captioner import Captioner
-    from nanovlm.errors import InputError, UsageError
     from nanovlm.export.gguf import check_gguf_extra, export_gguf
 
     if args.onnx or args.adapters:

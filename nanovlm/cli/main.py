@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_verb(name: str, argv: Sequence[str] | None = None) -> int:
     """Run one verb as a program of its own, as generate.py and train.py do; returns the exit code."""
     verb = import_verb(name)
-    parser = Parser(description=verb.HELP)
+    example = verb.EXAMPLE.replace(f"nanovlm {name}", f"python {Path(sys.argv[0]).name}")
+    parser = Parser(description=verb.HELP, epilog=f"example: {example}")
     add_verb_flags(verb, parser)
     return run(parser.parse_args(argv))
 

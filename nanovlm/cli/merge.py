@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from nanovlm.cli.export import check_out
+from nanovlm.errors import InputError, UsageError
 
 HELP = "Merge a checkpoint of a sharded training run (--fsdp) into a model that every verb reads."
 EXAMPLE = "nanovlm merge out/mine/checkpoints/step-500 --out out/step-500"
@@ -22,14 +23,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_out(args.out)
+    if not Path(args.checkpoint).is_dir():
+        raise UsageError(f"{args.checkpoint}: no such folder; name FOLDER/checkpoints/step-N of a run with --fsdp")
+
     import torch
 
     from models.checkpoint import WEIGHTS
-    from nanovlm.errors import InputError, UsageError
     from nanovlm.training.checkpointing import merge_checkpoint
 
     out = Path(args.out)
-    check_out(args.out)
     if (out / WEIGHTS).exists():
         raise UsageError(f"--out {out} holds a model already; name another folder")
     try:

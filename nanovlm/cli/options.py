@@ -1,6 +1,7 @@
 """Flags made from options records and records made from flags; and the flags of data, which several verbs share."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -8,11 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from nanovlm.console import print_error
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, PROMPT
 from nanovlm.errors import InputError, UsageError, usage_error
-from nanovlm.options import ModelOptions
+from nanovlm.options import ModelOptions, ReadOptions
 
 if TYPE_CHECKING:
     from nanovlm.captioner import Captioner
-    from nanovlm.data import ReadOptions
 
 EMBEDDED_NOTE = f"note: {EMBEDDED_LIMITS}; --model FOLDER_OR_HUB_ID names a model for photographs"
 THREADS = "auto"  # the library alone leaves PyTorch's number
@@ -120,9 +120,23 @@ def check_validation(n: float | None) -> None:
         raise UsageError(f"--validation {n:g} is neither a share below 1 nor a number of examples")
 
 
-def read_options_from_args(args: argparse.Namespace) -> "ReadOptions":
-    from nanovlm.data import ReadOptions
+def report_missing(names: Sequence[str]) -> bool:
+    """Whether none of some images is there, which is reported before anything is imported to read them."""
+    is_missing = bool(names) and not any(name == "-" or os.path.lexists(name) or "://" in name for name in names)
+    for name in names if is_missing else ():
+        print_error(f"{name if name.isprintable() else repr(name)}: No such file or directory")
+    return is_missing
 
+
+def check_data_names(names: Sequence[str]) -> None:
+    """UsageError for a name that can be neither that of a file nor of a Hub data set, before anything is imported."""
+    for name in names:
+        path = name if os.path.exists(name) else name.rpartition("@")[0] or name
+        if not (os.path.exists(path) or "/" in path or path == "scenes"):
+            raise UsageError(f"--data {path}: no such file or folder, nor a Hub data set like owner/name")
+
+
+def read_options_from_args(args: argparse.Namespace) -> ReadOptions:
     ratings = {}
     for text in args.min_rating or ():
         name, _, minimum = text.partition("=")

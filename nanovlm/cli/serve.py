@@ -50,6 +50,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    model = model_options(args)
+    if not 0 <= args.port <= 65535:
+        raise UsageError(f"--port {args.port} is not from 0 to 65535")
     try:
         from nanovlm.serving.server import listen, serve
     except ModuleNotFoundError as error:
@@ -58,7 +61,6 @@ def run(args: argparse.Namespace) -> int:
         raise MissingExtraError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
     options = server_options(args)
     with listen(options) as listening_socket:  # a port in use is reported before the model is loaded
-        model = model_options(args)
         captioner = load_captioner(model, [PROMPT], own_images=True)
         description = EMBEDDED_LIMITS if model.model == EMBEDDED else ""
         serve(captioner, model_name(model.model), listening_socket, options, description)

@@ -7,7 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nanovlm.cli.options import add_read_flags, add_threads_flag, check_validation, read_options_from_args
+from nanovlm.cli.options import (
+    add_read_flags,
+    add_threads_flag,
+    check_data_names,
+    check_validation,
+    read_options_from_args,
+)
 from nanovlm.cli.run_file import apply_run_file, default_args, run_file_text
 from nanovlm.errors import InputError, UsageError, usage_error
 from nanovlm.training.config import (
@@ -56,9 +62,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nanovlm.device import set_threads
-    from nanovlm.training.distributed import run_and_exit
-
     if args.config:
         apply_run_file(args, add_flags)
     if bool(args.data) == bool(args.recipe):
@@ -69,6 +72,11 @@ def run(args: argparse.Namespace) -> int:
         cfg, options = config_from_args(args), options_from_args(args)
     except InputError as error:
         raise usage_error(error) from None
+    check_data_names(options.data)
+
+    from nanovlm.device import set_threads
+    from nanovlm.training.distributed import run_and_exit
+
     for name in ONEDNN_CACHES:
         os.environ.setdefault(name, ONEDNN_CAPACITY)
     set_threads(args.threads)

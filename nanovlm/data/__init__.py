@@ -3,7 +3,8 @@
 
 from nanovlm.data.detect import open_source
 from nanovlm.data.mixture import Batches, Mixture, Subset, split
-from nanovlm.data.source import ReadOptions, Source, Stream
+from nanovlm.data.source import Source, Stream
 from nanovlm.errors import DataError
+from nanovlm.options import ReadOptions
 
 __all__ = ["Batches", "DataError", "Mixture", "ReadOptions", "Source", "Stream", "Subset", "open_source", "split"]

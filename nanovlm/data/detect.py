@@ -13,9 +13,10 @@ from nanovlm.data.folders import has_caption, open_captioned_folder, open_tables
 from nanovlm.data.hf_datasets import open_dataset
 from nanovlm.data.json_files import open_json
 from nanovlm.data.remote import list_files
-from nanovlm.data.source import ReadOptions, Source, Stream
+from nanovlm.data.source import Source, Stream
 from nanovlm.data.webdataset import open_remote_tars, open_tars
 from nanovlm.errors import DataError
+from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import readable_extensions
 
 Reader = Callable[[str, Sequence[str], ReadOptions], Source | Stream]  # reads files, which are the path or below it

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from nanovlm.data.examples import Example, ExampleError
-from nanovlm.data.source import ReadOptions
 from nanovlm.errors import DataError
+from nanovlm.options import ReadOptions
 
 Pairs = list[tuple[str, str]]  # (prompt, answer)
 IMAGE_PLACEHOLDER = "<image>"  # marks an image's position in the text of LLaVA and its followers

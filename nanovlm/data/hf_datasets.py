@@ -7,8 +7,9 @@ from typing import Any
 
 from nanovlm.data.formats import applicable_options, passes_ratings, record_to_example, records_rated_high
 from nanovlm.data.remote import first_line, remote_errors
-from nanovlm.data.source import INSTALL_DATA, ReadOptions, Source, Stream
+from nanovlm.data.source import INSTALL_DATA, Source, Stream
 from nanovlm.errors import DataError, MissingExtraError
+from nanovlm.options import ReadOptions
 
 
 def open_dataset(path: str, files: Sequence[str], options: ReadOptions) -> Source | Stream:

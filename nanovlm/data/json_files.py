@@ -17,8 +17,9 @@ from nanovlm.data.formats import (
     records_rated_high,
 )
 from nanovlm.data.jsonl import read_jsonl, reading_errors
-from nanovlm.data.source import ReadOptions, Source, captioned_source
+from nanovlm.data.source import Source, captioned_source
 from nanovlm.errors import DataError
+from nanovlm.options import ReadOptions
 
 
 def open_json(path: str, files: Sequence[str], options: ReadOptions) -> Source:

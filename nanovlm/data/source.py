@@ -2,31 +2,18 @@
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from random import Random
 from typing import Any
 
 from nanovlm.data.examples import Example, ExampleError, ImageSource
-from nanovlm.embedded import PROMPT
 from nanovlm.errors import DataError
+from nanovlm.options import ReadOptions
 
 SHUFFLE_WINDOW = 256  # rows of a stream held in memory to be shuffled
 INSTALL_DATA = "pip install 'nanovlm[data]'"
 MakeExample = Callable[[Any, str], Example]  # (record, name) -> Example
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """How to read sources, where the files themselves do not decide it."""
-
-    prompt: str = PROMPT  # the question for data that have captions only
-    images: str | None = None  # folder of the images that a JSON file names
-    text_column: str | None = None
-    prompt_column: str | None = None
-    min_ratings: Mapping[str, float] = field(default_factory=dict)  # rating name -> minimum, of the_cauldron's turns
-    stream: bool = False  # read a Hub dataset while it downloads
-    skip_errors: bool = False  # leave out examples that cannot be used
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,8 +20,9 @@ from urllib.parse import urlsplit
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.formats import COLUMN_OPTIONS, clean_text, record_to_example
 from nanovlm.data.remote import list_files, remote_errors
-from nanovlm.data.source import INSTALL_DATA, ReadOptions, Source, Stream, captioned_source
+from nanovlm.data.source import INSTALL_DATA, Source, Stream, captioned_source
 from nanovlm.errors import DataError, MissingExtraError
+from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import readable_extensions
 
 

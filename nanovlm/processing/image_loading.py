@@ -272,7 +272,7 @@ def random_affine(image: Image.Image, amount: float, rng: Random) -> Image.Image
         scale=rng.uniform(1 - amount, 1 + amount),
         shear=[0.0, 0.0],
         interpolation=InterpolationMode.BILINEAR,
-        fill=[sum(values) // 4 for values in zip(*corners)],  # type: ignore[arg-type]
+        fill=[sum(values) // 4 for values in zip(*corners)],
     )
 
 

@@ -10,13 +10,11 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import InputError
-
-if TYPE_CHECKING:
-    from nanovlm.data import ReadOptions
+from nanovlm.options import ReadOptions
 
 T = TypeVar("T")
 
@@ -29,7 +27,7 @@ LIMITS = {
 }
 
 
-def setting(default: Any, help: str, *, metavar: str = "N", needs: str = "", flag: Any = None, **limits: Any) -> Any:
+def setting(default: Any, help: str, *, metavar: str = "", needs: str = "", flag: Any = None, **limits: Any) -> Any:
     """A field with a flag. limits are choices and those of LIMITS; a number without any is at least 0.
 
     needs names the condition under which the setting has an effect; flag holds more arguments for argparse.
@@ -70,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, presets: Mapping[str, 
     for f in settings_of(cls):
         help, options = f.metadata["help"], dict(f.metadata["flag"])
         if presets:
-            first, *others = [(name, getattr(preset, f.name)) for name, preset in presets.items()]
+            first, *others = [(name, _in_words(getattr(preset, f.name))) for name, preset in presets.items()]
             differ = [f"; {name}: {value}" for name, value in others if value != first[1]]
             help += f" (default: {first[1]}{''.join(differ)})"
         if f.type is bool:
@@ -79,8 +77,13 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, presets: Mapping[str, 
             options |= {"choices": choices}
         else:
             kinds = [kind for kind in (*get_args(f.type), f.type) if kind in (int, float)]
-            options = {"type": kinds[0] if kinds else str, "metavar": f.metadata["metavar"]} | options
+            kind = kinds[0] if kinds else str
+            options = {"type": kind, "metavar": f.metadata["metavar"] or ("X" if kind is float else "N")} | options
         parser.add_argument(flag_of(f.name), default=None, help=help, **options)
+
+
+def _in_words(value: Any) -> Any:
+    return ("no", "yes")[value] if isinstance(value, bool) else value
 
 
 def given_settings(cls: type, args: argparse.Namespace) -> dict[str, Any]:
@@ -217,12 +220,6 @@ class TrainConfig:
         return self.lr * min(1.0, (step + 1) / (self.warmup_steps + 1), decay)
 
 
-def _read_options() -> "ReadOptions":
-    from nanovlm.data import ReadOptions  # imports torch
-
-    return ReadOptions()
-
-
 @dataclass(frozen=True)
 class FinetuneOptions:
     """Which model to fine-tune, on which examples, and where the result goes; a value out of range is an InputError."""
@@ -259,6 +256,7 @@ class FinetuneOptions:
         None,
         "hold out N examples, or below 1 a share of them; 0 holds out none (default: a twentieth, at least 10 and at "
         "most 200, but none of fewer than 100 examples or of streamed data)",
+        metavar="N_OR_SHARE",
         minimum=0,
         needs="data",
     )
@@ -281,7 +279,7 @@ class FinetuneOptions:
         choices=BASE_FORMATS,
         needs="lora",
     )
-    read: "ReadOptions" = field(default_factory=_read_options)
+    read: ReadOptions = field(default_factory=ReadOptions)
     evaluation_flags: Sequence[str] = ()  # that were given, and have no effect unless examples are held out
     run_file: str | None = None  # the text of run.yaml, from which the command line repeats the run
     automatic: Sequence[str] = ()  # settings of TrainConfig that follow from the model and the data, see `choose`

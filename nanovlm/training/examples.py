@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from hashlib import blake2b
 
-from nanovlm.data import Mixture, ReadOptions, Source, Stream, Subset, open_source, split
+from nanovlm.data import Mixture, Source, Stream, Subset, open_source, split
 from nanovlm.data.examples import ExampleError
 from nanovlm.errors import TrainingError, UsageError
+from nanovlm.options import ReadOptions
 from nanovlm.synthetic.recipe import scene_source
 from nanovlm.training.checkpointing import stored_settings
 from nanovlm.training.config import FinetuneOptions, TrainConfig

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from models.checkpoint import WEIGHTS, atomic_write, check_output_folder, checkpoint_dtype, load_config, snapshot_path
+from models.checkpoint import WEIGHTS, atomic_write, checkpoint_dtype, load_config, snapshot_path
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.captioner import Captioner
 from nanovlm.data import Batches, Mixture, Stream
@@ -25,6 +25,7 @@ from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_met
 from nanovlm.evaluation.evaluate import Question, QuestionList, example_questions
 from nanovlm.evaluation.metrics import default_metrics
 from nanovlm.hub import upload_checkpoint
+from nanovlm.options import check_output_folder
 from nanovlm.processing.convert import check_format, convert_layout
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from models.checkpoint import atomic_dir, check_output_folder
+from models.checkpoint import atomic_dir
 from models.lora import adapters, merge
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.device import BusyMonitor, choose_training_dtype
 from nanovlm.errors import InputError, TrainingError
 from nanovlm.evaluation import Evaluation
+from nanovlm.options import check_output_folder
 from nanovlm.training.backward import autocast, backward, count_answer_tokens, count_tokens, to_device
 from nanovlm.training.checkpointing import (
     BaseModel,

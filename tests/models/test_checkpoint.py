@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from safetensors.torch import load_model as load_strictly
 
 import models.checkpoint as checkpoint
-from models.checkpoint import atomic_write, check_output_folder, load_config, save_checkpoint, snapshot_path
+from models.checkpoint import atomic_write, load_config, save_checkpoint, snapshot_path
 from models.errors import CheckpointError, InputError
 from models.formats import other_files
 from models.vision_language_model import load_model
+from nanovlm.options import check_output_folder
 from support.checkpoints import EMBEDDING, HEAD, INV_FREQ, stock_model, stock_shapes
 
 TOKENIZER = '{"model": "ünïcode"}'

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -183,3 +184,33 @@ def test_every_verb_checks_its_output_folder_first(capsys, verb, out, words):
     assert cli.main([*verb, "--out", out]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1 and "--out" in err and words in err
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_flag_has_a_help_text_in_words(verb):
+    parser = cli.Parser()
+    cli.add_verb_flags(cli.import_verb(verb), parser)
+    for action in parser._actions:
+        assert action.help and not any(word in action.help for word in ("True", "False", "None")), action.dest
+        assert not (action.metavar == "N" and action.type is float), f"{action.dest} is no whole number"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate.py good.png --model nowhere", "generate.py good.png --threads x", "generate.py good.png --prompt=",
+        "train.py --data nowhere --out o", "train.py --data . --out o --lr -1", "-m nanovlm export nowhere --out x",
+        "-m nanovlm merge nowhere --out y", "-m nanovlm evaluate --data nowhere", "-m nanovlm serve --port 99999",
+        "-m nanovlm chat nowhere.png",
+    ],
+)  # fmt: skip
+def test_wrong_use_is_noticed_before_torch_is_imported(command):
+    """Without torch, which takes seconds to import, the message is the same."""
+    program, *flags = command.split()
+    (Path("blocked") / "torch").mkdir(parents=True)
+    Path("blocked/torch/__init__.py").write_text("raise SystemExit('torch was imported')\n")
+    path = os.pathsep.join(["blocked", str(ROOT)])
+    argv = [sys.executable, *(["-m", flags.pop(0)] if program == "-m" else [str(ROOT / program)]), *flags]
+    result = subprocess.run(argv, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert result.returncode == (1 if "chat" in command else 2), result.stderr
+    assert len(result.stderr.splitlines()) == 1 and "torch" not in result.stderr, result.stderr

@@ -239,18 +239,9 @@ def test_broken_model_folder_is_one_error_line(generate, model_folder, tmp_path,
     assert_usage_error(generate("good.png", model=folder), *words)
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("nowhere", "neither a folder nor a Hub id"),
-        ("./no/where", "neither a folder nor a Hub id"),
-        ("/no/where", "neither a folder nor a Hub id"),
-        ("good.png", "a file, not a folder"),
-        ("two\nlines", "neither a folder"),
-    ],
-)
-def test_missing_model_is_one_error_line(generate, name, words):
-    assert_usage_error(generate("good.png", model=name), words)
+@pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "good.png", "two\nlines"])
+def test_missing_model_is_one_error_line(generate, name):
+    assert_usage_error(generate("good.png", model=name), "must be a folder that is there, or a Hub id")
 
 
 @pytest.mark.full
