@@ -134,7 +134,8 @@ class ImageFetcher:
 
 def is_data_url(url: str) -> bool:
     """Whether a URL holds the image itself: as a data URL, or as base64 alone, which some clients send."""
-    return url[:5].lower() == "data:" or (len(url) >= MIN_BASE64 and BASE64.fullmatch(url) is not None)
+    is_base64 = len(url) >= MIN_BASE64 and BASE64.fullmatch(url[:MAX_SHOWN_URL]) is not None  # the rest would take long
+    return url[:5].lower() == "data:" or is_base64
 
 
 def decode_data_url(url: str) -> bytes:

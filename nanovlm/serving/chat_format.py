@@ -88,24 +88,8 @@ def parse_messages(messages: Sequence[Message], param: str = "messages") -> Chat
     return Chat(image_urls, list(zip(texts[:-1:2], texts[1::2])), texts[-1], answer, images_per_turn, param)
 
 
-def prepare_inputs(
-    chat: Chat,
-    files: Sequence[str | bytes],
-    processor: Processor,
-    max_pixels: int,
-    image_cache: ImageCache | None = None,
-) -> ModelInputs:
-    """Preprocess a chat and its images, each a file or a data URL. Threads may do it.
-
-    An image that the cache holds is neither decoded nor encoded again.
-    """
-    images: list[ImageInput] = []
-    for number, file in enumerate(files, 1):
-        try:
-            images.append(preprocess(f"image {number}", file, processor, max_pixels, image_cache))
-        except ImageError as error:  # begins with the name
-            raise invalid_image(str(error), chat.param) from None
-        check_image_tokens(images, processor, chat.param)
+def prepare_inputs(chat: Chat, images: list[ImageInput], processor: Processor) -> ModelInputs:
+    """The tokens of a chat about preprocessed images. Threads may do it."""
     grids = [image.grid for image in images if image.grid is not None]
     try:
         ids = processor.encode_prompt(grids, chat.question, chat.history, chat.images_per_turn)
@@ -132,7 +116,10 @@ def prepare_completion(prompt: str | list[int], tokenizer: Tokenizer) -> ModelIn
 def preprocess(
     name: str, file: str | bytes, processor: Processor, max_pixels: int, image_cache: ImageCache | None = None
 ) -> ImageInput:
-    """An image of a request; ImageError begins with its name."""
+    """An image of a request, a file or a data URL; ImageError begins with its name. Threads may do it.
+
+    An image that the cache holds is neither decoded nor encoded again.
+    """
     try:
         data = decode_data_url(file) if isinstance(file, str) else file
     except ImageError as error:

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from nanovlm import PROMPT, SAMPLE, Captioner
-from nanovlm.serving.chat_format import Chat, parse_messages, prepare_inputs
+from nanovlm.serving.chat_format import Chat, parse_messages, prepare_inputs, preprocess
 from nanovlm.serving.protocol import ChatCompletionRequest
 from support import noise_image
 from support.serving import QUESTIONS, SAMPLE_URL, answer_of, user_message
@@ -113,6 +113,6 @@ def test_answer_is_continued_as_transformers_does(tmp_path):
     expected = theirs(text=prompt, images=[[image]], return_tensors="pt").input_ids[0].tolist()
     image.save(file := io.BytesIO(), "png")
     chat = Chat([], [], "What is in this picture?", "Describe the two")
-    inputs = prepare_inputs(chat, [file.getvalue()], processor, 10**6)
+    inputs = prepare_inputs(chat, [preprocess("image 1", file.getvalue(), processor, 10**6)], processor)
     assert inputs.input_ids.tolist() == expected
     assert processor.tokenizer.decode(inputs.continued_ids) == "Describe the two"
