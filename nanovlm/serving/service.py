@@ -211,7 +211,7 @@ class ChatService:
             tokenizer = self.captioner.tokenizer
             run = partial(self.threads.run, request.client, prepare_completion)
             return [await run(prompt, tokenizer) for prompt in request.prompts], lambda: None
-        chat = parse_messages(request.messages, request.prompt_field)
+        chat = parse_messages(request.messages, request.prompt_field, self.captioner.processor.layout.images_in_turns)
         if not chat.image_urls and not self._warned_of_no_image:
             self._warned_of_no_image = True
             logger.warning(NO_IMAGE)
