@@ -21,6 +21,13 @@ MAX_SHOWN_URL = 60  # characters of a URL in an error
 MIN_BASE64 = 64  # characters; what is shorter holds no image, and may be a path
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 
+GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")  # all that IANA has assigned to the public IPv6 internet
+ISATAP = 0x5EFE  # bits 64 to 95 of an address that embeds an IPv4 address; a flag of it is left out (RFC 5214)
+SPECIAL_BLOCKS = [  # IANA's special-purpose registries, where Python's is_global may know less
+    *map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24")),  # protocol assignments, 6to4 relays
+    *map(ipaddress.ip_network, ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")),  # Teredo ..., examples, 6to4
+]
+
 Resolver = Callable[[str, int], Awaitable[list[str]]]
 
 
@@ -35,10 +42,12 @@ async def resolve(host: str, port: int) -> list[str]:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is on the public internet; one that embeds another (NAT64, 6to4, Teredo) is not."""
+    """Whether an address is on the public internet; one that embeds another (6to4, Teredo, ISATAP) is not."""
     ip = ipaddress.ip_address(address.partition("%")[0])
-    if ip.version == 6 and (ip.ipv4_mapped or ip.sixtofour or ip.teredo or ip in ipaddress.ip_network("64:ff9b::/96")):
+    if any(ip in block for block in SPECIAL_BLOCKS if block.version == ip.version):
         return False
+    if ip.version == 6:
+        return ip in GLOBAL_UNICAST and int(ip) >> 32 & ~(2 << 24) & 0xFFFFFFFF != ISATAP
     return ip.is_global and not ip.is_multicast
 
 
@@ -134,7 +143,8 @@ class ImageFetcher:
 
 def is_data_url(url: str) -> bool:
     """Whether a URL holds the image itself: as a data URL, or as base64 alone, which some clients send."""
-    return url[:5].lower() == "data:" or (len(url) >= MIN_BASE64 and BASE64.fullmatch(url) is not None)
+    is_base64 = len(url) >= MIN_BASE64 and BASE64.fullmatch(url[:MAX_SHOWN_URL]) is not None  # the rest would take long
+    return url[:5].lower() == "data:" or is_base64
 
 
 def decode_data_url(url: str) -> bytes:

@@ -51,13 +51,10 @@ class Processor:
         grids: Sequence[Grid],
         question: str,
         history: Sequence[tuple[str, str]] = (),
-        images_per_turn: Sequence[int] | None = None,
     ) -> list[int]:
         """Token ids of a question about images up to where the answer begins.
 
-        history holds the questions and answers before it, oldest first. images_per_turn says how many of the images
-        each question brings, before its text; by default the first brings all. nanoVLM's formats were trained with all
-        images before all text, so there it has no effect.
+        history holds the questions and answers before it, oldest first; the images come before the first question.
         """
         if not isinstance(question, str):
             raise InputError(f"a prompt is one string, not {type(question).__name__}; pass earlier turns as history")
@@ -67,11 +64,17 @@ class Processor:
         messages: list[Message] = [
             {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)
         ]
+        messages[0]["images"] = self.image_markups(grids)
+        return self.tokenizer.encode_chat(messages)
+
+    def encode_turns(self, grids: Sequence[Grid], turns: Sequence[tuple[str, Sequence[str | None]]]) -> list[int]:
+        """The same of roles and parts, texts and None for each image, for layouts with images_in_turns."""
         markups = iter(self.image_markups(grids))
-        if self.layout.images_in_turns and images_per_turn is not None:
-            for message, n in zip(messages[::2], images_per_turn, strict=True):
-                message["images"] = list(islice(markups, n))
-        messages[0]["images"] = [*messages[0].get("images", ()), *markups]
+        messages: list[Message] = []
+        for role, parts in turns:
+            images = list(islice(markups, parts.count(None)))
+            content = "\0".join(filter(None, parts))  # its special tokens are those of the parts
+            messages.append({"role": role, "content": content, "images": images, "parts": parts})
         return self.tokenizer.encode_chat(messages)
 
     def image_markups(self, grids: Sequence[Grid]) -> list[str]:

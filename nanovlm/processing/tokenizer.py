@@ -190,7 +190,10 @@ class Tokenizer:
         def escape(text: str) -> str:
             return self.special.sub(lambda match: placeholders[match[0]], text)
 
-        escaped: list[Message] = [{**message, "content": escape(message["content"])} for message in messages]
+        escaped: list[Message] = []
+        for message in messages:
+            parts = [part and escape(part) for part in message.get("parts", ())]
+            escaped.append({**message, "content": escape(message["content"]), "parts": parts})
         return self._encode_marked(self.render(escaped, add_generation_prompt), placeholders)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:

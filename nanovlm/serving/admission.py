@@ -1,9 +1,10 @@
 """The limits of a request: places for its sequences, bytes of its body, pixels in memory, time, and its client."""
 
 import asyncio
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Executor, Future
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -12,77 +13,148 @@ from nanovlm.serving.errors import APIError
 
 T = TypeVar("T")
 
+BODY_GRACE_S = 10.0  # before a body that comes slowly is refused
+MIN_BODY_RATE = 64 * 1024  # bytes per second
+
+
+class Budget:
+    """Units of something scarce, such as places, threads or images in memory, for the clients that want them.
+
+    No client ever holds the last `reserved` units, and those that wait are served in turn, one request of each client:
+    who asks for much waits for itself.
+    """
+
+    def __init__(self, size: int, reserved: int = 0):
+        self.size = self.n_free = size
+        self.share = max(1, size - reserved)  # of one client
+        self._held: Counter[str] = Counter()
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}  # in the order of the clients' turns
+
+    def take(self, client: str, n: int) -> bool:
+        """Take n units now if the client may have them."""
+        if n > self.n_free or self._held[client] + n > self.share:
+            return False
+        self.n_free -= n
+        self._held[client] += n
+        return True
+
+    async def acquire(self, client: str, n: int = 1) -> int:
+        """Wait for n units, at most the client's share; returns how many they are."""
+        n, turn = min(n, self.share), asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append((n, turn))
+        self._grant()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # granted meanwhile
+                self.release(client, n)
+            else:
+                self._grant()  # those behind it may have waited for it only
+            raise
+        return n
+
+    def release(self, client: str, n: int = 1) -> None:
+        self.n_free += n
+        self._held[client] -= n
+        self._held = +self._held  # forgets clients that hold nothing
+        self._grant()
+
+    def _grant(self) -> None:
+        """Serve the clients that wait, one request of each, until the next one does not fit."""
+        clients = deque(self._waiting)
+        while clients:
+            client = clients.popleft()
+            requests = self._waiting[client]
+            while requests and requests[0][1].done():  # cancelled
+                requests.popleft()
+            if not requests:
+                del self._waiting[client]
+            elif self.take(client, requests[0][0]):
+                requests.popleft()[1].set_result(None)
+                self._waiting[client] = self._waiting.pop(client)  # its next turn comes after everybody else's
+                clients.append(client)
+            elif self._held[client] + requests[0][0] <= self.share:
+                return  # what is free is kept until it is enough
+
 
 class Admission:
-    """Counts the sequences that run or wait, and refuses those beyond the limit, or all new ones while draining."""
+    """Places for the sequences that run or wait; refuses those beyond them, or all new ones while draining."""
 
     def __init__(self, capacity: int):
-        self.capacity, self.count, self.draining = capacity, 0, False
+        self.capacity, self.draining = capacity, False
+        self._places = Budget(capacity, reserved=capacity // 16)
 
-    def acquire(self, request_scope: AsyncExitStack) -> None:
-        """Admit a request of one sequence until request_scope closes; APIError 503 or 429 if that is impossible now."""
+    @property
+    def count(self) -> int:
+        return self.capacity - self._places.n_free
+
+    @property
+    def share(self) -> int:
+        """How many places one client may have."""
+        return self._places.share
+
+    def check(self, client: str) -> None:
+        """APIError 503 or 429 if a request of one sequence cannot be admitted now."""
+        with ExitStack() as scope:
+            self.acquire(client, 1, scope)
+
+    def acquire(self, client: str, n: int, request_scope: ExitStack | AsyncExitStack) -> None:
+        """Admit a request of n sequences until request_scope closes; APIError 503 or 429 if that is impossible now."""
         if self.draining:
             raise APIError(503, "the server is stopping; try again when it is back", headers={"Retry-After": "5"})
-        self.acquire_more(1, request_scope)
-
-    def acquire_more(self, n: int, request_scope: AsyncExitStack) -> None:
-        """Admit n more sequences of the same request."""
-        if self.count + n > self.capacity:
-            message = f"all {self.capacity} places for running and waiting answers are taken; try again in a second"
+        if not self._places.take(client, n):
+            message = f"all {self.share} places for running and waiting answers are taken; try again in a second"
             raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
-        self.count += n
-        request_scope.callback(self._release, n)
-
-    def _release(self, n: int) -> None:
-        self.count -= n
+        request_scope.callback(self._places.release, client, n)
 
 
-class PixelBudget:
-    """Limits how many images are in memory as pixels. Requests get their share in order of arrival."""
+class FairThreads:
+    """Threads that every client gets in turn. One more than a client may hold is kept for the others."""
 
-    def __init__(self, max_images: int):
-        self.max_images = self.n_free = max_images
-        self._semaphore = asyncio.Semaphore(max_images)
-        self._turn = asyncio.Lock()  # or two requests could each wait for what the other has acquired already
+    def __init__(self, n_threads: int):
+        self._executor = ThreadPoolExecutor(n_threads, "nanovlm-requests")
+        self._budget = Budget(n_threads, reserved=1)
 
-    async def acquire(self, n_images: int, request_scope: AsyncExitStack) -> "PixelReservation":
-        """Wait for room for n_images, at most the whole budget; it is released when request_scope closes, or before."""
-        reservation = PixelReservation(self)
-        request_scope.callback(reservation.release)
-        async with self._turn:
-            while reservation.size < min(n_images, self.max_images):
-                await self._semaphore.acquire()
-                self.n_free -= 1
-                reservation.size += 1
-        return reservation
+    async def submit(self, client: str, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Start function(*args) in a thread of the client's, which holds it until it returns, even if cancelled."""
+        loop = asyncio.get_running_loop()
+        await self._budget.acquire(client)
+        future = self._executor.submit(function, *args)
+        future.add_done_callback(lambda _: call_soon(loop, self._budget.release, client))
+        return future
 
-    def give_back(self, n_images: int) -> None:
-        self.n_free += n_images
-        for _ in range(n_images):
-            self._semaphore.release()
+    async def run(self, client: str, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.wrap_future(await self.submit(client, function, *args))
+
+    def shutdown(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+    """Call function(*args) in the thread of an event loop, unless it is closed: then nothing is left to account for."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *args)
 
 
 class PixelReservation:
-    """A share of the pixel budget. It goes back once it is released and no thread works under it any more.
+    """A client's share of the images in memory. It goes back once it is released and no thread works under it any more.
 
     A thread cannot be interrupted: when its request times out or is cancelled, it still holds pixels until it returns.
     """
 
-    def __init__(self, budget: PixelBudget):
-        self.size = 0
-        self._budget, self._threads, self._released = budget, 0, False
+    def __init__(self, budget: Budget, client: str):
+        self.budget, self.client = budget, client
+        self._size, self._threads, self._released = 0, 0, False
 
-    async def run(self, executor: Executor, function: Callable[..., T], *args: Any) -> T:
-        """Call function(*args) in a thread of the executor."""
-        loop = asyncio.get_running_loop()
+    async def acquire(self, n_images: int) -> None:
+        """Wait for room for n_images, at most the client's share of the budget."""
+        self._size = await self.budget.acquire(self.client, n_images)
 
-        def on_done(_: Future) -> None:
-            with suppress(RuntimeError):  # the event loop is closed: nothing is left to account for
-                loop.call_soon_threadsafe(self._thread_done)
-
-        future = executor.submit(function, *args)
+    async def run(self, threads: FairThreads, function: Callable[..., T], *args: Any) -> T:
+        """Call function(*args) in a thread."""
+        future, loop = await threads.submit(self.client, function, *args), asyncio.get_running_loop()
         self._threads += 1
-        future.add_done_callback(on_done)
+        future.add_done_callback(lambda _: call_soon(loop, self._thread_done))
         return await asyncio.wrap_future(future)
 
     def release(self) -> None:
@@ -94,23 +166,40 @@ class PixelReservation:
         self._give_back()
 
     def _give_back(self) -> None:
-        if self._released and not self._threads:
-            size, self.size = self.size, 0
-            self._budget.give_back(size)
+        if self._released and self._size and not self._threads:
+            size, self._size = self._size, 0
+            self.budget.release(self.client, size)
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request; APIError 413 if it is too large.
+async def read_body(
+    request: Request, max_bytes: int, budget: Budget, client: str, *, grace_s: float = BODY_GRACE_S
+) -> bytes:
+    """The body of a request; APIError 413 if it is too large, 408 if it comes slower than MIN_BODY_RATE after grace_s.
 
     A client reads the response only after it has sent its request, so some of a large body is received and dropped.
+    budget counts the bytes of all bodies that are being read.
     """
-    body, length = bytearray(), 0
-    async for chunk in request.stream():
-        length += len(chunk)
-        if length <= max_bytes:
-            body += chunk
-        elif length > 8 * max_bytes:
-            break
+    body, length, held, start = bytearray(), 0, 0, asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(grace_s) as timeout:
+            async for chunk in request.stream():
+                length += len(chunk)
+                timeout.reschedule(start + grace_s + length / MIN_BODY_RATE)
+                if length <= max_bytes:
+                    if not budget.take(client, len(chunk)):
+                        message = "too many large requests are being sent; try again in a second"
+                        raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+                    held += len(chunk)
+                    body += chunk
+                elif length > 8 * max_bytes:
+                    break
+    except TimeoutError:
+        message = (
+            f"the request's body came too slowly: {length:,} bytes so far; send it faster than {MIN_BODY_RATE:,}/s"
+        )
+        raise APIError(408, message, "timeout", headers={"Connection": "close"}) from None
+    finally:
+        budget.release(client, held)
     if length > max_bytes:
         message = f"the request has more than {max_bytes:,} bytes; send smaller images"
         raise APIError(413, message, headers={"Connection": "close"})

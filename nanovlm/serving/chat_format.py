@@ -15,7 +15,7 @@ from nanovlm.processing.image_urls import decode_data_url
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.serving.errors import APIError
-from nanovlm.serving.protocol import Message
+from nanovlm.serving.protocol import Message, TextPart
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Chat:
     history: list[tuple[str, str]]
     question: str
     answer: str = ""  # the beginning of the answer, which the model continues
-    images_per_turn: list[int] | None = None  # how many images each question brings; None: the first brings all
+    turns: list[tuple[str, list[str | None]]] | None = None  # roles, texts and images (None) in the client's order
     param: str = "messages"  # the client's name of the field that holds the conversation
 
 
@@ -56,13 +56,13 @@ class _Turn:
         return turns
 
 
-def parse_messages(messages: Sequence[Message], param: str = "messages") -> Chat:
+def parse_messages(messages: Sequence[Message], param: str = "messages", images_in_turns: bool = False) -> Chat:
     """Lay messages out as nanoVLM's chats, in which user and assistant take turns.
 
     There is no system role: system text is put before the first question. Consecutive messages of one role are joined,
     an image without text gets the default prompt, and a greeting by the assistant follows an empty question. If the
-    assistant has the last word, the model continues its message, as llama.cpp's server does. param is the client's
-    name of the field.
+    assistant has the last word, the model continues its message, as llama.cpp's server does. With images_in_turns
+    messages stay as they are, as in transformers and vLLM. param is the client's name of the field.
     """
     for message in messages:
         if message.role != "user" and message.image_urls:
@@ -74,41 +74,49 @@ def parse_messages(messages: Sequence[Message], param: str = "messages") -> Chat
     if turns[0].role == "assistant":
         turns.insert(0, _Turn("user", ""))
     answer = turns.pop().text if turns[-1].role == "assistant" else ""
+    is_asked = bool(turns[-1].text.strip() or answer)
     for turn in turns:
         if turn.n_images and not turn.text.strip():
             turn.text = PROMPT
     texts = [turn.text for turn in turns]
-    if not texts[-1].strip() and not answer:
+    if not is_asked:
         if not any(turn.n_images for turn in turns):
             raise APIError(400, "the last user message is empty; ask something", param=param)
         texts[-1] = PROMPT
-    texts[0] = "\n\n".join(filter(None, [*system, texts[0]]))
     image_urls = [url for message in messages for url in message.image_urls]
-    images_per_turn = [turn.n_images for turn in turns[::2]]
-    return Chat(image_urls, list(zip(texts[:-1:2], texts[1::2])), texts[-1], answer, images_per_turn, param)
+    if images_in_turns:
+        as_sent, answer = _unchanged_turns(messages, is_asked)
+        return Chat(image_urls, [], "", answer, as_sent, param)
+    texts[0] = "\n\n".join(filter(None, [*system, texts[0]]))
+    return Chat(image_urls, list(zip(texts[:-1:2], texts[1::2])), texts[-1], answer, None, param)
 
 
-def prepare_inputs(
-    chat: Chat,
-    files: Sequence[str | bytes],
-    processor: Processor,
-    max_pixels: int,
-    image_cache: ImageCache | None = None,
-) -> ModelInputs:
-    """Preprocess a chat and its images, each a file or a data URL. Threads may do it.
+def _unchanged_turns(messages: Sequence[Message], is_asked: bool) -> tuple[list[tuple[str, list[str | None]]], str]:
+    """The turns of messages, and the beginning of an answer that the model continues."""
+    turns: list[tuple[str, list[str | None]]] = []
+    for message in messages:
+        parts: list[str | None] = []
+        for part in message.content:
+            text = part.text if isinstance(part, TextPart) else None
+            if text is not None and parts and parts[-1] is not None:
+                parts[-1] += text  # joined, two texts could spell a special token
+            else:
+                parts.append(text)
+        turns.append(("system" if message.role == "developer" else message.role, parts or [""]))
+    if not is_asked:
+        next(parts for role, parts in reversed(turns) if role == "user").append(PROMPT)
+    answer = "".join(filter(None, turns.pop()[1])) if turns[-1][0] == "assistant" else ""
+    return turns, answer
 
-    An image that the cache holds is neither decoded nor encoded again.
-    """
-    images: list[ImageInput] = []
-    for number, file in enumerate(files, 1):
-        try:
-            images.append(preprocess(f"image {number}", file, processor, max_pixels, image_cache))
-        except ImageError as error:  # begins with the name
-            raise invalid_image(str(error), chat.param) from None
-        check_image_tokens(images, processor, chat.param)
+
+def prepare_inputs(chat: Chat, images: list[ImageInput], processor: Processor) -> ModelInputs:
+    """The tokens of a chat about preprocessed images. Threads may do it."""
     grids = [image.grid for image in images if image.grid is not None]
     try:
-        ids = processor.encode_prompt(grids, chat.question, chat.history, chat.images_per_turn)
+        if chat.turns is None:
+            ids = processor.encode_prompt(grids, chat.question, chat.history)
+        else:
+            ids = processor.encode_turns(grids, chat.turns)
         tokenizer = processor.tokenizer
         continued_ids = tokenizer.encode(tokenizer.answer_prefix + chat.answer) if chat.answer else []
     except NanoVLMError as error:  # the model has no chat template, or the template refuses this chat
@@ -132,7 +140,10 @@ def prepare_completion(prompt: str | list[int], tokenizer: Tokenizer) -> ModelIn
 def preprocess(
     name: str, file: str | bytes, processor: Processor, max_pixels: int, image_cache: ImageCache | None = None
 ) -> ImageInput:
-    """An image of a request; ImageError begins with its name."""
+    """An image of a request, a file or a data URL; ImageError begins with its name. Threads may do it.
+
+    An image that the cache holds is neither decoded nor encoded again.
+    """
     try:
         data = decode_data_url(file) if isinstance(file, str) else file
     except ImageError as error:

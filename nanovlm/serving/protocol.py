@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from models.decoding import SamplingParams
 from nanovlm.errors import InputError
@@ -61,7 +69,7 @@ ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[ContentPart], text_as(lambda text: [{"type": "text", "text": text}])]
+    content: Annotated[list[ContentPart], Field(fail_fast=True), text_as(lambda text: [{"type": "text", "text": text}])]
 
     @model_validator(mode="before")
     @classmethod
@@ -92,6 +100,7 @@ class GenerationRequest:
     messages: list[Message] = field(default_factory=list)
     prompts: list[str | list[int]] = field(default_factory=list)  # texts laid out by the client, instead of messages
     model: str | None = None
+    client: str = ""  # its address; clients get fair shares
     stop: list[str] = field(default_factory=list)
     top_logprobs: int | None = None  # how many likely tokens to report beside each token; None for no logprobs at all
     schema: Any = None  # the JSON schema that the answer must follow; None for free text
@@ -246,7 +255,9 @@ class CompletionRequest(CompletionFields):
     unsupported = {"logit_bias": [{}], "echo": [False], "best_of": [1], "suffix": [""]}
     default_max_tokens = 16  # OpenAI's and vLLM's; such texts rarely end by themselves
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_as_prompts)] = Field(min_length=1, max_length=MAX_PROMPTS)
+    prompt: Annotated[list[str | Annotated[list[int], Field(fail_fast=True)]], BeforeValidator(_as_prompts)] = Field(
+        min_length=1, max_length=MAX_PROMPTS
+    )
     logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
 
     def request(self) -> GenerationRequest:
@@ -270,7 +281,7 @@ class ResponsesRequest(Dialect):
     max_output_tokens: int | None = None
     text: ResponseText = ResponseText()
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    include: list[str] = []
+    include: list[str] = Field([], fail_fast=True)
     n: Literal[1] = 1
 
     def request(self) -> GenerationRequest:

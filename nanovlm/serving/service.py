@@ -5,7 +5,6 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,18 +13,28 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from models.inference.continuous_batching import ContinuousBatch
-from models.inference.serving_caches import ImageCache, PrefixCache
+from models.inference.serving_caches import ImageCache, ImageInput, PrefixCache
 from nanovlm.captioner import NO_IMAGE, Captioner
 from nanovlm.errors import ImageError
 from nanovlm.processing.image_urls import ImageFetcher, is_data_url
-from nanovlm.serving.admission import Admission, PixelBudget, cancel_on_disconnect, read_body, request_deadline
+from nanovlm.serving.admission import (
+    Admission,
+    Budget,
+    FairThreads,
+    PixelReservation,
+    cancel_on_disconnect,
+    read_body,
+    request_deadline,
+)
 from nanovlm.serving.chat_format import (
     Chat,
     ModelInputs,
+    check_image_tokens,
     invalid_image,
     parse_messages,
     prepare_completion,
     prepare_inputs,
+    preprocess,
 )
 from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import APIError, as_api_error
@@ -79,11 +88,16 @@ class ChatService:
         self.engine = engine or Engine(lambda: new_batch(captioner, self.limits.max_num_seqs, self.caches))
         self.fetcher = fetcher or ImageFetcher()
         self.structured_output = StructuredOutput(captioner.tokenizer)
-        self.admission = Admission(self.limits.max_num_seqs + self.limits.max_pending)
+        capacity = self.limits.max_num_seqs + self.limits.max_pending
+        self.admission = Admission(capacity)
         self.metrics = Metrics(self.engine, lambda: self.num_waiting, self.caches.images, self.caches.prefixes)
         image_bytes = captioner.processor.max_tiles_per_image * 3 * captioner.processor.cfg.vit_img_size**2 * 4
-        self.pixel_budget = PixelBudget(max(1, pixel_budget_bytes // image_bytes))
-        self._executor = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "nanovlm-images")  # each may decode an image
+        self.pixel_budget = Budget(max(1, pixel_budget_bytes // image_bytes), reserved=1)
+        self.body_budget = Budget(self.limits.max_body_bytes * capacity, self.limits.max_body_bytes * (capacity // 16))
+        self.decoding_budget = Budget(self.limits.max_num_seqs, reserved=self.limits.max_num_seqs // 16)
+        self.threads = FairThreads(max(2, min(4, os.cpu_count() or 1)))
+        self.context = captioner.processor.cfg.lm_max_position_embeddings
+        self.max_chars = self.context * max(map(len, captioner.tokenizer.backend.get_vocab()))
 
     @property
     def num_waiting(self) -> int:
@@ -98,7 +112,7 @@ class ChatService:
         """Stop the engine after its current step."""
         if self.engine.alive:
             self.engine.close()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown()
 
     async def complete(self, http_request: Request, dialect: type[Dialect], make_format: type[ChatFormat]) -> Response:
         """The response to one request. Whatever goes wrong is an APIError, and counted in the metrics."""
@@ -113,13 +127,15 @@ class ChatService:
 
     async def _complete(self, http_request: Request, dialect: type[Dialect], make_format: type[ChatFormat]) -> Response:
         loop = asyncio.get_running_loop()
-        arrival = loop.time()
+        arrival, client = loop.time(), http_request.client.host if http_request.client else ""
         deadline = partial(request_deadline, arrival + self.limits.timeout_s, self.limits.timeout_s)
         async with AsyncExitStack() as request_scope:  # what it holds is released when the response ends
             async with deadline():
-                self.admission.acquire(request_scope)
-                body = await read_body(http_request, self.limits.max_body_bytes)
-                request = await loop.run_in_executor(self._executor, dialect.parse, body)
+                self.admission.check(client)  # a body that is whole takes a place: half of one keeps nobody out
+                body = await read_body(http_request, self.limits.max_body_bytes, self.body_budget, client)
+                self.admission.acquire(client, 1, request_scope)
+                request = await self.threads.run(client, dialect.parse, body)
+                request.client = client
                 del body  # it may hold megabytes of images, as the request does
                 output_format = make_format(uuid.uuid4().hex, self.name, self.captioner.tokenizer.decode_raw)
                 work = self._respond(request, output_format, request_scope, arrival, deadline)
@@ -160,8 +176,8 @@ class ChatService:
         self._admit_sequences(request, request_scope)
         processors: Iterator[GrammarProcessor] = iter(())
         if request.schema is not None:
-            make, run = self.structured_output.make_processors, asyncio.get_running_loop().run_in_executor
-            made = await run(self._executor, make, request.schema, request.n_sequences, request.schema_field)
+            wanted = request.schema, request.n_sequences, request.schema_field
+            made = await self.threads.run(request.client, self.structured_output.make_processors, *wanted)
             processors = iter(made)
         prompts, on_prefilled = await self._prepare(request, request_scope)
         sequences, streamers = [], []
@@ -171,6 +187,8 @@ class ChatService:
                 options = next(processors, None), request.top_logprobs
                 sequences.append(SequenceRequest(inputs.input_ids, images, max_tokens, sampling, *options))
                 streamers.append(StopStringStreamer(self.captioner.tokenizer, request.stop, inputs.continued_ids))
+        n_slots = await self.decoding_budget.acquire(request.client, len(sequences))
+        request_scope.callback(self.decoding_budget.release, request.client, n_slots)
         handle = self.engine.submit(sequences)
         request_scope.callback(handle.cancel)
         return ResponseStream(handle, streamers, sum(len(inputs.input_ids) for inputs in prompts), on_prefilled)
@@ -178,30 +196,53 @@ class ChatService:
     def _admit_sequences(self, request: GenerationRequest, request_scope: AsyncExitStack) -> None:
         """Take the places of all sequences but the first, which has its place already."""
         n, n_total = len(request.sampling), request.n_sequences
-        if n_total > self.admission.capacity:
+        if n_total > self.admission.share:
             asked = f"n={n}" + (f" for {n_total // n} prompts" if n_total > n else "")
-            message = f"{asked} is more than the {self.admission.capacity} answers that this server has places for"
+            message = f"{asked} is more than the {self.admission.share} answers that this server has places for"
             raise APIError(400, message, param="n" if n > 1 else "prompt")
-        self.admission.acquire_more(n_total - 1, request_scope)
+        self.admission.acquire(request.client, n_total - 1, request_scope)
 
     async def _prepare(
         self, request: GenerationRequest, request_scope: AsyncExitStack
     ) -> tuple[list[ModelInputs], Callable[[], None]]:
-        """The request's prompts, and what to call once they are prefilled."""
+        """The request's prompts, and what to call once they are prefilled; each step in a thread is short."""
+        self._check_length(request)
         if request.prompts:
-            return [prepare_completion(prompt, self.captioner.tokenizer) for prompt in request.prompts], lambda: None
-        chat = parse_messages(request.messages, request.prompt_field)
+            tokenizer = self.captioner.tokenizer
+            run = partial(self.threads.run, request.client, prepare_completion)
+            return [await run(prompt, tokenizer) for prompt in request.prompts], lambda: None
+        chat = parse_messages(request.messages, request.prompt_field, self.captioner.processor.layout.images_in_turns)
         if not chat.image_urls and not self._warned_of_no_image:
             self._warned_of_no_image = True
             logger.warning(NO_IMAGE)
         request.messages.clear()  # from here on only chat holds the encoded images
         files = await self._fetch_images(chat)
-        reservation = await self.pixel_budget.acquire(len(files), request_scope)
-        processor, image_cache = self.captioner.processor, self.caches.images
-        inputs = await reservation.run(
-            self._executor, prepare_inputs, chat, files, processor, self.limits.max_pixels, image_cache
-        )
-        return [inputs], reservation.release
+        reservation = PixelReservation(self.pixel_budget, request.client)
+        request_scope.callback(reservation.release)
+        await reservation.acquire(len(files))
+        processor, options = self.captioner.processor, (self.limits.max_pixels, self.caches.images)
+        images: list[ImageInput] = []
+        for number, file in enumerate(files, 1):
+            try:
+                images.append(
+                    await reservation.run(self.threads, preprocess, f"image {number}", file, processor, *options)
+                )
+            except ImageError as error:  # begins with the name
+                raise invalid_image(str(error), chat.param) from None
+            check_image_tokens(images, processor, chat.param)
+        return [await self.threads.run(request.client, prepare_inputs, chat, images, processor)], reservation.release
+
+    def _check_length(self, request: GenerationRequest) -> None:
+        """Refuse what cannot fit into the context whatever its tokens are, before it is tokenized."""
+        prompts = request.prompts or ["".join(message.text for message in request.messages)]
+        for prompt in prompts:
+            unit, limit = ("characters", self.max_chars) if isinstance(prompt, str) else ("ids", self.context)
+            if len(prompt) > limit:
+                message = (
+                    f"{request.prompt_field} holds {len(prompt):,} {unit}, more than the model's context "
+                    f"(lm_max_position_embeddings={self.context}) can; shorten it"
+                )
+                raise APIError(400, message, "context_length_exceeded", request.prompt_field)
 
     def model_not_found(self, name: str) -> APIError:
         return APIError(404, f"no model {name!r} here, only {self.name!r}", "model_not_found", "model")
@@ -227,10 +268,9 @@ class ChatService:
 
         APIError if the prompt alone does not fit.
         """
-        context = self.captioner.processor.cfg.lm_max_position_embeddings
-        room = context - prompt_tokens + 1  # the last token is never read
+        room = self.context - prompt_tokens + 1  # the last token is never read
         if room < 1:
-            limit = f"the model's context (lm_max_position_embeddings={context})"
+            limit = f"the model's context (lm_max_position_embeddings={self.context})"
             message = f"a prompt of {prompt_tokens} tokens exceeds {limit}; shorten {request.prompt_field}"
             raise APIError(400, message, "context_length_exceeded", request.prompt_field)
         return room if request.max_tokens is None else min(request.max_tokens, room)

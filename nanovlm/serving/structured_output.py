@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovlm.errors import InputError
 from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.serving.errors import APIError
 
+MAX_SCHEMA = 50_000  # characters; what longer ones need at each token would delay all other requests
 JSON_OPTIONS: Any = {"whitespace_flexible": False}  # or a small model could write spaces without end
 
 
@@ -33,15 +35,22 @@ class StructuredOutput:
             reason = " ".join(str(error).split())[:200]
             message = f"{param} is not possible with this model's tokenizer: {reason}"
             raise APIError(400, message, param=param) from None
+        text = json.dumps(schema)
+        if len(text) > MAX_SCHEMA:
+            message = f"{param}: a JSON schema of {len(text):,} characters, more than {MAX_SCHEMA:,}; shorten it"
+            raise APIError(400, message, param=param)
         try:
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_OPTIONS)
+            grammar = LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
             problem = LLMatcher.validate_grammar(grammar, vocabulary)
+            if not problem:
+                matchers = [LLMatcher(vocabulary, grammar, log_level=0) for _ in range(n)]
+                matchers[0].compute_logit_bias()
+                problem = matchers[0].get_error()  # of a loop of $ref, for example
         except ValueError as error:
             problem = str(error)
         if problem:
-            reason = " ".join(problem.split())[:200]
-            raise APIError(400, f"{param}: the JSON schema cannot be followed: {reason}", param=param)
-        return [GrammarProcessor(LLMatcher(vocabulary, grammar)) for _ in range(n)]
+            raise APIError(400, f"{param}: {not_followed(problem)}", param=param)
+        return [GrammarProcessor(matcher, param) for matcher in matchers]
 
     @cached_property
     def _vocabulary(self) -> Any:
@@ -53,10 +62,13 @@ class StructuredOutput:
 
 
 class GrammarProcessor:
-    """A `LogitsProcessor` that excludes the tokens a grammar does not allow next."""
+    """A `LogitsProcessor` that excludes the tokens a grammar does not allow next.
 
-    def __init__(self, matcher: Any):
-        self.matcher = matcher
+    InputError names param if the grammar turns out to need too much: a schema shows it at some later token only.
+    """
+
+    def __init__(self, matcher: Any, param: str):
+        self.matcher, self.param = matcher, param
 
     def __call__(self, generated: Sequence[int], logits: Tensor) -> Tensor:
         if generated:
@@ -65,6 +77,14 @@ class GrammarProcessor:
             self.matcher.reset()
         bias = self.matcher.compute_logit_bias()  # one byte a token, 0 where it is not allowed
         if self.matcher.is_error():
-            raise RuntimeError(f"llguidance: {self.matcher.get_error()}")
+            raise InputError(f"{self.param}: {not_followed(self.matcher.get_error())}")
         allowed = torch.frombuffer(bytearray(bias), dtype=torch.uint8) != 0
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
+
+
+def not_followed(problem: str) -> str:
+    """One sentence for a problem of llguidance, whose own text goes on with the parser's state."""
+    reason = " ".join(problem.partition("<state>")[0].split())[:200]
+    if reason == "NoExtensionBias":
+        reason = "nothing satisfies it, as a $ref that leads to itself"
+    return f"the JSON schema cannot be followed: {reason}"

@@ -24,9 +24,13 @@ class _MessageText(TypedDict):
 
 
 class Message(_MessageText, total=False):
-    """A message of a chat; images holds, for each image before its text, the markup that stands for it."""
+    """A message of a chat; images holds, for each image before its text, the markup that stands for it.
+
+    parts holds the text in pieces, with None where an image stands; without parts, images come first.
+    """
 
     images: Sequence[str]
+    parts: Sequence[str | None]
 
 
 class Layout(ABC):
@@ -34,7 +38,7 @@ class Layout(ABC):
 
     has_chat = True  # without a chat template, a prompt is "Question: ... Answer:"
     has_processor = True  # transformers' SmolVLM processor can lay out the prompts
-    images_in_turns = False  # each question brings its own images; else all images come before all text
+    images_in_turns = False  # images stand anywhere in the messages of any role; else all come before all text
 
     def __init__(self, cfg: VLMConfig):
         self.cfg = cfg

@@ -100,9 +100,9 @@ class SmolVLMLayout(Layout):
         return prefix, tuple(dict.fromkeys(ends))
 
     def message_content(self, message: Message) -> list[dict[str, str]]:
-        """Images, then text, as parts."""
-        images = [{"type": "image"} for _ in message.get("images", ())]
-        return [*images, {"type": "text", "text": message["content"]}]
+        """Text and images in their order, or images first."""
+        parts = message.get("parts") or [*(None for _ in message.get("images", ())), message["content"]]
+        return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
 
     def insert_images(self, rendered: str, messages: Sequence[Message]) -> str:
         """The templates write one image token for each image."""

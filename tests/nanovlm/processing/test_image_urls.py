@@ -16,7 +16,7 @@ import pytest
 
 from nanovlm import SAMPLE
 from nanovlm.errors import ImageError
-from nanovlm.processing.image_urls import ImageFetcher
+from nanovlm.processing.image_urls import ImageFetcher, is_public
 from nanovlm.serving.limits import Limits
 from support.serving import QUESTIONS, RunningServer, answer_of, user_message
 
@@ -113,6 +113,27 @@ def fetch(url, *, max_bytes=10**6, **options):
 def fetch_from_public(url, **options):
     """The same with the real rule about public addresses."""
     return asyncio.run(ImageFetcher(allow_remote=True, timeout_s=1, **options).fetch(url, 1000))
+
+
+@pytest.mark.parametrize(
+    ("public", "addresses"),
+    [
+        (True, "8.8.8.8 1.1.1.1 193.0.0.1 192.88.98.1 2606:4700:4700::1111 2001:4860:4860::8888 2a00:1450::1 3ffe::1"),
+        (
+            False,
+            "0.0.0.0 10.0.0.1 100.64.0.1 127.0.0.1 169.254.1.1 172.16.0.1 192.0.0.8 192.0.0.9 192.0.0.170 192.0.2.1",
+        ),
+        (False, "192.88.99.1 192.168.0.1 198.18.0.1 198.51.100.1 203.0.113.1 224.0.0.1 240.0.0.1 255.255.255.255"),
+        (
+            False,
+            ":: ::1 ::8.8.8.8 ::ffff:8.8.8.8 ::ffff:0:8.8.8.8 64:ff9b::808:808 64:ff9b:1::1 100::1 5f00::1 fc00::1",
+        ),
+        (False, "fe80::1 fe80::1%eth0 fec0::1 ff02::1 4000::1 2001::1 2001:2::1 2001:10::1 2001:20::1 2001:db8::1"),
+        (False, "2002:808:808::1 3fff::1 2606:4700::5efe:a00:1 2606:4700::200:5efe:a00:1"),
+    ],
+)
+def test_public_addresses_are_those_of_the_registries(public, addresses):
+    assert {address: is_public(address) for address in addresses.split()} == dict.fromkeys(addresses.split(), public)
 
 
 @pytest.mark.parametrize(

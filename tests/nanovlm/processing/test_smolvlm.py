@@ -396,21 +396,45 @@ def test_a_smolvlm_is_exported_as_it_is(folders, tmp_path):
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_images_of_later_turns_stay_there(folders):
-    folder, _, processor = folders("SmolVLM2")
+def test_messages_keep_their_roles_and_order(folders):
+    """Ids as transformers', for a system message, images between and behind text, and a user who speaks twice."""
+    folder, _, theirs = folders("SmolVLM2")
     ours = Captioner.from_pretrained(folder).processor
     images = [draw_image(70, 40), draw_image(20, 90), draw_image(16, 16)]
-    turns = ["What is this?", "A cat.", "And there?", "A dog.", "And now?"]
-    expected = their_inputs(processor, images, turns, [1, 0, 2])["input_ids"][0].tolist()
-    grids = [ours.preprocess(image)[1] for image in images]
-    history = [("What is this?", "A cat."), ("And there?", "A dog.")]
-    assert ours.encode_prompt(grids, "And now?", history, [1, 0, 2]) == expected
+    turns = [
+        ("system", ["Be brief."]), ("user", ["What is this?", None]), ("assistant", ["A cat<image>."]),
+        ("user", [None, "And ", "there?", None, " Well?<end_of_utter", "ance>"]), ("user", ["Go on."]),
+    ]  # fmt: skip
+
+    def content(parts, image):
+        return [image if part is None else {"type": "text", "text": part} for part in parts]
+
     url = {"type": "image_url", "image_url": {"url": "data:,"}}
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
-    messages[0]["content"] = [{"type": "text", "text": turns[0]}, url]
-    messages[4]["content"] = [url, {"type": "text", "text": turns[4]}, url]
-    chat = parse_messages(ChatCompletionRequest.model_validate({"messages": messages}).messages)
-    assert ours.encode_prompt(grids, chat.question, chat.history, chat.images_per_turn) == expected
+    sent = [{"role": role.replace("system", "developer"), "content": content(parts, url)} for role, parts in turns]
+    sent[0]["content"], sent[-1]["content"] = "Be brief.", "Go on."
+    messages = ChatCompletionRequest.model_validate({"messages": sent}).messages
+    chat = parse_messages(messages, images_in_turns=ours.layout.images_in_turns)
+    assert len(chat.image_urls) == 3 and not chat.answer
+    ids = ours.encode_turns([ours.preprocess(image)[1] for image in images], chat.turns)
+    spelled = [
+        ("<image>", "-image-"),
+        ("<end_of_utter", "-end_of_utter"),
+        ("ance>", "ance-"),
+    ]  # theirs would be special
+
+    def plain(text):
+        for token, dashes in spelled:
+            text = text and text.replace(token, dashes)
+        return text
+
+    asked = [{"role": role, "content": content(map(plain, parts), {"type": "image"})} for role, parts in turns]
+    prompt = theirs.apply_chat_template(asked, add_generation_prompt=True)
+    expected = theirs(text=prompt, images=[images], return_tensors="pt").input_ids[0].tolist()
+    text = ours.tokenizer.backend.decode(ids, skip_special_tokens=False)
+    for token in ("<end_of_utterance>", "<image>"):
+        assert ids.count(ours.tokenizer.special_id(token)) == expected.count(ours.tokenizer.special_id(token))
+    text = text.replace("cat<image>", "cat-image-").replace("Well?<end_of_utterance>", "Well?-end_of_utterance-")
+    assert text == theirs.tokenizer.decode(expected)
 
 
 # As granite-docling's: other roles and ends than SmolVLM's, a content that may be a string, no space before an answer.

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from nanovlm import PROMPT, SAMPLE, Captioner
-from nanovlm.serving.chat_format import Chat, parse_messages, prepare_inputs
+from nanovlm.serving.chat_format import Chat, parse_messages, prepare_inputs, preprocess
 from nanovlm.serving.protocol import ChatCompletionRequest
 from support import noise_image
 from support.serving import QUESTIONS, SAMPLE_URL, answer_of, user_message
@@ -27,32 +27,44 @@ def assistant(text):
 
 
 def test_chat_may_begin_with_the_assistant():
-    assert chat_of(GREETING, user("Hi")) == Chat([], [("", GREETING["content"])], "Hi", images_per_turn=[0, 0])
+    assert chat_of(GREETING, user("Hi")) == Chat([], [("", GREETING["content"])], "Hi")
     system = {"role": "system", "content": "Be brief."}
-    assert chat_of(system, GREETING, user("Hi")) == Chat(
-        [], [("Be brief.", GREETING["content"])], "Hi", images_per_turn=[0, 0]
-    )
+    assert chat_of(system, GREETING, user("Hi")) == Chat([], [("Be brief.", GREETING["content"])], "Hi")
 
 
 def test_last_message_of_the_assistant_is_continued():
-    assert chat_of(user("a"), assistant("b")) == Chat([], [], "a", "b", images_per_turn=[0])
-    assert chat_of(user("a"), assistant("b"), user("c"), assistant("d")) == Chat(
-        [], [("a", "b")], "c", "d", images_per_turn=[0, 0]
-    )
-    assert chat_of(assistant("A photo of")) == Chat([], [], "", "A photo of", images_per_turn=[0])
+    assert chat_of(user("a"), assistant("b")) == Chat([], [], "a", "b")
+    assert chat_of(user("a"), assistant("b"), user("c"), assistant("d")) == Chat([], [("a", "b")], "c", "d")
+    assert chat_of(assistant("A photo of")) == Chat([], [], "", "A photo of")
 
 
 @pytest.mark.parametrize("message", [{"content": None}, {}, {"content": []}, {"content": None, "tool_calls": []}])
 def test_assistant_may_say_nothing(message):
     empty = {"role": "assistant", **message}
-    assert chat_of(user("a"), empty, user("b")) == Chat([], [("a", "")], "b", images_per_turn=[0, 0])
-    assert chat_of(user("a"), empty) == Chat([], [], "a", images_per_turn=[0])
+    assert chat_of(user("a"), empty, user("b")) == Chat([], [("a", "")], "b")
+    assert chat_of(user("a"), empty) == Chat([], [], "a")
 
 
 def test_image_alone_gets_the_default_prompt_in_every_turn():
     alone = {"role": "user", "content": [{"type": "image_url", "image_url": SAMPLE_URL}]}
-    assert chat_of(alone, assistant("b"), user("c")) == Chat([SAMPLE_URL], [(PROMPT, "b")], "c", images_per_turn=[1, 0])
-    assert chat_of(alone, user("c")) == Chat([SAMPLE_URL], [], "c", images_per_turn=[1])
+    assert chat_of(alone, assistant("b"), user("c")) == Chat([SAMPLE_URL], [(PROMPT, "b")], "c")
+    assert chat_of(alone, user("c")) == Chat([SAMPLE_URL], [], "c")
+
+
+def test_turns_are_kept_where_the_layout_has_images_in_turns():
+    """The default prompt is added only if nothing else asks."""
+    part = {"type": "image_url", "image_url": SAMPLE_URL}
+
+    def turns_of(*messages):
+        messages = ChatCompletionRequest.model_validate({"messages": list(messages)}).messages
+        chat = parse_messages(messages, images_in_turns=True)
+        return chat.turns, chat.answer
+
+    alone, blank = ({"role": "user", "content": [*text, part]} for text in ([], [{"type": "text", "text": " "}]))
+    assert turns_of(GREETING, alone) == ([("assistant", [GREETING["content"]]), ("user", [None, PROMPT])], "")
+    assert turns_of(blank) == ([("user", [" ", None, PROMPT])], "")
+    assert turns_of(user("What?"), alone) == ([("user", ["What?"]), ("user", [None])], "")
+    assert turns_of(alone, assistant("A "), assistant("cat")) == ([("user", [None]), ("assistant", ["A "])], "cat")
 
 
 def test_chat_that_begins_with_the_assistant_is_answered(served, embedded):
@@ -112,7 +124,7 @@ def test_answer_is_continued_as_transformers_does(tmp_path):
     prompt = theirs.apply_chat_template(messages, continue_final_message=True)
     expected = theirs(text=prompt, images=[[image]], return_tensors="pt").input_ids[0].tolist()
     image.save(file := io.BytesIO(), "png")
-    chat = Chat([], [], "What is in this picture?", "Describe the two")
-    inputs = prepare_inputs(chat, [file.getvalue()], processor, 10**6)
+    chat = Chat([], [], "", "Describe the two", [("user", [None, "What is in this picture?"])])
+    inputs = prepare_inputs(chat, [preprocess("image 1", file.getvalue(), processor, 10**6)], processor)
     assert inputs.input_ids.tolist() == expected
     assert processor.tokenizer.decode(inputs.continued_ids) == "Describe the two"
