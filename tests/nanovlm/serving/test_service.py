@@ -41,7 +41,7 @@ def test_streamed_answer_is_the_same_in_pieces(client):
     *chunks, last = client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
     assert last.choices == [] and last.usage == whole.usage
     deltas = [chunk.choices[0].delta for chunk in chunks]
-    assert deltas[0].role == "assistant" and len(deltas) > 3, "a busy machine joins some"
+    assert deltas[0].role == "assistant" and len(deltas) >= 3, "a busy machine joins pieces"
     assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
     assert len({chunk.id for chunk in [*chunks, last]}) == 1
