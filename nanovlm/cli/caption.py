@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
+from nanovlm.cli.caption_video import caption_videos, names_video
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import (
     add_model_flags,
@@ -88,6 +89,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--length", choices=tuple(LENGTHS), help="ask for a caption of this length, of at most 48, 128 or 384 tokens"
     )
     add("--samples", type=int, default=1, metavar="N", help="answers per image, which is encoded once (default: 1)")
+    add("--as-video", action="store_true", help="read a GIF, WebP, folder or several images as the frames of a video")
+    add("--max-frames", type=int, metavar="N", help="frames of a video that the model sees (default: 8)")
     add_file_flags(parser)
     add_ray_flags(parser)
     add_record_flags(parser, GenerationOptions)
@@ -153,11 +156,11 @@ def add_ray_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print captions, or write them to files if args name several images at once or an output file."""
-    on_ray = args.ray is not None
+    on_ray, is_video = args.ray is not None, names_video(args)
     to_files = on_ray or (args.from_file, args.out) != (None, None) or any(map(names_several, args.images))
     if not on_ray:
         refuse_flags(args, RAY_FLAGS, "captions on a cluster: add --ray")
-    if not to_files:
+    if not (to_files or is_video):
         refuse_flags(args, FILE_FLAGS, "files: name a folder, or a file by --out")
     args.prompts = args.prompts or [PROMPT]
     defaults: dict[str, int] = {}
@@ -168,6 +171,8 @@ def run(args: argparse.Namespace) -> int:
     generation, model = from_args(GenerationOptions, args, **defaults), model_options(args)
     if args.length:
         check_length(args.length, args.prompts[0], model)
+    if is_video:
+        return caption_videos(args, generation, model)
     check_samples(args.samples, len(args.prompts), generation)
     if on_ray:
         from nanovlm.cli.caption_ray import caption_ray

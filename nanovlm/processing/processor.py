@@ -5,7 +5,7 @@ How a format lays out images and prompts is its layout's, see `nanovlm.processin
 
 from collections.abc import Sequence
 from itertools import islice, takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -15,6 +15,9 @@ from models.config import VLMConfig
 from nanovlm.errors import InputError
 from nanovlm.processing.layouts import Grid, Message, layout_of
 from nanovlm.processing.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanovlm.processing.video import Video
 
 EncodedPrompt = tuple[list[int], list[Tensor]]  # token ids, and the tiles (n, 3, S, S) of each image
 
@@ -45,6 +48,20 @@ class Processor:
         """Token ids and tiles of one question about images, any number of them."""
         tiles = [self.preprocess(image) for image in images]
         return self.encode_prompt([grid for _, grid in tiles], question), [one for one, _ in tiles]
+
+    def encode_video(self, video: "Video", question: str) -> EncodedPrompt:
+        """The same of a video: SmolVLM2's text with the time of each frame, elsewhere the frames as images.
+
+        A frame is one tile.
+        """
+        from nanovlm.processing.video import video_texts
+
+        tiles, grids = zip(*(self.layout.preprocess(frame, 1, self.upscale) for frame in video.frames))
+        if not self.layout.images_in_turns:
+            return self.encode_prompt(grids, question), list(tiles)
+        *labels, end = video_texts(video)
+        parts = [part for label in labels for part in (label, None)]
+        return self.encode_turns(grids, [("user", [*parts, end + question])]), list(tiles)
 
     def encode_prompt(
         self,

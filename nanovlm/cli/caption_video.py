@@ -1,0 +1,51 @@
+"""`nanovlm caption` of videos: files, and with --as-video animated images, folders and lists of frames."""
+
+import argparse
+import json
+from pathlib import Path
+
+from nanovlm.cli.options import load_captioner, report_missing
+from nanovlm.console import print_error
+from nanovlm.errors import ImageError, UsageError
+from nanovlm.options import GenerationOptions, ModelOptions
+from nanovlm.processing import VIDEO_EXTENSIONS
+
+
+def names_video(args: argparse.Namespace) -> bool:
+    """Whether args name video files or, with --as-video, frames. UsageError for videos beside images."""
+    are_videos = [Path(name).suffix.lower() in VIDEO_EXTENSIONS and not Path(name).is_dir() for name in args.images]
+    if args.as_video or (are_videos and all(are_videos)):
+        return True
+    if any(are_videos):
+        raise UsageError("videos and images are captioned by commands of their own; name either")
+    if args.max_frames is not None:
+        raise UsageError("--max-frames is for videos: name a video file, or add --as-video")
+    return False
+
+
+def caption_videos(args: argparse.Namespace, generation: GenerationOptions, model: ModelOptions) -> int:
+    """Print an answer for each prompt about each video; 1 if one failed, after the others are done."""
+    if not args.images or args.out is not None or args.samples != 1:
+        raise UsageError("--as-video needs names of frames or videos, and goes with neither --out nor --samples")
+    if args.max_frames is not None and args.max_frames < 1:
+        raise UsageError(f"--max-frames {args.max_frames} is less than 1")
+    if report_missing(args.images):
+        return 1
+    are_frames = args.as_video and len(args.images) > 1
+    videos = [args.images] if are_frames else args.images
+    captioner = load_captioner(model, args.prompts, generation.max_new_tokens, own_images=True)
+    failed = 0
+    for video in videos:
+        name = video[0] if are_frames else video
+        for prompt in args.prompts:
+            try:
+                text = captioner.caption_video(video, prompt, max_frames=args.max_frames, options=generation)
+            except ImageError as error:
+                print_error(str(error))
+                failed += 1
+                break
+            if args.json:
+                print(json.dumps({"video": name, "prompt": prompt, "text": text}), flush=True)
+            else:
+                print(f"{name}: " * (len(videos) > 1) + " ".join(text.splitlines()), flush=True)
+    return 1 if failed else 0

@@ -1,0 +1,180 @@
+"""Videos as frames with times: video files by PyAV, animated GIF and WebP by Pillow, folders and lists of images.
+
+Frames are chosen as by transformers' SmolVLMVideoProcessor (version 5): one a second, without the first and last second
+of a long video, at most max_frames. Video files are decoded by a process of its own with limits on time and memory,
+since decoders are large and read untrusted files.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image, ImageSequence
+
+from nanovlm.errors import ImageError, MissingExtraError, UsageError
+from nanovlm.processing import VIDEO_EXTENSIONS
+from nanovlm.processing.image_loading import load_image, readable_extensions
+
+MAX_FRAMES = 8  # by default; 64 frames, as transformers takes, are minutes of work for a CPU
+LISTED_FPS = 24.0  # of frames without times, as in transformers
+SKIPPED_SECONDS = 1  # at both ends of a long video
+DECODING_SECONDS, DECODING_BYTES = 120, 4 * 2**30  # limits of the process that decodes
+MAX_ANIMATION_FRAMES = 10_000
+ONES = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+
+
+@dataclass(frozen=True)
+class Video:
+    """RGB frames, the second that each is shown at, and the duration of the whole in seconds."""
+
+    frames: Sequence[Image.Image]
+    seconds: Sequence[float]
+    duration: float
+
+    @classmethod
+    def read(cls, source: str | os.PathLike | Sequence[str | os.PathLike], max_frames: int = MAX_FRAMES) -> "Video":
+        """Frames of a video file, an animated image, a folder of images, or a list of images, which all are taken.
+
+        Raises ImageError for a file that cannot be read, MissingExtraError without PyAV (extra: video), and UsageError
+        for a max_frames below 1.
+        """
+        if max_frames < 1:
+            raise UsageError(f"max_frames={max_frames} is less than 1")
+        if not isinstance(source, (str, os.PathLike)):
+            return cls._of_images(source, max_frames)
+        path = Path(source)
+        if path.is_dir():
+            names = sorted(name for name in path.iterdir() if name.suffix.lower() in readable_extensions())
+            return cls._of_images(names, max_frames)
+        if path.suffix.lower() in VIDEO_EXTENSIONS:
+            return _decode(path, max_frames)
+        return _read_animation(path, max_frames)
+
+    @classmethod
+    def _of_images(cls, names: Sequence[str | os.PathLike], max_frames: int) -> "Video":
+        if not names:
+            raise ImageError("a video without frames; name images, or a folder of them")
+        kept = _spread(0, len(names) - 1, min(len(names), max_frames))
+        return cls([load_image(names[i]) for i in kept], [i / LISTED_FPS for i in kept], len(names) / LISTED_FPS)
+
+
+def sample_frames(n_frames: int, fps: float, max_frames: int) -> list[int]:
+    """The numbers of the frames to show, ascending, of n_frames at fps a second."""
+    duration = n_frames / fps
+    wanted = max(1, min(round(duration), max_frames))
+    first, last = 0, n_frames - 1
+    if duration - 2 * SKIPPED_SECONDS > max_frames:
+        first = max(0, int(SKIPPED_SECONDS * fps))
+        last = min(n_frames - 1, int(n_frames - SKIPPED_SECONDS * fps))
+        if first >= last:
+            first, last = 0, n_frames - 1
+    return _spread(first, last, wanted)
+
+
+def _spread(first: int, last: int, n: int) -> list[int]:
+    step = (last - first) / max(1, n - 1)
+    return sorted({int(first + i * step) if i < n - 1 or n == 1 else last for i in range(n)})
+
+
+def _read_animation(path: Path, max_frames: int) -> Video:
+    """An animated GIF or WebP; the times are those of its frames."""
+    with Image.open(path) as image:
+        n = getattr(image, "n_frames", 1)
+        if n > MAX_ANIMATION_FRAMES:
+            raise ImageError(f"{path} has {n:,} frames, more than {MAX_ANIMATION_FRAMES:,}; cut it")
+        starts, frames, now = [], [], 0.0
+        for frame in ImageSequence.Iterator(image):
+            starts.append(now)
+            now += (frame.info.get("duration") or 1000 / LISTED_FPS) / 1000
+        kept = sample_frames(n, n / now, max_frames)
+        for i in kept:
+            image.seek(i)
+            frames.append(load_image(image.copy(), name=str(path)))
+    return Video(frames, [starts[i] for i in kept], now)
+
+
+def _decode(path: Path, max_frames: int) -> Video:
+    """The frames of a video file, decoded by another process."""
+    if not path.is_file():
+        raise ImageError(f"{path}: No such file or directory")
+    command = [sys.executable, "-m", __name__, str(path), str(max_frames)]
+    try:
+        result = subprocess.run(command, capture_output=True, timeout=DECODING_SECONDS, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        raise ImageError(f"{path} was not decoded in {DECODING_SECONDS} seconds; cut it") from None
+    if result.returncode == MissingExtraError.exit_code:
+        raise MissingExtraError("videos are read by PyAV: pip install 'nanovlm[video]'")
+    if result.returncode:
+        lines = result.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {result.returncode}"]
+        raise ImageError(f"{path} is no video that can be read: {lines[-1].partition(': ')[2] or lines[-1]}")
+    header, _, pixels = result.stdout.partition(b"\n")
+    found = json.loads(header)
+    size = tuple(found["size"])
+    n_bytes = 3 * math.prod(size)
+    frames = [
+        Image.frombytes("RGB", size, pixels[i * n_bytes : (i + 1) * n_bytes]) for i in range(len(found["seconds"]))
+    ]
+    return Video(frames, found["seconds"], found["duration"])
+
+
+def video_texts(video: Video) -> list[str]:
+    """The text before each frame, and the one after the last, as in SmolVLM2's training (`smollm`, `transformers`)."""
+    hours, rest = divmod(int(video.duration), 3600)
+    duration = f"{hours}:{rest // 60:02}:{rest % 60:02}"
+    n = in_words(len(video.frames))
+    intro = f"You are provided the following series of {n} frames from a {duration} [H:MM:SS] video.\n"
+    labels = [f"\nFrame from {int(second) // 60:02}:{int(second) % 60:02}:" for second in video.seconds]
+    return [intro + labels[0], *labels[1:], "\n\n"]
+
+
+def in_words(n: int) -> str:
+    """A number from 0 to 999 in English."""
+    if n < 20:
+        return ONES[n]
+    if n < 100:
+        return TENS[n // 10 - 2] + (f"-{ONES[n % 10]}" if n % 10 else "")
+    return f"{ONES[n // 100]} hundred" + (f" and {in_words(n % 100)}" if n % 100 else "")
+
+
+def _main(path: str, max_frames: int) -> None:
+    """The process that decodes: a line of JSON, then RGB pixels of the frames that are shown."""
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (DECODING_BYTES, DECODING_BYTES))
+        resource.setrlimit(resource.RLIMIT_CPU, (DECODING_SECONDS, DECODING_SECONDS))
+    except ImportError:  # Windows
+        pass
+    try:
+        import av
+    except ImportError:
+        sys.exit(MissingExtraError.exit_code)
+    with av.open(path) as container:
+        stream = container.streams.video[0]
+        fps = float(stream.average_rate or LISTED_FPS)
+        n_frames = stream.frames or sum(1 for _ in container.decode(stream))
+    kept, shown = set(sample_frames(n_frames, fps, max_frames)), []
+    with av.open(path) as container:
+        for i, frame in enumerate(container.decode(video=0)):
+            if i in kept:
+                shown.append((i, frame.to_image()))
+            if i >= max(kept):
+                break
+    size = shown[0][1].size
+    header = {"size": size, "seconds": [i / fps for i, _ in shown], "duration": n_frames / fps}
+    sys.stdout.buffer.write(json.dumps(header).encode() + b"\n")
+    for _, image in shown:
+        sys.stdout.buffer.write((image if image.size == size else image.resize(size)).tobytes())
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,159 @@
+"""Videos: frames, times, text and pixels against transformers' SmolVLM processor; files, animations and folders."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from nanovlm import Captioner
+from nanovlm.cli.main import main
+from nanovlm.embedded import EMBEDDED
+from nanovlm.errors import ImageError, MissingExtraError, UsageError
+from nanovlm.processing.video import Video, in_words, sample_frames, video_texts
+from support import Package
+from support.smolvlm import write_folder
+
+transformers = Package("transformers")
+CASES = [
+    (300, 30, 64),
+    (1980, 30, 64),
+    (2010, 30, 64),
+    (3600, 30, 64),
+    (15, 10, 64),
+    (25, 25, 64),
+    (7, 3, 64),
+    (99, 7, 4),
+]
+COLORS = ["red", "green", "blue", "white", "black", "yellow"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def images(n=6, size=(40, 24)):
+    frames = [Image.effect_noise(size, 90).convert("RGB") for _ in range(n)]
+    for frame, color in zip(frames, COLORS):
+        frame.paste(color, (0, 0, 12, 12))
+    return frames
+
+
+def test_frames_are_one_a_second_without_the_ends_of_a_long_video():
+    """Figures of transformers 4.57 and 5.23."""
+    chosen = [sample_frames(*case) for case in CASES]
+    assert [len(one) for one in chosen] == [10, 64, 64, 64, 2, 1, 2, 4]
+    assert chosen[0] == [0, 33, 66, 99, 132, 166, 199, 232, 265, 299]
+    assert (chosen[2][:3], chosen[2][-1], chosen[3][:4], chosen[3][-2:]) == (
+        [30, 60, 91], 1980, [30, 86, 142, 198], [3513, 3570],
+    )  # fmt: skip
+
+
+def test_times_are_written_as_smolvlm2_reads_them():
+    video = Video(images(2), [0.0, 75.9], 3725.9)
+    first, second, end = video_texts(video)
+    intro = "You are provided the following series of two frames from a 1:02:05 [H:MM:SS] video.\n"
+    assert (first, second, end) == (f"{intro}\nFrame from 00:00:", "\nFrame from 01:15:", "\n\n")
+    assert [in_words(n) for n in (1, 20, 21, 64, 101, 340)] == [
+        "one", "twenty", "twenty-one", "sixty-four", "one hundred and one", "three hundred and forty",
+    ]  # fmt: skip
+
+
+@pytest.mark.full
+def test_frames_text_and_pixels_are_those_of_transformers(tmp_path):
+    _, processor = write_folder(tmp_path / "model", "SmolVLM")
+    processor.video_processor = transformers.SmolVLMVideoProcessor(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 16}
+    )
+    for case in CASES:
+        metadata = transformers.video_utils.VideoMetadata(case[0], fps=case[1], duration=case[0] / case[1])
+        theirs = processor.video_processor.sample_frames(metadata, num_frames=case[2], fps=1)
+        assert sample_frames(*case) == theirs.tolist(), case
+    frames = images()
+    pixels = torch.stack([torch.frombuffer(bytearray(f.tobytes()), dtype=torch.uint8).view(24, 40, 3) for f in frames])
+    metadata = transformers.video_utils.VideoMetadata(6, fps=2.0, duration=3.0, frames_indices=list(range(6)))
+    inputs = processor(
+        text="<|im_start|>User: <video>What is this?<end_of_utterance>\nAssistant:",
+        videos=[pixels.permute(0, 3, 1, 2)], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt",
+    )  # fmt: skip
+    ours = Captioner.from_pretrained(tmp_path / "model", "cpu", "float32")
+    video = Video(frames, [i / 2 for i in range(6)], 3.0)
+    ids, tiles = ours.processor.encode_video(video, "What is this?")
+    assert ids == inputs["input_ids"][0].tolist()
+    difference = (torch.cat(tiles) - inputs["pixel_values"][0]).abs()
+    assert difference.mean() < 0.02 and difference.max() <= 6 / 127.5, "of two roundings of two resizes"
+
+
+@pytest.mark.full
+def test_a_video_file_is_read_and_what_cannot_be_read_is_one_line(monkeypatch):
+    av = pytest.importorskip("av")
+    frames = [frame.resize((64, 48)) for frame in images()]
+    with av.open("a.mp4", "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for i in range(30):
+            container.mux(stream.encode(av.VideoFrame.from_image(frames[i // 5])))
+        container.mux(stream.encode())
+    video = Video.read("a.mp4")
+    assert (video.duration, video.seconds) == (3.0, [0.0, 1.4, 2.9]) and video.frames[0].size == (64, 48)
+    for frame, i in zip(video.frames, (0, 2, 5)):
+        assert max(abs(a - b) for a, b in zip(frame.getpixel((4, 4)), frames[i].getpixel((4, 4)))) < 60
+    Path("bad.mp4").write_bytes(Path("a.mp4").read_bytes()[:300])
+    for name in ("bad.mp4", "none.mp4"):
+        with pytest.raises(ImageError, match=name) as error:
+            Video.read(name)
+        assert len(str(error.value).splitlines()) == 1
+    Path("blocked").mkdir()
+    Path("blocked/av.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", "blocked", prepend=":")
+    with pytest.raises(MissingExtraError, match=r"nanovlm\[video\]"):
+        Video.read("a.mp4")
+
+
+def test_animations_folders_and_lists_are_videos():
+    first, *others = images()
+    first.save("a.gif", save_all=True, append_images=others, duration=[100, 200, 900, 800, 1000, 1000], loop=0)
+    video = Video.read("a.gif")
+    assert video.duration == 4.0 and video.seconds == pytest.approx([0.0, 0.1, 1.2, 3.0])
+    Path("frames").mkdir()
+    for i, frame in enumerate([first, *others]):
+        frame.save(f"frames/{i}.png")
+    assert [f.tobytes() for f in Video.read("frames").frames] == [f.tobytes() for f in [first, *others]]
+    listed = Video.read(["frames/1.png", "frames/5.png"])
+    assert listed.seconds == [0, 1 / 24] and listed.frames[1].tobytes() == others[4].tobytes()
+    assert len(Video.read("frames", max_frames=3).frames) == 3
+    with pytest.raises(UsageError, match="max_frames=0"):
+        Video.read("frames", 0)
+    with pytest.raises(ImageError, match="without frames"):
+        Video.read([])
+
+
+def test_frames_are_images_of_one_question_for_other_models():
+    captioner, frames = Captioner.from_pretrained(EMBEDDED, "cpu", "float32"), images(3)
+    video = Video(frames, [0, 1, 2], 3.0)
+    assert captioner.caption_video(video, max_new_tokens=9) == captioner.caption(frames, max_new_tokens=9)
+
+
+def test_the_command_answers_about_a_video(capsys):
+    first, *others = images(3)
+    first.save("a.gif", save_all=True, append_images=others, duration=1000)
+    first.save("b.png")
+    captioner = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
+    flags = ["--device", "cpu", "--dtype", "float32", "--max-new-tokens", "9"]
+    assert main(["caption", "a.gif", "--as-video", "--json", "--max-frames", "2", *flags]) == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert text == captioner.caption_video("a.gif", max_frames=2, max_new_tokens=9)
+    assert text != captioner.caption_video("a.gif", max_frames=3, max_new_tokens=9)
+    for wrong in (
+        ["b.png", "a.mp4"],
+        ["b.png", "--max-frames", "2"],
+        ["--as-video"],
+        ["a.gif", "--as-video", "--out", "x"],
+    ):
+        assert main(["caption", *wrong]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["caption", "none.mp4"]) == 1
+    assert "torch" in sys.modules and "none.mp4: No such file" in capsys.readouterr().err
