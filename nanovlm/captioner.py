@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from PIL import Image
@@ -23,9 +23,6 @@ from nanovlm.options import GenerationOptions, ModelOptions, cut_incomplete_sent
 from nanovlm.processing.image_loading import is_single_array, is_url, load_image
 from nanovlm.processing.processor import EncodedPrompt, Processor
 from nanovlm.processing.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from nanovlm.processing.video import Video
 
 # A path, a file's bytes, a PIL image, a tensor (C, H, W), a numpy array (H, W, C), a binary file or an http(s) URL
 ImageInput = str | os.PathLike | bytes | Image.Image | Tensor | Any
@@ -202,25 +199,13 @@ class Captioner:
 
         return self._texts(prepare, options, stats=stats)
 
-    def caption_video(
-        self,
-        video: "Video | str | os.PathLike | Sequence[str | os.PathLike]",
-        prompt: str = PROMPT,
-        *,
-        max_frames: int | None = None,
-        options: GenerationOptions | None = None,
-        **changes: Any,
-    ) -> str:
-        """The answer to a prompt about a video: a file, an animated image, a folder or a list of images.
-
-        max_frames limits the frames that are shown, see `Video.read`. SmolVLM2 reads the time of each, other models
-        read them as several images.
-        """
+    def caption_video(self, video: Any, prompt: str = PROMPT, max_frames: int | None = None, **options: Any) -> str:
+        """The answer to a prompt about a `Video`, or about what `Video.read` takes, such as a file's name."""
         from nanovlm.processing.video import MAX_FRAMES, Video
 
         if not isinstance(video, Video):
             video = Video.read(video, MAX_FRAMES if max_frames is None else max_frames)
-        return self.generate([self.processor.encode_video(video, prompt)], options=options, **changes)[0]
+        return self.generate([self.processor.encode_video(video, prompt)], **options)[0]
 
     def captions(
         self,

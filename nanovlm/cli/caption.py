@@ -8,9 +8,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from nanovlm.cli.caption_video import caption_videos, names_video
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import (
     add_model_flags,
@@ -25,6 +25,7 @@ from nanovlm.console import print_error
 from nanovlm.embedded import PROMPT, SAMPLE, trained_prompts
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
 from nanovlm.options import GenerationOptions, ModelOptions
+from nanovlm.processing import VIDEO_EXTENSIONS
 
 if TYPE_CHECKING:
     import torch
@@ -172,6 +173,8 @@ def run(args: argparse.Namespace) -> int:
     if args.length:
         check_length(args.length, args.prompts[0], model)
     if is_video:
+        from nanovlm.cli.caption_video import caption_videos
+
         return caption_videos(args, generation, model)
     check_samples(args.samples, len(args.prompts), generation)
     if on_ray:
@@ -192,6 +195,18 @@ def run(args: argparse.Namespace) -> int:
 def names_several(name: str) -> bool:
     """Whether a name is that of a folder, or a pattern: a file may be named [1].png."""
     return os.path.isdir(name) or (glob.has_magic(name) and not os.path.lexists(name))
+
+
+def names_video(args: argparse.Namespace) -> bool:
+    """Whether args name video files or, with --as-video, frames. UsageError for videos beside images."""
+    are_videos = [Path(name).suffix.lower() in VIDEO_EXTENSIONS and not Path(name).is_dir() for name in args.images]
+    if args.as_video or (are_videos and all(are_videos)):
+        return True
+    if any(are_videos):
+        raise UsageError("videos and images are captioned by commands of their own; name either")
+    if args.max_frames is not None:
+        raise UsageError("--max-frames is for videos: name a video file, or add --as-video")
+    return False
 
 
 def check_samples(n: int, n_prompts: int, generation: GenerationOptions) -> None:

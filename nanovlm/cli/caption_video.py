@@ -2,25 +2,11 @@
 
 import argparse
 import json
-from pathlib import Path
 
 from nanovlm.cli.options import load_captioner, report_missing
 from nanovlm.console import print_error
 from nanovlm.errors import ImageError, UsageError
 from nanovlm.options import GenerationOptions, ModelOptions
-from nanovlm.processing import VIDEO_EXTENSIONS
-
-
-def names_video(args: argparse.Namespace) -> bool:
-    """Whether args name video files or, with --as-video, frames. UsageError for videos beside images."""
-    are_videos = [Path(name).suffix.lower() in VIDEO_EXTENSIONS and not Path(name).is_dir() for name in args.images]
-    if args.as_video or (are_videos and all(are_videos)):
-        return True
-    if any(are_videos):
-        raise UsageError("videos and images are captioned by commands of their own; name either")
-    if args.max_frames is not None:
-        raise UsageError("--max-frames is for videos: name a video file, or add --as-video")
-    return False
 
 
 def caption_videos(args: argparse.Namespace, generation: GenerationOptions, model: ModelOptions) -> int:
