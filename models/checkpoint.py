@@ -75,7 +75,8 @@ def load_config(folder: str | os.PathLike) -> VLMConfig:
     except CheckpointError as error:  # names one of the files
         raise CheckpointError(f"{folder}: {error}") from None
     except (TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        message = re.sub(r"\b(vit|lm|mp)_\w+", lambda field: format.words.get(field[0], field[0]), str(error))
+        raise CheckpointError(f"{path}: {message}") from None
 
 
 def read_object(path: Path) -> dict:

@@ -43,6 +43,7 @@ class CheckpointFormat(ABC):
     unit_pixels: ClassVar[bool] = True  # pixels are in [0, 1]; in [-1, 1] if False
     crops_to_patches: ClassVar[bool] = False  # a rest of a tile's side that is no whole patch is left out
     for_transformers: ClassVar[bool] = False  # transformers reads the folder
+    words: ClassVar[Mapping[str, str]] = {}  # their key in config.json for some fields of VLMConfig, in errors
 
     @classmethod
     @abstractmethod
@@ -87,6 +88,10 @@ class CheckpointFormat(ABC):
     @abstractmethod
     def find_image_token_id(self, folder: Path, cfg: "VLMConfig") -> int:
         """The id of the image token in folder's tokenizer.json, -1 without one. CheckpointError if it is not there."""
+
+    def check_image_token_id(self, image_token_id: int, folder: Path) -> None:
+        """CheckpointError if config.json names another id than image_token_id, that of the tokenizer in folder."""
+        return
 
     @abstractmethod
     def version(self, cfg: "VLMConfig") -> int:

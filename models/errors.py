@@ -6,11 +6,22 @@ Everything the project raises on purpose is a `NanoVLMError`: the command line p
 
 import sys
 
+MAX_HALF = 300  # characters of a message, at its beginning and at its end
+
 
 class NanoVLMError(Exception):
-    """Base class; the message is one line that names the value, the limit and the way out."""
+    """Base class; the message is one line that names the value, the limit and the way out.
+
+    A long value in it, such as one of a damaged file, is cut out of its middle.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: object = "", *args: object):
+        text = " ".join(str(message).split()) if "\n" in str(message) else str(message)
+        if len(text) > 2 * MAX_HALF:
+            text = f"{text[:MAX_HALF]} ... {text[-MAX_HALF:]}"
+        super().__init__(text, *args)
 
 
 class InputError(NanoVLMError, ValueError):

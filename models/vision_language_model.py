@@ -254,6 +254,7 @@ def load_model(
 ) -> VisionLanguageModel:
     """The model in a local folder, in eval mode; for callers that have read its config and tokenizer already."""
     path = Path(folder) / CONFIG
+    cfg.format.check_image_token_id(image_token_id, Path(folder))
     if cfg.lm_n_blocks + cfg.vit_n_blocks > MAX_BLOCKS:
         blocks = f"lm_n_blocks={cfg.lm_n_blocks} and vit_n_blocks={cfg.vit_n_blocks}"
         raise CheckpointError(f"{path}: {blocks} are more than {MAX_BLOCKS} in all")

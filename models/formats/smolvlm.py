@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from models.config import CheckpointFormat, VLMConfig
 from models.errors import CheckpointError
 from models.formats import find_image_token_id
 from models.formats.transformers_names import (
+    LLAMA_CONFIG,
     LLAMA_ONLY,
     SIGLIP_CONFIG,
     SIGLIP_ONLY,
@@ -30,6 +31,7 @@ from models.formats.transformers_names import (
 
 PREPROCESSOR, PROCESSOR, GENERATION = "preprocessor_config.json", "processor_config.json", "generation_config.json"
 TEMPLATE, LEGACY_TEMPLATE = "chat_template.jinja", "chat_template.json"
+MAX_EDGE, MAX_TOKEN = 2**20, 1000  # pixels; characters of a special token
 IMAGE_TOKEN_ID = 128257  # in a config.json that names none
 EMBEDDING, HEAD = "model.text_model.embed_tokens.weight", "lm_head.weight"
 
@@ -46,14 +48,14 @@ def _is_triple(value: Any) -> bool:
 
 
 def _has_longest_edge(value: Any) -> bool:
-    return isinstance(value, dict) and type(edge := value.get("longest_edge")) is int and edge > 0
+    return isinstance(value, dict) and type(edge := value.get("longest_edge")) is int and 0 < edge <= MAX_EDGE
 
 
 _SWITCH = (True, lambda value: type(value) is bool, "true or false")
 # Of the image processor: the default of transformers' class, the check, and what passes it.
 IMAGE_SETTINGS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "do_resize": _SWITCH,
-    "size": ({"longest_edge": 4 * 364}, _has_longest_edge, "a longest_edge in pixels"),
+    "size": ({"longest_edge": 4 * 364}, _has_longest_edge, f"a longest_edge of at most {MAX_EDGE} pixels"),
     "resample": (1, lambda value: type(value) is int and 0 <= value <= 5, "one of Pillow's filters, 0 to 5"),  # Lanczos
     "do_image_splitting": _SWITCH,
     "max_image_size": ({"longest_edge": 364}, _has_longest_edge, "a longest_edge in pixels"),
@@ -106,6 +108,11 @@ class SmolVLM(CheckpointFormat):
     unit_pixels = False
     crops_to_patches = True  # SigLIP-so400m/14 at 384 pixels leaves out the last 6 of each side
     for_transformers = True
+    words: ClassVar = {
+        "mp_pixel_shuffle_factor": "scale_factor", "lm_re_base": "rope_theta", "lm_n_kv_heads": "num_key_value_heads",
+        "lm_tie_weights": "tie_word_embeddings",
+        **{ours: theirs for ours, (theirs, _) in {**SIGLIP_CONFIG, **LLAMA_CONFIG}.items()},
+    }  # fmt: skip
 
     config: dict  # the object of config.json, without the dtype of the weights
     files: dict[str, str]  # texts of the other files by name, which are written again with the model
@@ -219,12 +226,15 @@ class SmolVLM(CheckpointFormat):
     def find_image_token_id(self, folder: Path, cfg: VLMConfig) -> int:
         """The one that config.json names, if the tokenizer has the same."""
         found = find_image_token_id(folder, cfg)
-        if found != self.image_token_id:
-            token = cfg.special_tokens["image_token"]
-            raise CheckpointError(
-                f"{folder / TOKENIZER}: {token} is {found}, but {CONFIG} has image_token_id={self.image_token_id}"
-            )
+        self.check_image_token_id(found, folder)
         return found
+
+    def check_image_token_id(self, image_token_id: int, folder: Path) -> None:
+        if image_token_id != self.image_token_id:
+            raise CheckpointError(
+                f"{folder / TOKENIZER}: the image token is {image_token_id}, but {CONFIG} has "
+                f"image_token_id={self.image_token_id}"
+            )
 
     @property
     def image_token_id(self) -> int:
@@ -251,9 +261,9 @@ def _without_dtype(raw: dict) -> dict:
 def _image_settings(files: Mapping[str, str], tile: int) -> dict[str, Any]:
     """The image processor's settings, complete; size and max_image_size as their longest edge in pixels.
 
-    transformers 4 writes them to preprocessor_config.json, 5 into processor_config.json.
+    transformers 4 writes them to preprocessor_config.json, 5 into processor_config.json, where it looks first.
     """
-    found = _parse(files, PREPROCESSOR) if PREPROCESSOR in files else _parse(files, PROCESSOR).get("image_processor")
+    found = _parse(files, PROCESSOR).get("image_processor") or (_parse(files, PREPROCESSOR) or None)
     if not isinstance(found, dict):
         raise CheckpointError(f"{PREPROCESSOR} is missing; it says how this model's images are resized and split")
     image = {}
@@ -280,7 +290,11 @@ def _tokens(files: Mapping[str, str], raw: dict) -> dict[str, str]:
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         named |= config[key] if isinstance(config.get(key), dict) else {}
     found = {name: named.get(name, token) for name, token in TOKENS.items()}
-    return {name: token["content"] if isinstance(token, dict) else str(token) for name, token in found.items()}
+    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    for name, token in tokens.items():
+        if not isinstance(token, str) or len(token) > MAX_TOKEN:
+            raise CheckpointError(f"{TOKENIZER_CONFIG}: {name}={token!r} is no text of at most {MAX_TOKEN} characters")
+    return tokens
 
 
 def _end_token_ids(files: Mapping[str, str], raw: dict) -> tuple[int, ...]:
@@ -288,7 +302,7 @@ def _end_token_ids(files: Mapping[str, str], raw: dict) -> tuple[int, ...]:
     source = _parse(files, GENERATION) if GENERATION in files else raw
     ids = source.get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if not all(type(id) is int for id in ids):
+    if not all(type(id) is int and 0 <= id < 2**31 for id in ids):
         raise CheckpointError(f"eos_token_id={ids} are not ids of tokens")
     return tuple(ids)
 

@@ -63,6 +63,8 @@ class Tokenizer:
         path = Path(folder) / TOKENIZER
         if path.exists():
             return cls._read(path, cfg)
+        if not cfg.lm_tokenizer:
+            raise CheckpointError(f"{folder} has no {TOKENIZER}; download it, too")
         try:
             return cls.from_backbone(cfg.lm_tokenizer, cfg)
         except CheckpointError as error:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from models.checkpoint import load_config
-from models.vision_language_model import load_model
+from models.vision_language_model import VisionLanguageModel
 from nanovlm.export.gguf import text_tensors, to_llama_rope, vision_tensors
 from support.smolvlm import write_folder
 
@@ -19,7 +18,7 @@ def model(request, tmp_path_factory):
     tied = {"tie_word_embeddings": request.param == "tied"}
     sizes = {"image_size": 76, "scale_factor": 1, "longest_edge": 152} if request.param == "folded" else {}
     write_folder(folder := tmp_path_factory.mktemp("gguf") / "model", text=tied, **tied, **sizes)
-    return load_model(folder, load_config(folder), 0, torch.float32, "cpu")
+    return VisionLanguageModel.from_pretrained(folder)
 
 
 def test_every_weight_has_one_name(model):

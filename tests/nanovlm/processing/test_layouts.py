@@ -76,7 +76,8 @@ def test_positions_of_19_patches_are_rounded_as_in_training():
 
 def test_a_prompt_is_laid_out_as_transformers_does(converted):
     processor = converted.processor
-    ids = processor.encode_prompt([(2, 3), (1, 1)], "What is this?", [("Hi", "Yes.")], [1, 1])
+    turns = [("user", [None, "Hi"]), ("assistant", ["Yes."]), ("user", [None, "What is this?"])]
+    ids = processor.encode_turns([(2, 3), (1, 1)], turns)
     rows = [[f"{FAKE}<row_{row}_col_{column}>{IMAGE}" for column in (1, 2, 3)] for row in (1, 2)]
     tiles = "".join("".join(row) + "\n" for row in rows) + "\n" + WHOLE
     assert processor.tokenizer.backend.decode(ids, skip_special_tokens=False) == (

@@ -1,0 +1,96 @@
+"""Every field of a SmolVLM folder's JSON files, set to values of other types and sizes: one short line or a caption."""
+
+import copy
+import json
+import shutil
+
+import pytest
+from PIL import Image
+
+from nanovlm import Captioner
+from nanovlm.errors import CheckpointError, NanoVLMError
+from support import Package
+from support.smolvlm import write_folder
+
+transformers = Package("transformers")
+pytestmark = pytest.mark.full
+FILES = ("config.json", "processor_config.json", "tokenizer_config.json", "generation_config.json")
+ODD = ["a", 10**400, -1, 0, 1e400, float("nan"), True, None, [], {}, [True], "x" * 10**6, 1.5, {"a": 1}]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("original") / "model"
+    write_folder(folder, "SmolVLM")
+    return folder
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    shutil.copytree(original, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def places(settings, above=()):
+    """The path of keys to each value of nested dictionaries."""
+    for key, value in settings.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from places(value, (*above, key))
+
+
+def changed(settings, path, value):
+    settings = inner = copy.deepcopy(settings)
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return settings
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_an_odd_value_is_one_short_line_or_without_effect(folder, file):
+    settings = json.loads((folder / file).read_text())
+    refused = 0
+    for path in places(settings):
+        for value in ODD:
+            (folder / file).write_text(json.dumps(changed(settings, path, value)))
+            try:
+                captioner = Captioner.from_pretrained(folder, "cpu", "float32")
+                captioner.caption(Image.new("RGB", (20, 30)), max_new_tokens=2)
+            except NanoVLMError as error:
+                refused += 1
+                assert len(str(error)) < 1000 and "\n" not in str(error), path
+    assert refused > 10 or file == "tokenizer_config.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("config.json", {"scale_factor": "a"}, "scale_factor='a'"),
+        ("config.json", {"image_token_id": 7}, "image_token_id=7"),
+        ("processor_config.json", {"image_processor": {"size": {"longest_edge": 10**400}}}, "longest_edge"),
+        ("tokenizer_config.json", {"fake_image_token": "x" * 10**7}, "fake_image_token='xxx"),
+        ("generation_config.json", {"eos_token_id": 10**400}, "eos_token_id"),
+    ],
+)
+def test_it_is_named_in_the_words_of_the_file(folder, file, change, words):
+    settings = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(settings | change))
+    with pytest.raises(CheckpointError) as error:
+        Captioner.from_pretrained(folder, "cpu", "float32")
+    assert words in str(error.value)
+
+
+def test_the_tokenizer_is_that_of_the_folder_alone(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    shutil.copytree(folder, "inner")
+    (folder / "inner/tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"inner has no tokenizer\.json"):
+        Captioner.from_pretrained("inner")
+
+
+def test_processor_config_comes_before_preprocessor_config(folder):
+    """As in transformers 5."""
+    settings = json.loads((folder / "processor_config.json").read_text())["image_processor"]
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"do_image_splitting": False}))
+    assert Captioner.from_pretrained(folder, "cpu").processor.max_tiles_per_image > 1
