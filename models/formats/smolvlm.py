@@ -290,10 +290,12 @@ def _tokens(files: Mapping[str, str], raw: dict) -> dict[str, str]:
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         named |= config[key] if isinstance(config.get(key), dict) else {}
     found = {name: named.get(name, token) for name, token in TOKENS.items()}
-    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
-    for name, token in tokens.items():
-        if not isinstance(token, str) or len(token) > MAX_TOKEN:
-            raise CheckpointError(f"{TOKENIZER_CONFIG}: {name}={token!r} is no text of at most {MAX_TOKEN} characters")
+    tokens: dict[str, str] = {}
+    for name, token in found.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(text, str) or len(text) > MAX_TOKEN:
+            raise CheckpointError(f"{TOKENIZER_CONFIG}: {name}={text!r} is no text of at most {MAX_TOKEN} characters")
+        tokens[name] = text
     return tokens
 
 

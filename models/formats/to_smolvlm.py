@@ -21,10 +21,13 @@ from models.vision_language_model import VisionLanguageModel, empty_model
 
 CONVOLUTION = "vision_encoder.patch_embedding.conv"
 END_TOKEN = "<end_of_utterance>"
-CHAT_TEMPLATE = (  # the layout that SmolVLM-256M-Instruct and its relatives were trained with
+# The layout that SmolVLM-256M-Instruct and its relatives were trained with; it takes plain texts, too.
+CHAT_TEMPLATE = (
     "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
-    "{% if message['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
-    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% set parts = message['content'] %}"
+    "{% if parts is string %}{% set parts = [{'type': 'text', 'text': parts}] %}{% endif %}"
+    "{% if parts[0]['type'] == 'image' %}:{% else %}: {% endif %}"
+    "{% for part in parts %}{% if part['type'] == 'text' %}{{ part['text'] }}"
     "{% elif part['type'] == 'image' %}<image>{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )

@@ -48,6 +48,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_out(args.out)
+    if Path(args.model).is_dir() and Path(args.model).resolve() == Path(args.out).resolve():
+        raise UsageError(f"--out {args.out} is the model's own folder; name another")
     if not is_model_name(args.model):
         raise UsageError(f"{args.model} must be a folder that is there, or a Hub id like owner/name")
 

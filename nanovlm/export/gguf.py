@@ -6,6 +6,7 @@ convert_hf_to_gguf.py, conversion/llama.py and conversion/smolvlm.py.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -50,8 +51,8 @@ PRE_TOKENIZERS: dict[str, tuple[dict, bool]] = {
 }
 
 # SmolVLM's template writes no space before an image. llama.cpp passes an image as a text that starts with its marker.
-STARTS_WITH_IMAGE = "message['content'][0]['type'] == 'image'"
-STARTS_WITH_MARKER = f"({STARTS_WITH_IMAGE} or message['content'][0]['text'][:8] == '<__media')"
+STARTS_WITH_IMAGE = re.compile(r"(message\['content'\]|parts)\[0\]\['type'\] == 'image'")
+STARTS_WITH_MARKER = r"(\g<0> or \1[0]['text'][:8] == '<__media')"
 
 
 def export_gguf(captioner: Captioner, folder: str | Path, name: str, gguf_type: str = "f16") -> tuple[Path, Path]:
@@ -172,7 +173,7 @@ def add_tokenizer(writer: "GGUFWriter", tokenizer: Tokenizer, cfg: VLMConfig, se
             getattr(writer, f"add_{kind}_token_id")(ids[kind])
     writer.add_add_bos_token(False)  # the chat template writes every special token
     writer.add_add_eos_token(False)
-    writer.add_chat_template((cfg.lm_chat_template or "").replace(STARTS_WITH_IMAGE, STARTS_WITH_MARKER))
+    writer.add_chat_template(STARTS_WITH_IMAGE.sub(STARTS_WITH_MARKER, cfg.lm_chat_template or ""))
 
 
 def pre_tokenizer_name(raw: dict) -> str:

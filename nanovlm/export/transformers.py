@@ -6,6 +6,7 @@ nanoVLM models were not trained with. Formats 1 to 4 are exported without a proc
 """
 
 import json
+from collections.abc import Container
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -20,7 +21,7 @@ from models.checkpoint import (
 from models.config import VLMConfig
 from models.formats import MODEL_INPUT_NAMES
 from models.formats.nanovlm import end_token
-from models.formats.smolvlm import PREPROCESSOR, PROCESSOR
+from models.formats.smolvlm import PREPROCESSOR, PROCESSOR, SmolVLM
 from models.formats.to_smolvlm import (
     image_processor_settings,
     smolvlm_config,
@@ -57,8 +58,9 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
     cannot express.
     """
     model, tokenizer = captioner.model, captioner.tokenizer
-    if model.cfg.format.for_transformers:
-        return captioner.save_pretrained(folder)
+    if isinstance(model.cfg.format, SmolVLM):
+        captioner.save_pretrained(folder)
+        return remove_stale(Path(folder), model.cfg.format.files)
     objects = {
         CONFIG: smolvlm_config(model.cfg, tokenizer.image_token_id, tokenizer.eos_token_id),
         "generation_config.json": {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id},
@@ -74,6 +76,15 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
             (new / "chat_template.jinja").write_text(chat_template(model.cfg), encoding="utf-8")
         for name, settings in objects.items():
             (new / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        written = {path.name for path in new.iterdir()}
+    remove_stale(Path(folder), written)
+
+
+def remove_stale(folder: Path, written: Container[str]) -> None:
+    """Remove what an earlier export left in the folder, and readers would take for files of this one."""
+    for name in SmolVLM.other_files:
+        if name not in written:
+            (folder / name).unlink(missing_ok=True)
 
 
 def chat_template(cfg: VLMConfig) -> str:

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,3 +172,20 @@ def test_stock_nanovlm_finds_the_tokenizer_of_a_trained_folder(lora_run, tmp_pat
     assert stock.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) == ours.encode_chat(chat)
     assert stock.convert_tokens_to_ids(stock.image_token) == ours.image_token_id
     assert stock.eos_token_id == ours.eos_token_id
+
+
+def test_a_model_is_not_exported_onto_itself(model_folder, capsys):
+    before = {path.name: path.read_bytes() for path in Path(model_folder).iterdir()}
+    assert cli.main(["export", str(model_folder), "--out", f"{model_folder}/."]) == 2
+    assert "is the model's own folder" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in Path(model_folder).iterdir()} == before
+
+
+def test_an_older_export_leaves_no_files_that_readers_take_for_new_ones(model_folder, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("special_tokens_map.json", "preprocessor_config.json", "notes.txt"):
+        (out / name).write_text('{"size": 1}')
+    assert cli.main(["export", str(model_folder), "--out", str(out)]) == 0
+    assert not (out / "special_tokens_map.json").exists() and (out / "notes.txt").exists()
+    assert Captioner.from_pretrained(out, "cpu").caption(SAMPLE, max_new_tokens=1) is not None

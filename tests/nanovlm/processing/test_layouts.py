@@ -14,6 +14,7 @@ from nanovlm import Captioner
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import InputError
 from nanovlm.export.transformers import export_smolvlm
+from nanovlm.processing.chat_template import ChatTemplate
 from nanovlm.processing.convert import check_format, convert_layout
 from nanovlm.processing.image_loading import as_tensor
 from nanovlm.processing.layouts import LAYOUTS
@@ -110,3 +111,13 @@ def test_an_exported_nanovlm_says_the_same(tmp_path):
     again = Captioner.from_pretrained(tmp_path / "export", "cpu", "float32")
     image = noise_image(96, 96)
     assert not again.model.cfg.format.unit_pixels and again.caption(image) == embedded.caption(image)
+
+
+def test_the_chat_template_takes_plain_texts(converted):
+    template = ChatTemplate(converted.model.cfg.lm_chat_template)
+    as_parts = template.render([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], True)
+    assert (
+        template.render([{"role": "user", "content": "Hi"}], True)
+        == as_parts
+        == ("<|im_start|>User: Hi<end_of_utterance>\nAssistant:")
+    )
