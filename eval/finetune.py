@@ -16,6 +16,11 @@ measure speed instead. --profile prints the share of each stage in a training st
 postcards with another training loop, in turns with this one: upstream nanoVLM's from a checkout of its repository, or
 trl's SFTTrainer on the exported model (extra trl). Both have the same model, batch size, number format and peak
 learning rate, and otherwise their own defaults. Shapes other than the embedded model have random weights.
+
+    python -m eval.finetune --study ARCHIVES
+
+compares the defaults of train.py with other settings and simple classifiers on six data sets that this project does not
+draw (hours); `eval.lib.study_sets` says what the folder of archives holds.
 """
 
 import sys
@@ -32,6 +37,7 @@ import torch
 
 from eval.captions import BATCH_SIZE
 from eval.lib.command import add_threads_flag, make_parser, one_of, positive, progress, report
+from eval.lib.finetune_study import WAYS, study
 from eval.lib.hardware import environment
 from eval.lib.postcards import draw, random_postcard, write_folder
 from eval.lib.scene_splits import png
@@ -50,8 +56,7 @@ from nanovlm.training.config import FINETUNING
 
 MAX_MINUTES = 3
 REPLAY = ["scenes@0.22", "--pack", "256", "--max-steps", "1050"]  # packed, since scenes are longer than postcards
-MUON = ["--optimizer", "muon", "--lr", "5e-4", "--max-steps", "700"]  # as the embedded model was trained before
-TRAIN_FLAGS = {"all weights": MUON, "adapters": ["--lora-rank", "16"], "scenes mixed in": REPLAY}
+TRAIN_FLAGS = {"all weights": [], "adapters": ["--lora-rank", "16"], "scenes mixed in": REPLAY}
 MIN_SHARES = {"all weights": (0.9, 0.0), "adapters": (0.85, 0.0), "scenes mixed in": (0.9, 0.8)}  # postcards, scenes
 
 PROFILED_STEPS, RACED_STEPS = 5, 5  # by default, beside a step that warms up
@@ -135,6 +140,16 @@ def measure_limits(args: Namespace) -> int:
     return report(data, shares_table(before, results), where, args.json, failures)
 
 
+def measure_study(args: Namespace) -> int:
+    """The default and other settings on every data set of the study."""
+    results = study(args.study, args.ways, args.flags.split())
+    names = list(dict.fromkeys(name for found in results.values() for name in found))
+    rows = [["", *names]]
+    for data, found in results.items():
+        rows.append([data, *(f"{found[name]['exact']:.1%}" if name in found else "" for name in names)])
+    return report(results, table(rows), environment("cpu"), args.json)
+
+
 def measure_speed(args: Namespace) -> int:
     """The stages of a training step, or two training loops in turns."""
     peers: dict[str, Callable[[], MakeRun]] = {
@@ -163,8 +178,9 @@ def measure_speed(args: Namespace) -> int:
 def make_finetune_parser() -> Parser:
     parser = make_parser("finetune", __doc__)
     add = parser.add_argument
-    ways = f"any of {', '.join(map(repr, TRAIN_FLAGS))} (default: all)"
-    add("ways", nargs="*", type=one_of(TRAIN_FLAGS), metavar="WAY", help=ways)
+    ways = f"any of {', '.join(map(repr, TRAIN_FLAGS))}, with --study of {', '.join(map(repr, WAYS))} (default: all)"
+    add("ways", nargs="*", type=one_of(TRAIN_FLAGS | WAYS), metavar="WAY", help=ways)
+    add("--study", type=Path, metavar="ARCHIVES", help="compare the defaults on six data sets, from this folder")
     add("--images", type=positive, default=200, metavar="N", help="to learn from (default: 200)")
     add("--fresh", type=positive, default=400, metavar="N", help="test images a domain (default: 400)")
     add("--seed", default="1", help="which images (default: 1)")
@@ -186,7 +202,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.profile and args.baseline:
         parser.error("--profile and --baseline exclude each other")
+    if args.study and not args.study.is_dir():
+        parser.error(f"--study {args.study} is no folder; see the docstring of eval/lib/study_sets.py")
     try:
+        if args.study:
+            return measure_study(args)
         return measure_speed(args) if args.profile or args.baseline else measure_limits(args)
     except NanoVLMError as error:
         print_error(f"{parser.prog}: {error}")

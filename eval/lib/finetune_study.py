@@ -17,7 +17,7 @@ from nanovlm.processing.image_loading import load_image
 
 BATCH_SIZE = 64
 PIXELS = 32  # side of the images that the classifiers of pixels see
-WAYS = {
+WAYS: dict[str, list[str]] = {
     "default": [],
     "adamw": ["--optimizer", "adamw", "--lr", "8e-4"],
     "muon, half the rate": ["--optimizer", "muon", "--lr", "2.5e-4"],
@@ -26,10 +26,10 @@ WAYS = {
 }
 
 
-def study(archives: Path, names: Sequence[str], ways: Sequence[str], flags: Sequence[str]) -> dict[str, dict]:
+def study(archives: Path, ways: Sequence[str], flags: Sequence[str]) -> dict[str, dict]:
     """For each data set and way: the shares of exact answers and of answers that occur in training, and seconds."""
     results: dict[str, dict] = {}
-    for name in names or STUDY_SETS:
+    for name in STUDY_SETS:
         with tempfile.TemporaryDirectory() as folder:
             train, test = write_study_set(name, archives, Path(folder) / "data")
             found = results[name] = {}
