@@ -113,9 +113,21 @@ def check_regular_file(path: Path) -> None:
 
 def read_weights(folder: str | os.PathLike, cfg: VLMConfig, empty: Mapping[str, Tensor], **options: Any) -> dict:
     """The state dict of the model in folder, of the names and shapes of `empty`; options are dtype and device."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in cfg.format.to_stored(empty).items()}
-    tied = cfg.format.tied if cfg.lm_tie_weights else None
-    return cfg.format.from_stored(read_state_dict(folder, shapes, tied=tied, **options), empty)
+    format = cfg.format.for_names(_tensor_names(Path(folder)))
+    shapes = {name: tuple(tensor.shape) for name, tensor in format.to_stored(empty).items()}
+    tied = format.tied if cfg.lm_tie_weights else None
+    return format.from_stored(read_state_dict(folder, shapes, tied=tied, **options), empty)
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    names: list[str] = []
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                names += file.keys()
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}") from None
+    return names
 
 
 def read_state_dict(

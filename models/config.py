@@ -76,6 +76,10 @@ class CheckpointFormat(ABC):
         """The tensors of these names of ours. Empties the dict, so that joined tensors are not kept twice."""
         return stored
 
+    def for_names(self, names: Iterable[str]) -> "CheckpointFormat":
+        """The format of a folder whose files have tensors of these names."""
+        return self
+
     @abstractmethod
     def weights(self, cfg: "VLMConfig", state: Mapping[str, Any]) -> dict[str, Any]:
         """The tensors of model.safetensors."""

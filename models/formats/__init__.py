@@ -13,8 +13,9 @@ from models.checkpoint import TOKENIZER, read_object
 from models.config import CheckpointFormat, VLMConfig
 from models.errors import CheckpointError
 
-FORMATS = {"nanovlm": "NanoVLM", "smolvlm": "SmolVLM"}  # a file here, and the class in it
-MODEL_TYPES = {"idefics3": "smolvlm", "smolvlm": "smolvlm"}  # of config.json; nanoVLM's own has none
+FORMATS = {"nanovlm": "NanoVLM", "smolvlm": "SmolVLM", "visionpsy": "VisionPsy"}  # a file here, and the class in it
+# model_type of config.json; nanoVLM's own has none
+MODEL_TYPES = {"idefics3": "smolvlm", "smolvlm": "smolvlm", "visionpsynano": "visionpsy", "visionpsy": "visionpsy"}
 # Without this in tokenizer_config.json, transformers 4 adds token_type_ids, which no model here takes.
 MODEL_INPUT_NAMES = ["input_ids", "attention_mask"]
 NO_IMAGE_TOKEN = -1  # nanoVLM v0.1 has no token for images
@@ -32,10 +33,10 @@ def other_files() -> list[str]:
 
 def recognize(raw: dict, where: str) -> type[CheckpointFormat]:
     """The format of the object of a config.json, which `where` names in errors; CheckpointError if it is no FORMAT."""
+    if name := MODEL_TYPES.get(str(raw.get("model_type"))):
+        return format_class(name)
     if "model_type" not in raw or "lm_hidden_dim" in raw:
         return format_class("nanovlm")
-    if name := MODEL_TYPES.get(str(raw["model_type"])):
-        return format_class(name)
     raise CheckpointError(
         f"{where}: model_type={raw['model_type']!r} is not supported; nanoVLM's own config.json and those of "
         f"transformers' {' and '.join(MODEL_TYPES)} are"

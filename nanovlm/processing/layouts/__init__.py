@@ -13,7 +13,11 @@ from torch import Tensor
 
 from models.config import VLMConfig
 
-LAYOUTS = {"nanovlm": "NanoVLMLayout", "smolvlm": "SmolVLMLayout"}  # a file here, and the class in it
+LAYOUTS = {
+    "nanovlm": "NanoVLMLayout",
+    "smolvlm": "SmolVLMLayout",
+    "visionpsy": "VisionPsyLayout",
+}  # a file here, and the class in it
 
 Grid = tuple[int, int]  # rows and columns of an image's tiles
 
