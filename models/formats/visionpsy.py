@@ -17,9 +17,10 @@ from models.errors import CheckpointError
 from models.formats.nanovlm import NanoVLM
 
 FLASH_MIN_SIDE = 512  # pixels
-VARIANTS = {"flash": True, "nano-flash": True, "visionpsy-nano-flash": True} | {
-    name: False for name in ("nano", "plain", "nano-plain", "visionpsy-nano")
-}
+VARIANTS = {  # of older configs: whether they are Flash
+    "flash": True, "nano-flash": True, "visionpsy-nano-flash": True,
+    "nano": False, "plain": False, "nano-plain": False, "visionpsy-nano": False,
+}  # fmt: skip
 OWN_KEYS = {  # of VisionPsy and transformers; the last four change only its speed
     "model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "is_flash", "variant",
     "resize_min_side_len", "inference_max_img_size", "compile_inference", "compile_inference_mode",
