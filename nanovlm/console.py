@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -10,6 +11,9 @@ from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from tqdm import tqdm
+
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends; ESC begins a command
 
 
 def print_error(message: str) -> None:
@@ -45,6 +49,11 @@ def progress_bar(total: int, unit: str, desc: str | None = None) -> "tqdm":
     return tqdm(total=total, unit=unit, desc=desc, disable=not drawn, dynamic_ncols=True, file=sys.stderr)
 
 
+def for_terminal(text: str, file: TextIO | None) -> str:
+    """Text without control characters, which would command a terminal; unchanged for files and pipes."""
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text) if file is not None and file.isatty() else text
+
+
 def bold(text: str, file: TextIO) -> str:
     """Text in bold on a terminal; unchanged anywhere else, or where NO_COLOR is set (no-color.org)."""
     if not file.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
@@ -65,6 +74,7 @@ class _StderrHandler(logging.Handler):
 def _write_line(line: str) -> None:
     if sys.stderr is None:  # as under pythonw, or with 2>&-
         return
+    line = for_terminal(line, sys.stderr)
     tqdm_module = sys.modules.get("tqdm")
     if tqdm_module is not None and getattr(tqdm_module.tqdm, "_instances", None):
         tqdm_module.tqdm.write(line, file=sys.stderr)  # clears the bar, prints, and draws it again

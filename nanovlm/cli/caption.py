@@ -21,7 +21,7 @@ from nanovlm.cli.options import (
     refuse_flags,
     report_missing,
 )
-from nanovlm.console import print_error
+from nanovlm.console import for_terminal, print_error
 from nanovlm.embedded import PROMPT, SAMPLE, trained_prompts
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
 from nanovlm.options import GenerationOptions, ModelOptions
@@ -279,16 +279,17 @@ def print_caption(
             row = {"image": name, "prompt": prompt, "text": text, **samples, **stats_fields(stats)}
             print(json.dumps(row), flush=True)
     else:
-        print("".join(label + " ".join(text.splitlines()) + "\n" for text in texts), end="", flush=True)
+        lines = "".join(label + " ".join(text.splitlines()) + "\n" for text in texts)
+        print(for_terminal(lines, sys.stdout), end="", flush=True)
     return stats, texts
 
 
 def stream_caption(pieces: Iterator[str], label: str) -> str:
     """Print the pieces of an answer as they come; returns the whole."""
     text = next(pieces, "")  # an error is raised before the label is printed
-    print(label + text, end="", flush=True)
+    print(for_terminal(label + text, sys.stdout), end="", flush=True)
     for piece in pieces:
-        print(piece, end="", flush=True)
+        print(for_terminal(piece, sys.stdout), end="", flush=True)
         text += piece
     print()
     return text

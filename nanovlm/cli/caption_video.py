@@ -2,9 +2,10 @@
 
 import argparse
 import json
+import sys
 
 from nanovlm.cli.options import load_captioner, report_missing
-from nanovlm.console import print_error
+from nanovlm.console import for_terminal, print_error
 from nanovlm.errors import ImageError, UsageError
 from nanovlm.options import GenerationOptions, ModelOptions
 
@@ -33,5 +34,6 @@ def caption_videos(args: argparse.Namespace, generation: GenerationOptions, mode
             if args.json:
                 print(json.dumps({"video": name, "prompt": prompt, "text": text}), flush=True)
             else:
-                print(f"{name}: " * (len(videos) > 1) + " ".join(text.splitlines()), flush=True)
+                line = f"{name}: " * (len(videos) > 1) + " ".join(text.splitlines())
+                print(for_terminal(line, sys.stdout), flush=True)
     return 1 if failed else 0

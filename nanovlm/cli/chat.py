@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from models.config import SamplingParams
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import add_model_flags, from_args, load_captioner, model_options, report_missing
-from nanovlm.console import bold, print_error
+from nanovlm.console import bold, for_terminal, print_error
 from nanovlm.errors import ImageError, InputError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions
 
@@ -136,7 +136,7 @@ class Chat:
         """Print the answer as it is generated."""
         with contextlib.closing(self.session.ask(question, options=self.generation)) as pieces:
             for piece in pieces:
-                print(piece, end="", flush=True)
+                print(for_terminal(piece, sys.stdout), end="", flush=True)
         print(flush=True)
 
     def open(self, argument: str) -> None:

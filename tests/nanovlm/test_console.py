@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from nanovlm.console import bold, configure_logging, print_error, progress_bar, warnings_as_notes
+from nanovlm.console import bold, configure_logging, for_terminal, print_error, progress_bar, warnings_as_notes
 from support import ROOT
 
 
@@ -62,3 +62,16 @@ def test_bold_only_on_terminals_without_no_color(monkeypatch):
     monkeypatch.delenv("TERM")
     monkeypatch.setenv("NO_COLOR", "1")
     assert bold("x", FakeTerminal()) == "x"
+
+
+def test_control_characters_reach_files_but_no_terminal(capsys, monkeypatch):
+    answer = "a\x1b]0;title\x07b\tc\x9bd\n"
+    assert for_terminal(answer, sys.stdout) == answer, "a pipe"
+    print_error("e\x1b[2J")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert for_terminal(answer, sys.stdout) == "a\N{REPLACEMENT CHARACTER}]0;title\N{REPLACEMENT CHARACTER}b\tc" + (
+        "\N{REPLACEMENT CHARACTER}d\n"
+    )
+    print_error("e\x1b[2J")
+    assert capsys.readouterr().err == "e\x1b[2J\ne\N{REPLACEMENT CHARACTER}[2J\n"
