@@ -120,6 +120,7 @@ def read_weights(folder: str | os.PathLike, cfg: VLMConfig, empty: Mapping[str, 
 
 
 def _tensor_names(folder: Path) -> list[str]:
+    """The names of all tensors in a folder's files."""
     names: list[str] = []
     for path in weight_files(folder):
         try:

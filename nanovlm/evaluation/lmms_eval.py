@@ -117,7 +117,7 @@ class NanoVLM(lmms):
             raise InputError(f"prompts={prompts} is none of auto, nanovlm, default")
         self.captioner = Captioner.from_pretrained(pretrained, device or "auto", **options)
         cfg = self.captioner.processor.cfg
-        self.prompts = PROMPTS if "nanovlm" in (prompts, prompts == "auto" and cfg.format.name) else {}
+        self.prompts = PROMPTS if prompts == "nanovlm" or (prompts == "auto" and cfg.format.name != "smolvlm") else {}
         # Without a chat, every question ends with "Answer:".
         self.has_answer_prefix = self.captioner.processor.layout.has_chat
         self.batch_size = int(batch_size)

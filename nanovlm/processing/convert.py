@@ -18,7 +18,7 @@ def check_format(cfg: VLMConfig, format: str) -> None:
     """InputError unless a model can be trained in that format: a SmolVLM cannot become a nanoVLM."""
     if format not in FORMATS:
         raise InputError(f"format={format} is none of {', '.join(FORMATS)}")
-    if format == "nanovlm" != cfg.format.name:
+    if format == "nanovlm" and cfg.format.name == "smolvlm":
         raise InputError("format=nanovlm, but this model has SmolVLM's layout, in which it was trained; use smolvlm")
 
 

@@ -4,6 +4,7 @@ A weight is dequantized for each matmul, and again in the backward pass, which g
 Adapters are merged into the weights of the base model's folder, in float32, and not into the quantized ones.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -110,13 +111,14 @@ def quantize_base(model: VisionLanguageModel, format: str, folder: Path) -> Visi
 
 def read_original(folder: Path, cfg: VLMConfig, name: str) -> Tensor:
     """One tensor of the model in folder, by its name in our models: float32, on the CPU."""
-    names = list(cfg.format.to_stored({name: torch.empty(3, 1)}))
+    joined = re.sub(r"\b(gate|up)_proj\b", "gate_up_proj", name)  # in VisionPsy's files
+    names = {*cfg.format.to_stored({name: torch.empty(3, 1)}), joined}
     found: dict[str, Tensor] = {}
     try:
         for path in weight_files(folder):
             with safe_open(path, framework="pt", device="cpu") as file:
-                found |= {stored: file.get_tensor(stored).float() for stored in set(names) & set(file.keys())}
-        return torch.cat([found[stored] for stored in names])
+                found |= {stored: file.get_tensor(stored).float() for stored in names & set(file.keys())}
+        return cfg.format.from_stored(found, [name])[name]
     except (OSError, SafetensorError, KeyError) as error:
         raise CheckpointError(
             f"{folder}: the base model, into which the adapters are merged, cannot be read: {error}; restore it and "
