@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
+from inspect import signature
 from threading import get_ident
 from typing import Any
 
@@ -45,12 +46,13 @@ class HookCache:
 
 
 @contextmanager
-def install_kv_cache_hooks(decoder: TextDecoder, past: HookCache | None = None) -> Iterator[HookCache]:
+def install_kv_cache_hooks(decoder: TextDecoder | nn.Module, past: HookCache | None = None) -> Iterator[HookCache]:
     """`with install_kv_cache_hooks(decoder, past) as cache: logits = decoder(ids, xa)`
 
     Inside the context, each call of the decoder continues `cache`, which starts as a copy of `past`; `past` is not
     changed. `start_pos` is cache.length. A call with another start_pos or another xa raises InputError. The hooks act
-    only in the thread that installed them, and are removed on exit, also after an error.
+    only in the thread that installed them, and are removed on exit, also after an error. They serve openai-whisper's
+    own decoder, too, whose calls after the first are of one token each.
     """
     past = past or HookCache()
     cache, key = HookCache(dict(past.self_kv), dict(past.cross_kv), past.xa), (get_ident(), id(decoder))
@@ -61,7 +63,8 @@ def install_kv_cache_hooks(decoder: TextDecoder, past: HookCache | None = None) 
     try:
         handles.append(decoder.register_forward_pre_hook(hooks.begin_call, with_kwargs=True))
         handles.append(decoder.register_forward_hook(hooks.end_call))
-        for block in decoder.blocks:
+        blocks: Any = decoder.blocks
+        for block in blocks:
             for linear in (block.attn.key, block.attn.value):
                 handles.append(linear.register_forward_hook(hooks.append_self))
             for linear in (block.cross_attn.key, block.cross_attn.value):
@@ -106,6 +109,9 @@ class _Hooks:
                 f"xa {tuple(call['xa'].shape)} is not the one whose keys and values are cached "
                 f"{tuple(self.cache.xa.shape)}; leave the `with` and install the hooks without `past` for other inputs"
             )
+        if "start_pos" not in signature(decoder.forward).parameters:  # openai-whisper's own decoder, which counts them
+            del call["start_pos"]
+            call["kv_cache"] = dict(self.cache.self_kv)
         xa = call["xa"].detach().clone() if self.cache.xa is None else self.cache.xa
         self.pending = HookCache(dict(self.cache.self_kv), dict(self.cache.cross_kv), xa)
         return (), call

@@ -63,6 +63,16 @@ def test_logits_match_openai_whisper(whisper_decoder):
 
 @pytest.mark.full
 @torch.no_grad()
+def test_hooks_serve_openai_whispers_own_decoder(whisper_decoder):
+    theirs, _ = whisper_decoder
+    ids, xa = torch.randint(50, (2, 9)), torch.randn(2, 7, 24)
+    logits, cache = chunked_logits(theirs, ids, xa, [4, 5, 6, 7, 8])
+    torch.testing.assert_close(logits, theirs(ids, xa), atol=1e-4, rtol=1e-5)
+    assert cache.length == 9 and count_hooks(theirs) == 0
+
+
+@pytest.mark.full
+@torch.no_grad()
 def test_hook_cache_matches_the_cache_of_openai_whisper(whisper_decoder):
     """Token by token, against the cache of the openai-whisper package."""
     theirs, ours = whisper_decoder
