@@ -64,6 +64,7 @@ def test_times_are_written_as_smolvlm2_reads_them():
 
 @pytest.mark.full
 def test_frames_text_and_pixels_are_those_of_transformers(tmp_path):
+    pytest.importorskip("num2words")
     _, processor = write_folder(tmp_path / "model", "SmolVLM")
     processor.video_processor = transformers.SmolVLMVideoProcessor(
         size={"longest_edge": 64}, max_image_size={"longest_edge": 16}
