@@ -256,13 +256,13 @@ class VLMConfig:
 
 
 MAX_NEW_TOKENS = 128  # of a caption
+RepetitionDetection = tuple[int, int, int]  # shortest and longest cycle in tokens, and how often it is repeated
 
 
 def setting(default: Any, help: str, limits: str = "", fits: Callable[[Any], bool] | None = None, **flag: Any) -> Any:
-    """A field of an options record: its default, help, and check fits(value), whose limits an error names.
+    """A field of an options record: default, help, and the check fits(value), whose limits an error names.
 
-    flag holds what a command-line flag made from the field needs beside them, such as its metavar; a value other than
-    the default must be one of its choices.
+    flag holds what else its command-line flag needs; a value other than the default must be one of its choices.
     """
     return field(default=default, metadata={"help": help, "limits": limits, "fits": fits, **flag})
 
@@ -282,7 +282,7 @@ class SamplingParams:
     """How a token is chosen from logits. The default is greedy; the filters apply in the order of the fields.
 
     The repetition penalty is that of Keskar et al. 2019, the next two are OpenAI's, top_p is that of Holtzman et al.
-    2019 and min_p that of Nguyen et al. 2024. Raises InputError for a value out of range.
+    2019, min_p that of Nguyen et al. 2024, repetition_detection vLLM's. InputError for a value out of range.
     """
 
     repetition_penalty: float = setting(
@@ -297,6 +297,11 @@ class SamplingParams:
         0.0, "subtracted once from the logits of tokens in the answer; below 0 favors them",
         "in [-2, 2]", lambda x: -2 <= x <= 2, metavar="X",
     )  # fmt: skip
+    no_repeat_ngram_size: int = setting(
+        0, "no N tokens follow each other twice in an answer; 0 is off",
+        "0 (off) or more", lambda n: n >= 0, metavar="N",
+    )  # fmt: skip
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that cannot be generated
     temperature: float = setting(
         0.0, "sampling temperature; 0 is greedy", "0 (greedy) or more", lambda x: 0 <= x < math.inf, metavar="X"
     )
@@ -315,6 +320,12 @@ class SamplingParams:
         None, "seed of the random generator, for reproducible samples",
         "in [0, 2^63)", lambda x: x is None or 0 <= x < 2**63, metavar="N",
     )  # fmt: skip
+    repetition_detection: RepetitionDetection = setting(  # noqa: RUF009 (a setting is a field)
+        (0, 0, 0), "end an answer that repeats a cycle of MIN to MAX tokens COUNT times; a COUNT of 0 is off",
+        "three numbers: MIN to MAX tokens, from 1 on, and a COUNT of 0 (off), or 2 or more",
+        lambda x: len(x) == 3 and (x[2] == 0 or (1 <= x[0] <= x[1] and x[2] > 1)),
+        nargs=3, metavar=("MIN", "MAX", "COUNT"),
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -322,7 +333,12 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always chosen, with no regard to other tokens."""
-        return self.temperature == 0 and not self.counts_output
+        return self.temperature == 0 and not self.counts_output and not self.excludes_tokens
+
+    @property
+    def excludes_tokens(self) -> bool:
+        """Whether the tokens so far make others impossible."""
+        return bool(self.no_repeat_ngram_size or self.bad_words_ids)
 
     @property
     def counts_output(self) -> bool:

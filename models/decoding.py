@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.config import GREEDY, MAX_NEW_TOKENS, SamplingParams
+from models.config import GREEDY, MAX_NEW_TOKENS, RepetitionDetection, SamplingParams
 from models.errors import InputError
 
-__all__ = ["GREEDY", "GenerationMixin", "SamplingParams", "TokenSampler", "choose_tokens", "generate_tokens"]
+__all__ = [
+    "GREEDY", "GenerationMixin", "SamplingParams", "TokenSampler", "choose_tokens", "finish_reason", "generate_tokens",
+    "trim_repetition",
+]  # fmt: skip
 
 
 def choose_tokens(logits: Tensor, sampling: SamplingParams, generator: torch.Generator | None = None) -> Tensor:
@@ -34,10 +37,11 @@ def choose_tokens(logits: Tensor, sampling: SamplingParams, generator: torch.Gen
 
 
 class TokenSampler:
-    """Chooses the next token of each row of a batch, and remembers the tokens for penalties.
+    """Chooses the next token of each row of a batch, and remembers the tokens for penalties and exclusions.
 
     prompt (B, T) holds the ids that the repetition penalty counts beside the chosen ones; negative ids do not count. Of
     several end tokens the first stands for all. logits_processor changes the logits (B, vocabulary) before all else.
+    `outputs` has each row's tokens if sampling excludes tokens or detects repetition.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class TokenSampler:
         self._generator: torch.Generator | None = None  # None is torch's global one
         self._seen: Tensor | None = None  # (B, vocabulary) bool: in the prompt
         self._counts: Tensor | None = None  # (B, vocabulary): how often in the output
+        self.outputs: list[list[int]] = []
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits (B, vocabulary) -> ids (B,)."""
@@ -63,11 +68,17 @@ class TokenSampler:
             logits = self.logits_processor(logits)
         if self.sampling.counts_output:
             logits = self._penalize(logits)
+        if self.sampling.excludes_tokens:
+            logits = self._exclude(logits)
         ids = choose_tokens(logits, self.sampling, self._generator)
         if self._counts is not None:
             self._counts[torch.arange(len(ids), device=ids.device), ids] += 1
         for end in self._other_ends:
             ids = ids.masked_fill(ids == end, self.eos_token_id)
+        if self.sampling.excludes_tokens or self.sampling.repetition_detection[2]:
+            self.outputs = self.outputs or [[] for _ in ids]
+            for output, token_id in zip(self.outputs, ids.tolist()):
+                output.append(token_id)
         return ids
 
     def _penalize(self, logits: Tensor) -> Tensor:
@@ -82,6 +93,47 @@ class TokenSampler:
         if sampling.frequency_penalty or sampling.presence_penalty:
             logits = logits - sampling.frequency_penalty * self._counts - sampling.presence_penalty * used
         return logits
+
+    def _exclude(self, logits: Tensor) -> Tensor:
+        """Logits of -inf where a token would complete a bad word, which the prompt may begin, or repeat an n-gram."""
+        words, n, logits = self.sampling.bad_words_ids, self.sampling.no_repeat_ngram_size, logits.clone()
+        reach = max(map(len, words), default=1) - 1
+        prompts = self._prompt[:, -reach:].tolist() if reach and self._prompt is not None else [[]] * len(logits)
+        for row, prompt, output in zip(logits, prompts, self.outputs or [[]] * len(logits)):
+            before = prompt + output
+            excluded = [word[-1] for word in words if tuple(before[len(before) - len(word) + 1 :]) == word[:-1]]
+            if n:
+                last = output[len(output) - n + 1 :]
+                excluded += [output[i + n - 1] for i in range(len(output) - n + 1) if output[i : i + n - 1] == last]
+            row[excluded] = -torch.inf
+        return logits
+
+
+def find_cycle(ids: Sequence[int], detection: RepetitionDetection) -> int:
+    """The length of a cycle that the ids end with, repeated as `detection` says; 0 for none."""
+    shortest, longest, count = detection
+    for n in range(shortest, min(longest, len(ids) // count) + 1 if count else 0):
+        if ids[-1] == ids[-1 - n] and ids[-n * count : -n] == ids[-n * (count - 1) :]:
+            return n
+    return 0
+
+
+def trim_repetition(ids: Sequence[int], detection: RepetitionDetection) -> Sequence[int]:
+    """The ids up to the first of the repeated cycles that they end with, if they end so."""
+    if not (n := find_cycle(ids, detection)):
+        return ids
+    tail = ids[-n * detection[2] :]
+    n = next(k for k in range(1, n + 1) if tail[k:] == tail[:-k])  # a cycle of 8 may be one of 2 four times
+    start = len(ids) - len(tail)
+    while start and ids[start - 1] == ids[start - 1 + n]:
+        start -= 1
+    return ids[: start + n]
+
+
+def finish_reason(ids: Sequence[int], eos_token_id: int | None, detection: RepetitionDetection) -> str:
+    """Why an answer ended: "repetition", "stop" if its end token is among the ids, else "length"."""
+    answer = ids[: ids.index(eos_token_id)] if eos_token_id in ids else ids
+    return "repetition" if find_cycle(answer, detection) else "stop" if len(answer) < len(ids) else "length"
 
 
 def _tokens_in(prompt: Tensor | None, like: Tensor) -> Tensor:
@@ -105,10 +157,10 @@ def generate_tokens(
 ) -> Iterator[Tensor]:
     """The generation loop: choose ids (B,) from logits (B, vocabulary), yield them, get the next logits of step(ids).
 
-    It ends after max_new_tokens, or when every row has produced its end token; a finished row repeats it. No step is
-    computed whose logits are not used.
+    It ends after max_new_tokens, or when every row has produced its end token or repeats itself; a finished row then
+    has end tokens only, if there is one. No step is computed whose logits are not used.
     """
-    eos = sampler.eos_token_id
+    eos, detection = sampler.eos_token_id, sampler.sampling.repetition_detection
     ended = torch.zeros(logits.size(0), dtype=torch.bool, device=logits.device)
     for remaining in reversed(range(max_new_tokens)):
         ids = sampler(logits)
@@ -116,7 +168,9 @@ def generate_tokens(
             ids = ids.masked_fill(ended, eos)
             ended |= ids == eos
         yield ids
-        if not remaining or (eos is not None and ended.all()):
+        if detection[2]:
+            ended |= torch.tensor([find_cycle(row, detection) > 0 for row in sampler.outputs], device=ended.device)
+        if not remaining or ((eos is not None or detection[2]) and ended.all()):
             return
         logits = step(ids)
 

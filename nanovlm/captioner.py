@@ -4,9 +4,9 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -14,14 +14,22 @@ from PIL import Image
 from torch import Tensor
 
 from models.checkpoint import load_config, snapshot_path
+from models.decoding import SamplingParams, finish_reason, trim_repetition
 from models.inference.inference_model import InferenceModel
 from models.vision_language_model import PrefillState, VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype, set_threads
 from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.errors import ImageError, InputError, MissingExtraError
-from nanovlm.options import GenerationOptions, ModelOptions, cut_incomplete_sentence, generation_options, with_changes
+from nanovlm.options import (
+    GenerationOptions,
+    ModelOptions,
+    banned_ids,
+    cut_incomplete_sentence,
+    generation_options,
+    with_changes,
+)
 from nanovlm.processing.image_loading import is_single_array, is_url, load_image
-from nanovlm.processing.processor import EncodedPrompt, Processor
+from nanovlm.processing.processor import EncodedPrompt, Processor, pair_prompts
 from nanovlm.processing.tokenizer import Tokenizer
 
 # A path, a file's bytes, a PIL image, a tensor (C, H, W), a numpy array (H, W, C), a binary file or an http(s) URL
@@ -39,6 +47,7 @@ class Stats:
     answers: int = 0
     first_token_s: float = 0.0  # from preprocessing to the first token
     total_s: float = 0.0
+    finish_reasons: list[str] = field(default_factory=list)  # of each answer: stop, length or repetition
     cache_bytes: int = 0  # of keys and values of prompt and answers, at the end
     cache_bytes_allocated: int = 0  # the same with unused capacity
 
@@ -77,7 +86,6 @@ class Captioner:
 
         device is auto, cpu, cuda or mps; dtype is auto, float32, bfloat16 or float16. options are the other fields of
         `ModelOptions`: revision, threads, quantize, max_tiles, skip_special_tokens, upscale and allow_urls.
-
         Raises CheckpointError if the model cannot be loaded, InputError for a value, and TypeError for an unknown name.
         """
         given = {"model": name_or_folder, "device": device, "dtype": dtype}
@@ -113,10 +121,8 @@ class Captioner:
     ) -> "Captioner":
         """Join a pretrained SigLIP and a pretrained Llama; the projector between them is randomly initialized.
 
-        Each is a folder or a Hub id; the tokenizer is the language model's. format is the layout of images and chats
-        that the model is to be trained in, nanoVLM's or, with "smolvlm", SmolVLM's. Options are vision_revision,
-        language_revision and fields of VLMConfig, see `models.formats.backbones.find_backbones`. Write the result with
-        `save_pretrained`, and train it.
+        Each is a folder or a Hub id; the tokenizer is the language model's. format is the layout of images and chats.
+        Options are those of `models.formats.backbones.find_backbones`.
         """
         from models.formats.backbones import find_backbones, read_backbones
         from nanovlm.processing.convert import check_format, convert_layout
@@ -131,7 +137,7 @@ class Captioner:
         return cls(model, Processor(backbones.cfg, tokenizer))
 
     def save_pretrained(self, folder: str | os.PathLike) -> None:
-        """Write config, weights and tokenizer, atomically, as `from_pretrained` and stock nanoVLM load them."""
+        """Write config, weights and tokenizer, atomically, as `from_pretrained` loads them."""
         self.model.save_pretrained(folder, tokenizer=self.tokenizer.to_json())
 
     def check_prompt(self, prompt: str, max_new_tokens: int) -> None:
@@ -225,7 +231,7 @@ class Captioner:
             raise InputError("captions takes several images, such as a list; for one image use caption")
         if batch_size < 1:
             raise InputError(f"batch_size={batch_size} must be 1 or more")
-        requests = _pair(images, prompt)
+        requests = pair_prompts(images, prompt)
         while batch := list(islice(requests, batch_size)):
             yield from self._texts(self._batch(batch), options)
 
@@ -288,20 +294,22 @@ class Captioner:
         stats.answers = len(mask) * n_samples
         stats.prompt_tokens = int(mask.sum()) - inputs.get("shared_prefix_length", 0) * (len(mask) - 1)
         states: deque[PrefillState] = deque(maxlen=1)
-        last_ids: list[int] = []
+        steps: list[list[int]] = []
         for ids in self.inference.stream(
             **inputs,
             max_new_tokens=options.max_new_tokens,
-            sampling=options,
+            sampling=self.sampling(options),
             eos_token_id=self.tokenizer.eos_token_ids,
             n_samples=n_samples,
             on_state=states.append,
         ):
-            stats.new_tokens += sum(id != eos for id in last_ids) if last_ids else stats.answers
-            last_ids = ids.tolist()
+            stats.new_tokens += sum(id != eos for id in steps[-1]) if steps else stats.answers
+            steps.append(ids.tolist())
             stats.total_s = time.perf_counter() - started
             stats.first_token_s = stats.first_token_s or stats.total_s
-            yield last_ids
+            yield steps[-1]
+        detection = options.repetition_detection
+        stats.finish_reasons = [finish_reason(answer, eos, detection) for answer in zip(*steps)]
         stats.cache_bytes, stats.cache_bytes_allocated = states[0].bytes_used, states[0].bytes_allocated
 
     def _texts(
@@ -311,15 +319,23 @@ class Captioner:
         n_samples: int = 1,
         stats: Stats | None = None,
     ) -> list[str]:
-        """The text of each answer, from start_with up to its end token."""
-        eos, texts = self.tokenizer.eos_token_id, []
-        stats, start = stats or Stats(), self.start_ids(options.start_with)
+        """The text of each answer."""
+        stats = stats or Stats()
         steps = list(self._generate(prepare, options, n_samples, stats))
-        for ids in zip(*steps) if steps else [()] * stats.answers:
-            is_whole = eos in ids
-            text = self.tokenizer.decode([*start, *ids[: ids.index(eos) if is_whole else len(ids)]])
-            texts.append(text if is_whole or not options.trim_incomplete else cut_incomplete_sentence(text))
-        return texts
+        return [self.answer_text(ids, options) for ids in (zip(*steps) if steps else [()] * stats.answers)]
+
+    def answer_text(self, ids: Sequence[int], options: GenerationOptions) -> str:
+        """The text of an answer's generated ids: from start_with up to the end token or the first repetition."""
+        eos = self.tokenizer.eos_token_id
+        answer = ids[: ids.index(eos)] if eos in ids else ids
+        trimmed = trim_repetition(answer, options.repetition_detection)
+        text = self.tokenizer.decode([*self.start_ids(options.start_with), *trimmed])
+        is_cut = options.trim_incomplete and len(trimmed) == len(ids)
+        return cut_incomplete_sentence(text) if is_cut else text
+
+    def sampling(self, options: GenerationOptions) -> SamplingParams:
+        """The options, with the words of `ban` as ids."""
+        return replace(options, bad_words_ids=options.bad_words_ids + banned_ids(options.ban, self.tokenizer.encode))
 
 
 def _prepend(start: Sequence[int], ids: Iterator[int]) -> Iterator[int]:
@@ -332,18 +348,3 @@ def _as_list(images: ImageInputs) -> list[ImageInput]:
     if images is None:
         return []
     return list(images) if isinstance(images, (list, tuple)) else [images]
-
-
-def _pair(images: Iterable[ImageInputs], prompt: str | Iterable[str]) -> Iterator[tuple[ImageInputs, str]]:
-    """Each image with its prompt; InputError if there are more of one than of the other."""
-    if isinstance(prompt, str):
-        yield from ((image, prompt) for image in images)
-        return
-    if isinstance(images, Sized) and isinstance(prompt, Sized) and len(images) != len(prompt):
-        raise InputError(f"{len(images)} images, but {len(prompt)} prompts: pass one prompt for all, or one for each")
-    missing: Any = object()
-    for i, (image, text) in enumerate(zip_longest(images, prompt, fillvalue=missing)):
-        if image is missing or text is missing:
-            lacking = "image" if image is missing else "prompt"
-            raise InputError(f"item {i + 1} has no {lacking}: pass one prompt for all images, or one for each")
-        yield image, text

@@ -7,12 +7,18 @@ A record is made once, from keyword arguments or from flags, and passed whole.
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from models.config import MAX_NEW_TOKENS, SamplingParams, check_settings, setting
+from models.config import (
+    MAX_NEW_TOKENS,
+    RepetitionDetection,
+    SamplingParams,
+    check_settings,
+    setting,
+)
 from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.errors import InputError
 
@@ -77,6 +83,17 @@ class ModelOptions:
 class GenerationOptions(SamplingParams):
     """How answers are generated: sampling, and the fields below."""
 
+    repetition_detection: RepetitionDetection = field(
+        default=(8, 64, 4), metadata=SamplingParams.__dataclass_fields__["repetition_detection"].metadata
+    )
+    ban: tuple[str, ...] = setting(
+        (),
+        "words that no answer contains, with a capital or without; repeat the flag for more",
+        "texts",
+        lambda texts: not isinstance(texts, str) and all(isinstance(text, str) and text.strip() for text in texts),
+        action="append",
+        metavar="TEXT",
+    )
     max_new_tokens: int = setting(
         MAX_NEW_TOKENS, "maximum length of an answer", "1 or more", lambda n: n >= 1, metavar="N"
     )
@@ -118,6 +135,16 @@ def generation_options(options: GenerationOptions | None, changes: Mapping[str, 
     values = {f.name: getattr(sampling, f.name) for f in fields(SamplingParams)} if sampling is not None else {}
     values |= {name: value for name, value in changes.items() if name != "sampling"}
     return with_changes(options or GenerationOptions(), values)
+
+
+def banned_ids(texts: Sequence[str], encode: Callable[[str], Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """The token sequences of texts, each as it is written, in lower case and with a capital, with and without a space.
+
+    They are in the vocabulary of encode.
+    """
+    written = {case for text in texts for case in (text.strip(), text.strip().lower(), text.strip().capitalize())}
+    sequences = (tuple(encode(space + text)) for text in sorted(written) for space in ("", " "))
+    return tuple(dict.fromkeys(filter(None, sequences)))
 
 
 def is_model_name(name: str | Path) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.cache import storage_bytes
 from models.config import MAX_NEW_TOKENS
-from models.decoding import GREEDY, SamplingParams, TokenSampler
+from models.decoding import GREEDY, SamplingParams, TokenSampler, finish_reason
 from models.errors import InputError, NanoVLMError, is_out_of_memory
 from models.inference.inference_model import InferenceModel
 from models.inference.serving_caches import (
@@ -52,7 +52,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """The next token of a request; on its last, finished is "stop" (the end token itself), "length" or "error"."""
+    """The next token of a request, with its `finish_reason` if it is the last, or "error"."""
 
     key: Hashable
     token_id: int
@@ -79,6 +79,7 @@ class _Request:
     images: list[ImageInput]  # empty once they are prefilled
     image_starts: ImageStarts
     remaining: int  # tokens that may still be generated
+    sampling: SamplingParams
     top_logprobs: int | None = None  # how many; None for no log-probabilities at all
     sampler: TokenSampler | None = None  # None for the most likely token, which is found for all such requests together
     prefix: CachedPrefix | None = None  # that begins like the prompt
@@ -166,7 +167,7 @@ class ContinuousBatch:
         inputs, ids = list(images or ()), input_ids.cpu()
         self.model.validate_images(input_ids, torch.empty(sum(image.n_tiles for image in inputs), 0))
         starts = image_starts(ids, inputs, self.model.image_token_id, self.model.cfg.mp_image_token_length)
-        request = _Request(key, ids, inputs, starts, max_new_tokens, top_logprobs)
+        request = _Request(key, ids, inputs, starts, max_new_tokens, sampling, top_logprobs)
         if logits_processor is not None or not sampling.is_greedy:
             process = None if logits_processor is None else partial(logits_processor, request.output)
             prompt = ids.masked_fill(ids == self.model.image_token_id, -1)[None]
@@ -339,7 +340,8 @@ class ContinuousBatch:
                     continue
             request.output.append(token_id)
             request.remaining -= 1
-            finished = "stop" if token_id == self.eos_token_id else None if request.remaining else "length"
+            reason = finish_reason(request.output, self.eos_token_id, request.sampling.repetition_detection)
+            finished = None if reason == "length" and request.remaining else reason
             if finished:
                 self._end(self._slots.index(request), request)
             n_top = request.top_logprobs

@@ -20,7 +20,6 @@ from nanovlm.bulk.prefetch import Prefetch
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.device import available_cores
 from nanovlm.errors import ImageError, NanoVLMError, is_out_of_memory
-from nanovlm.options import cut_incomplete_sentence
 from nanovlm.processing.image_loading import printable
 from nanovlm.processing.processor import EncodedPrompt
 
@@ -65,6 +64,7 @@ class BulkCaptioner:
         self.n_workers = workers or default_workers(captioner, self.cores)
         self.seconds = 0.0  # that all calls of captions took
         self.model_seconds = [0.0] * self.n_workers
+        self.repetitions = [0] * self.n_workers  # captions that were ended because they repeated themselves
 
     @property
     def utilization(self) -> float:
@@ -132,7 +132,7 @@ class _Worker:
     def __init__(self, bulk: BulkCaptioner, index: int, prefetch: Prefetch[EncodedPrompt]):
         self.bulk, self.index, self.prefetch = bulk, index, prefetch
         self.captioner, self.options = bulk.captioner, bulk.options
-        self.limit = BatchLimit(bulk.batch_size)
+        self.limit, self.sampling = BatchLimit(bulk.batch_size), bulk.captioner.sampling(bulk.options)
         self.token_ids: dict[str, list[int]] = {}  # of each image in the batch
         self.postponed: list[str] = []  # images that did not fit into memory beside the others
         self.batch = self._new_batch()
@@ -169,8 +169,8 @@ class _Worker:
                 yield [(path, _image_failure(error))]
                 continue
             max_new_tokens = self.options.max_new_tokens
-            self.batch.add(path, torch.tensor(ids), images, max_new_tokens=max_new_tokens, sampling=self.options)
-            self.token_ids[path] = [*self.bulk.start_ids]
+            self.batch.add(path, torch.tensor(ids), images, max_new_tokens=max_new_tokens, sampling=self.sampling)
+            self.token_ids[path] = []
 
     def _step(self) -> Iterator[list[Result]]:
         """Decode one token of every image in the batch; yield those that have finished, then those that failed."""
@@ -200,16 +200,16 @@ class _Worker:
     def _collect(self, output: TokenOutput) -> list[Result]:
         """Add a token to its image's caption; the caption if that was its last token."""
         path = str(output.key)
-        if output.finished in (None, "length"):
+        if output.finished != "error":
             self.token_ids[path].append(output.token_id)
-        if output.finished not in ("stop", "length"):
+        if output.finished in (None, "error"):
             return []
         self.limit.record_success()
-        text = self.captioner.tokenizer.decode(self.token_ids.pop(path))
+        self.bulk.repetitions[self.index] += output.finished == "repetition"
+        text = self.captioner.answer_text(self.token_ids.pop(path), self.options)
         if not text.removeprefix(self.options.start_with.rstrip()).strip():
             return [(path, EmptyCaptionError("the model's caption is empty"))]
-        is_cut = output.finished == "length" and self.options.trim_incomplete
-        return [(path, cut_incomplete_sentence(text) if is_cut else text)]
+        return [(path, text)]
 
     def _prefill_failed(self, path: str, error: BaseException | None) -> dict[str, BaseException | None]:
         """Postpone an image for which there is no memory beside others; alone, it fails."""

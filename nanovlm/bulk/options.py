@@ -116,6 +116,7 @@ class BulkReport:
     remaining: int  # images that a limit left for the next run
     failed: int
     empty: int  # of the failed, images for which the model's caption was empty
+    repeated: int  # captions that were ended because they repeated themselves
     left_out: dict[str, int]  # images that cannot be read here, by extension
     seconds: float  # spent on captioning
     utilization: float  # share of that time in which the model ran, mean over workers

@@ -78,6 +78,7 @@ class ShardReport:
     number: int
     captioned: int = 0
     empty: int = 0
+    repeated: int = 0
     failures: list[tuple[str, str | None, str]] = field(default_factory=list)  # file, member and reason
     error: Exception | None = None
 
@@ -126,6 +127,7 @@ def caption_on_ray(
         remaining=0,
         failed=len(failures),
         empty=sum(report.empty for report in reports),
+        repeated=sum(report.repeated for report in reports),
         left_out=dict(others.left_out),
         seconds=time.perf_counter() - started if captioned else 0.0,
         utilization=0.0,
@@ -249,6 +251,7 @@ class Worker:
         captioned = [image for image in group.values() if isinstance(image.result, str)]
         self.folder.write_shard(list(group), captioned, self.output.decorate)
         report.captioned += len(captioned)
+        report.repeated += sum(bulk.repetitions)
         for name, image in group.items():
             if isinstance(image.result, Exception):
                 report.failures.append((image.file_name, image.member, failure_reason(image.result, name)))

@@ -151,6 +151,7 @@ def _caption_found(
         remaining=remaining,
         failed=failures.count,
         empty=failures.empty,
+        repeated=sum(bulk.repetitions) if bulk else 0,
         left_out=plan.left_out,
         seconds=bulk.seconds if bulk else 0.0,
         utilization=bulk.utilization if bulk else 0.0,

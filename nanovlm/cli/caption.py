@@ -274,10 +274,10 @@ def print_caption(
     else:
         texts = captioner.samples(image, prompts[0], n, options=generation, stats=stats)
     if options.json:
-        for prompt, text in zip(prompts, texts):
+        for prompt, text, reason in zip(prompts, texts, stats.finish_reasons):
             samples = {"samples": texts} if n > 1 else {}
-            row = {"image": name, "prompt": prompt, "text": text, **samples, **stats_fields(stats)}
-            print(json.dumps(row), flush=True)
+            row = {"image": name, "prompt": prompt, "text": text, "finish_reason": reason}
+            print(json.dumps(row | samples | stats_fields(stats)), flush=True)
     else:
         lines = "".join(label + " ".join(text.splitlines()) + "\n" for text in texts)
         print(for_terminal(lines, sys.stdout), end="", flush=True)

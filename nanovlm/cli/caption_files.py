@@ -112,6 +112,8 @@ def summary(report: BulkReport, existing: str) -> str:
     parts = []
     if report.captioned or report.seconds:
         parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s{_rate(report)}")
+    if report.repeated:
+        parts.append(f"{report.repeated:,} ended early as they repeated themselves")
     if report.already_done and existing == "skip":
         parts.append(f"{report.already_done:,} had captions already")
     elif report.already_done:

@@ -35,11 +35,12 @@ def add_flags(parser: Any, record: type, names: Sequence[str] = (), **defaults: 
             parser.add_argument(flag, action="store_false" if default else "store_true", **options)
             continue
         text = f.metadata.get("default_text") or (f"{default:g}" if isinstance(default, float) else default)
+        text = " ".join(map(str, text)) if isinstance(text, tuple) else text
         if text not in (None, ""):
             options["help"] += f" (default: {text})"
         kind = (get_args(f.type) or (f.type,))[0]
-        choices, metavar = f.metadata.get("choices"), f.metadata.get("metavar")
-        parser.add_argument(flag, type=kind, choices=choices, metavar=metavar, **options)
+        options |= {key: f.metadata[key] for key in ("choices", "metavar", "nargs", "action") if key in f.metadata}
+        parser.add_argument(flag, type=kind, **options)
 
 
 def from_args(record: type[Record], args: argparse.Namespace, **defaults: Any) -> Record:

@@ -3,8 +3,8 @@
 How a format lays out images and prompts is its layout's, see `nanovlm.processing.layouts`.
 """
 
-from collections.abc import Sequence
-from itertools import islice, takewhile
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from itertools import islice, takewhile, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,3 +141,18 @@ class Processor:
             ids += self.tokenizer.encode(f"Question: {earlier} Answer:") + self.tokenizer.encode(answer)
             ids.append(self.tokenizer.eos_token_id)
         return ids + self.tokenizer.encode(f"Question: {question} Answer:")
+
+
+def pair_prompts(images: Iterable[Any], prompt: str | Iterable[str]) -> Iterator[tuple[Any, str]]:
+    """Each image with its prompt; InputError if there are more of one than of the other."""
+    if isinstance(prompt, str):
+        yield from ((image, prompt) for image in images)
+        return
+    if isinstance(images, Sized) and isinstance(prompt, Sized) and len(images) != len(prompt):
+        raise InputError(f"{len(images)} images, but {len(prompt)} prompts: pass one prompt for all, or one for each")
+    missing: Any = object()
+    for i, (image, text) in enumerate(zip_longest(images, prompt, fillvalue=missing)):
+        if image is missing or text is missing:
+            lacking = "image" if image is missing else "prompt"
+            raise InputError(f"item {i + 1} has no {lacking}: pass one prompt for all images, or one for each")
+        yield image, text

@@ -16,19 +16,22 @@ from pydantic import (
     model_validator,
 )
 
-from models.decoding import SamplingParams
 from nanovlm.errors import InputError
+from nanovlm.options import GenerationOptions
 from nanovlm.serving.errors import APIError
 
 MAX_MESSAGES = 1000
 MAX_PROMPTS = 64
 MAX_N = 16
 MAX_STOP_STRINGS = 4
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD = 100  # characters
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 NO_LIMIT = -1  # as max_tokens
 ANY_OBJECT = {"type": "object"}  # a JSON schema
-NO_TOOLS: dict[str, list[Any]] = {"logit_bias": [{}], "tools": [[]], "tool_choice": ["none", "auto"]}
+NO_TOOLS: dict[str, list[Any]] = {"tools": [[]], "tool_choice": ["none", "auto"]}
 
 
 class StrictModel(BaseModel):
@@ -95,13 +98,14 @@ class GenerationRequest:
     """What is to be generated, whichever way a client has said it; the *_field are its own names, for errors."""
 
     prompt_field: str
-    sampling: list[SamplingParams]  # one for each of n answers
+    sampling: list[GenerationOptions]  # one for each of n answers
     max_tokens: int | None  # None: as many as the context has room for
     messages: list[Message] = field(default_factory=list)
     prompts: list[str | list[int]] = field(default_factory=list)  # texts laid out by the client, instead of messages
     model: str | None = None
     client: str = ""  # its address; clients get fair shares
     stop: list[str] = field(default_factory=list)
+    logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits of these ids
     top_logprobs: int | None = None  # how many likely tokens to report beside each token; None for no logprobs at all
     schema: Any = None  # the JSON schema that the answer must follow; None for free text
     schema_field: str = "response_format"
@@ -131,12 +135,24 @@ class ResponseFormat(StrictModel):
         return self.json_schema.json_schema if self.json_schema else self.flat_schema or ANY_OBJECT
 
 
+class RepetitionDetection(StrictModel):
+    """vLLM's names for the bounds of a cycle; a largest size of 0 is off."""
+
+    min_pattern_size: int = 1
+    max_pattern_size: int = 0
+    min_count: int = 2
+
+    def bounds(self) -> tuple[int, int, int]:
+        return (max(1, self.min_pattern_size), self.max_pattern_size, self.min_count if self.max_pattern_size else 0)
+
+
 class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
 class Dialect(StrictModel, ABC):
-    """What all requests have in common, with vLLM's top_k, min_p and repetition_penalty beside OpenAI's fields.
+    """What all requests have in common, with vLLM's top_k, min_p, repetition_penalty, repetition_detection
+    and bad_words, and transformers' no_repeat_ngram_size, beside OpenAI's fields.
 
     Greedy by default, unlike OpenAI's temperature of 1, at which small models lose the thread.
     """
@@ -157,6 +173,12 @@ class Dialect(StrictModel, ABC):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     seed: int | None = None
+    logit_bias: dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]] = Field(
+        {}, max_length=MAX_BIASES
+    )
+    no_repeat_ngram_size: int = 0
+    bad_words: list[Annotated[str, Field(pattern=r"\S", max_length=MAX_BAD_WORD)]] = Field([], max_length=MAX_BAD_WORDS)
+    repetition_detection: RepetitionDetection | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -189,13 +211,17 @@ class Dialect(StrictModel, ABC):
         if limit < 1 and limit != NO_LIMIT:
             message = f"{name}: Input should be greater than or equal to 1, or -1 for no limit"
             raise APIError(400, message, param=name)
-        options |= {"model": self.model, "stop": self.stop, "stream": self.stream}
+        options |= {"model": self.model, "stop": self.stop, "stream": self.stream, "logit_bias": self.logit_bias}
         return GenerationRequest(prompt_field, self._sampling(), None if limit == NO_LIMIT else limit, **options)
 
-    def _sampling(self) -> list[SamplingParams]:
+    def _sampling(self) -> list[GenerationOptions]:
         """One for each of n answers. With a seed each has its own, and the first is that of n=1."""
+        options = {name: getattr(self, name) for name in GenerationOptions.__dataclass_fields__ if hasattr(self, name)}
+        options["ban"] = tuple(self.bad_words)
+        if isinstance(detection := options.pop("repetition_detection"), RepetitionDetection):
+            options["repetition_detection"] = detection.bounds()
         try:
-            first = SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__dataclass_fields__})
+            first = GenerationOptions(**options)
         except InputError as error:  # it begins with name=value
             raise APIError(400, str(error), param=str(error).partition("=")[0]) from None
         seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(1, self.n)]
@@ -252,7 +278,7 @@ class CompletionRequest(CompletionFields):
     """POST /v1/completions: the model continues a text, which the client lays out by itself."""
 
     max_tokens_fields = ("max_tokens",)
-    unsupported = {"logit_bias": [{}], "echo": [False], "best_of": [1], "suffix": [""]}
+    unsupported = {"echo": [False], "best_of": [1], "suffix": [""]}
     default_max_tokens = 16  # OpenAI's and vLLM's; such texts rarely end by themselves
 
     prompt: Annotated[list[str | Annotated[list[int], Field(fail_fast=True)]], BeforeValidator(_as_prompts)] = Field(

@@ -59,6 +59,11 @@ def token_logprobs(new: TextDelta, decode: Decode) -> list[dict[str, Any]]:
     ]
 
 
+def finish_fields(reason: str | None) -> dict[str, str | None]:
+    """How an answer ended: OpenAI knows no end for repetition, it is a stop whose reason is named as vLLM does."""
+    return {"finish_reason": "stop", "stop_reason": reason} if reason == "repetition" else {"finish_reason": reason}
+
+
 class ChatFormat:
     """Chat completions: `response` is the whole answer, the other methods are the events of a stream, in their order.
 
@@ -100,13 +105,13 @@ class ChatFormat:
         return format_event(self.head | {"object": self.chunk_object} | fields)
 
     def _chunk(self, index: int, delta: dict[str, str], finish_reason: str | None = None, logprobs: Any = None) -> str:
-        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
-        return self._event(choices=[choice])
+        choice = {"index": index, "delta": delta, "logprobs": logprobs}
+        return self._event(choices=[choice | finish_fields(finish_reason)])
 
     def _whole(self, index: int, answer: TextDelta, finish_reason: str | None) -> dict[str, Any]:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
-        choice = {"index": index, "message": message, "finish_reason": finish_reason}
-        return choice | {"logprobs": self._logprobs(answer)}
+        choice = {"index": index, "message": message, "logprobs": self._logprobs(answer)}
+        return choice | finish_fields(finish_reason)
 
     def _logprobs(self, new: TextDelta) -> dict[str, Any] | None:
         return {"content": token_logprobs(new, self.decode), "refusal": None} if new.logprobs else None
@@ -132,7 +137,7 @@ class CompletionFormat(ChatFormat):
         start = self._lengths.get(index, 0)
         self._lengths[index] = start + len(answer.text)
         logprobs = self._completion_logprobs(answer, start) if answer.logprobs else None
-        return {"index": index, "text": answer.text, "finish_reason": finish_reason, "logprobs": logprobs}
+        return {"index": index, "text": answer.text, "logprobs": logprobs} | finish_fields(finish_reason)
 
     def _completion_logprobs(self, new: TextDelta, start: int) -> dict[str, Any]:
         entries = token_logprobs(new, self.decode)

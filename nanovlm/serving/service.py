@@ -12,7 +12,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from models.inference.continuous_batching import ContinuousBatch
+from models.inference.continuous_batching import ContinuousBatch, LogitsProcessor
 from models.inference.serving_caches import ImageCache, ImageInput, PrefixCache
 from nanovlm.captioner import NO_IMAGE, Captioner
 from nanovlm.errors import ImageError
@@ -43,7 +43,7 @@ from nanovlm.serving.metrics import Metrics
 from nanovlm.serving.protocol import Dialect, GenerationRequest
 from nanovlm.serving.response_formats import ChatFormat, TextDelta
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
-from nanovlm.serving.structured_output import GrammarProcessor, StructuredOutput
+from nanovlm.serving.structured_output import BiasProcessor, GrammarProcessor, StructuredOutput
 
 logger = logging.getLogger(__name__)
 
@@ -179,12 +179,20 @@ class ChatService:
             wanted = request.schema, request.n_sequences, request.schema_field
             made = await self.threads.run(request.client, self.structured_output.make_processors, *wanted)
             processors = iter(made)
+        if (highest := max(request.logit_bias, default=0)) >= (size := self.captioner.processor.cfg.lm_vocab_size):
+            raise APIError(
+                400, f"logit_bias: {highest} is not an id below {size}, the vocabulary's", param="logit_bias"
+            )
+        samplings = [await self.threads.run(request.client, self.captioner.sampling, each) for each in request.sampling]
         prompts, on_prefilled = await self._prepare(request, request_scope)
         sequences, streamers = [], []
         for inputs in prompts:
             max_tokens, images = self._max_tokens(request, len(inputs.input_ids)), inputs.images
-            for sampling in request.sampling:
-                options = next(processors, None), request.top_logprobs
+            for sampling in samplings:
+                processor: LogitsProcessor | None = next(processors, None)
+                if request.logit_bias:
+                    processor = BiasProcessor(request.logit_bias, processor)
+                options = processor, request.top_logprobs
                 sequences.append(SequenceRequest(inputs.input_ids, images, max_tokens, sampling, *options))
                 streamers.append(StopStringStreamer(self.captioner.tokenizer, request.stop, inputs.continued_ids))
         n_slots = await self.decoding_budget.acquire(request.client, len(sequences))

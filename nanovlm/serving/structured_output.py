@@ -1,13 +1,14 @@
 """Answers that follow a JSON schema: llguidance tells which tokens may come next. Needs the extra `structured`."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from models.inference.continuous_batching import LogitsProcessor
 from nanovlm.errors import InputError
 from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.serving.errors import APIError
@@ -70,7 +71,7 @@ class GrammarProcessor:
     def __init__(self, matcher: Any, param: str):
         self.matcher, self.param = matcher, param
 
-    def __call__(self, generated: Sequence[int], logits: Tensor) -> Tensor:
+    def __call__(self, generated: list[int], logits: Tensor) -> Tensor:
         if generated:
             self.matcher.consume_token(generated[-1])
         else:  # a sequence may be started again
@@ -80,6 +81,18 @@ class GrammarProcessor:
             raise InputError(f"{self.param}: {not_followed(self.matcher.get_error())}")
         allowed = torch.frombuffer(bytearray(bias), dtype=torch.uint8) != 0
         return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
+
+
+class BiasProcessor:
+    """A `LogitsProcessor` that adds a client's logit_bias, and lets a grammar, if there is one, exclude tokens then."""
+
+    def __init__(self, bias: Mapping[int, float], grammar: LogitsProcessor | None):
+        self.ids, self.values, self.grammar = list(bias), torch.tensor(list(bias.values())), grammar
+
+    def __call__(self, generated: list[int], logits: Tensor) -> Tensor:
+        logits = logits.clone()
+        logits[..., self.ids] += self.values.to(logits)
+        return logits if self.grammar is None else self.grammar(generated, logits)
 
 
 def not_followed(problem: str) -> str:

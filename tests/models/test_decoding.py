@@ -1,11 +1,21 @@
 """Sampling: the filters keep what those of transformers keep, and tokens are drawn by their probability."""
 
+import random
 from itertools import product
 
 import pytest
 import torch
 
-from models.decoding import SamplingParams, TokenSampler, choose_tokens, generate_tokens
+from models.decoding import (
+    SamplingParams,
+    TokenSampler,
+    choose_tokens,
+    find_cycle,
+    finish_reason,
+    generate_tokens,
+    trim_repetition,
+)
+from models.errors import InputError
 
 DRAWS = 20_000
 
@@ -138,3 +148,65 @@ def test_a_number_out_of_range_is_refused_by_name(name, values):
     for value in values:
         with pytest.raises(ValueError, match=f"^{name}={value} must be "):
             SamplingParams(**{name: value})
+
+
+def generate(sampling, steps, eos=None, prompt=None):
+    """The rows of ids that logits (T, B, vocabulary), one for each step, give."""
+    sampler, rest = TokenSampler(sampling, eos, prompt), iter(steps[1:])
+    stream = generate_tokens(steps[0], lambda ids: next(rest), sampler, len(steps))
+    return torch.stack(list(stream), dim=1).tolist()
+
+
+def test_a_cycle_is_found_and_trimmed_as_defined():
+    choose, seen = random.Random(0), set()
+    for _ in range(5000):
+        shortest, longest, count = choose.randint(1, 3), choose.randint(3, 6), choose.randint(2, 4)
+        ids = choose.choices(range(2), k=choose.randint(0, 30))
+        lengths = [
+            n for n in range(shortest, longest + 1) if len(ids) >= n * count and ids[-n:] * count == ids[-n * count :]
+        ]
+        assert find_cycle(ids, (shortest, longest, count)) == min(lengths, default=0)
+        kept = trim_repetition(ids, (shortest, longest, count))
+        assert kept == ids[: len(kept)] and (len(kept) < len(ids)) == bool(lengths)
+        if lengths:  # one cycle is kept, and the tokens before it do not belong to the repetition
+            n = min(
+                k for k in range(1, longest + 1) if (kept[-k:] * len(ids))[: len(ids) - len(kept)] == ids[len(kept) :]
+            )
+            assert len(kept) == n or ids[len(kept) - n - 1] != ids[len(kept) - 1]
+        seen.add(len(lengths))
+    assert seen >= {0, 1, 2, 3}
+
+
+def test_a_row_that_repeats_itself_ends_and_the_others_go_on():
+    detection = (1, 4, 3)
+    loop, varied = [7, 1, 2, 1, 2, 1, 2, 1, 2, 1], [0, 1, 2, 3, 4, 5, 6, 7, 8, 2]
+    steps = torch.nn.functional.one_hot(torch.tensor([loop, varied]), 10).float().transpose(0, 1)
+    assert generate(SamplingParams(), steps, eos=9) == [loop, varied]
+    rows = generate(SamplingParams(repetition_detection=detection), steps, eos=9)
+    assert rows == [[7, 1, 2, 1, 2, 1, 2, 9, 9, 9], varied]
+    assert [finish_reason(row, 9, detection) for row in [*rows, [1, 2, 9]]] == ["repetition", "length", "stop"]
+    assert trim_repetition(rows[0][:7], detection) == [7, 1, 2]
+    alone = generate(SamplingParams(repetition_detection=detection), steps[:, :1])  # without an end token
+    assert alone == [loop[:7]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_no_ngram_is_repeated_and_no_bad_word_generated_as_in_transformers(n):
+    hf = pytest.importorskip("transformers")
+    words, prompt = ((3,), (1, 2), (0, 4, 1)), torch.tensor([[5, 1], [0, 4]])
+    steps = torch.randn(12, 2, 20, generator=torch.Generator().manual_seed(n))
+    steps[:, :, :6] += 2
+    sampling = SamplingParams(no_repeat_ngram_size=n, bad_words_ids=words)
+    theirs = [hf.NoRepeatNGramLogitsProcessor(n), hf.NoBadWordsLogitsProcessor([list(w) for w in words], -1)]
+    rows = torch.empty(2, 0, dtype=torch.long)
+    for logits in steps:
+        logits = theirs[0](rows, logits) if rows.size(1) else logits
+        rows = torch.cat([rows, theirs[1](torch.cat([prompt, rows], 1), logits).argmax(-1, keepdim=True)], 1)
+    assert generate(sampling, steps, prompt=prompt) == rows.tolist() != steps.argmax(-1).T.tolist()
+
+
+@pytest.mark.parametrize("value", [(1, 2), (0, 2, 3), (3, 2, 2), (1, 2, 1), (1, 2, -1)])
+def test_impossible_bounds_of_a_repetition_are_refused(value):
+    with pytest.raises(InputError, match="^repetition_detection=.* must be three numbers"):
+        SamplingParams(repetition_detection=value)

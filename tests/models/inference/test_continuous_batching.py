@@ -5,7 +5,7 @@ from random import Random
 import pytest
 import torch
 
-from models.decoding import GREEDY, SamplingParams
+from models.decoding import GREEDY, SamplingParams, finish_reason
 from models.inference import continuous_batching, serving_caches
 from models.inference.continuous_batching import ContinuousBatch, PrefillError
 from models.inference.inference_model import InferenceModel
@@ -21,6 +21,8 @@ SAMPLINGS = [
     SamplingParams(temperature=2.0, top_p=0.9, repetition_penalty=1.3, seed=6),
     SamplingParams(frequency_penalty=0.8, presence_penalty=-0.3),
     SamplingParams(temperature=1.5, presence_penalty=2.0, seed=7),
+    SamplingParams(repetition_detection=(1, 4, 2)),
+    SamplingParams(no_repeat_ngram_size=2, bad_words_ids=((5,), (6, 7)), temperature=1.0, seed=8),
 ]
 
 
@@ -74,20 +76,20 @@ def test_each_request_generates_what_it_generates_alone(tiny_model, seed):
                     row["input_ids"] = row["input_ids"][0]
                     options = {"max_new_tokens": n, "sampling": sampling}
                     batch.add(key, **row, **options)
-                    expected[key] = alone(model, row["input_ids"], row["images"], **options, eos_token_id=eos), n
+                    expected[key] = alone(model, row["input_ids"], row["images"], **options, eos_token_id=eos), sampling
             for key, when in cancelled.items():
                 if when == step:
                     batch.cancel(key)
             assert batch.running <= rows
             listen(batch, generated)
         answers(batch, generated)
-    for key, (ids, n) in expected.items():
+    for key, (ids, sampling) in expected.items():
         output, ended = generated.get(key, ([], []))
         if key in cancelled and not ended:
             assert output == ids[: len(output)]
         else:
-            assert output == ids and ended == ["stop" if ids[-1] == eos else "length"]
-            assert len(ids) <= n
+            assert output == ids and ended == [finish_reason(ids, eos, sampling.repetition_detection)]
+            assert len(ids) <= arrivals[key][2]
     assert set(generated) <= set(expected) and batch.running == batch.waiting == 0
 
 

@@ -20,6 +20,7 @@ from nanovlm.bulk.captioning import (
 )
 from nanovlm.bulk.options import BulkOptions
 from nanovlm.bulk.prefetch import Prefetch
+from nanovlm.captioner import Stats
 from nanovlm.errors import ImageError, InputError
 from support.cli import IMAGE_NAMES
 
@@ -48,6 +49,16 @@ def options(max_new_tokens=2, batch_size=2):
 def before_each_step(monkeypatch, function):
     step = ContinuousBatch.step
     monkeypatch.setattr(ContinuousBatch, "step", lambda batch: function(batch) or step(batch))
+
+
+def test_captions_that_repeat_themselves_are_trimmed_and_counted(captioner, images):
+    favoring = {"repetition_penalty": 0.2, "repetition_detection": (1, 2, 3), "max_new_tokens": 40}
+    bulk = BulkCaptioner(captioner, BulkOptions("?", **favoring), workers=1)
+    texts, reasons = dict(bulk.captions(images)), []
+    for path, text in texts.items():
+        assert text == captioner.caption(path, "?", options=bulk.options, stats=(stats := Stats()))
+        reasons += stats.finish_reasons
+    assert bulk.repetitions == [reasons.count("repetition")] != [0]
 
 
 # ------------------------------------------------------------------------------------------------------------ prefetch
@@ -122,7 +133,7 @@ def test_a_small_model_has_a_worker_for_each_usable_core(captioner, monkeypatch)
 
 def test_a_short_caption_does_not_wait_for_a_long_one(captioner, images, monkeypatch):
     steps = []
-    monkeypatch.setattr(captioner.tokenizer, "eos_token_ids", ())
+    monkeypatch.setattr(captioner.tokenizer, "eos_token_ids", (-1,))
     add = ContinuousBatch.add
 
     def add_short(batch, key, *args, max_new_tokens, sampling):

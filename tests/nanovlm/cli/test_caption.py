@@ -59,7 +59,7 @@ def test_json_is_one_object_per_image(generate, captions_of):
     assert (code, err) == (0, "")
     records = [json.loads(line) for line in out.split("\n")[:-1]]
     assert [record["image"] for record in records] == ["good.png", "fine.jpg"]
-    kinds = {"image": str, "prompt": str, "text": str, "prompt_tokens": int, "new_tokens": int}
+    kinds = {"image": str, "prompt": str, "text": str, "finish_reason": str, "prompt_tokens": int, "new_tokens": int}
     kinds |= {
         "first_token_s": float,
         "total_s": float,

@@ -59,6 +59,9 @@ GENERATION = {  # field: its value, and the settings beside it, without and with
     "top_p": (0.05, WARM),
     "min_p": (0.9, WARM),
     "seed": (5, {"temperature": 1.5}),
+    "repetition_detection": ((1, 4, 2), {}),
+    "no_repeat_ngram_size": (1, {}),
+    "ban": (("back",), {}),
     "max_new_tokens": (3, {}),
     "start_with": ("A photo of", {}),
     "trim_incomplete": (True, {"start_with": "Look here. A large"}),
@@ -89,7 +92,10 @@ def shows_special_tokens(captioner):
 
 
 def flags_of(settings):
-    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = []
+    for name, value in settings.items():
+        words += [f"--{name.replace('_', '-')}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    return words
 
 
 def fields_with_flags(record):

@@ -56,7 +56,11 @@ INVALID = {
     "a large presence penalty": ({"presence_penalty": -3}, 400, "presence_penalty=-3.0 must be in [-2, 2]"),
     "alternatives alone": ({"top_logprobs": 2}, 400, "top_logprobs needs logprobs: true"),
     "many alternatives": ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs: Input should be less"),
-    "a bias": ({"logit_bias": {"5": -100}}, 400, "logit_bias is not supported"),
+    "a bias of a word": ({"logit_bias": {"ring": -100}}, 400, "logit_bias.ring"),
+    "a large bias": ({"logit_bias": {"5": -101}}, 400, "logit_bias.5: Input should be greater"),
+    "a bias of no token": ({"logit_bias": {"99999": 1}}, 400, "logit_bias: 99999 is not an id below"),
+    "a blank bad word": ({"bad_words": [" "]}, 400, "bad_words.0"),
+    "one repetition": ({"repetition_detection": {"max_pattern_size": 4, "min_count": 1}}, 400, "COUNT of 0"),
     "a remote image": (
         {"messages": user_message("?", "http://127.0.0.1/a.png")},
         400,

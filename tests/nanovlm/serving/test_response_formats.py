@@ -195,3 +195,30 @@ def test_penalties_are_the_models(client, embedded):
     response = client.chat.completions.create(model="nanovlm", messages=messages, **options)
     expected = embedded.caption(SAMPLE, "Stop.", max_new_tokens=256, sampling=SamplingParams(**options))
     assert response.choices[0].message.content == expected != embedded.caption(SAMPLE, "Stop.")
+
+
+def test_bad_words_and_biases_exclude_and_favor_tokens(client, embedded):
+    def answer(**options):
+        response = client.chat.completions.create(**ASKED, max_tokens=12, **options)
+        return response.choices[0].message.content
+
+    tokenizer, free = embedded.tokenizer, answer()
+    assert "green" in free and "green" not in answer(extra_body={"bad_words": ["green"]})
+    assert answer(extra_body={"bad_words": ["green"]}) == embedded.caption(
+        SAMPLE, QUESTIONS[0], ban=("green",), max_new_tokens=12
+    )
+    [*_, favored] = tokenizer.encode(" heart")
+    text = answer(logit_bias={str(favored): 100})
+    assert text == tokenizer.decode([favored] * 12)
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["heart", "ring"]}}}
+    assert answer(logit_bias={str(favored): 100}, response_format=schema) in ('"heart"', '"ring"')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_repeats_itself_stops_and_says_why(client, stream):
+    heart = {"logit_bias": {"5": 100}, "repetition_detection": {"max_pattern_size": 3, "min_count": 4}}
+    response = client.chat.completions.create(**ASKED, extra_body=heart, stream=stream, logprobs=True)
+    chunks = list(response) if stream else [response]
+    last = chunks[-1].choices[0]
+    assert (last.finish_reason, last.stop_reason) == ("stop", "repetition")
+    assert sum(len(choice.logprobs.content) for chunk in chunks for choice in chunk.choices if choice.logprobs) == 4
