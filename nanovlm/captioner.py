@@ -101,7 +101,7 @@ class Captioner:
         dtype = choose_dtype(options.dtype, device, folder)
         cfg = load_config(folder)
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
-        tokenizer.skip_special_tokens = options.skip_special_tokens
+        tokenizer.skip_special_tokens &= options.skip_special_tokens
         model = load_model(folder, cfg, tokenizer.image_token_id, dtype, device)
         inference = InferenceModel(model, quantize=options.quantize)
         del model  # so that release_source frees it

@@ -71,7 +71,7 @@ class ModelOptions:
         metavar="N",
         default_text="as many as in training",
     )
-    skip_special_tokens: bool = setting(True, "keep special tokens in answers, as the markup of SmolDocling")
+    skip_special_tokens: bool = setting(True, "keep special tokens in answers; those of Docling models always are")
     upscale: bool = setting(True, "do not enlarge an image to get more tiles of it")
     allow_urls: bool = False  # http(s) URLs may name images, which are then fetched from public addresses
 

@@ -25,6 +25,7 @@ NOWHERE = "none"  # lm_tokenizer of a model whose tokenizer is in its own folder
 IGNORED_KEYS = {
     "lm_eos_token_id", "IMAGE_TOKEN_LENGTH", "TOTAL_SEQUENCE_LENGTH", "lm_rope_factor", "lm_beta_fast", "lm_beta_slow",
 }  # fmt: skip
+PREPROCESSING = re.compile("img|image|resize|side_len|crop|tile|pixel|flash", re.IGNORECASE)  # in a key's name
 VERSION_KEYS = ("vlm_extra_tokens", "lm_chat_template", "max_img_size")  # missing until version 2, 3, 4
 
 
@@ -42,7 +43,7 @@ class NanoVLM(CheckpointFormat):
     def read_config(cls, raw: dict, files: Mapping[str, str]) -> VLMConfig:
         """Missing keys take the value that all versions agree on; a missing size is an InputError.
 
-        Unknown keys are kept, and one warning names them.
+        Unknown keys are kept, and one warning names them; one that would change the images is an InputError.
         """
         known = {f.name: f for f in fields(VLMConfig) if f.name not in ("unknown", "format")}
         sizes = [
@@ -56,6 +57,9 @@ class NanoVLM(CheckpointFormat):
                 raise InputError(f"{key}=None means nothing; give it a value, or leave it out as older files do")
         unknown = {key: value for key, value in raw.items() if key not in known}
         names = [key for key in unknown if key not in IGNORED_KEYS]
+        for key in names:
+            if PREPROCESSING.search(key) and raw[key] not in (None, False):
+                raise InputError(f"{key}={raw[key]!r} may change how images are read, and is not supported")
         if names:
             warnings.warn(f"config.json has unknown keys, kept as they are: {', '.join(names)}", stacklevel=2)
         values: dict = {key: None for key, f in known.items() if is_optional(f)}

@@ -65,6 +65,7 @@ IMAGE_SETTINGS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "image_mean": ([0.5, 0.5, 0.5], _is_triple, "a list of three numbers"),
     "image_std": ([0.5, 0.5, 0.5], lambda value: _is_triple(value) and 0 not in value, "three numbers other than 0"),
 }
+FOLLOWED = {*IMAGE_SETTINGS, "do_pad", "do_convert_rgb"}  # of the keys do_...
 TOKENS = {  # attribute of the tokenizer -> token; Idefics3's processor knows no others
     "image_token": "<image>",
     "fake_image_token": "<fake_token_around_image>",
@@ -266,6 +267,9 @@ def _image_settings(files: Mapping[str, str], tile: int) -> dict[str, Any]:
     found = _parse(files, PROCESSOR).get("image_processor") or (_parse(files, PREPROCESSOR) or None)
     if not isinstance(found, dict):
         raise CheckpointError(f"{PREPROCESSOR} is missing; it says how this model's images are resized and split")
+    for key, value in found.items():
+        if key.startswith("do_") and key not in FOLLOWED and value:
+            raise CheckpointError(f"{PREPROCESSOR}: {key}={value!r} is not supported; only false is")
     image = {}
     for key, (default, fits, words) in IMAGE_SETTINGS.items():
         image[key] = default if found.get(key) is None else found[key]

@@ -45,9 +45,12 @@ class VisionPsy(NanoVLM):
         if key is not None and (type(key) is not int or key < 1):
             raise CheckpointError(f"resize_min_side_len={key!r} is no number of pixels")
         min_side = None if to_max else max(key or 0, FLASH_MIN_SIDE) if flash else key
+        largest = raw.get("inference_max_img_size") or raw.get("max_img_size")
+        if key and type(largest) is int and key > largest:
+            raise CheckpointError(f"resize_min_side_len={key} is more than the longest side of {largest} pixels")
         own = {name: value for name, value in raw.items() if name not in OWN_KEYS} | {"resize_to_max_side_len": to_max}
-        if raw.get("inference_max_img_size"):
-            own["max_img_size"] = raw["inference_max_img_size"]
+        if largest is not None:
+            own["max_img_size"] = largest
         if own.get("vlm_checkpoint_path") is None:
             own["vlm_checkpoint_path"] = "checkpoints"
         return replace(super().read_config(own, files), format=cls(min_side))
@@ -90,9 +93,11 @@ class VisionPsy(NanoVLM):
 
 
 def is_flash(raw: Mapping) -> bool:
-    """Whether a config.json has Flash's resize rule. CheckpointError for a variant that is not known."""
-    if raw.get("is_flash") is not None:
-        return bool(raw["is_flash"])
+    """Whether a config.json has Flash's resize rule. CheckpointError for an unknown value."""
+    if (flash := raw.get("is_flash")) is not None:
+        if type(flash) is not bool:
+            raise CheckpointError(f"is_flash={flash!r} is neither true nor false")
+        return flash
     if (variant := raw.get("variant")) is not None:
         if variant not in VARIANTS:
             raise CheckpointError(f"variant={variant!r} is none of {', '.join(VARIANTS)}")

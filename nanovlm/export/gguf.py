@@ -171,7 +171,7 @@ def add_tokenizer(writer: "GGUFWriter", tokenizer: Tokenizer, cfg: VLMConfig, se
     for kind in ("bos", "eos", "eot", "unk", "pad"):
         if kind in ids:
             getattr(writer, f"add_{kind}_token_id")(ids[kind])
-    writer.add_add_bos_token(False)  # the chat template writes every special token
+    writer.add_add_bos_token(bool(tokenizer.begin([])))  # where not, the chat template writes every special token
     writer.add_add_eos_token(False)
     writer.add_chat_template(STARTS_WITH_IMAGE.sub(STARTS_WITH_MARKER, cfg.lm_chat_template or ""))
 

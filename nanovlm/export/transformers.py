@@ -71,9 +71,11 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
     with atomic_dir(folder) as new:
         tensors = {name: tensor.contiguous() for name, tensor in smolvlm_tensors(model).items()}
         save_file(tensors, new / WEIGHTS, {"format": "pt"})
-        (new / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
+        tokenizer_file = json.loads(tokenizer.to_json())
         if layout_of(model.cfg).has_processor:
+            tokenizer_file["post_processor"] = None  # our template writes all tokens; their processor would add its own
             (new / "chat_template.jinja").write_text(chat_template(model.cfg), encoding="utf-8")
+        (new / TOKENIZER).write_text(json.dumps(tokenizer_file, ensure_ascii=False), encoding="utf-8")
         for name, settings in objects.items():
             (new / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         written = {path.name for path in new.iterdir()}

@@ -35,7 +35,7 @@ def convert_layout(
     tile = model.cfg.vit_img_size
     longest_edge = max(model.cfg.max_img_size or tile, MIN_TILES * tile)
     backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
-    if len(backend.encode(ROW_END).ids) != 1:
+    if len(backend.encode(ROW_END, add_special_tokens=False).ids) != 1:
         backend.add_tokens([tokenizers.AddedToken(ROW_END, normalized=False)])
     backend.add_special_tokens(["<|im_start|>", *layout_tokens(longest_edge, tile)])
     converted = to_smolvlm_layout(model, backend.get_vocab(with_added_tokens=True), longest_edge, rescale)

@@ -137,6 +137,7 @@ class Processor:
     def _encode_completion(self, n_images: int, question: str, history: Sequence[tuple[str, str]]) -> list[int]:
         """The prompt of a layout without a chat."""
         ids = [self.tokenizer.image_token_id] * (self.cfg.mp_image_token_length * n_images)
+        ids = ids + self.tokenizer.begin([]) if self.cfg.vlm_extra_tokens is None else self.tokenizer.begin(ids)
         for earlier, answer in history:
             ids += self.tokenizer.encode(f"Question: {earlier} Answer:") + self.tokenizer.encode(answer)
             ids.append(self.tokenizer.eos_token_id)

@@ -17,6 +17,7 @@ from nanovlm.errors import CheckpointError, InputError
 from nanovlm.processing.chat_template import ChatTemplate
 from nanovlm.processing.layouts import Message, layout_of
 
+DOCTAGS = "<doctag>"  # in the vocabularies of SmolDocling and granite-docling
 ROUND_TRIP_TEXT = "Describe this picture: are there 2 or 3 red cars?"
 
 
@@ -41,7 +42,7 @@ class Tokenizer:
         # Some tokenizer.json files list them as ordinary tokens, which a user's text could then produce.
         added = backend.get_added_tokens_decoder().values()
         self._make_special([*extra.values(), *self.layout.special_tokens(token.content for token in added)])
-        self.skip_special_tokens = True  # in answers; False for models that mark up documents with them
+        self.skip_special_tokens = backend.token_to_id(DOCTAGS) is None  # in answers; Docling's mark up documents
         self.answer_prefix, self.eos_token_ids = self.layout.answer_bounds(self)
 
     @property
@@ -148,13 +149,32 @@ class Tokenizer:
         except TypeError:  # a lone surrogate, which Python decodes from bytes that are not UTF-8
             raise InputError(f"{text!r} is not valid Unicode text") from None
 
+    @cached_property
+    def text_prefix(self) -> list[int]:
+        """Ids that tokenizer.json's post-processor puts before a text, as Llama 3's <|begin_of_text|>.
+
+        CheckpointError if it puts some behind a text, too, where an answer could not follow.
+        """
+        plain, ids = self.encode("a"), self.backend.encode("a", add_special_tokens=True).ids
+        n = len(ids) - len(plain)
+        if ids[n:] != plain:
+            raise CheckpointError(
+                "tokenizer.json's post-processor adds tokens behind a text, which no answer can follow"
+            )
+        return ids[:n]
+
+    def begin(self, ids: list[int]) -> list[int]:
+        """The ids of a prompt as transformers' processors begin it: with `text_prefix`, once."""
+        prefix = self.text_prefix if self.layout.adds_text_prefix else []
+        return ids if ids[: len(prefix)] == prefix else prefix + ids
+
     def encode_answer(self, text: str) -> list[int]:
         """Ids of an answer as the model is to generate it, end token included."""
         return [*self.encode(self.answer_prefix + text), self.eos_token_id]
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Ids of text in which special tokens count as such: for a client that lays out its chat by itself."""
-        return self._encode_marked(text, {})
+        return self.begin(self._encode_marked(text, {}))
 
     def _encode_marked(self, text: str, placeholders: Mapping[str, str]) -> list[int]:
         """The same of text with placeholders for special tokens that are spelled in plain text."""
@@ -196,7 +216,7 @@ class Tokenizer:
         for message in messages:
             parts = [part and escape(part) for part in message.get("parts", ())]
             escaped.append({**message, "content": escape(message["content"]), "parts": parts})
-        return self._encode_marked(self.render(escaped, add_generation_prompt), placeholders)
+        return self.begin(self._encode_marked(self.render(escaped, add_generation_prompt), placeholders))
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         """The chat as text, images as their markup."""

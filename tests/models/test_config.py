@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from models.config import VLMConfig
+from models.errors import InputError
 from models.vision_language_model import VisionLanguageModel
 from support.checkpoints import read_nanovlm
 
@@ -59,6 +60,13 @@ def test_unknown_keys_are_kept_and_named_in_one_warning():
         cfg = read_nanovlm(raw)
     assert cfg.to_dict() == raw
     assert len(caught) == 1 and "vit_flavour, unknown" in str(caught[0].message)
+
+
+def test_an_unknown_key_that_changes_the_images_is_refused():
+    raw = VLMConfig().to_dict()
+    with pytest.raises(InputError, match="resize_min_side_len=512 may change how images are read"):
+        read_nanovlm(raw | {"resize_min_side_len": 512})
+    assert read_nanovlm(raw | {"is_flash": False, "resize_min_side_len": None}).max_img_size == raw["max_img_size"]
 
 
 @pytest.mark.parametrize(

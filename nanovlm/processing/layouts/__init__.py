@@ -42,6 +42,7 @@ class Layout(ABC):
 
     has_chat = True  # without a chat template, a prompt is "Question: ... Answer:"
     has_processor = True  # transformers' SmolVLM processor can lay out the prompts
+    adds_text_prefix = False  # prompts begin with the tokens that the tokenizer puts before a text
     images_in_turns = False  # images stand anywhere in the messages of any role; else all come before all text
 
     def __init__(self, cfg: VLMConfig):

@@ -31,6 +31,7 @@ class NanoVLMLayout(Layout):
     def __init__(self, cfg: VLMConfig):
         super().__init__(cfg)
         self.has_chat = cfg.format_version >= 3
+        self.adds_text_prefix = not self.has_chat  # a chat template writes all tokens, as transformers' tokenizers say
         self.splits_images = cfg.format_version >= 4
         self.has_global_view = self.has_processor = cfg.format_version >= 5
 

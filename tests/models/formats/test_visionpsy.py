@@ -35,6 +35,8 @@ def test_what_makes_a_model_flash():
     assert is_flash({"resize_to_max_side_len": False}) and not is_flash({}) and not is_flash({"variant": "plain"})
     with pytest.raises(CheckpointError, match="variant='x'"):
         is_flash({"variant": "x"})
+    with pytest.raises(CheckpointError, match="is_flash='no' is neither"):
+        is_flash({"is_flash": "no"})
 
 
 PSY = {  # keys that the packager adds; of Flash the smallest side, 512 pixels, would be too large for these tiles

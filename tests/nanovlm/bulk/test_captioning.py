@@ -56,7 +56,8 @@ def test_captions_that_repeat_themselves_are_trimmed_and_counted(captioner, imag
     bulk = BulkCaptioner(captioner, BulkOptions("?", **favoring), workers=1)
     texts, reasons = dict(bulk.captions(images)), []
     for path, text in texts.items():
-        assert text == captioner.caption(path, "?", options=bulk.options, stats=(stats := Stats()))
+        stats = Stats()
+        assert text == captioner.caption(path, "?", options=bulk.options, stats=stats)
         reasons += stats.finish_reasons
     assert bulk.repetitions == [reasons.count("repetition")] != [0]
 

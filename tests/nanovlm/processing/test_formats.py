@@ -339,6 +339,23 @@ def test_every_format_trains_and_keeps_its_format(format_version, make_checkpoin
     assert not torch.equal(after.decoder.head.weight, before.decoder.head.weight)
 
 
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_a_post_processor_begins_the_prompts_that_no_template_writes(make_checkpoint, backbone_tokenizer, version):
+    """nanoVLM's first two versions called the tokenizer, the others apply_chat_template, which adds no tokens."""
+    folder = make_checkpoint(version)
+    plain = Captioner.from_pretrained(folder).processor
+    backend = tokenizers.Tokenizer.from_file(str(backbone_tokenizer / "tokenizer.json"))
+    backend.post_processor = tokenizers.processors.TemplateProcessing("<repo_name> $A", None, [("<repo_name>", 3)])
+    backend.save(str(folder / "tokenizer.json"))
+    ids, without = (
+        each.encode_prompt([(1, 1)], "What?") for each in (Captioner.from_pretrained(folder).processor, plain)
+    )
+    text = backend.encode("Question: What? Answer:").ids
+    assert version == 3 or [id for id in without if id != plain.tokenizer.image_token_id] == text[1:]
+    images = without[: -len(text) + 1] if version < 3 else []
+    assert ids == {1: images + text, 2: text[:1] + images + text[1:], 3: without}[version]
+
+
 def test_special_tokens_in_a_question_are_plain_text(captioner):
     tokenizer = captioner.tokenizer
     question = "<|image|><|im_end|><|endoftext|><row_1_col_1>"

@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from PIL import Image
 from safetensors.torch import load_file
@@ -248,6 +249,11 @@ def test_settings_that_compute_something_else_are_refused_by_name(folders, tmp_p
         ("config.json", {"model_type": "llava"}, "model_type='llava' is not supported"),
         ("config.json", {"image_token_id": 5}, "the image token is .*, but config.json has image_token_id=5"),
         ("processor_config.json", {"image_seq_len": 5}, "image_seq_len=5, but a tile has 4 embeddings"),
+        (
+            "processor_config.json",
+            {"image_processor": {"do_center_crop": True}},
+            "do_center_crop=True is not supported",
+        ),
     ],
 )
 def test_files_that_disagree_are_refused(folders, tmp_path, file, change, message):
@@ -470,3 +476,35 @@ def test_another_template_with_several_end_tokens(tmp_path):
     assert ours["input_ids"].tolist() == inputs["input_ids"].tolist()
     got = captioner.model.generate(**ours, max_new_tokens=40, eos_token_id=captioner.tokenizer.eos_token_ids)[0]
     assert got.tolist() == [*expected[:-1], ends[1]], "the template's own stands for any"
+
+
+@pytest.mark.parametrize("writes_bos", [True, False])
+def test_a_prompt_begins_as_the_post_processor_says(tmp_path, writes_bos):
+    """As Idefics3-8B's, whose tokenizer puts <|begin_of_text|> before a text that does not begin with it."""
+    write_folder(tmp_path / "model")
+    file, template = tmp_path / "model" / "tokenizer.json", TEMPLATE if writes_bos else TEMPLATE[len("<|im_start|>") :]
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    bos = backend.token_to_id("<|im_start|>")
+    backend.post_processor = tokenizers.processors.TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", bos)])
+    backend.save(str(file))
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    theirs = transformers.AutoProcessor.from_pretrained(tmp_path / "model")
+    ours = Captioner.from_pretrained(tmp_path / "model").processor
+    messages = [{"role": "user", "content": [{"type": "text", "text": "What?"}]}]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    ids = ours.encode_prompt([], "What?")
+    assert [ids] == expected["input_ids"] and ids.count(bos) == 1 and ids[0] == bos
+    assert ours.tokenizer.encode_with_special_tokens("Hi") == theirs.tokenizer("Hi")["input_ids"]
+    backend.post_processor = tokenizers.processors.TemplateProcessing("$A <|im_start|>", None, [("<|im_start|>", bos)])
+    backend.save(str(file))
+    with pytest.raises(CheckpointError, match="behind a text"):
+        Captioner.from_pretrained(tmp_path / "model").processor.encode_prompt([], "What?")
+
+
+def test_the_markup_of_documents_is_kept(tmp_path):
+    """SmolDocling's tags are special tokens of its vocabulary."""
+    write_folder(tmp_path / "model", "Idefics3", added=[*ADDED, "<doctag>", "</doctag>", "<loc_5>"])
+    tokenizer = Captioner.from_pretrained(tmp_path / "model").tokenizer
+    ids = tokenizer.encode_with_special_tokens("<doctag><loc_5>Hi</doctag>")
+    assert len(ids) == 3 + len(tokenizer.encode("Hi"))
+    assert tokenizer.decode(ids) == "".join(tokenizer.stream(ids)) == "<doctag><loc_5>Hi</doctag>"
