@@ -290,13 +290,15 @@ def write_settings(
 
 
 @contextmanager
-def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
+def atomic_write(path: str | os.PathLike, is_locked: bool = False) -> Iterator[Path]:
     """`with atomic_write(path) as new:` write the file `new`; it replaces `path` at the end and vanishes on an error.
 
-    `new` is in the folder of `path`, which must exist, and has the same suffix. The mode follows the umask.
+    `new` is in the folder of `path`, which must exist, and has the same suffix. The mode follows the umask. is_locked
+    says that nobody else writes there: `new` has one name for all, and so replaces what a killed process has left.
     """
     path = Path(path)
-    new = _temporary_name(path)
+    new = path.with_name(f".nanovlm.tmp{path.suffix}") if is_locked else _temporary_name(path)
+    new.unlink(missing_ok=True)
     new.touch(exist_ok=False)
     mode = new.stat().st_mode
     try:
@@ -311,8 +313,7 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
 def atomic_dir(path: str | os.PathLike) -> Iterator[Path]:
     """`with atomic_dir(path) as new:` fill the folder `new`, which becomes `path` at the end and vanishes on an error.
 
-    If `path` exists already, its files of the same names are replaced one by one, each atomically, and others stay;
-    so are those of subfolders. Modes follow the umask. OSError if something cannot be written.
+    If `path` exists, its files of the same names are replaced, each atomically; others stay. OSError if that fails.
     """
     path = Path(path)
     inside = path / "new" if path.exists() else path  # a folder may be another disk than its parent

@@ -278,7 +278,7 @@ class Table(Output):
         rows = list(self.all_rows)
         for place, origin in zip(places, origins):
             rows[place] = self.all_rows[origin]
-        with atomic_write(self.path) as new:
+        with atomic_write(self.path, is_locked=True) as new:
             write_table(new, rows)
 
 

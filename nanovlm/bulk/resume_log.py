@@ -92,7 +92,7 @@ def json_line(row: Mapping[str, Any]) -> bytes:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    with atomic_write(path) as new:
+    with atomic_write(path, is_locked=True) as new:
         new.write_bytes(content)
 
 

@@ -17,6 +17,7 @@ from nanovlm.bulk.resume_log import FailureLog, file_lock
 from nanovlm.captioner import Captioner
 from nanovlm.console import progress_bar
 from nanovlm.errors import NanoVLMError, OutputError, UsageError
+from nanovlm.processing.image_loading import printable
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,11 @@ def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Ma
 
 
 def _find(names: Sequence[str], names_file: str | os.PathLike | None, recursive: bool) -> ImageList:
-    return find_images([*names, *(read_names(names_file) if names_file is not None else [])], recursive)
+    images = find_images([*names, *(read_names(names_file) if names_file is not None else [])], recursive)
+    if images.missing and not images.paths and not images.left_out:  # nothing to do, and nothing to write
+        name, reason = images.missing[0]
+        raise UsageError(f"{printable(name)}: {reason}")
+    return images
 
 
 def _folders(names: Sequence[str]) -> list[str]:

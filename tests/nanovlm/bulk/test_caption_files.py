@@ -365,6 +365,14 @@ def test_a_table_that_is_not_ours_is_refused_and_kept(generate, folder):
         assert table.read_text() == content
 
 
+@pytest.mark.parametrize("name", ["*.gif", "none"])
+def test_a_name_without_an_image_is_wrong_use_and_writes_nothing(generate, folder, name):
+    Path("none").mkdir()
+    before = snapshot(Path())
+    assert_usage_error(generate(name), f"{name}: a ", "image")
+    assert snapshot(Path()) == before
+
+
 def test_other_settings_are_another_run(generate, folder, texts, monkeypatch):
     """What an interrupted run has found is kept, and the next one, with other settings, begins anew."""
     table = folder / "captions.csv"
@@ -401,7 +409,7 @@ def test_kill_9_leaves_complete_files_and_the_next_run_resumes(folder, model_fol
         assert text == captions_of(str(image))[0].strip() + "\n"
     run = subprocess.run(command, timeout=300, **quiet)
     assert run.returncode == 0 and f"{len(first)} had captions already" in run.stderr.decode()
-    assert len(list(folder.rglob("[!.]*.txt"))) == 65
+    assert len(list(folder.rglob("[!.]*.txt"))) == 65 and not litter(folder)
     assert all((p.stat().st_mtime_ns, p.read_text()) == was for p, was in first.items()), "nothing is captioned twice"
 
 
