@@ -19,7 +19,7 @@ from models.inference.inference_model import InferenceModel
 from models.vision_language_model import PrefillState, VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype, set_threads
 from nanovlm.embedded import EMBEDDED, PROMPT
-from nanovlm.errors import ImageError, InputError, MissingExtraError
+from nanovlm.errors import InputError
 from nanovlm.options import (
     GenerationOptions,
     ModelOptions,
@@ -28,7 +28,7 @@ from nanovlm.options import (
     generation_options,
     with_changes,
 )
-from nanovlm.processing.image_loading import is_single_array, is_url, load_image
+from nanovlm.processing.image_loading import is_single_array, load_or_fetch
 from nanovlm.processing.processor import EncodedPrompt, Processor, pair_prompts
 from nanovlm.processing.tokenizer import Tokenizer
 
@@ -85,7 +85,7 @@ class Captioner:
         """Load a folder or a Hub id (owner/name), by default the model that ships with the package.
 
         device is auto, cpu, cuda or mps; dtype is auto, float32, bfloat16 or float16. options are the other fields of
-        `ModelOptions`: revision, threads, quantize, max_tiles, skip_special_tokens, upscale and allow_urls.
+        `ModelOptions`: adapter, revision, threads, quantize, max_tiles, skip_special_tokens, upscale and allow_urls.
         Raises CheckpointError if the model cannot be loaded, InputError for a value, and TypeError for an unknown name.
         """
         given = {"model": name_or_folder, "device": device, "dtype": dtype}
@@ -97,16 +97,21 @@ class Captioner:
         if options.threads is not None:
             set_threads(str(options.threads))
         device = choose_device(options.device)
-        folder = snapshot_path(options.model, options.revision)
+        folder = snapshot_path(*options.base)
         dtype = choose_dtype(options.dtype, device, folder)
         cfg = load_config(folder)
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
-        tokenizer.skip_special_tokens &= options.skip_special_tokens
         model = load_model(folder, cfg, tokenizer.image_token_id, dtype, device)
+        if options.adapter is not None:
+            from models.lora import merge, read_adapters
+
+            read_adapters(options.adapter, model)
+            model = merge(model)
         inference = InferenceModel(model, quantize=options.quantize)
         del model  # so that release_source frees it
         if options.quantize:
             inference.release_source()
+        tokenizer.skip_special_tokens &= options.skip_special_tokens
         processor = Processor(cfg, tokenizer, options.max_tiles, options.upscale)
         return cls(inference, processor, allow_urls=options.allow_urls)
 
@@ -252,15 +257,7 @@ class Captioner:
 
     def load_image(self, source: ImageInput) -> Image.Image:
         """An upright RGB image of a source. Raises ImageError, for a URL unless this captioner allows them."""
-        if not is_url(source):
-            return load_image(source)
-        if not self.allow_urls:
-            raise ImageError(f"{source} is a URL; to fetch images from the web, load the model with allow_urls=True")
-        try:
-            from nanovlm.processing.image_urls import fetch_image
-        except ImportError:
-            raise MissingExtraError(f"{source}: images are fetched by httpx: pip install 'nanovlm[serve]'") from None
-        return load_image(fetch_image(source), name=source)
+        return load_or_fetch(source, self.allow_urls)
 
     def _load(self, images: ImageInputs) -> list[Image.Image]:
         if not (sources := _as_list(images)):

@@ -30,6 +30,7 @@ QUANTIZATIONS = ("int8", "int4")
 CHAT_MAX_NEW_TOKENS = 256
 EVALUATION_MAX_NEW_TOKENS = 64
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+ADAPTER_CONFIGS = ("adapter_config.json", "adapter/adapter_config.json")
 SENTENCE_END = re.compile(r"""[.!?…。！？]["'”’»)\]]*(?=\s|$)|[。！？]""")
 
 
@@ -40,10 +41,17 @@ class ModelOptions:
     model: str | Path = setting(  # noqa: RUF009
         EMBEDDED,
         "a folder or a Hub id, owner/name",
-        "a folder that is there, or a Hub id like owner/name",
+        "a folder with config.json, or a Hub id like owner/name (LoRA adapters: --adapter)",
         lambda model: is_model_name(model),
         metavar="FOLDER_OR_HUB_ID",
         default_text="the embedded model",
+    )
+    adapter: str | Path | None = setting(  # noqa: RUF009
+        None,
+        "LoRA adapters for the model, from nanovlm train --lora-rank or PEFT; without --model, their own base",
+        "a folder with adapter_config.json",
+        lambda folder: folder is None or any(map(os.path.isfile, map(Path(folder).joinpath, ADAPTER_CONFIGS))),
+        metavar="FOLDER",
     )
     revision: str | None = setting(None, "branch, tag or commit of a Hub model")
     device: str = setting("auto", "where the model runs", choices=DEVICES)
@@ -77,6 +85,16 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    @property
+    def base(self) -> tuple[str | Path, str | None]:
+        """The model to load and its revision: without a model, the one that the adapter was trained on, if it says."""
+        if self.adapter is None or self.model != EMBEDDED:
+            return self.model, self.revision
+        from models.lora import recorded_base
+
+        name, revision = recorded_base(Path(self.adapter))
+        return name or self.model, revision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +166,9 @@ def banned_ids(texts: Sequence[str], encode: Callable[[str], Sequence[int]]) -> 
 
 
 def is_model_name(name: str | Path) -> bool:
-    """Whether there is such a folder, or the name is one that a Hub repository may have."""
-    return Path(name).is_dir() or HUB_ID.fullmatch(str(name)) is not None
+    """Whether it is a folder with config.json, or else a name that a Hub repository may have."""
+    is_folder = Path(name).is_dir()
+    return Path(name, "config.json").is_file() if is_folder else HUB_ID.fullmatch(str(name)) is not None
 
 
 def check_output_folder(folder: str | os.PathLike, n_bytes: int = 0) -> None:

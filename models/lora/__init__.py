@@ -7,6 +7,7 @@ from models.lora.adapter_files import (
     adapter_folder,
     adapter_tensors,
     read_adapters,
+    recorded_base,
     write_adapter_files,
     write_adapters,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "fully_trained",
     "merge",
     "read_adapters",
+    "recorded_base",
     "write_adapter_files",
     "write_adapters",
 ]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def _to_our_names(state: dict[str, Tensor], model: VisionLanguageModel, path: Pa
     return ours | state
 
 
-def read_adapters(folder: Path, model: VisionLanguageModel) -> None:
+def read_adapters(folder: str | PathLike, model: VisionLanguageModel) -> None:
     """Load the adapters in folder, written by `write_adapters` or PEFT, into the model. In place.
 
     A model without adapters is frozen and adapted first; one with adapters must have the same. Raises CheckpointError
@@ -133,6 +134,12 @@ def read_adapters(folder: Path, model: VisionLanguageModel) -> None:
         for part in ADAPTER_TENSORS:
             _load(getattr(module, part).weight, f"{name}.{part}.weight", state, folder)
     _load_fully_trained(folder, model, state)
+
+
+def recorded_base(folder: Path) -> tuple[str | None, str | None]:
+    """The name and the revision of the model that the adapters in folder were trained on, None if they do not say."""
+    config = read_object(adapter_folder(folder) / ADAPTER_CONFIG)
+    return config.get("base_model_name_or_path"), config.get("revision")
 
 
 def _read_rank_and_alpha(path: Path) -> tuple[int, float]:

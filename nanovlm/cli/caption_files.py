@@ -13,6 +13,7 @@ from nanovlm.errors import UsageError
 from nanovlm.options import GenerationOptions
 from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC, printable
 
+MODEL_SETTINGS = ("model", "adapter", "revision", "max_tiles", "upscale")  # that a resumed run shares
 MIN_RATED_CAPTIONS, MIN_RATED_SECONDS = 10, 1.0  # of a run whose summary tells its rate
 
 
@@ -27,7 +28,7 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
         "names_file": args.from_file,
         "recursive": args.recursive is not False,
         "limit": args.limit,
-        "model_settings": {name: getattr(model, name) for name in ("model", "revision", "max_tiles", "upscale")},
+        "model_settings": {name: getattr(model, name) for name in MODEL_SETTINGS},
     }
     if args.dry_run:
         return print_plan(plan_images(args.images, options, output, **selection))

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if Path(args.model).is_dir() and Path(args.model).resolve() == Path(args.out).resolve():
         raise UsageError(f"--out {args.out} is the model's own folder; name another")
     if not is_model_name(args.model):
-        raise UsageError(f"{args.model} must be a folder that is there, or a Hub id like owner/name")
+        raise UsageError(f"{args.model} must be a folder with config.json, or a Hub id like owner/name")
 
     from models.lora import ADAPTER_CONFIG, adapter_folder
     from nanovlm.captioner import Captioner

@@ -101,7 +101,7 @@ def load_captioner(
     except InputError as error:
         raise UsageError(str(error)) from error
     check_prompts(captioner, prompts, max_new_tokens)
-    if options.model == EMBEDDED and own_images:
+    if options.model == EMBEDDED and options.adapter is None and own_images:
         print_error(EMBEDDED_NOTE)
     return captioner
 

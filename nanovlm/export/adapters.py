@@ -4,16 +4,16 @@ from pathlib import Path
 
 import torch
 
-from models.checkpoint import atomic_dir, checkpoint_dtype, read_object, snapshot_path
+from models.checkpoint import atomic_dir, checkpoint_dtype, snapshot_path
 from models.formats.smolvlm import SmolVLM
 from models.lora import (
     ADAPTER,
     ADAPTER_CONFIG,
-    adapter_folder,
     adapter_tensors,
     fully_trained,
     merge,
     read_adapters,
+    recorded_base,
     write_adapter_files,
 )
 from models.vision_language_model import VisionLanguageModel, load_model
@@ -33,11 +33,9 @@ def export_with_adapters(
     CheckpointError if base is not the model that the adapters were trained on.
     """
     trained, folder = Path(trained), Path(folder)
-    config = adapter_folder(trained) / ADAPTER_CONFIG
-    recorded = read_object(config)
-    base, revision = (base, None) if base else (recorded.get("base_model_name_or_path"), recorded.get("revision"))
+    base, revision = (base, None) if base else recorded_base(trained)
     if not base:
-        raise UsageError(f"{config} names no base model; pass --base with the model that was trained")
+        raise UsageError(f"{trained}: {ADAPTER_CONFIG} names no base model; pass --base with the one that was trained")
     captioner = Captioner.from_pretrained(base, "cpu", "float32", revision=revision)
     adapted = load_model(snapshot_path(base, revision), captioner.model.cfg, captioner.tokenizer.image_token_id)
     read_adapters(trained, adapted)

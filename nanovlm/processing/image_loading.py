@@ -22,7 +22,7 @@ import torch
 from PIL import ExifTags, Image, features
 from PIL.Image import Transpose
 
-from nanovlm.errors import ImageError
+from nanovlm.errors import ImageError, MissingExtraError
 
 MAX_PIXELS = 178_956_970  # Pillow's own limit: beyond it, Image.open raises DecompressionBombError
 MAX_ASPECT_RATIO = 200
@@ -75,6 +75,19 @@ def load_image(source: Any, name: str | None = None, max_pixels: int | None = No
                 return load_rgb(open_image(file), max_pixels)
     except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error, IndexError ...
         raise ImageError(f"{name}: {reason(error)}") from error
+
+
+def load_or_fetch(source: Any, allow_urls: bool) -> Image.Image:
+    """The same of a source that, if that is allowed, may be an http(s) URL."""
+    if not is_url(source):
+        return load_image(source)
+    if not allow_urls:
+        raise ImageError(f"{source} is a URL; to fetch images from the web, load the model with allow_urls=True")
+    try:
+        from nanovlm.processing.image_urls import fetch_image
+    except ImportError:
+        raise MissingExtraError(f"{source}: images are fetched by httpx: pip install 'nanovlm[serve]'") from None
+    return load_image(fetch_image(source), name=source)
 
 
 def source_name(source: Any) -> str:

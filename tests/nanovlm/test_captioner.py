@@ -1,5 +1,6 @@
 """Captioner: caption, stream, samples, ask and captions agree; bad input raises; importing has no side effects."""
 
+import copy
 import io
 import random
 import shutil
@@ -16,7 +17,8 @@ import nanovlm
 from models.decoding import SamplingParams
 from models.inference.inference_model import InferenceModel
 from models.inference.kernels.load import available_levels
-from nanovlm import Captioner, ChatSession
+from models.lora import adapt, adapters, write_adapters
+from nanovlm import SAMPLE, Captioner, ChatSession
 from nanovlm.captioner import Stats
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.errors import CheckpointError, ImageError, InputError, MissingExtraError
@@ -391,7 +393,7 @@ def test_missing_file_of_a_folder_is_named(model_folder, tmp_path):
         folder = tmp_path / name
         shutil.copytree(model_folder, folder)
         (folder / name).unlink()
-        with pytest.raises(CheckpointError, match=name) as caught:
+        with pytest.raises(InputError if name == "config.json" else CheckpointError, match=name) as caught:
             Captioner.from_pretrained(folder)
         assert len(str(caught.value).splitlines()) == 1 and str(folder) in str(caught.value)
 
@@ -431,3 +433,27 @@ def test_import_has_no_side_effects(what):
 def test_a_name_that_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="nobody"):
         nanovlm.nobody  # noqa: B018
+
+
+def test_adapters_are_used_with_their_base_and_in_any_precision(model_folder, tmp_path):
+    base = Captioner.from_pretrained(model_folder, "cpu", "float32")
+    adapted = copy.deepcopy(base.model)
+    torch.manual_seed(0)
+    adapt(adapted, 2, 8)
+    for module in adapters(adapted).values():
+        torch.nn.init.normal_(module.lora_B.weight, std=0.3)
+    (tmp_path / "adapter").mkdir()
+    write_adapters(tmp_path / "adapter", adapted, base=str(model_folder))
+    ids, tiles = base.prepare(SAMPLE, "What?")
+    ids, images = torch.tensor([ids]), torch.cat(tiles)
+    expected, _ = adapted(ids, images)  # not merged, by the plain modules
+    plain, _ = base.model(ids, images)
+    for quantize, tolerance in ((None, 1e-5), ("int8", 0.1)):
+        captioner = Captioner.from_pretrained(adapter=tmp_path / "adapter", dtype="float32", quantize=quantize)
+        got, _ = captioner.inference.prefill(ids, images)
+        error = (got - expected[:, -1]).norm() / expected[:, -1].norm()
+        assert error < tolerance < (plain[:, -1] - expected[:, -1]).norm() / expected[:, -1].norm()
+    with pytest.raises(InputError, match="LoRA adapters: --adapter"):
+        Captioner.from_pretrained(tmp_path / "adapter")
+    with pytest.raises(InputError, match="adapter=.* must be a folder with adapter_config.json"):
+        Captioner.from_pretrained(model_folder, adapter=model_folder)

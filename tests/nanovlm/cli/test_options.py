@@ -1,6 +1,7 @@
 """Flags that several verbs share: wrong values, and models that cannot be loaded, are one line before any work."""
 
 import argparse
+import copy
 import json
 import os
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from models.inference.quantization import QuantizedLinear
+from models.lora import adapt, write_adapters
 from nanovlm import EMBEDDED, SAMPLE, Captioner, ChatSession
 from nanovlm.cli import main as cli
 from nanovlm.cli.options import load_captioner, model_options
@@ -67,6 +69,7 @@ GENERATION = {  # field: its value, and the settings beside it, without and with
     "trim_incomplete": (True, {"start_with": "Look here. A large"}),
 }
 MODEL = {  # field: its flag, and whether a captioner shows it
+    "adapter": ("--adapter {folder}", lambda captioner: captioner.model.MP.proj.weight.abs().max() > 50),
     "model": ("--model {folder}", lambda captioner: captioner.model.cfg.vit_img_size == 16),
     "revision": ("--revision main", "has no revision 'main'"),
     "device": ("--device mps", "device=mps is not available"),
@@ -137,6 +140,10 @@ def test_model_flag_changes_the_captioner(name, tiled, tmp_path, monkeypatch):
     flags, effect = MODEL[name]
     Captioner(*tiled).save_pretrained(tmp_path / "tiled")
     edit_config(tmp_path / "tiled", resize_to_max_side_len=True)
+    adapted = copy.deepcopy(tiled[0])
+    adapt(adapted, 2, 4, ["MP"])
+    torch.nn.init.constant_(adapted.MP.proj.lora_B.weight, 1e4)
+    write_adapters(tmp_path / "tiled", adapted)
     argv = ["--threads", "1", "--model", str(tmp_path / "tiled"), *flags.format(folder=tmp_path / "tiled").split()]
     options = {verb: parse_model_options(verb, argv) for verb in ("caption", "chat", "serve", "evaluate")}
     assert len(set(options.values())) == 1
@@ -210,7 +217,7 @@ def remove_a_tensor(folder):
 
 
 BAD_MODELS = {
-    "no config": (lambda folder: (folder / "config.json").unlink(), ["has no config.json"]),
+    "no config": (lambda folder: (folder / "config.json").unlink(), ["must be a folder with config.json"]),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ["has no model.safetensors"]),
     "no tokenizer": (
         lambda folder: (folder / "tokenizer.json").unlink(),
@@ -247,7 +254,7 @@ def test_broken_model_folder_is_one_error_line(generate, model_folder, tmp_path,
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "good.png", "two\nlines"])
 def test_missing_model_is_one_error_line(generate, name):
-    assert_usage_error(generate("good.png", model=name), "must be a folder that is there, or a Hub id")
+    assert_usage_error(generate("good.png", model=name), "must be a folder with config.json, or a Hub id")
 
 
 @pytest.mark.full
