@@ -4,15 +4,18 @@ import logging
 import os
 import re
 import sys
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 
+LONG_S = 10.0  # seconds after which an answer is worth a remedy
+FEW_TILES = 4
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends; ESC begins a command
 
 
@@ -41,12 +44,42 @@ def warnings_as_notes() -> Iterator[None]:
         yield
 
 
-def progress_bar(total: int, unit: str, desc: str | None = None) -> "tqdm":
+def has_terminal() -> bool:
+    """Whether standard error is a terminal that can draw."""
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def progress_bar(total: int, unit: str, desc: str | None = None, **options: Any) -> "tqdm":
     """A tqdm bar on standard error; it draws on a terminal only. Close it, or use it as a context manager."""
     from tqdm import tqdm
 
-    drawn = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    return tqdm(total=total, unit=unit, desc=desc, disable=not drawn, dynamic_ncols=True, file=sys.stderr)
+    return tqdm(
+        total=total, unit=unit, desc=desc, disable=not has_terminal(), dynamic_ncols=True, file=sys.stderr, **options
+    )
+
+
+class TileProgress:
+    """A bar, on a terminal, of an image's tiles while they are encoded, if that takes more than a second.
+
+    Pass it as `on_tile` of an InferenceModel. It says what fewer tiles would take if all take long.
+    """
+
+    def __call__(self, done: int, total: int) -> None:
+        if done == 0:
+            self.bar, self.started = progress_bar(total, "tile", "image", leave=False, delay=1), time.monotonic()
+            return
+        seconds = (time.monotonic() - self.started) / done
+        if seconds * total > LONG_S and total > FEW_TILES + 1:
+            self.bar.set_postfix_str(f"--max-tiles {FEW_TILES}: {seconds * (FEW_TILES + 1):.0f} s", refresh=False)
+        self.bar.update()
+        if done == total:
+            self.bar.close()
+
+
+def print_remedy(seconds: float, ways: Sequence[str]) -> None:
+    """Say on a terminal how a long answer becomes faster, by flags that were not given."""
+    if seconds > LONG_S and ways and has_terminal():
+        print_error(f"note: this took {seconds:.0f} s; faster, with less detail: {' or '.join(ways)}")
 
 
 def for_terminal(text: str, file: TextIO | None) -> str:

@@ -5,7 +5,7 @@ import ctypes
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -100,6 +100,7 @@ class InferenceModel(GenerationMixin):
         self._quantize = quantize
         self._lock = threading.Lock()
         self._state = _build(model, quantize)
+        self.on_tile: Callable[[int, int], None] | None = None  # told how many of how many tiles are encoded, from 0 on
 
     @property
     def model(self) -> VisionLanguageModel:
@@ -220,7 +221,14 @@ class InferenceModel(GenerationMixin):
         self.validate_images(input_ids, images)
         if images is None or not len(images):
             return self.embed_encoded(input_ids, None)
-        return self.embed_encoded(input_ids, network.encode_images(images).flatten(0, 1))
+        if self.on_tile is None:
+            return self.embed_encoded(input_ids, network.encode_images(images).flatten(0, 1))
+        tiles = []
+        for i, tile in enumerate(images.split(1)):
+            self.on_tile(i, len(images))
+            tiles.append(network.encode_images(tile).flatten(0, 1))
+        self.on_tile(len(images), len(images))
+        return self.embed_encoded(input_ids, torch.cat(tiles))
 
     def __getstate__(self) -> dict:
         """What deepcopy and pickle take along: the model, or the private network once the model was released."""
@@ -228,7 +236,7 @@ class InferenceModel(GenerationMixin):
         return {"model": self._source, "network": network, "quantize": self._quantize}
 
     def __setstate__(self, state: dict) -> None:
-        self._source, self._quantize = state["model"], state["quantize"]
+        self._source, self._quantize, self.on_tile = state["model"], state["quantize"], None
         self._lock = threading.Lock()
         if self._source is None:
             self._state = _State(_network(state["network"]), ())

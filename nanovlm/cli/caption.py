@@ -21,7 +21,7 @@ from nanovlm.cli.options import (
     refuse_flags,
     report_missing,
 )
-from nanovlm.console import for_terminal, print_error
+from nanovlm.console import TileProgress, for_terminal, print_error, print_remedy
 from nanovlm.embedded import PROMPT, SAMPLE, trained_prompts
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
 from nanovlm.options import GenerationOptions, ModelOptions
@@ -55,6 +55,7 @@ class PrintOptions:
     samples: int = 1
     json: bool = False
     stats: bool = False
+    quiet: bool = False
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +105,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--stats", action="store_true", help="print timings, the size of the KV cache and peak memory on standard error"
     )
+    add("--quiet", action="store_true", help="show no progress, and no advice on speed, on a terminal")
 
 
 def add_file_flags(parser: argparse.ArgumentParser) -> None:
@@ -188,7 +190,7 @@ def run(args: argparse.Namespace) -> int:
     if report_missing(args.images):
         return 1
     return print_captions(
-        PrintOptions(args.images, args.prompts, args.samples, args.json, args.stats), generation, model
+        PrintOptions(args.images, args.prompts, args.samples, args.json, args.stats, args.quiet), generation, model
     )
 
 
@@ -234,6 +236,10 @@ def print_captions(options: PrintOptions, generation: GenerationOptions, model: 
     started = time.perf_counter()
     captioner = load_captioner(model, own_images=bool(options.images))
     load_seconds = time.perf_counter() - started
+    if not options.quiet:
+        captioner.inference.on_tile = TileProgress()
+    ways = ["--max-tiles 4"] if model.max_tiles is None and captioner.processor.max_tiles_per_image > 5 else []
+    ways += ["--quantize int8"] if model.quantize is None else []
     failed = 0
     for name in options.images or [str(SAMPLE)]:
         try:
@@ -252,6 +258,8 @@ def print_captions(options: PrintOptions, generation: GenerationOptions, model: 
             if not all(text.removeprefix(generation.start_with.rstrip()).strip() for text in texts):
                 print_error(f"{name}: the model's answer is empty")
                 failed += 1
+            if not options.quiet:
+                print_remedy(stats.total_s, ways)
             if options.stats:
                 print_error(format_stats(stats, load_seconds, captioner.inference.device))
     return 1 if failed else 0

@@ -5,7 +5,7 @@ import json
 import sys
 
 from nanovlm.cli.options import load_captioner, report_missing
-from nanovlm.console import for_terminal, print_error
+from nanovlm.console import TileProgress, for_terminal, print_error
 from nanovlm.errors import ImageError, UsageError
 from nanovlm.options import GenerationOptions, ModelOptions
 
@@ -21,6 +21,8 @@ def caption_videos(args: argparse.Namespace, generation: GenerationOptions, mode
     are_frames = args.as_video and len(args.images) > 1
     videos = [args.images] if are_frames else args.images
     captioner = load_captioner(model, args.prompts, generation.max_new_tokens, own_images=True)
+    if not args.quiet:
+        captioner.inference.on_tile = TileProgress()
     failed = 0
     for video in videos:
         name = video[0] if are_frames else video

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from models.config import SamplingParams
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import add_model_flags, from_args, load_captioner, model_options, report_missing
-from nanovlm.console import bold, for_terminal, print_error
+from nanovlm.console import TileProgress, bold, for_terminal, print_error
 from nanovlm.errors import ImageError, InputError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions
 
@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     interactive = is_terminal(sys.stdin) and is_terminal(sys.stdout)
     if interactive:
+        captioner.inference.on_tile = TileProgress()
         print_error("/help lists the commands; ctrl-d leaves")
     with saved_input_history() if interactive else contextlib.nullcontext():
         for line in read_lines(interactive):

@@ -4,11 +4,21 @@ import io
 import logging
 import subprocess
 import sys
+import time
 import warnings
 
 import pytest
 
-from nanovlm.console import bold, configure_logging, for_terminal, print_error, progress_bar, warnings_as_notes
+from nanovlm.console import (
+    TileProgress,
+    bold,
+    configure_logging,
+    for_terminal,
+    print_error,
+    print_remedy,
+    progress_bar,
+    warnings_as_notes,
+)
 from support import ROOT
 
 
@@ -38,6 +48,28 @@ def test_progress_bar_draws_on_terminals_only(capsys, monkeypatch):
         print_error("one failed")
     err = capsys.readouterr().err
     assert "captions: 100%" in err and "one failed\n" in err
+
+
+@pytest.mark.full  # a second, after which the bar appears
+def test_a_slow_image_shows_its_tiles_and_a_remedy_on_terminals_only(capsys, monkeypatch):
+    def encode():
+        tell = TileProgress()
+        tell(0, 13)
+        time.sleep(1.05)
+        for done in range(1, 14):
+            tell(done, 13)
+        print_remedy(11.2, ["--max-tiles 4", "--quantize int8"])
+        print_remedy(9.9, ["--max-tiles 4"])
+
+    encode()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    encode()
+    err = capsys.readouterr().err
+    assert "1/13" in err and "--max-tiles 4: 5 s" in err
+    note = "note: this took 11 s; faster, with less detail: --max-tiles 4 or --quantize int8\n"
+    assert err.endswith(note) and err.count("note") == 1
 
 
 @pytest.mark.full

@@ -326,6 +326,17 @@ def test_images_of_several_sizes_of_batch(tiny_model, size, dtype):
         assert (got.float() - wanted.float()).norm() <= (1e-5 if dtype == torch.float32 else 0.05) * wanted.norm()
 
 
+def test_encoding_says_how_many_tiles_are_done(tiny_model, make_batch):
+    inference, batch, told = InferenceModel(tiny_model()), make_batch(0), []
+    del batch["targets"]
+    expected, _ = inference.prefill(**batch)
+    inference.on_tile = lambda *counts: told.append(counts)
+    logits, _ = inference.prefill(**batch)
+    n = len(batch["images"])
+    assert n > 1 and told == [(done, n) for done in range(n + 1)]
+    assert torch.allclose(logits, expected, atol=1e-5)
+
+
 def test_a_rebuild_is_logged_once(tiny_model, caplog):
     inference = InferenceModel(model := tiny_model())
     with caplog.at_level(logging.INFO, "models"):
