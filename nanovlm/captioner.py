@@ -107,7 +107,7 @@ class Captioner:
 
             read_adapters(options.adapter, model)
             model = merge(model)
-        inference = InferenceModel(model, quantize=options.quantize)
+        inference = InferenceModel(model, quantize=options.quantize, image_cache_dir=options.image_cache_dir)
         del model  # so that release_source frees it
         if options.quantize:
             inference.release_source()

@@ -79,6 +79,9 @@ class ModelOptions:
         metavar="N",
         default_text="as many as in training",
     )
+    image_cache_dir: str | Path | None = setting(  # noqa: RUF009
+        None, "keep encoded images in FOLDER, at most 2 GiB, and encode none again that it has", metavar="FOLDER"
+    )
     skip_special_tokens: bool = setting(True, "keep special tokens in answers; those of Docling models always are")
     upscale: bool = setting(True, "do not enlarge an image to get more tiles of it")
     allow_urls: bool = False  # http(s) URLs may name images, which are then fetched from public addresses

@@ -7,7 +7,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property, partial
+from os import PathLike
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,9 @@ from models.decoding import GenerationMixin
 from models.errors import InputError
 from models.inference.kernel_network import KernelNetwork
 from models.vision_language_model import PrefillState, VisionLanguageModel
+
+if TYPE_CHECKING:
+    from models.inference.image_store import ImageStore
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +94,16 @@ class InferenceModel(GenerationMixin):
     quantize="int8" stores the language model's linear layers in 8 bits and, with kernels, the vision encoder's and the
     projector's, too; activations are then rounded to 8 bits for every matmul (dynamic quantization). "int4" stores
     those of the language model in 4 bits with a scale and a minimum for 32 weights. Raises InputError for other values.
+    image_cache_dir is a folder that keeps encoded images for later runs, see `models.inference.image_store`.
     """
 
-    def __init__(self, model: VisionLanguageModel, *, quantize: str | None = None):
+    def __init__(
+        self,
+        model: VisionLanguageModel,
+        *,
+        quantize: str | None = None,
+        image_cache_dir: str | PathLike | None = None,
+    ):
         if quantize is not None:
             from models.inference.quantization import check_format
 
@@ -100,6 +112,11 @@ class InferenceModel(GenerationMixin):
         self._quantize = quantize
         self._lock = threading.Lock()
         self._state = _build(model, quantize)
+        self.image_store: ImageStore | None = None
+        if image_cache_dir is not None:
+            from models.inference import image_store  # here, as few runs keep images
+
+            self.image_store = image_store.ImageStore(image_cache_dir)
         self.on_tile: Callable[[int, int], None] | None = None  # told how many of how many tiles are encoded, from 0 on
 
     @property
@@ -168,7 +185,7 @@ class InferenceModel(GenerationMixin):
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
         """See `VisionLanguageModel.encode_images`. The dtype is float32 with kernels."""
-        return self.network.encode_images(images)
+        return self._encode(self.network, images)
 
     @torch.no_grad()
     def embed_encoded(self, input_ids: Tensor, image_embeds: Tensor | None) -> Tensor:
@@ -221,14 +238,23 @@ class InferenceModel(GenerationMixin):
         self.validate_images(input_ids, images)
         if images is None or not len(images):
             return self.embed_encoded(input_ids, None)
+        return self.embed_encoded(input_ids, self._encode(network, images).flatten(0, 1))
+
+    def _encode(self, network: Network, images: Tensor) -> Tensor:
+        if self.image_store is None:
+            return self._encode_now(network, images)
+        encoder = self._state.encoder
+        return self.image_store.encode(images, encoder, partial(self._encode_now, network))
+
+    def _encode_now(self, network: Network, images: Tensor) -> Tensor:
         if self.on_tile is None:
-            return self.embed_encoded(input_ids, network.encode_images(images).flatten(0, 1))
+            return network.encode_images(images)
         tiles = []
         for i, tile in enumerate(images.split(1)):
             self.on_tile(i, len(images))
-            tiles.append(network.encode_images(tile).flatten(0, 1))
+            tiles.append(network.encode_images(tile))
         self.on_tile(len(images), len(images))
-        return self.embed_encoded(input_ids, torch.cat(tiles))
+        return torch.cat(tiles)
 
     def __getstate__(self) -> dict:
         """What deepcopy and pickle take along: the model, or the private network once the model was released."""
@@ -236,7 +262,8 @@ class InferenceModel(GenerationMixin):
         return {"model": self._source, "network": network, "quantize": self._quantize}
 
     def __setstate__(self, state: dict) -> None:
-        self._source, self._quantize, self.on_tile = state["model"], state["quantize"], None
+        self._source, self._quantize = state["model"], state["quantize"]
+        self.on_tile = self.image_store = None
         self._lock = threading.Lock()
         if self._source is None:
             self._state = _State(_network(state["network"]), ())
@@ -250,6 +277,16 @@ class _State:
 
     network: Network
     fingerprint: tuple  # of the model when this was made; () once it was released
+
+    @cached_property
+    def encoder(self) -> str:
+        """The digest of what encodes images."""
+        model, level = self.network.model, getattr(self.network, "level", "torch")
+        sizes = {name: value for name, value in vars(model.cfg).items() if name.startswith(("vit_", "mp_"))}
+        settings = f"{level} {model.device.type} {torch.__version__} {model.cfg.format.name} {sizes}"
+        from models.inference.image_store import encoder_digest
+
+        return encoder_digest(model.vision_encoder, model.MP, settings=settings)
 
 
 @torch.inference_mode(False)

@@ -69,6 +69,14 @@ GENERATION = {  # field: its value, and the settings beside it, without and with
     "trim_incomplete": (True, {"start_with": "Look here. A large"}),
 }
 MODEL = {  # field: its flag, and whether a captioner shows it
+    "image_cache_dir": (
+        "--image-cache-dir {folder}/cache",
+        lambda captioner: (
+            captioner.inference.image_store
+            and captioner.caption(SAMPLE, max_new_tokens=1) is not None
+            and len(list(captioner.inference.image_store.folder.iterdir())) > 1
+        ),
+    ),
     "adapter": ("--adapter {folder}", lambda captioner: captioner.model.MP.proj.weight.abs().max() > 50),
     "model": ("--model {folder}", lambda captioner: captioner.model.cfg.vit_img_size == 16),
     "revision": ("--revision main", "has no revision 'main'"),
