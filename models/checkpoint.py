@@ -27,11 +27,8 @@ CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json
 INDEX = "model.safetensors.index.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 MAX_MAPPED_TENSORS = 8  # of one mapping of the file
-MAX_BLOCKS = 1000  # the deepest models have a few hundred; refusing a million by building it would take an hour
 HEAD, EMBEDDING = "decoder.head.weight", "decoder.token_embedding.weight"
 BUFFERS = re.compile(r"decoder\.rotary_embd\.\w+")  # computed when needed; float32 in files of any dtype
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def snapshot_path(
@@ -81,13 +78,18 @@ def load_config(folder: str | os.PathLike) -> VLMConfig:
 
 def read_object(path: Path) -> dict:
     """The object in a JSON file of a model's folder. Raises CheckpointError if there is none."""
-    text = read_model_text(path)
+    return parse_object(read_model_text(path), path)
+
+
+def parse_object(text: str, name: object) -> dict:
+    """The same in the text of a file called name. Half a character, which no file could hold, is refused, too."""
     try:
         raw = json.loads(text)
+        json.dumps(raw, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{name} cannot be read: {error}") from None
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} holds {type(raw).__name__}, not an object of settings")
+        raise CheckpointError(f"{name} holds {type(raw).__name__}, not an object of settings")
     return raw
 
 
@@ -97,9 +99,7 @@ def read_model_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{path.parent} has no {path.name}; a model is a folder with {CONFIG} and {WEIGHTS}"
-        ) from None
+        raise CheckpointError(f"{path.parent} has no {path.name}; a model has {CONFIG} and {WEIGHTS}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
@@ -133,7 +133,7 @@ def _tensor_names(folder: Path) -> list[str]:
 
 def read_state_dict(
     folder: str | os.PathLike,
-    shapes: Shapes,
+    shapes: Mapping[str, tuple[int, ...]],
     *,
     tied: tuple[str, str] | None,
     dtype: torch.dtype = torch.float32,
@@ -188,7 +188,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _match_names(
     files: Sequence[Path],
     path: Path,
-    wanted: Shapes,
+    wanted: Mapping[str, tuple[int, ...]],
     tied: tuple[str, str] | None,
     rename: Callable[[str], str | None],
 ) -> dict[Path, dict[str, str]]:

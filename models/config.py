@@ -110,6 +110,7 @@ def formats() -> Any:
 # Of numbers: the lowest value, and the first that is too high; by type, and for some fields by name.
 LIMITS: dict[Any, tuple[float, float]] = {
     int: (1, 2**31), float: (0, math.inf), "extra_token_amount": (0, 2**31), "lm_re_base": (1, math.inf),
+    "lm_n_blocks": (1, 500), "vit_n_blocks": (1, 500),  # building a million blocks would take an hour
     "lm_attn_scaling": (1e-6, math.inf), "vit_dropout": (0, 1), "lm_dropout": (0, 1),
 }  # fmt: skip
 

@@ -18,10 +18,13 @@ class NanoVLMError(Exception):
     exit_code = 1
 
     def __init__(self, message: object = "", *args: object):
-        text = " ".join(str(message).split()) if "\n" in str(message) else str(message)
-        if len(text) > 2 * MAX_HALF:
-            text = f"{text[:MAX_HALF]} ... {text[-MAX_HALF:]}"
-        super().__init__(text, *args)
+        super().__init__(shortened(str(message)), *args)
+
+
+def shortened(message: str) -> str:
+    """A message as one line, cut in its middle if it is long."""
+    text = " ".join(message.split()) if "\n" in message else message
+    return text if len(text) <= 2 * MAX_HALF else f"{text[:MAX_HALF]} ... {text[-MAX_HALF:]}"
 
 
 class InputError(NanoVLMError, ValueError):

@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 from models.cache import KVCache, storage_bytes
 from models.checkpoint import (
     CONFIG,
-    MAX_BLOCKS,
     TOKENIZER,
     load_config,
     read_model_text,
@@ -255,9 +254,6 @@ def load_model(
     """The model in a local folder, in eval mode; for callers that have read its config and tokenizer already."""
     path = Path(folder) / CONFIG
     cfg.format.check_image_token_id(image_token_id, Path(folder))
-    if cfg.lm_n_blocks + cfg.vit_n_blocks > MAX_BLOCKS:
-        blocks = f"lm_n_blocks={cfg.lm_n_blocks} and vit_n_blocks={cfg.vit_n_blocks}"
-        raise CheckpointError(f"{path}: {blocks} are more than {MAX_BLOCKS} in all")
     try:
         model = empty_model(cfg, image_token_id)
     except RuntimeError:  # more bytes than 64 bits can count

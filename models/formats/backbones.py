@@ -18,7 +18,6 @@ from torch import Tensor
 from models.checkpoint import (
     CONFIG,
     INDEX,
-    MAX_BLOCKS,
     TOKENIZER,
     WEIGHTS,
     read_object,
@@ -97,9 +96,6 @@ def find_backbones(
         grid = vision_fields["vit_img_size"] // vision_fields["vit_patch_size"]
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"{vision} and {language} make no model: {error}") from None
-    if cfg.lm_n_blocks + cfg.vit_n_blocks > MAX_BLOCKS:
-        blocks = f"{cfg.vit_n_blocks} and {cfg.lm_n_blocks} blocks"
-        raise CheckpointError(f"{vision} and {language}, of {blocks}: more than {MAX_BLOCKS} in all")
     if cfg.lm_base_vocab_size is not None and cfg.lm_vocab_size < cfg.lm_base_vocab_size:
         raise CheckpointError(
             f"lm_vocab_size={cfg.lm_vocab_size} is less than the {cfg.lm_base_vocab_size} tokens of {language}"

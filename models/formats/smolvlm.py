@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG
+from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, parse_object
 from models.config import CheckpointFormat, VLMConfig
 from models.errors import CheckpointError
 from models.formats import find_image_token_id
@@ -333,10 +333,4 @@ def _section(raw: dict, key: str) -> dict:
 
 def _parse(files: Mapping[str, str], name: str) -> dict:
     """The object in a JSON file; empty if there is no such file."""
-    try:
-        raw = json.loads(files.get(name, "{}"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name} cannot be read: {error}") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{name} holds {type(raw).__name__}, not an object of settings")
-    return raw
+    return parse_object(files.get(name, "{}"), name)

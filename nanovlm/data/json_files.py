@@ -88,7 +88,7 @@ def _find_image_root(path: str, images: Iterable[str], options: ReadOptions) -> 
     folder = Path(path).parent
     nearby = [folder, *_subfolders(folder), *_subfolders(folder.parent)]
     for root in [Path(options.images)] if options.images else nearby:
-        if (root / first).is_file():
+        if os.path.isfile(root / first):
             return str(root)
     searched = options.images or f"{folder}, the folders in it or beside it"
     raise DataError(f"{path} names the image {first}, which is not in {searched}; name its folder with --images FOLDER")

@@ -87,20 +87,21 @@ class Tokenizer:
         check_regular_file(path)
         try:
             backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            if is_base_vocabulary(backend.get_vocab(with_added_tokens=True), cfg):
+                extra = cfg.special_tokens.values()
+            backend.add_special_tokens(list(extra))
+            tokenizer = cls(backend, cfg)
+            tokenizer.check_round_trip()
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing; a model's folder needs its {TOKENIZER}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path} is not a valid {TOKENIZER}: {error}") from None
-        if is_base_vocabulary(backend.get_vocab(with_added_tokens=True), cfg):
-            extra = cfg.special_tokens.values()
-        backend.add_special_tokens(list(extra))
-        try:
-            tokenizer = cls(backend, cfg)
-            tokenizer.check_round_trip()
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
+        except BaseException as error:
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
+                raise  # these two are the library's
+            raise CheckpointError(f"{path} is not a valid {TOKENIZER}: {error}") from None
         return tokenizer
 
     def check_round_trip(self) -> None:

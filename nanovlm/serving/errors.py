@@ -5,6 +5,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect
 
+from models.errors import shortened
 from nanovlm.errors import NanoVLMError
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ class APIError(Exception):
         param: str | None = None,
         headers: dict[str, str] | None = None,
     ):
-        super().__init__(message)
+        super().__init__(shortened(message))
         self.status, self.code, self.param, self.headers = status, code, param, headers
 
     def body(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ A number always gives the same file. Files are opened in another process, which 
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -17,7 +18,10 @@ from random import Random
 import pytest
 from PIL import Image
 
-from nanovlm.errors import ImageError
+from nanovlm import Captioner
+from nanovlm.data.detect import open_source
+from nanovlm.errors import CheckpointError, DataError, ImageError
+from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import load_image
 from support import ROOT, noise_image
 
@@ -154,3 +158,42 @@ def test_folder_of_damaged_files_is_captioned_except_unreadable_ones(generate, w
 
 if __name__ == "__main__":
     open_files(int(sys.argv[1]), int(sys.argv[2]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["config", "tokenizer", "header", "template", "image", "json", "jsonl", "csv", "tar", "requests"]
+)
+def test_two_minutes_of_fuzzing_find_nothing(name):
+    pytest.importorskip("atheris")
+    command = [sys.executable, "-m", "tests.fuzz", name, "--minutes", "2"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
+    assert run.returncode == 0 and "Done " in run.stderr, run.stdout + run.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"decoder": {"type": "Strip", "content": " ", "start": 2**64 - 5, "stop": 0}}, "tokenizer.json"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "unk_token": "?"}}, "tokenizer.json"),
+    ],
+)
+def test_a_tokenizer_on_which_the_library_fails_is_one_line(model_folder, tmp_path, change, words):
+    """Found by fuzzing: a panic, which is no Exception, and a bare Exception."""
+    shutil.copytree(model_folder, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=words):
+        Captioner.from_pretrained(tmp_path / "model")
+
+
+def test_half_a_character_and_a_long_name_are_one_line(model_folder, tmp_path):
+    """Found by fuzzing: what no file can hold, and a name that no file can have."""
+    shutil.copytree(model_folder, tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"vlm_extra_tokens": {"image_token": "\ud800"}}))
+    with pytest.raises(CheckpointError, match="config.json cannot be read: .*surrogates"):
+        Captioner.from_pretrained(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text(json.dumps({"image": "x" * 5000, "text": "A."}))
+    with pytest.raises(DataError, match="names the image xxx.* --images FOLDER"):
+        open_source(str(tmp_path / "data.jsonl"), ReadOptions())

@@ -301,7 +301,7 @@ DAMAGED = {
     "unknown": "llama/model.safetensors has 1 tensors .* first 'model.layers.0.self_attn.q_norm.weight'",
     "shape": r"llama/model.safetensors: lm_head.weight is \(41, 24\), but config.json asks for \(40, 24\)",
     "no config": "siglip has no config.json",
-    "deep": "siglip and .*llama, of 2 and 1000000 blocks: more than 1000 in all",
+    "deep": "siglip and .*llama make no model: .*lm_n_blocks=1000000 is outside",
     "small": "lm_vocab_size=39 is less than the 40 tokens",
     "key": "make no model: .*color",
     "no tokens": "make no model: .*NoneType",

@@ -1,0 +1,261 @@
+"""Coverage-guided fuzzing of what reads strangers' files and requests, by atheris (extra `fuzz`).
+
+    python -m tests.fuzz requests --minutes 2    # exit 0: nothing was found
+
+A reader may refuse its input by a `NanoVLMError` or `APIError` of one line. Any other exception, a hang or too much
+memory is a finding: its input lies in the printed folder, and `python -m tests.fuzz requests FILE` runs it again.
+"""
+
+import argparse
+import io
+import json
+import random
+import shutil
+import struct
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # for support
+
+Check = Callable[[bytes], object]
+Target = tuple[list[bytes], Check]  # valid inputs to start from, and what reads an input
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    10**400,
+    1e400,
+    float("nan"),
+    "",
+    "x" * 5000,
+    "\0",
+    "\ud800",
+    [],
+    {},
+    [[]],
+    [None],
+    2**31,
+    0.5,
+]
+TIMEOUT_S, MEMORY_MB = 20, 6000
+
+
+def image_file(size: tuple[int, int] = (9, 7), format: str = "png") -> bytes:
+    from PIL import Image
+
+    Image.new("RGB", size, "red").save(file := io.BytesIO(), format)
+    return file.getvalue()
+
+
+def model_file(name: str) -> Callable[[Path], Target]:
+    """A file of a nanoVLM model's folder, with which the model is then loaded."""
+
+    def target(folder: Path) -> Target:
+        from nanovlm import EMBEDDED, Captioner
+
+        for path in EMBEDDED.iterdir():
+            (folder / path.name).symlink_to(path)
+        content = (EMBEDDED / name).read_bytes()
+        (folder / name).unlink()
+
+        def check(data: bytes) -> None:
+            (folder / name).write_bytes(data)
+            Captioner.from_pretrained(folder, "cpu", "float32")
+
+        return [content], check
+
+    return target
+
+
+def header(folder: Path) -> Target:
+    """The header of model.safetensors, before few weights."""
+    from nanovlm import EMBEDDED, Captioner
+
+    for path in EMBEDDED.iterdir():
+        (folder / path.name).symlink_to(path)
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    n = 8 + struct.unpack("<Q", content[:8])[0]
+    weights.unlink()
+
+    def check(data: bytes) -> None:
+        weights.write_bytes(struct.pack("<Q", len(data)) + data + content[n:])
+        Captioner.from_pretrained(folder, "cpu", "float32")
+
+    return [content[8:n]], check
+
+
+def template(folder: Path) -> Target:
+    from models.config import CHATML
+    from nanovlm.processing.chat_template import ChatTemplate
+
+    chat = [{"role": "user", "content": "Hi {{ x }}"}, {"role": "assistant", "content": "Yes."}]
+    more = (
+        "{% set x = namespace(n=0) %}{% for i in range(9) %}{% set x.n = x.n + i * 2 %}{% endfor %}{{ x.n | tojson }}"
+    )
+    return [CHATML.encode(), more.encode()], lambda data: ChatTemplate(data.decode(errors="replace")).render(chat, True)
+
+
+def image(folder: Path) -> Target:
+    from nanovlm.processing.image_loading import load_image
+
+    return [image_file(format=name) for name in ("png", "jpeg", "webp", "gif", "tiff", "bmp")], load_image
+
+
+def data_file(name: str, *seeds: bytes) -> Callable[[Path], Target]:
+    def target(folder: Path) -> Target:
+        from nanovlm.data.detect import open_source
+        from nanovlm.options import ReadOptions
+
+        (folder / "a.png").write_bytes(image_file())
+
+        def check(data: bytes) -> None:
+            (folder / name).write_bytes(data)
+            source: Any = open_source(str(folder / name), ReadOptions())
+            for i in range(min(len(source), 5)):
+                _ = source[i]
+
+        return list(seeds), check
+
+    return target
+
+
+def tar(folder: Path) -> Target:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, content in (("a.png", image_file()), ("a.txt", b"A."), ("b.json", b'{"text": "B."}')):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return data_file("data.tar", file.getvalue())(folder)
+
+
+def requests(folder: Path) -> Target:
+    """A body for each kind of request, up to what goes to the model, and its JSON schema up to the grammar."""
+    from nanovlm import EMBEDDED, Captioner
+    from nanovlm.serving.chat_format import parse_messages, prepare_inputs
+    from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
+    from nanovlm.serving.structured_output import StructuredOutput
+
+    processor = Captioner.from_pretrained(EMBEDDED).processor
+    structured = StructuredOutput(processor.tokenizer)
+    parts = [{"type": "text", "text": "Hi"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x"]}}, "required": ["a"]}
+    body = {"model": "m", "temperature": 0.5, "n": 2, "stop": ["x"], "seed": 1, "logit_bias": {"5": 1.0}}
+    body |= {"bad_words": ["x"], "repetition_detection": {"max_pattern_size": 4, "min_count": 2}, "stream": True}
+    chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]}
+    chat |= {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        "logprobs": True,
+    }
+    bodies = [body | chat, body | {"prompt": ["a", "b"], "logprobs": 2}]
+    bodies.append({"input": [{"role": "user", "content": "Hi"}], "text": {"format": {"type": "json_object"}}})
+
+    def check(data: bytes) -> None:
+        kinds = {b'"prompt"': CompletionRequest, b'"input"': ResponsesRequest}
+        kind = next((kind for key, kind in kinds.items() if key in data), ChatCompletionRequest)
+        request = kind.parse(data)
+        if request.schema is not None:
+            structured.make_processors(request.schema, 1)
+        if request.messages:
+            for layout in (False, True):
+                parsed = parse_messages(request.messages, "messages", layout)
+                if not parsed.image_urls and parsed.turns is None:
+                    prepare_inputs(parsed, [], processor)
+
+    return [json.dumps(body).encode() for body in bodies], check
+
+
+ROW = {"image": "a.png", "text": "A ring.", "metadata": {"n": 1}}
+CHAT = {"images": ["a.png"], "texts": [{"user": "What?", "assistant": "A ring.", "formatting_ratings": 3}]}
+TALK = {
+    "image": "a.png",
+    "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A."}],
+}
+TARGETS: dict[str, Callable[[Path], Target]] = {
+    "config": model_file("config.json"),
+    "tokenizer": model_file("tokenizer.json"),
+    "header": header,
+    "template": template,
+    "image": image,
+    "json": data_file("data.json", json.dumps([ROW, TALK]).encode(), json.dumps([CHAT]).encode()),
+    "jsonl": data_file("data.jsonl", *(json.dumps(row).encode() + b"\n" for row in (ROW, CHAT, TALK))),
+    "csv": data_file("metadata.csv", b"file_name,text\na.png,A ring.\n"),
+    "tar": tar,
+    "requests": requests,
+}
+
+
+def change_json(value: Any, choose: random.Random) -> Any:
+    """The value with one place inside it changed to something odd, left out or doubled."""
+    if not isinstance(value, (dict, list)) or not value or choose.random() < 0.1:
+        return choose.choice(ODD)
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    key, changed = choose.choice(keys), value.copy()
+    what = choose.random()
+    if what < 0.1:
+        del changed[key]
+    elif what < 0.2 and isinstance(changed, list):
+        changed.append(changed[key])
+    else:
+        changed[key] = change_json(value[key], choose)
+    return changed
+
+
+def mutate(data: bytes, max_size: int, seed: int) -> bytes:
+    """Change JSON where it is JSON, three times of four; else bytes."""
+    import atheris
+
+    choose = random.Random(seed)
+    if choose.random() < 0.75:
+        try:
+            changed = json.dumps(change_json(json.loads(data), choose)).encode()
+            return changed if len(changed) <= max_size else data
+        except ValueError:
+            pass
+    return atheris.Mutate(data, max_size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=TARGETS)
+    parser.add_argument("file", nargs="?", help="run this input alone")
+    parser.add_argument("--minutes", type=float, default=2.0)
+    args = parser.parse_args()
+    import atheris
+
+    folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{args.name}-"))
+    (folder / "work").mkdir()
+    (folder / "corpus").mkdir()
+    with atheris.instrument_imports(include=["models", "nanovlm"], enable_loader_override=False):
+        seeds, check = TARGETS[args.name](folder / "work")
+        from nanovlm.errors import NanoVLMError
+        from nanovlm.serving.errors import APIError
+
+    def run(data: bytes) -> None:
+        try:
+            check(data)
+        except (NanoVLMError, APIError) as error:
+            assert "\n" not in str(error) and len(str(error)) < 1000, f"not one short line: {error!r}"
+
+    for i, seed in enumerate(seeds):
+        run(seed)
+        (folder / "corpus" / str(i)).write_bytes(seed)
+    if args.file:
+        return run(Path(args.file).read_bytes())
+    longest = max(1 << 16, 2 * max(map(len, seeds)))
+    limits = [f"-timeout={TIMEOUT_S}", f"-rss_limit_mb={MEMORY_MB}", f"-max_len={longest}", "-print_final_stats=1"]
+    limits += [f"-max_total_time={round(60 * args.minutes)}", f"-artifact_prefix={folder}/finding-"]
+    print(f"findings go to {folder}", flush=True)
+    atheris.Setup([sys.argv[0], *limits, str(folder / "corpus")], run, custom_mutator=mutate)
+    atheris.Fuzz()  # ends the process
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
