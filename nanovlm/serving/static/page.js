@@ -5,8 +5,8 @@ const create = (parent, tag, fields = {}) => parent.appendChild(Object.assign(do
 const on = (id, type, listener) => byId(id).addEventListener(type, listener);
 const DEFAULT_QUESTION = byId("question").placeholder; // asked if the first question about an image is left empty
 // images: { url: data URL, turn: index of the turn that shows it, null for the next one, remove: its button };
-// turns: [question, answer]
-const chat = { model: null, images: [], turns: [], generation: null, apiKey: "" };
+// turns: [question, answer]; camera: its stream, whose newest frame is what the next question is about
+const chat = { model: null, images: [], turns: [], generation: null, camera: null, apiKey: sessionStorage.getItem("key") ?? "" };
 
 async function request(path, options = {}) {
   const headers = { "Content-Type": "application/json", ...(chat.apiKey && { Authorization: `Bearer ${chat.apiKey}` }) };
@@ -24,6 +24,7 @@ async function loadModel() {
   chat.model = model.id;
   byId("model").textContent = model.id === "nanovlm" ? "the embedded model" : model.id;
   byId("note").textContent = toSentence(model.description);
+  if (chat.apiKey) sessionStorage.setItem("key", chat.apiKey); // for a reload; it ends with the tab
   showError("");
 }
 
@@ -51,8 +52,13 @@ function readFile(file) {
 
 async function addImages(files) {
   try {
-    for (const file of files) addImage(file, await readFile(file));
+    for (const file of files) {
+      const url = await readFile(file);
+      if (isText(url)) throw new Error(`The file ${file.name} is not an image.`);
+      addImage(file, url);
+    }
   } catch (error) {
+    showImages();
     return showError(error.message);
   }
   if (!files.length) return;
@@ -60,6 +66,10 @@ async function addImages(files) {
   showImages();
   byId("announcement").textContent = "The image is loaded; ask about it.";
   byId("question").focus();
+}
+
+function isText(url) {
+  return /^[\t-\r -~]*$/.test(atob(url.slice(url.indexOf(",") + 1, url.indexOf(",") + 65)));
 }
 
 function addImage(file, url) {
@@ -83,17 +93,47 @@ function addImage(file, url) {
 }
 
 function showImages() {
-  const any = chat.images.length > 0;
-  for (const id of ["images", "add-image"]) byId(id).hidden = !any;
+  const any = chat.images.length > 0 || chat.camera !== null;
+  for (const id of ["images", "add-image"]) byId(id).hidden = !any || chat.camera !== null;
   for (const id of ["file", "drop-zone", "sample"]) byId(id).hidden = any;
+  byId("camera").hidden = chat.camera === null;
   for (const { remove, turn } of chat.images) remove.hidden = turn !== null; // the answers are about it
   byId("start-over").hidden = !any && !chat.turns.length;
 }
 
-function startOver() {
-  chat.generation?.abort();
+async function openCamera() {
+  try {
+    chat.camera = await navigator.mediaDevices.getUserMedia({ video: { facingMode: "environment" } });
+  } catch {
+    return showError("The camera cannot be used; allow it, and open this page by https or on the server's own machine.");
+  }
+  byId("viewfinder").srcObject = chat.camera;
+  showImages();
+  showError("");
+  byId("question").focus();
+}
+
+async function showFrame() {
+  const video = byId("viewfinder"), canvas = document.createElement("canvas");
+  Object.assign(canvas, { width: video.videoWidth, height: video.videoHeight });
+  canvas.getContext("2d").drawImage(video, 0, 0);
+  forget();
+  const file = await new Promise((resolve) => canvas.toBlob(resolve, "image/jpeg", 0.9));
+  addImage(file, await readFile(file));
+}
+
+function forget() {
+  for (const shown of byId("images").querySelectorAll("img")) URL.revokeObjectURL(shown.src);
   Object.assign(chat, { images: [], turns: [] });
   for (const id of ["images", "conversation"]) byId(id).replaceChildren();
+}
+
+function startOver() {
+  chat.generation?.abort();
+  for (const track of chat.camera?.getTracks() ?? []) track.stop();
+  chat.camera = byId("viewfinder").srcObject = null;
+  byId("again").checked = false;
+  forget();
   byId("question").placeholder = DEFAULT_QUESTION;
   showImages();
   showError("");
@@ -157,19 +197,25 @@ async function ask(question) {
   const answer = create(turn, "p", { className: "answer generating" });
   const copy = create(turn, "button", { type: "button", className: "plain", textContent: "Copy", hidden: true });
   copy.addEventListener("click", () => copyText(answer, copy));
-  turn.scrollIntoView({ block: "nearest" });
+  showEnd();
+  const start = Date.now();
+  const stage = () => (answer.dataset.stage = `Reading the image and question, ${Math.round((Date.now() - start) / 1000)} s`);
+  const timer = setInterval(() => (answer.textContent ? clearInterval(timer) : stage()), 1000);
+  stage();
   const generation = (chat.generation = new AbortController());
   showError("");
   setBusy(true);
   try {
     await generate(question, generation.signal, (text) => {
       answer.textContent += text;
-      turn.scrollIntoView({ block: "nearest" });
+      if (text) delete answer.dataset.stage;
+      showEnd();
     });
     if (!answer.textContent) showError("The answer is empty; ask differently.");
   } catch (error) {
     if (!generation.signal.aborted) showFailure(error);
   }
+  clearInterval(timer);
   answer.classList.remove("generating");
   chat.generation = null;
   setBusy(false);
@@ -179,12 +225,27 @@ async function ask(question) {
     chat.turns.push([question, answer.textContent]);
     showImages();
     copy.hidden = false;
-    byId("question").placeholder = "Ask something else.";
+    showEnd();
+    if (!chat.camera) byId("question").placeholder = "Ask something else.";
     byId("announcement").textContent = answer.textContent; // at once: screen readers interrupt text that changes
   } else {
     turn.remove();
     byId("question").value ||= question;
   }
+}
+
+async function askCamera(question) {
+  do {
+    const start = Date.now();
+    await showFrame();
+    await ask(question);
+    if (byId("error").textContent) return;
+    await new Promise((resolve) => setTimeout(resolve, 1000 - (Date.now() - start)));
+  } while (chat.camera && byId("again").checked && !chat.generation);
+}
+
+function showEnd() {
+  scrollTo({ top: document.documentElement.scrollHeight }); // the composer sticks to the end and covers nothing there
 }
 
 function setBusy(busy) {
@@ -195,16 +256,16 @@ function setBusy(busy) {
 on("ask-form", "submit", (event) => {
   event.preventDefault();
   if (chat.generation) return;
-  if (!chat.images.length) return showError("There is no image to ask about; choose one first.");
+  if (!chat.images.length && !chat.camera) return showError("There is no image to ask about; choose one first.");
   if (!byId("settings-form").checkValidity()) {
     byId("settings").open = true;
     return void byId("settings-form").reportValidity();
   }
-  const isNew = chat.images.some(({ turn }) => turn === null);
+  const isNew = chat.camera || chat.images.some(({ turn }) => turn === null);
   const question = byId("question").value.trim() || (isNew ? DEFAULT_QUESTION : "");
   if (!question) return showError("Ask something.");
   byId("question").value = "";
-  ask(question);
+  chat.camera ? askCamera(question) : ask(question);
 });
 on("question", "keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -212,16 +273,22 @@ on("question", "keydown", (event) => {
   byId("ask-form").requestSubmit();
 });
 on("stop", "click", () => {
+  byId("again").checked = false;
   chat.generation?.abort();
   byId("question").focus();
 });
 on("start-over", "click", startOver);
+on("open-camera", "click", openCamera);
 on("add-image", "click", () => byId("file").click());
 on("file", "change", async () => {
   await addImages([...byId("file").files]);
   byId("file").value = ""; // or the same file could not be chosen again
 });
 on("settings-form", "submit", (event) => event.preventDefault());
+on("settings-form", "input", () => localStorage.setItem("settings", JSON.stringify(readSettings())));
+on("settings", "toggle", showEnd);
+for (const [name, value] of Object.entries(JSON.parse(localStorage.getItem("settings")) ?? {}))
+  if (byId("settings-form").elements[name]) byId("settings-form").elements[name].value = value;
 byId("sample").firstElementChild.addEventListener("click", async () => {
   const response = await fetch("/sample.png");
   addImages([new File([await response.blob()], "sample.png", { type: "image/png" })]);

@@ -20,6 +20,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright; pip
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync"]  # no connections to Google at the start
+FLAGS += ["--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"]  # a camera that sees a moving shape
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def test_keyboard_suffices_and_focus_is_visible(embedded, open_page, slow):
                 ".some((e) => getComputedStyle(e).outlineStyle !== 'none' && e.offsetWidth > 40)"
             )
             assert shown, f"the focus on {seen[-1]} is not visible"
-        assert seen == ["file", "Try the sample image", "question", "send"], "the settings follow"
+        assert seen == ["file", "Try the sample image", "open-camera", "question"], "the others follow"
         page.get_by_role("button", name="Try the sample image").focus()
         page.keyboard.press("Enter")
         sync_api.expect(page.get_by_label("Your question")).to_be_focused()
@@ -139,7 +140,11 @@ def test_elements_have_names_and_errors_are_shown(served, open_page, tmp_path):
     sync_api.expect(page.get_by_role("alert")).to_have_text("There is no image to ask about; choose one first.")
     (tmp_path / "words.png").write_text("no image")
     page.get_by_label("Choose an image").set_input_files(tmp_path / "words.png")
-    sync_api.expect(page.get_by_text("Browsers cannot show words.png")).to_be_visible()
+    sync_api.expect(page.get_by_role("alert")).to_have_text("The file words.png is not an image.")
+    assert page.locator("#images li").count() == 0
+    (tmp_path / "noise.png").write_bytes(bytes(range(256)))
+    page.get_by_label("Choose an image").set_input_files(tmp_path / "noise.png")
+    sync_api.expect(page.get_by_text("Browsers cannot show noise.png")).to_be_visible()
     page.keyboard.press("Enter")
     sync_api.expect(page.get_by_role("alert")).to_have_text(
         "Image 1: not an image of a known format, or a damaged one."
@@ -288,7 +293,55 @@ def test_page_asks_for_the_key_of_a_server_that_needs_one(embedded, open_page):
         page.get_by_role("button", name="Try the sample image").click()
         sync_api.expect(page.get_by_label("Your question")).to_be_focused()
         assert ask(page) == embedded.caption(SAMPLE)
+        page.reload()
+        sync_api.expect(page.get_by_role("button", name="Try the sample image")).to_be_visible()
+        assert page.locator("#key-form").is_hidden(), "the key is kept until the tab is closed"
     open_page.problems.clear()  # the 401 that makes the page ask
+
+
+IS_SHOWN = "(e) => e.offsetParent && !e.classList.contains('unseen')"
+SIZE = "(e) => [e.getBoundingClientRect().width, e.getBoundingClientRect().height]"
+IS_CUT = """(e) => e.offsetParent && !e.matches('.unseen') && getComputedStyle(e).display !== 'inline'
+  && e.clientWidth > 0 && e.scrollWidth > e.clientWidth + 1"""
+IS_ON_TOP = """(e) => { const box = e.getBoundingClientRect();
+  return [box.top + 2, box.bottom - 2].every((y) => e.contains(document.elementFromPoint(box.left + 2, y))); }"""
+
+
+def test_the_camera_is_asked_about_its_newest_frame_until_it_is_stopped(served, open_page):
+    page, bodies = open_page(served, permissions=["camera"]), []
+    page.on("request", lambda r: bodies.append(r.post_data_json) if r.url.endswith("completions") else None)
+    page.get_by_role("button", name="Use the camera").click()
+    until(lambda: page.evaluate("document.querySelector('video').videoWidth > 0"))
+    ask(page, "What is it?")
+    page.get_by_label("Ask again").check()
+    ask_again = page.get_by_role("button", name="Ask", exact=True)
+    page.get_by_label("Your question").fill("And now?")
+    ask_again.click()
+    until(lambda: page.wait_for_timeout(50) or len(bodies) >= 4)
+    page.get_by_label("Ask again").uncheck()
+    sync_api.expect(ask_again).to_be_visible()
+    assert page.locator(".answer").count() == 1
+    frames = [[part["type"] for part in body["messages"][0]["content"]] for body in bodies]
+    assert frames == [["image_url", "text"]] * len(bodies), "each is a chat of its own"
+    urls = {body["messages"][0]["content"][0]["image_url"]["url"] for body in bodies}
+    assert len(urls) > 1 and all(url.startswith("data:image/jpeg;base64,") for url in urls)
+    page.get_by_role("button", name="Start over").click()
+    assert page.evaluate("chat.camera === null") and page.locator("video").is_hidden()
+
+
+def test_settings_are_remembered_and_a_wait_shows_its_time(embedded, open_page, slow):
+    with RunningServer(embedded, batch=slow) as server:
+        page = open_page(server)
+        page.locator("#settings summary").click()
+        page.get_by_label("Longest answer").fill("3")
+        page.reload()
+        page.locator("#settings summary").click()
+        assert page.get_by_label("Longest answer").input_value() == "3"
+        page.get_by_role("button", name="Try the sample image").click()
+        sync_api.expect(page.get_by_label("Your question")).to_be_focused()
+        page.keyboard.press("Enter")
+        sync_api.expect(page.locator(".generating")).to_have_attribute("data-stage", re.compile(r"Reading .*, \d+ s"))
+        sync_api.expect(page.locator(".answer:not(.generating)")).to_have_text(re.compile(r"\w"))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -297,7 +350,17 @@ def test_page_fits_the_screen_and_has_enough_contrast(served, open_page, scheme,
     page = open_page(served, color_scheme=scheme, viewport={"width": width, "height": 700})
     page.get_by_role("button", name="Try the sample image").click()
     sync_api.expect(page.get_by_label("Your question")).to_be_focused()  # the image is loaded
-    ask(page)
+    for question in ("", *QUESTIONS[1:]):
+        ask(page, question)
+    for settings in ("closed", "open"):
+        if settings == "open":
+            page.locator("#settings summary").click()
+        for name in (".answer", ".answer + .plain"):  # the newest answer and its button
+            sync_api.expect(page.locator(name).last).to_be_in_viewport(ratio=1)
+            assert page.locator(name).last.evaluate(IS_ON_TOP), f"{name} is covered"
+    sizes = page.evaluate(f"[...document.querySelectorAll('button, summary, input')].filter({IS_SHOWN}).map({SIZE})")
+    assert len(sizes) > 8 and all(min(size) >= 24 for size in sizes)
+    assert page.evaluate(f"[...document.querySelectorAll('h1, p, span, label')].filter({IS_CUT}).length") == 0
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     background = luminance(page.evaluate(COLOR, "--background"))
     assert (background > 0.5) == (scheme == "light")
