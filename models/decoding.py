@@ -211,13 +211,15 @@ class GenerationMixin:
         n_samples: int = 1,
         shared_prefix_length: int = 0,
         use_kv_cache: bool = True,
+        logits_processor: Callable[[Tensor], Tensor] | None = None,
         on_state: Callable[[Any], None] | None = None,
     ) -> Iterator[Tensor]:
         """Yield token ids, (B * n_samples,), as they are chosen; the samples of a prompt are neighbors.
 
         A prompt is prefilled once, however many samples continue it. The first shared_prefix_length ids of the rows, if
         that many are equal and hold all images, are prefilled once for all rows. use_kv_cache=False computes everything
-        again for every token: the reference for the cache. on_state is called with every new state of the cache.
+        again for every token: the reference for the cache. on_state is called with every new state of the cache, and
+        logits_processor changes the logits (B * n_samples, vocabulary) before each choice.
         """
         validate_counts(max_new_tokens, n_samples)
         self.validate_length(input_ids.size(1), max_new_tokens)
@@ -229,7 +231,7 @@ class GenerationMixin:
         counted = input_ids != self.image_token_id
         if attention_mask is not None:
             counted &= attention_mask != 0
-        sampler = TokenSampler(sampling, eos_token_id, input_ids.masked_fill(~counted, -1)[rows])
+        sampler = TokenSampler(sampling, eos_token_id, input_ids.masked_fill(~counted, -1)[rows], logits_processor)
         yield from generate_tokens(logits, step, sampler, max_new_tokens)
 
     def generate(self: Decodable, input_ids: Tensor, *args: Any, **options: Any) -> Tensor:

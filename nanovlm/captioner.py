@@ -5,32 +5,29 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from models.checkpoint import load_config, snapshot_path
-from models.decoding import SamplingParams, finish_reason, trim_repetition
+from models.decoding import finish_reason, trim_repetition
 from models.inference.inference_model import InferenceModel
 from models.vision_language_model import PrefillState, VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype, set_threads
 from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.errors import InputError
-from nanovlm.options import (
-    GenerationOptions,
-    ModelOptions,
-    banned_ids,
-    cut_incomplete_sentence,
-    generation_options,
-    with_changes,
-)
-from nanovlm.processing.image_loading import is_single_array, load_or_fetch
+from nanovlm.options import GenerationOptions, ModelOptions, cut_incomplete_sentence, generation_options, with_changes
+from nanovlm.processing.image_loading import as_list, is_single_array, load_or_fetch
 from nanovlm.processing.processor import EncodedPrompt, Processor, pair_prompts
 from nanovlm.processing.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanovlm.processing.structured_output import StructuredOutput
 
 # A path, a file's bytes, a PIL image, a tensor (C, H, W), a numpy array (H, W, C), a binary file or an http(s) URL
 ImageInput = str | os.PathLike | bytes | Image.Image | Tensor | Any
@@ -72,6 +69,13 @@ class Captioner:
     def __init__(self, model: VisionLanguageModel | InferenceModel, processor: Processor, *, allow_urls: bool = False):
         self.inference, self.processor, self.tokenizer = model, processor, processor.tokenizer
         self.allow_urls = allow_urls
+
+    @cached_property
+    def structured_output(self) -> "StructuredOutput":
+        """What makes answers follow a JSON schema."""
+        from nanovlm.processing.structured_output import StructuredOutput  # here, as few answers follow one
+
+        return StructuredOutput(self.tokenizer)
 
     @property
     def model(self) -> VisionLanguageModel:
@@ -260,7 +264,7 @@ class Captioner:
         return load_or_fetch(source, self.allow_urls)
 
     def _load(self, images: ImageInputs) -> list[Image.Image]:
-        if not (sources := _as_list(images)):
+        if not (sources := as_list(images)):
             warnings.warn(NO_IMAGE, stacklevel=2)
         return [self.load_image(source) for source in sources]
 
@@ -292,10 +296,13 @@ class Captioner:
         stats.prompt_tokens = int(mask.sum()) - inputs.get("shared_prefix_length", 0) * (len(mask) - 1)
         states: deque[PrefillState] = deque(maxlen=1)
         steps: list[list[int]] = []
+        with_schema = options.schema is not None
+        grammar = self.structured_output.for_rows(options.schema, steps, stats.answers) if with_schema else None
         for ids in self.inference.stream(
             **inputs,
+            logits_processor=grammar,
             max_new_tokens=options.max_new_tokens,
-            sampling=self.sampling(options),
+            sampling=options.sampling(self.tokenizer.encode),
             eos_token_id=self.tokenizer.eos_token_ids,
             n_samples=n_samples,
             on_state=states.append,
@@ -315,11 +322,12 @@ class Captioner:
         options: GenerationOptions,
         n_samples: int = 1,
         stats: Stats | None = None,
-    ) -> list[str]:
-        """The text of each answer."""
+    ) -> list[Any]:
+        """The text of each answer, or the value that it is by a schema."""
         stats = stats or Stats()
         steps = list(self._generate(prepare, options, n_samples, stats))
-        return [self.answer_text(ids, options) for ids in (zip(*steps) if steps else [()] * stats.answers)]
+        texts = [self.answer_text(ids, options) for ids in (zip(*steps) if steps else [()] * stats.answers)]
+        return texts if options.schema is None else list(map(self.structured_output.parse, texts))
 
     def answer_text(self, ids: Sequence[int], options: GenerationOptions) -> str:
         """The text of an answer's generated ids: from start_with up to the end token or the first repetition."""
@@ -330,18 +338,8 @@ class Captioner:
         is_cut = options.trim_incomplete and len(trimmed) == len(ids)
         return cut_incomplete_sentence(text) if is_cut else text
 
-    def sampling(self, options: GenerationOptions) -> SamplingParams:
-        """The options, with the words of `ban` as ids."""
-        return replace(options, bad_words_ids=options.bad_words_ids + banned_ids(options.ban, self.tokenizer.encode))
-
 
 def _prepend(start: Sequence[int], ids: Iterator[int]) -> Iterator[int]:
     """start, then ids; nothing comes before the first of ids is there, so that an error comes first."""
     first = list(islice(ids, 1))
     yield from chain(start, first, ids)
-
-
-def _as_list(images: ImageInputs) -> list[ImageInput]:
-    if images is None:
-        return []
-    return list(images) if isinstance(images, (list, tuple)) else [images]

@@ -98,7 +98,8 @@ class ChatSession:
             return logits
 
         prompt = prompt.masked_fill(prompt == model.image_token_id, -1)
-        sampler = TokenSampler(self.captioner.sampling(options), self.captioner.tokenizer.eos_token_ids, prompt)
+        tokenizer = self.captioner.tokenizer
+        sampler = TokenSampler(options.sampling(tokenizer.encode), tokenizer.eos_token_ids, prompt)
         for chosen in generate_tokens(logits, step, sampler, options.max_new_tokens):
             if int(chosen) == sampler.eos_token_id:
                 return

@@ -126,6 +126,18 @@ class GenerationOptions(SamplingParams):
         metavar="TEXT",
     )
     trim_incomplete: bool = setting(False, "cut the last sentence of an answer that --max-new-tokens has ended")
+    schema: Any = None  # a JSON schema; answers are then JSON values that it allows
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schema is not None and (self.start_with or self.trim_incomplete):
+            raise InputError("schema excludes start_with and trim_incomplete, as JSON begins and ends by itself")
+        if self.schema is not None:
+            object.__setattr__(self, "repetition_detection", (0, 0, 0))  # a list may repeat a value
+
+    def sampling(self, encode: Callable[[str], Sequence[int]]) -> SamplingParams:
+        """The same with the words of `ban` as ids, which encode gives."""
+        return replace(self, bad_words_ids=self.bad_words_ids + banned_ids(self.ban, encode))
 
 
 @dataclass(frozen=True)

@@ -138,9 +138,9 @@ def tar(folder: Path) -> Target:
 def requests(folder: Path) -> Target:
     """A body for each kind of request, up to what goes to the model, and its JSON schema up to the grammar."""
     from nanovlm import EMBEDDED, Captioner
+    from nanovlm.processing.structured_output import StructuredOutput
     from nanovlm.serving.chat_format import parse_messages, prepare_inputs
     from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
-    from nanovlm.serving.structured_output import StructuredOutput
 
     processor = Captioner.from_pretrained(EMBEDDED).processor
     structured = StructuredOutput(processor.tokenizer)

@@ -14,12 +14,12 @@ from typing import TypeVar
 
 import torch
 
-from models.inference.continuous_batching import ContinuousBatch, PrefillError, TokenOutput
+from models.inference.continuous_batching import ContinuousBatch, LogitsProcessor, PrefillError, TokenOutput
 from nanovlm.bulk.options import BulkOptions
 from nanovlm.bulk.prefetch import Prefetch
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.device import available_cores
-from nanovlm.errors import ImageError, NanoVLMError, is_out_of_memory
+from nanovlm.errors import ImageError, InputError, NanoVLMError, is_out_of_memory
 from nanovlm.processing.image_loading import printable
 from nanovlm.processing.processor import EncodedPrompt
 
@@ -132,7 +132,7 @@ class _Worker:
     def __init__(self, bulk: BulkCaptioner, index: int, prefetch: Prefetch[EncodedPrompt]):
         self.bulk, self.index, self.prefetch = bulk, index, prefetch
         self.captioner, self.options = bulk.captioner, bulk.options
-        self.limit, self.sampling = BatchLimit(bulk.batch_size), bulk.captioner.sampling(bulk.options)
+        self.limit, self.sampling = BatchLimit(bulk.batch_size), bulk.options.sampling(bulk.captioner.tokenizer.encode)
         self.token_ids: dict[str, list[int]] = {}  # of each image in the batch
         self.postponed: list[str] = []  # images that did not fit into memory beside the others
         self.batch = self._new_batch()
@@ -168,8 +168,17 @@ class _Worker:
             except Exception as error:
                 yield [(path, _image_failure(error))]
                 continue
-            max_new_tokens = self.options.max_new_tokens
-            self.batch.add(path, torch.tensor(ids), images, max_new_tokens=max_new_tokens, sampling=self.sampling)
+            grammar: LogitsProcessor | None = None
+            if self.options.schema is not None:
+                (grammar,) = self.captioner.structured_output.make_processors(self.options.schema, 1)
+            self.batch.add(
+                path,
+                torch.tensor(ids),
+                images,
+                max_new_tokens=self.options.max_new_tokens,
+                sampling=self.sampling,
+                logits_processor=grammar,
+            )
             self.token_ids[path] = []
 
     def _step(self) -> Iterator[list[Result]]:
@@ -207,6 +216,11 @@ class _Worker:
         self.limit.record_success()
         self.bulk.repetitions[self.index] += output.finished == "repetition"
         text = self.captioner.answer_text(self.token_ids.pop(path), self.options)
+        if self.options.schema is not None:
+            try:
+                self.captioner.structured_output.parse(text)
+            except InputError as error:
+                return [(path, error)]
         if not text.removeprefix(self.options.start_with.rstrip()).strip():
             return [(path, EmptyCaptionError("the model's caption is empty"))]
         return [(path, text)]

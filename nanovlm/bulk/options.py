@@ -1,9 +1,11 @@
 """Options and results of captioning many images."""
 
+import json
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nanovlm.bulk.prompt_template import check_template, fill_template
 from nanovlm.data.source import INSTALL_DATA
@@ -47,6 +49,7 @@ class OutputOptions:
     suffix: str = ""
     extension: str = ".txt"  # of the files beside images
     name_key: str = "file_name"  # in JSON lines on standard output; tables have file_name
+    columns: tuple[str, ...] = ()  # of a table, for these properties of captions that follow a JSON schema
 
     def __post_init__(self) -> None:
         if self.existing not in EXISTING:
@@ -80,6 +83,11 @@ class OutputOptions:
             raise UsageError(f"extension {self.extension!r} is not like .txt or .caption")
         if os.path.splitext(f"a{self.extension}")[1].lower() in readable_extensions() | IMAGE_EXTENSIONS:
             raise UsageError(f"extension {self.extension!r} is that of images; use .txt or .caption")
+
+    def fields(self, text: str) -> dict[str, Any]:
+        """The values of `columns` in the text of a caption."""
+        value = json.loads(text) if self.columns else None
+        return {name: value.get(name) for name in self.columns} if isinstance(value, dict) else {}
 
     def decorate(self, caption: str) -> str:
         """The caption as it is written."""

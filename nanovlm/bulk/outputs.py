@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType
@@ -70,7 +70,7 @@ def open_output(
     if options.is_stream:
         return Stream(folder, options.name_key)
     if options.table is not None:
-        return Table(options.table, options.existing, settings, read_only)
+        return Table(options.table, options.existing, settings, read_only, options.fields)
     return Sidecars(folder, options, settings, read_only)
 
 
@@ -176,8 +176,16 @@ class Table(Output):
     several rows with one file_name the first is used.
     """
 
-    def __init__(self, path: Path, existing: str, settings: Mapping[str, str], read_only: bool = False):
+    def __init__(
+        self,
+        path: Path,
+        existing: str,
+        settings: Mapping[str, str],
+        read_only: bool = False,
+        fields: Callable[[str], dict[str, Any]] = lambda text: {},
+    ):
         super().__init__(path.parent)
+        self.fields = fields  # of a text, for further columns
         self.path, self.existing, self.read_only = path, existing, read_only
         if not read_only or path.parent.exists():  # the folder is made before a run
             _check_writable(path)
@@ -214,7 +222,7 @@ class Table(Output):
     def write(self, image: str, caption: str) -> None:
         name = relative(image, self.folder)
         if self.appends_lines:
-            append_row(self.path, {"file_name": name, "text": caption})
+            append_row(self.path, {"file_name": name, "text": caption, **self.fields(caption)})
         else:
             old = _text(self.rows.get(name, {}))
             self.log.add(name, before=old, text=combine(self.existing, old, caption))
@@ -257,10 +265,10 @@ class Table(Output):
         for name, entry in pending.items():
             row = self.rows.get(name)
             if row is None:
-                self.rows[name] = {"file_name": name, "text": entry["text"]}
+                self.rows[name] = {"file_name": name, "text": entry["text"], **self.fields(entry["text"])}
                 self.all_rows.append(self.rows[name])
             elif _text(row) == entry.get("before", ""):
-                row["text"] = entry["text"]
+                row |= {"text": entry["text"], **self.fields(entry["text"])}
             elif _text(row) != entry["text"]:
                 changed.append(name)
         if changed:
@@ -318,6 +326,9 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         with open(path, "w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows(
+                {key: json.dumps(cell) if isinstance(cell, (dict, list)) else cell for key, cell in row.items()}
+                for row in rows
+            )
     else:
         path.write_bytes(b"".join(map(json_line, rows)))

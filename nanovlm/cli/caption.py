@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import (
@@ -96,6 +96,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_file_flags(parser)
     add_ray_flags(parser)
     add_record_flags(parser, GenerationOptions)
+    add("--json-schema", metavar="FILE", help="JSON schema that each answer follows (extra structured)")
     add_model_flags(parser)
     add(
         "--json",
@@ -166,11 +167,15 @@ def run(args: argparse.Namespace) -> int:
     if not (to_files or is_video):
         refuse_flags(args, FILE_FLAGS, "files: name a folder, or a file by --out")
     args.prompts = args.prompts or [PROMPT]
-    defaults: dict[str, int] = {}
+    defaults: dict[str, Any] = {}
     if args.length:
         args.prompts[0], defaults = LENGTHS[args.length]
     if not all(map(str.strip, args.prompts)):
         raise UsageError("--prompt is empty; omit it to have the image described")
+    if args.json_schema:
+        from nanovlm.processing.structured_output import read_schema
+
+        defaults["schema"] = read_schema(args.json_schema)
     generation, model = from_args(GenerationOptions, args, **defaults), model_options(args)
     if args.length:
         check_length(args.length, args.prompts[0], model)
@@ -281,6 +286,8 @@ def print_caption(
         texts = captioner.ask(image, prompts, options=generation, stats=stats)
     else:
         texts = captioner.samples(image, prompts[0], n, options=generation, stats=stats)
+    if generation.schema is not None:
+        texts = [json.dumps(value, ensure_ascii=False) for value in texts]
     if options.json:
         for prompt, text, reason in zip(prompts, texts, stats.finish_reasons):
             samples = {"samples": texts} if n > 1 else {}

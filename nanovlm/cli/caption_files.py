@@ -1,6 +1,7 @@
 """`nanovlm caption` of folders, patterns and lists: captions are written to files."""
 
 import argparse
+from typing import Any
 
 from nanovlm.bulk import BulkOptions, BulkReport, OutputOptions, Plan, caption_images, plan_images
 from nanovlm.bulk.options import SIDECARS, STREAM
@@ -21,7 +22,7 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
     """Caption what args name into files or as JSON lines; 1 if an image failed, after the others are done."""
     check_file_flags(args)
     model = model_options(args)
-    output = output_options(args)
+    output = output_options(args, generation.schema)
     options = bulk_options(args, generation)
     check_tags(options, output)
     selection = {
@@ -56,9 +57,15 @@ def bulk_options(args: argparse.Namespace, generation: GenerationOptions) -> Bul
     )
 
 
-def output_options(args: argparse.Namespace) -> OutputOptions:
+def output_options(args: argparse.Namespace, schema: Any) -> OutputOptions:
     """The output settings of the parsed flags; --json prints captions."""
     extension = args.extension or ".txt"
+    columns: tuple[str, ...] = ()
+    if schema is not None:
+        if args.prefix or args.suffix or args.existing in ("append", "prepend"):
+            raise UsageError("--json-schema: captions are JSON, to which no text can be added; omit the other flags")
+        properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
+        columns = tuple(name for name in properties if name not in ("file_name", "text"))
     return OutputOptions(
         out=STREAM if args.json else SIDECARS if args.out is None else args.out,
         existing=args.existing or "skip",
@@ -66,6 +73,7 @@ def output_options(args: argparse.Namespace) -> OutputOptions:
         suffix=args.suffix or "",
         extension=extension if extension.startswith(".") else f".{extension}",
         name_key="image" if args.json else "file_name",  # as --json names single images
+        columns=columns,
     )
 
 

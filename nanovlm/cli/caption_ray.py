@@ -6,7 +6,7 @@ from functools import partial
 
 from nanovlm.bulk.options import OutputOptions
 from nanovlm.bulk.ray_captioning import RayOptions, caption_on_ray
-from nanovlm.cli.caption_files import bulk_options, summary
+from nanovlm.cli.caption_files import MODEL_SETTINGS, bulk_options, summary
 from nanovlm.cli.options import EMBEDDED_NOTE, load_captioner, model_options
 from nanovlm.console import print_error
 from nanovlm.embedded import EMBEDDED
@@ -29,7 +29,7 @@ def caption_ray(args: argparse.Namespace, generation: GenerationOptions) -> int:
         cpus_per_worker=args.cpus_per_worker,
         device=model.device,
     )
-    if model.model == EMBEDDED:
+    if model.model == EMBEDDED and model.adapter is None:
         print_error(EMBEDDED_NOTE)
     report = caption_on_ray(
         partial(load_captioner, model, args.prompts, generation.max_new_tokens),
@@ -39,7 +39,7 @@ def caption_ray(args: argparse.Namespace, generation: GenerationOptions) -> int:
         OutputOptions(prefix=args.prefix or "", suffix=args.suffix or ""),
         names_file=args.from_file,
         recursive=args.recursive is not False,
-        model_settings={name: getattr(model, name) for name in ("model", "revision", "max_tiles", "upscale")},
+        model_settings={name: getattr(model, name) for name in MODEL_SETTINGS},
     )
     print_error(summary(report, "skip"))
     return 1 if report.failed else 0

@@ -90,6 +90,11 @@ def load_or_fetch(source: Any, allow_urls: bool) -> Image.Image:
     return load_image(fetch_image(source), name=source)
 
 
+def as_list(sources: Any) -> list[Any]:
+    """One source, a list of several, or None for none, as a list."""
+    return [] if sources is None else list(sources) if isinstance(sources, (list, tuple)) else [sources]
+
+
 def source_name(source: Any) -> str:
     """The name of a source: its path, "<stdin>", or just "image"."""
     if isinstance(source, (str, os.PathLike)):

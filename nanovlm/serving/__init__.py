@@ -6,7 +6,6 @@ service      takes a request through all of the following
 limits       how much it accepts
 admission    pending sequences, image pixels in memory, request bodies, deadlines and disconnects
 protocol     OpenAI's requests as one GenerationRequest; response_formats: OpenAI's responses; errors: OpenAI's errors
-structured_output   answers that follow a JSON schema
 image_urls   data URLs and remote images; chat_format: messages to model inputs
 engine       the thread that owns the model and its continuous batch
 streaming    tokens to text, stop strings and server-sent events

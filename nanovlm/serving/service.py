@@ -15,8 +15,9 @@ from starlette.responses import JSONResponse, Response
 from models.inference.continuous_batching import ContinuousBatch, LogitsProcessor
 from models.inference.serving_caches import ImageCache, ImageInput, PrefixCache
 from nanovlm.captioner import NO_IMAGE, Captioner
-from nanovlm.errors import ImageError
+from nanovlm.errors import ImageError, NanoVLMError
 from nanovlm.processing.image_urls import ImageFetcher, is_data_url
+from nanovlm.processing.structured_output import BiasProcessor, GrammarProcessor
 from nanovlm.serving.admission import (
     Admission,
     Budget,
@@ -43,7 +44,6 @@ from nanovlm.serving.metrics import Metrics
 from nanovlm.serving.protocol import Dialect, GenerationRequest
 from nanovlm.serving.response_formats import ChatFormat, TextDelta
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
-from nanovlm.serving.structured_output import BiasProcessor, GrammarProcessor, StructuredOutput
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,6 @@ class ChatService:
         self.caches = caches or Caches.from_limits(self.limits)
         self.engine = engine or Engine(lambda: new_batch(captioner, self.limits.max_num_seqs, self.caches))
         self.fetcher = fetcher or ImageFetcher()
-        self.structured_output = StructuredOutput(captioner.tokenizer)
         capacity = self.limits.max_num_seqs + self.limits.max_pending
         self.admission = Admission(capacity)
         self.metrics = Metrics(self.engine, lambda: self.num_waiting, self.caches.images, self.caches.prefixes)
@@ -177,13 +176,17 @@ class ChatService:
         processors: Iterator[GrammarProcessor] = iter(())
         if request.schema is not None:
             wanted = request.schema, request.n_sequences, request.schema_field
-            made = await self.threads.run(request.client, self.structured_output.make_processors, *wanted)
+            try:
+                made = await self.threads.run(request.client, self.captioner.structured_output.make_processors, *wanted)
+            except NanoVLMError as error:
+                raise APIError(400, str(error), param=request.schema_field) from None
             processors = iter(made)
         if (highest := max(request.logit_bias, default=0)) >= (size := self.captioner.processor.cfg.lm_vocab_size):
             raise APIError(
                 400, f"logit_bias: {highest} is not an id below {size}, the vocabulary's", param="logit_bias"
             )
-        samplings = [await self.threads.run(request.client, self.captioner.sampling, each) for each in request.sampling]
+        run = partial(self.threads.run, request.client)
+        samplings = [await run(each.sampling, self.captioner.tokenizer.encode) for each in request.sampling]
         prompts, on_prefilled = await self._prepare(request, request_scope)
         sequences, streamers = [], []
         for inputs in prompts:

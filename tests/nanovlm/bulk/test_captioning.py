@@ -137,8 +137,8 @@ def test_a_short_caption_does_not_wait_for_a_long_one(captioner, images, monkeyp
     monkeypatch.setattr(captioner.tokenizer, "eos_token_ids", (-1,))
     add = ContinuousBatch.add
 
-    def add_short(batch, key, *args, max_new_tokens, sampling):
-        add(batch, key, *args, max_new_tokens=30 if key.endswith("a.png") else 2, sampling=sampling)
+    def add_short(batch, key, *args, max_new_tokens, **options):
+        add(batch, key, *args, max_new_tokens=30 if key.endswith("a.png") else 2, **options)
 
     monkeypatch.setattr(ContinuousBatch, "add", add_short)
     before_each_step(monkeypatch, lambda batch: steps.append(batch.running))

@@ -1,0 +1,154 @@
+"""Answers that follow a JSON schema: llguidance tells which tokens may come next. Needs the extra `structured`."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovlm.errors import InputError, MissingExtraError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from models.inference.continuous_batching import LogitsProcessor
+    from nanovlm.processing.tokenizer import Tokenizer
+
+MAX_SCHEMA = 50_000  # characters; what longer ones need at each token would delay all other requests
+JSON_OPTIONS: Any = {"whitespace_flexible": False}  # or a small model could write spaces without end
+
+
+def read_schema(path: str) -> Any:
+    """The JSON schema in a file. UsageError if there is none, or llguidance cannot follow it."""
+    try:
+        schema = json.loads(Path(path).read_text("utf-8-sig"))
+        _grammar(schema, f"--json-schema {path}")
+    except OSError as error:
+        raise UsageError(f"--json-schema {path}: {error.strerror}") from None
+    except InputError as error:
+        raise UsageError(str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--json-schema {path} is not JSON: {error}") from None
+    return schema
+
+
+class StructuredOutput:
+    """Makes logits processors for the vocabulary of one model. Threads may use it."""
+
+    def __init__(self, tokenizer: "Tokenizer"):
+        self.tokenizer = tokenizer
+
+    def make_processors(self, schema: Any, n: int, param: str = "schema") -> list["GrammarProcessor"]:
+        """One processor for each of n sequences. InputError names param if the schema is not possible."""
+        grammar = _grammar(schema, param)
+        from llguidance import LLMatcher
+
+        try:
+            vocabulary = self._vocabulary
+        except ValueError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(f"{param} is not possible with this model's tokenizer: {reason}") from None
+        matchers = [LLMatcher(vocabulary, grammar, log_level=0) for _ in range(n)]
+        matchers[0].compute_logit_bias()
+        if problem := matchers[0].get_error():  # of a loop of $ref, for example
+            raise InputError(f"{param}: {_not_followed(problem)}")
+        return [GrammarProcessor(matcher, param) for matcher in matchers]
+
+    def for_rows(self, schema: Any, steps: Sequence[Sequence[int]], n: int) -> Callable[["Tensor"], "Tensor"]:
+        """What changes the logits (n, vocabulary) of a batch whose rows all follow a schema.
+
+        steps, which grow, are the rows' ids so far, one list for each step; a row that has its end is left alone.
+        """
+        import torch
+
+        processors, end = self.make_processors(schema, n), self.tokenizer.eos_token_id
+
+        def process(logits: "Tensor") -> "Tensor":
+            rows = list(logits.split(1))
+            for i, processor in enumerate(processors):
+                generated = [ids[i] for ids in steps]
+                if end not in generated:
+                    rows[i] = processor(generated, rows[i])
+            return torch.cat(rows)
+
+        return process
+
+    @staticmethod
+    def parse(text: str) -> Any:
+        """The value that an answer by a schema is. InputError for one that max_new_tokens has cut."""
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise InputError(f"max_new_tokens ended the answer before its JSON did: {text!r}; raise it") from None
+
+    @cached_property
+    def _vocabulary(self) -> Any:
+        """The tokens as bytes, for llguidance."""
+        from llguidance import LLTokenizer
+
+        tokenizer = self.tokenizer
+        return LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.cfg.lm_vocab_size, eos_token=tokenizer.eos_token_id)
+
+
+class GrammarProcessor:
+    """A `LogitsProcessor` that excludes the tokens a grammar does not allow next.
+
+    InputError names param if the grammar turns out to need too much: a schema shows it at some later token only.
+    """
+
+    def __init__(self, matcher: Any, param: str):
+        self.matcher, self.param = matcher, param
+
+    def __call__(self, generated: Sequence[int], logits: "Tensor") -> "Tensor":
+        import torch
+
+        if generated:
+            self.matcher.consume_token(generated[-1])
+        else:  # a sequence may be started again
+            self.matcher.reset()
+        bias = self.matcher.compute_logit_bias()  # one byte a token, 0 where it is not allowed
+        if self.matcher.is_error():
+            raise InputError(f"{self.param}: {_not_followed(self.matcher.get_error())}")
+        allowed = torch.frombuffer(bytearray(bias), dtype=torch.uint8) != 0
+        return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
+
+
+class BiasProcessor:
+    """A `LogitsProcessor` that adds a client's logit_bias, and lets a grammar, if there is one, exclude tokens then."""
+
+    def __init__(self, bias: Mapping[int, float], grammar: "LogitsProcessor | None"):
+        self.ids, self.values, self.grammar = list(bias), list(bias.values()), grammar
+
+    def __call__(self, generated: list[int], logits: "Tensor") -> "Tensor":
+        logits = logits.clone()
+        logits[..., self.ids] += logits.new_tensor(self.values)
+        return logits if self.grammar is None else self.grammar(generated, logits)
+
+
+def _grammar(schema: Any, name: str) -> str:
+    """llguidance's grammar of a schema; InputError calls it name."""
+    try:
+        from llguidance import LLMatcher
+    except ModuleNotFoundError:
+        raise MissingExtraError(f"{name} needs llguidance; pip install 'nanovlm[structured]'") from None
+    try:
+        text = json.dumps(schema)
+        if len(text) > MAX_SCHEMA:
+            raise InputError(f"{name}: a JSON schema of {len(text):,} characters, more than {MAX_SCHEMA:,}; shorten it")
+        grammar = LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
+        problem = LLMatcher.validate_grammar(grammar)
+    except InputError:
+        raise
+    except (ValueError, TypeError) as error:
+        problem = str(error)
+    if problem:
+        raise InputError(f"{name}: {_not_followed(problem)}")
+    return grammar
+
+
+def _not_followed(problem: str) -> str:
+    """One sentence for a problem of llguidance, whose own text goes on with the parser's state."""
+    reason = " ".join(problem.partition("<state>")[0].split())[:200]
+    if reason == "NoExtensionBias":
+        reason = "nothing satisfies it, as a $ref that leads to itself"
+    return f"the JSON schema cannot be followed: {reason}"

@@ -1,0 +1,96 @@
+"""Answers by a JSON schema, in Python and on the command line; the server's are in tests/nanovlm/serving."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from nanovlm import SAMPLE, Captioner
+from nanovlm.captioner import Stats
+from nanovlm.errors import InputError
+from support.cli import assert_usage_error
+
+pytest.importorskip("llguidance", reason="no llguidance; pip install 'nanovlm[structured]'")
+pytestmark = pytest.mark.usefixtures("workdir")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"color": {"enum": ["green", "blue"]}, "n": {"type": "integer", "minimum": 0, "maximum": 9},
+                   "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2}},
+    "required": ["color", "n", "tags"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+def assert_fits(value):
+    assert list(value) == ["color", "n", "tags"] and value["color"] in ("green", "blue") and value["n"] in range(10)
+    assert len(value["tags"]) <= 2 and set(value["tags"]) <= {"a", "b"}
+
+
+@pytest.fixture(scope="module")
+def captioner():
+    return Captioner.from_pretrained(dtype="float32")
+
+
+def test_each_row_of_a_batch_follows_the_schema_by_itself(captioner):
+    stats = Stats()
+    alone = captioner.caption(SAMPLE, schema=SCHEMA)
+    rows = captioner.samples(SAMPLE, n=6, schema=SCHEMA, temperature=3.0, seed=1, stats=stats)
+    rows += [*captioner.captions([SAMPLE] * 2, schema=SCHEMA), *captioner.ask(SAMPLE, ["n?", "color?"], schema=SCHEMA)]
+    for value in (alone, *rows):
+        assert_fits(value)
+    assert rows[6] == rows[7] == alone and len({json.dumps(row) for row in rows[:6]}) > 1
+    assert stats.finish_reasons == ["stop"] * 6
+    assert json.loads("".join(captioner.stream(SAMPLE, schema=SCHEMA))) == alone
+    assert captioner.caption(SAMPLE, schema={"enum": [0]}) == 0
+    numbers = {"type": "array", "items": {"enum": [0]}, "minItems": 40, "maxItems": 40}
+    assert captioner.caption(SAMPLE, schema=numbers) == [0] * 40, "this is no repetition to end"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_new_tokens": 3}, "max_new_tokens ended the answer before its JSON did"),
+        ({"schema": {"type": "no"}}, "schema: the JSON schema cannot be followed"),
+        ({"schema": {"$ref": "#"}}, "a \\$ref that leads to itself"),
+        ({"start_with": "A"}, "schema excludes start_with"),
+    ],
+)
+def test_what_cannot_be_is_one_line(captioner, options, words):
+    with pytest.raises(InputError, match=words):
+        captioner.caption(SAMPLE, **({"schema": SCHEMA} | options))
+
+
+@pytest.mark.parametrize("table", ["captions.csv", "captions.jsonl"])
+def test_a_table_has_a_column_for_each_property(generate, image_folder, table):
+    Path("schema.json").write_text(json.dumps(SCHEMA))
+    command = ["--json-schema", "schema.json", "--max-new-tokens", "60", "--out", table, image_folder]
+    assert generate(*command, model=None)[0] == 0
+    text = Path(table).read_text("utf-8")
+    rows = list(csv.DictReader(text.splitlines())) if table.endswith("csv") else map(json.loads, text.splitlines())
+    for row in rows:
+        value = json.loads(row["text"])
+        assert_fits(value)
+        cells = {
+            name: json.loads(row[name]) if table.endswith("csv") and name != "color" else row[name] for name in value
+        }
+        assert cells == value
+    assert len(text.splitlines()) >= 5 and generate(*command, model=None)[0] == 0
+    assert Path(table).read_text("utf-8") == text
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "words"),
+    [
+        (None, [], "No such file"),
+        ("{", [], "is not JSON"),
+        ('{"type": "no"}', [], "cannot be followed"),
+        (json.dumps(SCHEMA), ["--start-with", "A"], "excludes start_with"),
+        (json.dumps(SCHEMA), ["--out", "a.csv", "--prefix", "x"], "no text can be added"),
+    ],
+)
+def test_a_schema_that_is_none_is_refused_before_any_work(generate, content, flags, words):
+    if content:
+        Path("schema.json").write_text(content)
+    assert_usage_error(generate("good.png", "--json-schema", "schema.json", *flags), words)
