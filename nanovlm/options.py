@@ -150,6 +150,7 @@ class ReadOptions:
     prompt_column: str | None = None
     min_ratings: Mapping[str, float] = field(default_factory=dict)  # rating name -> minimum, of the_cauldron's turns
     stream: bool = False  # read a Hub dataset while it downloads
+    preferences: bool = False  # the columns chosen and rejected hold two answers, of which one is preferred
     skip_errors: bool = False  # leave out examples that cannot be used
 
 

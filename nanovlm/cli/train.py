@@ -118,7 +118,7 @@ def options_from_args(args: argparse.Namespace) -> FinetuneOptions:
     given = given_settings(FinetuneOptions, args) | {"out": Path(args.out or ".")}
     return FinetuneOptions(
         **given,
-        read=read_options_from_args(args),
+        read=replace(read_options_from_args(args), preferences=bool(args.dpo_beta)),
         evaluation_flags=[
             flag_of(name) for name, needs in needs_of_flags().items() if needs == "held out" and is_given(args, name)
         ],

@@ -216,7 +216,8 @@ class Dialect(StrictModel, ABC):
 
     def _sampling(self) -> list[GenerationOptions]:
         """One for each of n answers. With a seed each has its own, and the first is that of n=1."""
-        options = {name: getattr(self, name) for name in GenerationOptions.__dataclass_fields__ if hasattr(self, name)}
+        names = GenerationOptions.__dataclass_fields__.keys() & type(self).model_fields.keys()
+        options = {name: getattr(self, name) for name in names}
         options["ban"] = tuple(self.bad_words)
         if isinstance(detection := options.pop("repetition_detection"), RepetitionDetection):
             options["repetition_detection"] = detection.bounds()

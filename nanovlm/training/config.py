@@ -113,6 +113,12 @@ class TrainConfig:
         below=0.5,
         needs="data",
     )
+    dpo_beta: float = setting(
+        0.0,
+        "learn which answer is preferred, from columns chosen and rejected, by DPO with this beta, as 0.1; 0 learns to "
+        "answer",
+        needs="data",
+    )
     lr: float = setting(
         1e-3, "peak learning rate; with --data the default is multiplied by 192 / lm_hidden_dim of the model", above=0
     )
@@ -185,6 +191,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.dpo_beta and self.pack:
+            raise InputError(f"pack={self.pack} joins examples, whose answers dpo_beta compares; omit one")
+        if self.dpo_beta and self.fsdp:
+            raise InputError("fsdp=True with dpo_beta would need a second sharded model; omit one")
         if self.optimizer == "muon" and self.lora_rank:
             raise InputError("optimizer=muon trains whole matrices; omit it with lora_rank, or choose adamw")
         if not any(self.lr_scales.values()):

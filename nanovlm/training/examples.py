@@ -64,7 +64,8 @@ def check_supported(read: ReadOptions, sources: Sequence[Source | Stream]) -> No
     for f in fields(ReadOptions):
         is_set = getattr(read, f.name) != getattr(defaults, f.name) and f.name != "skip_errors"  # for every source
         if is_set and not any(f.name in source.supported_options for source in sources):
-            flag = {"min_ratings": "--min-rating"}.get(f.name, f"--{f.name.replace('_', '-')}")
+            others = {"min_ratings": "--min-rating", "preferences": "--dpo-beta"}
+            flag = others.get(f.name, f"--{f.name.replace('_', '-')}")
             paths = ", ".join(source.path for source in sources)
             raise UsageError(f"{flag} has no effect on {paths}; omit it")
 

@@ -4,8 +4,7 @@ Notable features:
 - a batch is a pure function of its number, so that a resumed run equals an uninterrupted one bit for bit
 - gradient accumulation weighted by answer tokens: cutting a batch into several changes nothing
 - data parallelism and FSDP2 under torchrun, bfloat16 and float16 autocast
-- evaluation on held-out batches, scored answers to held-out questions, early stopping, the best model kept
-- metrics.jsonl, TensorBoard, report.html
+- held-out loss and scored answers, early stopping, the best model kept; metrics.jsonl, TensorBoard, report.html
 """
 
 import logging
@@ -28,7 +27,7 @@ from nanovlm.device import BusyMonitor, choose_training_dtype
 from nanovlm.errors import InputError, TrainingError
 from nanovlm.evaluation import Evaluation
 from nanovlm.options import check_output_folder
-from nanovlm.training.backward import autocast, backward, count_answer_tokens, count_tokens, to_device
+from nanovlm.training.backward import AnswerObjective, autocast, backward, count_tokens, to_device
 from nanovlm.training.checkpointing import (
     BaseModel,
     Checkpoint,
@@ -51,6 +50,7 @@ from nanovlm.training.distributed import DistributedContext
 from nanovlm.training.loader import Batch, TrainingInterrupted, catch_stop_signals, load_batches
 from nanovlm.training.metrics import LOSS, REPORT, BestTracker, MetricsLogger, StepMetrics, report_run
 from nanovlm.training.optimizer import accelerated, freeze, make_optimizer
+from nanovlm.training.preferences import PreferenceObjective
 from nanovlm.training.sharding import drop_image_gradients, full_model, full_tensor, shard
 
 ModelWriter = Callable[[Path, VisionLanguageModel, str, torch.dtype | None], None]
@@ -116,6 +116,7 @@ class Trainer:
         if cfg.fsdp:
             self._check_fsdp()
         freeze(model, cfg)
+        self.objective = PreferenceObjective(model, cfg.dpo_beta) if cfg.dpo_beta else AnswerObjective()
         if not checkpoint_paths(task.folder):  # those of a run that is resumed have their space
             check_output_folder(task.folder, disk_space(model, cfg.keep_checkpoints))
         with write_errors(task.folder):  # before any work
@@ -214,7 +215,7 @@ class Trainer:
             group["lr"] = lr * group["lr_scale"]
         inputs = [to_device(batch, model.device) for batch in islice(batches, cfg.gradient_accumulation_steps)]
         with self.busy.measure():
-            loss = backward(model, inputs, self.dtype, self.scaler, context)
+            loss = backward(model, inputs, self.dtype, self.scaler, context, self.objective)
         if context.is_main and model.device.type == "cpu" and (note := self.busy.note()):
             logger.info(note)
         if not cfg.fsdp:
@@ -253,9 +254,9 @@ class Trainer:
         for first in range(0, n_batches, context.world_size):
             i = first + context.rank
             batch = to_device(get_batch(min(i, n_batches - 1)), model.device)
-            n = count_answer_tokens(batch) if i < n_batches else 0  # a sharded model computes on all processes at once
+            n = self.objective.count(batch) if i < n_batches else 0  # a sharded model computes on all processes at once
             with autocast(model.device, self.dtype):
-                total += n * model(**batch, targets_only=True)[1].item()
+                total += n * self.objective.loss(model, batch).item()
             tokens += n
         if self.cfg.fsdp:  # free what a forward pass without a backward pass has left gathered
             model.reshard()  # type: ignore[operator]  # `shard` made it an FSDPModule
