@@ -80,7 +80,11 @@ class ModelOptions:
         default_text="as many as in training",
     )
     image_cache_dir: str | Path | None = setting(  # noqa: RUF009
-        None, "keep encoded images in FOLDER, at most 2 GiB, and encode none again that it has", metavar="FOLDER"
+        None,
+        "keep encoded images in FOLDER, at most 2 GiB, and encode none again that it has",
+        "the name of a folder",
+        lambda folder: folder is None or (str(folder) != "" and not os.path.isfile(folder)),
+        metavar="FOLDER",
     )
     skip_special_tokens: bool = setting(True, "keep special tokens in answers; those of Docling models always are")
     upscale: bool = setting(True, "do not enlarge an image to get more tiles of it")
@@ -110,7 +114,7 @@ class GenerationOptions(SamplingParams):
     ban: tuple[str, ...] = setting(
         (),
         "words that no answer contains, with a capital or without; repeat the flag for more",
-        "texts",
+        "texts that are not empty",
         lambda texts: not isinstance(texts, str) and all(isinstance(text, str) and text.strip() for text in texts),
         action="append",
         metavar="TEXT",

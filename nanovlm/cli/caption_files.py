@@ -93,7 +93,10 @@ def print_plan(plan: Plan) -> int:
         print(printable(path))
     for name, reason in plan.failed:
         print_error(f"{printable(name)}: {reason}")
-    parts = [f"{len(plan.todo):,} to caption" + (f", {plan.limit:,} of them now" if plan.limit else "")]
+    parts = [
+        f"{len(plan.todo):,} to caption"
+        + (f", {plan.limit:,} of them now" if plan.limit and plan.limit < len(plan.todo) else "")
+    ]
     if plan.already_done:
         parts.append(f"{plan.already_done:,} done already")
     if plan.failed:
