@@ -142,7 +142,7 @@ def export_notes(cfg: VLMConfig) -> list[str]:
         )
     if installed_version("transformers").startswith(("4.55.", "4.56.", "4.57.")):
         notes.append(
-            "the installed transformers moves patches by one position in float32, which changes logits; use 5.0 or newer"
+            "the transformers installed here moves patches by one position in float32 and so changes logits; use 5.0 on"
         )
     return notes
 
