@@ -1,6 +1,7 @@
 """Latency and throughput of the server, for one client and for many at once, and what its caches save.
 
     python -m eval.serving    # 32 clients
+    python -m eval.serving --minutes 10 --plot soak.png    # a mix of clients instead, see eval.lib.soak
 
 `nanovlm serve` runs in a process of its own; the clients use the openai library from this process, on the same machine.
 One client asks about drawn scenes one after another. Then many clients ask at once, several times each, about the same
@@ -10,6 +11,7 @@ These requests are measured without the server's caches. Then one client has cha
 its own, with a server without caches, with one that keeps encoded images, and with one that keeps keys and values, too.
 """
 
+import argparse
 import asyncio
 import base64
 import io
@@ -29,6 +31,7 @@ import openai
 
 from eval.lib.command import add_device_flags, make_parser, positive, progress, report
 from eval.lib.hardware import environment
+from eval.lib.soak import plot, soak
 from eval.lib.tables import table
 from nanovlm import PROMPT
 from nanovlm.device import choose_device, choose_dtype
@@ -175,15 +178,15 @@ def results_table(result: dict) -> str:
 
 
 @contextmanager
-def running_server(flags: Sequence[str]) -> Iterator[str]:
-    """Run `nanovlm serve` on a free port and yield its URL; UsageError with its output if it does not start."""
+def running_server(flags: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Run `nanovlm serve` on a free port; its URL and process id. UsageError with its output if it does not start."""
     command = [sys.executable, "-c", SERVER, "serve", "--port", "0", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             lines: list[str] = []
             for line in server.stderr or ():
                 if match := re.match(r"http://\S+", line):
-                    yield match[0]
+                    yield match[0], server.pid
                     return
                 lines.append(line.rstrip("\n"))
             raise UsageError(f"the server did not start: {' '.join(lines)}")
@@ -191,11 +194,31 @@ def running_server(flags: Sequence[str]) -> Iterator[str]:
             server.terminate()
 
 
+def run_soak(args: argparse.Namespace, flags: Sequence[str], where: str) -> int:
+    """Run and report `soak`; 1 if an answer was wrong or a status unexpected."""
+    bodies = [{"messages": [first_message(image)]} for image in scene_urls(20, args.seed)]
+    with running_server(flags) as (url, pid):
+        result = asyncio.run(soak(url, pid, bodies, args.minutes, args.seed))
+    if args.plot:
+        plot(result, args.plot)
+    rows = [["modest client", "answers", "median", "p95", "server's memory"]]
+    for name, part in result["modest"].items():
+        times = [f"{part[key] * 1000:.0f} ms" for key in ("median_s", "p95_s")]
+        rows.append([name, f"{part['answers']:,}", *times, f"{part['memory']:.0f} MiB"])
+    statuses = ", ".join(f"{name}: {count:,}" for name, count in result["statuses"].items())
+    text = f"{table(rows)}\n{result['wrong']} wrong answers; {statuses}"
+    odd = [name for name in result["statuses"] if name.split()[1] not in ("200", "400", "429")]
+    problems = [f"{result['wrong']} wrong answers"] * bool(result["wrong"]) + [f"unexpected: {name}" for name in odd]
+    return report(result, text, where, args.json, problems)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("serving", __doc__)
     parser.add_argument("--model", metavar="FOLDER_OR_HUB_ID", help="(default: the embedded model)")
     parser.add_argument("--clients", type=int, default=32, metavar="N", help="clients at once (default: 32)")
     parser.add_argument("--rounds", type=positive, default=8, metavar="N", help="requests of each client (default: 8)")
+    parser.add_argument("--minutes", type=float, metavar="N", help="run a mix of clients for N minutes instead")
+    parser.add_argument("--plot", metavar="FILE.png", help="with --minutes: latency and memory over time")
     parser.add_argument("--seed", default="1", help="which scenes (default: 1)")
     add_device_flags(parser)
     args = parser.parse_args(argv)
@@ -205,15 +228,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags += ["--model", args.model] if args.model else []
     try:
         device = choose_device(args.device)
-        with running_server([*flags, *CACHES["none"]]) as url:
+        where = environment(device, choose_dtype(args.dtype, device))
+        if args.minutes:
+            return run_soak(args, flags, where)
+        with running_server([*flags, *CACHES["none"]]) as (url, _):
             result = asyncio.run(measure(url, args.clients, args.rounds, args.seed))
         result["turns"] = {}
         for name, cache_flags in CACHES.items():
-            with running_server([*flags, *cache_flags]) as url:
+            with running_server([*flags, *cache_flags]) as (url, _):
                 result["turns"][name] = asyncio.run(measure_turns(url, args.clients, args.seed))
     except NanoVLMError as error:
         parser.error(str(error))
-    where = environment(device, choose_dtype(args.dtype, device))
     return report(result, results_table(result), where, args.json, failures(result))
 
 

@@ -48,3 +48,12 @@ def test_wrong_use_is_one_line_and_exit_code_2(flags, message, capsys):
         main(flags)
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+def test_a_soak_reports_a_modest_client_beside_others(capsys, tmp_path):
+    assert main(["--minutes", "0.15", "--plot", str(tmp_path / "soak.png"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["wrong"] == 0 and len(result["rows"]) == sum(part["answers"] for part in result["modest"].values())
+    assert result["modest"]["beside"]["answers"] > 1 and result["rows"][-1]["memory"] > 50
+    assert {name.split()[0] for name in result["statuses"]} == {"greedy", "leaving", "malformed"}
+    assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")
