@@ -11,6 +11,7 @@ import torch
 from models.decoding import SamplingParams
 from models.errors import CompileError
 from models.kv_study.static_cache import (
+    EXAMPLE_BATCH,
     compile_programs,
     export_language_model,
     export_text_decoder,
@@ -185,6 +186,30 @@ def test_a_missing_compiler_raises(language_model, monkeypatch, tmp_path):
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", fail)
     with pytest.raises(CompileError, match=r"install g\+\+"):
         compile_programs(language_model[1], tmp_path)
+
+
+@pytest.mark.full
+@torch.no_grad()
+def test_executorch_runs_the_same_graphs(language_model, tmp_path):
+    """Its programs return the caches that ours write in place, and keep the batch size of the export."""
+    exir = pytest.importorskip("executorch.exir", reason="no executorch; pip install executorch")
+    from executorch.runtime import Runtime
+
+    model, programs, module = language_model
+    methods, kept = {}, []  # a method needs its program
+    for name, program in programs.items():
+        (tmp_path / name).write_bytes(exir.to_edge(program).to_executorch().buffer)
+        kept.append(Runtime.get().load_program(tmp_path / name))
+        methods[name] = kept[-1].load_method("forward")
+    mask = torch.ones(EXAMPLE_BATCH, CAPACITY, dtype=torch.long)
+    x = model.embed_tokens(torch.randint(4, 40, (EXAMPLE_BATCH, 5)))
+    cache = language_model_cache(model.decoder, EXAMPLE_BATCH, CAPACITY)
+    theirs = [tensor.clone() for pair in cache for tensor in pair]
+    for start, name in ((0, "prefill"), (5, "decode"), (6, "decode"), (7, "decode")):
+        expected = module[name](x, mask, torch.tensor(start), cache)
+        *theirs, logits = methods[name].execute([x, mask, torch.tensor(start), *theirs])
+        assert torch.allclose(logits, expected, atol=1e-4)
+        x, theirs = expected.argmax(-1)[:, None], [tensor.clone() for tensor in theirs]
 
 
 def test_a_capacity_beyond_the_positions_raises(language_model, encoder_decoder):
