@@ -1,0 +1,93 @@
+"""What cache designs cost in answers: exact captions and exact answers of a model with less of its cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from eval.lib.cache_designs import Run, Start, blocks, evicting
+from eval.lib.command import progress
+from eval.lib.scene_splits import make_splits
+from eval.lib.tables import table
+from models.decoding import GREEDY, MAX_NEW_TOKENS, TokenSampler, collect_tokens, generate_tokens
+from models.kv_study.eviction import POLICIES
+from nanovlm.captioner import Captioner
+
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.12)  # of the tokens read
+SPLITS = ("captions", "questions")
+BATCH_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts of one length, ids (B, T) and images, and the right answers."""
+
+    split: str
+    ids: Tensor
+    images: Tensor
+    truths: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Results of one design: right answers of each split from 0 to 1, and bytes held at the end by tokens read."""
+
+    design: str
+    setting: str
+    right: dict[str, float]
+    bytes_per_token: float
+
+
+def make_batches(captioner: Captioner, n_scenes: int, seed: str = "answers") -> list[Batch]:
+    """A caption and a question about each of n_scenes drawn scenes, prompts of equal length together: no padding."""
+    examples, batches = make_splits(n_scenes, 1, seed), []
+    for split in SPLITS:
+        prepared = [(captioner.prepare(example.image, example.prompt), example.truth) for example in examples[split]]
+        for length in sorted({len(prompt[0]) for prompt, _ in prepared}):
+            same = [(prompt, truth) for prompt, truth in prepared if len(prompt[0]) == length]
+            for i in range(0, len(same), BATCH_SIZE):
+                prompts, truths = zip(*same[i : i + BATCH_SIZE])
+                inputs = captioner.processor.collate(prompts)
+                batches.append(Batch(split, inputs["input_ids"], inputs["images"], truths))
+    return batches
+
+
+@torch.inference_mode()
+def answer(captioner: Captioner, design: str, setting: str, start: Start, batches: Sequence[Batch]) -> Answers:
+    """Greedy answers of a design to all batches."""
+    progress(f"answers: {design} {setting}")
+    torch.manual_seed(0)
+    right, held, read = dict.fromkeys(SPLITS, 0), 0, 0
+    eos = captioner.tokenizer.eos_token_id
+    for batch in batches:
+        run: Run = start(batch.ids.to(captioner.model.device), batch.images)
+        stream = generate_tokens(run.logits, run.step, TokenSampler(GREEDY, eos), MAX_NEW_TOKENS)
+        ids = collect_tokens(stream, len(batch.ids), batch.ids)
+        held += run.bytes_used()
+        read += len(ids) * (batch.ids.size(1) + ids.size(1) - 1)  # the last token is not read
+        texts = [captioner.tokenizer.decode(row[: (row + [eos]).index(eos)]) for row in ids.tolist()]
+        right[batch.split] += sum(text == truth for text, truth in zip(texts, batch.truths))
+    of = {split: sum(len(batch.truths) for batch in batches if batch.split == split) for split in SPLITS}
+    return Answers(design, setting, {split: right[split] / of[split] for split in SPLITS}, held / read)
+
+
+def eviction_answers(captioner: Captioner, batches: Sequence[Batch]) -> list[Answers]:
+    """Every policy at every share of the cache, and the product's cache."""
+    model, rows = captioner.model, []
+    plain: Start = partial(blocks, model, None)
+    rows.append(answer(captioner, "per-block cache", "", plain, batches))
+    for name, policy in POLICIES.items():
+        for share in SHARES:
+            start: Start = partial(evicting, model, policy, share)
+            rows.append(answer(captioner, name, f"{share:.0%}", start, batches))
+    return rows
+
+
+def answers_table(title: str, rows: Sequence[Answers]) -> str:
+    cells = [[title, "", *(f"exact {split}" for split in SPLITS), "bytes/token"]]
+    for row in rows:
+        exact = [f"{row.right[split]:.1%}" for split in SPLITS]
+        cells.append([row.design, row.setting, *exact, f"{row.bytes_per_token:,.0f}"])
+    return table(cells)
