@@ -17,7 +17,8 @@ the image, for cross-attention, are apart. Last, minGPT's two models learn to so
 (eval/sort_task.py). The command fails if a design yields other tokens than no cache in float32.
 
 --quality measures what designs that change the output cost: exact captions and answers of the embedded model about
-freshly drawn scenes, as eval.captions counts them. "evict" forgets tokens (models/kv_study/eviction.py).
+freshly drawn scenes, as eval.captions counts them. "evict" forgets tokens (models/kv_study/eviction.py),
+"bits" rounds keys and values (quantized_cache.py); "logit error" is over the first tokens, given the same tokens.
 
 --save appends what is printed, with the command line, to eval/results.
 """
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 
 from eval.lib.attribution import attribute, attribution_table
-from eval.lib.cache_answers import answers_table, eviction_answers, make_batches
+from eval.lib.cache_answers import answers_table, eviction_answers, make_batches, quantized_answers
 from eval.lib.cache_study import (
     Sizes,
     Study,
@@ -60,7 +61,7 @@ from nanovlm.errors import NanoVLMError
 from nanovlm.processing.image_loading import load_image
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
-QUALITY = {"evict": eviction_answers}
+QUALITY = {"evict": eviction_answers, "bits": quantized_answers}
 TEXT_TOKENS = 16  # of a published size's prompt, after the image
 PUBLISHED = "published for nanoVLM's per-block cache (Hugging Face's blog, June 2025: \"38% speedup\"): 1.38x"
 

@@ -1,23 +1,26 @@
 """What cache designs cost in answers: exact captions and exact answers of a model with less of its cache."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from eval.lib.accuracy import relative_error
 from eval.lib.cache_designs import Run, Start, blocks, evicting
 from eval.lib.command import progress
 from eval.lib.scene_splits import make_splits
 from eval.lib.tables import table
 from models.decoding import GREEDY, MAX_NEW_TOKENS, TokenSampler, collect_tokens, generate_tokens
 from models.kv_study.eviction import POLICIES
+from models.kv_study.quantized_cache import QuantizedKV
 from nanovlm.captioner import Captioner
 
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.12)  # of the tokens read
 SPLITS = ("captions", "questions")
 BATCH_SIZE = 64
+PROBED, KIVI_GROUP = 16, 32  # tokens: whose logits are compared; that share a key's scale
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Answers:
     setting: str
     right: dict[str, float]
     bytes_per_token: float
+    logit_error: float | None = None  # root mean square, by the standard deviation of the full cache's logits
 
 
 def make_batches(captioner: Captioner, n_scenes: int, seed: str = "answers") -> list[Batch]:
@@ -85,9 +89,35 @@ def eviction_answers(captioner: Captioner, batches: Sequence[Batch]) -> list[Ans
     return rows
 
 
+@torch.inference_mode()
+def logits_after(start: Start, batch: Batch, ids: Tensor) -> Tensor:
+    """Logits (T_new, B, V) after a batch's prompts and after each of ids (B, T_new) but the last."""
+    run, logits = start(batch.ids, batch.images), []
+    for new in ids.unbind(1):
+        logits.append(run.logits)
+        run.logits = run.step(new)
+    return torch.stack(logits)
+
+
+def quantized_answers(captioner: Captioner, batches: Sequence[Batch]) -> list[Answers]:
+    """The product's cache in float32, and quantized caches with scales per token and as KIVI's, by bits."""
+    model, probe = captioner.model, batches[0]
+    plain: Start = partial(blocks, model, None)
+    ids = model.generate(probe.ids, probe.images, max_new_tokens=PROBED)
+    exact = logits_after(plain, probe, ids)
+    rows = [answer(captioner, "per-block cache", "", plain, batches)]
+    for name, group in (("scale per token", 1), ("KIVI", KIVI_GROUP)):
+        for bits in (8, 4, 2):
+            start: Start = partial(blocks, model, partial(QuantizedKV, bits, group))
+            error = relative_error(logits_after(start, probe, ids), exact)
+            rows.append(replace(answer(captioner, name, f"{bits} bits", start, batches), logit_error=error))
+    return rows
+
+
 def answers_table(title: str, rows: Sequence[Answers]) -> str:
-    cells = [[title, "", *(f"exact {split}" for split in SPLITS), "bytes/token"]]
+    cells = [[title, "", *(f"exact {split}" for split in SPLITS), "bytes/token", "logit error"]]
     for row in rows:
         exact = [f"{row.right[split]:.1%}" for split in SPLITS]
-        cells.append([row.design, row.setting, *exact, f"{row.bytes_per_token:,.0f}"])
+        error = "" if row.logit_error is None else f"{row.logit_error:.1%}"
+        cells.append([row.design, row.setting, *exact, f"{row.bytes_per_token:,.0f}", error])
     return table(cells)

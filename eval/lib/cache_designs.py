@@ -14,9 +14,8 @@ from models.kv_study.block_cache import BlockCache, block_caches, prefill_state
 from models.kv_study.encoder_decoder import EncoderDecoder, KVPair
 from models.kv_study.eviction import EvictingKV, Policy, observed
 from models.kv_study.hook_cache import HookCache, install_kv_cache_hooks
-from models.kv_study.int8_cache import Int8KV
 from models.kv_study.paged_cache import BlockPool, PagedKV
-
+from models.kv_study.quantized_cache import QuantizedKV
 from models.kv_study.sliding_window import SlidingWindowKV
 from models.kv_study.static_cache import (
     LanguageModelStep,
@@ -170,7 +169,7 @@ def language_model_designs(model: VisionLanguageModel, capacity: int, window: in
         Design("per-block cache", partial(blocks, model, None), cost),
         Design("static cache", partial(fixed, model, programs, capacity), cost, "no", True),
         Design("paged blocks", partial(paged, model, capacity), cost, "shared"),
-        Design("int8 cache", partial(blocks, model, Int8KV), cost, exact="rounded"),
+        Design("int8 cache", partial(blocks, model, QuantizedKV), cost, exact="rounded"),
         Design(f"sliding window, {window}", partial(windowed, model, window), window_cost, "copy", exact="as mask",
                reference=partial(masked, model, window)),
     ]  # fmt: skip

@@ -37,6 +37,16 @@ def test_exact_answers_are_those_of_the_captioner_where_the_whole_cache_is_held(
 
 
 @pytest.mark.full
+def test_fewer_bits_take_fewer_bytes_and_make_larger_errors(capsys):
+    assert main(["--quality", "bits", "--scenes", "4", "--device", "cpu", "--json"]) == 0
+    plain, *rows = json.loads(capsys.readouterr().out)["bits"]
+    for one in (rows[:3], rows[3:]):
+        assert plain["bytes_per_token"] > one[0]["bytes_per_token"] > one[2]["bytes_per_token"]
+        assert 0 < one[0]["logit_error"] < 0.01 < one[1]["logit_error"] < one[2]["logit_error"]
+    assert rows[0]["right"] == rows[3]["right"] == plain["right"] and rows[0]["bytes_per_token"] == 960
+
+
+@pytest.mark.full
 def test_results_are_plotted(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main([*QUICK, "--plot", str(tmp_path / "plot.png")]) == 0
