@@ -19,6 +19,7 @@ the image, for cross-attention, are apart. Last, minGPT's two models learn to so
 --quality measures what designs that change the output cost: exact captions and answers of the embedded model about
 freshly drawn scenes, as eval.captions counts them. "evict" forgets tokens (models/kv_study/eviction.py),
 "bits" rounds keys and values (quantized_cache.py); "logit error" is over the first tokens, given the same tokens.
+"guess" decodes speculatively (speculative.py), whose answers must be the same: tokens per step, and time per token.
 
 --save appends what is printed, with the command line, to eval/results.
 """
@@ -26,10 +27,11 @@ freshly drawn scenes, as eval.captions counts them. "evict" forgets tokens (mode
 import argparse
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +52,7 @@ from eval.lib.hardware import environment
 from eval.lib.plot import draw
 from eval.lib.results import add_save_flag
 from eval.lib.shapes import SHAPES
+from eval.lib.speculation import measure_speculation, speculation_table
 from eval.sort_task import sort_task, summary
 from models.kv_study.encoder_decoder import EncoderDecoder
 from models.vision_language_model import VisionLanguageModel
@@ -61,7 +64,11 @@ from nanovlm.errors import NanoVLMError
 from nanovlm.processing.image_loading import load_image
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
-QUALITY = {"evict": eviction_answers, "bits": quantized_answers}
+QUALITY: dict[str, tuple[Callable[..., list[Any]], Callable[..., str]]] = {  # rows, and their table
+    "evict": (eviction_answers, answers_table),
+    "bits": (quantized_answers, answers_table),
+    "guess": (measure_speculation, speculation_table),
+}
 TEXT_TOKENS = 16  # of a published size's prompt, after the image
 PUBLISHED = "published for nanoVLM's per-block cache (Hugging Face's blog, June 2025: \"38% speedup\"): 1.38x"
 
@@ -109,10 +116,13 @@ def measure_quality(args: argparse.Namespace) -> int:
     device = choose_device(args.device)
     captioner = Captioner.from_pretrained(EMBEDDED, device.type, args.dtype)
     batches = make_batches(captioner, args.scenes)
-    rows = {name: QUALITY[name](captioner, batches) for name in args.quality}
-    tables = [answers_table(f"{name}, {args.scenes} scenes", rows[name]) for name in rows]
+    rows = {name: QUALITY[name][0](captioner, batches) for name in args.quality}
+    tables = [QUALITY[name][1](f"{name}, {args.scenes} scenes", rows[name]) for name in rows]
     data = {name: [asdict(row) for row in rows[name]] for name in rows}
-    return report(data, "\n\n".join(tables), environment(device, DTYPES[args.dtype]), args.json, (), args.save)
+    where, wrong = environment(device, DTYPES[args.dtype]), [row for row in rows.get("guess", ()) if not row.is_exact]
+    failures = [f"{row.task}, {row.guess}: {row.identical} of {row.answers} are plain decoding's" for row in wrong]
+    failures = failures if args.dtype == "float32" else []
+    return report(data, "\n\n".join(tables), where, args.json, failures, args.save)
 
 
 def make_speedup_parser() -> Parser:

@@ -54,7 +54,8 @@ def make_batches(captioner: Captioner, n_scenes: int, seed: str = "answers") -> 
             for i in range(0, len(same), BATCH_SIZE):
                 prompts, truths = zip(*same[i : i + BATCH_SIZE])
                 inputs = captioner.processor.collate(prompts)
-                batches.append(Batch(split, inputs["input_ids"], inputs["images"], truths))
+                ids, images = (inputs[name].to(captioner.model.device) for name in ("input_ids", "images"))
+                batches.append(Batch(split, ids, images, truths))
     return batches
 
 
@@ -66,7 +67,7 @@ def answer(captioner: Captioner, design: str, setting: str, start: Start, batche
     right, held, read = dict.fromkeys(SPLITS, 0), 0, 0
     eos = captioner.tokenizer.eos_token_id
     for batch in batches:
-        run: Run = start(batch.ids.to(captioner.model.device), batch.images)
+        run: Run = start(batch.ids, batch.images)
         stream = generate_tokens(run.logits, run.step, TokenSampler(GREEDY, eos), MAX_NEW_TOKENS)
         ids = collect_tokens(stream, len(batch.ids), batch.ids)
         held += run.bytes_used()

@@ -1,9 +1,8 @@
 """Eviction: keep the tokens of a cache that a policy chooses, by the attention they have received, and forget the rest.
 
 A policy is a function `keep(scores, n)`: from scores (B, n_kv_heads, S), the attention that each cached token received
-from the queries that count, to the indices (B, n_kv_heads, n) of the tokens that stay, in order. Every block and every
-head chooses for itself. Keys stay rotated by the positions they had in the text, so what stays is computed as if the
-other tokens were masked.
+from the queries that count, to the indices (B, n_kv_heads, n) of the tokens that stay, in order. Each head of a block
+chooses. Keys stay rotated by their positions in the text, so the output is as if the other tokens were masked.
 
 - "heavy hitters" is H2O (Zhang et al. 2023): half the places for the newest tokens, half for the highest scores so far.
 - "SnapKV" is its paper's (Li et al. 2024): the prompt's last queries choose once, after the prefill; neighbors of what
@@ -75,23 +74,24 @@ class EvictingKV:
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of the keys and values; a policy that scores tokens also holds one number for each."""
+        """Bytes of the keys and values, without the scores."""
         return self.key.nbytes + self.value.nbytes
 
     def append(self, key: Tensor, value: Tensor) -> "EvictingKV":
         """Add the new tokens' key and value, (B, n_kv_heads, T_new, head_dim); `attend` then evicts."""
-        n = key.size(-2)
-        positions = torch.arange(self.length, self.length + n, device=key.device).expand(key.shape[:-1])
+        longer = self.length + key.size(-2)
+        positions = torch.arange(self.length, longer, device=key.device).expand(key.shape[:-1])
         if not self.length:  # an empty cache has no shape
             self.key, self.value = key[:, :, :0], value[:, :, :0]
             self.positions, self.scores = positions[..., :0], key[:, :, :0, 0]
         self.key, self.value = torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)
         self.positions = torch.cat([self.positions, positions], 2)
-        self.scores = F.pad(self.scores, (0, n))
-        self.length += n
+        self.scores, self.length = F.pad(self.scores, (0, key.size(-2))), longer
         return self
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout_p: float) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, dropout_p: float = 0.0
+    ) -> Tensor:
         """`models.attention.attention`; then score the tokens and keep those that the policy chooses."""
         y = attention(q, k, v, mask, causal, dropout_p)
         n_queries, size = q.size(-2), k.size(-2)

@@ -47,14 +47,14 @@ class QuantizedTokens:
     def append(self, x: Tensor) -> "QuantizedTokens":
         x = torch.cat([self.parts[3], x], 2) if self.parts else x
         n = x.size(2) // self.group
-        new = quantize(x[:, :, : n * self.group].unflatten(2, (n, self.group)), self.bits, self.dim)
+        new: tuple[Tensor, ...] = quantize(x[:, :, : n * self.group].unflatten(2, (n, self.group)), self.bits, self.dim)
         if self.parts:
             new = tuple(torch.cat(pair, 2) for pair in zip(self.parts, new))
         return replace(self, parts=(*new, x[:, :, n * self.group :].clone()))
 
     def read(self) -> Tensor:
-        *quantized, rest = self.parts
-        return torch.cat([dequantize(*quantized, self.bits).flatten(2, 3), rest], 2)
+        packed, scale, low, rest = self.parts
+        return torch.cat([dequantize(packed, scale, low, self.bits).flatten(2, 3), rest], 2)
 
     def rows(self, index: Tensor) -> "QuantizedTokens":
         return replace(self, parts=tuple(part.index_select(0, index) for part in self.parts))
