@@ -1,4 +1,4 @@
-"""The speculation table: tokens per step and identical answers, of a model that learned to repeat its prompt's digit."""
+"""The speculation table: tokens per step and identical answers, of a model that learned to repeat a digit."""
 
 import torch
 
