@@ -20,6 +20,7 @@ the image, for cross-attention, are apart. Last, minGPT's two models learn to so
 freshly drawn scenes, as eval.captions counts them. "evict" forgets tokens (models/kv_study/eviction.py),
 "bits" rounds keys and values (quantized_cache.py); "logit error" is over the first tokens, given the same tokens.
 "guess" decodes speculatively (speculative.py), whose answers must be the same: tokens per step, and time per token.
+"share" trains models whose heads or blocks share their cache (sharing.py) on the sorting task, until each sorts.
 
 --save appends what is printed, with the command line, to eval/results.
 """
@@ -52,6 +53,7 @@ from eval.lib.hardware import environment
 from eval.lib.plot import draw
 from eval.lib.results import add_save_flag
 from eval.lib.shapes import SHAPES
+from eval.lib.sharing_study import measure_sharing, sharing_table
 from eval.lib.speculation import measure_speculation, speculation_table
 from eval.sort_task import sort_task, summary
 from models.kv_study.encoder_decoder import EncoderDecoder
@@ -68,6 +70,7 @@ QUALITY: dict[str, tuple[Callable[..., list[Any]], Callable[..., str]]] = {  # r
     "evict": (eviction_answers, answers_table),
     "bits": (quantized_answers, answers_table),
     "guess": (measure_speculation, speculation_table),
+    "share": (lambda *_: measure_sharing(), sharing_table),
 }
 TEXT_TOKENS = 16  # of a published size's prompt, after the image
 PUBLISHED = "published for nanoVLM's per-block cache (Hugging Face's blog, June 2025: \"38% speedup\"): 1.38x"

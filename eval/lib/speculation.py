@@ -33,6 +33,8 @@ from nanovlm.synthetic import caption, questions, random_scene
 
 IGNORE = -100
 DIGITS, VALUES = 6, 3  # of the sorting task
+LEARNING_RATE = 3e-3
+Rows = Sequence[tuple[list[int], list[int]]]  # ids of prompts and answers
 Prefill = Callable[[], tuple[Tensor, PrefillState]]
 Prompt = tuple[list[int], Prefill]
 
@@ -60,14 +62,21 @@ def small_config(vocabulary: int, width: int, n_heads: int, n_blocks: int) -> VL
                      lm_max_position_embeddings=256)  # fmt: skip
 
 
-def train_decoder(rows: Sequence[tuple[list[int], list[int]]], steps: int, cfg: VLMConfig) -> LanguageModel:
-    """A small language model that continues the prompts of rows, (prompt, answer) ids, with their answers."""
+def train_decoder(rows: Rows, steps: int, cfg: VLMConfig) -> LanguageModel:
+    """A small language model that continues the prompts of rows with their answers."""
     torch.manual_seed(0)
-    decoder, rng = LanguageModel(cfg), Random(0)
+    decoder = LanguageModel(cfg)
+    train(decoder, rows, steps)
+    return decoder.eval()
+
+
+def train(decoder: LanguageModel, rows: Rows, steps: int, is_done: Callable[[], bool] = lambda: False) -> int:
+    """Train on batches of rows, for steps or until is_done, asked every 100 steps; returns the steps taken."""
+    rng = Random(0)
     torch.nn.init.normal_(decoder.token_embedding.weight, std=0.02)
-    optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=LEARNING_RATE)
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / steps)
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / steps)
         batch = rng.choices(rows, k=64)
         ids = [torch.tensor(prompt + answer) for prompt, answer in batch]
         targets = [torch.tensor([IGNORE] * len(prompt) + answer)[1:] for prompt, answer in batch]
@@ -76,7 +85,9 @@ def train_decoder(rows: Sequence[tuple[list[int], list[int]]], steps: int, cfg: 
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return decoder.eval()
+        if (step + 1) % 100 == 0 and is_done():
+            return step + 1
+    return steps
 
 
 def caption_draft(captioner: Captioner, n_scenes: int = 3000, steps: int = 400) -> LanguageModel:
