@@ -2,6 +2,7 @@
 
     python -m eval.speedup                     # the embedded model, some three minutes on 2 CPU cores
     python -m eval.speedup --model-size 222M   # a published size with random weights
+    python -m eval.speedup --quality evict     # instead of times: exact answers with less of the cache
 
 Two models generate text about one image: the product's, whose language model reads image and text in one sequence, and
 an encoder-decoder of the same size with random weights, which reads the image by cross-attention. All designs run in
@@ -15,21 +16,29 @@ do. "bytes/token" are the keys and values held after the longest generation, div
 the image, for cross-attention, are apart. Last, minGPT's two models learn to sort and must agree on every input
 (eval/sort_task.py). The command fails if a design yields other tokens than no cache in float32.
 
+--quality measures what designs that change the output cost: exact captions and answers of the embedded model about
+freshly drawn scenes, as eval.captions counts them. "evict" forgets tokens (models/kv_study/eviction.py),
+"bits" rounds keys and values (quantized_cache.py); "logit error" is over the first tokens, given the same tokens.
+"guess" decodes speculatively (speculative.py), whose answers must be the same: tokens per step, and time per token.
+"share" trains models whose heads or blocks share their cache (sharing.py) on the sorting task, until each sorts.
+
 --save appends what is printed, with the command line, to eval/results.
 """
 
 import argparse
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eval.lib.attribution import attribute, attribution_table
+from eval.lib.cache_answers import answers_table, eviction_answers, make_batches, quantized_answers
 from eval.lib.cache_study import (
     Sizes,
     Study,
@@ -44,6 +53,8 @@ from eval.lib.hardware import environment
 from eval.lib.plot import draw
 from eval.lib.results import add_save_flag
 from eval.lib.shapes import SHAPES
+from eval.lib.sharing_study import measure_sharing, sharing_table
+from eval.lib.speculation import measure_speculation, speculation_table
 from eval.sort_task import sort_task, summary
 from models.kv_study.encoder_decoder import EncoderDecoder
 from models.vision_language_model import VisionLanguageModel
@@ -55,6 +66,12 @@ from nanovlm.errors import NanoVLMError
 from nanovlm.processing.image_loading import load_image
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
+QUALITY: dict[str, tuple[Callable[..., list[Any]], Callable[..., str]]] = {  # rows, and their table
+    "evict": (eviction_answers, answers_table),
+    "bits": (quantized_answers, answers_table),
+    "guess": (measure_speculation, speculation_table),
+    "share": (lambda *_: measure_sharing(), sharing_table),
+}
 TEXT_TOKENS = 16  # of a published size's prompt, after the image
 PUBLISHED = "published for nanoVLM's per-block cache (Hugging Face's blog, June 2025: \"38% speedup\"): 1.38x"
 
@@ -97,6 +114,20 @@ def measure(args: argparse.Namespace) -> list[Study]:
     return [measure_case(case, sizes) for case in cases]
 
 
+def measure_quality(args: argparse.Namespace) -> int:
+    """The tables of --quality."""
+    device = choose_device(args.device)
+    captioner = Captioner.from_pretrained(EMBEDDED, device.type, args.dtype)
+    batches = make_batches(captioner, args.scenes)
+    rows = {name: QUALITY[name][0](captioner, batches) for name in args.quality}
+    tables = [QUALITY[name][1](f"{name}, {args.scenes} scenes", rows[name]) for name in rows]
+    data = {name: [asdict(row) for row in rows[name]] for name in rows}
+    where, wrong = environment(device, DTYPES[args.dtype]), [row for row in rows.get("guess", ()) if not row.is_exact]
+    failures = [f"{row.task}, {row.guess}: {row.identical} of {row.answers} are plain decoding's" for row in wrong]
+    failures = failures if args.dtype == "float32" else []
+    return report(data, "\n\n".join(tables), where, args.json, failures, args.save)
+
+
 def make_speedup_parser() -> Parser:
     parser = make_parser("speedup", __doc__)
     add, switch = parser.add_argument, argparse.BooleanOptionalAction
@@ -108,6 +139,8 @@ def make_speedup_parser() -> Parser:
     add("--sort-task", action=switch, default=True, help="run the sorting task too (default: yes)")
     add("--table", action=switch, default=True, help="time prompt lengths and batch sizes too (default: yes)")
     add("--attribute", action=switch, default=True, help="split minGPT's speedup into its causes (default: yes)")
+    add("--quality", nargs="+", choices=tuple(QUALITY), help="measure exact answers instead of times")
+    add("--scenes", type=positive, default=300, metavar="N", help="drawn scenes for --quality (default: 300)")
     add("--plot", type=Path, metavar="FILE.png", help="draw a figure, which needs the extra eval")
     add_device_flags(parser, "float32")
     add_save_flag(parser)
@@ -130,6 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         device = choose_device(args.device)
         args.dtype = str(choose_dtype(args.dtype, device)).removeprefix("torch.")
+        if args.quality:
+            return measure_quality(args)
         studies = measure(args)
     except NanoVLMError as error:
         parser.error(str(error))

@@ -12,9 +12,10 @@ from eval.lib import flops
 from models.kv_study import sliding_window
 from models.kv_study.block_cache import BlockCache, block_caches, prefill_state
 from models.kv_study.encoder_decoder import EncoderDecoder, KVPair
+from models.kv_study.eviction import EvictingKV, Policy, observed
 from models.kv_study.hook_cache import HookCache, install_kv_cache_hooks
-from models.kv_study.int8_cache import Int8KV
 from models.kv_study.paged_cache import BlockPool, PagedKV
+from models.kv_study.quantized_cache import QuantizedKV
 from models.kv_study.sliding_window import SlidingWindowKV
 from models.kv_study.static_cache import (
     LanguageModelStep,
@@ -116,6 +117,20 @@ def paged(model: VisionLanguageModel, capacity: int, ids: Tensor, images: Images
     return blocks(model, lambda: PagedKV(BlockPool(n_blocks, BLOCK_SIZE)), ids, images)
 
 
+def evicting(model: VisionLanguageModel, policy: Policy, share: float, ids: Tensor, images: Images) -> Run:
+    """Not one of `language_model_designs`, which promise the tokens of no cache."""
+    caches = [EvictingKV(policy, share) for _ in model.decoder.blocks]
+
+    def read(x: Tensor) -> Tensor:
+        with observed(model.decoder, caches):
+            hidden, _ = model.decoder(x, None, block_caches(caches), caches[0].length)
+        return model.decoder.head(hidden[:, -1])
+
+    return Run(
+        read(model.embed(ids, images)), lambda new: read(model.embed_tokens(new[:, None])), partial(sum_bytes, caches)
+    )
+
+
 def windowed(model: VisionLanguageModel, window: int, ids: Tensor, images: Images) -> Run:
     decoder, kv = model.decoder, [SlidingWindowKV(window) for _ in model.decoder.blocks]
     hidden = sliding_window.forward(decoder, model.embed(ids, images), window, 0, kv)
@@ -154,7 +169,7 @@ def language_model_designs(model: VisionLanguageModel, capacity: int, window: in
         Design("per-block cache", partial(blocks, model, None), cost),
         Design("static cache", partial(fixed, model, programs, capacity), cost, "no", True),
         Design("paged blocks", partial(paged, model, capacity), cost, "shared"),
-        Design("int8 cache", partial(blocks, model, Int8KV), cost, exact="rounded"),
+        Design("int8 cache", partial(blocks, model, QuantizedKV), cost, exact="rounded"),
         Design(f"sliding window, {window}", partial(windowed, model, window), window_cost, "copy", exact="as mask",
                reference=partial(masked, model, window)),
     ]  # fmt: skip

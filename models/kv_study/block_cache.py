@@ -2,7 +2,7 @@
 
 `Attention.forward` calls `append` once per step and reads `key` and `value` of what it returns, and the model reads
 `length`; nothing else. A new design is therefore a class with these four names, and the blocks stay as they are. Give
-the model one empty cache per block: `model.prefill(ids, images, prefix=prefill_state([Int8KV() for _ in blocks]))`.
+the model one empty cache per block: `model.prefill(ids, images, prefix=prefill_state([PagedKV(p) for p in pools]))`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from models.vision_language_model import PrefillState
 
 
 class BlockCache(Protocol):
-    """The cache of one block; `rows` is for beam search and for several answers to one prompt."""
+    """The cache of one block; beam search, and several answers to one prompt, also call `rows(index)`."""
 
     @property
     def key(self) -> Tensor: ...  # (B, n_kv_heads, S, head_dim), rotary positions applied
@@ -26,7 +26,6 @@ class BlockCache(Protocol):
     @property
     def bytes_used(self) -> int: ...  # memory in use
     def append(self, key: Tensor, value: Tensor) -> "BlockCache": ...
-    def rows(self, index: Tensor) -> "BlockCache": ...
 
 
 def block_caches(caches: Sequence[BlockCache]) -> list[KVCache]:

@@ -4,7 +4,10 @@ import json
 
 import pytest
 
+from eval.lib.scene_splits import make_splits
 from eval.speedup import main
+from nanovlm import EMBEDDED
+from nanovlm.captioner import Captioner
 
 QUICK = ["--lengths", "3", "6", "--rounds", "1", "--device", "cpu", "--no-export", "--no-sort-task"]
 QUICK += ["--no-table", "--no-attribute"]
@@ -18,6 +21,29 @@ def test_the_report_is_one_json_object_and_the_printed_one_is_kept(capsys, tmp_p
     (path,) = tmp_path.iterdir()
     kept = path.read_text()
     assert "6 of 6" in kept and "1.38x" in kept and "hooks" in kept and "medians of 1 rounds" in kept
+
+
+@pytest.mark.full
+def test_exact_answers_are_those_of_the_captioner_where_the_whole_cache_is_held(capsys):
+    assert main(["--quality", "evict", "--scenes", "6", "--device", "cpu", "--json"]) == 0
+    plain, *rows = json.loads(capsys.readouterr().out)["evict"]
+    captioner = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
+    for split, examples in make_splits(6, 1, "answers").items():
+        if split in plain["right"]:
+            right = [captioner.caption(e.image, e.prompt) == e.truth for e in examples]
+            assert plain["right"][split] == sum(right) / 6
+    assert all(row["right"] == plain["right"] for row in rows if row["setting"] == "100%") and len(rows) == 20
+    assert plain["bytes_per_token"] == 3072 and all(row["bytes_per_token"] < 1000 for row in rows[4::5])
+
+
+@pytest.mark.full
+def test_fewer_bits_take_fewer_bytes_and_make_larger_errors(capsys):
+    assert main(["--quality", "bits", "--scenes", "4", "--device", "cpu", "--json"]) == 0
+    plain, *rows = json.loads(capsys.readouterr().out)["bits"]
+    for one in (rows[:3], rows[3:]):
+        assert plain["bytes_per_token"] > one[0]["bytes_per_token"] > one[2]["bytes_per_token"]
+        assert 0 < one[0]["logit_error"] < 0.01 < one[1]["logit_error"] < one[2]["logit_error"]
+    assert rows[0]["right"] == rows[3]["right"] == plain["right"] and rows[0]["bytes_per_token"] == 960
 
 
 @pytest.mark.full

@@ -82,7 +82,7 @@ def test_bytes_per_token_follow_the_formula(study, twin_study):
     rows = {row.design.strip(): row.bytes_per_token for row in study.rows}
     assert rows["per-block cache"] == rows["static cache"] == EXACT
     assert rows["paged blocks"] == round(EXACT * 32 / 18, 1), "18 tokens take two blocks of 16"
-    assert rows["int8 cache"] == EXACT * (4 + 4) / (4 * 4) and rows["no cache"] == 0
+    assert rows["int8 cache"] == EXACT * (4 + 8) / (4 * 4) and rows["no cache"] == 0
     assert rows["sliding window, 6"] == round(EXACT * 6 / 18, 1)
     kept = {row.design: row.cross_bytes for row in twin_study.rows}
     assert {row.bytes_per_token for row in twin_study.rows[1:]} == {2 * 2 * 24 * 4}

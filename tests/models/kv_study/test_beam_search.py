@@ -8,8 +8,8 @@ import torch
 from models.inference import InferenceModel
 from models.kv_study.beam_search import Hypothesis, beam_search, cached_step, generate
 from models.kv_study.block_cache import prefill_state
-from models.kv_study.int8_cache import Int8KV
 from models.kv_study.paged_cache import BlockPool, PagedKV
+from models.kv_study.quantized_cache import QuantizedKV
 
 EOS = 7
 
@@ -117,7 +117,7 @@ def test_paged_blocks_store_what_beams_have_in_common_once(captioner):
 @torch.inference_mode()
 def test_an_int8_cache_searches_too(captioner):
     model, ids, images = captioner
-    logits, state = model.prefill(ids, images, None, prefill_state([Int8KV() for _ in model.decoder.blocks]))
+    logits, state = model.prefill(ids, images, None, prefill_state([QuantizedKV() for _ in model.decoder.blocks]))
     found = beam_search(logits, cached_step(model, state), n_beams=3, max_new_tokens=8)
     exact = generate(model, ids, images, n_beams=3, max_new_tokens=8)
     assert abs(found[0].log_prob - exact[0].log_prob) < 0.2
