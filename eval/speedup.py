@@ -31,6 +31,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ from eval.lib.shapes import SHAPES
 from eval.lib.sharing_study import measure_sharing, sharing_table
 from eval.lib.speculation import measure_speculation, speculation_table
 from eval.sort_task import sort_task, summary
+from models.checkpoint import load_config
+from models.config import VLMConfig
 from models.kv_study.encoder_decoder import EncoderDecoder
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, PROMPT, SAMPLE
@@ -142,6 +145,7 @@ def make_speedup_parser() -> Parser:
     add("--quality", nargs="+", choices=tuple(QUALITY), help="measure exact answers instead of times")
     add("--scenes", type=positive, default=300, metavar="N", help="drawn scenes for --quality (default: 300)")
     add("--plot", type=Path, metavar="FILE.png", help="draw a figure, which needs the extra eval")
+    add("--html", type=Path, metavar="FILE.html", help="write a page: the squares step by step, memory, the tables")
     add_device_flags(parser, "float32")
     add_save_flag(parser)
     return parser
@@ -152,8 +156,18 @@ def check_flags(parser: Parser, args: argparse.Namespace) -> None:
         parser.error(f"--lengths {' '.join(map(str, args.lengths))}: give two or more, rising, from 2 on")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error('--plot needs matplotlib: pip install "nanovlm[eval]"')
-    if args.plot and not args.plot.parent.is_dir():
-        parser.error(f"--plot {args.plot}: there is no folder {args.plot.parent}")
+    for flag in ("plot", "html"):
+        if (file := getattr(args, flag)) and not file.parent.is_dir():
+            parser.error(f"--{flag} {file}: there is no folder {file.parent}")
+
+
+def write_page(path: Path, cfg: VLMConfig, tables: str) -> None:
+    """The page of --html, which needs no network; sliders begin at the model's sizes."""
+    page = Path(__file__).with_name("lib").joinpath("cache_page.html").read_text("utf-8")
+    sizes = {"BLOCKS": cfg.lm_n_blocks, "HEADS": cfg.lm_n_kv_heads, "SIZE": cfg.lm_head_dim}
+    for name, value in sizes.items():
+        page = page.replace(f"VALUES_{name}", str(value))
+    path.write_text(page.replace("TABLES", escape(tables)), "utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -185,6 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     failures = [line for study in studies if args.dtype == "float32" for line in study.failures]
     failures += sorting.failures if sorting else []
     where += f"; medians of {args.rounds} rounds"
+    if args.html:
+        cfg = SHAPES[args.model_size][0] if args.model_size else load_config(EMBEDDED)
+        write_page(args.html, cfg, "\n\n".join([*parts, where]))
     return report(data, "\n\n".join(parts), where, args.json, failures, args.save)
 
 

@@ -1,11 +1,13 @@
 """eval.speedup: its report, its plots and its flags."""
 
 import json
+import shutil
 
 import pytest
 
 from eval.lib.scene_splits import make_splits
 from eval.speedup import main
+from models.checkpoint import load_config
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 
@@ -76,3 +78,25 @@ def test_without_its_package_a_plot_names_the_extra(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="2"):
         main(["--plot", "plot.png"])
     assert "nanovlm[eval]" in capsys.readouterr().err
+
+
+def test_the_page_needs_no_network_and_follows_its_sliders(tmp_path, capsys):
+    assert main([*QUICK, "--html", str(tmp_path / "kv.html")]) == 0
+    text = (tmp_path / "kv.html").read_text("utf-8")
+    assert capsys.readouterr().out.splitlines()[-1] in text and "VALUES" not in text and "http" not in text
+    sync_api, chromium = pytest.importorskip("playwright.sync_api"), shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no Chromium here; apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        page = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
+        problems = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto((tmp_path / "kv.html").as_uri())
+        page.locator("#step").fill("6")
+        captions = page.locator("figcaption").all_text_contents()
+        assert ["21 pairs" in caption for caption in captions] == [True, *[False] * 4] and "6 pairs" in captions[1]
+        cfg = load_config(EMBEDDED)
+        page.locator("[name=tokens]").fill("1024")
+        n_bytes = 2 * cfg.lm_n_blocks * cfg.lm_n_kv_heads * cfg.lm_head_dim * 1024 * 2
+        assert page.locator("#bytes").text_content().startswith(f"1,024 tokens: {n_bytes / 2**20:.1f} MiB")
+        assert not problems
