@@ -5,8 +5,7 @@ mask says how many are valid. A finished request therefore costs nothing, and a 
 free slot.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Hashable, Sequence
 from functools import partial
 
 import torch
@@ -15,13 +14,14 @@ from torch import Tensor
 from models.cache import storage_bytes
 from models.config import MAX_NEW_TOKENS
 from models.decoding import GREEDY, SamplingParams, TokenSampler, finish_reason
-from models.errors import InputError, NanoVLMError, is_out_of_memory
+from models.errors import InputError, is_out_of_memory
+from models.inference.fair_share import FairShare
 from models.inference.inference_model import InferenceModel
+from models.inference.requests import LogitsProcessor, PrefillError, Request, TokenLogprobs, TokenOutput
 from models.inference.serving_caches import (
     CachedPrefix,
     ImageCache,
     ImageInput,
-    ImageStarts,
     PrefixCache,
     SlotCache,
     encode_images,
@@ -31,61 +31,6 @@ from models.vision_language_model import VisionLanguageModel
 
 MAX_PREFILL_TOKENS = 2048  # in one prefill of several prompts; running requests wait for it
 MIN_LENGTH_RATIO = 7 / 8  # shortest to longest prompt of one prefill; more padding would cost more than batching saves
-
-LogitsProcessor = Callable[[list[int], Tensor], Tensor]  # the ids generated so far, logits (1, vocabulary) -> logits
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """The log-probability of a generated token, and the most likely tokens in its place, before any sampling."""
-
-    logprob: float
-    top: list[tuple[int, float]]  # ids and log-probabilities, the most likely first
-
-    @classmethod
-    def of(cls, logits: Tensor, token_id: int, n_top: int) -> "TokenLogprobs":
-        """Those of a token and of the n_top most likely ones by logits (vocabulary,)."""
-        logprobs = logits.float().log_softmax(-1)
-        values, ids = logprobs.topk(min(n_top, len(logprobs)))
-        return cls(float(logprobs[token_id]), list(zip(ids.tolist(), values.tolist())))
-
-
-@dataclass(frozen=True)
-class TokenOutput:
-    """The next token of a request, with its `finish_reason` if it is the last, or "error"."""
-
-    key: Hashable
-    token_id: int
-    finished: str | None = None
-    error: Exception | None = None  # why the request failed; token_id is then -1
-    logprobs: TokenLogprobs | None = None  # if the request asked for them
-    n_cached: int = 0  # tokens of the prompt that the prefix cache held
-
-
-class PrefillError(NanoVLMError, RuntimeError):
-    """A prompt could not be prefilled, for example for lack of memory. It is dropped; other requests are unaffected."""
-
-    def __init__(self, key: Hashable, error: Exception):
-        super().__init__(str(error) or type(error).__name__)
-        self.key = key
-
-
-@dataclass(eq=False)
-class _Request:
-    """A prompt and the state of its generation."""
-
-    key: Hashable
-    input_ids: Tensor  # (T,), on the CPU
-    images: list[ImageInput]  # empty once they are prefilled
-    image_starts: ImageStarts
-    remaining: int  # tokens that may still be generated
-    sampling: SamplingParams
-    top_logprobs: int | None = None  # how many; None for no log-probabilities at all
-    sampler: TokenSampler | None = None  # None for the most likely token, which is found for all such requests together
-    prefix: CachedPrefix | None = None  # that begins like the prompt
-    prefix_length: int = 0
-    length: int = 0  # tokens of it in its cache slot
-    output: list[int] = field(default_factory=list)  # the last of it is not yet in the cache
 
 
 class ContinuousBatch:
@@ -111,9 +56,10 @@ class ContinuousBatch:
         self.image_cache, self.prefix_cache = image_cache, prefix_cache
         self._ends, self._greedy = eos_token_id, TokenSampler(eos_token_id=eos_token_id)
         self.eos_token_id = self._greedy.eos_token_id  # the one that stands for all of them
-        self._waiting: dict[Hashable, _Request] = {}
-        self._slots: list[_Request | None] = []  # None where a request has ended
+        self._waiting: dict[Hashable, Request] = {}
+        self._slots: list[Request | None] = []  # None where a request has ended
         self._cache = SlotCache(max_num_seqs, self.model.cfg.lm_max_position_embeddings)
+        self._fair_share = FairShare(max_num_seqs)
         self._outputs: list[TokenOutput] = []  # of the current step; an exception leaves them to the next one
 
     @property
@@ -145,6 +91,7 @@ class ContinuousBatch:
         sampling: SamplingParams = GREEDY,
         logits_processor: LogitsProcessor | None = None,
         top_logprobs: int | None = None,
+        client: Hashable = None,
     ) -> None:
         """Queue a prompt, ids (T,) and images (N, 3, S, S). InputError if it can never be prefilled.
 
@@ -154,6 +101,7 @@ class ContinuousBatch:
         logits_processor changes the logits before each token is chosen, for example to exclude tokens: it is called
         with the request's generated ids and logits (1, vocabulary). top_logprobs asks for the log-probability of each
         token and of that many most likely ones, 0 for the token's own; they are those of the model's unchanged logits.
+        Steps are shared fairly among clients, see `FairShare`.
         """
         if key in self._waiting or any(request is not None and request.key == key for request in self._slots):
             raise InputError(f"{key!r} is the key of a request that waits or runs; use another")
@@ -167,7 +115,7 @@ class ContinuousBatch:
         inputs, ids = list(images or ()), input_ids.cpu()
         self.model.validate_images(input_ids, torch.empty(sum(image.n_tiles for image in inputs), 0))
         starts = image_starts(ids, inputs, self.model.image_token_id, self.model.cfg.mp_image_token_length)
-        request = _Request(key, ids, inputs, starts, max_new_tokens, sampling, top_logprobs)
+        request = Request(key, ids, inputs, starts, max_new_tokens, sampling, client, top_logprobs)
         if logits_processor is not None or not sampling.is_greedy:
             process = None if logits_processor is None else partial(logits_processor, request.output)
             prompt = ids.masked_fill(ids == self.model.image_token_id, -1)[None]
@@ -186,28 +134,34 @@ class ContinuousBatch:
     def step(self) -> list[TokenOutput]:
         """Prefill some of the waiting prompts into free slots, then decode one token of every running request.
 
-        A prefilled prompt gets two tokens in its first step. PrefillError names a prompt that was dropped. A request
-        that cannot be decoded ends with `finished="error"`; the others continue. Running out of memory raises the
-        allocator's error (see `is_out_of_memory`): cancel some requests and step again. After any of these exceptions
-        the batch is intact, and no token is lost.
+        A prefilled prompt gets two tokens in its first step. Requests of heavy clients (see `FairShare`) take part in
+        some of the steps. PrefillError names a prompt that was dropped. A request that cannot be decoded ends with
+        `finished="error"`; the others continue. Running out of memory raises the allocator's error (see
+        `is_out_of_memory`): cancel some requests and step again. After any of these exceptions the batch is intact, and
+        no token is lost.
         """
         self._compact()
-        self._outputs += self._prefill(self._next_prompts())
-        self._compact()
-        self._decode(0, len(self._slots))
+        running = [request for request in self._slots if request is not None]
+        clients = self._fair_share.next(request.client for request in (*running, *self._waiting.values()))
+        with self._fair_share.measure():
+            self._outputs += self._prefill(self._next_prompts(clients))
+            self._compact()
+            self._decode_all(clients)
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _next_prompts(self) -> list[_Request]:
-        """The first waiting prompt and later ones of about its length, as many as there are free slots.
+    def _next_prompts(self, clients: Container[Hashable]) -> list[Request]:
+        """The clients' first waiting prompt and later ones of about its length, as many as there are free slots.
 
-        A prompt whose beginning is in the prefix cache is prefilled by itself.
+        A prompt whose beginning is in the prefix cache is prefilled by itself; so is one that light clients wait for.
         """
-        free = self.max_num_seqs - self.running
-        chosen: list[_Request] = []
+        free = min(self.max_num_seqs - self.running, 1 if self._fair_share.is_shared else self.max_num_seqs)
+        chosen: list[Request] = []
         for request in self._waiting.values():
             if len(chosen) == free:
                 break
+            if request.client not in clients:
+                continue
             lengths = [len(other.input_ids) for other in (*chosen, request)]
             fits = min(lengths) >= MIN_LENGTH_RATIO * max(lengths) and len(lengths) * max(lengths) <= MAX_PREFILL_TOKENS
             if self.prefix_cache is not None and (not chosen or fits):
@@ -219,7 +173,7 @@ class ContinuousBatch:
                 chosen.append(request)
         return chosen
 
-    def _prefill(self, requests: list[_Request]) -> list[TokenOutput]:
+    def _prefill(self, requests: list[Request]) -> list[TokenOutput]:
         """Prefill prompts into free slots. If several fail together, try the first alone; the others keep waiting."""
         if not requests:
             return []
@@ -239,7 +193,7 @@ class ContinuousBatch:
             request.prefix = None
         return self._choose(requests, logits)
 
-    def _prefill_batch(self, requests: list[_Request]) -> Tensor:
+    def _prefill_batch(self, requests: list[Request]) -> Tensor:
         """Logits (B, vocabulary) after each prompt. Padding is on the right, where causal attention ignores it.
 
         Several prompts begin at their first token, a single one where its prefix ends.
@@ -263,7 +217,7 @@ class ContinuousBatch:
             request.length, request.images = length, []
         return logits
 
-    def _encode_images(self, requests: Sequence[_Request]) -> Tensor | None:
+    def _encode_images(self, requests: Sequence[Request]) -> Tensor | None:
         """Embeddings (n, C) of the image tokens that are to be prefilled. Images of equal keys are encoded once."""
         n_done = int((requests[0].input_ids[: requests[0].prefix_length] == self.model.image_token_id).sum())
         images = [image for request in requests for image in request.images]
@@ -271,7 +225,7 @@ class ContinuousBatch:
             return None
         return torch.cat(encode_images(self.model, images, self.image_cache)).flatten(0, 1)[n_done:]
 
-    def _end(self, slot: int, request: _Request) -> None:
+    def _end(self, slot: int, request: Request) -> None:
         """Free the slot of a request; the prefix cache may keep its keys and values."""
         self._slots[slot] = None
         if self.prefix_cache is None or any(key is None for key, _ in request.image_starts):
@@ -293,6 +247,16 @@ class ContinuousBatch:
                 hole = self._slots.index(None)
                 self._slots[hole] = last
                 self._cache.data[:, :, hole] = self._cache.data[:, :, len(self._slots)]
+
+    def _decode_all(self, clients: Container[Hashable]) -> None:
+        """Decode one token for each running request of the clients."""
+        taking_part = [request is not None and request.client in clients for request in self._slots]
+        if all(taking_part):
+            self._decode(0, len(self._slots))
+            return
+        for slot, takes_part in enumerate(taking_part):
+            if takes_part:
+                self._decode(slot, slot + 1)
 
     def _decode(self, start: int, stop: int) -> None:
         """Decode one token for slots start to stop, all of them running.
@@ -319,7 +283,7 @@ class ContinuousBatch:
             request.length += 1
         self._outputs += self._choose(requests, logits)
 
-    def _decode_logits(self, requests: Sequence[_Request], start: int) -> Tensor:
+    def _decode_logits(self, requests: Sequence[Request], start: int) -> Tensor:
         """Logits (B, vocabulary) after the last token of each of the requests, whose slots begin with start."""
         network, lengths = self._network, [request.length for request in requests]
         stop = start + len(requests)
@@ -327,7 +291,7 @@ class ContinuousBatch:
         x = network.embed_tokens(torch.tensor([[request.output[-1]] for request in requests], device=self.model.device))
         return network.run(x, self._cache.data[:, :, start:stop], lengths, None, [0] * len(requests))
 
-    def _choose(self, requests: Sequence[_Request], logits: Tensor) -> list[TokenOutput]:
+    def _choose(self, requests: Sequence[Request], logits: Tensor) -> list[TokenOutput]:
         """Each request's next token from logits (B, vocabulary), as `generate_tokens` chooses it."""
         outputs = []
         for row, (request, token_id) in enumerate(zip(tuple(requests), self._greedy(logits).tolist())):

@@ -14,7 +14,8 @@ from typing import TypeVar
 
 import torch
 
-from models.inference.continuous_batching import ContinuousBatch, LogitsProcessor, PrefillError, TokenOutput
+from models.inference.continuous_batching import ContinuousBatch
+from models.inference.requests import LogitsProcessor, PrefillError, TokenOutput
 from nanovlm.bulk.options import BulkOptions
 from nanovlm.bulk.prefetch import Prefetch
 from nanovlm.captioner import Captioner, ImageInput

@@ -11,7 +11,7 @@ from nanovlm.errors import InputError, MissingExtraError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from models.inference.continuous_batching import LogitsProcessor
+    from models.inference.requests import LogitsProcessor
     from nanovlm.processing.tokenizer import Tokenizer
 
 MAX_SCHEMA = 50_000  # characters; what longer ones need at each token would delay all other requests

@@ -17,12 +17,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from models.decoding import GREEDY, SamplingParams
-from models.inference.continuous_batching import (
-    ContinuousBatch,
-    LogitsProcessor,
-    PrefillError,
-    TokenOutput,
-)
+from models.inference.continuous_batching import ContinuousBatch
+from models.inference.requests import LogitsProcessor, PrefillError, TokenOutput
 from models.inference.serving_caches import ImageInput
 from nanovlm.errors import NanoVLMError, is_out_of_memory
 from nanovlm.serving.errors import EngineError, EngineStoppedError
@@ -40,6 +36,7 @@ class SequenceRequest:
     sampling: SamplingParams = GREEDY
     logits_processor: LogitsProcessor | None = None
     top_logprobs: int | None = None
+    client: str = ""
 
 
 @dataclass(eq=False)
@@ -182,6 +179,7 @@ class Engine:
                 sampling=request.sampling,
                 logits_processor=request.logits_processor,
                 top_logprobs=request.top_logprobs,
+                client=request.client,
             )
         except BaseException as error:
             self._fail(sequence, error)

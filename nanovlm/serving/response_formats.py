@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from models.inference.continuous_batching import TokenLogprobs
+from models.inference.requests import TokenLogprobs
 from nanovlm.serving.errors import APIError
 
 LEAST_LOGPROB = -9999.0  # vLLM's; JSON has no infinity

@@ -12,7 +12,8 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from models.inference.continuous_batching import ContinuousBatch, LogitsProcessor
+from models.inference.continuous_batching import ContinuousBatch
+from models.inference.requests import LogitsProcessor
 from models.inference.serving_caches import ImageCache, ImageInput, PrefixCache
 from nanovlm.captioner import NO_IMAGE, Captioner
 from nanovlm.errors import ImageError, NanoVLMError
@@ -195,7 +196,7 @@ class ChatService:
                 processor: LogitsProcessor | None = next(processors, None)
                 if request.logit_bias:
                     processor = BiasProcessor(request.logit_bias, processor)
-                options = processor, request.top_logprobs
+                options = processor, request.top_logprobs, request.client
                 sequences.append(SequenceRequest(inputs.input_ids, images, max_tokens, sampling, *options))
                 streamers.append(StopStringStreamer(self.captioner.tokenizer, request.stop, inputs.continued_ids))
         n_slots = await self.decoding_budget.acquire(request.client, len(sequences))

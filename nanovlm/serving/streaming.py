@@ -7,7 +7,7 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from models.inference.continuous_batching import TokenLogprobs, TokenOutput
+from models.inference.requests import TokenLogprobs, TokenOutput
 from nanovlm.processing.tokenizer import StreamingDecoder, Tokenizer
 from nanovlm.serving.engine import RequestHandle
 from nanovlm.serving.errors import as_api_error

@@ -7,8 +7,9 @@ import torch
 
 from models.decoding import GREEDY, SamplingParams, finish_reason
 from models.inference import continuous_batching, serving_caches
-from models.inference.continuous_batching import ContinuousBatch, PrefillError
+from models.inference.continuous_batching import ContinuousBatch
 from models.inference.inference_model import InferenceModel
+from models.inference.requests import PrefillError
 from support.generation import only_row, prompt
 
 few_seeds = pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from models.errors import InputError
-from models.inference.continuous_batching import ContinuousBatch, TokenOutput
+from models.inference.continuous_batching import ContinuousBatch
+from models.inference.requests import TokenOutput
 from models.inference.serving_caches import ImageInput
 from nanovlm import SAMPLE
 from nanovlm.serving.engine import Engine, SequenceRequest

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.decoding import SamplingParams
-from models.inference.continuous_batching import TokenLogprobs
+from models.inference.requests import TokenLogprobs
 from nanovlm import SAMPLE
 from nanovlm.serving.response_formats import ChatFormat, CompletionFormat, TextDelta, Usage
 from support.serving import QUESTIONS, SAMPLE_URL, user_message

@@ -1,0 +1,66 @@
+"""A request of a continuous batch and what it puts out."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from models.decoding import SamplingParams, TokenSampler
+from models.errors import NanoVLMError
+from models.inference.serving_caches import CachedPrefix, ImageInput, ImageStarts
+
+LogitsProcessor = Callable[[list[int], Tensor], Tensor]  # the ids generated so far, logits (1, vocabulary) -> logits
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log-probability of a generated token, and the most likely tokens in its place, before any sampling."""
+
+    logprob: float
+    top: list[tuple[int, float]]  # ids and log-probabilities, the most likely first
+
+    @classmethod
+    def of(cls, logits: Tensor, token_id: int, n_top: int) -> "TokenLogprobs":
+        """Those of a token and of the n_top most likely ones by logits (vocabulary,)."""
+        logprobs = logits.float().log_softmax(-1)
+        values, ids = logprobs.topk(min(n_top, len(logprobs)))
+        return cls(float(logprobs[token_id]), list(zip(ids.tolist(), values.tolist())))
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """The next token of a request, with its `finish_reason` if it is the last, or "error"."""
+
+    key: Hashable
+    token_id: int
+    finished: str | None = None
+    error: Exception | None = None  # why the request failed; token_id is then -1
+    logprobs: TokenLogprobs | None = None  # if the request asked for them
+    n_cached: int = 0  # tokens of the prompt that the prefix cache held
+
+
+class PrefillError(NanoVLMError, RuntimeError):
+    """A prompt could not be prefilled, for example for lack of memory. It is dropped; other requests are unaffected."""
+
+    def __init__(self, key: Hashable, error: Exception):
+        super().__init__(str(error) or type(error).__name__)
+        self.key = key
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and the state of its generation."""
+
+    key: Hashable
+    input_ids: Tensor  # (T,), on the CPU
+    images: list[ImageInput]  # empty once they are prefilled
+    image_starts: ImageStarts
+    remaining: int  # tokens that may still be generated
+    sampling: SamplingParams
+    client: Hashable = None  # whose it is
+    top_logprobs: int | None = None  # how many; None for no log-probabilities at all
+    sampler: TokenSampler | None = None  # None for the most likely token, which is found for all such requests together
+    prefix: CachedPrefix | None = None  # that begins like the prompt
+    prefix_length: int = 0
+    length: int = 0  # tokens of it in its cache slot
+    output: list[int] = field(default_factory=list)  # the last of it is not yet in the cache
