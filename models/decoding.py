@@ -147,7 +147,7 @@ def _tokens_in(prompt: Tensor | None, like: Tensor) -> Tensor:
 def validate_counts(max_new_tokens: int, n_samples: int) -> None:
     """Raise InputError for a negative number of tokens, or less than one sample."""
     if max_new_tokens < 0:
-        raise InputError(f"max_new_tokens={max_new_tokens} is negative")
+        raise InputError(f"max_new_tokens={max_new_tokens} is negative; ask for 0 or more")
     if n_samples < 1:
         raise InputError(f"n_samples={n_samples} is less than 1")
 

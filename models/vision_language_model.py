@@ -232,7 +232,9 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
         wanted = int((input_ids == self.image_token_id).sum())
         given = 0 if images is None else len(images) * self.cfg.mp_image_token_length
         if wanted != given:
-            raise InputError(f"the prompt holds {wanted} image tokens, but the images give {given} embeddings")
+            raise InputError(
+                f"the prompt holds {wanted} image tokens, but the images give {given} embeddings; pass its images"
+            )
 
     def validate_length(self, prompt: int, max_new_tokens: int) -> None:
         """Raise InputError if a prompt of that length and max_new_tokens exceed the model's positions."""
@@ -259,7 +261,7 @@ def load_model(
     except RuntimeError:  # more bytes than 64 bits can count
         names = ("vit_hidden_dim", "vit_inter_dim", "vit_patch_size", "lm_hidden_dim", "lm_inter_dim", "lm_vocab_size")
         sizes = ", ".join(f"{name}={getattr(cfg, name)}" for name in names)
-        raise CheckpointError(f"{path}: a model of {sizes} is larger than any memory") from None
+        raise CheckpointError(f"{path}: a model of {sizes} is larger than any memory; correct the sizes") from None
     model.load_state_dict(read_weights(folder, cfg, model.state_dict(), dtype=dtype, device=device), assign=True)
     model.decoder.tie_weights()
     return model.eval()

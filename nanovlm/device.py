@@ -134,7 +134,7 @@ def available_threads(root: Path = CGROUP) -> int:
 def set_threads(text: str) -> int:
     """Make PyTorch use `text` threads, a number or auto for no more than are available; returns the number."""
     if text != "auto" and not (text.isdecimal() and 0 < int(text) <= 1024):
-        raise UsageError(f"--threads {text} is neither auto nor a number from 1 to 1024")
+        raise UsageError(f"--threads {text} must be auto or a number from 1 to 1024")
     # auto never raises PyTorch's own choice, the physical cores
     threads = min(torch.get_num_threads(), available_threads()) if text == "auto" else int(text)
     if threads != torch.get_num_threads():

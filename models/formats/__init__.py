@@ -38,8 +38,8 @@ def recognize(raw: dict, where: str) -> type[CheckpointFormat]:
     if "model_type" not in raw or "lm_hidden_dim" in raw:
         return format_class("nanovlm")
     raise CheckpointError(
-        f"{where}: model_type={raw['model_type']!r} is not supported; nanoVLM's own config.json and those of "
-        f"transformers' {' and '.join(MODEL_TYPES)} are"
+        f"{where}: model_type={raw['model_type']!r} is none of {', '.join(MODEL_TYPES)}, and nanoVLM's own "
+        "config.json has none; take a model of one of these"
     )
 
 

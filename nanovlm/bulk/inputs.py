@@ -72,7 +72,7 @@ def _images_in(folder: str, images: ImageList, recursive: bool) -> list[str]:
 def read_names(file: str | os.PathLike) -> list[str]:
     """Read names from a file, or from standard input (-): one a line, or each ended by a zero byte."""
     if file == "-" and sys.stdin is None:
-        raise UsageError("the list of names is -, but standard input is closed")
+        raise UsageError("the list of names is -, but standard input is closed; name a file")
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:

@@ -58,7 +58,7 @@ class OutputOptions:
             try:
                 getattr(self, name).encode()
             except UnicodeEncodeError:
-                raise UsageError(f"{name} {getattr(self, name)!r} is not valid Unicode") from None
+                raise UsageError(f"{name} {getattr(self, name)!r} is not valid Unicode; correct it") from None
         if self.table is not None:
             _check_table(self.table)
         if self.extension != ".txt":
@@ -78,7 +78,9 @@ class OutputOptions:
 
     def _check_extension(self) -> None:
         if self.out != SIDECARS:
-            raise UsageError(f"extension {self.extension!r} is for a file beside each image, not for {self.out}")
+            raise UsageError(
+                f"extension {self.extension!r} is for a file beside each image, not for {self.out}; omit it"
+            )
         if not re.fullmatch(r"\.[^/\\\0]*[^/\\\0.]", self.extension):
             raise UsageError(f"extension {self.extension!r} is not like .txt or .caption")
         if os.path.splitext(f"a{self.extension}")[1].lower() in readable_extensions() | IMAGE_EXTENSIONS:

@@ -262,14 +262,16 @@ def plan_workers(machines: Sequence[Mapping[str, float]], options: RayOptions) -
     """The number of workers, and CPUs and GPUs of each: one per GPU, or without GPUs per cpus_per_worker cores."""
     n_gpus = int(sum(resources.get("GPU", 0) for resources in machines))
     if options.device == "cuda" and not n_gpus:
-        raise UsageError("device cuda, but the Ray cluster has no GPU")
+        raise UsageError("device cuda, but the Ray cluster has no GPU; take cpu")
     if n_gpus and options.device in ("auto", "cuda"):
         return n_gpus, options.cpus_per_worker or 1, 1
     cores = [int(resources.get("CPU", 0)) for resources in machines if resources.get("CPU", 0) >= 1]
     cpus = options.cpus_per_worker or min([MAX_CPUS_PER_WORKER, *cores])
     count = sum(n // cpus for n in cores)
     if not count:
-        raise UsageError(f"{cpus} CPUs per worker, but no machine of the Ray cluster has as many ({cores or 'none'})")
+        raise UsageError(
+            f"{cpus} CPUs per worker, but no machine of the Ray cluster has as many ({cores or 'none'}); ask for fewer"
+        )
     return count, cpus, 0
 
 

@@ -148,7 +148,7 @@ def read_images(uri: str, file: "OpenFile", skip: Collection[str | None] = ()) -
                 seen.add(member)
                 yield RemoteImage(uri, member, *content)
         if not seen:
-            raise DataError("no images in it")
+            raise DataError("no images in it; name another file")
     except (tarfile.TarError, ArrowException, OSError, EOFError, DataError) as error:
         is_known = isinstance(error, DataError)
         yield RemoteImage(uri, None, error if is_known else DataError(f"cannot be read: {first_line(error)}"))
@@ -176,7 +176,7 @@ def _parquet_members(file: "OpenFile") -> Iterator[tuple]:
         present = table.schema_arrow.names
         column = next((column for column in IMAGE_COLUMNS if column in present), None)
         if column is None:
-            raise DataError(f"no column {', '.join(IMAGE_COLUMNS)}, only {', '.join(present)}")
+            raise DataError(f"no column {', '.join(IMAGE_COLUMNS)}, only {', '.join(present)}; rename one")
         row = 0
         for batch in table.iter_batches(32):
             others = batch.drop_columns([column])

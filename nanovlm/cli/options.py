@@ -118,7 +118,9 @@ def check_prompts(captioner: "Captioner", prompts: Sequence[str], max_new_tokens
 def check_validation(n: float | None) -> None:
     """UsageError for a --validation that is neither a share below 1 nor a number of examples."""
     if n is not None and not (0 <= n < 1 or (n >= 1 and float(n).is_integer())):
-        raise UsageError(f"--validation {n:g} is neither a share below 1 nor a number of examples")
+        raise UsageError(
+            f"--validation {n:g} is neither a share below 1 nor a number of examples; name 0.05 or 50, say"
+        )
 
 
 def report_missing(names: Sequence[str]) -> bool:
@@ -134,7 +136,9 @@ def check_data_names(names: Sequence[str]) -> None:
     for name in names:
         path = name if os.path.exists(name) else name.rpartition("@")[0] or name
         if not (os.path.exists(path) or "/" in path or path == "scenes"):
-            raise UsageError(f"--data {path}: no such file or folder, nor a Hub data set like owner/name")
+            raise UsageError(
+                f"--data {path}: no such file or folder, nor a Hub data set like owner/name; correct the path"
+            )
 
 
 def read_options_from_args(args: argparse.Namespace) -> ReadOptions:

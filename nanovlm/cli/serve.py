@@ -52,7 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     model = model_options(args)
     if not 0 <= args.port <= 65535:
-        raise UsageError(f"--port {args.port} is not from 0 to 65535")
+        raise UsageError(f"--port {args.port} is not from 0 to 65535; 0 takes any free port")
     try:
         from nanovlm.serving.server import listen, serve
     except ModuleNotFoundError as error:

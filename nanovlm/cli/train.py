@@ -162,7 +162,7 @@ def check_flags(args: argparse.Namespace) -> None:
         if both:
             raise UsageError(f"{one} and {other} exclude each other; omit one")
     if not (args.out or args.check_data or args.dry_run):
-        raise UsageError("--out is required: the folder for the model")
+        raise UsageError("--out is required; name a folder for the model")
     if args.tensorboard and find_spec("tensorboard") is None:
         raise UsageError("--tensorboard needs tensorboard: pip install 'nanovlm[tensorboard]'")
     if args.report_to not in (None, "none") and find_spec(args.report_to) is None:

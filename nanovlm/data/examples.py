@@ -87,7 +87,7 @@ def encode(example: Example, processor: Processor, augment: Augment | None = Non
         targets = [*[IGNORE_INDEX] * (len(ids) - start - 1), *answer_ids]
         _append(row, [*ids[start:], *answer_ids[:-1]], targets, segment=2 if example.multi_turn else k + 2)
     if not any(target != IGNORE_INDEX for target in row.targets):
-        raise ExampleError(f"{example.name} has no answer to learn")
+        raise ExampleError(f"{example.name} has no answer to learn; write one, or remove it")
     return row
 
 
@@ -115,7 +115,7 @@ def encode_checked(example: Example, processor: Processor, augment: Augment | No
     special = ("<image>", *(processor.cfg.vlm_extra_tokens or {}).values())
     for pair in example.qa_pairs:
         if not pair[1].strip():
-            raise ExampleError(f"{example.name} has an empty answer to {pair[0]!r}")
+            raise ExampleError(f"{example.name} has an empty answer to {pair[0]!r}; write it, or remove the example")
         for text, kind in zip(pair, ("question", "answer")):
             if token := next((token for token in special if token in text), None):
                 raise ExampleError(f"{example.name} has {token} in its {kind}, where it would be plain text; remove it")

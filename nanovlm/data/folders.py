@@ -86,7 +86,9 @@ def imagefolder_source(folder: str, tables: Mapping[str, list[dict[str, Any]]], 
     supported: Collection[str] = ()
     for table, rows in tables.items():
         if rows and "file_name" not in rows[0]:
-            raise DataError(f"{table} has no column 'file_name', only {', '.join(sorted(map(str, rows[0])))}")
+            raise DataError(
+                f"{table} has no column 'file_name', only {', '.join(sorted(map(str, rows[0])))}; rename one"
+            )
         if rows:
             supported = applicable_options(rows[0], table, options)
         relative = os.path.relpath(Path(table).parent, folder)
@@ -96,7 +98,7 @@ def imagefolder_source(folder: str, tables: Mapping[str, list[dict[str, Any]]], 
             image = os.path.normpath(os.path.join(relative, row["file_name"]))
             records.append({**row, "image": image, "images": None})
     if not records:
-        raise DataError(f"no images found in {folder}: {next(iter(tables))} has no rows")
+        raise DataError(f"no images found in {folder}: {next(iter(tables))} has no rows; write some")
     make_example = partial(record_to_example, root=folder, options=options)
     keys = [record["image"] for record in records]
     return Source(folder, records, make_example, keys, named_by_key=True, supported_options=supported)

@@ -25,7 +25,7 @@ def applicable_options(columns: Collection[str], name: str, options: ReadOptions
     if not {"texts", "image", "images", "file_name", *CHAT_COLUMNS} & set(columns):
         raise DataError(
             f"no images found: {name} has no column image, images, texts, {', '.join(CHAT_COLUMNS)}, "
-            f"only {_listed(columns)}"
+            f"only {_listed(columns)}; rename one"
         )
     if options.preferences:
         _check_columns(PREFERENCES, columns, name)
@@ -85,9 +85,11 @@ def record_to_example(record: Mapping[str, Any], name: str, root: str | None, op
         else:
             pairs, multi_turn = _column_pairs(record, name, options), False
         if marked and len(marked) != len(images):
-            raise ExampleError(f"{name} marks the positions of {len(marked)} images, but has {len(images)}")
+            raise ExampleError(
+                f"{name} marks the positions of {len(marked)} images, but has {len(images)}; correct either"
+            )
         if not pairs:
-            raise ExampleError(f"{name} has no answer to learn")
+            raise ExampleError(f"{name} has no answer to learn; write one, or remove it")
         located = [_locate_image(image, name, root) for image in images]
         return Example(located, pairs, name, multi_turn and len(pairs) > 1, options.preferences)
     except DataError as error:  # a column is missing here, though other records may have it
@@ -141,10 +143,10 @@ def _preferred_and_rejected(record: Mapping[str, Any], name: str, options: ReadO
         after = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         turns, _ = _parse_chat([*before, *after], name)
         if len(turns) != 1:
-            raise ExampleError(f"{name}: {column} has {len(turns)} answers, but one can be compared")
+            raise ExampleError(f"{name}: {column} has {len(turns)} answers; keep one, which can be compared")
         pairs += turns
     if pairs[0][0] != pairs[1][0]:
-        raise ExampleError(f"{name}: chosen and rejected answer different questions")
+        raise ExampleError(f"{name}: chosen and rejected answer different questions; correct either")
     return pairs
 
 
@@ -161,7 +163,7 @@ def _find_columns(columns: Collection[str], name: str, options: ReadOptions) -> 
 
 def _check_columns(required: Iterable[str], columns: Collection[str], name: str) -> None:
     if missing := [column for column in required if column not in columns]:
-        raise DataError(f"{name} has no column {missing[0]!r}, only {_listed(columns)}")
+        raise DataError(f"{name} has no column {missing[0]!r}, only {_listed(columns)}; name one of these")
 
 
 def _listed(columns: Iterable[Any]) -> str:
@@ -213,7 +215,7 @@ def _locate_image(image: Any, name: str, root: str | None) -> Any:
     if isinstance(image, Mapping):  # an image that the datasets library has not decoded
         image = image["bytes"] if image.get("bytes") else image.get("path")
     if image is None:
-        raise ExampleError(f"{name} has an empty value where an image should be")
+        raise ExampleError(f"{name} has an empty value where an image should be; write its path")
     if isinstance(image, bool | int | float | list):
         raise ExampleError(f"{name} has {image!r} where an image should be: a path, or bytes")
     if not isinstance(image, str):
@@ -222,7 +224,7 @@ def _locate_image(image: Any, name: str, root: str | None) -> Any:
         try:
             return base64.b64decode(image.partition(",")[2], validate=True)
         except binascii.Error:
-            raise ExampleError(f"{name} holds a data: image that is not base64") from None
+            raise ExampleError(f"{name} holds a data: image that is not base64; encode it again") from None
     if image.startswith(("http://", "https://")):
         raise ExampleError(f"{name} names the image {image}; download it and name the file")
     return os.path.join(root or "", image.removeprefix("file://"))

@@ -30,7 +30,7 @@ def open_dataset(path: str, files: Sequence[str], options: ReadOptions) -> Sourc
         shards = [partial(_read_shard, path, dataset, i) for i in range(dataset.num_shards)]
         return Stream(path, shards, make_example, keep_row, [*supported, "stream"])
     if not len(dataset):
-        raise DataError(f"no images found: {path} has no rows")
+        raise DataError(f"no images found: {path} has no rows; name another")
     used = None
     if options.min_ratings and "texts" in columns:
         rated = dataset.select_columns(["texts", *(f"{rating}_ratings" for rating in options.min_ratings)])

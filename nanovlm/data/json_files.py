@@ -51,9 +51,9 @@ def _read_json(path: Path) -> Any:
 
 def _check_records(path: str, content: Any) -> list[dict[str, Any]]:
     if not isinstance(content, list):
-        raise DataError(f"{path} holds {type(content).__name__}, not a list of examples")
+        raise DataError(f"{path} holds {type(content).__name__}, not a list of examples; write [...] around them")
     if not content:
-        raise DataError(f"no images found: {path} has no record")
+        raise DataError(f"no images found: {path} has no record; name another file")
     for i, record in enumerate(content):
         if not isinstance(record, dict):
             raise DataError(f"{path}[{i}] is {type(record).__name__}, not an object")
@@ -68,11 +68,13 @@ def _open_coco(path: str, content: dict[str, Any], options: ReadOptions) -> Sour
         for annotation in content["annotations"]:
             samples[files[annotation["image_id"]]]["captions"].append(clean_text(annotation["caption"]))
     except KeyError as error:
-        raise DataError(f"{path} looks like COCO's captions, but lacks {error}, a key or an image's id") from None
+        raise DataError(
+            f"{path} looks like COCO's captions, but lacks {error}, a key or an image's id; write it"
+        ) from None
     except TypeError as error:
-        raise DataError(f"{path} looks like COCO's captions, but has another structure: {error}") from None
+        raise DataError(f"{path} looks like COCO's captions, but has another structure: {error}; correct it") from None
     if not samples:
-        raise DataError(f"no images found: {path} lists none")
+        raise DataError(f"no images found: {path} lists none; name another file")
     root = _find_image_root(path, samples, options) or str(Path(path).parent)
     options_of_captions = replace(options, text_column="captions", prompt_column=None)
     make_example = partial(record_to_example, root=root, options=options_of_captions)

@@ -77,7 +77,7 @@ def split(
         held = [i for i, value in enumerate(values) if value < threshold]
         kept = [i for i, value in enumerate(values) if value >= threshold] if held else range(len(source))
         if not len(kept):
-            raise DataError(f"--validation {validation:g} leaves no example of {source.path} to learn from")
+            raise DataError(f"--validation {validation:g} leaves no example of {source.path} to learn from; lower it")
         train.append(Subset(source, kept, weight))
         held_out += [Subset(source, held, weight)] if held else []
     if validation and not held_out:
@@ -111,7 +111,7 @@ def _key_hashes(source: Source | Stream) -> list[float]:
 def _threshold_for(n: int, ranked: Sequence[float]) -> float:
     """The threshold below which n of the hashes lie, or a few more that equal the n-th."""
     if n >= len(ranked):
-        raise DataError(f"--validation {n} of {len(ranked)} examples leaves none to learn from")
+        raise DataError(f"--validation {n} of {len(ranked)} examples leaves none to learn from; lower it")
     return min((value for value in ranked if value > ranked[n - 1]), default=1.0)
 
 

@@ -37,7 +37,7 @@ def list_files(address: str) -> list[str]:
         else:
             files.append(one)
     if not files:
-        raise DataError(f"{address}: there is no such file")
+        raise DataError(f"{address}: there is no such file; correct the address")
     return files
 
 

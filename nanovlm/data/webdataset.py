@@ -77,7 +77,7 @@ def open_tars(path: str, shards: Sequence[str], options: ReadOptions, names: Seq
             samples.setdefault(os.path.normpath(os.path.join(name, key)), {})[extension] = part
     with_image = {key: sample for key, sample in samples.items() if _has_image(sample)}
     if not with_image:
-        raise DataError(f"no images found in {path}, only {len(samples)} samples of other files")
+        raise DataError(f"no images found in {path}, only {len(samples)} samples of other files; name another")
     make_example = partial(sample_to_example, options=options)
     return captioned_source(path, with_image, _has_text, ".txt or .json", make_example, options, COLUMN_OPTIONS)
 
@@ -154,7 +154,7 @@ def _has_text(sample: Sample) -> bool:
 def sample_to_example(sample: Sample, name: str, options: ReadOptions) -> Example:
     """The example of a sample's images and its caption in a .txt or its record in a .json."""
     if not _has_text(sample):
-        raise ExampleError(f"{name} has no .txt or .json")
+        raise ExampleError(f"{name} has no .txt or .json; write one")
     images = [sample[extension] for extension in sorted(sample) if _is_image(extension)]
     try:
         content = sample.get("txt", sample.get("json"))

@@ -48,7 +48,9 @@ class ChatTemplate:
 
     def __init__(self, source: str):
         if len(source) > MAX_SOURCE:
-            raise CheckpointError(f"lm_chat_template has {len(source):,} characters, more than {MAX_SOURCE:,}")
+            raise CheckpointError(
+                f"lm_chat_template has {len(source):,} characters, more than {MAX_SOURCE:,}; shorten it"
+            )
         extensions = ["jinja2.ext.loopcontrols", _Generation]
         self._sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         try:

@@ -32,7 +32,7 @@ def draw(scene: Scene, width: int = 192, height: int = 192, varied: bool = True)
     Without `varied`, patterns are always dim on bright, dots in straight rows, and hearts deeply notched.
     """
     if min(width, height) < 16:
-        raise InputError(f"an image of {width}x{height} pixels is too small to draw on: use at least 16 x 16")
+        raise InputError(f"an image of {width}x{height} pixels is too small to draw on; use at least 16 x 16")
     rng = Random(scene.seed)
     bright, dim = (tuple(c + rng.randint(-8, 8) for c in tone) for tone in rng.choice(TONES))
     background = scene.background

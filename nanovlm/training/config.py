@@ -199,7 +199,7 @@ class TrainConfig:
             raise InputError("optimizer=muon trains whole matrices; omit it with lora_rank, or choose adamw")
         if not any(self.lr_scales.values()):
             raise InputError(
-                "vision_lr_scale, projector_lr_scale and language_lr_scale are all 0: no weights are left to train"
+                "vision_lr_scale, projector_lr_scale and language_lr_scale are all 0, so nothing is trained; raise one"
             )
 
     @property

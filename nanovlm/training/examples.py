@@ -52,7 +52,9 @@ def parse_data(text: str) -> tuple[str, float | None]:
     try:
         weight = float(share)
     except ValueError:
-        raise UsageError(f"--data {text}: no such file or folder, and {share!r} is no share like 0.3") from None
+        raise UsageError(
+            f"--data {text}: no such file or folder, and {share!r} is no share like 0.3; correct either"
+        ) from None
     if not 0 < weight < math.inf:
         raise UsageError(f"--data {text}: a share must be above 0")
     return path, weight

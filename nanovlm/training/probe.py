@@ -160,7 +160,7 @@ def memory_errors() -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if "DataLoader worker (pid" in str(error):  # killed, or exited
             line = str(error).strip().splitlines()[-1]
-            raise TrainingError(f"{line} Memory may have run out; --num-workers 0 needs less") from error
+            raise TrainingError(f"{line}; memory may have run out: --num-workers 0 needs less") from error
         if is_out_of_memory(error):
             raise TrainingError(f"not enough memory; {REMEDY} (--dry-run measures the memory)") from error
         raise

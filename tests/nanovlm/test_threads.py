@@ -61,7 +61,7 @@ def test_threads_are_set_for_pytorch(monkeypatch):
 def test_a_wrong_number_is_one_line(verb, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main([*verb, "--threads", "none"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith("a number from 1 to 1024")
+    assert capsys.readouterr().err.splitlines()[-1].endswith("must be auto or a number from 1 to 1024")
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_images_of_a_parquet_file_by_row(tmp_path):
     zero, far = members(tmp_path / "a.parquet")
     assert zero == ("0", b"0") and str(far[1]) == "the cell names far.png instead of holding it"
     assert members(tmp_path / "b.parquet") == [("0.0", b"0"), ("0.1", b"1"), ("2.0", b"2")]
-    assert str(members(tmp_path / "c.parquet")[0][1]) == "no column image, images, bytes, only text"
+    assert str(members(tmp_path / "c.parquet")[0][1]) == "no column image, images, bytes, only text; rename one"
     assert str(members(tmp_path / "d.parquet")[0][1]).startswith("cannot be read: ")
 
 

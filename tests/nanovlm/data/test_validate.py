@@ -34,8 +34,8 @@ def test_usable_examples_are_counted_and_shown(processor, capsys):
     assert check_data([train], [held_out], processor, skip_errors=False) == 0
     out = capsys.readouterr().out
     answer_tokens = sum(len(processor.tokenizer.encode(answer)) + 1 for _, answer in PAIRS)
-    assert out.startswith(f"data: 1 examples, 1 images, {answer_tokens} answer tokens; the longest takes ")
-    assert f"\ndata, held out: 1 examples, 0 images, {answer_tokens} answer tokens; " in out
+    assert out.startswith(f"data: 1 example, 1 image, {answer_tokens} answer tokens; the longest takes ")
+    assert f"\ndata, held out: 1 example, 0 images, {answer_tokens} answer tokens; " in out
     questions, conversation = out.split("\n--- ")[1:]
     first = "What is this?<|im_end|>\n<|im_start|>assistant\n[[A red star.<|im_end|>]]\n"
     second = "Is it red?<|im_end|>\n<|im_start|>assistant\n[[yes<|im_end|>]]\n"
@@ -49,7 +49,7 @@ def test_unusable_examples_are_named(processor, capsys, skip_errors, exit_code):
     subset = Subset(source("questions", "empty"), range(2))
     assert check_data([subset], [], processor, skip_errors) == exit_code
     out = capsys.readouterr().out
-    assert "\ndata: 1 examples" in f"\n{out}" and "  data/empty has an empty answer to 'What?'\n" in out
+    assert "\ndata: 1 example," in f"\n{out}" and "  data/empty has an empty answer to 'What?';" in out
     assert ("1 cannot be used and will be skipped:" in out) == skip_errors
 
 

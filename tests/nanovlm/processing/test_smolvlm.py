@@ -246,7 +246,7 @@ def test_settings_that_compute_something_else_are_refused_by_name(folders, tmp_p
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("config.json", {"model_type": "llava"}, "model_type='llava' is not supported"),
+        ("config.json", {"model_type": "llava"}, "model_type='llava' is none of idefics3"),
         ("config.json", {"image_token_id": 5}, "the image token is .*, but config.json has image_token_id=5"),
         ("processor_config.json", {"image_seq_len": 5}, "image_seq_len=5, but a tile has 4 embeddings"),
         (

@@ -399,10 +399,10 @@ def test_check_data_counts_examples_and_shows_them_as_the_model_sees_them(train)
     count = sum(target >= 0 for row in rows for target in row.targets)
     longest = max(len(row.ids) for row in rows)
     assert lines[0] == f"mine: 2 examples, 2 images, {count} answer tokens; the longest takes {longest} of 1024"
-    assert lines[1].startswith("chat.json: 1 examples, 1 images, ")
+    assert lines[1].startswith("chat.json: 1 example, 1 image, ")
     assert lines[3] == "2 cannot be used:"
     assert lines[4] == "  mine/1.png: not an image of a known format, or a damaged one"
-    assert lines[5] == "  mine/2.png has an empty answer to 'Tell!'"
+    assert lines[5] == "  mine/2.png has an empty answer to 'Tell!'; write it, or remove the example"
     place = "(image 1: 1 tile of 96 x 96)\n<|im_start|>user\n<|global_image|><|image|> x 36 "
     first = f"{place}Tell!<|im_end|>\n<|im_start|>assistant\n[[{caption(random_scene(random.Random(0)))}<|im_end|>]]\n"
     assert f"--- mine/0.png\n{first}" in out
