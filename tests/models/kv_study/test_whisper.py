@@ -94,8 +94,6 @@ def test_the_example_of_the_docs_runs(whisper, tmp_path, monkeypatch, capsys):
     """With random weights of a small width and the full vocabulary, and noise in place of a recording."""
     page = (ROOT / "docs" / "kv-caching.md").read_text(encoding="utf-8")
     examples = [block for block in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "load_whisper(" in block]
-    if not examples:
-        pytest.skip("docs/kv-caching.md has no example")
     torch.manual_seed(0)
     dims = dict(zip(DIMENSIONS, (80, 1500, 16, 2, 1, 51865, 448, 16, 2, 1)))
     torch.save({"dims": dims, "model_state_dict": Whisper(dims).state_dict()}, tmp_path / "tiny.pt")
