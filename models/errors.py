@@ -37,12 +37,6 @@ class CheckpointError(NanoVLMError, ValueError):
     exit_code = 2
 
 
-class CompileError(NanoVLMError, RuntimeError):
-    """The decode step could not be compiled on this machine."""
-
-    exit_code = 2
-
-
 ALLOCATOR_ERRORS = ("can't allocate memory", "not enough memory", "out of memory")  # torch's on Linux, Windows, MPS
 
 

@@ -165,6 +165,6 @@ def test_no_identifier_is_in_the_old_dialect():
 
 
 def test_files_are_short_and_the_first_floor_has_few_doors():
-    long = {str(path) for path in GRAPH.files.values() if len(path.read_text(encoding="utf-8").splitlines()) > 350}
-    assert not long
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in GRAPH.files.values()}
+    assert not [path for path, n in lines.items() if n > (120 if path.parent.name == "kv_study" else 350)]
     assert len([path for path in (ROOT / "nanovlm").iterdir() if not path.name.startswith(("_", "py.typed"))]) <= 18

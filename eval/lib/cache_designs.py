@@ -11,20 +11,15 @@ from torch import Tensor
 from eval.lib import flops
 from models.kv_study import sliding_window
 from models.kv_study.block_cache import BlockCache, block_caches, prefill_state
-from models.kv_study.encoder_decoder import EncoderDecoder, KVPair
+from models.kv_study.cross_attention import KVPair
+from models.kv_study.encoder_decoder import EncoderDecoder
 from models.kv_study.eviction import EvictingKV, Policy, observed
 from models.kv_study.hook_cache import HookCache, install_kv_cache_hooks
 from models.kv_study.paged_cache import BlockPool, PagedKV
 from models.kv_study.quantized_cache import QuantizedKV
 from models.kv_study.sliding_window import SlidingWindowKV
-from models.kv_study.static_cache import (
-    LanguageModelStep,
-    TextDecoderStep,
-    export_language_model,
-    export_text_decoder,
-    language_model_cache,
-    text_decoder_cache,
-)
+from models.kv_study.static_cache import LanguageModelStep, TextDecoderStep, language_model_cache, text_decoder_cache
+from models.kv_study.static_export import export_language_model, export_text_decoder
 from models.vision_language_model import VisionLanguageModel
 
 UNCACHED = "no cache"

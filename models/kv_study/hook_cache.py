@@ -1,37 +1,30 @@
 """Whisper's cache: forward hooks on a decoder's key and value projections, installed from outside.
 
-The decoder (models/kv_study/encoder_decoder.py) and its attention contain no cache code. The design is that of
-openai/whisper's `install_kv_cache_hooks` (model.py). Here the keys and values of cross-attention are not only stored
-but also not computed again, a call that fails leaves the cache as it was, and one that does not continue it raises.
+As openai/whisper's `install_kv_cache_hooks` (model.py), but cross-attention's keys and values are computed once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
 from inspect import signature
-from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from models.errors import InputError
-from models.kv_study.encoder_decoder import TextDecoder
+from models.kv_study.text_decoder import TextDecoder
 
-_installed: set[tuple[int, int]] = set()  # (thread, decoder) pairs: two caches on one decoder would both grow
+_installed: set[int] = set()  # ids of decoders: two caches on one would both grow
 
 
 @dataclass
 class HookCache:
-    """Cached outputs of a decoder's key and value projections, each (B, T, C), before they are split into heads.
-
-    All tensors are detached: gradients flow through the newest call only.
-    """
+    """Outputs (B, T, C) of a decoder's key and value projections, detached: gradients flow through the newest call."""
 
     self_kv: dict[nn.Module, Tensor] = field(default_factory=dict)  # of self-attention: grows by every token
     cross_kv: dict[nn.Module, Tensor] = field(default_factory=dict)  # of cross-attention: computed once per image
-    xa: Tensor | None = None  # a copy of the encoded images (N, S, C) from which cross_kv was computed
+    xa: Tensor | None = None  # a copy of the encoded images (N, S, C) behind cross_kv
 
     @property
     def length(self) -> int:
@@ -40,22 +33,19 @@ class HookCache:
 
     def rows(self, index: Tensor) -> "HookCache":
         """Select sequences by index (B_new,), as beam search does; each must stay with its image."""
-        return HookCache(
-            {linear: projected[index] for linear, projected in self.self_kv.items()}, self.cross_kv, self.xa
-        )
+        self_kv = {linear: projected[index] for linear, projected in self.self_kv.items()}
+        return HookCache(self_kv, self.cross_kv, self.xa)
 
 
 @contextmanager
 def install_kv_cache_hooks(decoder: TextDecoder | nn.Module, past: HookCache | None = None) -> Iterator[HookCache]:
     """`with install_kv_cache_hooks(decoder, past) as cache: logits = decoder(ids, xa)`
 
-    Inside the context, each call of the decoder continues `cache`, which starts as a copy of `past`; `past` is not
-    changed. `start_pos` is cache.length. A call with another start_pos or another xa raises InputError. The hooks act
-    only in the thread that installed them, and are removed on exit, also after an error. They serve openai-whisper's
-    own decoder, too, whose calls after the first are of one token each.
+    Each call of the decoder, by one thread, continues `cache`, which starts as a copy of `past`. InputError for another
+    start_pos than cache.length, or another xa. openai-whisper's own decoder reads one token a call after the first.
     """
     past = past or HookCache()
-    cache, key = HookCache(dict(past.self_kv), dict(past.cross_kv), past.xa), (get_ident(), id(decoder))
+    cache, key = HookCache(dict(past.self_kv), dict(past.cross_kv), past.xa), id(decoder)
     if key in _installed:
         raise RuntimeError("another cache is installed on this decoder; leave its `with` before installing this one")
     hooks, handles = _Hooks(cache), []
@@ -77,52 +67,34 @@ def install_kv_cache_hooks(decoder: TextDecoder | nn.Module, past: HookCache | N
             handle.remove()
 
 
-def _in_own_thread(hook: Callable) -> Callable:
-    """Let other threads pass: a hook that returns None changes nothing."""
-
-    @wraps(hook)
-    def guarded(self: "_Hooks", *args: Any) -> Any:
-        return hook(self, *args) if get_ident() == self.thread else None
-
-    return guarded
-
-
 class _Hooks:
     """The hooks of one cache. What a call computes is pending until the decoder returns, then it is cached."""
 
     def __init__(self, cache: HookCache):
-        self.cache, self.thread = cache, get_ident()
+        self.cache = cache
         self.pending: HookCache | None = None  # of the call in progress
 
-    @_in_own_thread
     def begin_call(self, decoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Pre-hook of the decoder: check that the call continues the cache, and fill in start_pos."""
         call = dict(zip(("x", "xa", "start_pos"), args), **kwargs)
         past = self.cache.length
         if call.setdefault("start_pos", past) != past:
-            raise InputError(
-                f"start_pos={call['start_pos']}, but the cache holds {past} tokens; leave start_pos out to continue "
-                "them, or install the hooks without `past` to start again"
-            )
-        if self.cache.xa is not None and not _equal(self.cache.xa, call["xa"]):
-            raise InputError(
-                f"xa {tuple(call['xa'].shape)} is not the one whose keys and values are cached "
-                f"{tuple(self.cache.xa.shape)}; leave the `with` and install the hooks without `past` for other inputs"
-            )
+            raise InputError(f"start_pos={call['start_pos']}, but the cache holds {past} tokens; leave start_pos out")
+        xa, cached = call["xa"], self.cache.xa
+        if cached is not None and (xa.shape != cached.shape or not torch.equal(xa.type_as(cached), cached)):
+            raise InputError(f"xa {tuple(xa.shape)} is not the cached one; install the hooks without `past`")
         if "start_pos" not in signature(decoder.forward).parameters:  # openai-whisper's own decoder, which counts them
             del call["start_pos"]
             call["kv_cache"] = dict(self.cache.self_kv)
-        xa = call["xa"].detach().clone() if self.cache.xa is None else self.cache.xa
+        xa = xa.detach().clone() if cached is None else cached
         self.pending = HookCache(dict(self.cache.self_kv), dict(self.cache.cross_kv), xa)
         return (), call
 
-    @_in_own_thread
     def end_call(self, decoder: nn.Module, args: tuple, output: Tensor) -> None:
         """Forward hook of the decoder: cache what the call computed."""
-        pending, self.pending = self._call(), None
-        self.cache.self_kv, self.cache.cross_kv, self.cache.xa = pending.self_kv, pending.cross_kv, pending.xa
+        vars(self.cache).update(vars(self._call()))
+        self.pending = None
 
-    @_in_own_thread
     def append_self(self, linear: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Forward hook of self-attention: prepend the cached tokens to the new ones."""
         kv = self._call().self_kv
@@ -131,16 +103,13 @@ class _Hooks:
         kv[linear] = output.detach()
         return output
 
-    @_in_own_thread
     def skip_cross(self, linear: nn.Module, args: tuple) -> tuple[Tensor] | None:
         """Forward pre-hook of cross-attention: pass an empty input once the output is cached."""
         return (args[0][:, :0],) if linear in self._call().cross_kv else None
 
-    @_in_own_thread
     def store_cross(self, linear: nn.Module, args: tuple, output: Tensor) -> Tensor:
         """Forward hook of cross-attention: store the first output and return it from then on."""
-        kv = self._call().cross_kv
-        if linear in kv:
+        if linear in (kv := self._call().cross_kv):
             return kv[linear]
         kv[linear] = output.detach()
         return output
@@ -149,7 +118,3 @@ class _Hooks:
         if self.pending is None:
             raise RuntimeError("while hooks are installed, call the decoder itself: not its blocks, nor its `forward`")
         return self.pending
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) and torch.equal(a, b)

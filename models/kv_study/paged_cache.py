@@ -1,16 +1,11 @@
 """A paged cache: blocks of a few tokens, found through a block table, shared until somebody writes.
 
-This is the memory manager of vLLM's PagedAttention (Kwon et al. 2023), in PyTorch. Memory is one pool of blocks, each
-with room for block_size tokens. A sequence owns no memory, only a table of block numbers, so less than one block per
-sequence is wasted, sequences of any length share one pool, and a prefix that sequences have in common is stored once:
-each block counts its references, and is free again when nobody refers to it.
+This is the memory manager of vLLM's PagedAttention (Kwon et al. 2023), in PyTorch: one pool of blocks with room for
+block_size tokens each. A sequence owns a table of block numbers only; blocks count their references.
 
 Copy-on-write: the last block of a prefix may be half full. The first sequence that continues it writes into the free
-places; another one finds them taken, copies this one block, and continues in its copy. vLLM copies whenever the
-reference count is above 1; to look at the places instead saves the first copy, and makes a cache a value like KVCache.
-
-vLLM's kernel reads the blocks where they are. PyTorch's attention wants one tensor, so `key` and `value` gather the
-blocks, a copy of the cache for every step. Each block of the model has its own pool here; vLLM shares one table.
+places; another finds them taken, and copies this one block. So a cache is a value, like KVCache. vLLM's kernel reads
+the blocks where they are; here `key` and `value` gather them, a copy of the cache for every step.
 """
 
 import torch
@@ -65,10 +60,7 @@ class BlockPool:
 
 
 class PagedKV:
-    """One block table per row of the batch, all of the same length. A value: `append` leaves this cache valid.
-
-    Without tables it is empty. To fork is to continue the same cache twice, which copies one block at most.
-    """
+    """One block table per row of the batch, all of the same length; empty without tables. `append` leaves it valid."""
 
     def __init__(self, pool: BlockPool, tables: list[list[int]] | None = None, length: int = 0):
         self.pool, self.tables, self.length = pool, tables or [], length
@@ -82,18 +74,9 @@ class PagedKV:
             for block in table:
                 self.pool.drop(block)
 
-    @property
-    def key(self) -> Tensor:
-        return self._gather(self.pool.key)
-
-    @property
-    def value(self) -> Tensor:
-        return self._gather(self.pool.value)
-
-    @property
-    def bytes_used(self) -> int:
-        """Bytes of all blocks in use in the pool, by whichever sequences."""
-        return self.pool.bytes_used
+    key = property(lambda self: self._gather(self.pool.key))
+    value = property(lambda self: self._gather(self.pool.value))
+    bytes_used = property(lambda self: self.pool.bytes_used)  # of all blocks in use, by whichever sequences
 
     def _gather(self, blocks: Tensor) -> Tensor:
         """(B, n_kv_heads, length, D) from the pool's (n_kv_heads, n_blocks, block_size, D)."""

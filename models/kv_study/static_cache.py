@@ -1,26 +1,22 @@
-"""Static caches: prefill and decode over caches of fixed capacity, exported by `torch.export`.
+"""Static caches: prefill and decode over caches of fixed capacity, for programs without branches.
 
 The blocks are the models' own; StaticKV takes the place of their KVCache. A step writes its keys and values in place
 into tensors that the caller owns, so one cache serves one batch of sequences. Masks are computed from start_pos, a
-tensor. No branch depends on data, so the graphs can be saved, loaded without this code, and compiled further.
+tensor. No branch depends on data, so that `static_export` can export the steps.
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram, export
 
 from models.cache import KVCache
 from models.decoding import GREEDY, SamplingParams, TokenSampler, generate_tokens
-from models.errors import CompileError, InputError
-from models.kv_study.encoder_decoder import KVPair, TextDecoder
+from models.errors import InputError
+from models.kv_study.cross_attention import KVPair
+from models.kv_study.text_decoder import TextDecoder
 from models.language_model import LanguageModel, rope_cos_sin
 
-Programs = dict[str, ExportedProgram]
-BATCH = Dim("batch", min=1, max=2**20)  # torch 2.6 refuses a dimension without a limit
-EXAMPLE_BATCH = 2  # any other but 1, which export would take as a constant
 Step = Callable[[Tensor, Tensor], Tensor]  # ids or embeddings, and start_pos, to logits (B, vocabulary)
 
 
@@ -59,17 +55,6 @@ class LanguageModelStep(nn.Module):
         for block, (k, v) in zip(self.decoder.blocks, kv_cache):
             x, _ = block(x, cos, sin, mask, StaticKV(k, v, positions))
         return self.decoder.head(self.decoder.norm(x[:, -1]))
-
-
-class CrossProjection(nn.Module):
-    """The part of a prefill that depends only on the images: encoded images to each block's keys and values."""
-
-    def __init__(self, decoder: TextDecoder):
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(self, xa: Tensor) -> list[KVPair]:
-        return self.decoder.project_cross_kv(xa)
 
 
 class TextDecoderStep(nn.Module):
@@ -113,62 +98,6 @@ def text_decoder_cache(decoder: TextDecoder, batch: int, capacity: int) -> list[
         raise InputError(f"capacity={capacity} exceeds the decoder's n_ctx={n_ctx}")
     n_head = decoder.blocks[0].attn.n_head
     return new_cache(len(decoder.blocks), batch, n_head, capacity, n_state // n_head, decoder.ln.weight)
-
-
-@torch.no_grad()
-def export_language_model(decoder: LanguageModel, capacity: int) -> Programs:
-    """Export `prefill`, of 2 to capacity embeddings, and `decode`, of one id per sequence, for any batch.
-
-    Inputs are those of LanguageModelStep. `torch.export.save` stores the weights with each program.
-    """
-    step, cache = LanguageModelStep(decoder).eval(), language_model_cache(decoder, EXAMPLE_BATCH, capacity)
-    mask, start = torch.ones(EXAMPLE_BATCH, capacity, dtype=torch.long), torch.tensor(0)
-    x = cache[0][0].new_zeros(EXAMPLE_BATCH, 3, decoder.cfg.lm_hidden_dim)
-    ids = torch.zeros(EXAMPLE_BATCH, 1, dtype=torch.long)
-    batch, length = {0: BATCH}, Dim("length", min=2, max=capacity)
-    kv = [(batch, batch)] * len(cache)
-    return {
-        "prefill": export(step, (x, mask, start, cache), dynamic_shapes=({0: BATCH, 1: length}, batch, None, kv)),
-        "decode": export(step, (ids, mask, start, cache), dynamic_shapes=(batch, batch, None, kv)),
-    }
-
-
-@torch.no_grad()
-def export_text_decoder(decoder: TextDecoder, capacity: int) -> Programs:
-    """Export `cross`, of encoded images, `prefill`, of 2 to capacity ids, and `decode`, of one id per sequence.
-
-    All take any batch, one sequence per image, and any number of patches. Inputs are those of CrossProjection and
-    TextDecoderStep.
-    """
-    step, cache = TextDecoderStep(decoder).eval(), text_decoder_cache(decoder, EXAMPLE_BATCH, capacity)
-    xa = cache[0][0].new_zeros(EXAMPLE_BATCH, 5, decoder.positional_embedding.size(1))
-    cross_kv, start = decoder.project_cross_kv(xa), torch.tensor(0)
-    prompt, ids = (torch.zeros(EXAMPLE_BATCH, n, dtype=torch.long) for n in (3, 1))
-    batch, length, patches = {0: BATCH}, Dim("length", min=2, max=capacity), Dim("patches", min=1)
-    kv = [(batch, batch)] * len(cache)
-    cross = [({0: BATCH, 2: patches},) * 2] * len(cache)
-    prefill = ({0: BATCH, 1: length}, None, cross, kv)
-    return {
-        "cross": export(CrossProjection(decoder).eval(), (xa,), dynamic_shapes=({0: BATCH, 1: patches},)),
-        "prefill": export(step, (prompt, start, cross_kv, cache), dynamic_shapes=prefill),
-        "decode": export(step, (ids, start, cross_kv, cache), dynamic_shapes=(batch, None, cross, kv)),
-    }
-
-
-def compile_programs(programs: Programs, folder: Path) -> None:
-    """Compile each program by AOTInductor to folder/NAME.pt2, which holds the weights and needs torch only.
-
-    `torch._inductor.aoti_load_package` loads it, on processors like the one that compiled it. Raises CompileError
-    without a C++ compiler.
-    """
-    from torch._inductor import aoti_compile_and_package
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        for name, program in programs.items():
-            aoti_compile_and_package(program, package_path=str(folder / f"{name}.pt2"))
-    except InvalidCxxCompiler:
-        raise CompileError("AOTInductor needs a C++ compiler: install g++, or run the exported programs") from None
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Whisper (Radford et al. 2022): its audio encoder and log-mel spectrogram, before the decoder of encoder_decoder.py.
+"""Whisper (Radford et al. 2022): its audio encoder, before the decoder of encoder_decoder.py.
 
 Parameter names are those of openai/whisper's model.py, whose checkpoints load unchanged. Audio needs no cache of its
 own: the encoder runs once, and its keys and values for cross-attention are computed once per recording.
@@ -7,7 +7,6 @@ own: the encoder runs once, and its keys and values for cross-attention are comp
 import math
 import os
 import pickle
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -15,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.errors import CheckpointError, InputError
-from models.kv_study.encoder_decoder import MultiHeadAttention, Seq2SeqModel, TextDecoder
+from models.kv_study.cross_attention import MultiHeadAttention
+from models.kv_study.encoder_decoder import Seq2SeqModel
+from models.kv_study.log_mel import HOP_LENGTH, log_mel
+from models.kv_study.text_decoder import TextDecoder
 
-SAMPLE_RATE = 16_000  # Hz
-N_FFT = 400  # samples in a window of 25 ms
-HOP_LENGTH = 160  # samples from window to window, 10 ms
 DIMENSIONS = (
     "n_mels", "n_audio_ctx", "n_audio_state", "n_audio_head", "n_audio_layer",
     "n_vocab", "n_text_ctx", "n_text_state", "n_text_head", "n_text_layer",
@@ -110,26 +109,6 @@ def load_whisper(folder_or_file: str | os.PathLike) -> Whisper:
     except RuntimeError as error:  # load_state_dict's only error: names or shapes differ
         raise CheckpointError(f"{files[0]} does not match its `dims`: {error}") from None
     return model.eval()
-
-
-def log_mel(audio: Tensor, n_mels: int = 80) -> Tensor:
-    """Log-mel spectrogram of audio (..., samples), float32 at SAMPLE_RATE: (..., n_mels, samples // HOP_LENGTH)."""
-    window = torch.hann_window(N_FFT, device=audio.device)
-    power = torch.stft(audio, N_FFT, HOP_LENGTH, window=window, return_complex=True)[..., :-1].abs() ** 2
-    log = (mel_filters(n_mels).to(audio.device) @ power).clamp(min=1e-10).log10()
-    return (torch.maximum(log, log.amax((-2, -1), keepdim=True) - 8) + 4) / 4
-
-
-@lru_cache
-def mel_filters(n_mels: int) -> Tensor:
-    """Triangular filters (n_mels, N_FFT // 2 + 1) of equal area, equally spaced on Slaney's scale, as in librosa."""
-    bins = torch.linspace(0, SAMPLE_RATE / 2, N_FFT // 2 + 1, dtype=torch.float64)
-    step = math.log(6.4) / 27  # the scale is linear to 1000 Hz, mel 15, and logarithmic beyond
-    mels = torch.linspace(0, 15 + math.log(SAMPLE_RATE / 2 / 1000) / step, n_mels + 2, dtype=torch.float64)
-    hertz = torch.where(mels < 15, mels * 200 / 3, 1000 * torch.exp(step * (mels - 15)))
-    distance, width = bins - hertz[:, None], hertz.diff()[:, None]
-    rising, falling = distance[:-2] / width[:-1], -distance[2:] / width[1:]
-    return (torch.minimum(rising, falling).clamp(min=0) * 2 / (hertz[2:] - hertz[:-2])[:, None]).float()
 
 
 def sinusoids(length: int, channels: int) -> Tensor:

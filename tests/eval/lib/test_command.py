@@ -47,7 +47,7 @@ def test_every_command_takes_a_number_of_threads(capsys, monkeypatch):
             pytest.importorskip("openai")
         with pytest.raises(SystemExit, match="2"):
             importlib.import_module(f"eval.{name}").main(["--threads", "0"])
-        assert "0 is neither auto nor a number from 1 to 1024" in capsys.readouterr().err
+        assert "0 must be auto or a number from 1 to 1024" in capsys.readouterr().err
 
 
 def test_threads_are_those_of_this_process_and_of_later_ones(monkeypatch):

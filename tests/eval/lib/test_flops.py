@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from eval.lib import flops
 from eval.lib.cache_study import exponent
-from models.kv_study.encoder_decoder import TextPrefillState
+from models.kv_study.text_decoder import TextPrefillState
 
 
 @pytest.mark.parametrize("past", [0, 6])

@@ -1,15 +1,15 @@
 """The encoder-decoder and its two caches, explicit and by hooks: same logits as Whisper's and as without a cache."""
 
 import random
-import threading
 
 import pytest
 import torch
 
 from models.decoding import SamplingParams
 from models.errors import InputError
-from models.kv_study.encoder_decoder import EncoderDecoder, TextDecoder, TextPrefillState
+from models.kv_study.encoder_decoder import EncoderDecoder
 from models.kv_study.hook_cache import HookCache, install_kv_cache_hooks
+from models.kv_study.text_decoder import TextDecoder, TextPrefillState
 from support import randomize
 
 
@@ -255,7 +255,7 @@ def test_the_hook_cache_refuses_another_image(encoder_decoder, inference):
         with install_kv_cache_hooks(decoder) as past:
             decoder(ids[:, :4], xa)
             for wrong in (other, torch.cat([xa, other]), xa.double()):
-                with pytest.raises(InputError, match=r"xa \(\d, 16, 24\) is not the one .* without `past`"):
+                with pytest.raises(InputError, match=r"xa \(\d, 16, 24\) is not the cached one; .* without `past`"):
                     decoder(ids[:, 4:], wrong)
             expected = decoder(ids[:, 4:], xa.clone())  # equal values are the same image
         assert past.length == 5
@@ -309,11 +309,11 @@ def test_a_failed_call_leaves_the_hook_cache_as_it_was(encoder_decoder):
 
 
 @torch.no_grad()
-def test_concurrent_caches_do_not_mix(encoder_decoder):
-    """Alternating in one thread, and in four threads at once; a second cache on the same decoder raises."""
+def test_alternating_caches_do_not_mix(encoder_decoder):
+    """A second cache on the same decoder raises."""
     decoder = encoder_decoder.decoder
-    images, ids = encoder_decoder.encode(torch.rand(4, 3, 16, 16)), torch.randint(0, 40, (4, 12))
-    expected = [decoder(ids[i : i + 1], images[i : i + 1]) for i in range(4)]
+    images, ids = encoder_decoder.encode(torch.rand(2, 3, 16, 16)), torch.randint(0, 40, (2, 12))
+    expected = [decoder(ids[i : i + 1], images[i : i + 1]) for i in range(2)]
 
     caches, logits = [HookCache()] * 2, [[], []]
     for t in range(12):
@@ -323,20 +323,6 @@ def test_concurrent_caches_do_not_mix(encoder_decoder):
             caches[i] = extended
     for i in (0, 1):
         torch.testing.assert_close(torch.cat(logits[i], 1), expected[i], atol=1e-4, rtol=1e-4)
-
-    results = {}
-
-    def decode(i):
-        with torch.no_grad():
-            results[i] = chunked_logits(decoder, ids[i : i + 1], images[i : i + 1], list(range(1, 12)))[0]
-
-    threads = [threading.Thread(target=decode, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i in range(4):
-        torch.testing.assert_close(results[i], expected[i], atol=1e-4, rtol=1e-4)
 
     with (
         install_kv_cache_hooks(decoder),

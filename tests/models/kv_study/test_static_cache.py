@@ -1,24 +1,13 @@
 """Exported graphs with static caches match the models, also after saving and loading, and do not branch on data."""
 
 import io
-import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from models.decoding import SamplingParams
-from models.errors import CompileError
-from models.kv_study.static_cache import (
-    EXAMPLE_BATCH,
-    compile_programs,
-    export_language_model,
-    export_text_decoder,
-    language_model_cache,
-    stream,
-    text_decoder_cache,
-)
+from models.kv_study.static_cache import language_model_cache, stream, text_decoder_cache
+from models.kv_study.static_export import EXAMPLE_BATCH, export_language_model, export_text_decoder
 
 CAPACITY = 24
 
@@ -143,49 +132,6 @@ def test_exported_text_decoder_generates_what_the_model_generates(text_decoder, 
         **options,
     )
     assert torch.equal(torch.stack(list(output), 1), encoder_decoder.generate(ids, images, **options))
-
-
-PROGRAM = """
-import sys, torch
-from torch._inductor import aoti_load_package
-
-prefill, decode = (aoti_load_package(f"{name}.pt2") for name in ("prefill", "decode"))
-x, cache, mask = torch.load("inputs.pt")
-ids = [prefill(x, mask, torch.tensor(0), cache).argmax(-1, keepdim=True)]
-for position in range(x.size(1), x.size(1) + 11):
-    ids.append(decode(ids[-1], mask, torch.tensor(position), cache).argmax(-1, keepdim=True))
-assert not [name for name in sys.modules if name.partition(".")[0] in ("models", "nanovlm", "eval")]
-print(torch.cat(ids, 1).tolist())
-"""
-
-
-@pytest.mark.slow  # compiling two graphs takes a minute
-def test_compiled_graphs_generate_the_same_ids_without_this_project(language_model, tmp_path):
-    """In an empty folder with no path to this project, for batches of 2 and 3."""
-    model, programs, _ = language_model
-    compile_programs(programs, tmp_path)
-    (tmp_path / "run.py").write_text(PROGRAM)
-    for batch in (2, 3):
-        images, ids = torch.rand(batch, 3, 16, 16), torch.randint(4, 40, (batch, 9))
-        ids[:, 3:7] = 3
-        with torch.no_grad():
-            x = model.embed(ids, images)
-        mask = torch.ones(batch, CAPACITY, dtype=torch.long)
-        torch.save((x, language_model_cache(model.decoder, batch, CAPACITY), mask), tmp_path / "inputs.pt")
-        run = subprocess.run([sys.executable, "-I", "run.py"], cwd=tmp_path, env={}, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        assert json.loads(run.stdout) == model.generate(ids, images, max_new_tokens=12).tolist()
-
-
-def test_a_missing_compiler_raises(language_model, monkeypatch, tmp_path):
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    def fail(*args, **options):
-        raise InvalidCxxCompiler
-
-    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", fail)
-    with pytest.raises(CompileError, match=r"install g\+\+"):
-        compile_programs(language_model[1], tmp_path)
 
 
 @pytest.mark.full

@@ -7,7 +7,8 @@ import torch
 
 from models.errors import CheckpointError, InputError
 from models.kv_study.hook_cache import install_kv_cache_hooks
-from models.kv_study.whisper import DIMENSIONS, Whisper, load_whisper, log_mel, mel_filters
+from models.kv_study.log_mel import log_mel, mel_filters
+from models.kv_study.whisper import DIMENSIONS, Whisper, load_whisper
 from support import ROOT, randomize
 
 DIMS = dict(zip(DIMENSIONS, (80, 6, 24, 4, 2, 50, 16, 24, 4, 3)))

@@ -1,0 +1,77 @@
+"""A decoder block with cross-attention, whose keys and values are computed once per image.
+
+Architecture and parameter names are those of openai/whisper's model.py (Radford et al. 2022).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from models.attention import attention
+from models.cache import KVCache
+
+KVPair = tuple[Tensor, Tensor]  # keys and values, each (B, n_head, S, D)
+
+
+class MultiHeadAttention(nn.Module):
+    """Whisper's attention. It knows no cache: keys and values are arguments of `attend`."""
+
+    def __init__(self, n_state: int, n_head: int):
+        super().__init__()
+        self.n_head = n_head
+        self.query = nn.Linear(n_state, n_state)
+        self.key = nn.Linear(n_state, n_state, bias=False)
+        self.value = nn.Linear(n_state, n_state)
+        self.out = nn.Linear(n_state, n_state)
+
+    def forward(self, x: Tensor, xa: Tensor | None = None) -> Tensor:
+        """Causal self-attention of x (B, T, C), or cross-attention to xa (N, S, C) where N divides B."""
+        k, v = self.project_kv(x if xa is None else xa)
+        return self.attend(x, k, v, causal_mask(x.size(1), k.size(2), x.device) if xa is None else None)
+
+    def project_kv(self, xa: Tensor) -> KVPair:
+        """Keys and values of xa (N, S, C), each (N, n_head, S, D)."""
+        k, v = self.key(xa), self.value(xa)
+        return k.unflatten(-1, (self.n_head, -1)).transpose(1, 2), v.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+
+    def attend(self, x: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend from x (B, T, C) to given k and v; mask (1, 1, T, S) bool is True where a query may attend."""
+        q = self.query(x).unflatten(-1, (self.n_head, -1))
+        # fold the sequences that share an image into the time dimension, so its keys are not repeated for each
+        q = q.reshape(k.size(0), -1, *q.shape[2:]).transpose(1, 2)
+        return self.out(attention(q, k, v, mask).transpose(1, 2).reshape(x.shape))
+
+
+def causal_mask(n_new: int, n_keys: int, device: torch.device) -> Tensor | None:
+    """Causal mask of the last n_new of n_keys tokens, (1, 1, n_new, n_keys) bool; None where all keys are visible."""
+    if n_new == 1:
+        return None
+    return torch.ones(1, 1, n_new, n_keys, dtype=torch.bool, device=device).tril(n_keys - n_new)
+
+
+class Block(nn.Module):
+    """Pre-norm block: self-attention, cross-attention and an MLP."""
+
+    def __init__(self, n_state: int, n_head: int):
+        super().__init__()
+        self.attn = MultiHeadAttention(n_state, n_head)
+        self.attn_ln = nn.LayerNorm(n_state)
+        self.cross_attn = MultiHeadAttention(n_state, n_head)
+        self.cross_attn_ln = nn.LayerNorm(n_state)
+        self.mlp = nn.Sequential(nn.Linear(n_state, 4 * n_state), nn.GELU(), nn.Linear(4 * n_state, n_state))
+        self.mlp_ln = nn.LayerNorm(n_state)
+
+    def forward(self, x: Tensor, xa: Tensor) -> Tensor:
+        x = x + self.attn(self.attn_ln(x))
+        x = x + self.cross_attn(self.cross_attn_ln(x), xa)
+        return x + self.mlp(self.mlp_ln(x))
+
+    def forward_cached(
+        self, x: Tensor, cross_kv: KVPair, self_kv: KVCache | None, mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
+        """Compute x (B, T, C) with given keys and values of the image, behind the cached tokens self_kv."""
+        y = self.attn_ln(x)
+        k, v = self.attn.project_kv(y)
+        self_kv = KVCache(k, v) if self_kv is None else self_kv.append(k, v)
+        x = x + self.attn.attend(y, self_kv.key, self_kv.value, mask)
+        x = x + self.cross_attn.attend(self.cross_attn_ln(x), *cross_kv)
+        return x + self.mlp(self.mlp_ln(x)), self_kv

@@ -1,0 +1,93 @@
+"""Whisper's text decoder (Radford et al. 2022), whose weights load unchanged, and what it caches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.cache import KVCache
+from models.errors import InputError
+from models.kv_study.cross_attention import Block, KVPair, causal_mask
+
+
+@dataclass(frozen=True)
+class TextPrefillState:
+    """Cached keys and values, one entry per block; a value that can be continued many times."""
+
+    cross_kv: list[KVPair]  # of N images, computed once
+    self_kv: list[KVCache] | None = None  # of B = N * n sequences; the n sequences of an image are adjacent
+
+    @property
+    def length(self) -> int:
+        """Number of tokens cached."""
+        return self.self_kv[0].length if self.self_kv else 0
+
+    def rows(self, index: Tensor) -> "TextPrefillState":
+        """Select sequences by index (B_new,), as beam search does; each must stay with its image.
+
+        The keys and values of the images are shared, not copied.
+        """
+        return TextPrefillState(self.cross_kv, [kv.rows(index) for kv in self.self_kv or []])
+
+
+class TextDecoder(nn.Module):
+    """Whisper's decoder: learned positions, pre-norm blocks, the output head tied to the token embedding."""
+
+    blocks: list[Block]  # an nn.ModuleList, typed by its elements
+
+    def __init__(self, n_vocab: int, n_ctx: int, n_state: int, n_head: int, n_layer: int):
+        super().__init__()
+        self.token_embedding = nn.Embedding(n_vocab, n_state)
+        self.positional_embedding = nn.Parameter(0.01 * torch.randn(n_ctx, n_state))
+        self.blocks = cast(list[Block], nn.ModuleList(Block(n_state, n_head) for _ in range(n_layer)))
+        self.ln = nn.LayerNorm(n_state)
+        nn.init.normal_(self.token_embedding.weight, std=0.02)
+
+    def forward(self, x: Tensor, xa: Tensor, start_pos: int = 0) -> Tensor:
+        """Logits (B, T, n_vocab) float32 of ids x (B, T) at positions start_pos, start_pos + 1, ...
+
+        xa (N, S, n_state) are the encoded images or recordings.
+        """
+        x = self.embed(x, self.positions(start_pos, x.size(1)))
+        for block in self.blocks:
+            x = block(x, xa)
+        return self.logits(x)
+
+    def project_cross_kv(self, xa: Tensor) -> list[KVPair]:
+        """Each block's cross-attention keys and values of the encoded images xa (N, S, n_state)."""
+        return [block.cross_attn.project_kv(xa) for block in self.blocks]
+
+    def forward_cached(self, x: Tensor, state: TextPrefillState) -> tuple[Tensor, TextPrefillState]:
+        """Continue state by ids x (B, T): hidden states (B, T, C), which `logits` takes, and the extended state."""
+        past, T = state.length, x.size(1)
+        x = self.embed(x, self.positions(past, T))
+        x, self_kv = self.run_blocks(x, state.cross_kv, state.self_kv, causal_mask(T, past + T, x.device))
+        return x, TextPrefillState(state.cross_kv, self_kv)
+
+    def run_blocks(
+        self, x: Tensor, cross_kv: list[KVPair], self_kv: Sequence[KVCache] | None, mask: Tensor | None
+    ) -> tuple[Tensor, list[KVCache]]:
+        """Run embeddings x (B, T, C) through all blocks: hidden states and the extended caches, one per block."""
+        extended = []
+        for i, block in enumerate(self.blocks):
+            x, kv = block.forward_cached(x, cross_kv[i], self_kv[i] if self_kv else None, mask)
+            extended.append(kv)
+        return x, extended
+
+    def positions(self, start: int, n: int) -> Tensor:
+        """Positions start ... start + n - 1, (n,) int64; InputError beyond n_ctx."""
+        n_ctx = len(self.positional_embedding)
+        if start + n > n_ctx:
+            raise InputError(f"{start + n} tokens exceed the decoder's n_ctx={n_ctx}; shorten the prompt or the answer")
+        return torch.arange(start, start + n, device=self.positional_embedding.device)
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Token plus position embeddings of ids (B, T) at positions (T,): (B, T, C)."""
+        return self.token_embedding(ids) + self.positional_embedding[positions]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Hidden states (..., C) to float32 logits (..., n_vocab)."""
+        return F.linear(self.ln(x), self.token_embedding.weight).float()
