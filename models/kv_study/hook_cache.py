@@ -81,7 +81,7 @@ class _Hooks:
         if call.setdefault("start_pos", past) != past:
             raise InputError(f"start_pos={call['start_pos']}, but the cache holds {past} tokens; leave start_pos out")
         xa, cached = call["xa"], self.cache.xa
-        if cached is not None and (xa.shape != cached.shape or not torch.equal(xa.type_as(cached), cached)):
+        if cached is not None and (xa.dtype != cached.dtype or not torch.equal(xa, cached)):
             raise InputError(f"xa {tuple(xa.shape)} is not the cached one; install the hooks without `past`")
         if "start_pos" not in signature(decoder.forward).parameters:  # openai-whisper's own decoder, which counts them
             del call["start_pos"]
