@@ -26,7 +26,7 @@ def messages():
                     yield pytest.param(text, id=f"{path.relative_to(ROOT)}:{node.lineno}")
 
 
-@pytest.mark.parametrize("text", messages())
+@pytest.mark.parametrize("text", list(messages()))
 def test_a_message_says_what_to_do(text):
     assert not text.endswith((".", "!")) and "  " not in text and not re.search(r"\b(failed|invalid|illegal)$", text)
     is_another_error = re.fullmatch(r"[\w/:{} -]*\{\}", text)  # which names its own way out
