@@ -31,7 +31,7 @@ import openai
 
 from eval.lib.command import add_device_flags, make_parser, positive, progress, report
 from eval.lib.hardware import environment
-from eval.lib.soak import plot, soak
+from eval.lib.soak import Soak, plot
 from eval.lib.tables import table
 from nanovlm import PROMPT
 from nanovlm.device import choose_device, choose_dtype
@@ -195,10 +195,10 @@ def running_server(flags: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 
 def run_soak(args: argparse.Namespace, flags: Sequence[str], where: str) -> int:
-    """Run and report `soak`; 1 if an answer was wrong or a status unexpected."""
+    """Run and report a `Soak`; 1 if an answer was wrong or a status unexpected."""
     bodies = [{"messages": [first_message(image)]} for image in scene_urls(20, args.seed)]
     with running_server(flags) as (url, pid):
-        result = asyncio.run(soak(url, pid, bodies, args.minutes, args.seed))
+        result = asyncio.run(Soak(url, pid, bodies, args.minutes, args.seed).run())
     if args.plot:
         plot(result, args.plot)
     rows = [["modest client", "answers", "median", "p95", "server's memory"]]
