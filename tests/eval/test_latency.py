@@ -161,7 +161,7 @@ def test_a_float32_engine_with_errors_fails_the_command(capsys, monkeypatch):
         (["--stages", "encode", "speak"], "speak"),
         (["--image-size", "0"], "0 must be 1 or more"),
         (["--level", "vnni", "amx-emulated"], "this CPU has no level amx-emulated; use "),
-        (["--threads", "many"], "--threads many is neither auto nor a number"),
+        (["--threads", "many"], "--threads many must be auto or a number"),
     ],
 )
 def test_wrong_flags_are_one_line_and_exit_code_2(capsys, flags, message):
