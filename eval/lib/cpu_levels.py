@@ -10,6 +10,7 @@ from models.inference.kernels.load import FOR_TESTS, available_levels, chosen_le
 VARIABLE = "NANOVLM_CPU_LEVEL"
 PEERS = {  # read once, when oneDNN (in PyTorch and in OpenVINO), MKL and ATen start
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    "avx2-vnni": {"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
     "vnni": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
     "bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
 }

@@ -13,6 +13,7 @@ from eval.peers.llama_cpp_engine import LlamaCppEngine
 from eval.peers.onnxruntime_engine import OnnxRuntimeEngine
 from eval.peers.openvino_engine import OpenVINOEngine
 from models.decoding import TokenSampler
+from models.inference.kernels.load import WITHOUT_BF16_DOT
 from models.language_model import LanguageModel
 from models.vision_language_model import PrefillState
 from nanovlm import PROMPT
@@ -200,7 +201,7 @@ def _baseline(
     if name == "onnxruntime":
         precisions = ("float32", "int8") if quantize == "int8" else ("float32",)
         return [OnnxRuntimeEngine(captioner, precision, temporary) for precision in precisions]
-    if current_level() in ("avx2", "vnni"):  # OpenVINO then computes bfloat16 in float32, but not if oneDNN is held
+    if current_level() in WITHOUT_BF16_DOT:  # OpenVINO then computes bfloat16 in float32, but not if oneDNN is held
         dtypes = list(dict.fromkeys(torch.float32 if dtype == torch.bfloat16 else dtype for dtype in dtypes))
     quantized = [OpenVINOEngine(captioner, dtypes[-1], temporary, int8=True)] if quantize == "int8" else []
     return [OpenVINOEngine(captioner, dtype, temporary) for dtype in dtypes] + quantized

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from models import language_model, vision_transformer
 from models.cache import KVCache, capacity_for
 from models.errors import InputError
-from models.inference.kernels.load import chosen_level, load_library
+from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, load_library
 from models.language_model import build_attention_mask, rope_cos_sin
 from models.modality_projector import ModalityProjector, pixel_shuffle
 from models.vision_language_model import PrefillState, VisionLanguageModel
@@ -163,7 +163,7 @@ class KernelNetwork:
         library = None if level is None else load_library(level)
         assert level is not None and library is not None  # see supports
         self.level, self._library = level, library
-        bf16 = model.dtype == torch.bfloat16 and level not in ("avx2", "vnni")
+        bf16 = model.dtype == torch.bfloat16 and level not in WITHOUT_BF16_DOT
         self.cache_dtype = torch.bfloat16 if bf16 else torch.float32
         self._kept: list[Any] = []  # what the structs point to
         self._decoder = self._pack_decoder(model.decoder)

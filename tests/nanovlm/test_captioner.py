@@ -16,7 +16,7 @@ from PIL import Image
 import nanovlm
 from models.decoding import SamplingParams
 from models.inference.inference_model import InferenceModel
-from models.inference.kernels.load import available_levels
+from models.inference.kernels.load import WITHOUT_BF16_DOT, available_levels
 from models.lora import adapt, adapters, write_adapters
 from nanovlm import SAMPLE, Captioner, ChatSession
 from nanovlm.captioner import Stats
@@ -373,10 +373,10 @@ def test_auto_keeps_stored_bfloat16_where_it_is_multiplied_exactly(model_folder,
     text = exact.tokenizer.to_json()
     exact.model.save_pretrained(half := tmp_path / "half", tokenizer=text, dtype=torch.bfloat16)
     stored = {model_folder: torch.float32, half: torch.bfloat16}
-    for level in set(available_levels()) & {"avx2", "vnni", "bf16", "amx"}:
+    for level in set(available_levels()) & {*WITHOUT_BF16_DOT, "bf16", "amx"}:
         monkeypatch.setenv("NANOVLM_CPU_LEVEL", level)
         for folder, dtype in stored.items():
-            wanted = dtype if level in ("avx2", "vnni") else torch.bfloat16
+            wanted = dtype if level in WITHOUT_BF16_DOT else torch.bfloat16
             assert Captioner.from_pretrained(folder, "cpu").inference.dtype == wanted
 
 

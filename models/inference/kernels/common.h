@@ -7,12 +7,15 @@
 // Levels of instructions. This source is compiled into one library for each, with -DLEVEL=<number>.
 #define NAIVE 0  // plain loops: what the tests compare the others with
 #define AVX2 1
-#define VNNI 2   // AVX-512 with int8 dot products
-#define BF16_DOT 3  // AVX-512 with bfloat16 dot products, too
-#define AMX 4
+#define AVX2_VNNI 2  // AVX2 with int8 dot products
+#define VNNI 3   // AVX-512 with int8 dot products
+#define BF16_DOT 4  // AVX-512 with bfloat16 dot products, too
+#define AMX 5
 
 #if LEVEL == AVX2
 #pragma GCC target("avx2,fma,f16c")
+#elif LEVEL == AVX2_VNNI
+#pragma GCC target("avx2,fma,f16c,avxvnni")
 #elif LEVEL == VNNI
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,prefer-vector-width=512")
 #elif LEVEL >= BF16_DOT
@@ -27,7 +30,7 @@
 
 #define LANES (LEVEL >= VNNI ? 16 : 8)  // float32 values of a vector
 #define PANEL (2 * LANES)               // tokens of a panel
-#define BLOCK_ROWS (LEVEL == AMX ? 32 : LEVEL >= VNNI ? 12 : LEVEL == AVX2 ? 6 : 4)  // weight rows of one multiply
+#define BLOCK_ROWS (LEVEL == AMX ? 32 : LEVEL >= VNNI ? 12 : LEVEL > NAIVE ? 6 : 4)  // weight rows of one multiply
 #define UNIT_MULTIPLE (LEVEL == AMX ? 16 : 1)  // a depth in units is padded to it
 #define HAS_BF16_DOT (LEVEL == NAIVE || LEVEL >= BF16_DOT)
 #define INT8_PER_UNIT (LEVEL == AVX2 ? 2 : 4)  // AVX2 multiplies int8 as int16
@@ -87,7 +90,7 @@ INLINE long round_up(long n, long multiple) { return (n + multiple - 1) / multip
 #if LEVEL >= VNNI
 INLINE vec max_vec(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE vec min_vec(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
-#elif LEVEL == AVX2
+#elif LEVEL > NAIVE
 INLINE vec max_vec(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
 INLINE vec min_vec(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
 #else

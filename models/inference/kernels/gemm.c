@@ -65,6 +65,8 @@ INLINE ivec dot(long type, ivec sum, ivec left, ivec right) {
     if (type == FLOAT32) return (ivec)((vec)sum + (vec)left * (vec)right);
 #if LEVEL == AVX2
     return sum + (ivec)_mm256_madd_epi16((__m256i)left, (__m256i)right);
+#elif LEVEL == AVX2_VNNI
+    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)left, (__m256i)right);
 #else
     if (type == INT8) return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
 #if LEVEL >= BF16_DOT

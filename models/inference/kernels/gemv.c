@@ -70,6 +70,11 @@ INLINE ivec dot_int8(const uint8_t *w, const int8_t *x) {
         sum += (ivec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
     }
     return sum;
+#elif LEVEL == AVX2_VNNI
+    ivec sum = {0};
+    for (int i = 0; i < QUANT_GROUP; i += 32)
+        sum = (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)load_int(w + i), (__m256i)load_int(x + i));
+    return sum;
 #else
     return (ivec)_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_loadu_si512(w), _mm512_loadu_si512(x));
 #endif
@@ -95,7 +100,7 @@ INLINE void dot_rows_int4(const matrix *w, long row, const long rows, const oper
     vec sum[4] = {0}, least[4] = {0};
     for (long g = 0; g < n_groups; g += LANES) {
         const long n = min_long(LANES, n_groups - g);
-#if LEVEL == AVX2
+#if LEVEL < VNNI
         const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
         const vec token_scale = (vec)_mm256_maskload_ps(x->scale + g, mask);
         const vec token_sum = (vec)_mm256_maskload_ps(x->group_sum + g, mask);
@@ -106,7 +111,7 @@ INLINE void dot_rows_int4(const matrix *w, long row, const long rows, const oper
 #endif
         for (long r = 0; r < rows; r++) {
             const uint8_t *bytes = data + r * w->stride / 2 + g * INT4_GROUP / 2;
-#if LEVEL == AVX2
+#if LEVEL < VNNI
             const ivec pairs = (ivec)_mm256_maskload_epi32((const int *)groups + r * n_groups + g, mask);
 #else
             const ivec pairs = (ivec)_mm512_maskz_loadu_epi32(mask, groups + r * n_groups + g);
@@ -120,11 +125,16 @@ INLINE void dot_rows_int4(const matrix *w, long row, const long rows, const oper
                 const __m256i first = _mm256_and_si256(both, low);
                 const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
                 const char *token = x->data + (g + j) * INT4_GROUP;
-#if LEVEL == AVX2
+#if LEVEL < VNNI
                 for (int half = 0; half < 2; half++) {
                     const __m256i values = _mm256_loadu_si256((const __m256i *)token + half);
-                    const __m256i dots = _mm256_maddubs_epi16(half ? second : first, values);
-                    const ivec exact = (ivec)_mm256_madd_epi16(dots, _mm256_set1_epi16(1));
+                    const __m256i q = half ? second : first;
+#if LEVEL == AVX2
+                    const __m256i pairs_of_dots = _mm256_maddubs_epi16(q, values);
+                    const ivec exact = (ivec)_mm256_madd_epi16(pairs_of_dots, _mm256_set1_epi16(1));
+#else
+                    const ivec exact = (ivec)_mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), q, values);
+#endif
                     const __m256 scales = _mm256_permutevar8x32_ps((__m256)scale, _mm256_set1_epi32((int)j + half));
                     sum[r] += __builtin_convertvector(exact, vec) * (vec)scales;
                 }

@@ -1,4 +1,4 @@
-// One level of the kernel library: compiled with -DLEVEL=0 to 4, see common.h.
+// One level of the kernel library: compiled with -DLEVEL=0 to 5, see common.h.
 #include "common.h"
 #include "amx.c"
 #include "elementwise.c"

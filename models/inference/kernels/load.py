@@ -23,14 +23,18 @@ from models.errors import InputError
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-LEVELS = {  # name: what common.h is compiled with, and the flags that the CPU must have beside those of earlier levels
+AVX2 = ("avx2", "fma", "f16c")
+AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")
+LEVELS = {  # name: what common.h is compiled with, and the flags that the CPU must have
     "naive": (("-DLEVEL=0",), ()),
-    "avx2": (("-DLEVEL=1",), ("avx2", "fma", "f16c")),
-    "vnni": (("-DLEVEL=2",), ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")),
-    "bf16": (("-DLEVEL=3",), ("avx512_bf16",)),
-    "amx-emulated": (("-DLEVEL=4", "-DEMULATE_AMX"), ()),
-    "amx": (("-DLEVEL=4",), ("amx_tile", "amx_bf16", "amx_int8")),
+    "avx2": (("-DLEVEL=1",), AVX2),
+    "avx2-vnni": (("-DLEVEL=2",), (*AVX2, "avx_vnni")),
+    "vnni": (("-DLEVEL=3",), AVX512),
+    "bf16": (("-DLEVEL=4",), (*AVX512, "avx512_bf16")),
+    "amx-emulated": (("-DLEVEL=5", "-DEMULATE_AMX"), (*AVX512, "avx512_bf16")),
+    "amx": (("-DLEVEL=5",), (*AVX512, "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")),
 }
+WITHOUT_BF16_DOT = ("avx2", "avx2-vnni", "vnni")  # levels that multiply bfloat16 weights in float32
 FOR_TESTS = ("naive", "amx-emulated")  # plain loops, and AMX's instructions in plain C
 FLAGS = [
     "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-w",
@@ -52,12 +56,10 @@ def cpu_info(field: str) -> str:
 
 def available_levels() -> list[str]:
     """The levels that this CPU can run, lowest first; empty on a CPU that is not x86-64, or not on Linux."""
-    flags, levels = set(cpu_info("flags").split()), []
-    for name, (_, needed) in LEVELS.items():
-        if platform.machine() != "x86_64" or not flags.issuperset(needed):
-            break
-        levels.append(name)
-    return levels if flags else []
+    flags = set(cpu_info("flags").split())
+    if platform.machine() != "x86_64" or not flags:
+        return []
+    return [name for name, (_, needed) in LEVELS.items() if flags.issuperset(needed)]
 
 
 def chosen_level() -> str | None:
@@ -130,6 +132,8 @@ def load_library(level: str) -> ctypes.CDLL | None:
             raise OSError(f"other users can write to {path.parent}")
         return _opened(path, level)
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        if level == "avx2-vnni":  # which compilers before gcc 11 and clang 12 do not know
+            return load_library("avx2")
         reason = (getattr(error, "stderr", None) or str(error)).strip().partition("\n")[0]
         logger.warning("no CPU kernels (%s): PyTorch's own operations are used, which are slower", reason)
     return None

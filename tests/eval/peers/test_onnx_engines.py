@@ -13,13 +13,14 @@ from eval.lib.cpu_levels import current_level
 from eval.lib.random_model import write_random_model
 from eval.peers.engines import EngineOptions, make_engines, plain_engine
 from eval.peers.onnx_engine import export_graphs, weights_digest
+from models.inference.kernels.load import WITHOUT_BF16_DOT
 from nanovlm.errors import MissingExtraError
 from support.smolvlm import write_folder
 
 pytestmark = pytest.mark.full
 needs_onnx = pytest.mark.skipif(not importlib.util.find_spec("onnxscript"), reason="needs onnxscript")
 PEERS = {"onnxruntime": ["float32", "int8"], "openvino": ["float32", "bfloat16", "int8"]}
-if current_level() in ("avx2", "vnni"):
+if current_level() in WITHOUT_BF16_DOT:
     PEERS["openvino"] = ["float32", "int8"]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from models.errors import InputError
 from models.inference.inference_model import InferenceModel, PlainNetwork
 from models.inference.kernel_network import KernelNetwork
-from models.inference.kernels.load import available_levels
+from models.inference.kernels.load import WITHOUT_BF16_DOT, available_levels
 from models.inference.quantization import QuantizedLinear
 from models.lora import adapt, adapters, merge, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel
@@ -290,7 +290,7 @@ def test_attention_masks_positions_and_odd_lengths(tiny_model, dtype, level):
     """
     model = tiny_model(lm_max_position_embeddings=256).to(dtype)
     inference, model = InferenceModel(model), copy.deepcopy(model).float()
-    exact = dtype == torch.float32 or level in ("avx2", "vnni")
+    exact = dtype == torch.float32 or level in WITHOUT_BF16_DOT
     for B, T in ((1, 2), (2, 31), (3, 33), (1, 70), (5, 16)):
         ids = torch.randint(4, 40, (B, T), generator=torch.Generator().manual_seed(T))
         padded = torch.ones(B, T, dtype=torch.long)
