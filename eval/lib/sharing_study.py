@@ -5,16 +5,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from eval.lib.command import progress
-from eval.lib.speculation import small_config, train
+from eval.lib.speculation import DIGITS, small_config, sort_cached, train
 from eval.lib.tables import table
 from eval.sort_task import splits
 from models.kv_study.sharing import CrossLayerModel, LatentAttention
 from models.language_model import LanguageModel
 
-DIGITS, VALUES = 6, 4  # of the sorting task: 4,096 inputs, a quarter of which is held out
+VALUES = 4  # of the sorting task's digits: 4,096 inputs, a quarter of which is held out
 WIDTH, HEADS, BLOCKS, LATENT = 48, 4, 4, 12
 MAX_STEPS, SEEDS, ENOUGH = 1200, 3, 0.995
 
@@ -38,18 +37,6 @@ def make_model(design: str) -> LanguageModel:
     for block in model.blocks if design.startswith("MLA") else ():
         block.add_module("attn", LatentAttention(cfg, LATENT))
     return model
-
-
-@torch.inference_mode()
-def sort_cached(model: LanguageModel, inputs: Tensor) -> tuple[float, float]:
-    """The share of inputs (n, DIGITS) that greedy decoding with a cache sorts, and the cache's bytes/token."""
-    logits, kv_cache = model(inputs)
-    answer = [logits[:, -1:].argmax(-1)]
-    for i in range(DIGITS - 1):
-        logits, kv_cache = model(answer[-1], None, kv_cache, DIGITS + i)
-        answer.append(logits.argmax(-1))
-    right = (torch.cat(answer, 1) == inputs.sort(1).values).all(1).float().mean()
-    return float(right), sum(kv.bytes_used for kv in kv_cache) / (len(inputs) * (2 * DIGITS - 1))
 
 
 def measure_sharing(max_steps: int = MAX_STEPS, seeds: int = SEEDS) -> list[Shared]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from eval.lib import sharing_study
-from eval.lib.sharing_study import Shared, make_model, sharing_table, sort_cached
-from eval.lib.speculation import train
+from eval.lib.sharing_study import Shared, make_model, sharing_table
+from eval.lib.speculation import sort_cached, train
 
 
 def test_bytes_are_those_of_each_design():
