@@ -134,7 +134,7 @@ def measure_doctags(n: int = 50, n_training: int = 300, steps: int = 100) -> lis
     text = torch.tensor([token for page in pages for token in page])
 
     def state_at(n: int) -> PrefillState:
-        return PrefillState([KVCache(*[torch.empty(1, 1, n, 0)] * 2)])
+        return PrefillState([KVCache(torch.empty(1, 1, n, 0), torch.empty(1, 1, n, 0))])
 
     def read(new: Tensor, state: PrefillState) -> tuple[Tensor, PrefillState]:
         stop = state.length + new.size(1)

@@ -40,9 +40,9 @@ class Processor:
         """The largest number of tiles of one image, global view included."""
         return self.layout.max_tiles_per_image(self.max_tiles)
 
-    def preprocess(self, image: Image.Image) -> tuple[Tensor, Grid]:
+    def preprocess(self, image: Image.Image, max_tiles: int | None = None) -> tuple[Tensor, Grid]:
         """Tiles of an RGB image, (n, 3, S, S) float32, and their grid; whatever the format adds to them is in n."""
-        return self.layout.preprocess(image, self.max_tiles, self.upscale)
+        return self.layout.preprocess(image, max_tiles or self.max_tiles, self.upscale)
 
     def encode(self, images: Sequence[Image.Image], question: str) -> EncodedPrompt:
         """Token ids and tiles of one question about images, any number of them."""
@@ -56,7 +56,7 @@ class Processor:
         """
         from nanovlm.processing.video import video_texts
 
-        tiles, grids = zip(*(self.layout.preprocess(frame, 1, self.upscale) for frame in video.frames))
+        tiles, grids = zip(*(self.preprocess(frame, 1) for frame in video.frames))
         if not self.layout.images_in_turns:
             return self.encode_prompt(grids, question), list(tiles)
         *labels, end = video_texts(video)

@@ -24,6 +24,7 @@ MAX_FRAMES = 8  # by default; 64 frames, as transformers takes, are minutes of w
 LISTED_FPS = 24.0  # of frames without times, as in transformers
 SKIPPED_SECONDS = 1  # at both ends of a long video
 DECODING_SECONDS, DECODING_BYTES = 120, 4 * 2**30  # limits of the process that decodes
+MAX_FRAME_PIXELS = 16_000_000  # of a video file; 4K has half of them
 MAX_ANIMATION_FRAMES = 10_000
 ONES = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
@@ -160,6 +161,8 @@ def _main(path: str, max_frames: int) -> None:
         sys.exit(MissingExtraError.exit_code)
     with av.open(path) as container:
         stream = container.streams.video[0]
+        if stream.width * stream.height > MAX_FRAME_PIXELS:
+            sys.exit(f"ImageError: frames of {stream.width} x {stream.height}, more than {MAX_FRAME_PIXELS:,} pixels")
         fps = float(stream.average_rate or LISTED_FPS)
         n_frames = stream.frames or sum(1 for _ in container.decode(stream))
     kept, shown = set(sample_frames(n_frames, fps, max_frames)), []

@@ -1,8 +1,12 @@
 """From a request's messages to what the model reads."""
 
+import base64
 import hashlib
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -15,14 +19,14 @@ from nanovlm.processing.image_urls import decode_data_url
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.serving.errors import APIError
-from nanovlm.serving.protocol import Message, TextPart
+from nanovlm.serving.protocol import ContentPart, ImagePart, MediaURL, Message, TextPart
 
 
 @dataclass(frozen=True)
 class Chat:
     """A conversation up to the question to answer; history holds the questions and answers before it."""
 
-    image_urls: list[str]
+    image_urls: list[MediaURL]
     history: list[tuple[str, str]]
     question: str
     answer: str = ""  # the beginning of the answer, which the model continues
@@ -137,22 +141,56 @@ def prepare_completion(prompt: str | list[int], tokenizer: Tokenizer) -> ModelIn
     return ModelInputs(torch.tensor(ids), [], list(ids))
 
 
+def decode_file(name: str, file: str | bytes) -> bytes:
+    """The bytes of a file or of a data URL; ImageError begins with its name."""
+    try:
+        return decode_data_url(file) if isinstance(file, str) else file
+    except ImageError as error:
+        raise ImageError(f"{name}: {error}") from None
+
+
 def preprocess(
-    name: str, file: str | bytes, processor: Processor, max_pixels: int, image_cache: ImageCache | None = None
+    name: str,
+    file: str | bytes,
+    processor: Processor,
+    max_pixels: int,
+    image_cache: ImageCache | None = None,
+    detail: str = "auto",
 ) -> ImageInput:
     """An image of a request, a file or a data URL; ImageError begins with its name. Threads may do it.
 
     An image that the cache holds is neither decoded nor encoded again.
     """
-    try:
-        data = decode_data_url(file) if isinstance(file, str) else file
-    except ImageError as error:
-        raise ImageError(f"{name}: {error}") from None
-    key = hashlib.blake2b(data, digest_size=16).digest()
+    data = decode_file(name, file)
+    key = hashlib.blake2b(data, digest_size=16, salt=b"one tile" if detail == "low" else b"").digest()
     if image_cache is not None and (cached := image_cache.find(key)):
         return cached
-    tiles, grid = processor.preprocess(load_image(data, name, max_pixels))
+    tiles, grid = processor.preprocess(load_image(data, name, max_pixels), 1 if detail == "low" else None)
     return ImageInput(tiles, key, grid)
+
+
+def video_parts(name: str, file: str | bytes, with_times: bool) -> list[ContentPart]:
+    """A video of a request as images of one tile and, with_times, SmolVLM2's text around them. Threads may do it.
+
+    Another process decodes it, whatever its format, within limits. ImageError begins with its name.
+    """
+    from nanovlm.processing.video import MAX_FRAMES, Video, video_texts
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "video.mp4")
+        path.write_bytes(decode_file(name, file))
+        try:
+            video = Video.read(path, MAX_FRAMES)
+        except ImageError as error:
+            raise ImageError(str(error).replace(str(path), name)) from None
+    *labels, end = video_texts(video)
+    parts: list[ContentPart] = []
+    for label, frame in zip(labels, video.frames):
+        frame.save(buffer := io.BytesIO(), "BMP")  # which takes no time, unlike PNG
+        url = f"data:image/bmp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        parts += [TextPart(type="text", text=label)] if with_times else []
+        parts.append(ImagePart(type="image_url", image_url=MediaURL(url=url, detail="low")))
+    return [*parts, TextPart(type="text", text=end)] if with_times else parts
 
 
 def invalid_image(message: str, param: str) -> APIError:

@@ -6,15 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from nanovlm.errors import InputError
 from nanovlm.options import GenerationOptions
@@ -53,8 +45,9 @@ def text_as(expand: Callable[[str], Any]) -> BeforeValidator:
 # ------------------------------------------------------------------------------------------------------------ messages
 
 
-class ImageURL(StrictModel):
+class MediaURL(StrictModel):
     url: str
+    detail: Literal["auto", "low", "high"] = "auto"  # low: an image is one tile
 
 
 class TextPart(StrictModel):
@@ -64,10 +57,15 @@ class TextPart(StrictModel):
 
 class ImagePart(StrictModel):
     type: Literal["image_url", "input_image"]
-    image_url: Annotated[ImageURL, text_as(lambda url: {"url": url})]
+    image_url: Annotated[MediaURL, text_as(lambda url: {"url": url})]
 
 
-ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+class VideoPart(StrictModel):
+    type: Literal["video_url"]  # vLLM's
+    video_url: Annotated[MediaURL, text_as(lambda url: {"url": url})]
+
+
+ContentPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
 
 
 class Message(StrictModel):
@@ -86,8 +84,8 @@ class Message(StrictModel):
         return "\n".join(part.text for part in self.content if isinstance(part, TextPart))
 
     @property
-    def image_urls(self) -> list[str]:
-        return [part.image_url.url for part in self.content if isinstance(part, ImagePart)]
+    def image_urls(self) -> list[MediaURL]:
+        return [part.image_url for part in self.content if isinstance(part, ImagePart)]
 
 
 # -------------------------------------------------------------------------------------------------------- the request

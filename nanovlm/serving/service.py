@@ -37,12 +37,13 @@ from nanovlm.serving.chat_format import (
     prepare_completion,
     prepare_inputs,
     preprocess,
+    video_parts,
 )
 from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import APIError, as_api_error
 from nanovlm.serving.limits import Limits
 from nanovlm.serving.metrics import Metrics
-from nanovlm.serving.protocol import Dialect, GenerationRequest
+from nanovlm.serving.protocol import ContentPart, Dialect, GenerationRequest, VideoPart
 from nanovlm.serving.response_formats import ChatFormat, TextDelta
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
 
@@ -223,7 +224,9 @@ class ChatService:
             tokenizer = self.captioner.tokenizer
             run = partial(self.threads.run, request.client, prepare_completion)
             return [await run(prompt, tokenizer) for prompt in request.prompts], lambda: None
-        chat = parse_messages(request.messages, request.prompt_field, self.captioner.processor.layout.images_in_turns)
+        in_turns = self.captioner.processor.layout.images_in_turns
+        await self._replace_videos(request, in_turns)
+        chat = parse_messages(request.messages, request.prompt_field, in_turns)
         if not chat.image_urls and not self._warned_of_no_image:
             self._warned_of_no_image = True
             logger.warning(NO_IMAGE)
@@ -236,13 +239,29 @@ class ChatService:
         images: list[ImageInput] = []
         for number, file in enumerate(files, 1):
             try:
-                images.append(
-                    await reservation.run(self.threads, preprocess, f"image {number}", file, processor, *options)
-                )
+                arguments = f"image {number}", file, processor, *options, chat.image_urls[number - 1].detail
+                images.append(await reservation.run(self.threads, preprocess, *arguments))
             except ImageError as error:  # begins with the name
                 raise invalid_image(str(error), chat.param) from None
             check_image_tokens(images, processor, chat.param)
         return [await self.threads.run(request.client, prepare_inputs, chat, images, processor)], reservation.release
+
+    async def _replace_videos(self, request: GenerationRequest, with_times: bool) -> None:
+        """Put the frames of videos in their places."""
+        number = 0
+        for message in request.messages:
+            content: list[ContentPart] = []
+            for part in message.content:
+                if not isinstance(part, VideoPart):
+                    content.append(part)
+                    continue
+                name, number = f"video {number + 1}", number + 1
+                try:
+                    file = await self._file(part.video_url.url, name, self.limits.max_body_bytes)
+                    content += await self.threads.run(request.client, video_parts, name, file, with_times)
+                except NanoVLMError as error:
+                    raise APIError(400, str(error), "invalid_video", request.prompt_field) from None
+            message.content = content
 
     def _check_length(self, request: GenerationRequest) -> None:
         """Refuse what cannot fit into the context whatever its tokens are, before it is tokenized."""
@@ -263,17 +282,20 @@ class ChatService:
         """The files of remote images; data URLs remain as they are, since a thread decodes them faster."""
         files: list[str | bytes] = []
         free_bytes = self.limits.max_body_bytes
-        for number, url in enumerate(chat.image_urls, 1):
-            if is_data_url(url):
-                files.append(url)
-                continue
+        for number, image in enumerate(chat.image_urls, 1):
             try:
-                file = await self.fetcher.fetch(url, free_bytes)
+                files.append(await self._file(image.url, f"image {number}", free_bytes))
             except ImageError as error:
-                raise invalid_image(f"image {number}: {error}", chat.param) from None
-            files.append(file)
-            free_bytes -= len(file)
+                raise invalid_image(str(error), chat.param) from None
+            free_bytes -= len(files[-1]) if isinstance(files[-1], bytes) else 0
         return files
+
+    async def _file(self, url: str, name: str, max_bytes: int) -> str | bytes:
+        """A data URL as it is, or the file behind another one; ImageError begins with the name."""
+        try:
+            return url if is_data_url(url) else await self.fetcher.fetch(url, max_bytes)
+        except ImageError as error:
+            raise ImageError(f"{name}: {error}") from None
 
     def _max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:
         """How many tokens to generate at most: what the request allows and the context has room for.

@@ -21,9 +21,9 @@ class CountingProcessor(Processor):
         super().__init__(processor.cfg, processor.tokenizer)
         self.n_images = 0
 
-    def preprocess(self, image):
+    def preprocess(self, image, max_tiles=None):
         self.n_images += 1
-        return super().preprocess(image)
+        return super().preprocess(image, max_tiles)
 
 
 @pytest.fixture

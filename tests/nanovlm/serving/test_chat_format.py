@@ -1,15 +1,18 @@
 """Messages as clients write them: whoever begins, whoever ends, whatever the parts are called."""
 
+import base64
 import io
 
 import pytest
 from PIL import Image
 
+from models.inference.serving_caches import ImageCache
 from nanovlm import PROMPT, SAMPLE, Captioner
+from nanovlm.processing.video import Video
 from nanovlm.serving.chat_format import Chat, parse_messages, prepare_inputs, preprocess
-from nanovlm.serving.protocol import ChatCompletionRequest
+from nanovlm.serving.protocol import ChatCompletionRequest, MediaURL
 from support import noise_image
-from support.serving import QUESTIONS, SAMPLE_URL, answer_of, user_message
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, user_message
 
 GREETING = {"role": "assistant", "content": "Hello, show me an image."}
 
@@ -47,8 +50,8 @@ def test_assistant_may_say_nothing(message):
 
 def test_image_alone_gets_the_default_prompt_in_every_turn():
     alone = {"role": "user", "content": [{"type": "image_url", "image_url": SAMPLE_URL}]}
-    assert chat_of(alone, assistant("b"), user("c")) == Chat([SAMPLE_URL], [(PROMPT, "b")], "c")
-    assert chat_of(alone, user("c")) == Chat([SAMPLE_URL], [], "c")
+    assert chat_of(alone, assistant("b"), user("c")) == Chat([MediaURL(url=SAMPLE_URL)], [(PROMPT, "b")], "c")
+    assert chat_of(alone, user("c")) == Chat([MediaURL(url=SAMPLE_URL)], [], "c")
 
 
 def test_turns_are_kept_where_the_layout_has_images_in_turns():
@@ -128,3 +131,52 @@ def test_answer_is_continued_as_transformers_does(tmp_path):
     inputs = prepare_inputs(chat, [preprocess("image 1", file.getvalue(), processor, 10**6)], processor)
     assert inputs.input_ids.tolist() == expected
     assert processor.tokenizer.decode(inputs.continued_ids) == "Describe the two"
+
+
+@pytest.fixture
+def clip(tmp_path):
+    """A video of three seconds."""
+    av = pytest.importorskip("av")
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for i in range(30):
+            container.mux(stream.encode(av.VideoFrame.from_image(noise_image(64, 48, seed=i // 10))))
+        container.mux(stream.encode())
+    return tmp_path / "a.mp4"
+
+
+def video_message(question, data):
+    url = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
+    content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": question}]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 12}
+
+
+@pytest.mark.full
+def test_a_video_is_answered_as_by_the_captioner(served, embedded, clip, tmp_path):
+    """Its frames are images of one question or, in SmolVLM's layout, have their times beside them."""
+    from support.smolvlm import write_folder
+
+    expected = embedded.caption_video(clip, QUESTIONS[0], max_new_tokens=12)
+    assert answer_of(served.post(video_message(QUESTIONS[0], clip.read_bytes()))) == expected
+    write_folder(tmp_path / "model")
+    captioner = Captioner.from_pretrained(tmp_path / "model", device="cpu", dtype="float32")
+    with RunningServer(captioner) as server:
+        response = server.post(video_message("What moves?", clip.read_bytes()))
+    video = Video.read(clip)
+    assert response.json()["usage"]["prompt_tokens"] == len(captioner.processor.encode_video(video, "What moves?")[0])
+    assert answer_of(response) == captioner.caption_video(video, "What moves?", max_new_tokens=12)
+
+
+@pytest.mark.parametrize("data", [b"", b"no video"])
+def test_a_video_that_cannot_be_read_is_refused(served, data):
+    error = served.post(video_message("?", data)).json()["error"]
+    assert error["code"] == "invalid_video" and "/" not in error["message"], "no path of this server"
+
+
+def test_an_image_of_low_detail_is_one_tile(embedded):
+    image, processor = noise_image(40, 20, seed=2), embedded.processor
+    image.save(file := io.BytesIO(), "png")
+    cache = ImageCache(2**20)
+    low, high = (preprocess("image 1", file.getvalue(), processor, 10**6, cache, d) for d in ("low", "high"))
+    assert (low.grid, low.n_tiles) == (processor.preprocess(image, 1)[1], 1) and low.key != high.key

@@ -258,10 +258,10 @@ class WatchedProcessor(Processor):
         super().__init__(processor.cfg, processor.tokenizer)
         self.n_images, self.before_image = 0, before_image
 
-    def preprocess(self, image):
+    def preprocess(self, image, max_tiles=None):
         self.before_image()
         self.n_images += 1
-        return super().preprocess(image)
+        return super().preprocess(image, max_tiles)
 
 
 def test_waiting_requests_hold_encoded_images_only(embedded, gate):
