@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import NoneType
 from typing import Any
+from xml.sax.saxutils import escape
 
 from models.checkpoint import atomic_write
 from nanovlm.bulk.options import OutputOptions
@@ -27,6 +28,13 @@ from nanovlm.errors import DataError, UsageError
 logger = logging.getLogger(__name__)
 
 ADDING = ("append", "prepend")
+XMP = """<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>
+<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">
+<rdf:Description rdf:about="" xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:description><rdf:Alt>
+<rdf:li xml:lang="x-default">{}</rdf:li>
+</rdf:Alt></dc:description></rdf:Description></rdf:RDF></x:xmpmeta>
+<?xpacket end="w"?>
+"""  # ISO 16684-1
 
 
 class Output:
@@ -141,7 +149,8 @@ class Sidecars(Output):
         old = _read_bytes(target)
         if self.log is None:
             if old is None:
-                write_atomically(target, f"{caption}\n".encode())
+                text = XMP.format(escape(caption)) if self.extension == ".xmp" else f"{caption}\n"
+                write_atomically(target, text.encode())
             else:
                 logger.warning("%s was written by somebody else during this run; it is kept", target)
             return

@@ -10,6 +10,7 @@ import time
 from functools import partial
 from itertools import product
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -627,6 +628,19 @@ def test_captions_beside_images_may_have_another_extension(generate, folder, tex
     written = {str(p.relative_to(folder)): p.read_text("utf-8") for p in folder.rglob("*.caption")}
     assert written == {str(Path(name).with_suffix(".caption")): f"{text}\n" for name, text in texts.items()}
     assert sidecars(folder) == {"a.txt": "tags"}
+
+
+def test_xmp_files_hold_captions_as_dc_description(generate, folder, texts):
+    (folder / "a.xmp").write_text("another program's")
+    code, _, err = generate(folder, "--extension", "xmp", "--prefix", "A & <B>: ")
+    assert code == 0 and "1 had captions" in err and (folder / "a.xmp").read_text() == "another program's"
+    for name, text in texts.items():
+        if name != "a.png":
+            packet = ElementTree.fromstring((folder / name).with_suffix(".xmp").read_text("utf-8"))
+            (found,) = packet.iter("{http://www.w3.org/1999/02/22-rdf-syntax-ns#}li")
+            assert found.text == f"A & <B>: {text}"
+    code, _, err = generate(folder, "--extension", ".xmp", "--existing", "overwrite")
+    assert code == 2 and "would change an .xmp of other programs" in err
 
 
 @outputs_and_modes(("txt", "append"), ("captions.jsonl", "skip"))
