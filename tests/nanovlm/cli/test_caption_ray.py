@@ -10,7 +10,7 @@ from nanovlm.cli import main as cli
     ("arguments", "message"),
     [
         ("--ray photos --out out", "photos is no address"),
-        ("photos --ray", "--out None with --ray must be a folder"),
+        ("photos --ray", "--out missing with --ray must be a folder"),
         ("photos --ray --out a.jsonl", "--out a.jsonl with --ray must be a folder"),
         ("photos --ray --out out --limit 3", "--limit is for one machine"),
         ("photos --ray --out out --json", "--json is for one machine"),
