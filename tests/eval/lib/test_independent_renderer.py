@@ -45,16 +45,6 @@ def test_outlines_cover_the_area_of_their_formula(inside, area):
     assert np.broadcast_to(inside(), (V.size, U.size)).sum() * STEP**2 == pytest.approx(area, rel=0.01)
 
 
-def test_the_sides_of_the_heart_touch_its_circles():
-    """From the tip to the circles' centers the heart widens evenly; where a side missed a circle, it would jump."""
-    heart = independent_renderer.heart_of_circles(U, V, 0.5)
-    widths = heart[GRID < 0.36].sum(1)  # in cells
-    steps = np.diff(widths[widths > 0])
-    assert steps.min() >= 0 and steps.max() <= 3
-    assert widths[-1] * STEP == pytest.approx(2 * (0.46 + 0.5), abs=0.02)
-    assert not heart[GRID > 0.7][:, np.abs(GRID) < 0.05].any(), "the notch between the circles"
-
-
 @pytest.mark.parametrize("kind", SHAPES)
 def test_every_outline_is_whole_and_its_proportions_vary(kind):
     """Its width or height is 1.5 to 2.2 radii, so that its size can be read, and it ends where its canvas does."""
