@@ -131,3 +131,23 @@ def onnx_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export") / "out" / "smolvlm"
     assert cli.main(["export", str(EMBEDDED), "--out", str(folder), "--onnx", "--onnx-dtype", "float32", "int8"]) == 0
     return folder
+
+
+@pytest.fixture(scope="session")
+def adapted(tiny_model):
+    """Make a tiny model with adapters, and optionally embeddings, that have been trained."""
+
+    from models.lora import PARTS, adapt, adapters, fully_trained
+
+    def make(parts=PARTS, rank=3, alpha=12.0, embeddings=False, **changes):
+        model = tiny_model(**changes)
+        torch.manual_seed(5)
+        adapt(model, rank, alpha, parts, embeddings)
+        with torch.no_grad():
+            for p in fully_trained(model).values():
+                p.add_(torch.randn_like(p), alpha=0.1)
+            for module in adapters(model).values():
+                module.lora_B.weight.normal_(std=0.1)
+        return model
+
+    return make

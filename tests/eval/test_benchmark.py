@@ -96,20 +96,3 @@ def test_results_replace_the_file_whole(tmp_path):
     assert main([*flags, "--device", "cpu", "--out", str(path)]) == 0
     assert path.read_text().startswith("device: cpu\n") and "old" not in path.read_text()
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--contexts", "2"],
-        ["--contexts", "2049"],
-        ["--rounds", "0"],
-        ["--sizes", "gpt-huge"],
-        ["--out", "no/where.txt"],
-    ],
-)
-def test_wrong_flags_are_one_line_and_exit_code_2(flags, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(flags)
-    out, err = capsys.readouterr()
-    assert not out and err.count("\n") == 1 and flags[0] in err

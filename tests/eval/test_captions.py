@@ -116,19 +116,3 @@ def test_int8_that_keeps_too_little_is_a_failure(monkeypatch, capsys, tmp_path, 
     assert err.splitlines()[1:] == ([message] if kept < 0.99 else [])
     (path,) = tmp_path.iterdir()
     assert path.read_text().endswith(f"{out}\n"), "what was printed is kept"
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--turns", "21"], "--turns 21 is more than 20"),
-        (["--scenes", "0"], "--scenes: 0 must be 1 or more"),
-        (["--quantize", "int3"], "int3"),
-        (["--model", "no/where/at/all"], "no/where/at/all"),
-    ],
-)
-def test_wrong_flags_are_one_line_and_exit_code_2(flags, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(flags)
-    err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1

@@ -41,13 +41,6 @@ def test_a_training_that_fails_is_a_sentence_and_exit_code_1(capsys, monkeypatch
     assert out == "" and err.splitlines()[-1] == "eval.finetune: adapters: train.py ended with exit code 1"
 
 
-@pytest.mark.parametrize("flags", [["sideways"], ["--fresh", "0"], ["--images", "0"]])
-def test_wrong_flags_are_one_line_and_exit_code_2(capsys, flags):
-    with pytest.raises(SystemExit, match="2"):
-        main(flags)
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 @pytest.mark.slow
 def test_two_hundred_images_and_three_minutes_teach_a_new_domain(capsys):
     """On 2 CPU cores: about nine minutes."""

@@ -148,24 +148,3 @@ def test_a_float32_engine_with_errors_fails_the_command(capsys, monkeypatch):
     monkeypatch.setattr("eval.lib.accuracy.MAX_FLOAT32_ERROR", -1.0)
     assert main([*FAST, "--model-size", "230M", "--stages", "prefill"]) == 1
     assert "plain float32: prefill is 0.0e+00 off the plain model" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--model-size", "7B"], "7B"),
-        (["--rounds", "0"], "--rounds: 0 must be 1 or more"),
-        (["--baselines", "vllm"], "vllm"),
-        (["--model-size", "230M", "--model", "folder"], "not allowed with"),
-        (["--model", "no/where/near"], "no/where/near"),
-        (["--stages", "encode", "speak"], "speak"),
-        (["--image-size", "0"], "0 must be 1 or more"),
-        (["--level", "vnni", "amx-emulated"], "this CPU has no level amx-emulated; use "),
-        (["--threads", "many"], "--threads many must be auto or a number"),
-    ],
-)
-def test_wrong_flags_are_one_line_and_exit_code_2(capsys, flags, message):
-    with pytest.raises(SystemExit, match="2"):
-        main(flags)
-    err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1

@@ -105,13 +105,6 @@ def test_failed_checks_are_sentences_and_exit_code_1(small_shapes, capsys, monke
     ]
 
 
-@pytest.mark.parametrize("flags", [["7B"], ["230M", "--max-new-tokens", "0"], ["--dtype", "int8"]])
-def test_wrong_flags_are_one_line_and_exit_code_2(capsys, flags):
-    with pytest.raises(SystemExit, match="2"):
-        main(flags)
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 @pytest.mark.full
 def test_a_smolvlm_of_a_published_vocabulary_is_written_and_measured(monkeypatch, capsys):
     cfg, _ = SHAPES["SmolVLM-256M"]

@@ -40,16 +40,6 @@ def test_quantiles_of_few_answers():
     assert summarize([], 1.0)["first_text_s"] == {"median": 0.0, "p95": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"), [(["--clients", "1"], "2 or more"), (["--model", "no/where/at/all"], "no/where/at/all")]
-)
-def test_wrong_use_is_one_line_and_exit_code_2(flags, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(flags)
-    err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
-
-
 def test_a_soak_reports_a_modest_client_beside_others(capsys, tmp_path):
     assert main(["--minutes", "0.15", "--plot", str(tmp_path / "soak.png"), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -121,12 +121,6 @@ def test_it_runs_on_one_thread_and_restores_the_count(monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_wrong_flags_are_one_line_and_exit_code_2(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["--steps", "0"])
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 @pytest.mark.slow
 def test_gpt_nano_sorts_and_its_cache_changes_nothing(capsys):
     assert main(["--json"]) == 0

@@ -107,15 +107,6 @@ def test_the_most_likely_token_always_stays(sampling, dtype):
     assert torch.equal(choose_tokens(logits, sampling), logits.argmax(-1))
 
 
-def test_a_huge_penalty_excludes_prompt_and_generated_tokens():
-    logits = torch.tensor([[5.0, 4, 3, 2, 1], [1.0, 2, 3, 4, 5]])
-    sampling = SamplingParams(repetition_penalty=1e6)
-    for prompt, expected in ((None, [[0, 1, 2, 3], [4, 3, 2, 1]]), ([[1], [4]], [[0, 2, 3, 4], [3, 2, 1, 0]])):
-        sampler = TokenSampler(sampling, prompt=None if prompt is None else torch.tensor(prompt))
-        generated = torch.stack(list(generate_tokens(logits, lambda ids: logits, sampler, 4)), dim=1)
-        assert generated.tolist() == expected
-
-
 @pytest.mark.parametrize(("frequency", "presence"), [(0.3, 0.0), (0.0, 0.7), (0.2, -0.5), (-0.4, 0.1)])
 def test_frequency_and_presence_penalty_follow_their_definition(frequency, presence):
     """OpenAI: mu[j] -> mu[j] - c[j] * frequency - float(c[j] > 0) * presence, c counting the generated tokens."""

@@ -28,24 +28,6 @@ from support import Package
 peft = Package("peft")
 
 
-@pytest.fixture
-def adapted(tiny_model):
-    """Make the tiny model with adapters, and optionally embeddings, that have been trained."""
-
-    def make(parts=PARTS, rank=3, alpha=12.0, embeddings=False, **changes):
-        model = tiny_model(**changes)
-        torch.manual_seed(5)
-        adapt(model, rank, alpha, parts, embeddings)
-        with torch.no_grad():
-            for p in fully_trained(model).values():
-                p.add_(torch.randn_like(p), alpha=0.1)
-            for module in adapters(model).values():
-                module.lora_B.weight.normal_(std=0.1)
-        return model
-
-    return make
-
-
 @torch.no_grad()
 def test_an_untrained_adapter_changes_nothing(tiny_model, make_batch):
     model, batch = tiny_model(), make_batch(0)

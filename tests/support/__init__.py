@@ -1,6 +1,8 @@
 """Helpers of the tests: small models and images here, command line, server and checkpoints in the modules."""
 
 import random
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +45,14 @@ def randomize(model: torch.nn.Module) -> torch.nn.Module:
 def noise_image(width=60, height=40, seed=0):
     """An image of random pixels."""
     return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
+
+
+def png(width, height):
+    """A PNG with an honest header, of any size, and hardly any data."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(b"\0" * 100)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")

@@ -16,9 +16,7 @@ COMMANDS = sorted(path.stem for path in (ROOT / "eval").glob("*.py") if "sys.exi
 
 
 def test_the_commands_are_the_questions_that_users_ask():
-    assert COMMANDS == [
-        "benchmark", "captions", "finetune", "latency", "real_size", "serving", "sort_task", "speedup", "throughput"
-    ]  # fmt: skip
+    assert COMMANDS == ["benchmark", "captions", "finetune", "latency", "real_size", "serving", "sort_task", "speedup"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -76,3 +74,34 @@ def test_wrong_numbers_and_names_are_one_line(argv, message, capsys):
         parser.parse_args(argv)
     err = capsys.readouterr().err
     assert err.startswith("eval.name: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("benchmark --contexts 2", "--contexts 2: each must be from 3 to 2048"),
+        ("benchmark --contexts 2049", "--contexts 2049"),
+        ("benchmark --out no/where.txt", "--out no/where.txt"),
+        ("captions --turns 21", "--turns 21 is more than 20"),
+        ("captions --model no/where/at/all", "no/where/at/all"),
+        ("finetune --profile --baseline trl", "--profile and --baseline exclude each other"),
+        ("finetune sideways", "sideways"),
+        ("latency --baselines vllm", "vllm"),
+        ("latency --model-size 230M --model folder", "not allowed with"),
+        ("latency --model no/where/near", "no/where/near"),
+        ("latency --level vnni amx-emulated", "this CPU has no level amx-emulated; use "),
+        ("latency --threads many", "--threads many is neither auto nor a number"),
+        ("real_size 7B", "7B"),
+        pytest.param("serving --clients 1", "2 or more", marks=pytest.mark.full),
+        pytest.param("serving --model no/where/at/all", "no/where/at/all", marks=pytest.mark.full),
+        ("sort_task --steps 0", "0 must be 1 or more"),
+    ],
+)
+def test_wrong_use_of_a_command_is_one_line_and_exit_code_2(command, message, capsys):
+    name, *flags = command.split()
+    if name == "serving":
+        pytest.importorskip("openai")
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(f"eval.{name}").main(flags)
+    out, err = capsys.readouterr()
+    assert not out and message in err and err.count("\n") == 1

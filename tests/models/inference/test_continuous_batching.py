@@ -60,7 +60,7 @@ def random_arrivals(rng):
     return sorted((row() for _ in range(rng.randint(1, 9))), key=lambda row: row[0])
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.full) for n in range(8, 40))])
+@few_seeds
 def test_each_request_generates_what_it_generates_alone(tiny_model, seed):
     rng = Random(seed)
     arrivals, rows, read = random_arrivals(rng), rng.randint(1, 4), rng.choice([1, 24, 2048])

@@ -4,10 +4,8 @@ import io
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from nanovlm.cli import main as cli
 from nanovlm.cli.caption import PrintOptions, names_several, print_caption
 from nanovlm.options import GenerationOptions
 from nanovlm.processing.processor import Processor
-from support import ROOT
+from support import ROOT, png
 from support.cli import FAST_FLAGS, FakeTerminal, assert_usage_error, read_or_eof, run_program, set_stdin
 
 pytestmark = pytest.mark.usefixtures("workdir")
@@ -157,16 +155,6 @@ def test_stdin_without_an_image_is_one_error_line(generate, monkeypatch, stdin):
     code, out, err = generate("-")
     assert (code, out) == (1, "") and len(err.splitlines()) == 1
     assert {"nothing": "an empty file", "words": "not an image"}.get(stdin, "standard input") in err
-
-
-def png(width, height):
-    """A PNG with an honest header, of any size, and hardly any data."""
-
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
 
 
 BAD_IMAGES = {

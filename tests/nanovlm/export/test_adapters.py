@@ -7,30 +7,12 @@ import torch
 
 from models.formats.smolvlm import SmolVLM
 from models.formats.to_smolvlm import smolvlm_config, smolvlm_tensors
-from models.lora import PARTS, adapt, adapter_tensors, adapters, fully_trained, merge
+from models.lora import PARTS, adapter_tensors, adapters, merge
 from nanovlm.export.adapters import write_smolvlm_adapters
 from support import Package
 from support.smolvlm import assert_same_logits
 
 peft, transformers = Package("peft"), Package("transformers")
-
-
-@pytest.fixture
-def trained(tiny_model):
-    """Make the tiny model with adapters of the given parts, all of whose weights have been trained."""
-
-    def make(parts, embeddings=False, **changes):
-        model = tiny_model(**changes)
-        torch.manual_seed(5)
-        adapt(model, 3, 12.0, parts, embeddings)
-        with torch.no_grad():
-            for parameter in fully_trained(model).values():
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-            for module in adapters(model).values():
-                module.lora_B.weight.normal_(std=0.1)
-        return model
-
-    return make
 
 
 def export_of(model):
@@ -47,8 +29,8 @@ def export_of(model):
 @pytest.mark.parametrize("parts", [("decoder",), ("vision_encoder", "MP"), PARTS], ids=str)
 @pytest.mark.filterwarnings("error:Found missing adapter keys")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_peft_loads_them_onto_the_exported_base(trained, tiny_model, tmp_path, parts, embeddings, tied):
-    model = trained(parts, embeddings, lm_tie_weights=tied)
+def test_peft_loads_them_onto_the_exported_base(adapted, tiny_model, tmp_path, parts, embeddings, tied):
+    model = adapted(parts, embeddings=embeddings, lm_tie_weights=tied)
     write_smolvlm_adapters(tmp_path, model, base="me/base")
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["task_type"]) == ("me/base", "CAUSAL_LM")
@@ -62,8 +44,8 @@ def test_peft_loads_them_onto_the_exported_base(trained, tiny_model, tmp_path, p
     assert_same_logits(merge(model), theirs.merge_and_unload(), ids, images)
 
 
-def test_q_k_and_v_share_lora_a(trained):
-    model = trained(("vision_encoder",))
+def test_q_k_and_v_share_lora_a(adapted):
+    model = adapted(("vision_encoder",))
     fused = adapters(model)["vision_encoder.blocks.0.attn.qkv_proj"]
     name = "model.vision_model.encoder.layers.0.self_attn.{}_proj.lora_{}.weight"
     tensors = adapter_tensors(model, SmolVLM.to_stored)
@@ -71,8 +53,8 @@ def test_q_k_and_v_share_lora_a(trained):
     assert torch.equal(torch.cat([tensors[name.format(part, "B")] for part in "qkv"]), fused.lora_B.weight)
 
 
-def test_a_trained_patch_embedding_is_refused(trained, tmp_path):
-    model = trained(("decoder",))
+def test_a_trained_patch_embedding_is_refused(adapted, tmp_path):
+    model = adapted(("decoder",))
     model.vision_encoder.patch_embedding.conv.weight.requires_grad_(True)
     with pytest.raises(ValueError, match=r"conv.weight was trained in full, .* export the merged model"):
         write_smolvlm_adapters(tmp_path, model, "me/base")

@@ -11,7 +11,6 @@ import struct
 import sys
 import threading
 import warnings
-import zlib
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from nanovlm.errors import ImageError
 from nanovlm.processing import image_loading as images
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.layouts.nanovlm import preprocess, resized_size
+from support import png
 
 ORIENTATION = 0x0112
 
@@ -67,17 +67,6 @@ def refusal(source, *words, name=None):
 def maybe_refused():
     """Accept a ImageError and no other error."""
     return contextlib.suppress(ImageError)
-
-
-def png(width, height):
-    """A PNG with an honest header, of any size, and hardly any data."""
-
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = zlib.compress(b"\0" * 100)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
 # ------------------------------------------------------------------------------------------------- sources

@@ -286,13 +286,6 @@ def test_size_and_time_are_limited_over_tls(tls_site):
         assert time.monotonic() - started < 5, "of 6, or of forever"
 
 
-@pytest.mark.full
-def test_private_address_is_sent_nothing_over_tls(tls_site):
-    with pytest.raises(ImageError, match="'name.example' is at a private address"):
-        tls_site.fetch("/sample.png?x=1", is_public=lambda address: address != "127.0.0.1")
-    assert tls_site.requested == []
-
-
 def test_handshake_that_never_ends_is_given_up():
     def drip(server):
         connection, _ = server.accept()

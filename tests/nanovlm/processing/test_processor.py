@@ -1,6 +1,5 @@
 """Processor: numbers of tiles, and shared prefixes. test_formats.py has the layouts of prompts."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -9,12 +8,9 @@ from PIL import Image
 
 from models.config import extra_tokens
 from nanovlm.processing.processor import Processor
+from support import noise_image
 
 IMAGE, GLOBAL = 599, 600  # ids of the embedded model's tokenizer
-
-
-def noise_image(width, height, seed=0):
-    return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
 
 
 SQUARE, WIDE, TALL = (16, 16), (30, 14), (30, 48)  # grids of 1 x 1, 1 x 2 and 3 x 2 tiles of 16 pixels
