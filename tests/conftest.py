@@ -136,7 +136,6 @@ def onnx_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def adapted(tiny_model):
     """Make a tiny model with adapters, and optionally embeddings, that have been trained."""
-
     from models.lora import PARTS, adapt, adapters, fully_trained
 
     def make(parts=PARTS, rank=3, alpha=12.0, embeddings=False, **changes):

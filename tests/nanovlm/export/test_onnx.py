@@ -32,8 +32,8 @@ def images():
     return [sample, sample.rotate(90), sample.crop((10, 0, 150, 120))]
 
 
-def exported(folder, captioner, suffix="", graphs=onnxruntime_graphs) -> OnnxModel:
-    return OnnxModel(graphs(folder / "onnx", suffix), captioner.model.cfg, captioner.model.image_token_id)
+def exported(folder, captioner, suffix="") -> OnnxModel:
+    return OnnxModel(onnxruntime_graphs(folder / "onnx", suffix), captioner.model.cfg, captioner.model.image_token_id)
 
 
 def assert_same_answers(model: OnnxModel, captioner: Captioner, rows: list, prompts: list[str], n_tokens=30):
