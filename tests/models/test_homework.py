@@ -64,6 +64,19 @@ def test_an_uncached_layer_equals_minGPTs_and_returns_its_keys_and_values(plain_
     assert isinstance(kv_cache, list) and [t.shape for t in kv_cache] == [x.shape, x.shape]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("layer_class", [cached for _, cached in TWINS])
+def test_a_cached_layer_continues_token_by_token_and_from_slices(layer_class, x):
+    layer = randomize(layer_class(Config())).eval()
+    expected, (k, v) = layer(x)
+    last, _ = layer(x[:, [-1]], kv_cache=[k[:, :-1], v[:, :-1]])
+    torch.testing.assert_close(last[:, 0], expected[:, -1], atol=1e-4, rtol=0)
+    kv_cache = None
+    for t in range(x.size(1)):
+        y, kv_cache = layer(x[:, [t]], kv_cache=kv_cache)
+        torch.testing.assert_close(y[:, 0], expected[:, t], atol=1e-4, rtol=0)
+
+
 def test_heads_that_do_not_divide_the_width_raise():
     for build in (CausalSelfAttention, CausalSelfAttention_kv, Block, Block_kv):
         with pytest.raises(ValueError, match="n_embd=16 is not a multiple of n_head=3"):
@@ -99,6 +112,27 @@ def test_with_a_cache_GPT_kv_also_returns_the_new_cache(config, idx, compute_fir
         assert all(len(block) == 2 and block[0].shape == block[1].shape == (2, t, 48) for block in kv_cache)
 
 
+@torch.no_grad()
+def test_compute_first_fills_a_stale_cache_anew(config, idx):
+    gpt_kv = randomize(GPT_kv(config)).eval()
+    empty = [None] * config.n_layer
+    expected, _, fresh = gpt_kv(idx, kv_cache=empty, compute_first=True)
+    _, _, stale = gpt_kv(idx[:, :2], kv_cache=empty, compute_first=True)
+    logits, _, kv_cache = gpt_kv(idx, kv_cache=stale, compute_first=True)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(kv_cache, fresh, atol=1e-5, rtol=0)
+    assert empty == [None] * config.n_layer
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}, {"top_k": 3}])
+def test_generate_kv_writes_what_generate_writes(config, idx, options):
+    gpt_kv = randomize(GPT_kv(config)).eval()
+    out = gpt_kv.generate_kv(idx, 8, do_sample=False, **options)
+    assert out.shape == (2, 15) and torch.equal(out[:, :7], idx)
+    assert torch.equal(out, gpt_kv.generate(idx, 8, do_sample=False, **options))
+
+
 # ---- the scripts -----------------------------------------------------------------------------------------------------
 
 
@@ -121,13 +155,19 @@ def test_the_sizes_of_model_type_are_written_into_the_config(model_class, make_c
         ({"model_type": None, "n_layer": 2, "n_head": 2}, "n_embd=None; pass a positive number"),
         ({"model_type": "gpt-nano", "n_layer": 2, "n_head": 2, "n_embd": 8}, "n_layer=2, but gpt-nano has 3"),
         ({"model_type": "gpt-nano", "vocab_size": None}, "vocab_size=None"),
-        ({"model_type": "gpt-nano", "block_size": 0}, "block_size=0; pass a positive number"),
+        ({"model_type": "gpt-nano", "block_size": None}, "block_size=None"),
         ({"model_type": None, "n_layer": 2, "n_head": 3, "n_embd": 8}, "n_embd=8 is not a multiple of n_head=3"),
     ],
 )
 def test_where_minGPT_asserts_a_config_raises(changes, message):
     with pytest.raises(ValueError, match=message):
         GPT_kv(mingpt_config(**{"vocab_size": 5, "block_size": 20} | changes))
+
+
+def test_where_minGPT_asserts_a_long_sequence_raises(config):
+    for model in (GPT(config), GPT_kv(config)):
+        with pytest.raises(ValueError, match="idx holds 21 tokens, but block_size=20"):
+            model(torch.zeros(1, 21, dtype=torch.long))
 
 
 class Reversed(Dataset):
@@ -183,3 +223,14 @@ def test_only_weights_of_linear_layers_decay():
     assert decayed == {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     assert decayed | others == {id(p) for p in model.parameters()} and not decayed & others
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+
+@torch.no_grad()
+def test_the_benchmarks_step_repeats_from_one_cache(idx):
+    """The script times the same step again and again, always from the same cache."""
+    gpt, gpt_kv = (cls(GPTConfig("gpt-nano", vocab_size=5, block_size=20)).eval() for cls in (GPT, GPT_kv))
+    gpt_kv.load_state_dict(randomize(gpt).state_dict())
+    _, _, kv_cache = gpt_kv(idx[:, :-1], kv_cache=[None] * gpt_kv.n_layer, compute_first=True)
+    for repetition in range(3):
+        logits, _, _ = gpt_kv(idx, kv_cache=kv_cache, compute_first=False)
+        torch.testing.assert_close(logits[:, -1], gpt(idx)[0][:, -1], msg=f"repetition {repetition}")

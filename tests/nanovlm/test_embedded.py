@@ -122,6 +122,25 @@ def test_sample_is_a_drawn_scene_with_the_right_caption(captioner):
         assert captioner.caption(SAMPLE, prompt) == short_caption(scene)
 
 
+def test_cached_answers_match_uncached(captioner):
+    """For a padded batch, to the last token."""
+    rng = Random("cached")
+    images = [[draw(random_scene(rng))] for _ in range(4)]
+    inputs = captioner.processor(images, ["Describe this picture.", "How many objects are there?"] * 2)
+    options = {"max_new_tokens": 40, "eos_token_id": captioner.tokenizer.eos_token_id}
+    cached = captioner.model.generate(**inputs, **options)
+    assert torch.equal(cached, captioner.model.generate(**inputs, **options, use_kv_cache=False))
+
+
+@pytest.mark.full
+def test_fresh_scenes_are_captioned_right(captioner):
+    """A small sample of what `python -m eval.captions` measures, with lower thresholds."""
+    result = measure(captioner, 60, 2, "test")
+    assert result["captions"]["right"] >= 54
+    assert result["withheld"]["right"] >= 50
+    assert result["questions"]["right"] >= 108
+
+
 def test_4_to_3_scenes_are_captioned_right():
     scenes = [random_scene(Random(f"test {i}"), withheld=i % 2 == 1) for i in range(100)]
     answers = Captioner.from_pretrained().captions([draw(scene, 160, 120) for scene in scenes])

@@ -272,6 +272,15 @@ def test_broken_template_raises_checkpoint_error(tokenizer, template):
     assert len(str(caught.value).splitlines()) == 1 and str(caught.value).count("lm_chat_template") == 1
 
 
+def test_template_is_sandboxed(tokenizer):
+    for template in ("{{ ''.__class__ }}!", "{{ '{0.__class__}'.format(1) }}!"):
+        try:
+            text = tokenizer.decode(with_template(tokenizer, template).encode_chat(user("hello")))
+        except CheckpointError:
+            continue
+        assert text == "!"
+
+
 BROKEN_FILES = {
     "empty": b"",
     "cut": b'{"version": "1.0", "model": {"type": "BPE", "voc',

@@ -107,6 +107,17 @@ def failing_at(number, batch, error=KeyboardInterrupt):
 # ---------------------------------------------------------------------------------------------------- reproducibility
 
 
+def test_a_killed_run_is_resumed_to_the_same_files(learn, batch, whole, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        learn(tmp_path / "run", batch=failing_at(4, batch))
+    assert (tmp_path / "run/checkpoints/step-3").is_dir()
+    learn(tmp_path / "another", replace(CFG, lr=1e-2), seed=7)  # leaves torch's generator elsewhere
+    lines = learn(tmp_path / "run", seed=8)  # other initial weights: those of the checkpoint count
+    assert lines[0] == f"resumed {tmp_path / 'run'} at step 3"
+    assert files(tmp_path / "run") == whole
+    assert files(tmp_path / "another")["model.safetensors"] != whole["model.safetensors"]
+
+
 def test_the_same_run_twice_writes_the_same_files_and_a_third_time_trains_nothing(learn, batch, whole, tmp_path):
     learn(tmp_path)
     assert files(tmp_path) == whole
