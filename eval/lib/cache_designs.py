@@ -47,10 +47,7 @@ class Design:
     name: str
     start: Start
     cost: flops.ReadCost
-    fork: str = "yes"  # how several continuations of one prefill come about
-    export: bool = False  # whether torch.export makes graphs of it
-    chunk: bool = True  # whether a prompt can be read in parts
-    exact: str = "yes"
+    is_rounded: bool = False  # whether it may choose other ids than its reference
     reference: Start | None = None  # whose ids are expected; by default those without a cache
 
 
@@ -160,17 +157,17 @@ def language_model_designs(model: VisionLanguageModel, capacity: int, window: in
         return embedded(model, uncached(lambda x: model.prefill_embeds(x)[0]), ids, images)
 
     designs = [
-        Design(UNCACHED, plain, cost, chunk=False),
+        Design(UNCACHED, plain, cost),
         Design("per-block cache", partial(blocks, model, None), cost),
-        Design("static cache", partial(fixed, model, programs, capacity), cost, "no", True),
-        Design("paged blocks", partial(paged, model, capacity), cost, "shared"),
-        Design("int8 cache", partial(blocks, model, QuantizedKV), cost, exact="rounded"),
-        Design(f"sliding window, {window}", partial(windowed, model, window), window_cost, "copy", exact="as mask",
+        Design("static cache", partial(fixed, model, programs, capacity), cost),
+        Design("paged blocks", partial(paged, model, capacity), cost),
+        Design("int8 cache", partial(blocks, model, QuantizedKV), cost, is_rounded=True),
+        Design(f"sliding window, {window}", partial(windowed, model, window), window_cost,
                reference=partial(masked, model, window)),
     ]  # fmt: skip
     if export:
         programs = [program.module() for program in export_language_model(model.decoder, capacity).values()]
-        designs.insert(3, Design("static, exported", partial(fixed, model, programs, capacity), cost, "no", True))
+        designs.insert(3, Design("static, exported", partial(fixed, model, programs, capacity), cost))
     return designs
 
 
@@ -214,12 +211,12 @@ def encoder_decoder_designs(model: EncoderDecoder, capacity: int, export: bool) 
         return Run(read(ids), lambda new: read(new[:, None]))
 
     designs = [
-        Design(UNCACHED, plain, cost, chunk=False),
+        Design(UNCACHED, plain, cost),
         Design("hooks", partial(hooked, model), cost),
         Design("cross-attention once", partial(crossed, model), cost),
-        Design("static cache", partial(fixed_twin, model, programs, capacity), cost, "no", True),
+        Design("static cache", partial(fixed_twin, model, programs, capacity), cost),
     ]
     if export:
         programs = [program.module() for program in export_text_decoder(decoder, capacity).values()]
-        designs.append(Design("static, exported", partial(fixed_twin, model, programs, capacity), cost, "no", True))
+        designs.append(Design("static, exported", partial(fixed_twin, model, programs, capacity), cost))
     return designs

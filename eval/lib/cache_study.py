@@ -69,10 +69,7 @@ class Row:
     flops_exponent: float
     bytes_per_token: float  # keys and values after the longest generation, by the tokens then read
     cross_bytes: int  # keys and values of the image, beside those
-    fork: str
-    export: bool
-    chunk: bool
-    exact: str
+    is_rounded: bool
     same_ids: int  # of the longest generation, before the first that differs
     prefill_ms: list[float] = field(default_factory=list)  # per prompt length
     step_ms: list[float] = field(default_factory=list)  # per batch size: one step of the whole batch
@@ -96,7 +93,7 @@ class Study:
         return [
             f"{self.model}: {row.design.strip()} differs from {UNCACHED} after {row.same_ids} tokens"
             for row in self.rows
-            if row.exact != "rounded" and row.same_ids < longest
+            if not row.is_rounded and row.same_ids < longest
         ]
 
 
@@ -151,8 +148,9 @@ def make_row(design: Design, case: Case, times: list[list[float]], sizes: Sizes,
         flops_exponent=exponent(lengths, [costs[n] - costs[1] for n in lengths]),
         bytes_per_token=round(held.bytes_used() / (prompt + max(lengths) - 1), 1),  # the last token is not read
         cross_bytes=storage_bytes(tensor for pair in held.cross for tensor in pair),
-        fork=design.fork, export=design.export, chunk=design.chunk, exact=design.exact, same_ids=same_ids,
-    )  # fmt: skip
+        is_rounded=design.is_rounded,
+        same_ids=same_ids,
+    )
 
 
 def time_generations(case: Case, sizes: Sizes) -> list[Row]:
@@ -234,14 +232,13 @@ def generations_table(study: Study) -> str:
 
 
 def designs_table(study: Study) -> str:
-    """Memory, times by prompt and batch, and abilities."""
+    """Memory, times by prompt and batch, and ids as without a cache."""
     prompts, batches = study.sizes.prompts, study.sizes.batches
     header = ["designs", "bytes/token", "image KiB", *(f"prefill {n}, ms" for n in prompts)]
-    header += [*(f"step of {n}, ms" for n in batches), "fork", "export", "chunks", "exact", "same ids"]
+    header += [*(f"step of {n}, ms" for n in batches), "same ids"]
     rows = [header]
     for row in study.rows:
         times = [f"{ms:.2f}" for ms in (*row.prefill_ms, *row.step_ms)]
-        able = [row.fork, *("yes" if able else "no" for able in (row.export, row.chunk)), row.exact]
         same = f"{row.same_ids} of {max(study.sizes.lengths)}"
-        rows.append([row.design, f"{row.bytes_per_token:,.0f}", f"{row.cross_bytes / 1024:,.0f}", *times, *able, same])
+        rows.append([row.design, f"{row.bytes_per_token:,.0f}", f"{row.cross_bytes / 1024:,.0f}", *times, same])
     return table(rows)
