@@ -1,6 +1,5 @@
 """The language model matches Llama, in one pass or in chunks, and masks what a token must not attend to."""
 
-from itertools import pairwise
 from random import Random
 
 import pytest
@@ -85,24 +84,6 @@ def test_logits_match_transformers_llama(tiny_decoder, n_heads, n_kv_heads, tied
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     padded = theirs(ids, attention_mask=mask, position_ids=positions).logits
     torch.testing.assert_close(decoder(ids, mask)[0][mask == 1], padded[mask == 1], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("cuts", "padding"), [((), 0), ((1,), 3), ((7, 8, 40), 0), ((16, 32, 48), 5), ((63,), 1)])
-@torch.no_grad()
-def test_a_chunked_pass_matches_a_single_pass(tiny_decoder, cuts, padding):
-    decoder, ids = tiny_decoder(), words(2, 64)
-    mask = torch.ones_like(ids) if padding else None
-    if padding:
-        mask[1, :padding] = 0
-    whole, _ = decoder(ids, mask)
-    for bounds in (sorted({0, *cuts, 64}), range(65)):
-        parts, cache = [], None
-        for start, stop in pairwise(bounds):
-            part, cache = decoder(ids[:, start:stop], None if mask is None else mask[:, :stop], cache, start)
-            parts.append(part)
-        parts = torch.cat(parts, dim=1)
-        torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
-        assert torch.equal(parts.argmax(-1), whole.argmax(-1))
 
 
 @torch.inference_mode()

@@ -451,21 +451,6 @@ def test_a_folder_without_a_checkpoint_raises_a_one_line_error(gpt2, tmp_path):
 # ---- invalid configs and arguments -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"model_type": "gpt-huge"}, "model_type=gpt-huge is not one of openai-gpt, gpt2"),
-        ({"model_type": "gpt-nano", "n_layer": 4}, "n_layer=4, but gpt-nano has 3"),
-        ({"n_layer": 2, "n_head": 2}, "n_embd=None; pass a positive number"),
-        ({"model_type": "gpt-nano", "block_size": 0}, "block_size=0; pass a positive number"),
-        ({"n_layer": 2, "n_head": 5, "n_embd": 12}, "n_embd=12 is not a multiple of n_head=5"),
-    ],
-)
-def test_an_invalid_config_raises(settings, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        GPT(GPTConfig(**{"vocab_size": 5, "block_size": 4} | settings))
-
-
 @torch.no_grad()
 def test_invalid_arguments_raise():
     gpt, gpt_kv = make_pair()

@@ -30,40 +30,6 @@ def test_required_flags(train, argv):
     assert_usage_error(train(*argv), "required", program="train.py")
 
 
-TINY_RUN = [
-    "--recipe",
-    "scenes",
-    "--max-steps",
-    "2",
-    "--batch-size",
-    "1",
-    "--num-workers",
-    "0",
-    "--no-compile",
-    "--out",
-]
-
-
-@pytest.mark.full
-def test_trained_model_is_used_by_generate_and_resumed_by_train(generate, train):
-    code, out, err = train(*TINY_RUN, "out")
-    assert (code, out) == (0, "") and err.splitlines()[-1].startswith("step 2/2  loss ")
-    code, out, err = generate("good.png", model="out")
-    assert code == 0 and err == "" and out.endswith("\n")
-    code, _, err = train(*TINY_RUN, "out")
-    assert code == 0 and err.splitlines() == ["resumed out at step 2"]
-
-
-@pytest.mark.full
-def test_unusable_output_folder_is_one_error_line(train):
-    Path("good.txt").write_text("Noise.")
-    data = ["--data", ".", "--device", "cpu", "--on-error", "skip", "--out"]
-    assert_usage_error(train(*data, "good.png"), "good.png is a file", program="train.py")
-    Path("out/checkpoints/step-1").mkdir(parents=True)
-    code, _, err = train(*data, "out")
-    assert code == 2 and "step-1 is damaged" in err.splitlines()[-1]
-
-
 def test_help_lists_every_flag(train):
     code, out, _ = train("--help")
     assert code == 0 and all(flags.split()[0] in out for flags in WRONG_TRAIN_FLAGS)

@@ -13,7 +13,7 @@ from nanovlm.export.onnx import check_onnx_extra, export_onnx
 from nanovlm.export.transformers import export_smolvlm
 from nanovlm.processing.image_loading import load_image
 from support import noise_image
-from support.onnx import OnnxModel, image_inputs, onnxruntime_graphs, openvino_graphs
+from support.onnx import OnnxModel, image_inputs, onnxruntime_graphs
 from support.smolvlm import write_folder
 
 pytestmark = pytest.mark.full
@@ -53,17 +53,6 @@ def test_each_image_and_prompt_gives_the_same_ids(onnx_folder, embedded, images)
     for image in images:
         for prompt in PROMPTS:
             assert_same_answers(model, embedded, [[image]], [prompt])
-
-
-def test_a_batch_of_different_lengths_and_numbers_of_images_gives_the_same_ids(onnx_folder, embedded, images):
-    rows = [images[:1], images[:2], images[2:]]
-    assert_same_answers(exported(onnx_folder, embedded), embedded, rows, PROMPTS)
-
-
-def test_openvino_gives_the_same_ids(onnx_folder, embedded, images):
-    pytest.importorskip("openvino")
-    model = exported(onnx_folder, embedded, graphs=openvino_graphs)
-    assert_same_answers(model, embedded, [images[:1], images[1:]], PROMPTS[:2])
 
 
 def test_int8_captions_the_sample(onnx_folder, embedded, images):

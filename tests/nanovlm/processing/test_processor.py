@@ -1,4 +1,4 @@
-"""Processor: token ids and tiles of images and prompts, against layouts written by hand."""
+"""Processor: numbers of tiles, and shared prefixes. test_formats.py has the layouts of prompts."""
 
 from dataclasses import replace
 
@@ -10,9 +10,7 @@ from models.config import extra_tokens
 from nanovlm.processing.processor import Processor
 from support import noise_image
 
-END, IMAGE, GLOBAL = 2, 599, 600  # ids of the embedded model's tokenizer
-START = 1
-R1C1, R1C2, R2C1, R2C2, R3C1, R3C2 = 601, 602, 609, 610, 617, 618  # eight to a row
+IMAGE, GLOBAL = 599, 600  # ids of the embedded model's tokenizer
 
 
 SQUARE, WIDE, TALL = (16, 16), (30, 14), (30, 48)  # grids of 1 x 1, 1 x 2 and 3 x 2 tiles of 16 pixels
@@ -28,65 +26,6 @@ def encode_one(processor, sizes, prompt="Hi?"):
     inputs = processor([[noise_image(*size, seed) for seed, size in enumerate(sizes)]], [prompt])
     assert inputs["attention_mask"].eq(1).all() and len(inputs["input_ids"]) == 1
     return inputs["input_ids"][0].tolist(), 0 if inputs["images"] is None else len(inputs["images"])
-
-
-def user_turn(processor, *parts):
-    """The ids of a user turn, from texts and ids, up to where the answer begins."""
-    encode = processor.tokenizer.encode
-    ids = [id for part in parts for id in (encode(part) if isinstance(part, str) else part)]
-    return [START, *ids, END, *encode("\n"), START, *encode("assistant\n")]
-
-
-def test_prompt_without_images_is_one_turn(processor):
-    assert encode_one(processor, []) == (user_turn(processor, "user\nHi?"), 0)
-
-
-def test_one_tile_is_its_own_global_view(processor):
-    assert encode_one(processor, [SQUARE]) == (user_turn(processor, "user\n", [GLOBAL] + [IMAGE] * 4, "Hi?"), 1)
-
-
-def test_tiles_follow_the_global_view_row_by_row(processor):
-    image_tokens = [IMAGE] * 4
-    wide = [GLOBAL, *image_tokens, R1C1, *image_tokens, R1C2, *image_tokens]
-    assert encode_one(processor, [WIDE]) == (user_turn(processor, "user\n", wide, "Hi?"), 3)
-    tall = [GLOBAL, *image_tokens]
-    for tile in (R1C1, R1C2, R2C1, R2C2, R3C1, R3C2):
-        tall += [tile, *image_tokens]
-    assert encode_one(processor, [TALL]) == (user_turn(processor, "user\n", tall, "Hi?"), 7)
-
-
-def test_several_images_are_numbered_from_0(processor):
-    image_tokens = [IMAGE] * 4
-    wide = [GLOBAL, *image_tokens, R1C1, *image_tokens, R1C2, *image_tokens]
-    expected = user_turn(
-        processor,
-        *("user\n<image: 0>", [GLOBAL, *image_tokens]),
-        *("<image: 1>", wide),
-        *("<image: 2>", [GLOBAL, *image_tokens]),
-        "Which is wide?",
-    )
-    assert encode_one(processor, [SQUARE, WIDE, SQUARE], "Which is wide?") == (expected, 5)
-
-
-def test_padded_row_matches_unpadded(tiled):
-    model, processor = tiled
-    images = [
-        [],
-        [noise_image(*TALL, 1)],
-        [noise_image(*WIDE, 2), noise_image(*SQUARE, 3), noise_image(*SQUARE, 4)],
-        [noise_image(*SQUARE, 5)],
-        [],
-    ]
-    prompts = ["What is 1 + 1?", "Describe this picture.", "Which one? " * 5, "?", "A longer question. " * 12]
-    batch = processor(images, prompts)
-    mask = batch["attention_mask"]
-    assert mask[:, -1].all() and (mask.diff(dim=1) >= 0).all() and len(set(mask.sum(1).tolist())) == 5
-    together = model.generate(**batch, max_new_tokens=12)
-    for row in range(5):
-        alone = processor([images[row]], [prompts[row]])
-        assert torch.equal(batch["input_ids"][row][mask[row] == 1], alone["input_ids"][0])
-        assert torch.equal(together[row], model.generate(**alone, max_new_tokens=12)[0])
-    assert len(set(map(tuple, together.tolist()))) == 5, "equal answers would prove nothing"
 
 
 def test_missing_tile_token_is_named(processor):

@@ -110,6 +110,7 @@ def test_a_dry_run_prints_an_estimate_and_writes_nothing(train):
         and "peak memory " in out
         and "minutes for 850 steps" in out
         and "4 examples, each shown 425.0 times; nothing held out" in err
+        and "850 steps, 425 epochs" in err
     )
     assert {path.name for path in Path().iterdir()} == {"mine"}
 
@@ -243,30 +244,18 @@ def test_epochs_are_turned_into_steps():
 
 
 @pytest.mark.full
-def test_adapters_learn_and_the_result_is_a_plain_model(train):
-    """With packed rows and a frozen vision encoder."""
-    scenes(6, LABEL)
-    steps = ["--max-steps", "30", "--batch-size", "2", "--lr", "1e-2", "--warmup-steps", "0", "--pack", "256"]
-    assert train("--data", "mine", *QUICK, *steps, "--lora-rank", "8", "--vision-lr-scale", "0")[0] == 0
-    ours, theirs = load_file("out/model.safetensors"), load_file(EMBEDDED / "model.safetensors")
-    assert ours.keys() == theirs.keys()
-    changed = {name for name in theirs if not torch.equal(ours[name], theirs[name])}
-    assert changed and all(not name.startswith("vision_encoder") for name in changed)
-    fresh = draw(random_scene(random.Random(99)), 120, 90)
-    assert Captioner.from_pretrained("out", "cpu", "float32").caption(fresh) == LABEL
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("format", BASE_FORMATS)
-def test_adapters_beside_a_quantized_base_learn_and_the_result_is_a_plain_model(train, format):
+@pytest.mark.parametrize("format", [None, *BASE_FORMATS])
+def test_adapters_learn_and_the_result_is_a_plain_model(train, format):
+    """With packed rows, a frozen vision encoder, and a base model that may be quantized."""
     scenes(6, LABEL)
     flags = ["--max-steps", "30", "--batch-size", "2", "--lr", "1e-2", "--warmup-steps", "0", "--pack", "256"]
-    flags += ["--lora-rank", "8", "--vision-lr-scale", "0", "--quantize", format]
+    flags += ["--lora-rank", "8", "--vision-lr-scale", "0", *(["--quantize", format] if format else [])]
     code, estimate, _ = train("--data", "mine", *QUICK, *flags, "--dry-run")
     parameters = sum(p.numel() for p in VisionLanguageModel.from_pretrained(EMBEDDED).parameters())
     assert code == 0 and parameters < int(estimate.split()[0].replace(",", "")) < 1.1 * parameters
     assert train("--data", "mine", *QUICK, *flags)[0] == 0
     ours, theirs = load_file("out/model.safetensors"), load_file(EMBEDDED / "model.safetensors")
+    assert ours.keys() == theirs.keys()
     changed = {name for name in theirs if not torch.equal(ours[name], theirs[name])}
     assert changed and all(name.endswith("weight") and not name.startswith("vision_encoder") for name in changed)
     fresh = draw(random_scene(random.Random(99)), 120, 90)
@@ -355,7 +344,7 @@ def test_the_default_learning_rate_depends_on_lora_and_on_the_width_of_the_model
     assert prepared("--data", "mine", *QUICK, "--optimizer", "adamw")[2].lr == pytest.approx(FINETUNING.lr)
 
 
-def test_the_default_number_of_steps_depends_on_the_number_of_examples(train):
+def test_the_default_number_of_steps_depends_on_the_number_of_examples():
     def steps(examples, **changes):
         cfg, _ = choose(
             replace(FINETUNING, **changes), ["max_steps"], width=192, optimizer=None, steps_per_epoch=examples / 8
@@ -363,9 +352,6 @@ def test_the_default_number_of_steps_depends_on_the_number_of_examples(train):
         return cfg.max_steps
 
     assert [steps(n) for n in (0, 8, 400, 10**6)] == [850, 850, 30 * 50, MAX_STEPS]
-    scenes(3)
-    _, _, err = train("--data", "mine", "--dry-run", "--num-workers", "0", "--batch-size", "2")
-    assert "850 steps, 567 epochs" in err
 
 
 @pytest.mark.full
@@ -513,8 +499,6 @@ def test_without_tensorboard_its_flag_names_the_extra(train, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(train):
     scenes(2)
-    code, out, err = train("--data", "mine", *QUICK, "--out", "mine/0.png/out")
-    assert (code, out) == (2, "") and re.fullmatch(r"train\.py: --out .* is a file; name a folder\n", err)
     Path("out/metrics.jsonl").mkdir(parents=True)  # a folder where a file should go
     code, _, err = train("--data", "mine", *QUICK)
     assert code == 2 and "metrics.jsonl cannot be read" in err and not Path("out/checkpoints").exists()

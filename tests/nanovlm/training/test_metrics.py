@@ -130,7 +130,6 @@ def test_the_validation_loss_is_the_mean_over_all_held_out_answers(learn, tiny_m
     assert f"step 6/6  validation loss {evaluations[-1]['validation_loss']:.4f}" in lines
 
 
-@pytest.mark.full
 def test_evaluation_changes_no_weights(learn, make_batch, tmp_path):
     learn(tmp_path / "without")
     evaluated = {"validation": held_out(make_batch), "answer_questions": answer_questions}
