@@ -17,7 +17,7 @@ from models.decoding import GREEDY, SamplingParams, TokenSampler, finish_reason
 from models.errors import InputError, is_out_of_memory
 from models.inference.fair_share import FairShare
 from models.inference.inference_model import InferenceModel
-from models.inference.requests import LogitsProcessor, PrefillError, Request, TokenLogprobs, TokenOutput
+from models.inference.requests import BatchRequest, LogitsProcessor, PrefillError, TokenLogprobs, TokenOutput
 from models.inference.serving_caches import (
     CachedPrefix,
     ImageCache,
@@ -56,8 +56,8 @@ class ContinuousBatch:
         self.image_cache, self.prefix_cache = image_cache, prefix_cache
         self._ends, self._greedy = eos_token_id, TokenSampler(eos_token_id=eos_token_id)
         self.eos_token_id = self._greedy.eos_token_id  # the one that stands for all of them
-        self._waiting: dict[Hashable, Request] = {}
-        self._slots: list[Request | None] = []  # None where a request has ended
+        self._waiting: dict[Hashable, BatchRequest] = {}
+        self._slots: list[BatchRequest | None] = []  # None where a request has ended
         self._cache = SlotCache(max_num_seqs, self.model.cfg.lm_max_position_embeddings)
         self._fair_share = FairShare(max_num_seqs)
         self._outputs: list[TokenOutput] = []  # of the current step; an exception leaves them to the next one
@@ -115,7 +115,7 @@ class ContinuousBatch:
         inputs, ids = list(images or ()), input_ids.cpu()
         self.model.validate_images(input_ids, torch.empty(sum(image.n_tiles for image in inputs), 0))
         starts = image_starts(ids, inputs, self.model.image_token_id, self.model.cfg.mp_image_token_length)
-        request = Request(key, ids, inputs, starts, max_new_tokens, sampling, client, top_logprobs)
+        request = BatchRequest(key, ids, inputs, starts, max_new_tokens, sampling, client, top_logprobs)
         if logits_processor is not None or not sampling.is_greedy:
             process = None if logits_processor is None else partial(logits_processor, request.output)
             prompt = ids.masked_fill(ids == self.model.image_token_id, -1)[None]
@@ -150,13 +150,14 @@ class ContinuousBatch:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _next_prompts(self, clients: Container[Hashable]) -> list[Request]:
+    def _next_prompts(self, clients: Container[Hashable]) -> list[BatchRequest]:
         """The clients' first waiting prompt and later ones of about its length, as many as there are free slots.
 
-        A prompt whose beginning is in the prefix cache is prefilled by itself; so is one that light clients wait for.
+        A prompt whose beginning is in the prefix cache is prefilled by itself; so is every prompt while light and heavy
+        clients share the batch, that no step takes long.
         """
         free = min(self.max_num_seqs - self.running, 1 if self._fair_share.is_shared else self.max_num_seqs)
-        chosen: list[Request] = []
+        chosen: list[BatchRequest] = []
         for request in self._waiting.values():
             if len(chosen) == free:
                 break
@@ -173,7 +174,7 @@ class ContinuousBatch:
                 chosen.append(request)
         return chosen
 
-    def _prefill(self, requests: list[Request]) -> list[TokenOutput]:
+    def _prefill(self, requests: list[BatchRequest]) -> list[TokenOutput]:
         """Prefill prompts into free slots. If several fail together, try the first alone; the others keep waiting."""
         if not requests:
             return []
@@ -193,7 +194,7 @@ class ContinuousBatch:
             request.prefix = None
         return self._choose(requests, logits)
 
-    def _prefill_batch(self, requests: list[Request]) -> Tensor:
+    def _prefill_batch(self, requests: list[BatchRequest]) -> Tensor:
         """Logits (B, vocabulary) after each prompt. Padding is on the right, where causal attention ignores it.
 
         Several prompts begin at their first token, a single one where its prefix ends.
@@ -217,7 +218,7 @@ class ContinuousBatch:
             request.length, request.images = length, []
         return logits
 
-    def _encode_images(self, requests: Sequence[Request]) -> Tensor | None:
+    def _encode_images(self, requests: Sequence[BatchRequest]) -> Tensor | None:
         """Embeddings (n, C) of the image tokens that are to be prefilled. Images of equal keys are encoded once."""
         n_done = int((requests[0].input_ids[: requests[0].prefix_length] == self.model.image_token_id).sum())
         images = [image for request in requests for image in request.images]
@@ -225,7 +226,7 @@ class ContinuousBatch:
             return None
         return torch.cat(encode_images(self.model, images, self.image_cache)).flatten(0, 1)[n_done:]
 
-    def _end(self, slot: int, request: Request) -> None:
+    def _end(self, slot: int, request: BatchRequest) -> None:
         """Free the slot of a request; the prefix cache may keep its keys and values."""
         self._slots[slot] = None
         if self.prefix_cache is None or any(key is None for key, _ in request.image_starts):
@@ -283,7 +284,7 @@ class ContinuousBatch:
             request.length += 1
         self._outputs += self._choose(requests, logits)
 
-    def _decode_logits(self, requests: Sequence[Request], start: int) -> Tensor:
+    def _decode_logits(self, requests: Sequence[BatchRequest], start: int) -> Tensor:
         """Logits (B, vocabulary) after the last token of each of the requests, whose slots begin with start."""
         network, lengths = self._network, [request.length for request in requests]
         stop = start + len(requests)
@@ -291,7 +292,7 @@ class ContinuousBatch:
         x = network.embed_tokens(torch.tensor([[request.output[-1]] for request in requests], device=self.model.device))
         return network.run(x, self._cache.data[:, :, start:stop], lengths, None, [0] * len(requests))
 
-    def _choose(self, requests: Sequence[Request], logits: Tensor) -> list[TokenOutput]:
+    def _choose(self, requests: Sequence[BatchRequest], logits: Tensor) -> list[TokenOutput]:
         """Each request's next token from logits (B, vocabulary), as `generate_tokens` chooses it."""
         outputs = []
         for row, (request, token_id) in enumerate(zip(tuple(requests), self._greedy(logits).tolist())):

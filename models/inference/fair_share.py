@@ -9,9 +9,9 @@ from contextlib import contextmanager
 class FairShare:
     """Which clients take part in the next step of a batch.
 
-    A client is light while it has at most an eighth as many requests as the batch has slots. Beside others, heavy ones,
-    light clients get at least half of the time: after a step of all clients they step alone for as long as it took.
-    So whatever heavy clients ask for, an answer to a light one takes about twice its time. `clock` returns seconds.
+    A client is light while it has at most an eighth as many requests as the batch has slots, else heavy. Where both
+    kinds have requests, light clients get at least half of the time: after a step of all clients they step alone for as
+    long as it took. `clock` returns seconds.
     """
 
     def __init__(self, n_slots: int, clock: Callable[[], float] = time.perf_counter):

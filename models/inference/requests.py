@@ -48,7 +48,7 @@ class PrefillError(NanoVLMError, RuntimeError):
 
 
 @dataclass(eq=False)
-class Request:
+class BatchRequest:
     """A prompt and the state of its generation."""
 
     key: Hashable
