@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,7 @@ XMP = """<?xpacket begin="\ufeff" id="W5M0MpCehiHzreSzNTczkc9d"?>
 </rdf:Alt></dc:description></rdf:Description></rdf:RDF></x:xmpmeta>
 <?xpacket end="w"?>
 """  # ISO 16684-1
+NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")  # characters that XML 1.0 cannot hold
 
 
 class Output:
@@ -149,7 +151,7 @@ class Sidecars(Output):
         old = _read_bytes(target)
         if self.log is None:
             if old is None:
-                text = XMP.format(escape(caption)) if self.extension == ".xmp" else f"{caption}\n"
+                text = XMP.format(escape(NOT_XML.sub("", caption))) if self.extension == ".xmp" else f"{caption}\n"
                 write_atomically(target, text.encode())
             else:
                 logger.warning("%s was written by somebody else during this run; it is kept", target)
