@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from models.checkpoint import checkpoint_dtype
-from models.inference.kernels.load import chosen_level, cpu_info
+from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, cpu_info
 from nanovlm.errors import InputError, UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,7 +52,8 @@ def choose_dtype(name: str, device: torch.device, folder: Path | None = None) ->
     if name == "auto":
         if device.type == "cpu" and (level := chosen_level()) is not None:
             stored = torch.float32 if folder is None else checkpoint_dtype(folder)
-            return torch.bfloat16 if level in ("bf16", "amx") or stored == torch.bfloat16 else torch.float32
+            is_float32 = level in WITHOUT_BF16_DOT and stored != torch.bfloat16
+            return torch.float32 if is_float32 else torch.bfloat16
         return torch.bfloat16 if fast_bfloat16(device) else torch.float32
     if name not in DTYPES:
         raise InputError(f"dtype={name} is none of auto, {', '.join(DTYPES)}")

@@ -54,7 +54,6 @@ def check_ray_flags(args: argparse.Namespace) -> None:
             raise UsageError(f"--{flag.replace('_', '-')} is for one machine; leave it or --ray away")
     if args.out is None or args.out in ("txt", "-") or re.search(r"\.(jsonl|csv|parquet)$", args.out):
         given = "missing" if args.out is None else args.out
-        given = "missing" if args.out is None else args.out
         raise UsageError(f"--out {given} with --ray must be a folder, or the URI of one, for the shards")
     if args.samples != 1 or len(args.prompts) > 1:
         raise UsageError("--samples and several prompts are for single images; with --ray each gets one caption")

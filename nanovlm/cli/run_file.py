@@ -41,7 +41,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        raise UsageError(f"--config {path} holds {type(content).__name__}, not lines like `max_steps: 500`; write such")
+        raise UsageError(f"--config {path} must hold lines like `max_steps: 500`, not {type(content).__name__}")
     return content
 
 

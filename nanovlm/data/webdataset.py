@@ -77,7 +77,7 @@ def open_tars(path: str, shards: Sequence[str], options: ReadOptions, names: Seq
             samples.setdefault(os.path.normpath(os.path.join(name, key)), {})[extension] = part
     with_image = {key: sample for key, sample in samples.items() if _has_image(sample)}
     if not with_image:
-        raise DataError(f"no images found in {path}, only {len(samples)} samples of other files; name another")
+        raise DataError(f"no images found in {path}, only {len(samples)} samples of other files; name another path")
     make_example = partial(sample_to_example, options=options)
     return captioned_source(path, with_image, _has_text, ".txt or .json", make_example, options, COLUMN_OPTIONS)
 

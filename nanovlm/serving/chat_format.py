@@ -186,7 +186,7 @@ def video_parts(name: str, file: str | bytes, with_times: bool) -> list[ContentP
     *labels, end = video_texts(video)
     parts: list[ContentPart] = []
     for label, frame in zip(labels, video.frames):
-        frame.save(buffer := io.BytesIO(), "BMP")  # which takes no time, unlike PNG
+        frame.save(buffer := io.BytesIO(), "BMP")  # written and read faster than PNG
         url = f"data:image/bmp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
         parts += [TextPart(type="text", text=label)] if with_times else []
         parts.append(ImagePart(type="image_url", image_url=MediaURL(url=url, detail="low")))
