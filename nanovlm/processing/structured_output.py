@@ -62,13 +62,14 @@ class StructuredOutput:
         import torch
 
         processors, end = self.make_processors(schema, n), self.tokenizer.eos_token_id
+        generated: list[list[int]] = [[] for _ in processors]
 
         def process(logits: "Tensor") -> "Tensor":
             rows = list(logits.split(1))
-            for i, processor in enumerate(processors):
-                generated = [ids[i] for ids in steps]
-                if end not in generated:
-                    rows[i] = processor(generated, rows[i])
+            for i, (ids, processor) in enumerate(zip(generated, processors)):
+                ids += [step[i] for step in steps[len(ids) :]]
+                if end not in ids:
+                    rows[i] = processor(ids, rows[i])
             return torch.cat(rows)
 
         return process
