@@ -1,12 +1,13 @@
 """A paged cache: blocks of a few tokens, found through a block table, shared until somebody writes.
 
-This is the memory manager of vLLM's PagedAttention (Kwon et al. 2023), in PyTorch: one pool of blocks with room for
-block_size tokens each. A sequence owns a table of block numbers only; blocks count their references.
+This is the memory manager of vLLM's PagedAttention (Kwon et al. 2023), in PyTorch. A sequence owns a table of block
+numbers only; blocks count their references. vLLM's kernel reads blocks in place; `key` and `value` here copy them.
 
 Copy-on-write: the last block of a prefix may be half full. The first sequence that continues it writes into the free
-places; another finds them taken, and copies this one block. So a cache is a value, like KVCache. vLLM's kernel reads
-the blocks where they are; here `key` and `value` gather them, a copy of the cache for every step.
+places; another finds them taken, and copies this one block. So a cache is a value, like KVCache.
 """
+
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -24,11 +25,6 @@ class BlockPool:
         self.references, self.filled = [0] * n_blocks, [0] * n_blocks
         self.free = list(reversed(range(n_blocks)))
         self.key = self.value = torch.empty(0)
-
-    @property
-    def bytes_used(self) -> int:
-        """Bytes of the blocks that somebody refers to."""
-        return (self.key.nbytes + self.value.nbytes) * (self.n_blocks - len(self.free)) // self.n_blocks
 
     def reserve(self, like: Tensor) -> None:
         """Allocate the memory at the first write, when shape, dtype and device are known; like is (B, H, T, D)."""
@@ -64,19 +60,22 @@ class PagedKV:
 
     def __init__(self, pool: BlockPool, tables: list[list[int]] | None = None, length: int = 0):
         self.pool, self.tables, self.length = pool, tables or [], length
-        for table in self.tables:
-            for block in table:
-                pool.references[block] += 1
+        for block in chain(*self.tables):
+            pool.references[block] += 1
         self._index: Tensor | None = None
 
     def __del__(self):
-        for table in self.tables:
-            for block in table:
-                self.pool.drop(block)
+        for block in chain(*self.tables):
+            self.pool.drop(block)
 
     key = property(lambda self: self._gather(self.pool.key))
     value = property(lambda self: self._gather(self.pool.value))
-    bytes_used = property(lambda self: self.pool.bytes_used)  # of all blocks in use, by whichever sequences
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of the pool's blocks that any sequence refers to."""
+        pool = self.pool
+        return (pool.key.nbytes + pool.value.nbytes) // pool.n_blocks * (pool.n_blocks - len(pool.free))
 
     def _gather(self, blocks: Tensor) -> Tensor:
         """(B, n_kv_heads, length, D) from the pool's (n_kv_heads, n_blocks, block_size, D)."""

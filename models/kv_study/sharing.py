@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from models.attention import attention
 from models.cache import KVCache
 from models.config import VLMConfig
+from models.kv_study.cross_attention import causal_mask
 from models.language_model import Attention, LanguageModel, apply_rope, rope_cos_sin
 
 
@@ -73,8 +74,7 @@ class SharedAttention(Attention):
     ) -> tuple[Tensor, KVCache]:
         assert block_kv_cache is not None and not last_only
         q = self.q_proj(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
-        causal = mask is None and x.size(1) > 1
-        y = self.attend(apply_rope(q, cos, sin), block_kv_cache.key, block_kv_cache.value, mask, causal)
+        y = self.attend(apply_rope(q, cos, sin), block_kv_cache.key, block_kv_cache.value, mask)
         return self.out_proj(y.transpose(1, 2).flatten(2)), block_kv_cache
 
 
@@ -90,9 +90,7 @@ class CrossLayerModel(LanguageModel):
         """`LanguageModel.forward`; kv_cache has one cache for two blocks."""
         T = x.size(1)
         cos, sin = rope_cos_sin(torch.arange(start_pos, start_pos + T, device=x.device), self.cfg)
-        mask = None
-        if start_pos and T > 1:
-            mask = torch.ones(1, 1, T, start_pos + T, dtype=torch.bool, device=x.device).tril(start_pos)
+        mask = causal_mask(T, start_pos + T, x.device)
         x = self.token_embedding(x)
         caches: list[KVCache] = []
         for i, block in enumerate(self.blocks):
