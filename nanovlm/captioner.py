@@ -102,8 +102,7 @@ class Captioner:
             set_threads(str(options.threads))
         device = choose_device(options.device)
         folder = snapshot_path(*options.base)
-        dtype = choose_dtype(options.dtype, device, folder)
-        cfg = load_config(folder)
+        cfg, dtype = load_config(folder), choose_dtype(options.dtype, device, folder)
         tokenizer = Tokenizer.from_pretrained(folder, cfg)
         model = load_model(folder, cfg, tokenizer.image_token_id, dtype, device)
         if options.adapter is not None:
@@ -118,6 +117,12 @@ class Captioner:
         tokenizer.skip_special_tokens &= options.skip_special_tokens
         processor = Processor(cfg, tokenizer, options.max_tiles, options.upscale)
         return cls(inference, processor, allow_urls=options.allow_urls)
+
+    def with_adapter(self, folder: str | os.PathLike) -> "Captioner":
+        """The same with LoRA adapters beside the weights, which both share; see `models.inference.adapters`."""
+        from models.inference.adapters import with_adapter
+
+        return Captioner(with_adapter(self.inference, folder), self.processor, allow_urls=self.allow_urls)
 
     @classmethod
     def from_backbones(

@@ -16,7 +16,7 @@ from models.config import MAX_NEW_TOKENS
 from models.decoding import GREEDY, SamplingParams, TokenSampler, finish_reason
 from models.errors import InputError, is_out_of_memory
 from models.inference.fair_share import FairShare
-from models.inference.inference_model import InferenceModel
+from models.inference.inference_model import InferenceModel, Network
 from models.inference.requests import BatchRequest, LogitsProcessor, PrefillError, TokenLogprobs, TokenOutput
 from models.inference.serving_caches import (
     CachedPrefix,
@@ -52,7 +52,7 @@ class ContinuousBatch:
         if max_num_seqs < 1:
             raise InputError(f"max_num_seqs={max_num_seqs} is less than 1")
         self.model = model if isinstance(model, InferenceModel) else InferenceModel(model)
-        self.max_num_seqs, self._network = max_num_seqs, self.model.network
+        self.max_num_seqs = max_num_seqs
         self.image_cache, self.prefix_cache = image_cache, prefix_cache
         self._ends, self._greedy = eos_token_id, TokenSampler(eos_token_id=eos_token_id)
         self.eos_token_id = self._greedy.eos_token_id  # the one that stands for all of them
@@ -92,6 +92,7 @@ class ContinuousBatch:
         logits_processor: LogitsProcessor | None = None,
         top_logprobs: int | None = None,
         client: Hashable = None,
+        model: InferenceModel | None = None,
     ) -> None:
         """Queue a prompt, ids (T,) and images (N, 3, S, S). InputError if it can never be prefilled.
 
@@ -101,7 +102,8 @@ class ContinuousBatch:
         logits_processor changes the logits before each token is chosen, for example to exclude tokens: it is called
         with the request's generated ids and logits (1, vocabulary). top_logprobs asks for the log-probability of each
         token and of that many most likely ones, 0 for the token's own; they are those of the model's unchanged logits.
-        Steps are shared fairly among clients, see `FairShare`.
+        Steps are shared fairly among clients, see `FairShare`. model is one that `with_adapter` made of the batch's
+        own, which is the default; the keys of images must be others if it encodes them in another way.
         """
         if key in self._waiting or any(request is not None and request.key == key for request in self._slots):
             raise InputError(f"{key!r} is the key of a request that waits or runs; use another")
@@ -115,7 +117,9 @@ class ContinuousBatch:
         inputs, ids = list(images or ()), input_ids.cpu()
         self.model.validate_images(input_ids, torch.empty(sum(image.n_tiles for image in inputs), 0))
         starts = image_starts(ids, inputs, self.model.image_token_id, self.model.cfg.mp_image_token_length)
-        request = BatchRequest(key, ids, inputs, starts, max_new_tokens, sampling, client, top_logprobs)
+        request = BatchRequest(
+            key, model or self.model, ids, inputs, starts, max_new_tokens, sampling, client, top_logprobs
+        )
         if logits_processor is not None or not sampling.is_greedy:
             process = None if logits_processor is None else partial(logits_processor, request.output)
             prompt = ids.masked_fill(ids == self.model.image_token_id, -1)[None]
@@ -165,8 +169,11 @@ class ContinuousBatch:
                 continue
             lengths = [len(other.input_ids) for other in (*chosen, request)]
             fits = min(lengths) >= MIN_LENGTH_RATIO * max(lengths) and len(lengths) * max(lengths) <= MAX_PREFILL_TOKENS
+            fits = fits and all(other.model is request.model for other in chosen)
             if self.prefix_cache is not None and (not chosen or fits):
-                request.prefix, request.prefix_length = self.prefix_cache.find(request.input_ids, request.image_starts)
+                request.prefix, request.prefix_length = self.prefix_cache.find(
+                    request.input_ids, request.image_starts, id(request.model)
+                )
                 if request.prefix and not chosen:
                     return [request]
                 fits = fits and request.prefix is None
@@ -199,12 +206,12 @@ class ContinuousBatch:
 
         Several prompts begin at their first token, a single one where its prefix ends.
         """
-        model = self.model
-        network = self._network = model.network  # a change of the weights is noticed here, not at every token
+        model = requests[0].model
+        network = model.network  # a change of the weights is noticed here, not at every token
         start, lengths = requests[0].prefix_length, [len(request.input_ids) for request in requests]
         first = len(self._slots)  # there are no holes
-        stop = first + len(requests)
-        self._cache.reserve(network.new_cache, stop, max(lengths), keep=bool(self._slots))
+        slots = range(first, first + len(requests))
+        self._cache.reserve(network.new_cache, slots.stop, max(lengths), keep=bool(self._slots))
         pad = int(model.image_token_id == 0)  # any id but the image token's
         rows = [request.input_ids[start:] for request in requests]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
@@ -212,10 +219,10 @@ class ContinuousBatch:
         if (prefix := requests[0].prefix) is not None:
             self._cache.data[:, :, first, :, :start] = prefix.first(start)
         last = [length - start - 1 for length in lengths]
-        logits = network.run(x, self._cache.data[:, :, first:stop], [start] * len(requests), None, last)
+        logits = network.run(x, self._cache.data, [start] * len(requests), None, last, slots)
         for request, length in zip(requests, lengths):
             self._slots.append(request)
-            request.length, request.images = length, []
+            request.network, request.length, request.images = network, length, []
         return logits
 
     def _encode_images(self, requests: Sequence[BatchRequest]) -> Tensor | None:
@@ -224,7 +231,7 @@ class ContinuousBatch:
         images = [image for request in requests for image in request.images]
         if sum(image.n_tiles for image in images) * self.model.cfg.mp_image_token_length == n_done:
             return None
-        return torch.cat(encode_images(self.model, images, self.image_cache)).flatten(0, 1)[n_done:]
+        return torch.cat(encode_images(requests[0].model, images, self.image_cache)).flatten(0, 1)[n_done:]
 
     def _end(self, slot: int, request: BatchRequest) -> None:
         """Free the slot of a request; the prefix cache may keep its keys and values."""
@@ -238,7 +245,7 @@ class ContinuousBatch:
                 return
             raise
         ids = torch.cat([request.input_ids, torch.tensor(request.output, dtype=torch.long)])[: request.length]
-        self.prefix_cache.add(CachedPrefix(ids, request.image_starts, kv))
+        self.prefix_cache.add(CachedPrefix(ids, request.image_starts, kv, id(request.model)))
 
     def _compact(self) -> None:
         """Move the last requests into freed slots, so that a step computes running requests only."""
@@ -250,47 +257,44 @@ class ContinuousBatch:
                 self._cache.data[:, :, hole] = self._cache.data[:, :, len(self._slots)]
 
     def _decode_all(self, clients: Container[Hashable]) -> None:
-        """Decode one token for each running request of the clients."""
-        taking_part = [request is not None and request.client in clients for request in self._slots]
-        if all(taking_part):
-            self._decode(0, len(self._slots))
-            return
-        for slot, takes_part in enumerate(taking_part):
-            if takes_part:
-                self._decode(slot, slot + 1)
+        """Decode one token for each running request of the clients, those of one network together."""
+        groups: dict[Network | None, list[int]] = {}
+        for slot, request in enumerate(self._slots):
+            if request is not None and request.client in clients:
+                groups.setdefault(request.network, []).append(slot)
+        for slots in groups.values():
+            self._decode(slots)
 
-    def _decode(self, start: int, stop: int) -> None:
-        """Decode one token for slots start to stop, all of them running.
+    def _decode(self, slots: Sequence[int]) -> None:
+        """Decode one token for the requests in some slots, all of them running and of one network.
 
         If they fail together, each half is decoded by itself, until only the request that causes the failure ends.
         """
-        if start == stop:
-            return
-        requests = [request for request in self._slots[start:stop] if request is not None]
+        requests = [request for slot in slots if (request := self._slots[slot]) is not None]
         try:
-            logits = self._decode_logits(requests, start)
+            logits = self._decode_logits(requests, slots)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             if len(requests) == 1:
-                self._slots[start] = None
+                self._slots[slots[0]] = None
                 self._outputs.append(TokenOutput(requests[0].key, -1, "error", error))
             else:
-                middle = (start + stop) // 2
-                self._decode(start, middle)
-                self._decode(middle, stop)
+                middle = len(slots) // 2
+                self._decode(slots[:middle])
+                self._decode(slots[middle:])
             return
         for request in requests:
             request.length += 1
         self._outputs += self._choose(requests, logits)
 
-    def _decode_logits(self, requests: Sequence[BatchRequest], start: int) -> Tensor:
-        """Logits (B, vocabulary) after the last token of each of the requests, whose slots begin with start."""
-        network, lengths = self._network, [request.length for request in requests]
-        stop = start + len(requests)
-        self._cache.reserve(network.new_cache, stop, max(lengths) + 1, keep=True)
+    def _decode_logits(self, requests: Sequence[BatchRequest], slots: Sequence[int]) -> Tensor:
+        """Logits (B, vocabulary) after the last token of each of the requests, which are in these slots."""
+        network, lengths = requests[0].network, [request.length for request in requests]
+        assert network is not None  # they are prefilled
+        self._cache.reserve(network.new_cache, max(slots) + 1, max(lengths) + 1, keep=True)
         x = network.embed_tokens(torch.tensor([[request.output[-1]] for request in requests], device=self.model.device))
-        return network.run(x, self._cache.data[:, :, start:stop], lengths, None, [0] * len(requests))
+        return network.run(x, self._cache.data, lengths, None, [0] * len(requests), slots)
 
     def _choose(self, requests: Sequence[BatchRequest], logits: Tensor) -> list[TokenOutput]:
         """Each request's next token from logits (B, vocabulary), as `generate_tokens` chooses it."""

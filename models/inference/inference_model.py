@@ -18,7 +18,7 @@ from models.cache import KVCache
 from models.config import VLMConfig
 from models.decoding import GenerationMixin
 from models.errors import InputError
-from models.inference.kernel_network import KernelNetwork
+from models.inference.kernel_network import KernelNetwork, empty_cache
 from models.vision_language_model import PrefillState, VisionLanguageModel
 
 if TYPE_CHECKING:
@@ -57,15 +57,15 @@ class PlainNetwork:
 
     def new_cache(self, n_sequences: int, capacity: int) -> Tensor:
         """An empty cache for `run`."""
-        cfg = self.model.cfg
-        shape = cfg.lm_n_blocks, 2, n_sequences, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim
-        return torch.zeros(shape, dtype=self.cache_dtype, device=self.model.device)
+        return empty_cache(self.model, n_sequences, capacity, self.cache_dtype)
 
-    def run(self, x: Tensor, cache: Tensor, past: Sequence[int], mask: None, last: Sequence[int]) -> Tensor:
+    def run(
+        self, x: Tensor, cache: Tensor, past: Sequence[int], mask: None, last: Sequence[int], slots: Sequence[int]
+    ) -> Tensor:
         """See `KernelNetwork.run`; of sequences with different `past`, one new token each."""
         (B, T, _), span = x.shape, max(past)
-        rows, lengths = torch.arange(B, device=x.device), torch.tensor(past, device=x.device)
-        attention_mask, blocks = None, cache[..., :span, :]
+        rows, lengths, indices = (torch.tensor(n, device=x.device) for n in (range(B), past, slots))
+        attention_mask, blocks = None, cache[:, :, indices, :, :span]
         if min(past) < span:  # what lies behind a sequence's tokens is padding, and may be anything
             used = torch.arange(span, device=x.device) < lengths[:, None]
             attention_mask = torch.cat([used, used.new_ones(B, T)], dim=1).long()
@@ -74,8 +74,8 @@ class PlainNetwork:
         hidden, longer = self.model.decoder(x, attention_mask, kv_cache, span)
         places = lengths[:, None] + torch.arange(T, device=x.device)
         for (key, value), kv in zip(cache, longer):
-            key[rows[:, None], :, places] = kv.key[:, :, span:].transpose(1, 2)
-            value[rows[:, None], :, places] = kv.value[:, :, span:].transpose(1, 2)
+            key[indices[:, None], :, places] = kv.key[:, :, span:].transpose(1, 2)
+            value[indices[:, None], :, places] = kv.value[:, :, span:].transpose(1, 2)
         return self.model.decoder.head(hidden[rows, torch.tensor(last, device=x.device)])
 
 

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,9 @@ from models.language_model import build_attention_mask, rope_cos_sin
 from models.modality_projector import ModalityProjector, pixel_shuffle
 from models.vision_language_model import PrefillState, VisionLanguageModel
 
-if TYPE_CHECKING:
-    from models.inference.quantization import QuantizedLinear
-
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbers in common.h
 QUANTIZED = {"int8": 2, "int4": 3}
+ADAPTED = "adapted"  # the format of a linear layer with an adapter
 MAX_PATCHES = 1024  # of images that are encoded together; activations of more leave the CPU's cache
 KNOWN_MODULES = (
     vision_transformer.VisionTransformer, vision_transformer.PatchEmbedding, vision_transformer.Block,
@@ -35,9 +33,10 @@ _INT: Any = ctypes.c_int
 
 
 class Matrix(ctypes.Structure):
-    _fields_ = [(n, _POINTER) for n in ("data", "scale", "groups", "bias")] + [
-        (n, _LONG) for n in ("n_rows", "depth", "stride", "dtype")
-    ]
+    _fields_ = [
+        *((n, _POINTER) for n in ("data", "scale", "groups", "bias")),
+        *((n, _LONG) for n in ("n_rows", "depth", "stride", "dtype")), ("lora_a", _POINTER), ("lora_b", _POINTER),
+    ]  # fmt: skip
 
 
 class _DecoderBlock(ctypes.Structure):
@@ -57,7 +56,7 @@ class _Decoder(ctypes.Structure):
 class _DecoderStep(ctypes.Structure):
     _fields_ = [
         ("x", _POINTER), ("x_dtype", _LONG), ("n_sequences", _LONG), ("n_new", _LONG),
-        *((n, _POINTER) for n in ("past", "positions", "mask", "last", "cache")),
+        *((n, _POINTER) for n in ("slots", "past", "positions", "mask", "last", "cache")),
         *((n, _LONG) for n in ("cache_dtype", "capacity", "block_stride", "part_stride", "sequence_stride")),
         ("logits", _POINTER), ("threads", _INT),
     ]  # fmt: skip
@@ -84,8 +83,17 @@ def float_address(x: Tensor | None, kept: list[Any]) -> int | None:
     return kept[-1].data_ptr()
 
 
-def make_matrix(layer: "nn.Linear | QuantizedLinear", kept: list[Any]) -> Matrix:
-    """The struct of a linear layer; `kept` keeps what it points to in memory."""
+def make_matrix(layer: Any, kept: list[Any]) -> Matrix:
+    """The struct of an nn.Linear, QuantizedLinear or AdaptedLinear; `kept` keeps what it points to in memory."""
+    if getattr(layer, "format", None) == ADAPTED:
+        matrix = make_matrix(layer.base, kept)
+        kept.append(layer)
+        for name in ("lora_a", "lora_b"):
+            weight = getattr(layer, name)
+            size = (*weight.shape, weight.size(1), DTYPES[weight.dtype])
+            kept.append(Matrix(weight.data_ptr(), None, None, None, *size))
+            setattr(matrix, name, ctypes.addressof(kept[-1]))
+        return matrix
     bias = float_address(layer.bias, kept)
     if isinstance(layer, nn.Linear):
         weight = layer.weight.detach().contiguous()
@@ -105,6 +113,13 @@ def linear(library: ctypes.CDLL, matrix: Matrix, x: Tensor) -> Tensor:
         pointers = _POINTER(x.data_ptr()), _LONG(n), _POINTER(y.data_ptr())
         library.linear_rows(ctypes.byref(matrix), *pointers, torch.get_num_threads())
     return y
+
+
+def empty_cache(model: VisionLanguageModel, n_sequences: int, capacity: int, dtype: torch.dtype) -> Tensor:
+    """Zeros (n_blocks, 2, n_sequences, n_kv_heads, capacity, head_dim) where the model is."""
+    cfg = model.cfg
+    shape = cfg.lm_n_blocks, 2, n_sequences, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim
+    return torch.zeros(shape, dtype=dtype, device=model.device)
 
 
 class StackedCache(Sequence[KVCache]):
@@ -174,7 +189,7 @@ class KernelNetwork:
     def supports(model: VisionLanguageModel) -> bool:
         """Whether the kernels compute what the model does: on this CPU, in its dtype, and of the core's own modules."""
         known = all(
-            (type(module) in KNOWN_MODULES or getattr(module, "format", None) in QUANTIZED)
+            (type(module) in KNOWN_MODULES or getattr(module, "format", None) in (*QUANTIZED, ADAPTED))
             and not (module._forward_hooks or module._forward_pre_hooks)
             for part in (model.vision_encoder, model.MP, model.decoder)
             for module in part.modules()
@@ -226,17 +241,23 @@ class KernelNetwork:
         return logits, PrefillState(cache, mask)
 
     def run(
-        self, x: Tensor, cache: Tensor, past: Sequence[int], mask: Tensor | None = None, last: Sequence[int] = ()
+        self,
+        x: Tensor,
+        cache: Tensor,
+        past: Sequence[int],
+        mask: Tensor | None = None,
+        last: Sequence[int] = (),
+        slots: Sequence[int] | None = None,
     ) -> Tensor:
         """The decoder on embeddings x (B, T, C), new tokens of B sequences: logits (B, vocabulary) float32.
 
-        cache (n_blocks, 2, B, n_kv_heads, capacity, head_dim) holds `past` tokens of each sequence and gets the new
-        ones behind them. mask is that of `build_attention_mask`, for sequences of equal `past`; last says whose logits
-        are computed, a new token of each sequence.
+        cache (n_blocks, 2, slots, n_kv_heads, capacity, head_dim) holds `past` tokens of each sequence, in the slot of
+        that number or in those named, and gets the new ones behind them. mask is that of `build_attention_mask`, for
+        sequences of equal `past`; last says whose logits are computed, a new token of each sequence.
         """
         B, T, _ = x.shape
         x = x.contiguous() if x.dtype in DTYPES else x.float().contiguous()
-        past_lengths = torch.tensor(past)
+        past_lengths, places = torch.tensor(past), torch.tensor(range(B) if slots is None else slots)
         if mask is None:
             visible = None
             positions = past_lengths[:, None] + torch.arange(T)
@@ -247,7 +268,7 @@ class KernelNetwork:
         positions, last_tokens = positions.contiguous(), torch.tensor(last)
         logits = torch.empty(B, self.cfg.lm_vocab_size)
         step = _DecoderStep(
-            x.data_ptr(), DTYPES[x.dtype], B, T, past_lengths.data_ptr(), positions.data_ptr(),
+            x.data_ptr(), DTYPES[x.dtype], B, T, places.data_ptr(), past_lengths.data_ptr(), positions.data_ptr(),
             None if visible is None else visible.data_ptr(), last_tokens.data_ptr(), cache.data_ptr(),
             DTYPES[cache.dtype], cache.size(4), *cache.stride()[:3], logits.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
@@ -256,9 +277,7 @@ class KernelNetwork:
 
     def new_cache(self, n_sequences: int, capacity: int) -> Tensor:
         """An empty cache for `run`."""
-        cfg = self.cfg
-        shape = cfg.lm_n_blocks, 2, n_sequences, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim
-        return torch.zeros(shape, dtype=self.cache_dtype)
+        return empty_cache(self.model, n_sequences, capacity, self.cache_dtype)
 
     def _extended(self, prefix: PrefillState | None, B: int, T: int) -> StackedCache:
         """The prefix's cache with place for T new tokens."""
@@ -274,7 +293,7 @@ class KernelNetwork:
     def _float(self, x: Tensor | None) -> int | None:
         return float_address(x, self._kept)
 
-    def _matrix(self, layer: "nn.Linear | QuantizedLinear") -> Matrix:
+    def _matrix(self, layer: nn.Module) -> Matrix:
         return make_matrix(layer, self._kept)
 
     def _pack_decoder(self, decoder: language_model.LanguageModel) -> _Decoder:

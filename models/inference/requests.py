@@ -7,6 +7,7 @@ from torch import Tensor
 
 from models.decoding import SamplingParams, TokenSampler
 from models.errors import NanoVLMError
+from models.inference.inference_model import InferenceModel, Network
 from models.inference.serving_caches import CachedPrefix, ImageInput, ImageStarts
 
 LogitsProcessor = Callable[[list[int], Tensor], Tensor]  # the ids generated so far, logits (1, vocabulary) -> logits
@@ -52,6 +53,7 @@ class BatchRequest:
     """A prompt and the state of its generation."""
 
     key: Hashable
+    model: InferenceModel
     input_ids: Tensor  # (T,), on the CPU
     images: list[ImageInput]  # empty once they are prefilled
     image_starts: ImageStarts
@@ -62,5 +64,6 @@ class BatchRequest:
     sampler: TokenSampler | None = None  # None for the most likely token, which is found for all such requests together
     prefix: CachedPrefix | None = None  # that begins like the prompt
     prefix_length: int = 0
+    network: Network | None = None  # of the model when the prompt was prefilled
     length: int = 0  # tokens of it in its cache slot
     output: list[int] = field(default_factory=list)  # the last of it is not yet in the cache

@@ -158,10 +158,11 @@ class CachedPrefix:
     ids: Tensor  # (T,), on the CPU
     images: ImageStarts
     kv: Tensor  # (n_blocks, 2, n_kv_heads, T, head_dim)
+    model: Hashable = None  # whose they are
 
     @cached_property
     def head(self) -> Hashable:
-        return sequence_head(self.ids, self.images)
+        return sequence_head(self.ids, self.images, self.model)
 
     def common_length(self, ids: Tensor, images: ImageStarts) -> int:
         """How many leading tokens another sequence has in common, images included."""
@@ -186,10 +187,10 @@ class PrefixCache:
     def bytes_used(self) -> int:
         return self._cache.bytes_used
 
-    def find(self, ids: Tensor, images: ImageStarts) -> tuple[CachedPrefix | None, int]:
-        """The entry that begins like a prompt, and how many tokens; at least one token of the prompt is left over."""
+    def find(self, ids: Tensor, images: ImageStarts, model: Hashable = None) -> tuple[CachedPrefix | None, int]:
+        """A model's entry that begins like a prompt, and how many tokens; at least one token of the prompt is left."""
         best, length, best_key = None, MIN_PREFIX_TOKENS - 1, None
-        head = sequence_head(ids, images)
+        head = sequence_head(ids, images, model)
         for key, entry in self._cache.items():
             if entry.head != head:
                 continue
@@ -247,10 +248,10 @@ def common_prefix_length(ids: Tensor, others: Tensor, images: ImageStarts = (), 
     return n
 
 
-def sequence_head(ids: Tensor, images: ImageStarts) -> Hashable:
-    """What two sequences with a common prefix of MIN_PREFIX_TOKENS have in common; cheap to compare."""
+def sequence_head(ids: Tensor, images: ImageStarts, model: Hashable = None) -> Hashable:
+    """What two sequences of a model with a common prefix of MIN_PREFIX_TOKENS have in common; cheap to compare."""
     keys = tuple(key for key, start in images if start < MIN_PREFIX_TOKENS)
-    return tuple(ids[:MIN_PREFIX_TOKENS].tolist()), keys
+    return tuple(ids[:MIN_PREFIX_TOKENS].tolist()), keys, model
 
 
 def image_starts(ids: Tensor, images: Sequence[ImageInput], image_token_id: int, tokens_per_tile: int) -> ImageStarts:

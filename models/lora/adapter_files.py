@@ -116,8 +116,7 @@ def read_adapters(folder: str | PathLike, model: VisionLanguageModel) -> None:
     for files that cannot be read or do not fit the model.
     """
     folder = adapter_folder(Path(folder))
-    rank, alpha = _read_rank_and_alpha(folder / ADAPTER_CONFIG)
-    state = _read_state(folder / ADAPTER_WEIGHTS, model)
+    rank, alpha, state = read_adapter_files(folder, model)
     if not adapters(model):
         model.requires_grad_(False)
         for name in sorted({key.rpartition(".lora_")[0] for key in state if ".lora_" in key}):
@@ -134,6 +133,15 @@ def read_adapters(folder: str | PathLike, model: VisionLanguageModel) -> None:
         for part in ADAPTER_TENSORS:
             _load(getattr(module, part).weight, f"{name}.{part}.weight", state, folder)
     _load_fully_trained(folder, model, state)
+
+
+def read_adapter_files(folder: Path, model: VisionLanguageModel) -> tuple[int, float, dict[str, Tensor]]:
+    """Rank, alpha and the tensors of adapters in folder, by our names; CheckpointError if the model lacks one's module.
+
+    The model may be on the meta device.
+    """
+    rank, alpha = _read_rank_and_alpha(adapter_folder(folder) / ADAPTER_CONFIG)
+    return rank, alpha, _read_state(adapter_folder(folder) / ADAPTER_WEIGHTS, model)
 
 
 def recorded_base(folder: Path) -> tuple[str | None, str | None]:

@@ -2,13 +2,15 @@
 
 import argparse
 import os
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.cli.options import EMBEDDED_LIMITS, add_model_flags, load_captioner, model_options
-from nanovlm.errors import MissingExtraError, UsageError
+from nanovlm.errors import InputError, MissingExtraError, UsageError, usage_error
+from nanovlm.options import ModelOptions
 from nanovlm.serving.limits import Limits
 
 if TYPE_CHECKING:
@@ -46,14 +48,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for f in fields(Limits):
         options = {"type": type(f.default), "default": f.default, "metavar": f.metadata["metavar"]}
         add(Limits.flag(f.name), dest=f.name, help=f.metadata["help"], **options)
-    add_model_flags(parser)
+    add_model_flags(parser, without=["adapter"])
+    add(
+        "--adapter",
+        dest="adapters",
+        action="append",
+        default=[],
+        metavar="[NAME=]FOLDER",
+        help="LoRA adapters, from nanovlm train --lora-rank or PEFT, which answer requests that name this model "
+        "(default: the folder's name); repeat the flag for more; without --model, their own base",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    model = model_options(args)
+    adapters = adapter_folders(args.adapters)
+    model = with_recorded_base(model_options(args), list(adapters.values()))
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port {args.port} is not from 0 to 65535; 0 takes any free port")
     try:
+        from models.inference.adapters import with_adapter
         from nanovlm.serving.server import listen, serve
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in ("models", "nanovlm"):
@@ -61,10 +74,39 @@ def run(args: argparse.Namespace) -> int:
         raise MissingExtraError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
     options = server_options(args)
     with listen(options) as listening_socket:  # a port in use is reported before the model is loaded
-        captioner = load_captioner(model, [PROMPT], own_images=True)
-        description = EMBEDDED_LIMITS if model.model == EMBEDDED else ""
-        serve(captioner, model_name(model.model), listening_socket, options, description)
+        captioner = load_captioner(model, [PROMPT], own_images=not adapters)
+        description = EMBEDDED_LIMITS if model.model == EMBEDDED and not adapters else ""
+        adapted = {name: with_adapter(captioner.inference, folder) for name, folder in adapters.items()}
+        if (name := model_name(model.model)) in adapted:
+            raise UsageError(f"--adapter {name} has the model's name; write OTHER_NAME=FOLDER")
+        serve(captioner, name, listening_socket, options, description, adapted)
     return 0
+
+
+def adapter_folders(texts: Sequence[str]) -> dict[str, str]:
+    """The folders of --adapter by their names; UsageError for a name that is given twice."""
+    folders: dict[str, str] = {}
+    for text in texts:
+        name, separator, folder = text.partition("=")
+        name, folder = (name, folder) if separator and not os.path.isdir(text) else (Path(text).resolve().name, text)
+        if name in folders or not name:
+            raise UsageError(f"--adapter {text} has no name of its own; write OTHER_NAME=FOLDER")
+        folders[name] = folder
+    return folders
+
+
+def with_recorded_base(model: ModelOptions, adapters: Sequence[str]) -> ModelOptions:
+    """The options with the model that the adapters were trained on, if no other is named."""
+    bases = []
+    for folder in adapters:
+        try:
+            bases.append(replace(model, adapter=folder).base)
+        except InputError as error:
+            raise usage_error(error) from error
+    if len(set(bases)) > 1:
+        names = " and ".join(sorted({str(name) for name, _ in bases}))
+        raise UsageError(f"--adapter: these were trained on {names}; serve those of one, or name it by --model")
+    return replace(model, model=bases[0][0], revision=bases[0][1]) if bases else model
 
 
 def server_options(args: argparse.Namespace) -> "ServerOptions":

@@ -74,14 +74,12 @@ def make_app(
 def api_routes(service: ChatService, description: str) -> APIRouter:
     """The routes that need the key."""
     router = APIRouter()
-    model: dict[str, Any] = {
-        "id": service.name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "nanovlm",
-        "description": description,
+    common = {"object": "model", "created": 0, "owned_by": "nanovlm", "description": description}
+    common["max_model_len"] = service.captioner.processor.cfg.lm_max_position_embeddings  # vLLM's, as parent
+    models: dict[str, dict[str, Any]] = {
+        name: {"id": name, **common, "parent": service.base_name if name in service.adapters else None}
+        for name in service.names
     }
-    model["max_model_len"] = service.captioner.processor.cfg.lm_max_position_embeddings  # vLLM's field
 
     def post_route(*dialect: Any) -> Callable[[Request], Awaitable[Response]]:
         async def create(request: Request) -> Response:
@@ -90,12 +88,12 @@ def api_routes(service: ChatService, description: str) -> APIRouter:
         return create
 
     def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": list(models.values())}
 
     def retrieve_model(name: str) -> dict[str, Any]:
-        if name != service.name:
+        if name not in models:
             raise service.model_not_found(name)
-        return model
+        return models[name]
 
     def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
@@ -113,7 +111,7 @@ def health_route(service: ChatService) -> Callable[[], JSONResponse]:
     def health() -> JSONResponse:
         status = "stopped" if not service.engine.alive else "draining" if service.admission.draining else "ok"
         counts = {"running": service.engine.batch.running, "waiting": service.num_waiting}
-        return JSONResponse({"status": status, "model": service.name, **counts}, 200 if status == "ok" else 503)
+        return JSONResponse({"status": status, "model": service.names[0], **counts}, 200 if status == "ok" else 503)
 
     return health
 

@@ -155,14 +155,15 @@ def preprocess(
     processor: Processor,
     max_pixels: int,
     image_cache: ImageCache | None = None,
+    encoder: str = "",
     detail: str = "auto",
 ) -> ImageInput:
     """An image of a request, a file or a data URL; ImageError begins with its name. Threads may do it.
 
-    An image that the cache holds is neither decoded nor encoded again.
+    An image that the cache holds of this encoder is neither decoded nor encoded again.
     """
     data = decode_file(name, file)
-    key = hashlib.blake2b(data, digest_size=16, salt=b"one tile" if detail == "low" else b"").digest()
+    key = encoder, detail == "low", hashlib.blake2b(data, digest_size=16).digest()
     if image_cache is not None and (cached := image_cache.find(key)):
         return cached
     tiles, grid = processor.preprocess(load_image(data, name, max_pixels), 1 if detail == "low" else None)

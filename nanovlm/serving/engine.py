@@ -18,6 +18,7 @@ from torch import Tensor
 
 from models.decoding import GREEDY, SamplingParams
 from models.inference.continuous_batching import ContinuousBatch
+from models.inference.inference_model import InferenceModel
 from models.inference.requests import LogitsProcessor, PrefillError, TokenOutput
 from models.inference.serving_caches import ImageInput
 from nanovlm.errors import NanoVLMError, is_out_of_memory
@@ -37,6 +38,7 @@ class SequenceRequest:
     logits_processor: LogitsProcessor | None = None
     top_logprobs: int | None = None
     client: str = ""
+    model: InferenceModel | None = None  # the batch's own, or one with an adapter
 
 
 @dataclass(eq=False)
@@ -180,6 +182,7 @@ class Engine:
                 logits_processor=request.logits_processor,
                 top_logprobs=request.top_logprobs,
                 client=request.client,
+                model=request.model,
             )
         except BaseException as error:
             self._fail(sequence, error)

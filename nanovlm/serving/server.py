@@ -4,11 +4,13 @@ import ipaddress
 import logging
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 
 import uvicorn
 
+from models.inference.inference_model import InferenceModel
 from nanovlm.captioner import Captioner
 from nanovlm.errors import UsageError
 from nanovlm.processing.image_urls import ImageFetcher
@@ -67,11 +69,21 @@ def listen(options: ServerOptions) -> socket.socket:
 
 
 def serve(
-    captioner: Captioner, name: str, listening_socket: socket.socket, options: ServerOptions, description: str = ""
+    captioner: Captioner,
+    name: str,
+    listening_socket: socket.socket,
+    options: ServerOptions,
+    description: str = "",
+    adapters: Mapping[str, InferenceModel] | None = None,
 ) -> None:
-    """Serve a model under a name until SIGINT or SIGTERM; running answers are finished first."""
+    """Serve a model under a name, and its adapters under theirs, until SIGINT or SIGTERM.
+
+    Running answers are finished first.
+    """
     fetcher = ImageFetcher(allow_remote=options.allow_remote)
-    service = ChatService(captioner, name, options.limits, fetcher=fetcher, strict_model=options.strict_model)
+    service = ChatService(
+        captioner, name, options.limits, fetcher=fetcher, strict_model=options.strict_model, adapters=adapters
+    )
     serve_service(service, listening_socket, options, description)
 
 
@@ -82,7 +94,10 @@ def serve_service(
     app = make_app(service, options.allowed_hosts, options.api_key, description, options.allow_origins)
     port, host = listening_socket.getsockname()[1], f"[{options.host}]" if ":" in options.host else options.host
     logger.info(
-        "http://%s:%d serves %r: a page, and OpenAI's API at /v1; stop it with ctrl-c", host, port, service.name
+        "http://%s:%d serves %s: a page, and OpenAI's API at /v1; stop it with ctrl-c",
+        host,
+        port,
+        ", ".join(map(repr, service.names)),
     )
     config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, http="h11", ws="none")
     DrainingServer(config, service).run(sockets=[listening_socket])

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from models.inference.continuous_batching import ContinuousBatch
+from models.inference.inference_model import InferenceModel
 from models.inference.requests import LogitsProcessor
 from models.inference.serving_caches import ImageCache, ImageInput, PrefixCache
 from nanovlm.captioner import NO_IMAGE, Captioner
@@ -66,8 +67,9 @@ class Caches:
 
 
 class ChatService:
-    """Answers requests with one model, whatever model they name unless strict_model.
+    """Answers requests with a model and, by their names, with its adapters, which `with_adapter` made of it.
 
+    A request that names none of them, which strict_model refuses, is answered by the first adapter or else the model.
     fetcher, engine, pixel_budget_bytes and caches replace the defaults: no remote images, an engine of the captioner's
     model with caches as large as the limits say.
     """
@@ -83,9 +85,12 @@ class ChatService:
         pixel_budget_bytes: int = PIXEL_BUDGET_BYTES,
         strict_model: bool = False,
         caches: Caches | None = None,
+        adapters: Mapping[str, InferenceModel] | None = None,
     ):
         self.strict_model, self._warned_of_no_image = strict_model, False
-        self.captioner, self.name, self.limits = captioner, name, limits or Limits()
+        self.captioner, self.base_name, self.limits = captioner, name, limits or Limits()
+        self.adapters = adapters or {}
+        self.names = [*self.adapters, name]
         self.caches = caches or Caches.from_limits(self.limits)
         self.engine = engine or Engine(lambda: new_batch(captioner, self.limits.max_num_seqs, self.caches))
         self.fetcher = fetcher or ImageFetcher()
@@ -138,7 +143,8 @@ class ChatService:
                 request = await self.threads.run(client, dialect.parse, body)
                 request.client = client
                 del body  # it may hold megabytes of images, as the request does
-                output_format = make_format(uuid.uuid4().hex, self.name, self.captioner.tokenizer.decode_raw)
+                name, decode = self.model_name(request.model), self.captioner.tokenizer.decode_raw
+                output_format = make_format(uuid.uuid4().hex, name, decode)
                 work = self._respond(request, output_format, request_scope, arrival, deadline)
                 response = await cancel_on_disconnect(http_request, work)
             if isinstance(response, EventStreamResponse):
@@ -172,8 +178,7 @@ class ChatService:
 
     async def _submit(self, request: GenerationRequest, request_scope: AsyncExitStack) -> ResponseStream:
         """Check and preprocess a request, and submit it to the engine."""
-        if self.strict_model and request.model not in (None, self.name):
-            raise self.model_not_found(str(request.model))
+        model = self.model_name(request.model)
         self._admit_sequences(request, request_scope)
         processors: Iterator[GrammarProcessor] = iter(())
         if request.schema is not None:
@@ -197,7 +202,7 @@ class ChatService:
                 processor: LogitsProcessor | None = next(processors, None)
                 if request.logit_bias:
                     processor = BiasProcessor(request.logit_bias, processor)
-                options = processor, request.top_logprobs, request.client
+                options = processor, request.top_logprobs, request.client, self.adapters.get(model)
                 sequences.append(SequenceRequest(inputs.input_ids, images, max_tokens, sampling, *options))
                 streamers.append(StopStringStreamer(self.captioner.tokenizer, request.stop, inputs.continued_ids))
         n_slots = await self.decoding_budget.acquire(request.client, len(sequences))
@@ -235,7 +240,8 @@ class ChatService:
         reservation = PixelReservation(self.pixel_budget, request.client)
         request_scope.callback(reservation.release)
         await reservation.acquire(len(files))
-        processor, options = self.captioner.processor, (self.limits.max_pixels, self.caches.images)
+        processor, encoder = self.captioner.processor, self.model_name(request.model)
+        options = self.limits.max_pixels, self.caches.images, encoder
         images: list[ImageInput] = []
         for number, file in enumerate(files, 1):
             try:
@@ -275,8 +281,15 @@ class ChatService:
                 )
                 raise APIError(400, message, "context_length_exceeded", request.prompt_field)
 
+    def model_name(self, asked: str | None) -> str:
+        """The name of the model that answers a request for one of this name."""
+        if asked not in self.names and asked is not None and self.strict_model:
+            raise self.model_not_found(asked)
+        return asked if asked in self.names else self.names[0]
+
     def model_not_found(self, name: str) -> APIError:
-        return APIError(404, f"no model {name!r} here, only {self.name!r}", "model_not_found", "model")
+        names = ", ".join(map(repr, self.names))
+        return APIError(404, f"no model {name!r} here, only {names}", "model_not_found", "model")
 
     async def _fetch_images(self, chat: Chat) -> list[str | bytes]:
         """The files of remote images; data URLs remain as they are, since a thread decodes them faster."""

@@ -179,7 +179,7 @@ static const char *left_rows(const matrix *w, long row, long type, long units, c
 typedef struct {
     activations *y;
     long first;
-    int add, gelu;  // add to what y holds; apply GELU
+    int add, gelu;  // add to what y holds; apply GELU, to the sum
 } result;
 
 INLINE void finish_block(const matrix *w, long row, long rows, const operand *x, long panel, const void *sums,
@@ -194,9 +194,9 @@ INLINE void finish_block(const matrix *w, long row, long rows, const operand *x,
                 value *= w->scale[row + r];
             }
             if (w->bias) value += w->bias[row + r];
-            if (out->gelu) value = gelu_vec(value);
             float *at = y + r * PANEL + v * LANES;
-            store(at, out->add ? load(at) + value : value);
+            if (out->add) value += load(at);
+            store(at, out->gelu ? gelu_vec(value) : value);
         }
 }
 

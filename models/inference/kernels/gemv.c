@@ -177,8 +177,9 @@ static void gemv(const matrix *weights, int n_weights, const operand *x, result 
             dot_rows(w, row, rows, x, y);
             for (long r = 0; r < rows; r++) {
                 float value = y[r] + (w->bias ? w->bias[row + r] : 0), *at = out.y->data + first + row + r;
+                if (out.add) value += *at;
                 if (out.gelu) value /= 1 + expf(-1.5957691216f * value * (1 + 0.044715f * value * value));
-                *at = out.add ? *at + value : value;
+                *at = value;
             }
         }
     }

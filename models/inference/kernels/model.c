@@ -32,12 +32,24 @@ static operand make_operand(const matrix *w, const activations *x, const norm_ar
     return out;
 }
 
-// Layers of one input, their features below each other in out.y
+// Layers of one input, their features below each other in out.y. Adapters come first: GELU is of the sum.
 static void layer(const matrix *w, int n_weights, const activations *x, const norm_args *norm, result out,
                   int threads) {
     operand h = make_operand(w, x, norm, threads);
-    if (x->n_tokens == 1) gemv(w, n_weights, &h, out, threads);
-    else gemm(w, n_weights, &h, out, threads);
+    int together = n_weights;
+    for (int k = 0; k < n_weights; k++) if (w[k].lora_a) together = 1;
+    for (int k = 0; k < n_weights; out.first += w[k].n_rows, k += together) {
+        result part = out;
+        if (w[k].lora_a) {
+            activations low = new_activations(x->n_tokens, w[k].lora_a->n_rows);
+            layer(w[k].lora_a, 1, x, norm, (result){&low}, threads);
+            layer(w[k].lora_b, 1, &low, NULL, (result){out.y, out.first, .add = out.add}, threads);
+            release(low.data);
+            part.add = 1;
+        }
+        if (x->n_tokens == 1) gemv(w + k, together, &h, part, threads);
+        else gemm(w + k, together, &h, part, threads);
+    }
     free_operand(&h);
 }
 
@@ -63,7 +75,8 @@ typedef struct {
     const void *x;  // embeddings (n_sequences * n_new, hidden_dim)
     long x_dtype;
     long n_sequences, n_new;
-    const int64_t *past;       // (n_sequences) tokens that each sequence has in the cache
+    const int64_t *slots;      // (n_sequences) where each sequence is in the cache
+    const int64_t *past;       // (n_sequences) tokens that it has there
     const int64_t *positions;  // (n_sequences * n_new)
     const uint8_t *mask;       // (n_sequences, past + n_new, n_new), 1 where a query may attend; NULL: causal
     const int64_t *last;       // (n_sequences) the new token of each whose logits are computed
@@ -98,7 +111,7 @@ static void rotate_and_append(const decoder *d, const decoder_step *s, long bloc
             stop = min_long(min_long(n, (p + 1) * PANEL), (b + 1) * s->n_new);
             for (long head = 0; head < 2 * d->n_kv_heads; head++) {  // of keys, then of values
                 const long part = head / d->n_kv_heads, h = head % d->n_kv_heads;
-                const long to = block * s->block_stride + part * s->part_stride + b * s->sequence_stride +
+                const long to = block * s->block_stride + part * s->part_stride + s->slots[b] * s->sequence_stride +
                                 (h * s->capacity + token) * D;
                 transpose(panel + (d->n_heads + head) * D * width + m % width, FLOAT32, width, D, stop - m,
                           (char *)s->cache + to * size, s->cache_dtype, D);
@@ -112,7 +125,7 @@ static void attend_all(const decoder *d, const decoder_step *s, long block, cons
     #pragma omp parallel for num_threads(s->threads) schedule(dynamic)
     for (long unit = 0; unit < s->n_sequences * d->n_heads; unit++) {
         const long b = unit / d->n_heads, n_keys = s->past[b] + s->n_new;
-        char *key = (char *)s->cache + (block * s->block_stride + b * s->sequence_stride) * size;
+        char *key = (char *)s->cache + (block * s->block_stride + s->slots[b] * s->sequence_stride) * size;
         const attention_args args = {
             .q = qkv, .y = y, .first_token = b * s->n_new, .key = {key, s->cache_dtype, s->capacity * D},
             .value = {key + s->part_stride * size, s->cache_dtype, s->capacity * D},

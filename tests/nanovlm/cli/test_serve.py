@@ -5,9 +5,11 @@ import sys
 
 import pytest
 
+from models.lora import write_adapters
 from nanovlm import EMBEDDED
 from nanovlm.cli import main as cli
-from nanovlm.cli.serve import add_flags, model_name, server_options
+from nanovlm.cli.serve import adapter_folders, add_flags, model_name, server_options, with_recorded_base
+from nanovlm.options import ModelOptions
 from nanovlm.serving.limits import Limits
 from nanovlm.serving.server import ServerOptions
 
@@ -84,3 +86,20 @@ def test_missing_extra_is_named(capsys, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert run_serve() == 2 and "pip install 'nanovlm[serve]'" in capsys.readouterr().err
+
+
+def test_adapters_have_names_and_one_base(adapted, tmp_path, capsys):
+    for name, base in (("a", "lab/one"), ("b", "lab/two"), ("c", "lab/one")):
+        (tmp_path / name).mkdir()
+        write_adapters(tmp_path / name, adapted(), base)
+    folders = adapter_folders([str(tmp_path / "a"), f"other={tmp_path / 'c'}"])
+    assert folders == {"a": str(tmp_path / "a"), "other": str(tmp_path / "c")}
+    assert with_recorded_base(ModelOptions(), list(folders.values())).model == "lab/one"
+    named = ModelOptions(model="lab/three")
+    assert with_recorded_base(named, list(folders.values())) == named
+    for argv, message in (
+        (["--adapter", f"{tmp_path}/a", "--adapter", f"{tmp_path}/b"], "trained on lab/one and lab/two; serve those"),
+        (["--adapter", f"{tmp_path}/a", "--adapter", f"a={tmp_path}/c"], "has no name of its own; write OTHER_NAME="),
+        (["--adapter", f"{tmp_path}/nowhere"], "must be a folder with adapter_config.json"),
+    ):
+        assert run_serve("--port", "0", *argv) == 2 and message in capsys.readouterr().err
