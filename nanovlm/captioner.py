@@ -225,7 +225,7 @@ class Captioner:
 
         if not isinstance(video, Video):
             video = Video.read(video, MAX_FRAMES if max_frames is None else max_frames)
-        return self.generate([self.processor.encode_video(video, prompt)], **options)[0]
+        return self.caption(video, prompt, **options)
 
     def captions(
         self,
@@ -271,7 +271,7 @@ class Captioner:
     def _load(self, images: ImageInputs) -> list[Image.Image]:
         if not (sources := as_list(images)):
             warnings.warn(NO_IMAGE, stacklevel=2)
-        return [self.load_image(source) for source in sources]
+        return [source if hasattr(source, "frames") else self.load_image(source) for source in sources]  # a Video's
 
     def _batch(self, requests: Sequence[tuple[ImageInputs, str]]) -> Callable[[], dict[str, Any]]:
         return lambda: self.processor.collate([self.prepare(image, prompt) for image, prompt in requests])

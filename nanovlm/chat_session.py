@@ -14,12 +14,13 @@ from models.vision_language_model import PrefillState
 from nanovlm.captioner import NO_IMAGE, Captioner, ImageInput
 from nanovlm.errors import InputError
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, generation_options
+from nanovlm.processing.video import Video
 
 CHAT_OPTIONS = GenerationOptions(max_new_tokens=CHAT_MAX_NEW_TOKENS)
 
 
 class ChatSession:
-    """A chat about images, or about none; `history` holds the questions and answers so far.
+    """A chat about images, a `Video`, or nothing; `history` holds the questions and answers so far.
 
     Each question is laid out with the whole chat before it, and the part that the KV cache holds already is not read
     again: never the images, which come first, and most often nothing but the new question. Sometimes an answer's tokens
@@ -28,9 +29,9 @@ class ChatSession:
 
     def __init__(self, captioner: Captioner, images: Sequence[ImageInput] = ()):
         self.captioner = captioner
-        tiles = [captioner.processor.preprocess(captioner.load_image(image)) for image in images]
-        self.grids = [grid for _, grid in tiles]
-        self.images = torch.cat([one for one, _ in tiles]) if tiles else None  # (n, 3, S, S)
+        shown = [image if isinstance(image, Video) else captioner.load_image(image) for image in images]
+        tiles, self.grids, self.frame_texts = captioner.processor.preprocess_all(shown)
+        self.images = torch.cat(tiles) if tiles else None  # (n, 3, S, S)
         self.history: list[tuple[str, str]] = []
         self.tokens_read = 0  # prompt tokens of the last question that the cache did not hold
         self._cached_ids: list[int] = []  # an interrupted answer may leave one token more in the cache
@@ -50,7 +51,7 @@ class ChatSession:
             raise InputError("start_with and trim_incomplete are for captions; a chat has neither")
         if not self.grids:
             warnings.warn(NO_IMAGE, stacklevel=2)
-        ids = self.captioner.processor.encode_prompt(self.grids, question, self.history)
+        ids = self.captioner.processor.encode_prompt(self.grids, question, self.history, self.frame_texts)
         limit = self.captioner.inference.cfg.lm_max_position_embeddings
         if len(ids) > limit:
             raise InputError(

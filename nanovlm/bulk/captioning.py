@@ -4,25 +4,26 @@ Threads read and preprocess images while workers decode others, and a finished c
 A large model has one worker. A small model on a CPU has a worker per core, each with a continuous batch of its own.
 """
 
+import json
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
-from queue import SimpleQueue
-from threading import Event, Semaphore, Thread
-from typing import TypeVar
+from typing import cast
 
 import torch
 
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.requests import LogitsProcessor, PrefillError, TokenOutput
+from models.inference.serving_caches import ImageInput
 from nanovlm.bulk.options import BulkOptions
-from nanovlm.bulk.prefetch import Prefetch
-from nanovlm.captioner import Captioner, ImageInput
+from nanovlm.bulk.prefetch import Prefetch, merge_iterators
+from nanovlm.captioner import Captioner
+from nanovlm.captioner import ImageInput as ImageSource
 from nanovlm.device import available_cores
 from nanovlm.errors import ImageError, InputError, NanoVLMError, is_out_of_memory
 from nanovlm.processing.image_loading import printable
-from nanovlm.processing.processor import EncodedPrompt
+from nanovlm.processing.video import Video
 
 BATCH_SIZE = 16  # images per worker, where an image becomes several tiles
 SINGLE_TILE_BATCH_SIZE = 128
@@ -33,7 +34,8 @@ MAX_WORKERS = 4  # of a small model: kernels run in parallel, Python does not
 PIXEL_BUDGET = 2**30  # bytes of preprocessed images that may wait for the model
 OOM_PATIENCE, MAX_OOM_PATIENCE = 4, 32  # batches without running out of memory, before a reduced batch grows back
 
-Item = TypeVar("Item")
+Key = tuple[str, int]  # of a sequence: its image and the number of its prompt
+Prepared = tuple[list[list[int]], ImageInput]  # the ids of each prompt, and the tiles of what they are about
 Result = tuple[str, str | Exception]  # path, and its caption or the reason why there is none
 
 
@@ -55,10 +57,11 @@ class BulkCaptioner:
         *,
         workers: int | None = None,
         cores: int | None = None,
-        read: Callable[[str], ImageInput] | None = None,
+        read: Callable[[str], ImageSource] | None = None,
     ):
         self.captioner, self.options = captioner, options or BulkOptions()
-        self.tiles = captioner.processor.max_tiles_per_image
+        as_video, tiles = self.options.as_video, captioner.processor.max_tiles_per_image
+        self.tiles = self.options.max_frames if as_video else tiles
         self.batch_size = self.options.batch_size or (BATCH_SIZE if self.tiles > 1 else SINGLE_TILE_BATCH_SIZE)
         self.start_ids = captioner.start_ids(self.options.start_with)
         self.cores, self.read = cores or available_cores(), read or check_file
@@ -106,11 +109,16 @@ class BulkCaptioner:
         finally:
             torch.set_num_threads(before)
 
-    def _prepare(self, path: str) -> EncodedPrompt:
-        ids, images = self.captioner.prepare(self.read(path), self.options.prompt_of(path))
-        ids = ids + self.start_ids
-        self.captioner.inference.validate_length(len(ids), self.options.max_new_tokens)
-        return ids, images
+    def _prepare(self, path: str) -> Prepared:
+        texts, file = self.options.prompts_of(path), self.read(path)
+        if self.options.as_video:
+            file = Video.read(str(file), self.options.max_frames)
+        elif len(texts) > 1:
+            file = self.captioner.load_image(file)
+        encoded = [self.captioner.prepare(file, text) for text in texts]
+        prompts = [ids + self.start_ids for ids, _ in encoded]
+        self.captioner.inference.validate_length(max(map(len, prompts)), self.options.max_new_tokens)
+        return prompts, ImageInput(torch.cat(encoded[0][1]))
 
 
 def check_file(path: str) -> str:
@@ -130,11 +138,12 @@ def default_workers(captioner: Captioner, cores: int | None = None) -> int:
 class _Worker:
     """A continuous batch: takes prepared images, decodes them together, and yields results as they finish."""
 
-    def __init__(self, bulk: BulkCaptioner, index: int, prefetch: Prefetch[EncodedPrompt]):
+    def __init__(self, bulk: BulkCaptioner, index: int, prefetch: Prefetch[Prepared]):
         self.bulk, self.index, self.prefetch = bulk, index, prefetch
         self.captioner, self.options = bulk.captioner, bulk.options
         self.limit, self.sampling = BatchLimit(bulk.batch_size), bulk.options.sampling(bulk.captioner.tokenizer.encode)
-        self.token_ids: dict[str, list[int]] = {}  # of each image in the batch
+        self.token_ids: dict[Key, list[int]] = {}  # of each sequence in the batch
+        self.answers: dict[str, dict[int, str]] = {}  # of images that have some, by the prompts' numbers
         self.postponed: list[str] = []  # images that did not fit into memory beside the others
         self.batch = self._new_batch()
 
@@ -165,22 +174,23 @@ class _Worker:
                 return
             path, future = taken
             try:
-                ids, (images,) = future.result()
+                prompts, image = future.result()
             except Exception as error:
                 yield [(path, _image_failure(error))]
                 continue
             grammar: LogitsProcessor | None = None
             if self.options.schema is not None:
                 (grammar,) = self.captioner.structured_output.make_processors(self.options.schema, 1)
-            self.batch.add(
-                path,
-                torch.tensor(ids),
-                images,
-                max_new_tokens=self.options.max_new_tokens,
-                sampling=self.sampling,
-                logits_processor=grammar,
-            )
-            self.token_ids[path] = []
+            for number, ids in enumerate(prompts):
+                self.batch.add(
+                    (path, number),
+                    torch.tensor(ids),
+                    [image],  # which is encoded once
+                    max_new_tokens=self.options.max_new_tokens,
+                    sampling=self.sampling,
+                    logits_processor=grammar,
+                )
+                self.token_ids[path, number] = []
 
     def _step(self) -> Iterator[list[Result]]:
         """Decode one token of every image in the batch; yield those that have finished, then those that failed."""
@@ -192,52 +202,68 @@ class _Worker:
         if finished := [result for output in outputs for result in self._collect(output)]:
             yield finished
         for path, error in failures.items():
-            self.token_ids.pop(path, None)
+            self._remove(path)
             yield [(path, _image_failure(error))]
+
+    def _remove(self, path: str) -> None:
+        """Take all sequences of an image out of the batch."""
+        for key in [key for key in self.token_ids if key[0] == path]:
+            self.batch.cancel(key)
+            del self.token_ids[key]
+        self.answers.pop(path, None)
 
     def _decode(self) -> tuple[list[TokenOutput], dict[str, BaseException | None]]:
         """The next tokens, and the errors of images that have none."""
         try:
             outputs = self.batch.step()
         except PrefillError as error:
-            return [], self._prefill_failed(str(error.key), error.__cause__)
+            return [], self._prefill_failed(cast(Key, error.key)[0], error.__cause__)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             return [], self._reduce_batch(error)
-        return outputs, {str(output.key): output.error for output in outputs if output.error}
+        return outputs, {cast(Key, output.key)[0]: output.error for output in outputs if output.error}
 
     def _collect(self, output: TokenOutput) -> list[Result]:
-        """Add a token to its image's caption; the caption if that was its last token."""
-        path = str(output.key)
+        """Add a token to its sequence; the image's caption if that was the last token of all its answers."""
+        path, number = key = cast(Key, output.key)
+        if key not in self.token_ids:  # another answer about this image failed in the same step
+            return []
         if output.finished != "error":
-            self.token_ids[path].append(output.token_id)
+            self.token_ids[key].append(output.token_id)
         if output.finished in (None, "error"):
             return []
         self.limit.record_success()
         self.bulk.repetitions[self.index] += output.finished == "repetition"
-        text = self.captioner.answer_text(self.token_ids.pop(path), self.options)
+        text = self.captioner.answer_text(self.token_ids.pop(key), self.options)
         if self.options.schema is not None:
             try:
                 self.captioner.structured_output.parse(text)
             except InputError as error:
                 return [(path, error)]
-        if not text.removeprefix(self.options.start_with.rstrip()).strip():
+        self.answers.setdefault(path, {})[number] = text
+        if any(other == path for other, _ in self.token_ids):
+            return []
+        answers = self.answers.pop(path)
+        if not any(text.removeprefix(self.options.start_with.rstrip()).strip() for text in answers.values()):
             return [(path, EmptyCaptionError("the model's caption is empty"))]
-        return [(path, text)]
+        if isinstance(self.options.prompt, str):
+            return [(path, text)]
+        named = {prompt: answers[i] for i, prompt in enumerate(self.options.prompt)}
+        return [(path, json.dumps(named, ensure_ascii=False))]
 
     def _prefill_failed(self, path: str, error: BaseException | None) -> dict[str, BaseException | None]:
         """Postpone an image for which there is no memory beside others; alone, it fails."""
-        if error is None or not is_out_of_memory(error) or len(self.token_ids) == 1:
+        if error is None or not is_out_of_memory(error) or {other for other, _ in self.token_ids} == {path}:
             return {path: error}
-        del self.token_ids[path]
+        self._remove(path)
         self.postponed.append(path)
         self.limit.reduce(len(self.token_ids))
         return {}
 
     def _reduce_batch(self, error: Exception) -> dict[str, BaseException | None]:
         """Start again with half as many images after running out of memory; an image that was alone fails."""
-        paths = list(self.token_ids)
+        paths = list(dict.fromkeys(path for path, _ in self.token_ids))
         self._restart(paths if len(paths) > 1 else [], max(1, len(paths) // 2))
         return {path: error for path in paths if len(paths) == 1}
 
@@ -245,7 +271,7 @@ class _Worker:
         """Prepare these and the postponed images once more, for a new and smaller batch."""
         self.prefetch.put_back(reversed(paths + self.postponed))
         self.limit.reduce(batch_size)
-        self.batch, self.token_ids, self.postponed = self._new_batch(), {}, []
+        self.batch, self.token_ids, self.answers, self.postponed = self._new_batch(), {}, {}, []
 
 
 class BatchLimit:
@@ -266,53 +292,6 @@ class BatchLimit:
             self.successes += 1
             if self.successes >= self.patience * self.size:
                 self.size, self.successes = min(2 * self.size, self.maximum), 0
-
-
-def merge_iterators(iterators: Sequence[Iterator[Item]], max_pending: int) -> Generator[Item, None, None]:
-    """Yield what all iterators yield, each run by a thread of its own, as it comes.
-
-    At most max_pending items wait for the consumer, so a run that is stopped loses little. An error of one iterator
-    stops the others, and is raised after the items that all of them have finished.
-    """
-    queue: SimpleQueue[tuple[Item] | BaseException | None] = SimpleQueue()  # (item,), and how the iterator ended
-    free, stopped = Semaphore(max_pending), Event()
-    threads = [Thread(target=_consume, args=(iterator, queue, free, stopped)) for iterator in iterators]
-    for thread in threads:
-        thread.start()
-    running, first_error = len(threads), None
-    try:
-        while running:
-            entry = queue.get()
-            if isinstance(entry, tuple):
-                yield entry[0]
-                free.release()
-                continue
-            running -= 1
-            if entry is not None:
-                first_error = first_error or entry
-                stopped.set()
-                free.release(len(threads))
-    finally:
-        stopped.set()
-        free.release(len(threads))
-        for thread in threads:
-            thread.join()
-    if first_error is not None:
-        raise first_error
-
-
-def _consume(iterator: Iterator[Item], queue: SimpleQueue, free: Semaphore, stopped: Event) -> None:
-    """Put the items of an iterator into a queue, then None or the error that ended it."""
-    end = None
-    try:
-        for item in iterator:
-            free.acquire()
-            queue.put((item,))
-            if stopped.is_set():
-                break
-    except BaseException as error:
-        end = error
-    queue.put(end)
 
 
 def is_image_failure(error: BaseException | None) -> bool:

@@ -5,7 +5,7 @@ import glob
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,15 +28,15 @@ def is_pattern(name: str) -> bool:
     return glob.has_magic(name) and not os.path.lexists(name)
 
 
-def find_images(names: Sequence[str], recursive: bool = True) -> ImageList:
+def find_images(names: Sequence[str], recursive: bool = True, extensions: Collection[str] | None = None) -> ImageList:
     """Find the images that files, folders and patterns name; an image named twice is found once.
 
     A file is taken as it is, even if it does not exist: reading it then fails with the reason. recursive says whether
-    the subfolders of folders are searched, too.
+    the subfolders of folders are searched, too. extensions are those of other files to find, of videos for example.
     """
     images, known = ImageList(), set()
     for name in names:
-        for path in _images_of(name, images, recursive):
+        for path in _images_of(name, images, recursive, extensions):
             absolute = os.path.abspath(path)
             if absolute not in known:
                 known.add(absolute)
@@ -44,25 +44,25 @@ def find_images(names: Sequence[str], recursive: bool = True) -> ImageList:
     return images
 
 
-def _images_of(name: str, images: ImageList, recursive: bool) -> list[str]:
+def _images_of(name: str, images: ImageList, recursive: bool, wanted: Collection[str] | None) -> list[str]:
     if os.path.isdir(name):
-        return _images_in(name, images, recursive)
+        return _images_in(name, images, recursive, wanted)
     if not is_pattern(name):
         return [name]
     matches = sorted(glob.glob(name, recursive=True))
     extensions = {match: os.path.splitext(match)[1].lower() for match in matches}
-    paths = [match for match in matches if extensions[match] in readable_extensions()]
+    paths = [match for match in matches if extensions[match] in (wanted or readable_extensions())]
     images.left_out.update(e for e in extensions.values() if e in IMAGE_EXTENSIONS - readable_extensions())
     for folder in filter(os.path.isdir, matches):
-        paths += _images_in(folder, images, recursive)
+        paths += _images_in(folder, images, recursive, wanted)
     if not paths:
         images.missing.append((name, "a pattern that matches no image"))
     return paths
 
 
-def _images_in(folder: str, images: ImageList, recursive: bool) -> list[str]:
+def _images_in(folder: str, images: ImageList, recursive: bool, wanted: Collection[str] | None) -> list[str]:
     unreadable: list[OSError] = []
-    found = list_images(folder, unreadable.append, recursive=recursive, left_out=images.left_out)
+    found = list_images(folder, unreadable.append, recursive=recursive, left_out=images.left_out, extensions=wanted)
     images.missing += [(error.filename, str(error.strerror)) for error in unreadable]
     if not found and not unreadable:
         images.missing.append((folder, "a folder without images"))

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from nanovlm.data.source import INSTALL_DATA
 from nanovlm.embedded import PROMPT
 from nanovlm.errors import UsageError
 from nanovlm.options import GenerationOptions
+from nanovlm.processing import ANIMATION_EXTENSIONS, MAX_FRAMES, VIDEO_EXTENSIONS
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
 EXISTING = ("skip", "overwrite", "append", "prepend")
@@ -21,21 +23,37 @@ SIDECARS, STREAM = "txt", "-"
 
 @dataclass(frozen=True)
 class BulkOptions(GenerationOptions):
-    """What to generate for each image: a prompt, `GenerationOptions`, and how many images together."""
+    """What to generate for each image: prompts, `GenerationOptions`, and how many images together.
 
-    prompt: str = PROMPT
+    Of several prompts a caption is a JSON object with each one's answer.
+    """
+
+    prompt: str | tuple[str, ...] = PROMPT
     batch_size: int | None = None  # images decoded at once, per worker; None: see `BulkCaptioner`
     prompt_template: str = ""  # instead of prompt: a text with {tags}, {name} or {folder}, see `fill_template`
+    as_video: bool = False  # video files and animated images, each described as a whole, instead of images
+    max_frames: int = MAX_FRAMES  # of a video
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch_size is not None and self.batch_size < 1:
             raise UsageError(f"batch size {self.batch_size} is less than 1")
+        if self.max_frames < 1:
+            raise UsageError(f"max_frames={self.max_frames} is less than 1")
+        if (self.schema is not None or self.prompt_template) and not isinstance(self.prompt, str):
+            raise UsageError(f"{len(self.prompt)} prompts with a JSON schema or a template, which are for one; ask one")
         check_template(self.prompt_template)
 
-    def prompt_of(self, image: str) -> str:
-        """The prompt for an image, by its path."""
-        return fill_template(self.prompt_template, image) if self.prompt_template else self.prompt
+    @property
+    def extensions(self) -> Collection[str]:
+        """Those of the files that are captioned of a folder."""
+        return VIDEO_EXTENSIONS | ANIMATION_EXTENSIONS if self.as_video else readable_extensions()
+
+    def prompts_of(self, image: str) -> Sequence[str]:
+        """The prompts for an image, by its path."""
+        if self.prompt_template:
+            return [fill_template(self.prompt_template, image)]
+        return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
 
 @dataclass(frozen=True)
@@ -49,7 +67,7 @@ class OutputOptions:
     suffix: str = ""
     extension: str = ".txt"  # of the files beside images
     name_key: str = "file_name"  # in JSON lines on standard output; tables have file_name
-    columns: tuple[str, ...] = ()  # of a table, for these properties of captions that follow a JSON schema
+    columns: tuple[str, ...] = ()  # of a table, for these keys of captions that are JSON objects
 
     def __post_init__(self) -> None:
         if self.existing not in EXISTING:

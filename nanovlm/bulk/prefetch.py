@@ -1,13 +1,15 @@
-"""Images are read and preprocessed by threads while the model decodes others."""
+"""Threads that read and preprocess images while the model decodes others, and threads of several workers."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from threading import Lock
+from queue import SimpleQueue
+from threading import Event, Lock, Semaphore, Thread
 from typing import Generic, TypeVar
 
 Prepared = TypeVar("Prepared")
+Item = TypeVar("Item")
 
 
 class Prefetch(Generic[Prepared]):
@@ -35,3 +37,50 @@ class Prefetch(Generic[Prepared]):
         """Prepare these images again, before all others."""
         with self.lock:
             self.queue.extendleft((path, self.pool.submit(self.prepare, path)) for path in paths)
+
+
+def merge_iterators(iterators: Sequence[Iterator[Item]], max_pending: int) -> Generator[Item, None, None]:
+    """Yield what all iterators yield, each run by a thread of its own, as it comes.
+
+    At most max_pending items wait for the consumer, so a run that is stopped loses little. An error of one iterator
+    stops the others, and is raised after the items that all of them have finished.
+    """
+    queue: SimpleQueue[tuple[Item] | BaseException | None] = SimpleQueue()  # (item,), and how the iterator ended
+    free, stopped = Semaphore(max_pending), Event()
+    threads = [Thread(target=_consume, args=(iterator, queue, free, stopped)) for iterator in iterators]
+    for thread in threads:
+        thread.start()
+    running, first_error = len(threads), None
+    try:
+        while running:
+            entry = queue.get()
+            if isinstance(entry, tuple):
+                yield entry[0]
+                free.release()
+                continue
+            running -= 1
+            if entry is not None:
+                first_error = first_error or entry
+                stopped.set()
+                free.release(len(threads))
+    finally:
+        stopped.set()
+        free.release(len(threads))
+        for thread in threads:
+            thread.join()
+    if first_error is not None:
+        raise first_error
+
+
+def _consume(iterator: Iterator[Item], queue: SimpleQueue, free: Semaphore, stopped: Event) -> None:
+    """Put the items of an iterator into a queue, then None or the error that ended it."""
+    end = None
+    try:
+        for item in iterator:
+            free.acquire()
+            queue.put((item,))
+            if stopped.is_set():
+                break
+    except BaseException as error:
+        end = error
+    queue.put(end)

@@ -47,7 +47,7 @@ def caption_images(
     it. OutputError if it could not be written on.
     """
     options, output = options or BulkOptions(), output or OutputOptions()
-    images = _find(names, names_file, recursive)
+    images = _find(names, names_file, recursive, options)
     folders = _folders(names)
     with ExitStack() as stack:
         for target, lock in _lock_files(output, folders).items():
@@ -68,9 +68,9 @@ def plan_images(
     model_settings: Mapping[str, object] | None = None,
 ) -> Plan:
     """The work of a `caption_images` call with the same arguments; nothing is written."""
-    output = output or OutputOptions()
-    images = _find(names, names_file, recursive)
-    settings = run_settings(options or BulkOptions(), output, model_settings or {})
+    options, output = options or BulkOptions(), output or OutputOptions()
+    images = _find(names, names_file, recursive, options)
+    settings = run_settings(options, output, model_settings or {})
     return make_plan(images, open_output(output, Path(_folders(names)[0]), settings, read_only=True), limit)
 
 
@@ -98,8 +98,11 @@ def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Ma
     return {name: str(value) for name, value in (settings | dict(model_settings)).items()}
 
 
-def _find(names: Sequence[str], names_file: str | os.PathLike | None, recursive: bool) -> ImageList:
-    images = find_images([*names, *(read_names(names_file) if names_file is not None else [])], recursive)
+def _find(
+    names: Sequence[str], names_file: str | os.PathLike | None, recursive: bool, options: BulkOptions
+) -> ImageList:
+    names = [*names, *(read_names(names_file) if names_file is not None else [])]
+    images = find_images(names, recursive, options.extensions)
     if images.missing and not images.paths and not images.left_out:  # nothing to do, and nothing to write
         name, reason = images.missing[0]
         raise UsageError(f"{printable(name)}: {reason}")

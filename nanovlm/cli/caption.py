@@ -78,7 +78,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         dest="prompts",
         action="append",
         metavar="TEXT",
-        help=f"prompt for each image; repeat it to ask several, for which the image is encoded once "
+        help=f"prompt for each image; repeat it to ask several, for which the image is encoded once; a table has a "
+        f"column for each "
         f"(default: {PROMPT!r})",
     )
     prompts.add_argument(
@@ -91,7 +92,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--length", choices=tuple(LENGTHS), help="ask for a caption of this length, of at most 48, 128 or 384 tokens"
     )
     add("--samples", type=int, default=1, metavar="N", help="answers per image, which is encoded once (default: 1)")
-    add("--as-video", action="store_true", help="read a GIF, WebP, folder or several images as the frames of a video")
+    add(
+        "--as-video",
+        action="store_true",
+        help="read a GIF, WebP, folder or several images as the frames of a video; with --out, each video, GIF and "
+        "WebP of the folders is described as a whole",
+    )
     add("--max-frames", type=int, metavar="N", help="frames of a video that the model sees (default: 8)")
     add_file_flags(parser)
     add_ray_flags(parser)
@@ -179,7 +185,8 @@ def run(args: argparse.Namespace) -> int:
     generation, model = from_args(GenerationOptions, args, **defaults), model_options(args)
     if args.length:
         check_length(args.length, args.prompts[0], model)
-    if is_video:
+    args.as_video = is_video
+    if is_video and args.out is None and not on_ray:
         from nanovlm.cli.caption_video import caption_videos
 
         return caption_videos(args, generation, model)

@@ -12,6 +12,7 @@ from nanovlm.console import print_error
 from nanovlm.device import choose_device, peak_memory
 from nanovlm.errors import UsageError
 from nanovlm.options import GenerationOptions
+from nanovlm.processing import MAX_FRAMES
 from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC, printable
 
 MODEL_SETTINGS = ("model", "adapter", "revision", "max_tiles", "upscale")  # that a resumed run shares
@@ -36,7 +37,10 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
 
     def load() -> Captioner:
         return load_captioner(
-            model, [args.prompt_template or args.prompts[0]], generation.max_new_tokens, own_images=True
+            model,
+            [args.prompt_template] if args.prompt_template else args.prompts,
+            generation.max_new_tokens,
+            own_images=True,
         )
 
     report = caption_images(load, args.images, options, output, **selection)
@@ -50,10 +54,12 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
 def bulk_options(args: argparse.Namespace, generation: GenerationOptions) -> BulkOptions:
     """The settings of the parsed flags for each image."""
     return BulkOptions(
-        args.prompts[0],
+        args.prompts[0] if len(args.prompts) == 1 else tuple(args.prompts),
         **vars(generation),
         prompt_template=args.prompt_template or "",
         batch_size=args.batch_size,
+        as_video=args.as_video,
+        max_frames=MAX_FRAMES if args.max_frames is None else args.max_frames,
     )
 
 
@@ -66,6 +72,8 @@ def output_options(args: argparse.Namespace, schema: Any) -> OutputOptions:
             raise UsageError("--json-schema: captions are JSON, to which no text can be added; omit the other flags")
         properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
         columns = tuple(name for name in properties if name not in ("file_name", "text"))
+    elif len(args.prompts) > 1:
+        columns = tuple(args.prompts)
     return OutputOptions(
         out=STREAM if args.json else SIDECARS if args.out is None else args.out,
         existing=args.existing or "skip",
@@ -113,8 +121,10 @@ def check_file_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"--samples {args.samples} is for captions of single images; here each gets one")
     if "-" in args.images:
         raise UsageError("- is an image without a name, so no file can refer to it; name files, folders or --from-file")
-    if len(args.prompts) > 1:
-        raise UsageError(f"{len(args.prompts)} prompts are for captions of single images; here each gets one")
+    if len(args.prompts) != len(set(args.prompts)) or {"file_name", "text"} & set(args.prompts):
+        raise UsageError("--prompt is given twice, or is file_name or text; each names a column of its own")
+    if len(args.prompts) > 1 and (args.prefix or args.suffix or args.existing in ("append", "prepend")):
+        raise UsageError("--prompt: answers to several are JSON, to which no text can be added; omit the other flags")
     if not args.images and args.from_file is None:
         raise UsageError(f"--out {args.out}, but no images; name files or folders, or list them by --from-file")
 

@@ -12,8 +12,8 @@ from nanovlm.options import GenerationOptions, ModelOptions
 
 def caption_videos(args: argparse.Namespace, generation: GenerationOptions, model: ModelOptions) -> int:
     """Print an answer for each prompt about each video; 1 if one failed, after the others are done."""
-    if not args.images or args.out is not None or args.samples != 1:
-        raise UsageError("--as-video needs names of frames or videos, and goes with neither --out nor --samples")
+    if not args.images or args.samples != 1:
+        raise UsageError("--as-video needs names of frames or videos, and goes without --samples")
     if args.max_frames is not None and args.max_frames < 1:
         raise UsageError(f"--max-frames {args.max_frames} is less than 1")
     if report_missing(args.images):

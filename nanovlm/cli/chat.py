@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from nanovlm.captioner import Captioner
+    from nanovlm.processing.video import Video
 
 HELP = "Ask about images, one question after another; /help lists the commands."
 EXAMPLE = "nanovlm chat photo.jpg"
 
 COMMANDS = """\
-/image PATH ...  start a new chat about other images
+/image PATH ...  start a new chat about other images, or a video
 /reset           forget all questions and answers; the images stay
 /save FILE       save the chat: a .json can be used by `nanovlm train --data`, any other name is plain text
 /help            show this list
@@ -40,7 +41,7 @@ MAX_HISTORY_LINES = 1000  # of typed lines, kept for later chats
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("images", nargs="*", metavar="IMAGE", help="images to ask about; without any, a chat in text alone")
+    add("images", nargs="*", metavar="IMAGE", help="images or a video to ask about; without any, a chat in text alone")
     add_record_flags(parser, GenerationOptions, GENERATION_FLAGS, max_new_tokens=CHAT_MAX_NEW_TOKENS)
     add_model_flags(parser)
 
@@ -85,14 +86,14 @@ class Chat:
         captioner: "Captioner",
         generation: GenerationOptions,
         paths: Sequence[str],
-        images: Sequence["Image.Image"],
+        images: Sequence["Image.Image | Video"],
     ):
         self.captioner, self.generation = captioner, generation
         self.saved: set[str] = set()  # files written by this chat, which it may overwrite
         self.n_failed = 0
         self.start(paths, images)
 
-    def start(self, paths: Sequence[str], images: Sequence["Image.Image"]) -> None:
+    def start(self, paths: Sequence[str], images: Sequence["Image.Image | Video"]) -> None:
         """Begin a new session about these images."""
         from nanovlm.chat_session import ChatSession
 
@@ -174,10 +175,10 @@ class Chat:
         return paths + "".join(f"\n> {question}\n{answer}\n" for question, answer in self.session.history)
 
 
-def load_images(paths: Sequence[str]) -> list["Image.Image"]:
-    from nanovlm.processing.image_loading import load_image
+def load_images(paths: Sequence[str]) -> list["Image.Image | Video"]:
+    from nanovlm.processing.video import load_image_or_video
 
-    return [load_image(path) for path in paths]
+    return [load_image_or_video(path) for path in paths]
 
 
 def check_chat_template(captioner: "Captioner") -> None:

@@ -41,9 +41,13 @@ def list_images(
     *,
     recursive: bool = True,
     left_out: Counter[str] | None = None,
+    extensions: Collection[str] | None = None,
 ) -> list[str]:
-    """Paths of all images that `walk` finds, sorted; left_out counts, by extension, those that cannot be read here."""
-    images, readable = [], readable_extensions()
+    """Paths of all images that `walk` finds, or of files with other extensions, sorted.
+
+    left_out counts, by extension, images that cannot be read here.
+    """
+    images, readable = [], extensions or readable_extensions()
     for path in walk(folder, on_error, recursive):
         extension = os.path.splitext(path)[1].lower()
         if extension in readable:

@@ -3,6 +3,7 @@
 import base64
 import binascii
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from nanovlm.errors import DataError
 from nanovlm.options import ReadOptions
 
 Pairs = list[tuple[str, str]]  # (prompt, answer)
-IMAGE_PLACEHOLDER = "<image>"  # marks an image's position in the text of LLaVA and its followers
+IMAGE_COLUMNS = ("images", "image", "video")
+PLACEHOLDER = re.compile("<image>|<video>")  # marks an image's position in the text of LLaVA and its followers
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant"}
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 TEXT_COLUMNS = ("text", "caption", "answer", "captions")
@@ -22,9 +24,9 @@ COLUMN_OPTIONS = ("prompt", "text_column", "prompt_column")  # the options that 
 
 def applicable_options(columns: Collection[str], name: str, options: ReadOptions) -> Sequence[str]:
     """The options that apply to records of these columns; DataError if no example can be made of them."""
-    if not {"texts", "image", "images", "file_name", *CHAT_COLUMNS} & set(columns):
+    if not {"texts", "file_name", *IMAGE_COLUMNS, *CHAT_COLUMNS} & set(columns):
         raise DataError(
-            f"no images found: {name} has no column image, images, texts, {', '.join(CHAT_COLUMNS)}, "
+            f"no images found: {name} has no column image, images, video, texts, {', '.join(CHAT_COLUMNS)}, "
             f"only {_listed(columns)}; rename one"
         )
     if options.preferences:
@@ -99,10 +101,8 @@ def record_to_example(record: Mapping[str, Any], name: str, root: str | None, op
 
 
 def record_images(record: Mapping[str, Any]) -> list[Any]:
-    """The images in the column `images` or `image`: one, several or none."""
-    value = record.get("images")
-    if value is None:
-        value = record.get("image")
+    """The images in the column `images`, `image` or `video`: one, several or none."""
+    value = next((record[column] for column in IMAGE_COLUMNS if record.get(column) is not None), None)
     if value is None or value == "":
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
@@ -200,10 +200,10 @@ def _parse_message(message: Mapping[str, Any], name: str, images: list[Any]) -> 
     texts: list[str] = []
     for part in [{"text": content}] if isinstance(content, str) else content or []:
         if part.get("text") is not None:
-            images += [None] * part["text"].count(IMAGE_PLACEHOLDER)
-            texts.append(part["text"].replace(IMAGE_PLACEHOLDER, "").strip())
-        elif "image" in str(part.get("type")):
-            image = next((part[key] for key in ("image_url", "image", "url", "path") if part.get(key)), None)
+            images += [None] * len(PLACEHOLDER.findall(part["text"]))
+            texts.append(PLACEHOLDER.sub("", part["text"]).strip())
+        elif "image" in (kind := str(part.get("type"))) or "video" in kind:
+            image = next((part[key] for key in (f"{kind}_url", kind, "image", "url", "path") if part.get(key)), None)
             images.append(image["url"] if isinstance(image, Mapping) and image.get("url") else image)
         else:
             raise ExampleError(f"{name} has a part of type {part.get('type')!r}; only text and images can be read")

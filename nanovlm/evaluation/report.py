@@ -10,9 +10,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from PIL import Image
+
 from models.checkpoint import atomic_write
 from nanovlm.evaluation.evaluate import Answer, Evaluation
-from nanovlm.processing.image_loading import load_image
+from nanovlm.processing.video import load_image_or_video
 
 SHOWN_ANSWERS = 24  # the worst ones, and as many drawn at random
 THUMBNAIL = 192  # pixels
@@ -79,7 +81,8 @@ def _figure(answer: Answer) -> str:
 
 
 def _thumbnail(source: Any) -> str:
-    image, file = load_image(source).convert("RGB"), io.BytesIO()
+    shown, file = load_image_or_video(source, max_frames=1), io.BytesIO()
+    image = (shown if isinstance(shown, Image.Image) else shown.frames[0]).convert("RGB")
     image.thumbnail((THUMBNAIL, THUMBNAIL))
     image.save(file, "JPEG")
     return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}">'

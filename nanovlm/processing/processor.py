@@ -4,7 +4,7 @@ How a format lays out images and prompts is its layout's, see `nanovlm.processin
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from itertools import islice, takewhile, zip_longest
+from itertools import cycle, islice, takewhile, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,40 +44,47 @@ class Processor:
         """Tiles of an RGB image, (n, 3, S, S) float32, and their grid; whatever the format adds to them is in n."""
         return self.layout.preprocess(image, max_tiles or self.max_tiles, self.upscale)
 
-    def encode(self, images: Sequence[Image.Image], question: str) -> EncodedPrompt:
-        """Token ids and tiles of one question about images, any number of them."""
-        tiles = [self.preprocess(image) for image in images]
-        return self.encode_prompt([grid for _, grid in tiles], question), [one for one, _ in tiles]
+    def preprocess_all(self, images: "Sequence[Image.Image | Video]") -> tuple[list[Tensor], list[Grid], list[str]]:
+        """Tiles and grids of images, or of one video's frames; and the texts around frames, as SmolVLM2 reads them.
 
-    def encode_video(self, video: "Video", question: str) -> EncodedPrompt:
-        """The same of a video: SmolVLM2's text with the time of each frame, elsewhere the frames as images.
-
-        A frame is one tile.
+        A frame is one tile. Other layouts than SmolVLM's have no texts: the frames are images.
         """
-        from nanovlm.processing.video import video_texts
+        texts: list[str] = []
+        if videos := [image for image in images if not isinstance(image, Image.Image)]:
+            if len(images) > 1:
+                raise InputError(f"{len(images)} images and videos together; ask about one video, or about images")
+            texts = videos[0].texts() if self.layout.images_in_turns else []
+            prepared = [self.preprocess(frame, 1) for frame in videos[0].frames]
+        else:
+            prepared = [self.preprocess(image) for image in images]  # type: ignore[arg-type]
+        return [tiles for tiles, _ in prepared], [grid for _, grid in prepared], texts
 
-        tiles, grids = zip(*(self.preprocess(frame, 1) for frame in video.frames))
-        if not self.layout.images_in_turns:
-            return self.encode_prompt(grids, question), list(tiles)
-        *labels, end = video_texts(video)
-        parts = [part for label in labels for part in (label, None)]
-        return self.encode_turns(grids, [("user", [*parts, end + question])]), list(tiles)
+    def encode(self, images: "Sequence[Image.Image | Video]", question: str) -> EncodedPrompt:
+        """Token ids and tiles of one question about images, any number of them, or about a video."""
+        tiles, grids, texts = self.preprocess_all(images)
+        return self.encode_prompt(grids, question, frame_texts=texts), tiles
 
     def encode_prompt(
         self,
         grids: Sequence[Grid],
         question: str,
         history: Sequence[tuple[str, str]] = (),
+        frame_texts: Sequence[str] = (),
     ) -> list[int]:
         """Token ids of a question about images up to where the answer begins.
 
-        history holds the questions and answers before it, oldest first; the images come before the first question.
+        history holds the questions and answers before it, oldest first; the images come before the first question, and
+        frame_texts, if any, before each and after the last.
         """
         if not isinstance(question, str):
             raise InputError(f"a prompt is one string, not {type(question).__name__}; pass earlier turns as history")
         if not self.layout.has_chat:
             return self._encode_completion(len(grids), question, history)
         turns = [text for pair in history for text in pair] + [question]
+        if frame_texts:
+            parts: list[list[str | None]] = [[text] for text in turns]
+            parts[0] = [part for text in frame_texts[:-1] for part in (text, None)] + [frame_texts[-1] + turns[0]]
+            return self.encode_turns(grids, list(zip(cycle(("user", "assistant")), parts)))
         messages: list[Message] = [
             {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)
         ]
@@ -123,15 +130,15 @@ class Processor:
 
         The first `shared` ids are the same in every row and hold all image tokens; padding follows them.
         """
-        tiles = [self.preprocess(image) for image in images]
-        rows = [self.encode_prompt([grid for _, grid in tiles], question) for question in questions]
+        tiles, grids, texts = self.preprocess_all(images)
+        rows = [self.encode_prompt(grids, question, frame_texts=texts) for question in questions]
         columns = zip(*(ids[:-1] for ids in rows))  # every row keeps one id of its own to prefill
         shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
         batch = self.collate([(ids[shared:], []) for ids in rows])
         for name, prefix in (("input_ids", rows[0][:shared]), ("attention_mask", [1] * shared)):
             shared_columns = torch.tensor(prefix, dtype=torch.long).expand(len(rows), -1)
             batch[name] = torch.cat([shared_columns, batch[name]], dim=1)
-        images_tensor = torch.cat([one for one, _ in tiles]) if tiles else None
+        images_tensor = torch.cat(tiles) if tiles else None
         return batch | {"images": images_tensor, "shared_prefix_length": shared}
 
     def _encode_completion(self, n_images: int, question: str, history: Sequence[tuple[str, str]]) -> list[int]:

@@ -13,14 +13,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageSequence
 
 from nanovlm.errors import ImageError, MissingExtraError, UsageError
-from nanovlm.processing import VIDEO_EXTENSIONS
+from nanovlm.processing import MAX_FRAMES, VIDEO_EXTENSIONS
 from nanovlm.processing.image_loading import load_image, readable_extensions
 
-MAX_FRAMES = 8  # by default; 64 frames, as transformers takes, are minutes of work for a CPU
 LISTED_FPS = 24.0  # of frames without times, as in transformers
 SKIPPED_SECONDS = 1  # at both ends of a long video
 DECODING_SECONDS, DECODING_BYTES = 120, 4 * 2**30  # limits of the process that decodes
@@ -60,12 +60,30 @@ class Video:
             return _decode(path, max_frames)
         return _read_animation(path, max_frames)
 
+    def texts(self) -> list[str]:
+        """The text before each frame, and the one after the last, as in SmolVLM2's training (smollm, transformers)."""
+        hours, rest = divmod(int(self.duration), 3600)
+        duration = f"{hours}:{rest // 60:02}:{rest % 60:02}"
+        n = in_words(len(self.frames))
+        intro = f"You are provided the following series of {n} frames from a {duration} [H:MM:SS] video.\n"
+        labels = [f"\nFrame from {int(second) // 60:02}:{int(second) % 60:02}:" for second in self.seconds]
+        return [intro + labels[0], *labels[1:], "\n\n"]
+
     @classmethod
     def _of_images(cls, names: Sequence[str | os.PathLike], max_frames: int) -> "Video":
         if not names:
             raise ImageError("a video without frames; name images, or a folder of them")
         kept = _spread(0, len(names) - 1, min(len(names), max_frames))
         return cls([load_image(names[i]) for i in kept], [i / LISTED_FPS for i in kept], len(names) / LISTED_FPS)
+
+
+def load_image_or_video(source: Any, name: str | None = None, max_frames: int = MAX_FRAMES) -> Image.Image | Video:
+    """An image, or the frames of a path that ends like a video file's; a `Video` stays as it is. Raises ImageError."""
+    if isinstance(source, Video):
+        return source
+    if isinstance(source, (str, os.PathLike)) and Path(source).suffix.lower() in VIDEO_EXTENSIONS:
+        return Video.read(source, max_frames)
+    return load_image(source, name)
 
 
 def sample_frames(n_frames: int, fps: float, max_frames: int) -> list[int]:
@@ -125,16 +143,6 @@ def _decode(path: Path, max_frames: int) -> Video:
         Image.frombytes("RGB", size, pixels[i * n_bytes : (i + 1) * n_bytes]) for i in range(len(found["seconds"]))
     ]
     return Video(frames, found["seconds"], found["duration"])
-
-
-def video_texts(video: Video) -> list[str]:
-    """The text before each frame, and the one after the last, as in SmolVLM2's training (`smollm`, `transformers`)."""
-    hours, rest = divmod(int(video.duration), 3600)
-    duration = f"{hours}:{rest // 60:02}:{rest % 60:02}"
-    n = in_words(len(video.frames))
-    intro = f"You are provided the following series of {n} frames from a {duration} [H:MM:SS] video.\n"
-    labels = [f"\nFrame from {int(second) // 60:02}:{int(second) % 60:02}:" for second in video.seconds]
-    return [intro + labels[0], *labels[1:], "\n\n"]
 
 
 def in_words(n: int) -> str:

@@ -175,7 +175,7 @@ def video_parts(name: str, file: str | bytes, with_times: bool) -> list[ContentP
 
     Another process decodes it, whatever its format, within limits. ImageError begins with its name.
     """
-    from nanovlm.processing.video import MAX_FRAMES, Video, video_texts
+    from nanovlm.processing.video import MAX_FRAMES, Video
 
     with TemporaryDirectory() as folder:
         path = Path(folder, "video.mp4")
@@ -184,7 +184,7 @@ def video_parts(name: str, file: str | bytes, with_times: bool) -> list[ContentP
             video = Video.read(path, MAX_FRAMES)
         except ImageError as error:
             raise ImageError(str(error).replace(str(path), name)) from None
-    *labels, end = video_texts(video)
+    *labels, end = video.texts()
     parts: list[ContentPart] = []
     for label, frame in zip(labels, video.frames):
         frame.save(buffer := io.BytesIO(), "BMP")  # written and read faster than PNG

@@ -599,6 +599,18 @@ def test_a_line_that_is_written_in_part_is_a_full_disk(tmp_path, monkeypatch):
         append_row(tmp_path / "log.jsonl", {"file_name": "a.png"})
 
 
+@pytest.mark.parametrize("name", TABLES)
+def test_each_of_several_prompts_has_a_column(generate, folder, captions_of, name):
+    prompts = ["What is it?", 'Is it red, "really"?']
+    flags = [word for prompt in prompts for word in ("--prompt", prompt)]
+    assert generate(folder, "--out", folder / name, *flags)[0] == 0
+    rows = {row["file_name"]: row for row in read_table(folder / name)}
+    for image in IMAGE_NAMES:
+        answers = [captions_of.captioner.caption(str(folder / image), text, max_new_tokens=6) for text in prompts]
+        assert [rows[image][prompt] for prompt in prompts] == answers
+        assert json.loads(rows[image]["text"]) == dict(zip(prompts, answers))
+
+
 @pytest.mark.parametrize(("flags", "key"), [(["--out", "-"], "file_name"), full(["--json"], "image")])
 def test_json_lines_are_streamed(generate, folder, texts, flags, key):
     (folder / "words.png").write_text("hello")
@@ -709,7 +721,7 @@ def test_a_dry_run_names_what_a_run_would_caption_and_writes_nothing(generate, f
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     captioned, add = [], ContinuousBatch.add
     monkeypatch.setattr(
-        ContinuousBatch, "add", lambda batch, key, *a, **k: captioned.append(key) or add(batch, key, *a, **k)
+        ContinuousBatch, "add", lambda batch, key, *a, **k: captioned.append(key[0]) or add(batch, key, *a, **k)
     )
     assert generate(folder, *out)[0] == 0
     assert captioned == listed.splitlines()

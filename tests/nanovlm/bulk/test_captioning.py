@@ -138,7 +138,7 @@ def test_a_short_caption_does_not_wait_for_a_long_one(captioner, images, monkeyp
     add = ContinuousBatch.add
 
     def add_short(batch, key, *args, max_new_tokens, **options):
-        add(batch, key, *args, max_new_tokens=30 if key.endswith("a.png") else 2, **options)
+        add(batch, key, *args, max_new_tokens=30 if key[0].endswith("a.png") else 2, **options)
 
     monkeypatch.setattr(ContinuousBatch, "add", add_short)
     before_each_step(monkeypatch, lambda batch: steps.append(batch.running))

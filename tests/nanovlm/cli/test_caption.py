@@ -100,7 +100,8 @@ def test_several_prompts_are_answered_in_order(generate, captions_of):
     ("flags", "words"),
     [
         (["--samples", "2", "--temperature", "1"], "--samples 2 of 2 prompts; ask for samples of one at a time"),
-        (["--out", "captions.jsonl"], "2 prompts are for captions of single images"),
+        (["--out", "captions.jsonl", "--suffix", "."], "--prompt: answers to several are JSON, to which no text"),
+        (["--out", "captions.jsonl", "--prompt", "What?"], "--prompt is given twice, or is file_name or text"),
         (["--length", "short"], "not allowed with argument --prompt"),
     ],
 )
@@ -270,9 +271,9 @@ def test_an_image_is_loaded_once_and_a_prompt_encoded_once(model_and_processor, 
             return super().load_image(source)
 
     class CountingProcessor(Processor):
-        def encode_prompt(self, *args):
-            calls.append(args[1])
-            return super().encode_prompt(*args)
+        def encode_prompt(self, grids, question, *args, **options):
+            calls.append(question)
+            return super().encode_prompt(grids, question, *args, **options)
 
     model, processor = model_and_processor
     captioner = Counting(model, CountingProcessor(processor.cfg, processor.tokenizer))

@@ -2,17 +2,25 @@
 
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
+from models.vision_language_model import IGNORE_INDEX
 from nanovlm import Captioner
+from nanovlm.chat_session import ChatSession
 from nanovlm.cli.main import main
+from nanovlm.data import ReadOptions, Subset, open_source
+from nanovlm.data.examples import encode_checked
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import ImageError, MissingExtraError, UsageError
-from nanovlm.processing.video import Video, in_words, sample_frames, video_texts
+from nanovlm.evaluation import EvaluationOptions, evaluate
+from nanovlm.evaluation.evaluate import questions_of
+from nanovlm.processing.convert import convert_layout
+from nanovlm.processing.video import Video, in_words, sample_frames
 from support import Package
 from support.smolvlm import write_folder
 
@@ -42,6 +50,20 @@ def images(n=6, size=(40, 24)):
     return frames
 
 
+@pytest.fixture
+def clip():
+    """A video file of six colors, three seconds long."""
+    av = pytest.importorskip("av")
+    frames = [frame.resize((64, 48)) for frame in images()]
+    with av.open("a.mp4", "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for i in range(30):
+            container.mux(stream.encode(av.VideoFrame.from_image(frames[i // 5])))
+        container.mux(stream.encode())
+    return frames
+
+
 def test_frames_are_one_a_second_without_the_ends_of_a_long_video():
     """Figures of transformers 4.57 and 5.23."""
     chosen = [sample_frames(*case) for case in CASES]
@@ -54,7 +76,7 @@ def test_frames_are_one_a_second_without_the_ends_of_a_long_video():
 
 def test_times_are_written_as_smolvlm2_reads_them():
     video = Video(images(2), [0.0, 75.9], 3725.9)
-    first, second, end = video_texts(video)
+    first, second, end = video.texts()
     intro = "You are provided the following series of two frames from a 1:02:05 [H:MM:SS] video.\n"
     assert (first, second, end) == (f"{intro}\nFrame from 00:00:", "\nFrame from 01:15:", "\n\n")
     assert [in_words(n) for n in (1, 20, 21, 64, 101, 340)] == [
@@ -82,22 +104,15 @@ def test_frames_text_and_pixels_are_those_of_transformers(tmp_path):
     )  # fmt: skip
     ours = Captioner.from_pretrained(tmp_path / "model", "cpu", "float32")
     video = Video(frames, [i / 2 for i in range(6)], 3.0)
-    ids, tiles = ours.processor.encode_video(video, "What is this?")
+    ids, tiles = ours.processor.encode([video], "What is this?")
     assert ids == inputs["input_ids"][0].tolist()
     difference = (torch.cat(tiles) - inputs["pixel_values"][0]).abs()
     assert difference.mean() < 0.02 and difference.max() <= 6 / 127.5, "of two roundings of two resizes"
 
 
 @pytest.mark.full
-def test_a_video_file_is_read_and_what_cannot_be_read_is_one_line(monkeypatch):
-    av = pytest.importorskip("av")
-    frames = [frame.resize((64, 48)) for frame in images()]
-    with av.open("a.mp4", "w") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for i in range(30):
-            container.mux(stream.encode(av.VideoFrame.from_image(frames[i // 5])))
-        container.mux(stream.encode())
+def test_a_video_file_is_read_and_what_cannot_be_read_is_one_line(clip, monkeypatch):
+    frames = clip
     video = Video.read("a.mp4")
     assert (video.duration, video.seconds) == (3.0, [0.0, 1.4, 2.9]) and video.frames[0].size == (64, 48)
     for frame, i in zip(video.frames, (0, 2, 5)):
@@ -138,6 +153,41 @@ def test_frames_are_images_of_one_question_for_other_models():
     assert captioner.caption_video(video, max_new_tokens=9) == captioner.caption(frames, max_new_tokens=9)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["nanovlm", "smolvlm"])
+def test_chats_training_and_evaluation_read_videos(clip, layout, tmp_path):
+    captioner = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
+    if layout == "smolvlm":
+        captioner = Captioner(*convert_layout(captioner.model, captioner.tokenizer))
+    video, questions = Video.read("a.mp4"), ["What moves?", "And then?"]
+    session = ChatSession(captioner, [video])
+    answers = ["".join(session.ask(question, max_new_tokens=9)) for question in questions]
+    assert answers[0] == captioner.caption_video("a.mp4", questions[0], max_new_tokens=9)
+    ids, tiles = captioner.processor.encode([video], questions[0])
+    assert len(tiles) == 3 and ids.count(captioner.tokenizer.image_token_id) == 3 * len(
+        captioner.model.encode_images(tiles[0])[0]
+    )
+    pairs = list(zip(questions, ("red", "blue")))
+    messages = [
+        {"role": role, "content": [{"type": "video", "path": "a.mp4"}] * (i == 0) + [{"type": "text", "text": text}]}
+        for i, (role, text) in enumerate(zip(["user", "assistant"] * 2, chain(*pairs)))
+    ]
+    marked = [{"from": "human", "value": f"<video>\n{questions[0]}"}, {"from": "gpt", "value": "red"}]
+    for record, shown in (
+        ({"messages": messages}, pairs),
+        ({"video": "a.mp4", "conversations": marked}, pairs[:1]),
+        ({"video": "a.mp4", "question": questions[0], "answer": "red"}, pairs[:1]),
+    ):
+        Path("data.json").write_text(json.dumps([record]))
+        source = open_source("data.json", ReadOptions())
+        row = encode_checked(source[0], captioner.processor)
+        assert row.ids[: len(ids)] == ids and torch.equal(torch.cat(row.images), torch.cat(tiles))
+        learned = [target for target in row.targets if target != IGNORE_INDEX]
+        assert learned == [id for _, answer in shown for id in captioner.tokenizer.encode_answer(answer)]
+        asked = evaluate(captioner, questions_of([Subset(source, range(1))]), EvaluationOptions(max_new_tokens=9))
+        assert asked.answers[0].text == answers[0]
+
+
 def test_the_command_answers_about_a_video(capsys):
     first, *others = images(3)
     first.save("a.gif", save_all=True, append_images=others, duration=1000)
@@ -156,5 +206,11 @@ def test_the_command_answers_about_a_video(capsys):
     ):
         assert main(["caption", *wrong]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+    Path("clips/deep").mkdir(parents=True)
+    Path("a.gif").rename("clips/deep/a.gif")
+    Path("b.png").rename("clips/b.png")
+    assert main(["caption", "clips", "--as-video", "--max-frames", "2", "--out", "c.jsonl", *flags]) == 0
+    (row,) = map(json.loads, Path("c.jsonl").read_text().splitlines())
+    assert row["file_name"] == "clips/deep/a.gif" and row["text"] == text
     assert main(["caption", "none.mp4"]) == 1
     assert "torch" in sys.modules and "none.mp4: No such file" in capsys.readouterr().err

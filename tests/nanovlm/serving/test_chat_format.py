@@ -164,7 +164,7 @@ def test_a_video_is_answered_as_by_the_captioner(served, embedded, clip, tmp_pat
     with RunningServer(captioner) as server:
         response = server.post(video_message("What moves?", clip.read_bytes()))
     video = Video.read(clip)
-    assert response.json()["usage"]["prompt_tokens"] == len(captioner.processor.encode_video(video, "What moves?")[0])
+    assert response.json()["usage"]["prompt_tokens"] == len(captioner.processor.encode([video], "What moves?")[0])
     assert answer_of(response) == captioner.caption_video(video, "What moves?", max_new_tokens=12)
 
 
