@@ -5,8 +5,6 @@ is written. If a worker dies, its shard is captioned again. Each run reads tars 
 find what is new in them, and failures.jsonl lists the failures of the last run alone.
 """
 
-import hashlib
-import json
 import logging
 import os
 import pickle
@@ -14,7 +12,6 @@ import re
 import socket
 import time
 import traceback
-import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,13 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
-from nanovlm.bulk.inputs import read_names
-from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions
-from nanovlm.bulk.remote_inputs import RemoteImage, find_remote, is_container, open_filesystem, read_images
+from nanovlm.bulk.inputs import ImageList, read_names
+from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions, Plan
+from nanovlm.bulk.remote_inputs import RemoteImage, find_remote, is_container, read_images
 from nanovlm.bulk.resume_log import FAILURES, file_lock, json_line
 from nanovlm.bulk.run import Progress, run_settings
+from nanovlm.bulk.shards import Done, ShardFolder
 from nanovlm.captioner import Captioner
-from nanovlm.errors import MissingExtraError, NanoVLMError, OutputError, UsageError
+from nanovlm.errors import MissingExtraError, NanoVLMError, UsageError
 from nanovlm.processing.image_loading import printable
 
 if TYPE_CHECKING:
@@ -42,13 +40,11 @@ SHARD_SIZE = 1000  # images; fewer where workers would be idle
 MAX_CPUS_PER_WORKER = 4
 MAX_ATTEMPTS = 4  # at a shard whose worker dies each time
 WORKER_DIED = f"the worker died {MAX_ATTEMPTS} times at this shard, perhaps of a lack of memory; try smaller shards"
-COLUMNS = ("file_name", "member", "text")
-SETTINGS = "run.json"
 
 Files = Mapping[str, "OpenFile"]  # by URI
-Shard = tuple[Files, set[str | None]]  # files of images, or one tar or parquet file, and its members to skip
-Done = dict[str, set[str | None]]  # members by file name; None stands for a file of one image
-Settings = tuple[Callable[[], Captioner], BulkOptions, OutputOptions, "ShardFolder"]
+# Files of images, or one tar or parquet file; its members to skip; how many images to caption, None for all
+Shard = tuple[Files, set[str | None], int | None]
+Settings = tuple[Callable[[], Captioner], BulkOptions, OutputOptions, ShardFolder]
 
 
 @dataclass(frozen=True)
@@ -92,30 +88,32 @@ def caption_on_ray(
     *,
     names_file: str | os.PathLike | None = None,
     recursive: bool = True,
+    limit: int | None = None,
     model_settings: Mapping[str, object] | None = None,
 ) -> BulkReport:
     """Caption the images that files, folders, patterns, tars and parquet files name, by path or URI, into shards.
 
     load makes the captioner of a worker, so it must be something that pickle knows on every machine. Of output, only
     prefix and suffix are used. If the run is interrupted, the same call resumes it: images that are in shards are
-    done, all others are tried again. A shard whose worker has died MAX_ATTEMPTS times fails. UsageError if there is no
-    cluster, or the output folder holds captions of other settings; an error of the model or of the output ends the run.
+    done, all others are tried again. limit is the largest number of images to caption now, divided among tars and
+    parquet files; the same call then goes on. A shard whose worker has died MAX_ATTEMPTS times fails. UsageError if
+    there is no cluster, or the output folder holds captions of other settings; an error of the model or of the output
+    ends the run.
     """
     options, output = options or BulkOptions(), output or OutputOptions()
     if options.prompt_template:
         raise UsageError("a prompt template reads files beside images; caption on one machine")
     folder = ShardFolder(os.fspath(ray_options.out), ray_options.shard_format)
     settings = load, options, output, folder
-    names = [*names, *(read_names(names_file) if names_file is not None else [])]
-    files, others = find_remote(names, recursive, exclude=folder.uri)
+    files, others = _find(names, names_file, recursive, folder)
     folder.create()
     with file_lock(Path(folder.path, ".captions.lock"), folder.uri) if folder.is_local else nullcontext():
         folder.check_settings(run_settings(options, output, model_settings or {}))
         done, started = folder.done(), time.perf_counter()
-        todo = {uri: file for uri, file in files.items() if is_container(uri) or uri not in done}
+        todo, remaining = _limited(_todo(files, done), limit)
         reports, failures = [ShardReport(-1, failures=[(name, None, reason) for name, reason in others.missing])], []
         try:
-            for report in chain(reports.copy(), _run(todo, done, ray_options, settings) if todo else ()):
+            for report in chain(reports.copy(), _run(files, todo, done, ray_options, settings) if todo else ()):
                 reports.append(report)
                 failures += [_failure_row(*failure) for failure in report.failures]
         finally:
@@ -124,7 +122,7 @@ def caption_on_ray(
     return BulkReport(
         captioned=captioned,
         already_done=sum(len(done.get(uri, ())) for uri in files),
-        remaining=0,
+        remaining=remaining,
         failed=len(failures),
         empty=sum(report.empty for report in reports),
         repeated=sum(report.repeated for report in reports),
@@ -136,85 +134,51 @@ def caption_on_ray(
     )
 
 
+def plan_on_ray(
+    names: Sequence[str],
+    ray_options: RayOptions,
+    *,
+    names_file: str | os.PathLike | None = None,
+    recursive: bool = True,
+    limit: int | None = None,
+) -> Plan:
+    """The work of a `caption_on_ray` call with the same arguments, by files; neither writes nor needs a cluster."""
+    folder = ShardFolder(os.fspath(ray_options.out), ray_options.shard_format)
+    files, others = _find(names, names_file, recursive, folder)
+    done = folder.done() if folder.filesystem.isdir(folder.path) else {}
+    todo = _todo(files, done)
+    return Plan(todo, limit, len(files) - len(todo), others.missing, dict(others.left_out))
+
+
+def _find(
+    names: Sequence[str], names_file: str | os.PathLike | None, recursive: bool, folder: ShardFolder
+) -> tuple[Files, ImageList]:
+    names = [*names, *(read_names(names_file) if names_file is not None else [])]
+    return find_remote(names, recursive, exclude=folder.uri)
+
+
+def _todo(files: Files, done: Done) -> list[str]:
+    """Images without a caption, and all tars and parquet files: what is new in them is found by reading."""
+    return [uri for uri in files if is_container(uri) or uri not in done]
+
+
+def _limited(uris: Sequence[str], limit: int | None) -> tuple[dict[str, int | None], int]:
+    """How many images to caption of each file, None for all; and how many images, or tars and so on, are left."""
+    if limit is None:
+        return dict.fromkeys(uris), 0
+    containers = [uri for uri in uris if is_container(uri)]
+    images = [uri for uri in uris if not is_container(uri)]
+    todo: dict[str, int | None] = dict.fromkeys(images[:limit], 1)
+    left = limit - len(todo)
+    for i, uri in enumerate(containers):
+        if share := left * (i + 1) // len(containers) - left * i // len(containers):
+            todo[uri] = share
+    return todo, len(uris) - len(todo)
+
+
 def _failure_row(file_name: str, member: str | None, reason: str) -> dict[str, Any]:
     logger.warning("%s: %s", printable("/".join(filter(None, (file_name, member)))), reason)
     return {"file_name": file_name, **({} if member is None else {"member": member}), "reason": reason}
-
-
-class ShardFolder:
-    """The output folder: .parquet or .jsonl files of rows with file_name, member, text and an input's other columns."""
-
-    def __init__(self, uri: str, format: str = "parquet"):
-        self.format = format
-        self.filesystem, path, prefix = open_filesystem(uri)
-        self.path = path.rstrip("/")
-        self.uri, self.is_local = prefix + self.path, not prefix
-
-    def create(self) -> None:
-        """Make the folder. UsageError if that is not possible."""
-        try:
-            self.filesystem.makedirs(self.path, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"{self.uri}: the folder cannot be made: {error.strerror or error}") from None
-
-    def check_settings(self, settings: Mapping[str, str]) -> None:
-        """Write down the settings of a first run. UsageError if the folder holds captions of other settings."""
-        path = f"{self.path}/{SETTINGS}"
-        if not self.filesystem.exists(path):
-            return self.write(SETTINGS, json.dumps(settings, indent=1).encode())
-        stored = json.loads(self.filesystem.cat_file(path))
-        names = [name for name in settings if stored.get(name) != settings[name]]
-        if names:
-            changes = ", ".join(f"{name} {stored.get(name)!r}, not {settings[name]!r}" for name in names)
-            raise UsageError(f"{self.uri} holds captions of another run: {changes}; name another folder")
-        return None
-
-    def done(self) -> Done:
-        """The members by file_name that shards hold. UsageError if a shard cannot be read."""
-        from pyarrow import ArrowException
-        from pyarrow.parquet import read_table
-
-        done: Done = {}
-        for path in self.filesystem.ls(self.path, detail=False):
-            if not os.path.basename(path).startswith("shard-"):
-                continue
-            try:
-                with self.filesystem.open(path) as file:
-                    is_jsonl, columns = path.endswith(".jsonl"), ["file_name", "member"]
-                    rows = map(json.loads, file) if is_jsonl else read_table(file, columns=columns).to_pylist()
-                    for row in rows:
-                        done.setdefault(row["file_name"], set()).add(row.get("member"))
-            except (ArrowException, ValueError, KeyError, AttributeError, TypeError, OSError) as error:
-                raise UsageError(f"{path} is not a shard of captions: {error}; move it away") from None
-        return done
-
-    def write_shard(self, group: Sequence[str], images: Sequence[RemoteImage], decorate: Callable[[str], str]) -> None:
-        """Write the captions of images into a file that is named by their group: doing it again replaces it."""
-        import pyarrow
-        from pyarrow.parquet import write_table
-
-        rows = [{"file_name": i.file_name, "member": i.member, "text": decorate(str(i.result))} for i in images]
-        table = pyarrow.Table.from_pylist(rows, pyarrow.schema([(name, pyarrow.string()) for name in COLUMNS]))
-        columns = [image.columns for image in images if image.columns is not None]
-        others = pyarrow.Table.from_batches(columns) if columns else pyarrow.table({})
-        for name in others.column_names:
-            table = table.append_column(f"input_{name}" if name in COLUMNS else name, others[name])
-        write_table(table, sink := pyarrow.BufferOutputStream())
-        data = b"".join(map(json_line, table.to_pylist())) if self.format == "jsonl" else sink.getvalue().to_pybytes()
-        number = hashlib.sha256("\n".join(group).encode(errors="surrogateescape")).hexdigest()[:16]
-        self.write(f"shard-{number}.{self.format}", data if rows else b"")
-
-    def write(self, name: str, data: bytes) -> None:
-        """Write a file so that it is never seen in parts, or delete it if it would be empty. OutputError if not."""
-        path, new = f"{self.path}/{name}", f"{self.path}/.{name}.{uuid.uuid4().hex}"
-        try:
-            if data:
-                self.filesystem.pipe_file(new, data)
-                self.filesystem.mv(new, path)
-            elif self.filesystem.exists(path):
-                self.filesystem.rm_file(path)
-        except OSError as error:
-            raise OutputError(f"{self.uri}/{name}: {error}; run the same command to resume") from error
 
 
 class Worker:
@@ -236,8 +200,8 @@ class Worker:
 
     def caption(self, number: int) -> ShardReport:
         """Caption the images of a shard and write them to the folder, in their order."""
-        (files, skip), report = self.shards[number], ShardReport(number)
-        images = (image for uri, file in files.items() for image in read_images(uri, file, skip))
+        (files, skip, limit), report = self.shards[number], ShardReport(number)
+        images = islice((image for uri, file in files.items() for image in read_images(uri, file, skip)), limit)
         while first := next(images, None):
             self._caption_group(chain([first], islice(images, self.size - 1)), report)
         return report
@@ -296,15 +260,18 @@ def _connect(address: str | None) -> Any:
     return ray
 
 
-def _run(files: Files, done: Done, options: RayOptions, settings: Settings) -> Iterator[ShardReport]:
+def _run(
+    files: Files, todo: Mapping[str, int | None], done: Done, options: RayOptions, settings: Settings
+) -> Iterator[ShardReport]:
     """Caption files in shards on the cluster; a report for each shard, as they finish."""
     ray = _connect(options.address)
     count, cpus, gpus = plan_workers([node["Resources"] for node in ray.nodes() if node["Alive"]], options)
-    images = [uri for uri in files if not is_container(uri)]
+    images = [uri for uri in todo if not is_container(uri)]
     size = options.shard_size or max(1, min(SHARD_SIZE, -(-len(images) // (4 * count))))
-    shards: list[Shard] = [({uri: files[uri]}, done.get(uri, set())) for uri in files if is_container(uri)]
+    containers = [uri for uri in todo if is_container(uri)]
+    shards: list[Shard] = [({uri: files[uri]}, done.get(uri, set()), todo[uri]) for uri in containers]
     groups = [images[i : i + size] for i in range(0, len(images), size)]
-    shards += [({uri: files[uri] for uri in group}, set()) for group in groups]
+    shards += [({uri: files[uri] for uri in group}, set(), None) for group in groups]
     rows = ray.data.from_items([{"shard": i} for i in range(len(shards))], override_num_blocks=len(shards))
     rows.context.enable_progress_bars = False
     rows.context.max_errored_blocks = -1  # a shard whose worker dies each time gives no report
@@ -335,5 +302,5 @@ def _run(files: Files, done: Done, options: RayOptions, settings: Settings) -> I
     except ray.exceptions.RayError as error:
         reason = str(error).strip().partition("\n")[0]
         raise NanoVLMError(f"the Ray cluster failed: {reason}; run the same command to resume") from error
-    for number, (uris, _) in lost.items():
+    for number, (uris, _, _) in lost.items():
         yield ShardReport(number, failures=[(uri, None, WORKER_DIED) for uri in uris])

@@ -5,8 +5,8 @@ import re
 from functools import partial
 
 from nanovlm.bulk.options import OutputOptions
-from nanovlm.bulk.ray_captioning import RayOptions, caption_on_ray
-from nanovlm.cli.caption_files import MODEL_SETTINGS, bulk_options, summary
+from nanovlm.bulk.ray_captioning import RayOptions, caption_on_ray, plan_on_ray
+from nanovlm.cli.caption_files import MODEL_SETTINGS, bulk_options, print_plan, summary
 from nanovlm.cli.options import EMBEDDED_NOTE, load_captioner, model_options
 from nanovlm.console import print_error
 from nanovlm.embedded import EMBEDDED
@@ -14,7 +14,7 @@ from nanovlm.errors import UsageError
 from nanovlm.options import GenerationOptions
 
 ADDRESS = re.compile(r"auto|local|ray://.+|[^/\s]+:\d+")
-NOT_HERE = ("json", "existing", "extension", "prompt_template", "limit", "dry_run", "as_video")  # of one machine
+NOT_HERE = ("json", "existing", "extension", "prompt_template", "as_video")  # flags of one machine
 
 
 def caption_ray(args: argparse.Namespace, generation: GenerationOptions) -> int:
@@ -29,6 +29,9 @@ def caption_ray(args: argparse.Namespace, generation: GenerationOptions) -> int:
         cpus_per_worker=args.cpus_per_worker,
         device=model.device,
     )
+    selection = {"names_file": args.from_file, "recursive": args.recursive is not False, "limit": args.limit}
+    if args.dry_run:
+        return print_plan(plan_on_ray(args.images, ray_options, **selection))
     if model.model == EMBEDDED and model.adapter is None:
         print_error(EMBEDDED_NOTE)
     report = caption_on_ray(
@@ -37,8 +40,7 @@ def caption_ray(args: argparse.Namespace, generation: GenerationOptions) -> int:
         ray_options,
         bulk_options(args, generation),
         OutputOptions(prefix=args.prefix or "", suffix=args.suffix or ""),
-        names_file=args.from_file,
-        recursive=args.recursive is not False,
+        **selection,
         model_settings={name: getattr(model, name) for name in MODEL_SETTINGS},
     )
     print_error(summary(report, "skip"))
@@ -52,6 +54,8 @@ def check_ray_flags(args: argparse.Namespace) -> None:
     for flag in NOT_HERE:
         if getattr(args, flag) not in (None, False):
             raise UsageError(f"--{flag.replace('_', '-')} is for one machine; leave it or --ray away")
+    if args.limit is not None and args.limit < 1:
+        raise UsageError(f"--limit {args.limit} is less than 1")
     if args.out is None or args.out in ("txt", "-") or re.search(r"\.(jsonl|csv|parquet)$", args.out):
         given = "missing" if args.out is None else args.out
         raise UsageError(f"--out {given} with --ray must be a folder, or the URI of one, for the shards")

@@ -96,6 +96,20 @@ def test_no_image_is_lost_when_a_worker_is_killed(cluster, photos, expected, tmp
 
 
 @pytest.mark.slow  # three runs of a fresh actor pool, each of some 6 s
+def test_a_limit_is_kept_and_the_next_runs_go_on(cluster, photos, expected, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = ["caption", str(photos), "--ray", "--out", str(out), "--cpus-per-worker", "1"]
+    assert cli.main([*command, "--dry-run"]) == 0
+    listed, summary = capsys.readouterr()
+    assert len(listed.splitlines()) == N_IMAGES + 3 and "15 to caption" in summary and not out.exists()
+    assert cli.main([*command, "--limit", "5"]) == 0
+    assert len(captions(out)) == 5 and "10 remain" in capsys.readouterr().err
+    assert cli.main([*command, "--limit", "11"]) == 1
+    assert len(captions(out)) == 5 + 10, "the last of these is broken, and one of a tar and one of a table come next"
+    assert cli.main(command) == 1 and captions(out) == expected
+
+
+@pytest.mark.slow  # three runs of a fresh actor pool, each of some 6 s
 def test_a_rerun_captions_what_is_new_and_what_failed(cluster, photos, expected, tmp_path, capsys):
     folder, out = tmp_path / "in", tmp_path / "out"
     folder.mkdir()
