@@ -2,19 +2,21 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.cli.options import EMBEDDED_LIMITS, add_model_flags, load_captioner, model_options
+from nanovlm.console import print_error
 from nanovlm.errors import InputError, MissingExtraError, UsageError, usage_error
 from nanovlm.options import ModelOptions
 from nanovlm.serving.limits import Limits
 
 if TYPE_CHECKING:
     from nanovlm.serving.server import ServerOptions
+    from nanovlm.serving.service import ChatService
 
 HELP = "Serve a web page and OpenAI's chat completions API."
 EXAMPLE = "nanovlm serve --port 8000"
@@ -45,6 +47,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--strict-model", action="store_true", help="refuse requests for another model's name")
     add("--allow-remote", action="store_true", help="fetch images from http(s) URLs of public addresses")
+    add(
+        "--batch-file",
+        metavar="FILE",
+        help="answer the requests in FILE, one a line as for OpenAI's batch API, into --out, and stop; the same "
+        "command resumes",
+    )
+    add("--out", metavar="FILE", help="results of --batch-file, a .jsonl file")
     for f in fields(Limits):
         options = {"type": type(f.default), "default": f.default, "metavar": f.metadata["metavar"]}
         add(Limits.flag(f.name), dest=f.name, help=f.metadata["help"], **options)
@@ -66,21 +75,56 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port {args.port} is not from 0 to 65535; 0 takes any free port")
     try:
-        from models.inference.adapters import with_adapter
         from nanovlm.serving.server import listen, serve
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in ("models", "nanovlm"):
             raise
         raise MissingExtraError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
     options = server_options(args)
+    if args.batch_file is not None or args.out is not None:
+        return run_batch(args, model, adapters, options)
     with listen(options) as listening_socket:  # a port in use is reported before the model is loaded
-        captioner = load_captioner(model, [PROMPT], own_images=not adapters)
+        service = make_service(model, adapters, options)
         description = EMBEDDED_LIMITS if model.model == EMBEDDED and not adapters else ""
-        adapted = {name: with_adapter(captioner.inference, folder) for name, folder in adapters.items()}
-        if (name := model_name(model.model)) in adapted:
-            raise UsageError(f"--adapter {name} has the model's name; write OTHER_NAME=FOLDER")
-        serve(captioner, name, listening_socket, options, description, adapted)
+        serve(service, listening_socket, options, description)
     return 0
+
+
+def run_batch(
+    args: argparse.Namespace, model: ModelOptions, adapters: Mapping[str, str], options: "ServerOptions"
+) -> int:
+    """Answer a file of requests; 1 if one failed, after the others are done."""
+    from nanovlm.serving.app import make_app
+    from nanovlm.serving.batch_file import TIMEOUT_S, answer_batch
+
+    if args.batch_file is None or args.out is None:
+        raise UsageError("--batch-file and --out go together: requests and results; name both")
+    options = replace(options, limits=replace(options.limits, timeout_s=TIMEOUT_S))
+    service = make_service(model, adapters, options)
+    n_failed = answer_batch(service, make_app(service), Path(args.batch_file), Path(args.out))
+    if n_failed:
+        print_error(f"{n_failed:,} requests failed; {args.out} says why, and the same command tries them again")
+    return 1 if n_failed else 0
+
+
+def make_service(model: ModelOptions, adapters: Mapping[str, str], options: "ServerOptions") -> "ChatService":
+    """The service of a model and its adapters, by their names and folders."""
+    from models.inference.adapters import with_adapter
+    from nanovlm.processing.image_urls import ImageFetcher
+    from nanovlm.serving.service import ChatService
+
+    captioner = load_captioner(model, [PROMPT], own_images=not adapters)
+    adapted = {name: with_adapter(captioner.inference, folder) for name, folder in adapters.items()}
+    if (name := model_name(model.model)) in adapted:
+        raise UsageError(f"--adapter {name} has the model's name; write OTHER_NAME=FOLDER")
+    return ChatService(
+        captioner,
+        name,
+        options.limits,
+        fetcher=ImageFetcher(allow_remote=options.allow_remote),
+        strict_model=options.strict_model,
+        adapters=adapted,
+    )
 
 
 def adapter_folders(texts: Sequence[str]) -> dict[str, str]:

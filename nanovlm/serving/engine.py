@@ -153,8 +153,9 @@ class Engine:
                 return False
             if isinstance(command, _Sequence):
                 self._add(command)
-            elif sequence := self._active.pop(command, None):
-                self.batch.cancel(sequence.id)
+            elif self._active.pop(command, None):
+                self.batch.cancel(command)
+            del command  # or its images would stay in memory until the next one
         # After a failure of the whole batch, run its sequences one by one to isolate the one that caused it.
         if self._retries and not (self.batch.running or self.batch.waiting):
             sequence = self._retries.popleft()

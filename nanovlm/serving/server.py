@@ -4,16 +4,12 @@ import ipaddress
 import logging
 import re
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 
 import uvicorn
 
-from models.inference.inference_model import InferenceModel
-from nanovlm.captioner import Captioner
 from nanovlm.errors import UsageError
-from nanovlm.processing.image_urls import ImageFetcher
 from nanovlm.serving.app import make_app
 from nanovlm.serving.limits import Limits
 from nanovlm.serving.service import ChatService
@@ -68,29 +64,8 @@ def listen(options: ServerOptions) -> socket.socket:
         ) from None
 
 
-def serve(
-    captioner: Captioner,
-    name: str,
-    listening_socket: socket.socket,
-    options: ServerOptions,
-    description: str = "",
-    adapters: Mapping[str, InferenceModel] | None = None,
-) -> None:
-    """Serve a model under a name, and its adapters under theirs, until SIGINT or SIGTERM.
-
-    Running answers are finished first.
-    """
-    fetcher = ImageFetcher(allow_remote=options.allow_remote)
-    service = ChatService(
-        captioner, name, options.limits, fetcher=fetcher, strict_model=options.strict_model, adapters=adapters
-    )
-    serve_service(service, listening_socket, options, description)
-
-
-def serve_service(
-    service: ChatService, listening_socket: socket.socket, options: ServerOptions, description: str = ""
-) -> None:
-    """The same with a service of the caller's."""
+def serve(service: ChatService, listening_socket: socket.socket, options: ServerOptions, description: str = "") -> None:
+    """Serve until SIGINT or SIGTERM; running answers are finished first."""
     app = make_app(service, options.allowed_hosts, options.api_key, description, options.allow_origins)
     port, host = listening_socket.getsockname()[1], f"[{options.host}]" if ":" in options.host else options.host
     logger.info(

@@ -21,7 +21,7 @@ import time
 from nanovlm import Captioner
 from nanovlm.console import configure_logging
 from nanovlm.serving.engine import Engine
-from nanovlm.serving.server import ServerOptions, listen, serve_service
+from nanovlm.serving.server import ServerOptions, listen, serve
 from nanovlm.serving.service import ChatService
 from support.serving import WatchedBatch, http
 
@@ -29,7 +29,7 @@ configure_logging()
 captioner, options = Captioner.from_pretrained(device="cpu"), ServerOptions(port=0)
 engine = Engine(lambda: WatchedBatch(captioner, before_step=lambda: time.sleep(0.1)))
 with listen(options) as listening_socket:
-    serve_service(ChatService(captioner, "nanovlm", engine=engine), listening_socket, options)
+    serve(ChatService(captioner, "nanovlm", engine=engine), listening_socket, options)
 """
 
 
