@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 SHARD_SIZE = 1000  # images; fewer where workers would be idle
 MAX_CPUS_PER_WORKER = 4
 MAX_ATTEMPTS = 4  # at a shard whose worker dies each time
+ROUNDS = 2  # the attempts of one round may all be at a machine that is gone, before Ray knows it
 WORKER_DIED = f"the worker died {MAX_ATTEMPTS} times at this shard, perhaps of a lack of memory; try smaller shards"
 
 Files = Mapping[str, "OpenFile"]  # by URI
@@ -272,29 +273,33 @@ def _run(
     shards: list[Shard] = [({uri: files[uri]}, done.get(uri, set()), todo[uri]) for uri in containers]
     groups = [images[i : i + size] for i in range(0, len(images), size)]
     shards += [({uri: files[uri] for uri in group}, set(), None) for group in groups]
-    rows = ray.data.from_items([{"shard": i} for i in range(len(shards))], override_num_blocks=len(shards))
-    rows.context.enable_progress_bars = False
-    rows.context.max_errored_blocks = -1  # a shard whose worker dies each time gives no report
     warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")  # it has max_task_retries
-    reports = rows.map_batches(
-        Worker,
-        batch_size=1,
-        fn_constructor_args=(shards, settings, options.shard_size or SHARD_SIZE, cpus),
-        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count, max_tasks_in_flight_per_actor=1),
-        num_cpus=cpus,
-        num_gpus=gpus,
-        max_task_retries=MAX_ATTEMPTS - 1,
-    )
     lost, failed = dict(enumerate(shards)), 0
     try:
         with Progress(len(shards), unit="shard") as progress:
-            for row in reports.iter_rows():
-                report = pickle.loads(row["report"])
-                if report.error:
-                    raise report.error
-                del lost[report.number]
-                yield report
-                progress.update(failed := failed + len(report.failures))
+            for _ in range(ROUNDS):
+                if not lost:
+                    break
+                rows = ray.data.from_items([{"shard": i} for i in lost], override_num_blocks=len(lost))
+                rows.context.enable_progress_bars = False
+                rows.context.autoscaling_config.actor_pool_util_upscaling_threshold = 1.0  # all workers are busy
+                rows.context.max_errored_blocks = -1  # a shard whose worker dies each time gives no report
+                reports = rows.map_batches(
+                    Worker,
+                    batch_size=1,
+                    fn_constructor_args=(shards, settings, options.shard_size or SHARD_SIZE, cpus),
+                    compute=ray.data.ActorPoolStrategy(min_size=1, max_size=count, max_tasks_in_flight_per_actor=1),
+                    num_cpus=cpus,
+                    num_gpus=gpus,
+                    max_task_retries=MAX_ATTEMPTS // ROUNDS - 1,
+                )
+                for row in reports.iter_rows():
+                    report = pickle.loads(row["report"])
+                    if report.error:
+                        raise report.error
+                    del lost[report.number]
+                    yield report
+                    progress.update(failed := failed + len(report.failures))
     except KeyboardInterrupt:
         n_done = len(shards) - len(lost)
         logger.warning("stopped after %d of %d shards; run the same command to resume", n_done, len(shards))

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+import uuid
 from pathlib import Path
 
 from nanovlm import Captioner
@@ -23,4 +25,18 @@ def load_and_die(folder, times):
         return prepare(image, prompt)
 
     captioner.prepare = prepare_or_die
+    return captioner
+
+
+def load_slowly(folder):
+    """A captioner that takes a second for an image; a new file in the folder says that a worker has one more."""
+    captioner = Captioner.from_pretrained()
+    prepare = captioner.prepare
+
+    def prepare_slowly(image, prompt):
+        time.sleep(1)
+        return prepare(image, prompt)
+
+    captioner.prepare = prepare_slowly
+    (folder / uuid.uuid4().hex).touch()
     return captioner

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import tarfile
+import threading
 from functools import partial
 
 import pytest
@@ -13,7 +14,8 @@ from nanovlm.bulk.ray_captioning import MAX_ATTEMPTS, RayOptions, caption_on_ray
 from nanovlm.cli import main as cli
 from nanovlm.synthetic import draw, random_scene
 from support import ROOT
-from support.ray_workers import load_and_die
+from support.ray_workers import load_and_die, load_slowly
+from support.serving import until
 
 pytestmark = pytest.mark.full
 ray = pytest.importorskip("ray", reason="pip install 'nanovlm[ray]'")
@@ -143,3 +145,32 @@ def test_a_shard_that_kills_every_worker_fails_and_the_others_are_captioned(clus
     assert (report.captioned, report.failed) == (1, 3)
     assert list(captions(out)) == [(names[3], None)]
     assert all("the worker died" in reason for reason in failed(out).values())
+
+
+@pytest.mark.slow  # a cluster of its own, which waits until it knows that a machine is gone
+def test_no_image_is_lost_when_a_machine_of_two_is_killed(photos, expected, tmp_path, monkeypatch):
+    from ray.cluster_utils import Cluster
+
+    ray.shutdown()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80 * 2**20})
+    other = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+    started = tmp_path / "started"
+    started.mkdir()
+    killed = []
+
+    def kill_the_other():
+        until(lambda: len(list(started.iterdir())) == 2, 60)
+        cluster.remove_node(other, allow_graceful=False)
+        killed.append(other)
+
+    killer = threading.Thread(target=kill_the_other)
+    killer.start()
+    try:
+        options = RayOptions(tmp_path / "out", cluster.address, cpus_per_worker=1, shard_size=1)
+        report = caption_on_ray(partial(load_slowly, started), [str(photos)], options)
+        killer.join()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert killed and captions(tmp_path / "out") == expected and report.failed == 2
