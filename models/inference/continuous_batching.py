@@ -16,7 +16,7 @@ from models.config import MAX_NEW_TOKENS
 from models.decoding import GREEDY, SamplingParams, TokenSampler, finish_reason
 from models.errors import InputError, is_out_of_memory
 from models.inference.fair_share import FairShare
-from models.inference.inference_model import InferenceModel, Network
+from models.inference.inference_model import InferenceModel
 from models.inference.requests import BatchRequest, LogitsProcessor, PrefillError, TokenLogprobs, TokenOutput
 from models.inference.serving_caches import (
     CachedPrefix,
@@ -124,6 +124,8 @@ class ContinuousBatch:
             process = None if logits_processor is None else partial(logits_processor, request.output)
             prompt = ids.masked_fill(ids == self.model.image_token_id, -1)[None]
             request.sampler = TokenSampler(sampling, self._ends, prompt, process)
+            if sampling.is_greedy and top_logprobs is None:  # a forced token takes no random number and has no logits
+                request.forced_tokens = getattr(logits_processor, "forced_tokens", None)
         self._waiting[key] = request
 
     def cancel(self, key: Hashable) -> None:
@@ -257,11 +259,14 @@ class ContinuousBatch:
                 self._cache.data[:, :, hole] = self._cache.data[:, :, len(self._slots)]
 
     def _decode_all(self, clients: Container[Hashable]) -> None:
-        """Decode one token for each running request of the clients, those of one network together."""
-        groups: dict[Network | None, list[int]] = {}
+        """Decode one token for each running request of the clients, those of one network together.
+
+        A request that has forced tokens to read is decoded by itself.
+        """
+        groups: dict[Hashable, list[int]] = {}
         for slot, request in enumerate(self._slots):
             if request is not None and request.client in clients:
-                groups.setdefault(request.network, []).append(slot)
+                groups.setdefault(request.network if len(request.unread) == 1 else slot, []).append(slot)
         for slots in groups.values():
             self._decode(slots)
 
@@ -285,16 +290,17 @@ class ContinuousBatch:
                 self._decode(slots[middle:])
             return
         for request in requests:
-            request.length += 1
+            request.length += len(request.unread)
         self._outputs += self._choose(requests, logits)
 
     def _decode_logits(self, requests: Sequence[BatchRequest], slots: Sequence[int]) -> Tensor:
         """Logits (B, vocabulary) after the last token of each of the requests, which are in these slots."""
         network, lengths = requests[0].network, [request.length for request in requests]
         assert network is not None  # they are prefilled
-        self._cache.reserve(network.new_cache, max(slots) + 1, max(lengths) + 1, keep=True)
-        x = network.embed_tokens(torch.tensor([[request.output[-1]] for request in requests], device=self.model.device))
-        return network.run(x, self._cache.data, lengths, None, [0] * len(requests), slots)
+        ids = torch.tensor([request.unread for request in requests], device=self.model.device)
+        self._cache.reserve(network.new_cache, max(slots) + 1, max(lengths) + ids.size(1), keep=True)
+        last = [ids.size(1) - 1] * len(requests)
+        return network.run(network.embed_tokens(ids), self._cache.data, lengths, None, last, slots)
 
     def _choose(self, requests: Sequence[BatchRequest], logits: Tensor) -> list[TokenOutput]:
         """Each request's next token from logits (B, vocabulary), as `generate_tokens` chooses it."""
@@ -307,13 +313,21 @@ class ContinuousBatch:
                     self._slots[self._slots.index(request)] = None
                     outputs.append(TokenOutput(request.key, -1, "error", error))
                     continue
-            request.output.append(token_id)
-            request.remaining -= 1
-            reason = finish_reason(request.output, self.eos_token_id, request.sampling.repetition_detection)
-            finished = None if reason == "length" and request.remaining else reason
-            if finished:
-                self._end(self._slots.index(request), request)
             n_top = request.top_logprobs
             logprobs = None if n_top is None else TokenLogprobs.of(logits[row], token_id, n_top)
-            outputs.append(TokenOutput(request.key, token_id, finished, None, logprobs, request.prefix_length))
+            outputs.append(self._accept(request, token_id, logprobs))
+            if request.forced_tokens is not None and outputs[-1].finished is None:
+                for forced in request.forced_tokens(request.output):
+                    if outputs[-1].finished is None:
+                        outputs.append(self._accept(request, forced))
         return outputs
+
+    def _accept(self, request: BatchRequest, token_id: int, logprobs: TokenLogprobs | None = None) -> TokenOutput:
+        """Add a token to the request's output, which may end it."""
+        request.output.append(token_id)
+        request.remaining -= 1
+        reason = finish_reason(request.output, self.eos_token_id, request.sampling.repetition_detection)
+        finished = None if reason == "length" and request.remaining else reason
+        if finished:
+            self._end(self._slots.index(request), request)
+        return TokenOutput(request.key, token_id, finished, None, logprobs, request.prefix_length)

@@ -10,7 +10,9 @@ from models.errors import NanoVLMError
 from models.inference.inference_model import InferenceModel, Network
 from models.inference.serving_caches import CachedPrefix, ImageInput, ImageStarts
 
-LogitsProcessor = Callable[[list[int], Tensor], Tensor]  # the ids generated so far, logits (1, vocabulary) -> logits
+# The ids generated so far, logits (1, vocabulary) -> logits. A method forced_tokens, if there is one, gives the ids
+# that alone can follow those generated so far.
+LogitsProcessor = Callable[[list[int], Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,15 @@ class BatchRequest:
     sampling: SamplingParams
     client: Hashable = None  # whose it is
     top_logprobs: int | None = None  # how many; None for no log-probabilities at all
+    forced_tokens: Callable[[list[int]], list[int]] | None = None
     sampler: TokenSampler | None = None  # None for the most likely token, which is found for all such requests together
     prefix: CachedPrefix | None = None  # that begins like the prompt
     prefix_length: int = 0
     network: Network | None = None  # of the model when the prompt was prefilled
     length: int = 0  # tokens of it in its cache slot
-    output: list[int] = field(default_factory=list)  # the last of it is not yet in the cache
+    output: list[int] = field(default_factory=list)
+
+    @property
+    def unread(self) -> list[int]:
+        """The tokens of the output that are not yet in the cache: the last one, and forced ones before it."""
+        return self.output[self.length - len(self.input_ids) :]

@@ -99,14 +99,26 @@ class GrammarProcessor:
 
     def __init__(self, matcher: Any, param: str):
         self.matcher, self.param = matcher, param
+        self.n_consumed = 0  # of the generated ids
+
+    def forced_tokens(self, generated: Sequence[int]) -> list[int]:
+        """The ids of the text that alone can follow; they count as generated."""
+        self._consume(generated)
+        forced: list[int] = self.matcher.compute_ff_tokens()
+        self._consume([*generated, *forced])
+        return forced
+
+    def _consume(self, generated: Sequence[int]) -> None:
+        self.matcher.consume_tokens(list(generated[self.n_consumed :]))
+        self.n_consumed = len(generated)
 
     def __call__(self, generated: Sequence[int], logits: "Tensor") -> "Tensor":
         import torch
 
-        if generated:
-            self.matcher.consume_token(generated[-1])
-        else:  # a sequence may be started again
+        if not generated:  # a sequence may be started again
             self.matcher.reset()
+            self.n_consumed = 0
+        self._consume(generated)
         bias = self.matcher.compute_logit_bias()  # one byte a token, 0 where it is not allowed
         if self.matcher.is_error():
             raise InputError(f"{self.param}: {_not_followed(self.matcher.get_error())}")

@@ -5,7 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from models.config import GREEDY, SamplingParams
+from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE, Captioner
 from nanovlm.captioner import Stats
 from nanovlm.errors import InputError
@@ -31,6 +34,28 @@ def assert_fits(value):
 @pytest.fixture(scope="module")
 def captioner():
     return Captioner.from_pretrained(dtype="float32")
+
+
+def test_tokens_that_the_schema_forces_are_read_together_and_change_no_answer(captioner):
+    answers, n_steps, eos = [], [], captioner.tokenizer.eos_token_ids
+    ids, tiles = captioner.prepare(str(SAMPLE), "What is it?")
+    for is_forced in (False, True):
+        batch, outputs, steps = ContinuousBatch(captioner.inference, eos_token_id=eos), {}, 0
+        for key, sampling in enumerate((GREEDY, SamplingParams(temperature=2.0, seed=3), GREEDY)):
+            (grammar,) = captioner.structured_output.make_processors(SCHEMA, 1)
+            process = grammar if is_forced else lambda ids, logits, grammar=grammar: grammar(ids, logits)
+            some = {"max_new_tokens": 20} if key == 2 else {"logits_processor": process}
+            batch.add(key, torch.tensor(ids), torch.cat(tiles), sampling=sampling, **some)
+        while batch.waiting or batch.running:
+            steps += 1
+            for output in batch.step():
+                outputs.setdefault(output.key, []).append(output.token_id)
+                n_steps += [steps] * (output.key == 0 and output.finished is not None)
+        answers.append(outputs)
+    assert answers[0] == answers[1] and n_steps[1] < n_steps[0], "the keys of the object are forced"
+    assert captioner.caption(SAMPLE, "What is it?", schema=SCHEMA) == json.loads(
+        captioner.tokenizer.decode(answers[1][0])
+    )
 
 
 def test_each_row_of_a_batch_follows_the_schema_by_itself(captioner):
