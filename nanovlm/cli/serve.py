@@ -95,13 +95,17 @@ def run_batch(
 ) -> int:
     """Answer a file of requests; 1 if one failed, after the others are done."""
     from nanovlm.serving.app import make_app
-    from nanovlm.serving.batch_file import TIMEOUT_S, answer_batch
+    from nanovlm.serving.batch_file import TIMEOUT_S, answer_batch, unanswered
 
     if args.batch_file is None or args.out is None:
         raise UsageError("--batch-file and --out go together: requests and results; name both")
-    options = replace(options, limits=replace(options.limits, timeout_s=TIMEOUT_S))
-    service = make_service(model, adapters, options)
-    n_failed = answer_batch(service, make_app(service), Path(args.batch_file), Path(args.out))
+    requests, results = Path(args.batch_file), Path(args.out)
+    todo, n_failed = unanswered(requests, results), 0
+    if todo:
+        options = replace(options, limits=replace(options.limits, timeout_s=TIMEOUT_S))
+        service = make_service(model, adapters, options)
+        n_failed = answer_batch(service, make_app(service), requests, todo, results)
+    print_error(f"{len(todo) - n_failed:,} requests answered")
     if n_failed:
         print_error(f"{n_failed:,} requests failed; {args.out} says why, and the same command tries them again")
     return 1 if n_failed else 0
@@ -142,15 +146,16 @@ def adapter_folders(texts: Sequence[str]) -> dict[str, str]:
 def with_recorded_base(model: ModelOptions, adapters: Sequence[str]) -> ModelOptions:
     """The options with the model that the adapters were trained on, if no other is named."""
     bases = []
-    for folder in adapters:
-        try:
-            bases.append(replace(model, adapter=folder).base)
-        except InputError as error:
-            raise usage_error(error) from error
+    try:
+        for folder in adapters:
+            name, revision = replace(model, adapter=folder).base
+            bases.append(replace(model, model=name, revision=revision))
+    except InputError as error:
+        raise usage_error(error) from error
     if len(set(bases)) > 1:
-        names = " and ".join(sorted({str(name) for name, _ in bases}))
+        names = " and ".join(sorted({str(base.model) for base in bases}))
         raise UsageError(f"--adapter: these were trained on {names}; serve those of one, or name it by --model")
-    return replace(model, model=bases[0][0], revision=bases[0][1]) if bases else model
+    return bases[0] if bases else model
 
 
 def server_options(args: argparse.Namespace) -> "ServerOptions":

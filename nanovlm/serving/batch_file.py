@@ -24,16 +24,19 @@ RETRY_S = 0.2
 TIMEOUT_S = 7 * 24 * 3600.0  # a request waits for those before it, however long that takes
 
 
-def answer_batch(service: ChatService, app: FastAPI, requests: Path, results: Path) -> int:
-    """Answer the requests that have no result with status 200 yet; how many have failed.
+def unanswered(requests: Path, results: Path) -> set[int]:
+    """The lines, counted from 0, of the requests that have no result with status 200; other results are removed.
 
-    The service's limit on time must be TIMEOUT_S. UsageError for a file that cannot be read or written, DataError for a
-    line that is no request: nothing is answered then.
+    UsageError for a file that cannot be read or written, DataError for a line that is no request.
     """
     lines = _read_requests(requests)
     done = _finished(results)
-    todo = [number for custom_id, number in lines.items() if custom_id not in done]
-    return asyncio.run(_answer(service, app, requests, set(todo), results))
+    return {number for custom_id, number in lines.items() if custom_id not in done}
+
+
+def answer_batch(service: ChatService, app: FastAPI, requests: Path, todo: set[int], results: Path) -> int:
+    """Answer the requests in these lines; how many have failed. The service's limit on time must be TIMEOUT_S."""
+    return asyncio.run(_answer(service, app, requests, todo, results))
 
 
 def _read_requests(path: Path) -> dict[str, int]:

@@ -305,7 +305,7 @@ SCENES = TrainConfig(
 FINETUNING = TrainConfig(
     max_steps=850,
     batch_size=8,
-    random_affine=0.1,
+    random_affine=0.15,
     lr=8e-4,
     warmup_steps=20,
     decay=0.6,
@@ -315,7 +315,7 @@ FINETUNING = TrainConfig(
     validation_batches=0,
 )
 MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
-EPOCHS, MAX_STEPS = 30, 3000  # by default each example is shown 30 times, in at least FINETUNING's steps
+EPOCHS, MAX_STEPS = 45, 4500  # by default each example is shown 45 times, in at least FINETUNING's steps
 AUTOMATIC = ("optimizer", "lr", "max_steps")
 REFERENCE_WIDTH = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
 ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Schulman et al. 2025)

@@ -27,7 +27,7 @@ from nanovlm.errors import TrainingError
 from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
 from nanovlm.synthetic import caption, draw, random_scene
 from nanovlm.training import finetuning
-from nanovlm.training.config import ADAPTERS, BASE_FORMATS, FINETUNING, MAX_STEPS, MUON_LR, SCENES, choose
+from nanovlm.training.config import ADAPTERS, BASE_FORMATS, EPOCHS, FINETUNING, MAX_STEPS, MUON_LR, SCENES, choose
 from nanovlm.training.examples import open_data, open_examples
 from nanovlm.training.finetuning import FinetuneOptions, prepare
 from nanovlm.training.loop import Trainer
@@ -351,7 +351,7 @@ def test_the_default_number_of_steps_depends_on_the_number_of_examples():
         )
         return cfg.max_steps
 
-    assert [steps(n) for n in (0, 8, 400, 10**6)] == [850, 850, 30 * 50, MAX_STEPS]
+    assert [steps(n) for n in (0, 8, 400, 10**6)] == [850, 850, EPOCHS * 50, MAX_STEPS]
 
 
 @pytest.mark.full
