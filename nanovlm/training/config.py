@@ -185,6 +185,9 @@ class TrainConfig:
         "also log metrics with wandb or trackio, offline unless WANDB_MODE says otherwise (extra: track)",
         choices=("none", "wandb", "trackio"),
     )
+    image_cache_dir: str | None = setting(
+        None, "keep in FOLDER, at most 2 GiB, what a frozen vision encoder makes of images", metavar="FOLDER"
+    )
     num_workers: int = setting(1, "processes that prepare batches; 0 prepares them in the training process")
     fsdp: bool = setting(False, "under torchrun: shard weights, gradients and optimizer state over the processes")
     compile: bool = setting(False, "compile the blocks: a minute at the start, a quarter less time per step")
@@ -197,10 +200,13 @@ class TrainConfig:
             raise InputError("fsdp=True with dpo_beta would need a second sharded model; omit one")
         if self.optimizer == "muon" and self.lora_rank:
             raise InputError("optimizer=muon trains whole matrices; omit it with lora_rank, or choose adamw")
-        if not any(self.lr_scales.values()):
+        if self.image_cache_dir and (self.vision_lr_scale or self.random_affine or self.fsdp):
             raise InputError(
-                "vision_lr_scale, projector_lr_scale and language_lr_scale are all 0, so nothing is trained; raise one"
+                f"image_cache_dir={self.image_cache_dir} needs vision_lr_scale=0 and random_affine=0, without fsdp: an "
+                "encoder that stays as it is, and images that do; set both"
             )
+        if not any(self.lr_scales.values()):
+            raise InputError("vision_lr_scale=0 with the other two scales at 0 trains nothing; raise one of the three")
 
     @property
     def lr_scales(self) -> dict[str, float]:

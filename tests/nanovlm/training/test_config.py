@@ -60,7 +60,7 @@ def test_a_value_out_of_range_is_named(wrong):
 
 
 def test_something_must_be_trained():
-    with pytest.raises(InputError, match="all 0, so nothing is trained"):
+    with pytest.raises(InputError, match="trains nothing; raise one of the three"):
         TrainConfig(vision_lr_scale=0, projector_lr_scale=0, language_lr_scale=0)
 
 

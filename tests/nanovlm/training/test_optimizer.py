@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanovlm import device
-from nanovlm.errors import TrainingError
+from nanovlm.errors import InputError, TrainingError
 from nanovlm.training.backward import backward
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
@@ -228,3 +228,20 @@ def test_a_cpu_learns_in_bfloat16_where_that_is_faster(monkeypatch, maker, flags
     cpu = torch.device("cpu")
     assert device.choose_training_dtype("auto", cpu) == auto
     assert device.choose_training_dtype("bfloat16", cpu) == torch.bfloat16
+
+
+def test_a_frozen_encoder_encodes_each_image_once(tiny_model, make_batch, tmp_path):
+    """The second epoch reads what the first has stored; the weights are those of a run without a store."""
+    cfg, encoded, weights = replace(CFG, vision_lr_scale=0.0, max_steps=6), [], []
+    for store in (None, str(tmp_path / "store")):
+        model, n = tiny_model(), []
+        model.vision_encoder.blocks[0].register_forward_pre_hook(lambda block, args, n=n: n.append(len(args[0])))
+        changed = replace(cfg, image_cache_dir=store)
+        train(model, "{}", lambda step: make_batch(step % 2), changed, tmp_path / f"out-{store is None}")
+        encoded.append(sum(n))
+        weights.append(model.state_dict())
+    assert encoded == [12, 4]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5)
+    with pytest.raises(InputError, match="needs vision_lr_scale=0 and random_affine=0"):
+        TrainConfig(image_cache_dir="store")
