@@ -163,7 +163,10 @@ class TrainConfig:
         True, "also keep the checkpoint of the best evaluation, whose model is the final one", needs="held out"
     )
     metric_for_best_model: str = setting(
-        "loss", "what makes an evaluation the best: loss, or a metric as in --metric", metavar="NAME", needs="held out"
+        "loss",
+        "what makes an evaluation the best: loss, a metric, or auto, the last f1 within a standard error of the best",
+        metavar="NAME",
+        needs="held out",
     )
     patience: int = setting(
         0, "stop after N evaluations in a row without a better one; 0 goes on to the last step", needs="held out"
@@ -194,17 +197,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.dpo_beta and self.pack:
-            raise InputError(f"pack={self.pack} joins examples, whose answers dpo_beta compares; omit one")
-        if self.dpo_beta and self.fsdp:
-            raise InputError("fsdp=True with dpo_beta would need a second sharded model; omit one")
+        if self.dpo_beta and (self.pack or self.fsdp):
+            raise InputError(f"dpo_beta compares answers with those of a whole model; omit pack={self.pack} and fsdp")
         if self.optimizer == "muon" and self.lora_rank:
             raise InputError("optimizer=muon trains whole matrices; omit it with lora_rank, or choose adamw")
         if self.image_cache_dir and (self.vision_lr_scale or self.random_affine or self.fsdp):
-            raise InputError(
-                f"image_cache_dir={self.image_cache_dir} needs vision_lr_scale=0 and random_affine=0, without fsdp: an "
-                "encoder that stays as it is, and images that do; set both"
-            )
+            needed = "vision_lr_scale=0 and random_affine=0, and no fsdp"
+            raise InputError(f"image_cache_dir={self.image_cache_dir} needs {needed}; set them so, or omit it")
         if not any(self.lr_scales.values()):
             raise InputError("vision_lr_scale=0 with the other two scales at 0 trains nothing; raise one of the three")
 
@@ -312,6 +311,7 @@ FINETUNING = TrainConfig(
     max_steps=850,
     batch_size=8,
     random_affine=0.15,
+    metric_for_best_model="auto",
     lr=8e-4,
     warmup_steps=20,
     decay=0.6,

@@ -42,7 +42,7 @@ from nanovlm.training.examples import (
     world_size,
 )
 from nanovlm.training.loop import Trainer, TrainingTask
-from nanovlm.training.metrics import LOSS
+from nanovlm.training.metrics import AUTO, AUTO_METRIC, LOSS
 from nanovlm.training.probe import Probe, RunEstimate, estimate_run, memory_errors
 from nanovlm.training.quantized_base import quantize_base
 
@@ -127,6 +127,8 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         # packed as the training batches are: padded ones might need more memory
         evaluation["validation"] = Batches(unseen, processor, cfg.batch_size, skip, cfg.pack, n_rows=n)
         evaluation["answer_questions"] = answer_scorer(unseen, n, processor, options, cfg)
+        if cfg.metric_for_best_model == AUTO and options.metric and AUTO_METRIC not in options.metric:
+            cfg = replace(cfg, metric_for_best_model=LOSS)
     task = TrainingTask(
         Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.random_affine, n_parts),
         processor.tokenizer.to_json(),
@@ -232,7 +234,7 @@ def answer_scorer(
         metrics = dict(load_metric(name) for name in options.metric) or default_metrics()
     except InputError as error:
         raise UsageError(f"--metric: {error}") from None
-    names = [LOSS, *(metrics if cfg.validation_questions else ())]
+    names = [AUTO, LOSS, *(metrics if cfg.validation_questions else ())]
     if cfg.metric_for_best_model not in names:
         raise UsageError(f"--metric-for-best-model {cfg.metric_for_best_model} is none of {', '.join(names)}")
     if not cfg.validation_questions:

@@ -128,7 +128,7 @@ class Trainer:
         """Weights, optimizer and the best evaluation so far, of the checkpoint if there is one."""
         model, cfg, folder = self.model, self.cfg, self.task.folder
         self.first_step = checkpoint.step if checkpoint else 0
-        self.best = BestTracker(folder, cfg.metric_for_best_model, self.first_step, cfg.keep_best)
+        self.best = BestTracker.of_run(folder, cfg, self.first_step, self.task.answer_questions is not None)
         if checkpoint and not checkpoint.sharded:
             restore_model(checkpoint, model)
         self.context.broadcast_weights(model)
@@ -184,7 +184,7 @@ class Trainer:
         """Evaluate the model after `step` steps; whether it is the best so far, and so to be kept."""
         loss, answers = self.evaluate()
         metrics.log_evaluation(step, loss, answers)
-        value, name = loss, self.cfg.metric_for_best_model
+        value, name = loss, self.best.name
         if name != LOSS and self.task.answer_questions:
             (value,) = self.context.sum(answers.scores.get(name, math.nan) if answers else 0.0)
         return value is not None and self.best.add(step, value) and self.cfg.keep_best
@@ -200,9 +200,9 @@ class Trainer:
         if best.step != max(best.values):
             restore_model(read_checkpoint(checkpoint_path(self.task.folder, best.step), model), model)
         if self.context.is_main:
-            of = f"the best validation {best.name.replace('_', ' ')}, {best.value:.4f}"
-            stopped = f"; stopped after {best.evaluations_since} evaluations without a better one"
-            logger.info(f"the final model is that of step {best.step}, with {of}{stopped * self._out_of_patience()}")
+            logger.info(
+                f"the final model is that of step {best.step}, with {best.description(self._out_of_patience())}"
+            )
             if not best.improved:
                 logger.warning(f"before training it was {best.start:.4f}: the model has not become better")
 

@@ -24,6 +24,7 @@ from nanovlm.training.distributed import DistributedContext
 METRICS, REPORT = "metrics.jsonl", "report.html"
 SHOWN_ANSWERS = 4  # to held-out questions, at each evaluation
 LOSS = "loss"  # lower is better; of every other metric, higher is
+AUTO, AUTO_METRIC = "auto", "f1"
 
 logger = logging.getLogger(__name__)
 
@@ -207,11 +208,12 @@ class BestTracker:
     """The values of one metric at the evaluations of a run, read from folder/metrics.jsonl up to first_step.
 
     The evaluation before the first step is `start`, and no candidate. If the checkpoint of the best one is kept, an
-    evaluation better than all whose checkpoints are still there is forgotten.
+    evaluation better than all whose checkpoints are still there is forgotten. With n_questions, of which the metric is
+    the mean score, the best is the last whose value is within one standard error of the highest (Breiman et al. 1984).
     """
 
-    def __init__(self, folder: Path, name: str, first_step: int, kept: bool = True):
-        self.name, self.key = name, f"validation_{name}"
+    def __init__(self, folder: Path, name: str, first_step: int, kept: bool = True, n_questions: int = 0):
+        self.name, self.key, self.n_questions = name, f"validation_{name}", n_questions
         self.values: dict[int, float] = {}  # by step
         self.start: float | None = None
         for entry in read_metrics(folder / METRICS):
@@ -219,6 +221,14 @@ class BestTracker:
                 self.add(entry["step"], entry[self.key])
         while kept and self.step is not None and not checkpoint_path(folder, self.step).is_dir():
             del self.values[self.step]
+
+    @classmethod
+    def of_run(cls, folder: Path, cfg: TrainConfig, first_step: int, has_answers: bool) -> "BestTracker":
+        """That of cfg.metric_for_best_model; AUTO without answers to questions is the loss."""
+        name, n_questions = cfg.metric_for_best_model, 0
+        if name == AUTO:
+            name, n_questions = (AUTO_METRIC, cfg.validation_questions) if has_answers else (LOSS, 0)
+        return cls(folder, name, first_step, cfg.keep_best, n_questions)
 
     def add(self, step: int, value: float | None) -> bool:
         """Record the evaluation after `step` steps; whether it is the best so far."""
@@ -232,15 +242,25 @@ class BestTracker:
     @property
     def step(self) -> int | None:
         """The step of the best evaluation, the first of equals; None before any."""
-        return min(
-            (step for step, value in self.values.items() if not math.isnan(value)),
-            key=lambda step: (self._cost(self.values[step]), step),
-            default=None,
-        )
+        costs = {step: self._cost(value) for step, value in self.values.items() if not math.isnan(value)}
+        first = min(costs, key=lambda step: (costs[step], step), default=None)
+        if first is None or not self.n_questions:
+            return first
+        highest = min(max(self.values[first], 0.0), 1.0)
+        error = (highest * (1 - highest) / self.n_questions) ** 0.5  # the largest that scores from 0 to 1 can have
+        return max(step for step, cost in costs.items() if cost <= costs[first] + error)
 
     @property
     def value(self) -> float | None:
         return None if self.step is None else self.values[self.step]
+
+    def description(self, has_stopped: bool) -> str:
+        """What makes it the best, and whether the run has stopped after it."""
+        stopped = f"; stopped after {self.evaluations_since} evaluations without a better one" * has_stopped
+        value = f"validation {self.name.replace('_', ' ')}, {self.value:.4f}"
+        if self.n_questions:
+            return f"the last with a {value}, within a standard error of the best{stopped}"
+        return f"with the best {value}{stopped}"
 
     @property
     def evaluations_since(self) -> int:

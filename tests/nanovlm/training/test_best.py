@@ -41,13 +41,13 @@ def learn(tiny_model, make_batch):
     return learn
 
 
-def stepwise(model_scores):
+def stepwise(model_scores, metric="exact_match"):
     """A task's answer_questions that gives these scores one after another, and the last one of all questions."""
     scores = iter(model_scores)
     question = Question("held out", "0.png", [], "What?", ["that"])
 
     def answer(model, everything):
-        return Evaluation([Answer(question, "this", {"exact_match": 0.5 if everything else next(scores)})])
+        return Evaluation([Answer(question, "this", {metric: 0.5 if everything else next(scores)})])
 
     return answer
 
@@ -135,3 +135,16 @@ def test_the_best_of_the_checkpoints_that_are_left_counts(tmp_path):
 
 def test_the_interval_is_a_tenth_of_the_run_by_default():
     assert [TrainConfig(max_steps=n, validate_every=0).evaluation_interval for n in (3, 10, 850)] == [1, 1, 85]
+
+
+def test_by_default_the_last_evaluation_within_a_standard_error_is_the_best(learn, tmp_path):
+    tracker = BestTracker(tmp_path, "f1", 0, n_questions=25)  # whose standard errors are 0.1, 0.06 and 0.04
+    values = {0: 0.0, 1: 0.5, 2: 0.9, 3: 0.6, 4: 0.85, 5: 0.83, 6: float("nan"), 7: 0.95, 8: 0.9}
+    assert [step for step, value in values.items() if tracker.add(step, value)] == [1, 2, 4, 7]
+    assert "f1, 0.9500, within a standard error of the best" in tracker.description(False)
+    auto = replace(CFG, metric_for_best_model="auto")
+    assert BestTracker.of_run(tmp_path, auto, 0, False).name == "loss"
+    scores = [0.0, 0.2, 0.9, 0.5, 0.9, 0.8, 0.9, 0.3, 0.88]  # of 32 questions: an error of 0.05
+    lines = learn(tmp_path / "run", auto, answer_questions=stepwise(scores, "f1"))
+    assert steps_kept(tmp_path / "run") == [8]
+    assert "the final model is that of step 8, the last with a validation f1, 0.8800" in lines[-2]

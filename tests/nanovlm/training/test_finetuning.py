@@ -248,7 +248,7 @@ def test_epochs_are_turned_into_steps():
 def test_adapters_learn_and_the_result_is_a_plain_model(train, format):
     """With packed rows, a frozen vision encoder, and a base model that may be quantized."""
     scenes(6, LABEL)
-    flags = ["--max-steps", "30", "--batch-size", "2", "--lr", "1e-2", "--warmup-steps", "0", "--pack", "256"]
+    flags = ["--max-steps", "40", "--batch-size", "2", "--lr", "1e-2", "--warmup-steps", "0", "--pack", "256"]
     flags += ["--lora-rank", "8", "--vision-lr-scale", "0", *(["--quantize", format] if format else [])]
     code, estimate, _ = train("--data", "mine", *QUICK, *flags, "--dry-run")
     parameters = sum(p.numel() for p in VisionLanguageModel.from_pretrained(EMBEDDED).parameters())
