@@ -200,9 +200,7 @@ class Trainer:
         if best.step != max(best.values):
             restore_model(read_checkpoint(checkpoint_path(self.task.folder, best.step), model), model)
         if self.context.is_main:
-            logger.info(
-                f"the final model is that of step {best.step}, with {best.description(self._out_of_patience())}"
-            )
+            logger.info(f"the final model is that of step {best.step}, {best.description(self._out_of_patience())}")
             if not best.improved:
                 logger.warning(f"before training it was {best.start:.4f}: the model has not become better")
 
