@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class BulkOptions(GenerationOptions):
 
     prompt: str | tuple[str, ...] = PROMPT
     batch_size: int | None = None  # images decoded at once, per worker; None: see `BulkCaptioner`
-    prompt_template: str = ""  # instead of prompt: a text with {tags}, {name} or {folder}, see `fill_template`
+    prompt_template: str = ""  # instead of prompt: a text with {tags}, {column:NAME} and so on, see `fill_template`
     as_video: bool = False  # video files and animated images, each described as a whole, instead of images
     max_frames: int = MAX_FRAMES  # of a video
 
@@ -49,10 +49,10 @@ class BulkOptions(GenerationOptions):
         """Those of the files that are captioned of a folder."""
         return VIDEO_EXTENSIONS | ANIMATION_EXTENSIONS if self.as_video else readable_extensions()
 
-    def prompts_of(self, image: str) -> Sequence[str]:
-        """The prompts for an image, by its path."""
+    def prompts_of(self, image: str, row: Mapping[str, object]) -> Sequence[str]:
+        """The prompts for an image, by its path and its row of a table."""
         if self.prompt_template:
-            return [fill_template(self.prompt_template, image)]
+            return [fill_template(self.prompt_template, image, row)]
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
 

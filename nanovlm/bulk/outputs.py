@@ -59,15 +59,16 @@ class Output:
         """Whether an image needs no caption."""
         return False
 
+    def row(self, image: str) -> Mapping[str, Any]:
+        """What is known of an image already."""
+        return {}
+
     def write(self, image: str, caption: str) -> None:
         """Store a caption, so that no interruption loses it."""
         raise NotImplementedError
 
     def finish(self, images: Sequence[str] = (), is_whole: bool = True) -> None:
-        """Complete the run, and sort the rows of a table in the order of images.
-
-        is_whole says that no image remains for a later run, so that there is nothing to resume.
-        """
+        """Complete the run, and sort a table's rows in the order of images; is_whole: none is left for a later run."""
 
 
 def open_output(
@@ -229,6 +230,9 @@ class Table(Output):
 
     def is_done(self, image: str) -> bool:
         return relative(image, self.folder) in self.done
+
+    def row(self, image: str) -> Mapping[str, Any]:
+        return self.rows.get(relative(image, self.folder), {})
 
     def write(self, image: str, caption: str) -> None:
         name = relative(image, self.folder)

@@ -1,27 +1,35 @@
-"""A prompt that differs from image to image: {tags} from the .txt beside it, {name} and {folder} from its path."""
+"""A prompt that differs from image to image: {tags} from the .txt beside it, {name} and {folder} from its path, and
+{column:NAME} from its row of a table."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from nanovlm.errors import ImageError, UsageError
 
 TAGS = "{tags}"
 TAGS_EXTENSION = ".txt"
-PLACEHOLDER = re.compile(r"\{(\w*)\}")
+COLUMN = "column:"
+PLACEHOLDER = re.compile(r"\{(column:[^{}]+|\w*)\}")
 KNOWN = ("tags", "name", "folder")
 
 
 def check_template(template: str) -> None:
     """Raise UsageError for a placeholder that is not known."""
     for name in PLACEHOLDER.findall(template):
-        if name not in KNOWN:
-            raise UsageError(f"prompt template {template!r}: {{{name}}} is none of {{tags}}, {{name}} and {{folder}}")
+        if name not in KNOWN and not name.startswith(COLUMN):
+            known = "{tags}, {name}, {folder} and {column:NAME}"
+            raise UsageError(f"prompt template {template!r}: {{{name}}} is none of {known}")
 
 
-def fill_template(template: str, image: str) -> str:
-    """The prompt for an image. Raises ImageError if it asks for tags and there are none."""
-    path = Path(image)
-    values = {"name": path.stem, "folder": path.absolute().parent.name}
+def fill_template(template: str, image: str, row: Mapping[str, object]) -> str:
+    """The prompt for an image, of which row holds columns. ImageError if it asks for what is not there."""
+    path, columns = Path(image), [name for name in PLACEHOLDER.findall(template) if name.startswith(COLUMN)]
+    for name in columns:
+        if row.get(name.removeprefix(COLUMN)) in (None, ""):
+            raise ImageError(f"its row has no {name.removeprefix(COLUMN)}, which the prompt needs; write it")
+    values = {name: str(row[name.removeprefix(COLUMN)]) for name in columns}
+    values |= {"name": path.stem, "folder": path.absolute().parent.name}
     if TAGS in template:
         values["tags"] = _read_tags(path.with_suffix(TAGS_EXTENSION))
     return PLACEHOLDER.sub(lambda match: values[match[1]], template)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
 from nanovlm.bulk.inputs import ImageList, read_names
 from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions, Plan
+from nanovlm.bulk.prompt_template import TAGS
 from nanovlm.bulk.remote_inputs import RemoteImage, find_remote, is_container, read_images
 from nanovlm.bulk.resume_log import FAILURES, file_lock, json_line
 from nanovlm.bulk.run import Progress, run_settings
@@ -102,8 +103,8 @@ def caption_on_ray(
     ends the run.
     """
     options, output = options or BulkOptions(), output or OutputOptions()
-    if options.prompt_template:
-        raise UsageError("a prompt template reads files beside images; caption on one machine")
+    if TAGS in options.prompt_template:
+        raise UsageError(f"{TAGS} is read from files beside images; caption on one machine")
     folder = ShardFolder(os.fspath(ray_options.out), ray_options.shard_format)
     settings = load, options, output, folder
     files, others = _find(names, names_file, recursive, folder)
@@ -210,7 +211,13 @@ class Worker:
     def _caption_group(self, images: Iterable[RemoteImage], report: ShardReport) -> None:
         group: dict[str, RemoteImage] = {}
         self.captioner = self.captioner or self.load()
-        bulk = BulkCaptioner(self.captioner, self.options, cores=self.cores, read=lambda name: group[name].open())
+        bulk = BulkCaptioner(
+            self.captioner,
+            self.options,
+            cores=self.cores,
+            read=lambda name: group[name].open(),
+            row=lambda name: group[name].row,
+        )
         for name, result in bulk.captions(group.setdefault(image.name, image).name for image in images):
             group[name].content, group[name].result = b"", result
         captioned = [image for image in group.values() if isinstance(image.result, str)]

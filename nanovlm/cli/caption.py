@@ -78,15 +78,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         dest="prompts",
         action="append",
         metavar="TEXT",
-        help=f"prompt for each image; repeat it to ask several, for which the image is encoded once; a table has a "
-        f"column for each "
-        f"(default: {PROMPT!r})",
+        help="prompt for each image; repeat it to ask several, for which the image is encoded once; a table has a "
+        f"column for each (default: {PROMPT!r})",
     )
     prompts.add_argument(
         "--prompt-template",
         metavar="TEXT",
-        help="prompt in which {tags} is the text of the .txt beside each image, {name} its name and {folder} that of "
-        "its folder",
+        help="prompt in which {tags} is the text of the .txt beside each image, {name} its name, {folder} that of its "
+        "folder, and {column:NAME} a column of the table --out or, with --ray, of a parquet file",
     )
     prompts.add_argument(
         "--length", choices=tuple(LENGTHS), help="ask for a caption of this length, of at most 48, 128 or 384 tokens"

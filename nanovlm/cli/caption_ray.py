@@ -14,7 +14,7 @@ from nanovlm.errors import UsageError
 from nanovlm.options import GenerationOptions
 
 ADDRESS = re.compile(r"auto|local|ray://.+|[^/\s]+:\d+")
-NOT_HERE = ("json", "existing", "extension", "prompt_template", "as_video")  # flags of one machine
+NOT_HERE = ("json", "existing", "extension", "as_video")  # flags of one machine
 
 
 def caption_ray(args: argparse.Namespace, generation: GenerationOptions) -> int:

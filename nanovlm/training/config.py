@@ -70,7 +70,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, presets: Mapping[str, 
         if presets:
             first, *others = [(name, _in_words(getattr(preset, f.name))) for name, preset in presets.items()]
             differ = [f"; {name}: {value}" for name, value in others if value != first[1]]
-            help += f" (default: {first[1]}{''.join(differ)})"
+            help += f" (default: {first[1]}{''.join(differ)})" * (first[1] is not None)
         if f.type is bool:
             options |= {"action": argparse.BooleanOptionalAction}
         elif choices := f.metadata.get("choices"):

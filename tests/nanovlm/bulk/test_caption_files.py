@@ -600,6 +600,20 @@ def test_a_line_that_is_written_in_part_is_a_full_disk(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", TABLES)
+def test_the_prompt_of_an_image_may_be_in_the_table(generate, folder, captions_of, name):
+    questions = {image: f"What is {i}?" for i, image in enumerate(IMAGE_NAMES)}
+    rows = [{"file_name": image, "id": i, "question": text} for i, (image, text) in enumerate(questions.items())]
+    write_table(folder / name, rows[:-1])
+    code, _, err = generate(folder, "--out", folder / name, "--prompt-template", "{column:question} Say it.")
+    assert code == 1 and "its row has no question, which the prompt needs; write it" in err
+    found = {row["file_name"]: row for row in read_table(folder / name)}
+    assert found.keys() == set(IMAGE_NAMES[:-1])
+    for i, image in enumerate(IMAGE_NAMES[:-1]):
+        text = captions_of.captioner.caption(str(folder / image), f"{questions[image]} Say it.", max_new_tokens=6)
+        assert (found[image]["text"], int(found[image]["id"])) == (text.strip(), i)
+
+
+@pytest.mark.parametrize("name", TABLES)
 def test_each_of_several_prompts_has_a_column(generate, folder, captions_of, name):
     prompts = ["What is it?", 'Is it red, "really"?']
     flags = [word for prompt in prompts for word in ("--prompt", prompt)]
@@ -823,7 +837,7 @@ def test_a_read_only_table_is_reported_before_any_work(generate, folder, monkeyp
         (["images", "--limit", "0"], "limit 0 is less than 1"),
         (["good.png", "--limit", "1"], "--limit is for files"),
         (["good.png", "--prompt-template", "{tags}"], "--prompt-template is for files"),
-        (["images", "--prompt-template", "{tag}"], "{tag} is none of {tags}, {name} and {folder}"),
+        (["images", "--prompt-template", "{tag}"], "{tag} is none of {tags}, {name}, {folder} and {column:NAME}"),
         (["images", "--prompt-template", "{tags}"], "count as captions that exist; write others by --extension"),
         (["good.png", "--dry-run"], "--dry-run is for files"),
         (["good.png", "--no-recursive"], "--recursive is for files"),
