@@ -4,6 +4,9 @@ import io
 import os
 import re
 import shutil
+import threading
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from random import Random
 
 import pytest
@@ -342,6 +345,48 @@ def test_the_camera_is_asked_about_its_newest_frame_until_it_is_stopped(served, 
     assert len(urls) > 1 and all(url.startswith("data:image/jpeg;base64,") for url in urls)
     page.get_by_role("button", name="Start over").click()
     assert page.evaluate("chat.camera === null") and page.locator("video").is_hidden()
+
+
+WEBCAM_PAGE = """<!doctype html><video autoplay playsinline></video><canvas hidden></canvas><p id="answer"></p><script>
+const [video, canvas, answer] = ["video", "canvas", "#answer"].map((name) => document.querySelector(name));
+async function describe(url) {
+  canvas.width = video.videoWidth; canvas.height = video.videoHeight;
+  canvas.getContext("2d").drawImage(video, 0, 0);
+  const content = [{ type: "text", text: "What do you see?" },
+    { type: "image_url", image_url: { url: canvas.toDataURL("image/jpeg", 0.8) } }];
+  const body = JSON.stringify({ max_tokens: 100, messages: [{ role: "user", content }] });
+  const headers = { "Content-Type": "application/json" };
+  const response = await fetch(`${url}/v1/chat/completions`, { method: "POST", headers, body });
+  const text = response.ok ? (await response.json()).choices[0].message.content : `Server error: ${response.status}`;
+  answer.textContent = text; answer.dataset.n = Number(answer.dataset.n ?? 0) + 1;
+}
+navigator.mediaDevices.getUserMedia({ video: true, audio: false }).then((stream) => { video.srcObject = stream; });
+</script>"""
+
+
+def test_a_webcam_page_of_another_origin_that_asks_as_smolvlms_does(embedded, browser, tmp_path):
+    """It sends what the demonstration of llama.cpp with SmolVLM sends, every half second and without a model."""
+    (tmp_path / "index.html").write_text(WEBCAM_PAGE)
+    handler = partial(QuietHandler, directory=tmp_path)
+    with HTTPServer(("127.0.0.1", 0), handler) as pages, browser.new_context() as context:
+        threading.Thread(target=pages.serve_forever, daemon=True).start()
+        origin = f"http://localhost:{pages.server_port}"
+        page = context.new_page()
+        page.goto(origin)
+        page.wait_for_function("document.querySelector('video').videoWidth > 0")
+        with RunningServer(embedded, allowed_origins=(origin,)) as server:
+            page.evaluate(f"setInterval(() => describe('{server.url}'), 500)")
+            page.wait_for_function("Number(document.querySelector('#answer').dataset.n) >= 3")
+            text = page.locator("#answer").text_content()
+            page.goto("about:blank")
+            until(lambda: server.idle)
+        assert text and "Server error" not in text
+        pages.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
 
 
 def test_settings_are_remembered_and_a_wait_shows_its_time(embedded, open_page, slow):
