@@ -9,6 +9,7 @@ typedef struct {
 
 // What all heads of one sequence share
 typedef struct {
+    const float *key_scale;  // of keys in int16, one head's
     const activations *q;  // queries from feature 0 on
     activations *y;
     long first_token;      // of the sequence in q and y
@@ -77,6 +78,11 @@ static void transpose_values(const attention_args *a, long kv, long type, char *
     for (long d = 0; d < D; d++) memset(out + (d * stride + a->n_keys) * size, 0, (stride - a->n_keys) * size);
 }
 
+// Softmax's weights in int16 have a sum of at most INT16_WEIGHTS, and values are at most INT16_VALUE, so that a sum of
+// products has 31 bits. A rounded weight is wrong by at most 1 / INT16_WEIGHTS of all, or by 1 / 65,534 of the largest.
+#define INT16_WEIGHTS 1e6f
+#define INT16_VALUE 2047
+
 // scores (n_keys, PANEL) of n queries from t on become units of `weights`, e^(score - largest); their sums are `total`
 static void softmax_panel(const attention_args *a, long t, long n, long n_keys, float *scores, operand *weights,
                           float *total) {
@@ -97,8 +103,17 @@ static void softmax_panel(const attention_args *a, long t, long n, long n_keys, 
         for (; s < n_keys; s++) {
             vec weight = exp_vec(load(scores + s * PANEL + i) - largest);
             sum += weight;
-            if (weights->type == FLOAT32) store(scores + s * PANEL + i, weight);
+            if (weights->type != BFLOAT16) store(scores + s * PANEL + i, weight);
             else store_int(weights->data + (s / 2 * PANEL + i) * 4, pack_bf16(weight, (vec){0}));
+        }
+        if (weights->type == INT16) {
+            const vec scale = min_vec(splat(32767), INT16_WEIGHTS / sum);
+            for (s = 0; s < n_keys; s += 2) {
+                ivec low = round_to_int(load(scores + s * PANEL + i) * scale), high = {0};
+                if (s + 1 < n_keys) high = round_to_int(load(scores + (s + 1) * PANEL + i) * scale);
+                store_int(weights->data + (s / 2 * PANEL + i) * 4, low | high << 16);
+            }
+            sum *= scale;
         }
         for (long u = (n_keys + 1) / 2; weights->type == BFLOAT16 && u < weights->units; u++)
             store_int(weights->data + (u * PANEL + i) * 4, (ivec){0});
@@ -106,20 +121,33 @@ static void softmax_panel(const attention_args *a, long t, long n, long n_keys, 
     }
 }
 
+// Integer sums (rows, PANEL) to float32, times a scale of each row and, if given, of each token
+INLINE void scale_rows(float *sums, long rows, const float *row_scale, const float *token_scale) {
+    for (long r = 0; r < rows; r++)
+        for (long i = 0; i < PANEL; i += LANES) {
+            vec value = __builtin_convertvector(load_int(sums + r * PANEL + i), vec) * row_scale[r];
+            store(sums + r * PANEL + i, token_scale ? value * load(token_scale + i) : value);
+        }
+}
+
 // One head's attention: panels of queries meet all of their keys at once, whose scores stay in the core's cache.
 static void attend(const attention_args *a, long h) {
     const long D = a->head_dim, kv = h / (a->n_heads / a->n_kv_heads), n_keys = a->n_keys;
-    const long type = operand_type(a->key.dtype);
+    const long type = a->key.dtype == INT16 ? INT16 : operand_type(a->key.dtype);
     const long padded_keys = round_up(n_keys, 64) + 32;  // rows a power of two apart would share places in the cache
     char *values = allocate(D * padded_keys * 4);
     char *buffer = allocate(BLOCK_ROWS * (round_up(max_long(D, n_keys), 64) * 4 + 64));
     float *scores = allocate((padded_keys + BLOCK_ROWS) * PANEL * 4), *queries = allocate(D * PANEL * 4);
     operand q = new_operand(PANEL, D, type), weights = new_operand(PANEL, n_keys, type);
     if (type == FLOAT32) release(weights.data), weights.data = (char *)scores;
-    float total[PANEL] ALIGNED, sums[BLOCK_ROWS * PANEL] ALIGNED;
-    transpose_values(a, kv, type, values, padded_keys);
+    float total[PANEL] ALIGNED, sums[BLOCK_ROWS * PANEL] ALIGNED, value_scale[D];
+    transpose_values(a, kv, type == INT16 ? FLOAT32 : type, values, padded_keys);
+    for (long d = 0; d < D && type == INT16; d++) {
+        float *row = (float *)values + d * padded_keys;
+        value_scale[d] = quantize_row(row, padded_keys, INT16_VALUE, (uint16_t *)row);
+    }
     matrix key = {.data = row_of(&a->key, kv, 0, D), .depth = D, .stride = D, .dtype = a->key.dtype};
-    matrix value = {.data = values, .n_rows = D, .stride = padded_keys, .dtype = type};
+    matrix value = {.data = values, .n_rows = D, .stride = padded_keys * (type == INT16 ? 2 : 1), .dtype = type};
     const float scale = 1 / sqrtf(D);
     amx_state state = begin_multiply();
     for (long t = 0; t < a->n_new; t += PANEL) {
@@ -133,6 +161,7 @@ static void attend(const attention_args *a, long h) {
             const char *left = left_rows(&key, s, type, q.units, buffer, &stride);
             const long rows = min_long(BLOCK_ROWS, key.n_rows - s);
             multiply(type, rows, left, stride, q.data, q.units, scores + s * PANEL, vectors);
+            if (type == INT16) scale_rows(scores + s * PANEL, rows, a->key_scale + s, q.scale);
         }
         weights.units = units_of(key.n_rows, type);
         value.depth = weights.units * values_per_unit(type);  // its rows are longer than the keys that are seen
@@ -141,6 +170,7 @@ static void attend(const attention_args *a, long h) {
             long stride, rows = min_long(BLOCK_ROWS, D - d);
             const char *left = left_rows(&value, d, type, weights.units, buffer, &stride);
             multiply(type, rows, left, stride, weights.data, weights.units, sums, vectors);
+            if (type == INT16) scale_rows(sums, rows, value_scale + d, NULL);
             for (long r = 0; r < rows; r++)
                 for (long i = 0; i < PANEL; i += LANES)
                     store(sums + r * PANEL + i, load(sums + r * PANEL + i) / load(total + i));

@@ -33,6 +33,7 @@
 #define BLOCK_ROWS (LEVEL == AMX ? 32 : LEVEL >= VNNI ? 12 : LEVEL > NAIVE ? 6 : 4)  // weight rows of one multiply
 #define UNIT_MULTIPLE (LEVEL == AMX ? 16 : 1)  // a depth in units is padded to it
 #define HAS_BF16_DOT (LEVEL == NAIVE || LEVEL >= BF16_DOT)
+#define HAS_INT16_DOT (LEVEL >= AVX2_VNNI && LEVEL < AMX)
 #define INT8_PER_UNIT (LEVEL == AVX2 ? 2 : 4)  // AVX2 multiplies int8 as int16
 #define INT8_OFFSET (LEVEL == AVX2 ? 0 : 128)  // of stored int8 weights when they are multiplied
 #define QUANT_GROUP 64  // values of one token that share a scale when a single token is multiplied by int8 or int4
@@ -48,7 +49,7 @@ typedef struct { vec v; } __attribute__((packed, aligned(1), may_alias)) unalign
 typedef struct { ivec v; } __attribute__((packed, aligned(1), may_alias)) unaligned_ivec;
 typedef struct { hvec v; } __attribute__((packed, aligned(1), may_alias)) unaligned_hvec;
 
-enum { FLOAT32, BFLOAT16, INT8, INT4 };  // how a weight, an operand or a cache is stored
+enum { FLOAT32, BFLOAT16, INT8, INT4, INT16 };  // how a weight, an operand or a cache is stored
 
 // A matrix (n_rows, depth), row-major: a layer's weight, or the keys of an attention head.
 typedef struct matrix {
@@ -62,12 +63,14 @@ typedef struct matrix {
     const struct matrix *lora_a, *lora_b;  // an adapter: (rank, depth) and (n_rows, rank), or NULL
 } matrix;
 
+INLINE long values_per_unit(long type) { return type == FLOAT32 ? 1 : type == INT8 ? INT8_PER_UNIT : 2; }
+
 // Activations as the right factor of a matmul: for each panel, (units, PANEL) of 4 bytes. A unit is one float32, two
-// bfloat16 or four int8 (AVX2: two int16) values of one token, successive in depth.
+// bfloat16 or int16 or four int8 (AVX2: two int16) values of one token, successive in depth.
 typedef struct {
     char *data;
-    float *scale;   // INT8: of each token (padded to panels); of a single token, of each INT4_GROUP values
-    int32_t *sum;   // INT8: of each token's quantized values
+    float *scale;   // INT8, INT16: of each token (padded to panels); of a single token, of each INT4_GROUP values
+    int32_t *sum;   // INT8, INT16: of each token's quantized values
     float *group_sum;  // a single token for INT4: scaled sums of each group of INT4_GROUP
     float offset;   // a single token for INT8: what INT8_OFFSET adds to every row
     long n_tokens, depth, units, type, panel_bytes;

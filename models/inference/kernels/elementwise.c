@@ -105,6 +105,19 @@ static void write_tokens(activations *x, long first, long depth, long m, long n,
     }
 }
 
+// The largest int16 values whose products, `depth` of them, have a sum of 32 bits
+INLINE float int16_limit(long depth) { return floorf(sqrtf(2.147e9f / max_long(depth, 2))); }
+
+// A row x of n values, a multiple of LANES, as int16 up to `limit`; returns their scale. to may be x.
+static float quantize_row(const float *x, long n, float limit, uint16_t *to) {
+    vec largest = splat(1e-30f);
+    for (long i = 0; i < n; i += LANES) largest = max_vec(largest, abs_vec(load(x + i)));
+    const float scale = max_lanes(largest) / limit;
+    for (long i = 0; i < n; i += LANES)
+        ((unaligned_hvec *)(to + i))->v = __builtin_convertvector(round_to_int(load(x + i) / scale), hvec);
+    return scale;
+}
+
 // Units of an operand from a panel x (depth, PANEL) of float32
 static void pack_panel(const float *x, operand *out, long panel) {
     const long depth = out->depth;
@@ -127,19 +140,20 @@ static void pack_panel(const float *x, operand *out, long panel) {
         }
         vec largest = splat(1e-30f);
         for (long c = 0; c < depth; c++) largest = max_vec(largest, abs_vec(load(lane + c * PANEL)));
-        vec inverse = 127.0f / largest;
+        const float limit = out->type == INT8 ? 127 : int16_limit(depth);
+        vec inverse = limit / largest;
         ivec sum = {0};
-        const int bits = 32 / INT8_PER_UNIT, mask = bits == 8 ? 0xff : 0xffff;
+        const int n = values_per_unit(out->type), bits = 32 / n, mask = bits == 8 ? 0xff : 0xffff;
         for (long u = 0; u < out->units; u++) {
             ivec unit = {0};
-            for (long j = 0; j < INT8_PER_UNIT && u * INT8_PER_UNIT + j < depth; j++) {
-                ivec q = round_to_int(load(lane + (u * INT8_PER_UNIT + j) * PANEL) * inverse);
+            for (long j = 0; j < n && u * n + j < depth; j++) {
+                ivec q = round_to_int(load(lane + (u * n + j) * PANEL) * inverse);
                 sum += q;
                 unit |= (q & mask) << (int)(j * bits);
             }
             store_int(to + u * PANEL * 4, unit);
         }
-        store(out->scale + panel * PANEL + i, largest / 127.0f);
+        store(out->scale + panel * PANEL + i, largest / limit);
         store_int(out->sum + panel * PANEL + i, sum);
     }
 }

@@ -6,8 +6,6 @@ INLINE long operand_type(long dtype) {
     return dtype == FLOAT32 || !HAS_BF16_DOT ? FLOAT32 : BFLOAT16;
 }
 
-INLINE long values_per_unit(long type) { return type == FLOAT32 ? 1 : type == BFLOAT16 ? 2 : INT8_PER_UNIT; }
-
 INLINE long units_of(long depth, long type) {
     if (type == FLOAT32) return depth;
     return round_up((depth + values_per_unit(type) - 1) / values_per_unit(type), UNIT_MULTIPLE);
@@ -24,7 +22,7 @@ static operand new_operand(long n_tokens, long depth, long type) {
     const long n = n_panels(n_tokens) * PANEL;
     x.units = units_of(depth, type), x.panel_bytes = x.units * PANEL * 4;
     x.data = allocate(n * x.units * 4);
-    if (type == INT8) x.scale = allocate(n * 4), x.sum = allocate(n * 4);
+    if (type == INT8 || type == INT16) x.scale = allocate(n * 4), x.sum = allocate(n * 4);
     return x;
 }
 
@@ -63,6 +61,11 @@ static void multiply(long type, long rows, const char *left, long stride, const 
 // Sums of one unit: left is the same for all tokens
 INLINE ivec dot(long type, ivec sum, ivec left, ivec right) {
     if (type == FLOAT32) return (ivec)((vec)sum + (vec)left * (vec)right);
+#if LEVEL == AVX2_VNNI
+    if (type == INT16) return (ivec)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)left, (__m256i)right);
+#elif HAS_INT16_DOT
+    if (type == INT16) return (ivec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
+#endif
 #if LEVEL == AVX2
     return sum + (ivec)_mm256_madd_epi16((__m256i)left, (__m256i)right);
 #elif LEVEL == AVX2_VNNI
@@ -118,12 +121,15 @@ static void multiply(long type, long rows, const char *left, long stride, const 
                      long vectors) {
     if (type == FLOAT32) multiply_type(FLOAT32, rows, left, stride, panel, units, sums, vectors);
     else if (type == INT8) multiply_type(INT8, rows, left, stride, panel, units, sums, vectors);
-    else if (HAS_BF16_DOT) multiply_type(BFLOAT16, rows, left, stride, panel, units, sums, vectors);
+    else if (type == BFLOAT16 && HAS_BF16_DOT) multiply_type(BFLOAT16, rows, left, stride, panel, units, sums, vectors);
+    else if (HAS_INT16_DOT) multiply_type(INT16, rows, left, stride, panel, units, sums, vectors);
 }
 #endif
 #endif
 
-INLINE long value_bytes(const matrix *w) { return w->dtype == FLOAT32 ? 4 : w->dtype == BFLOAT16 ? 2 : 1; }
+INLINE long value_bytes(const matrix *w) {
+    return w->dtype == FLOAT32 ? 4 : w->dtype == BFLOAT16 || w->dtype == INT16 ? 2 : 1;
+}
 
 // One row of int4 values as float32 or bfloat16, 64 values at a time
 static void convert_int4(const uint8_t *from, const uint32_t *groups, long depth, long type, char *to) {
