@@ -119,6 +119,7 @@ INLINE void dot_rows_int4(const matrix *w, long row, const long rows, const oper
             __builtin_prefetch((const char *)(groups + r * n_groups + g) + PREFETCH_BYTES / 4);
             const vec scale = (vec)(pairs << 16) * token_scale;
             least[r] += (vec)(pairs & (int32_t)0xffff0000) * token_sum;
+            vec part[2] = {0};  // in registers, where sum may not be
             for (long j = 0; j < n; j += 2, bytes += INT4_GROUP) {  // 64 values: two groups
                 prefetch(bytes);
                 const __m256i both = _mm256_loadu_si256((const __m256i *)bytes), low = _mm256_set1_epi8(15);
@@ -136,16 +137,17 @@ INLINE void dot_rows_int4(const matrix *w, long row, const long rows, const oper
                     const ivec exact = (ivec)_mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), q, values);
 #endif
                     const __m256 scales = _mm256_permutevar8x32_ps((__m256)scale, _mm256_set1_epi32((int)j + half));
-                    sum[r] += __builtin_convertvector(exact, vec) * (vec)scales;
+                    part[half] += __builtin_convertvector(exact, vec) * (vec)scales;
                 }
 #else  // the first group in the lower half of the lanes, the second in the upper
                 const __m512i lanes = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
                 const __m512i q = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
                 const __m512i exact = _mm512_dpbusd_epi32(_mm512_setzero_si512(), q, _mm512_loadu_si512(token));
                 const __m512i index = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)j));
-                sum[r] += (vec)_mm512_cvtepi32_ps(exact) * (vec)_mm512_permutexvar_ps(index, (__m512)scale);
+                part[0] += (vec)_mm512_cvtepi32_ps(exact) * (vec)_mm512_permutexvar_ps(index, (__m512)scale);
 #endif
             }
+            sum[r] += part[0] + part[1];
         }
     }
     for (long r = 0; r < rows; r++) y[r] = sum_lanes(sum[r] + least[r]);
