@@ -1,9 +1,9 @@
 """LoRA layers: trainable low-rank matrices beside frozen weights."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -98,17 +98,32 @@ def adapt(
             model.get_submodule(name).requires_grad_(True)
 
 
-def merge(model: VisionLanguageModel) -> VisionLanguageModel:
-    """Return a model without adapters that computes the same; tensors without an adapter are shared, not copied.
+def merged_state(model: VisionLanguageModel, consume: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The state dict of a model without adapters that computes the same, a tensor at a time.
 
-    A frozen layer of another kind than nn.Linear gives its plain weight by `merged()`, as adapters do. The model is
-    where those weights are.
+    A merged weight is computed when it is asked for. A frozen layer of another kind than nn.Linear gives its plain
+    weight by `merged()`, as adapters do. With `consume` the model loses each such layer's weight on the way, so that a
+    second model takes no more memory; it cannot be used afterwards.
     """
-    mergeable: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "merged")}
-    weights = {f"{name}.weight": module.merged() for name, module in mergeable.items()}
-    state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
-    device = next(iter(weights.values())).device if weights else model.device
-    state = {name: weights[name] if name in weights else tensor.to(device) for name, tensor in state.items()}
+    state = model.state_dict()
+    for name in [*state]:
+        tensor, layer = state.pop(name), cast(Any, model.get_submodule(name.rpartition(".")[0]))
+        if name.endswith(".weight") and hasattr(layer, "merged"):
+            yield name, layer.merged()
+            if consume:
+                layer.weight = None
+        elif ".lora_" not in name:
+            yield name, tensor
+
+
+def merge(model: VisionLanguageModel, state: dict[str, Tensor] | None = None) -> VisionLanguageModel:
+    """Return a model of `merged_state`, or of this state; tensors without an adapter are shared, not copied.
+
+    It is on the model's device, or on the CPU if that is where quantized layers read their weights.
+    """
+    state = state or dict(merged_state(model))
+    if len({tensor.device for tensor in state.values()}) > 1:
+        state = {name: tensor.cpu() for name, tensor in state.items()}
     with torch.device("meta"):
         merged = VisionLanguageModel(model.cfg, model.image_token_id)
     merged.load_state_dict(state, assign=True)

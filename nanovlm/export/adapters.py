@@ -11,7 +11,7 @@ from models.lora import (
     ADAPTER_CONFIG,
     adapter_tensors,
     fully_trained,
-    merge,
+    merged_state,
     read_adapters,
     recorded_base,
     write_adapter_files,
@@ -51,7 +51,7 @@ def _check_base(base: str, trained: Path, adapted: VisionLanguageModel) -> None:
     """Raise CheckpointError unless base and adapters merge to the model in trained, up to its dtype's rounding."""
     stored = load_model(trained, adapted.cfg, adapted.image_token_id).state_dict()
     tolerance = max(torch.finfo(checkpoint_dtype(trained)).eps, 1e-3)
-    for name, tensor in merge(adapted).state_dict().items():
+    for name, tensor in merged_state(adapted):
         if not torch.allclose(tensor, stored[name], rtol=tolerance, atol=1e-5):
             raise CheckpointError(
                 f"the adapters in {trained} were not trained on {base}, whose {name} differs; "

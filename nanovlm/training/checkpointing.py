@@ -10,10 +10,11 @@ process writes its part of weights and optimizer state; `merge_checkpoint` makes
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from models.checkpoint import (
     write_checkpoint_files,
     write_settings,
 )
-from models.lora import adapters, merge, read_adapters, write_adapters
+from models.lora import adapters, merge, merged_state, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.errors import CheckpointError, InputError, TrainingError
 from nanovlm.training.config import TrainConfig
@@ -123,9 +124,23 @@ def write_model(
 
     home is the folder where the trained model will be found. Adapters name the base model.
     """
-    write_checkpoint_files(folder, merge(model), tokenizer, dtype, home)
+    with TemporaryDirectory(dir=folder) as scratch:
+        write_checkpoint_files(folder, _merged_on_disk(model, Path(scratch), dtype), tokenizer, dtype, home)
     if adapters(model):
         write_adapters(folder, model, base.name if base else None, base.revision if base else None)
+
+
+def _merged_on_disk(model: VisionLanguageModel, folder: Path, dtype: torch.dtype | None) -> VisionLanguageModel:
+    """The model with its adapters merged, whose weights are files that are read when they are used.
+
+    Beside the model that is trained, memory might not hold a second one. All are written before one is opened: small
+    objects between large tensors would keep the memory of these from being used again.
+    """
+    if not adapters(model):
+        return model
+    for number, (name, weight) in enumerate(merged_state(model)):
+        save_file({name: weight.to("cpu", dtype).contiguous()}, folder / str(number))
+    return merge(model, {name: weight for path in folder.iterdir() for name, weight in load_file(path).items()})
 
 
 def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -270,7 +285,7 @@ def restore_model(checkpoint: Checkpoint, model: VisionLanguageModel) -> None:
         _restore_shards(checkpoint, model)
     elif adapters(model):
         read_adapters(checkpoint.path, model)
-        _check_base(checkpoint, merge(model).state_dict(), checkpoint.weights)
+        _check_base(checkpoint, merged_state(model), checkpoint.weights)
     else:
         model.load_state_dict(checkpoint.weights)
 
@@ -283,12 +298,12 @@ def _restore_shards(checkpoint: Checkpoint, model: VisionLanguageModel) -> None:
         name: p.detach().clone() for name, p in model.named_parameters() if adapters(model) and not p.requires_grad
     }
     read_shards(checkpoint.path / SHARDS, _weight_shards(model))
-    _check_base(checkpoint, frozen, model.state_dict())
+    _check_base(checkpoint, frozen.items(), model.state_dict())
 
 
-def _check_base(checkpoint: Checkpoint, ours: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+def _check_base(checkpoint: Checkpoint, ours: Iterable[tuple[str, Tensor]], stored: Mapping[str, Tensor]) -> None:
     """CheckpointError unless our weights are those that the checkpoint's adapters were trained on."""
-    for name, tensor in ours.items():
+    for name, tensor in ours:
         if not torch.allclose(local(tensor), local(stored[name]).to(tensor.device), rtol=1e-3, atol=1e-5):
             raise CheckpointError(
                 f"{checkpoint.path} holds adapters of a model with another {name}; "

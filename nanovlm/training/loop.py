@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from models.checkpoint import atomic_dir
-from models.lora import adapters, merge
+from models.lora import adapters, merge, merged_state
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.device import BusyMonitor, choose_training_dtype
 from nanovlm.errors import InputError, TrainingError
@@ -145,9 +145,9 @@ class Trainer:
         """Train until cfg.max_steps or out of patience, write the model to task.folder and return it.
 
         With cfg.keep_best and held-out examples it has the weights of the best evaluation, else those of the last step.
-        The model returned is the same object; with cfg.lora_rank another, with the adapters merged into its weights;
-        with cfg.fsdp an unsharded copy, on the main process only. After SIGINT or SIGTERM a checkpoint is saved and
-        TrainingInterrupted is raised. TrainingError if the run diverges or files cannot be written.
+        The model returned is the same object; with cfg.lora_rank another, merged from the first, which is then of no
+        use; with cfg.fsdp an unsharded copy, on the main process only. After SIGINT or SIGTERM a checkpoint is saved
+        and TrainingInterrupted is raised. TrainingError if the run diverges or files cannot be written.
         """
         cfg, model, context = self.cfg, self.model, self.context
         with (
@@ -178,7 +178,9 @@ class Trainer:
                 self._restore_best(model)
         if context.is_main:
             self.write_results(model)
-        return merge(model) if adapters(model) and (context.is_main or not cfg.fsdp) else model
+        if adapters(model) and (context.is_main or not cfg.fsdp):
+            model = merge(model, dict(merged_state(model, consume=True)))
+        return model
 
     def _evaluate_at(self, step: int, metrics: MetricsLogger) -> bool:
         """Evaluate the model after `step` steps; whether it is the best so far, and so to be kept."""

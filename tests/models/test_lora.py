@@ -17,6 +17,7 @@ from models.lora import (
     adapters,
     fully_trained,
     merge,
+    merged_state,
     read_adapters,
     write_adapters,
 )
@@ -62,6 +63,15 @@ def test_a_merged_model_is_plain_and_computes_the_same(adapted, tiny_model, make
     save_checkpoint(tmp_path, plain, "{}")
     read = load_model(tmp_path, load_config(tmp_path), 3)
     assert torch.equal(read(**batch)[0], plain(**batch)[0])
+
+
+@torch.no_grad()
+def test_a_model_that_is_consumed_loses_each_weight_as_it_is_merged(adapted):
+    model, wanted = adapted(), merge(adapted()).state_dict()
+    layers = adapters(model).values()
+    for name, weight in merged_state(model, consume=True):
+        assert torch.equal(weight, wanted.pop(name))
+    assert not wanted and layers and all(layer.weight is None for layer in layers)
 
 
 @pytest.mark.full
