@@ -20,14 +20,14 @@ learning rate, and otherwise their own defaults. Shapes other than the embedded 
     python -m eval.finetune --study ARCHIVES
 
 compares the defaults of train.py with other settings and simple classifiers on six data sets that this project does not
-draw (hours); `eval.lib.study_sets` says what the folder of archives holds.
+draw (hours); `eval.lib.study_sets` says what the folder of archives holds. With --baseline both loops run on each.
 """
 
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ import torch
 
 from eval.captions import BATCH_SIZE
 from eval.lib.command import add_threads_flag, make_parser, one_of, positive, progress, report
-from eval.lib.finetune_study import WAYS, study
+from eval.lib.finetune_study import WAYS, race_study, study
 from eval.lib.hardware import environment
 from eval.lib.postcards import draw, random_postcard, write_folder
 from eval.lib.scene_splits import png
@@ -141,8 +141,12 @@ def measure_limits(args: Namespace) -> int:
 
 
 def measure_study(args: Namespace) -> int:
-    """The default and other settings on every data set of the study."""
-    results = study(args.study, args.ways, args.flags.split())
+    """The default and other settings, or two training loops, on every data set of the study."""
+    if args.baseline:
+        settings = {"dtype": args.dtype, "batch_size": args.batch_size}
+        results = race_study(args.study, training_loops(args), 60 * args.minutes, settings)
+    else:
+        results = study(args.study, args.ways, args.flags.split())
     names = list(dict.fromkeys(name for found in results.values() for name in found))
     rows = [["", *names]]
     for data, found in results.items():
@@ -150,14 +154,15 @@ def measure_study(args: Namespace) -> int:
     return report(results, table(rows), environment("cpu"), args.json)
 
 
+def training_loops(args: Namespace) -> dict[str, MakeRun]:
+    """This project's and that of --baseline."""
+    other = TrlRun if args.baseline == "trl" else partial(NanoVLMRun, checkout=check_nanovlm(args.nanovlm))
+    return {"this project": OurRun, args.baseline: other}
+
+
 def measure_speed(args: Namespace) -> int:
     """The stages of a training step, or two training loops in turns."""
-    peers: dict[str, Callable[[], MakeRun]] = {
-        "nanovlm": lambda: partial(NanoVLMRun, checkout=check_nanovlm(args.nanovlm)),
-        "trl": lambda: TrlRun,
-    }
-    makers: dict[str, MakeRun] = {"this project": OurRun}
-    makers |= {} if args.profile else {args.baseline: peers[args.baseline]()}
+    makers = {} if args.profile else training_loops(args)
     with tempfile.TemporaryDirectory() as temporary:
         folder, settings = Path(temporary), {"dtype": args.dtype, "batch_size": args.batch_size}
         setup = TrainingSetup.make(folder, args.model_size, args.images, args.seed, **settings)

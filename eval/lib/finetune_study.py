@@ -4,16 +4,19 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from eval.lib.command import progress
 from eval.lib.study_sets import STUDY_SETS, read_study_set, write_study_set
+from eval.lib.training_race import MakeRun, TrainingSetup, race
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import run_verb
 from nanovlm.errors import TrainingError
 from nanovlm.processing.image_loading import load_image
+from nanovlm.training.config import FINETUNING
 
 BATCH_SIZE = 64
 PIXELS = 32  # side of the images that the classifiers of pixels see
@@ -42,6 +45,22 @@ def study(archives: Path, ways: Sequence[str], flags: Sequence[str]) -> dict[str
                 seconds = time.perf_counter() - started
                 found[way] = score(out, train, test) | {"seconds": round(seconds, 1)}
             found |= {"SVM on pixels": classify_pixels(train, test), "neighbors": classify_embeddings(train, test)}
+    return results
+
+
+def race_study(archives: Path, loops: dict[str, MakeRun], seconds: float, settings: dict[str, Any]) -> dict[str, dict]:
+    """The same shares for each data set and training loop, of the embedded model after `seconds` of training."""
+    results: dict[str, dict] = {}
+    for name in STUDY_SETS:
+        with tempfile.TemporaryDirectory() as folder:
+            train, test = write_study_set(name, archives, Path(folder) / "data")
+            setup = TrainingSetup(EMBEDDED, train, random_affine=FINETUNING.random_affine, **settings)
+            progress(f"{name}: {', '.join(loops)}")
+            found, runs = race(setup, loops, Path(folder), None, seconds)
+            results[name] = {
+                result.name: score(run.save(), train, test) | {"steps": len(result.seconds)}
+                for result, run in zip(found, runs)
+            }
     return results
 
 

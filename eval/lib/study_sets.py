@@ -31,7 +31,7 @@ Example = tuple[Image.Image, str]
 
 
 def digits(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:
-    """600 and 400 handwritten digits of 8 x 8 pixels."""
+    """600 handwritten digits of 8 x 8 pixels, and the 1,197 others."""
     from sklearn.datasets import load_digits
 
     words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -41,7 +41,7 @@ def digits(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:
         for pixels, label in zip(data.images, data.target)
     ]
     rng.shuffle(examples)
-    return _captioned(examples[:600], "the digit {}"), _captioned(examples[600:1000], "the digit {}")
+    return _captioned(examples[:600], "the digit {}"), _captioned(examples[600:], "the digit {}")
 
 
 def patches(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:

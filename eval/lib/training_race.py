@@ -50,6 +50,7 @@ class TrainingSetup:
     data: Path
     dtype: str = "auto"
     batch_size: int = FINETUNING.batch_size
+    random_affine: float = 0.0
 
     @classmethod
     def make(cls, folder: Path, shape: str, images: int, seed: str, **settings: Any) -> "TrainingSetup":
@@ -61,13 +62,13 @@ class TrainingSetup:
         return cls(model, data, **settings)
 
     def trainer(self, folder: Path, max_steps: int) -> Trainer:
-        """A run of max_steps steps on the CPU with the defaults of `train.py --data`, but no augmentation."""
+        """A run of max_steps steps on the CPU with the defaults of `train.py --data`."""
         cfg = replace(
             FINETUNING,
             max_steps=max_steps,
             batch_size=self.batch_size,
             dtype=self.dtype,
-            random_affine=0.0,
+            random_affine=self.random_affine,
             num_workers=0,
         )
         options = FinetuneOptions(

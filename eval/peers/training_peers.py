@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -99,7 +100,7 @@ class NanoVLMRun:
 
     def __init__(self, setup: TrainingSetup, folder: Path, max_steps: int, *, checkout: Path):
         self.setup, self.folder, self.max_steps = setup, folder, max_steps
-        ours = setup.trainer(folder.with_name("settings"), max_steps)
+        ours = replace(setup, random_affine=0.0).trainer(folder.with_name("settings"), max_steps)
         self.lr, self.batches = ours.cfg.lr, setup.batches(ours)
         self._write_model()
         with imported_from(checkout):

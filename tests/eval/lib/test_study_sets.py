@@ -11,7 +11,9 @@ from nanovlm.errors import DataError
 pytestmark = pytest.mark.full
 
 
-@pytest.mark.parametrize(("name", "n_train", "n_test", "n_captions"), [("digits", 600, 400, 10), ("faces", 130, 70, 2)])
+@pytest.mark.parametrize(
+    ("name", "n_train", "n_test", "n_captions"), [("digits", 600, 1197, 10), ("faces", 130, 70, 2)]
+)
 def test_sets_that_come_with_packages_are_written(tmp_path, name, n_train, n_test, n_captions):
     pytest.importorskip("sklearn")
     pytest.importorskip("skimage")
