@@ -12,7 +12,17 @@ from models.lora.adapter_files import (
     write_adapter_files,
     write_adapters,
 )
-from models.lora.layers import EMBEDDINGS, PARTS, LoRALinear, adapt, adapters, fully_trained, merge, merged_state
+from models.lora.layers import (
+    EMBEDDINGS,
+    PARTS,
+    LoRALinear,
+    adapt,
+    adapters,
+    fully_trained,
+    merge,
+    merge_on_disk,
+    merged_state,
+)
 
 __all__ = [
     "ADAPTER",
@@ -27,6 +37,7 @@ __all__ = [
     "adapters",
     "fully_trained",
     "merge",
+    "merge_on_disk",
     "merged_state",
     "read_adapter_files",
     "read_adapters",

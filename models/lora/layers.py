@@ -3,10 +3,12 @@
 import math
 from collections.abc import Collection, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from models.errors import InputError
@@ -116,16 +118,31 @@ def merged_state(model: VisionLanguageModel, consume: bool = False) -> Iterator[
             yield name, tensor
 
 
-def merge(model: VisionLanguageModel, state: dict[str, Tensor] | None = None) -> VisionLanguageModel:
-    """Return a model of `merged_state`, or of this state; tensors without an adapter are shared, not copied.
+def merge(model: VisionLanguageModel, consume: bool = False) -> VisionLanguageModel:
+    """Return a model of `merged_state`; tensors without an adapter are shared, not copied.
 
     It is on the model's device, or on the CPU if that is where quantized layers read their weights.
     """
-    state = state or dict(merged_state(model))
+    state = dict(merged_state(model, consume))
     if len({tensor.device for tensor in state.values()}) > 1:
         state = {name: tensor.cpu() for name, tensor in state.items()}
+    return _with_state(model, state)
+
+
+def merge_on_disk(model: VisionLanguageModel, folder: Path, dtype: torch.dtype | None = None) -> VisionLanguageModel:
+    """The same on the CPU, in dtype if given, whose weights are files of an empty folder, read when they are used.
+
+    Beside a model that is trained, memory might not hold a second one. All are written before one is opened: small
+    objects between large tensors would keep the memory of these from being used again.
+    """
+    for number, (name, weight) in enumerate(merged_state(model)):
+        save_file({name: weight.to("cpu", dtype).contiguous()}, folder / str(number))
+    return _with_state(model, {name: weight for path in folder.iterdir() for name, weight in load_file(path).items()})
+
+
+def _with_state(model: VisionLanguageModel, state: dict[str, Tensor]) -> VisionLanguageModel:
     with torch.device("meta"):
-        merged = VisionLanguageModel(model.cfg, model.image_token_id)
-    merged.load_state_dict(state, assign=True)
-    merged.decoder.tie_weights()
-    return merged.train(model.training)
+        plain = VisionLanguageModel(model.cfg, model.image_token_id)
+    plain.load_state_dict(state, assign=True)
+    plain.decoder.tie_weights()
+    return plain.train(model.training)

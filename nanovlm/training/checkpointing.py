@@ -32,7 +32,7 @@ from models.checkpoint import (
     write_checkpoint_files,
     write_settings,
 )
-from models.lora import adapters, merge, merged_state, read_adapters, write_adapters
+from models.lora import adapters, merge_on_disk, merged_state, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.errors import CheckpointError, InputError, TrainingError
 from nanovlm.training.config import TrainConfig
@@ -125,22 +125,10 @@ def write_model(
     home is the folder where the trained model will be found. Adapters name the base model.
     """
     with TemporaryDirectory(dir=folder) as scratch:
-        write_checkpoint_files(folder, _merged_on_disk(model, Path(scratch), dtype), tokenizer, dtype, home)
+        plain = merge_on_disk(model, Path(scratch), dtype) if adapters(model) else model
+        write_checkpoint_files(folder, plain, tokenizer, dtype, home)
     if adapters(model):
         write_adapters(folder, model, base.name if base else None, base.revision if base else None)
-
-
-def _merged_on_disk(model: VisionLanguageModel, folder: Path, dtype: torch.dtype | None) -> VisionLanguageModel:
-    """The model with its adapters merged, whose weights are files that are read when they are used.
-
-    Beside the model that is trained, memory might not hold a second one. All are written before one is opened: small
-    objects between large tensors would keep the memory of these from being used again.
-    """
-    if not adapters(model):
-        return model
-    for number, (name, weight) in enumerate(merged_state(model)):
-        save_file({name: weight.to("cpu", dtype).contiguous()}, folder / str(number))
-    return merge(model, {name: weight for path in folder.iterdir() for name, weight in load_file(path).items()})
 
 
 def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from models.checkpoint import atomic_dir
-from models.lora import adapters, merge, merged_state
+from models.lora import adapters, merge
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.device import BusyMonitor, choose_training_dtype
 from nanovlm.errors import InputError, TrainingError
@@ -178,9 +178,8 @@ class Trainer:
                 self._restore_best(model)
         if context.is_main:
             self.write_results(model)
-        if adapters(model) and (context.is_main or not cfg.fsdp):
-            model = merge(model, dict(merged_state(model, consume=True)))
-        return model
+        merges = adapters(model) and (context.is_main or not cfg.fsdp)
+        return merge(model, consume=True) if merges else model
 
     def _evaluate_at(self, step: int, metrics: MetricsLogger) -> bool:
         """Evaluate the model after `step` steps; whether it is the best so far, and so to be kept."""
