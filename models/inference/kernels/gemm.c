@@ -207,10 +207,12 @@ INLINE void finish_block(const matrix *w, long row, long rows, const operand *x,
 }
 
 #define L2_BYTES (512 << 10)  // of panels that stay in a core's cache while all weight rows pass
+#define SHARING_PANELS 8      // that a block of rows is multiplied by at least, if it must be converted first
 
 static void gemm(const matrix *weights, int n_weights, const operand *x, result out, int threads) {
     const long panels = n_panels(x->n_tokens);
-    const long group = max_long(1, min_long(panels, L2_BYTES / (x->units * PANEL * 4)));
+    const long least = min_long(panels, weights->dtype == x->type ? 1 : SHARING_PANELS);
+    const long group = max_long(least, min_long(panels, L2_BYTES / (x->units * PANEL * 4)));
     #pragma omp parallel num_threads(threads)
     {
         amx_state state = begin_multiply();
