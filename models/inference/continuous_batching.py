@@ -21,9 +21,9 @@ from models.inference.requests import BatchRequest, LogitsProcessor, PrefillErro
 from models.inference.serving_caches import (
     CachedPrefix,
     ImageCache,
-    ImageInput,
     PrefixCache,
     SlotCache,
+    TiledImage,
     encode_images,
     image_starts,
 )
@@ -85,7 +85,7 @@ class ContinuousBatch:
         self,
         key: Hashable,
         input_ids: Tensor,
-        images: Tensor | Sequence[ImageInput] | None = None,
+        images: Tensor | Sequence[TiledImage] | None = None,
         *,
         max_new_tokens: int = MAX_NEW_TOKENS,
         sampling: SamplingParams = GREEDY,
@@ -96,7 +96,7 @@ class ContinuousBatch:
     ) -> None:
         """Queue a prompt, ids (T,) and images (N, 3, S, S). InputError if it can never be prefilled.
 
-        As `ImageInput`s with keys, images that the image cache holds are not encoded again, and a prompt that begins
+        As `TiledImage`s with keys, images that the image cache holds are not encoded again, and a prompt that begins
         like an earlier sequence in the prefix cache is prefilled from there on.
 
         logits_processor changes the logits before each token is chosen, for example to exclude tokens: it is called
@@ -113,7 +113,7 @@ class ContinuousBatch:
             raise InputError(f"a prompt has the shape (T,), T at least 1, not {tuple(input_ids.shape)}")
         self.model.validate_length(len(input_ids), max_new_tokens)
         if isinstance(images, Tensor):
-            images = [ImageInput(images)] if len(images) else []
+            images = [TiledImage(images)] if len(images) else []
         inputs, ids = list(images or ()), input_ids.cpu()
         self.model.validate_images(input_ids, torch.empty(sum(image.n_tiles for image in inputs), 0))
         starts = image_starts(ids, inputs, self.model.image_token_id, self.model.cfg.mp_image_token_length)

@@ -8,7 +8,7 @@ from torch import Tensor
 from models.decoding import SamplingParams, TokenSampler
 from models.errors import NanoVLMError
 from models.inference.inference_model import InferenceModel, Network
-from models.inference.serving_caches import CachedPrefix, ImageInput, ImageStarts
+from models.inference.serving_caches import CachedPrefix, ImageStarts, TiledImage
 
 # The ids generated so far, logits (1, vocabulary) -> logits. A method forced_tokens, if there is one, gives the ids
 # that alone can follow those generated so far.
@@ -57,7 +57,7 @@ class BatchRequest:
     key: Hashable
     model: InferenceModel
     input_ids: Tensor  # (T,), on the CPU
-    images: list[ImageInput]  # empty once they are prefilled
+    images: list[TiledImage]  # empty once they are prefilled
     image_starts: ImageStarts
     remaining: int  # tokens that may still be generated
     sampling: SamplingParams

@@ -94,7 +94,7 @@ class LRUCache(Generic[V]):
 
 
 @dataclass(eq=False)
-class ImageInput:
+class TiledImage:
     """An image of a prompt: its tiles until they are encoded, its embeddings from then on.
 
     key says what it shows, for example a hash of its file: images of equal keys are encoded once. grid is the caller's.
@@ -119,25 +119,25 @@ class ImageCache:
     """Encoded images by key, up to max_bytes of embeddings. The model's weights must not change."""
 
     def __init__(self, max_bytes: int):
-        self._cache: LRUCache[ImageInput] = LRUCache(max_bytes)
+        self._cache: LRUCache[TiledImage] = LRUCache(max_bytes)
         self.queries = self.hits = 0  # of find
 
     @property
     def bytes_used(self) -> int:
         return self._cache.bytes_used
 
-    def find(self, key: Hashable) -> ImageInput | None:
+    def find(self, key: Hashable) -> TiledImage | None:
         """The encoded image of that key, if it is here; counts as a query."""
         found = self._cache.get(key)
         self.queries += 1
         self.hits += found is not None
         return found
 
-    def peek(self, key: Hashable) -> ImageInput | None:
+    def peek(self, key: Hashable) -> TiledImage | None:
         """The same without counting."""
         return self._cache.get(key)
 
-    def add(self, image: ImageInput) -> None:
+    def add(self, image: TiledImage) -> None:
         """Store an encoded image that has a key."""
         if image.key is not None and image.embeds is not None:
             self._cache.put(image.key, image, image.embeds.nbytes)
@@ -218,9 +218,9 @@ class PrefixCache:
             self._cache.drop(key)
 
 
-def encode_images(model: Encoder, images: Sequence[ImageInput], cache: ImageCache | None) -> list[Tensor]:
+def encode_images(model: Encoder, images: Sequence[TiledImage], cache: ImageCache | None) -> list[Tensor]:
     """The embeddings (n, L, C) of each image; those that are not in the cache are encoded together, equal keys once."""
-    pending: dict[Hashable, list[ImageInput]] = {}
+    pending: dict[Hashable, list[TiledImage]] = {}
     for image in images:
         cached = cache.peek(image.key) if cache is not None and image.key is not None else None
         if image.embeds is None and cached is not None and cached.embeds is not None:
@@ -254,7 +254,7 @@ def sequence_head(ids: Tensor, images: ImageStarts, model: Hashable = None) -> H
     return tuple(ids[:MIN_PREFIX_TOKENS].tolist()), keys, model
 
 
-def image_starts(ids: Tensor, images: Sequence[ImageInput], image_token_id: int, tokens_per_tile: int) -> ImageStarts:
+def image_starts(ids: Tensor, images: Sequence[TiledImage], image_token_id: int, tokens_per_tile: int) -> ImageStarts:
     """The key of each image, and the position of its first token in ids (T,)."""
     positions = torch.nonzero(ids == image_token_id)[:, 0].tolist()
     starts, n = [], 0

@@ -15,11 +15,10 @@ import torch
 
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.requests import LogitsProcessor, PrefillError, TokenOutput
-from models.inference.serving_caches import ImageInput
+from models.inference.serving_caches import TiledImage
 from nanovlm.bulk.options import BulkOptions
 from nanovlm.bulk.prefetch import Prefetch, merge_iterators
-from nanovlm.captioner import Captioner
-from nanovlm.captioner import ImageInput as ImageSource
+from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.device import available_cores
 from nanovlm.errors import ImageError, InputError, NanoVLMError, is_out_of_memory
 from nanovlm.processing.image_loading import printable
@@ -35,7 +34,7 @@ PIXEL_BUDGET = 2**30  # bytes of preprocessed images that may wait for the model
 OOM_PATIENCE, MAX_OOM_PATIENCE = 4, 32  # batches without running out of memory, before a reduced batch grows back
 
 Key = tuple[str, int]  # of a sequence: its image and the number of its prompt
-Prepared = tuple[list[list[int]], ImageInput]  # the ids of each prompt, and the tiles of what they are about
+Prepared = tuple[list[list[int]], TiledImage]  # the ids of each prompt, and the tiles of what they are about
 Result = tuple[str, str | Exception]  # path, and its caption or the reason why there is none
 
 
@@ -57,7 +56,7 @@ class BulkCaptioner:
         *,
         workers: int | None = None,
         cores: int | None = None,
-        read: Callable[[str], ImageSource] | None = None,
+        read: Callable[[str], ImageInput] | None = None,
         row: Callable[[str], Mapping[str, object]] = lambda path: {},
     ):
         self.captioner, self.options = captioner, options or BulkOptions()
@@ -119,7 +118,7 @@ class BulkCaptioner:
         encoded = [self.captioner.prepare(file, text) for text in texts]
         prompts = [ids + self.start_ids for ids, _ in encoded]
         self.captioner.inference.validate_length(max(map(len, prompts)), self.options.max_new_tokens)
-        return prompts, ImageInput(torch.cat(encoded[0][1]))
+        return prompts, TiledImage(torch.cat(encoded[0][1]))
 
 
 def check_file(path: str) -> str:

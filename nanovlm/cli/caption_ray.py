@@ -60,6 +60,6 @@ def check_ray_flags(args: argparse.Namespace) -> None:
         given = "missing" if args.out is None else args.out
         raise UsageError(f"--out {given} with --ray must be a folder, or the URI of one, for the shards")
     if args.samples != 1 or len(args.prompts) > 1:
-        raise UsageError("--samples and several prompts are for single images; with --ray each gets one caption")
+        raise UsageError("--ray gives each image one caption; leave out --samples, and run it once for each --prompt")
     if "-" in args.images or not (args.images or args.from_file):
         raise UsageError("--ray needs names of images, folders, tars or parquet files, or --from-file")

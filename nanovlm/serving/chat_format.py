@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from models.inference.serving_caches import ImageCache, ImageInput
+from models.inference.serving_caches import ImageCache, TiledImage
 from nanovlm.embedded import PROMPT
 from nanovlm.errors import ImageError, NanoVLMError
 from nanovlm.processing.image_loading import load_image
@@ -37,7 +37,7 @@ class Chat:
 @dataclass(frozen=True)
 class ModelInputs:
     input_ids: Tensor  # (T,)
-    images: list[ImageInput]
+    images: list[TiledImage]
     continued_ids: list[int]  # the last ones of input_ids that belong to the answer's text
 
 
@@ -113,7 +113,7 @@ def _unchanged_turns(messages: Sequence[Message], is_asked: bool) -> tuple[list[
     return turns, answer
 
 
-def prepare_inputs(chat: Chat, images: list[ImageInput], processor: Processor) -> ModelInputs:
+def prepare_inputs(chat: Chat, images: list[TiledImage], processor: Processor) -> ModelInputs:
     """The tokens of a chat about preprocessed images. Threads may do it."""
     grids = [image.grid for image in images if image.grid is not None]
     try:
@@ -157,7 +157,7 @@ def preprocess(
     image_cache: ImageCache | None = None,
     encoder: str = "",
     detail: str = "auto",
-) -> ImageInput:
+) -> TiledImage:
     """An image of a request, a file or a data URL; ImageError begins with its name. Threads may do it.
 
     An image that the cache holds of this encoder is neither decoded nor encoded again.
@@ -167,7 +167,7 @@ def preprocess(
     if image_cache is not None and (cached := image_cache.find(key)):
         return cached
     tiles, grid = processor.preprocess(load_image(data, name, max_pixels), 1 if detail == "low" else None)
-    return ImageInput(tiles, key, grid)
+    return TiledImage(tiles, key, grid)
 
 
 def video_parts(name: str, file: str | bytes, with_times: bool) -> list[ContentPart]:
@@ -198,7 +198,7 @@ def invalid_image(message: str, param: str) -> APIError:
     return APIError(400, message, "invalid_image", param)
 
 
-def check_image_tokens(images: Sequence[ImageInput], processor: Processor, param: str) -> None:
+def check_image_tokens(images: Sequence[TiledImage], processor: Processor, param: str) -> None:
     """Refuse more images than the context holds, before they fill the memory."""
     cfg = processor.cfg
     n_tokens = sum(image.n_tiles for image in images) * cfg.mp_image_token_length

@@ -20,7 +20,7 @@ from models.decoding import GREEDY, SamplingParams
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.inference_model import InferenceModel
 from models.inference.requests import LogitsProcessor, PrefillError, TokenOutput
-from models.inference.serving_caches import ImageInput
+from models.inference.serving_caches import TiledImage
 from nanovlm.errors import NanoVLMError, is_out_of_memory
 from nanovlm.serving.errors import EngineError, EngineStoppedError
 
@@ -32,7 +32,7 @@ class SequenceRequest:
     """A prompt and how to continue it; see `ContinuousBatch.add`."""
 
     input_ids: Tensor  # (T,)
-    images: Sequence[ImageInput]
+    images: Sequence[TiledImage]
     max_new_tokens: int
     sampling: SamplingParams = GREEDY
     logits_processor: LogitsProcessor | None = None

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.inference_model import InferenceModel
 from models.inference.requests import LogitsProcessor
-from models.inference.serving_caches import ImageCache, ImageInput, PrefixCache
+from models.inference.serving_caches import ImageCache, PrefixCache, TiledImage
 from nanovlm.captioner import NO_IMAGE, Captioner
 from nanovlm.errors import ImageError, NanoVLMError
 from nanovlm.processing.image_urls import ImageFetcher, is_data_url
@@ -242,7 +242,7 @@ class ChatService:
         await reservation.acquire(len(files))
         processor, encoder = self.captioner.processor, self.model_name(request.model)
         options = self.limits.max_pixels, self.caches.images, encoder
-        images: list[ImageInput] = []
+        images: list[TiledImage] = []
         for number, file in enumerate(files, 1):
             try:
                 arguments = f"image {number}", file, processor, *options, chat.image_urls[number - 1].detail

@@ -10,7 +10,7 @@ from models.inference.adapters import with_adapter
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.inference_model import InferenceModel
 from models.inference.quantization import QuantizedLinear
-from models.inference.serving_caches import ImageCache, ImageInput, PrefixCache
+from models.inference.serving_caches import ImageCache, PrefixCache, TiledImage
 from models.lora import ADAPTER_WEIGHTS, merge, write_adapters
 from support.generation import only_row, prompt
 
@@ -127,7 +127,7 @@ def test_one_batch_holds_requests_for_the_base_and_for_several_adapters(level, t
     for i in range(9):
         row = only_row(rows, i)
         images = [
-            ImageInput(image[None], (i, n)) for n, image in enumerate(() if row["images"] is None else row["images"])
+            TiledImage(image[None], (i, n)) for n, image in enumerate(() if row["images"] is None else row["images"])
         ]
         batch.add(i, row["input_ids"][0], images, max_new_tokens=6, model=models[i % 3])
         wanted[i] = plain[i % 3].generate(**row, max_new_tokens=6)[0].tolist()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.inference.continuous_batching import ContinuousBatch
-from models.inference.serving_caches import ImageCache, ImageInput, LRUCache, PrefixCache, common_prefix_length
+from models.inference.serving_caches import ImageCache, LRUCache, PrefixCache, TiledImage, common_prefix_length
 from support.generation import IMAGE, PER_IMAGE
 
 LARGE = 2**24
@@ -60,14 +60,14 @@ def test_image_is_encoded_once(computed):
     model, tiles, _ = computed
     batch = ContinuousBatch(model, max_num_seqs=4, image_cache=(cache := ImageCache(LARGE)))
     images = pixels(3)
-    first = generate(batch, (chat(2, "i", "i", 5), [ImageInput(images[:2], "a")]), (chat(9), None))
+    first = generate(batch, (chat(2, "i", "i", 5), [TiledImage(images[:2], "a")]), (chat(9), None))
     assert tiles == [2] and cache.find("b") is None
     found = cache.find("a")
     assert found.tiles is None and (cache.queries, cache.hits) == (2, 1)
-    again = generate(batch, (chat(2, "i", "i", 5), [ImageInput(None, "a", embeds=found.embeds)]))
-    same = generate(batch, (chat(2, "i", "i", 5), [ImageInput(images[:2], "a")]))
+    again = generate(batch, (chat(2, "i", "i", 5), [TiledImage(None, "a", embeds=found.embeds)]))
+    same = generate(batch, (chat(2, "i", "i", 5), [TiledImage(images[:2], "a")]))
     assert tiles == [2] and again == same == first[:1]
-    two = (chat("i", "i", "i", 4), [ImageInput(images[:2], "a"), ImageInput(images[2:], "c")])
+    two = (chat("i", "i", "i", 4), [TiledImage(images[:2], "a"), TiledImage(images[2:], "c")])
     expected = generate(ContinuousBatch(model), (two[0], images))
     tiles.clear()
     assert generate(batch, two) == expected and tiles == [1], "only the new image"
@@ -75,12 +75,12 @@ def test_image_is_encoded_once(computed):
 
 def test_same_image_of_waiting_requests_is_encoded_once(computed):
     model, tiles, _ = computed
-    requests = [(chat("i", 5, seed=seed), [ImageInput(pixels(1), "a")]) for seed in range(3)]
+    requests = [(chat("i", 5, seed=seed), [TiledImage(pixels(1), "a")]) for seed in range(3)]
     expected = generate(ContinuousBatch(model), *((ids, pixels(1)) for ids, _ in requests))
     tiles.clear()
     assert generate(ContinuousBatch(model, image_cache=ImageCache(LARGE)), *requests) == expected
     assert tiles == [1]
-    shared = [ImageInput(pixels(1))]  # of the n sequences of one request, without a key
+    shared = [TiledImage(pixels(1))]  # of the n sequences of one request, without a key
     assert len({tuple(ids) for ids in generate(ContinuousBatch(model), *[(chat("i", 5), shared)] * 3)}) == 1
     assert tiles == [1, 1]
 
@@ -92,7 +92,7 @@ def test_next_turn_computes_its_own_tokens_only(computed):
     for n_turn in range(4):
         (expected,) = generate(ContinuousBatch(model), (turn, image))
         tokens.clear(), tiles.clear()
-        (ids,) = generate(batch, (turn, [ImageInput(image, "a")]))
+        (ids,) = generate(batch, (turn, [TiledImage(image, "a")]))
         assert ids == expected
         if n_turn:
             assert tiles == [] and tokens[0] == 4, "the answer's last token is not in the cache, and three are new"
@@ -105,10 +105,10 @@ def test_another_image_is_no_common_prefix(computed):
     model, tiles, tokens = computed
     batch = ContinuousBatch(model, prefix_cache=PrefixCache(LARGE))
     ids = chat(34, "i", 20)
-    generate(batch, (ids, [ImageInput(pixels(1), "a")]))
+    generate(batch, (ids, [TiledImage(pixels(1), "a")]))
     expected = generate(ContinuousBatch(model), (ids, pixels(1, seed=1)))
     tokens.clear(), tiles.clear()
-    assert generate(batch, (ids, [ImageInput(pixels(1, seed=1), "b")])) == expected
+    assert generate(batch, (ids, [TiledImage(pixels(1, seed=1), "b")])) == expected
     assert tiles == [1] and tokens[0] == 24, "the text before it is"
     generate(batch, (ids, pixels(1)))
     assert tokens[1] == 1 and len(batch.prefix_cache._cache) == 2, "an image without a key is never found again"
@@ -127,7 +127,7 @@ def test_caches_of_any_size_change_no_token(tiny_model, seed):
     seeds = rng.choices(range(3), k=rng.randint(1, 4))
     chats = [(chat(*"i" * len(image[seed]), 33, seed=number // 2), seed) for number, seed in enumerate(seeds)]
     for _ in range(3):
-        requests = [(ids, [ImageInput(image[seed], seed)]) for ids, seed in chats]
+        requests = [(ids, [TiledImage(image[seed], seed)]) for ids, seed in chats]
         n = rng.randint(1, 5)
         answers = generate(batch, *requests, n=n)
         plain = [(ids, image[seed]) for ids, seed in chats]

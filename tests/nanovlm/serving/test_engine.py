@@ -11,7 +11,7 @@ import torch
 from models.errors import InputError
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.requests import TokenOutput
-from models.inference.serving_caches import ImageInput
+from models.inference.serving_caches import TiledImage
 from nanovlm import SAMPLE
 from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import EngineError, EngineStoppedError
@@ -218,7 +218,7 @@ def test_cancelled_sequences_leave_and_their_images_are_released(tiny_model):
         images = torch.rand(1, 3, 16, 16)
         reference = weakref.ref(images)
         running = engine.submit([SequenceRequest(PROMPTS[0], (), 50)])
-        waiting = engine.submit([SequenceRequest(torch.tensor([3, 3, 3, 3, 5]), [ImageInput(images)], 5)] * 2)
+        waiting = engine.submit([SequenceRequest(torch.tensor([3, 3, 3, 3, 5]), [TiledImage(images)], 5)] * 2)
         del images
         waiting.cancel()
         result = await collect(running)
