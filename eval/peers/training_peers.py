@@ -165,7 +165,7 @@ class TrlRun:
     def _make_trainer(self, lr: float) -> Any:
         try:
             from datasets import Dataset, Image
-            from transformers import AutoModelForImageTextToText, AutoProcessor, TrainerCallback
+            from transformers import AutoModelForImageTextToText, AutoProcessor, PrinterCallback, TrainerCallback
             from trl import SFTConfig, SFTTrainer
         except ImportError as error:
             raise MissingExtraError(f"--baseline trl needs trl ({error}): pip install 'nanovlm[trl]'") from None
@@ -194,13 +194,15 @@ class TrlRun:
             max_length=None,
         )
         data = Dataset.from_list([*self._examples()]).cast_column("images", [Image()])
-        return SFTTrainer(
+        trainer = SFTTrainer(
             model=AutoModelForImageTextToText.from_pretrained(self.folder, dtype=torch.float32),
             args=config,
             train_dataset=data,
             processing_class=AutoProcessor.from_pretrained(self.folder),
             callbacks=[Turns()],
         )
+        trainer.remove_callback(PrinterCallback)  # which prints every step
+        return trainer
 
     def _examples(self) -> Iterator[dict[str, Any]]:
         for image in sorted(self.setup.data.glob("*.png")):
