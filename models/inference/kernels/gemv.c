@@ -1,66 +1,59 @@
-// gemv: a weight, row-major as it is stored, times one token.
+// gemv: a weight, row-major as it is stored, times one token. Rows are read one after the other: memory is fastest so.
 
-// Dot products of `rows` successive rows with the token, in float32; the rows' scales are applied
+// The dot product of a row with the token, in float32; the row's scale is applied
 #if LEVEL == NAIVE
-static void dot_rows(const matrix *w, long row, long rows, const operand *x, float *y) {
-    for (long r = 0; r < rows; r++) {
-        float sum = 0;
-        const char *data = w->data;
-        for (long i = 0; i < w->depth; i++) {
-            const long at = (row + r) * w->stride + i;
-            if (w->dtype == FLOAT32 || w->dtype == BFLOAT16) sum += get(data, w->dtype, at) * ((float *)x->data)[i];
-            const float value = w->dtype < INT8 ? 0 : ((int8_t *)x->data)[i] * x->scale[i / INT4_GROUP];
-            if (w->dtype == INT8) sum += (((const uint8_t *)data)[at] - 128) * w->scale[row + r] * value;
-            if (w->dtype == INT4) {
-                const uint8_t byte = ((const uint8_t *)data)[(row + r) * w->stride / 2 + i / 64 * 32 + i % 32];
-                const uint32_t group = w->groups[at / INT4_GROUP];
-                const int q = i % 64 < 32 ? byte & 15 : byte >> 4;
-                sum += (q * from_bf16((uint16_t)group) + from_bf16((uint16_t)(group >> 16))) * value;
-            }
+static float dot_row(const matrix *w, long row, const operand *x) {
+    float sum = 0;
+    const char *data = w->data;
+    for (long i = 0; i < w->depth; i++) {
+        const long at = row * w->stride + i;
+        if (w->dtype == FLOAT32 || w->dtype == BFLOAT16) sum += get(data, w->dtype, at) * ((float *)x->data)[i];
+        const float value = w->dtype < INT8 ? 0 : ((int8_t *)x->data)[i] * x->scale[i / INT4_GROUP];
+        if (w->dtype == INT8) sum += (((const uint8_t *)data)[at] - 128) * w->scale[row] * value;
+        if (w->dtype == INT4) {
+            const uint8_t byte = ((const uint8_t *)data)[row * w->stride / 2 + i / 64 * 32 + i % 32];
+            const uint32_t group = w->groups[at / INT4_GROUP];
+            const int q = i % 64 < 32 ? byte & 15 : byte >> 4;
+            sum += (q * from_bf16((uint16_t)group) + from_bf16((uint16_t)(group >> 16))) * value;
         }
-        y[r] = sum;
     }
+    return sum;
 }
 #else
-// Fetch from memory what is multiplied soon: a core's own prefetcher starts anew at every row
+// Fetch from memory what is multiplied soon: a core's own prefetcher stops at the end of a page
 #define PREFETCH_BYTES 8192
 INLINE void prefetch(const void *at) { __builtin_prefetch((const char *)at + PREFETCH_BYTES); }
 
-INLINE void dot_rows_float(const matrix *w, long row, const long rows, const float *x, float *y) {
-    const float *data = (const float *)w->data + row * w->stride;
-    vec sum[4][2] = {0};
+INLINE float dot_float(const float *w, const float *x, long depth) {
+    vec sum[4] = {0};
     long i = 0;
-    for (; i + 2 * LANES <= w->depth; i += 2 * LANES)
-        for (long r = 0; r < rows; r++) {
-            const float *at = data + r * w->stride + i;
-            prefetch(at), prefetch(at + LANES);
-            sum[r][0] += load(at) * load(x + i);
-            sum[r][1] += load(at + LANES) * load(x + i + LANES);
+    for (; i + 4 * LANES <= depth; i += 4 * LANES)
+        for (long j = 0; j < 4; j++) {
+            prefetch(w + i + j * LANES);
+            sum[j] += load(w + i + j * LANES) * load(x + i + j * LANES);
         }
-    for (long r = 0; r < rows; r++) y[r] = sum_lanes(sum[r][0] + sum[r][1]);
-    for (; i < w->depth; i++)
-        for (long r = 0; r < rows; r++) y[r] += data[r * w->stride + i] * x[i];
+    float y = sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    for (; i < depth; i++) y += w[i] * x[i];
+    return y;
 }
 
 // A lane of 4 bytes holds an even and an odd value, and x is split in the same way: see split_token.
-INLINE void dot_rows_bf16(const matrix *w, long row, const long rows, const float *x, float *y) {
-    const uint16_t *data = (const uint16_t *)w->data + row * w->stride;
-    vec even[4] = {0}, odd[4] = {0};
+INLINE float dot_bf16(const uint16_t *w, const float *x, long depth) {
+    vec even = {0}, odd = {0};
     long i = 0;
-    for (; i + 2 * LANES <= w->depth; i += 2 * LANES)
-        for (long r = 0; r < rows; r++) {
-            const ivec pairs = load_int(data + r * w->stride + i);
-            prefetch(data + r * w->stride + i);
-            even[r] += (vec)(pairs << 16) * load(x + i);
-            odd[r] += (vec)(pairs & (int32_t)0xffff0000) * load(x + i + LANES);
-        }
-    for (long r = 0; r < rows; r++) y[r] = sum_lanes(even[r] + odd[r]);
-    for (; i < w->depth; i++)
-        for (long r = 0; r < rows; r++) y[r] += from_bf16(data[r * w->stride + i]) * x[i];
+    for (; i + 2 * LANES <= depth; i += 2 * LANES) {
+        const ivec pairs = load_int(w + i);
+        prefetch(w + i);
+        even += (vec)(pairs << 16) * load(x + i);
+        odd += (vec)(pairs & (int32_t)0xffff0000) * load(x + i + LANES);
+    }
+    float y = sum_lanes(even + odd);
+    for (; i < depth; i++) y += from_bf16(w[i]) * x[i];
+    return y;
 }
 
 // Sums of four (AVX2: of 32 / LANES) products of QUANT_GROUP values
-INLINE ivec dot_int8(const uint8_t *w, const int8_t *x) {
+INLINE ivec dot_group(const uint8_t *w, const int8_t *x) {
 #if LEVEL == AVX2
     ivec sum = {0};
     for (int i = 0; i < QUANT_GROUP; i += 32) {  // |x| * (w with the sign of x): a pair of products fits 16 bits
@@ -80,89 +73,73 @@ INLINE ivec dot_int8(const uint8_t *w, const int8_t *x) {
 #endif
 }
 
-INLINE void dot_rows_int8(const matrix *w, long row, const long rows, const operand *x, float *y) {
-    vec sum[4] = {0};
-    for (long g = 0; g * QUANT_GROUP < w->depth; g++)
-        for (long r = 0; r < rows; r++) {
-            const uint8_t *values = (const uint8_t *)w->data + (row + r) * w->stride + g * QUANT_GROUP;
-            prefetch(values);
-            ivec exact = dot_int8(values, (const int8_t *)x->data + g * QUANT_GROUP);
-            sum[r] += __builtin_convertvector(exact, vec) * x->scale[2 * g];
-        }
-    for (long r = 0; r < rows; r++) y[r] = (sum_lanes(sum[r]) + x->offset) * w->scale[row + r];
+INLINE float dot_int8(const uint8_t *w, const operand *x) {
+    vec sum = {0};
+    for (long g = 0; g * QUANT_GROUP < x->depth; g++) {
+        prefetch(w + g * QUANT_GROUP);
+        ivec exact = dot_group(w + g * QUANT_GROUP, (const int8_t *)x->data + g * QUANT_GROUP);
+        sum += __builtin_convertvector(exact, vec) * x->scale[2 * g];
+    }
+    return sum_lanes(sum) + x->offset;
 }
 
-// The sum over each row's groups of scale * (q . x) + minimum * sum(x)
-INLINE void dot_rows_int4(const matrix *w, long row, const long rows, const operand *x, float *y) {
-    const long n_groups = w->stride / INT4_GROUP;
-    const uint8_t *data = (const uint8_t *)w->data + row * w->stride / 2;
-    const uint32_t *groups = w->groups + row * n_groups;
-    vec sum[4] = {0}, least[4] = {0};
+// The sum over a row's groups of scale * (q . x) + minimum * sum(x)
+INLINE float dot_int4(const uint8_t *w, const uint32_t *groups, long n_groups, const operand *x) {
+    vec sum[2] = {0}, least = {0};
     for (long g = 0; g < n_groups; g += LANES) {
         const long n = min_long(LANES, n_groups - g);
 #if LEVEL < VNNI
         const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
         const vec token_scale = (vec)_mm256_maskload_ps(x->scale + g, mask);
         const vec token_sum = (vec)_mm256_maskload_ps(x->group_sum + g, mask);
+        const ivec pairs = (ivec)_mm256_maskload_epi32((const int *)groups + g, mask);
 #else
         const __mmask16 mask = (__mmask16)((1u << n) - 1);
         const vec token_scale = (vec)_mm512_maskz_loadu_ps(mask, x->scale + g);
         const vec token_sum = (vec)_mm512_maskz_loadu_ps(mask, x->group_sum + g);
+        const ivec pairs = (ivec)_mm512_maskz_loadu_epi32(mask, groups + g);
 #endif
-        for (long r = 0; r < rows; r++) {
-            const uint8_t *bytes = data + r * w->stride / 2 + g * INT4_GROUP / 2;
+        __builtin_prefetch((const char *)(groups + g) + PREFETCH_BYTES / 4);
+        const vec scale = (vec)(pairs << 16) * token_scale;
+        least += (vec)(pairs & (int32_t)0xffff0000) * token_sum;
+        for (long j = 0; j < n; j += 2, w += INT4_GROUP) {  // 64 values: two groups
+            prefetch(w);
+            const __m256i both = _mm256_loadu_si256((const __m256i *)w), low = _mm256_set1_epi8(15);
+            const __m256i first = _mm256_and_si256(both, low);
+            const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+            const char *token = x->data + (g + j) * INT4_GROUP;
 #if LEVEL < VNNI
-            const ivec pairs = (ivec)_mm256_maskload_epi32((const int *)groups + r * n_groups + g, mask);
-#else
-            const ivec pairs = (ivec)_mm512_maskz_loadu_epi32(mask, groups + r * n_groups + g);
-#endif
-            __builtin_prefetch((const char *)(groups + r * n_groups + g) + PREFETCH_BYTES / 4);
-            const vec scale = (vec)(pairs << 16) * token_scale;
-            least[r] += (vec)(pairs & (int32_t)0xffff0000) * token_sum;
-            vec part[2] = {0};  // in registers, where sum may not be
-            for (long j = 0; j < n; j += 2, bytes += INT4_GROUP) {  // 64 values: two groups
-                prefetch(bytes);
-                const __m256i both = _mm256_loadu_si256((const __m256i *)bytes), low = _mm256_set1_epi8(15);
-                const __m256i first = _mm256_and_si256(both, low);
-                const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-                const char *token = x->data + (g + j) * INT4_GROUP;
-#if LEVEL < VNNI
-                for (int half = 0; half < 2; half++) {
-                    const __m256i values = _mm256_loadu_si256((const __m256i *)token + half);
-                    const __m256i q = half ? second : first;
+            for (int half = 0; half < 2; half++) {
+                const __m256i values = _mm256_loadu_si256((const __m256i *)token + half);
+                const __m256i q = half ? second : first;
 #if LEVEL == AVX2
-                    const __m256i pairs_of_dots = _mm256_maddubs_epi16(q, values);
-                    const ivec exact = (ivec)_mm256_madd_epi16(pairs_of_dots, _mm256_set1_epi16(1));
+                const __m256i pairs_of_dots = _mm256_maddubs_epi16(q, values);
+                const ivec exact = (ivec)_mm256_madd_epi16(pairs_of_dots, _mm256_set1_epi16(1));
 #else
-                    const ivec exact = (ivec)_mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), q, values);
+                const ivec exact = (ivec)_mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), q, values);
 #endif
-                    const __m256 scales = _mm256_permutevar8x32_ps((__m256)scale, _mm256_set1_epi32((int)j + half));
-                    part[half] += __builtin_convertvector(exact, vec) * (vec)scales;
-                }
-#else  // the first group in the lower half of the lanes, the second in the upper
-                const __m512i lanes = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
-                const __m512i q = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-                const __m512i exact = _mm512_dpbusd_epi32(_mm512_setzero_si512(), q, _mm512_loadu_si512(token));
-                const __m512i index = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)j));
-                part[0] += (vec)_mm512_cvtepi32_ps(exact) * (vec)_mm512_permutexvar_ps(index, (__m512)scale);
-#endif
+                const __m256 scales = _mm256_permutevar8x32_ps((__m256)scale, _mm256_set1_epi32((int)j + half));
+                sum[half] += __builtin_convertvector(exact, vec) * (vec)scales;
             }
-            sum[r] += part[0] + part[1];
+#else  // the first group in the lower half of the lanes, the second in the upper
+            const __m512i lanes = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+            const __m512i q = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+            const __m512i exact = _mm512_dpbusd_epi32(_mm512_setzero_si512(), q, _mm512_loadu_si512(token));
+            const __m512i index = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)j));
+            sum[0] += (vec)_mm512_cvtepi32_ps(exact) * (vec)_mm512_permutexvar_ps(index, (__m512)scale);
+#endif
         }
     }
-    for (long r = 0; r < rows; r++) y[r] = sum_lanes(sum[r] + least[r]);
+    return sum_lanes(sum[0] + sum[1] + least);
 }
 
-INLINE void dot_rows_type(const matrix *w, long row, const long rows, const operand *x, float *y) {
-    if (w->dtype == INT8) dot_rows_int8(w, row, rows, x, y);
-    else if (w->dtype == INT4) dot_rows_int4(w, row, rows, x, y);
-    else if (w->dtype == FLOAT32) dot_rows_float(w, row, rows, (const float *)x->data, y);
-    else dot_rows_bf16(w, row, rows, (const float *)x->data, y);
-}
-
-static void dot_rows(const matrix *w, long row, long rows, const operand *x, float *y) {
-    if (rows == 4) return dot_rows_type(w, row, 4, x, y);
-    for (long r = 0; r < rows; r++) dot_rows_type(w, row + r, 1, x, y + r);
+INLINE float dot_row(const matrix *w, long row, const operand *x) {
+    const char *data = (const char *)w->data + row * w->stride * value_bytes(w) / (w->dtype == INT4 ? 2 : 1);
+    if (w->dtype == FLOAT32) return dot_float((const float *)data, (const float *)x->data, w->depth);
+    if (w->dtype == BFLOAT16) return dot_bf16((const uint16_t *)data, (const float *)x->data, w->depth);
+    if (w->dtype == INT8) return dot_int8((const uint8_t *)data, x) * w->scale[row];
+    const long n_groups = w->stride / INT4_GROUP;
+    return dot_int4((const uint8_t *)data, w->groups + row * n_groups, n_groups, x);
 }
 #endif
 
@@ -172,17 +149,12 @@ static void gemv(const matrix *weights, int n_weights, const operand *x, result 
         const matrix *w = &weights[k];
         long first = out.first;
         for (int before = 0; before < k; before++) first += weights[before].n_rows;
-        #pragma omp for schedule(dynamic, 16) nowait
-        for (long row = 0; row < w->n_rows; row += 4) {
-            const long rows = min_long(4, w->n_rows - row);
-            float y[4];
-            dot_rows(w, row, rows, x, y);
-            for (long r = 0; r < rows; r++) {
-                float value = y[r] + (w->bias ? w->bias[row + r] : 0), *at = out.y->data + first + row + r;
-                if (out.add) value += *at;
-                if (out.gelu) value /= 1 + expf(-1.5957691216f * value * (1 + 0.044715f * value * value));
-                *at = value;
-            }
+        #pragma omp for schedule(dynamic, 64) nowait
+        for (long row = 0; row < w->n_rows; row++) {
+            float value = dot_row(w, row, x) + (w->bias ? w->bias[row] : 0), *at = out.y->data + first + row;
+            if (out.add) value += *at;
+            if (out.gelu) value /= 1 + expf(-1.5957691216f * value * (1 + 0.044715f * value * value));
+            *at = value;
         }
     }
 }
