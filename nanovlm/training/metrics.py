@@ -227,7 +227,8 @@ class BestTracker:
         """That of cfg.metric_for_best_model; AUTO without answers to questions is the loss."""
         name, n_questions = cfg.metric_for_best_model, 0
         if name == AUTO:
-            name, n_questions = (AUTO_METRIC, cfg.validation_questions) if has_answers else (LOSS, 0)
+            held_out = cfg.validation_batches * cfg.batch_size or cfg.validation_questions  # there may be fewer
+            name, n_questions = (AUTO_METRIC, min(cfg.validation_questions, held_out)) if has_answers else (LOSS, 0)
         return cls(folder, name, first_step, cfg.keep_best, n_questions)
 
     def add(self, step: int, value: float | None) -> bool:
