@@ -126,7 +126,8 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         cfg = replace(cfg, validation_batches=min(cfg.validation_batches or all_batches, all_batches))
         # packed as the training batches are: padded ones might need more memory
         evaluation["validation"] = Batches(unseen, processor, cfg.batch_size, skip, cfg.pack, n_rows=n)
-        evaluation["answer_questions"] = answer_scorer(unseen, n, processor, options, cfg)
+        evaluation["answer_questions"], asked = answer_scorer(unseen, n, processor, options, cfg)
+        cfg = replace(cfg, validation_questions=asked)
         if cfg.metric_for_best_model == AUTO and options.metric and AUTO_METRIC not in options.metric:
             cfg = replace(cfg, metric_for_best_model=LOSS)
     task = TrainingTask(
@@ -225,10 +226,10 @@ def load_start(options: FinetuneOptions) -> tuple[VisionLanguageModel, Processor
 
 def answer_scorer(
     held_out: Mixture, n: int, processor: Processor, options: FinetuneOptions, cfg: TrainConfig
-) -> Callable[[VisionLanguageModel, bool], Evaluation] | None:
-    """A model's scored answers to cfg.validation_questions of those of n held-out examples, or to all of them.
+) -> tuple[Callable[[VisionLanguageModel, bool], Evaluation] | None, int]:
+    """A model's scored answers to some questions of n held-out examples, or to all of them; and how many are some.
 
-    UsageError if cfg.metric_for_best_model is not among the metrics.
+    These are cfg.validation_questions, or all where there are fewer. UsageError if cfg.metric_for_best_model is not among the metrics.
     """
     try:
         metrics = dict(load_metric(name) for name in options.metric) or default_metrics()
@@ -238,7 +239,7 @@ def answer_scorer(
     if cfg.metric_for_best_model not in names:
         raise UsageError(f"--metric-for-best-model {cfg.metric_for_best_model} is none of {', '.join(names)}")
     if not cfg.validation_questions:
-        return None
+        return None, 0
     questions: list[Question] = []
     for position in range(n):
         with suppress(ExampleError):
@@ -249,7 +250,7 @@ def answer_scorer(
         asked = questions if everything else questions[: cfg.validation_questions]
         return evaluate(Captioner(model, processor), QuestionList(asked), how)
 
-    return answer
+    return answer, min(cfg.validation_questions, len(questions))
 
 
 def push_to_hub(repo_id: str, folder: Path) -> None:

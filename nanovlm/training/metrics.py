@@ -209,7 +209,8 @@ class BestTracker:
 
     The evaluation before the first step is `start`, and no candidate. If the checkpoint of the best one is kept, an
     evaluation better than all whose checkpoints are still there is forgotten. With n_questions, of which the metric is
-    the mean score, the best is the last whose value is within one standard error of the highest (Breiman et al. 1984).
+    the mean score, the best is the last whose value is within one standard error of the highest (Breiman et al. 1984),
+    or within one answer.
     """
 
     def __init__(self, folder: Path, name: str, first_step: int, kept: bool = True, n_questions: int = 0):
@@ -227,8 +228,7 @@ class BestTracker:
         """That of cfg.metric_for_best_model; AUTO without answers to questions is the loss."""
         name, n_questions = cfg.metric_for_best_model, 0
         if name == AUTO:
-            held_out = cfg.validation_batches * cfg.batch_size or cfg.validation_questions  # there may be fewer
-            name, n_questions = (AUTO_METRIC, min(cfg.validation_questions, held_out)) if has_answers else (LOSS, 0)
+            name, n_questions = (AUTO_METRIC, cfg.validation_questions) if has_answers else (LOSS, 0)
         return cls(folder, name, first_step, cfg.keep_best, n_questions)
 
     def add(self, step: int, value: float | None) -> bool:
@@ -249,6 +249,7 @@ class BestTracker:
             return first
         highest = min(max(self.values[first], 0.0), 1.0)
         error = (highest * (1 - highest) / self.n_questions) ** 0.5  # the largest that scores from 0 to 1 can have
+        error = max(error, 1 / self.n_questions) + 1e-9  # it is 0 if all are right
         return max(step for step, cost in costs.items() if cost <= costs[first] + error)
 
     @property

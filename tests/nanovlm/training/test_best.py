@@ -142,6 +142,8 @@ def test_by_default_the_last_evaluation_within_a_standard_error_is_the_best(lear
     values = {0: 0.0, 1: 0.5, 2: 0.9, 3: 0.6, 4: 0.85, 5: 0.83, 6: float("nan"), 7: 0.95, 8: 0.9}
     assert [step for step, value in values.items() if tracker.add(step, value)] == [1, 2, 4, 7]
     assert "f1, 0.9500, within a standard error of the best" in tracker.description(False)
+    few = BestTracker(tmp_path, "f1", 0, n_questions=15)
+    assert [step for step, right in enumerate([0, 14, 15, 13, 14]) if few.add(step, right / 15)] == [1, 2, 4]
     auto = replace(CFG, metric_for_best_model="auto")
     assert BestTracker.of_run(tmp_path, auto, 0, False).name == "loss"
     scores = [0.0, 0.2, 0.9, 0.5, 0.9, 0.8, 0.9, 0.3, 0.88]  # of 32 questions: an error of 0.05
