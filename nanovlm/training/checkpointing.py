@@ -124,11 +124,11 @@ def write_model(
 
     home is the folder where the trained model will be found. Adapters name the base model.
     """
+    if not adapters(model):
+        return write_checkpoint_files(folder, model, tokenizer, dtype, home)
     with TemporaryDirectory(dir=folder) as scratch:
-        plain = merge_on_disk(model, Path(scratch), dtype) if adapters(model) else model
-        write_checkpoint_files(folder, plain, tokenizer, dtype, home)
-    if adapters(model):
-        write_adapters(folder, model, base.name if base else None, base.revision if base else None)
+        write_checkpoint_files(folder, merge_on_disk(model, Path(scratch), dtype), tokenizer, dtype, home)
+    write_adapters(folder, model, base.name if base else None, base.revision if base else None)
 
 
 def optimizer_state(model: VisionLanguageModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:

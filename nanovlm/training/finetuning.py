@@ -229,7 +229,8 @@ def answer_scorer(
 ) -> tuple[Callable[[VisionLanguageModel, bool], Evaluation] | None, int]:
     """A model's scored answers to some questions of n held-out examples, or to all of them; and how many are some.
 
-    These are cfg.validation_questions, or all where there are fewer. UsageError if cfg.metric_for_best_model is not among the metrics.
+    These are cfg.validation_questions, or all where there are fewer. UsageError if cfg.metric_for_best_model is not
+    among the metrics.
     """
     try:
         metrics = dict(load_metric(name) for name in options.metric) or default_metrics()

@@ -113,8 +113,10 @@ class Probe(Trainer):
 
     def estimate(self) -> RunEstimate:
         """What the whole run needs, measured by running its first steps."""
-        self.run()
         cfg, seconds, device = self.planned, self.seconds, self.model.device
+        parameters = count_parameters(self.model)  # before the run, which ends without its adapters
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        self.run()
         steps = seconds["step"][UNTIMED_STEPS:] or seconds["step"][-1:]
         per_step = sum(steps) / len(steps)
         evaluations, saves = 1 + math.ceil(cfg.max_steps / cfg.evaluation_interval), cfg.max_steps / cfg.save_every
@@ -124,8 +126,8 @@ class Probe(Trainer):
         batches = len(self.batch_sizes) / cfg.gradient_accumulation_steps
         cuda = device.type == "cuda"  # where fragmentation counts, too
         return RunEstimate(
-            parameters=count_parameters(self.model),
-            trained=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+            parameters=parameters,
+            trained=trained,
             tokens=round(tokens / batches),
             answer_tokens=round(answer_tokens / batches),
             steps=cfg.max_steps,
