@@ -98,9 +98,10 @@ def write_errors(folder: Path) -> Iterator[None]:
 
 
 def disk_space(model: VisionLanguageModel, checkpoints: int) -> int:
-    """Bytes of a model and of checkpoints that also have two moments of each trained weight."""
+    """Bytes of a model, of weights being merged, and of checkpoints with two moments of each trained weight, too."""
     size = sum(p.nbytes for p in model.parameters())
-    return size + checkpoints * (size + 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad))
+    checkpoint = size + 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return size * (2 if adapters(model) else 1) + checkpoints * checkpoint
 
 
 @dataclass(frozen=True)
