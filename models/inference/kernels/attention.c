@@ -9,11 +9,11 @@ typedef struct {
 
 // What all heads of one sequence share
 typedef struct {
-    const float *key_scale;  // of keys in int16, one head's
     const activations *q;  // queries from feature 0 on
     activations *y;
     long first_token;      // of the sequence in q and y
     head_rows key, value;
+    const float *key_scale;  // of each key, if keys are in int16
     long value_feature;    // instead of value: where the first head's values are in q
     long n_heads, n_kv_heads, head_dim;
     long n_new, n_keys;
@@ -79,7 +79,7 @@ static void transpose_values(const attention_args *a, long kv, long type, char *
 }
 
 // Softmax's weights in int16 have a sum of at most INT16_WEIGHTS, and values are at most INT16_VALUE, so that a sum of
-// products has 31 bits. A rounded weight is wrong by at most 1 / INT16_WEIGHTS of all, or by 1 / 65,534 of the largest.
+// products has 31 bits. A rounded weight is off by at most 0.5 / INT16_WEIGHTS of all, or 0.5 / 32,767 of the largest.
 #define INT16_WEIGHTS 1e6f
 #define INT16_VALUE 2047
 

@@ -33,7 +33,7 @@
 #define BLOCK_ROWS (LEVEL == AMX ? 32 : LEVEL >= VNNI ? 12 : LEVEL > NAIVE ? 6 : 4)  // weight rows of one multiply
 #define UNIT_MULTIPLE (LEVEL == AMX ? 16 : 1)  // a depth in units is padded to it
 #define HAS_BF16_DOT (LEVEL == NAIVE || LEVEL >= BF16_DOT)
-#define HAS_INT16_DOT (LEVEL >= AVX2_VNNI && LEVEL < AMX)
+#define HAS_INT16_DOT (LEVEL >= AVX2_VNNI && LEVEL < AMX)  // that attention uses
 #define INT8_PER_UNIT (LEVEL == AVX2 ? 2 : 4)  // AVX2 multiplies int8 as int16
 #define INT8_OFFSET (LEVEL == AVX2 ? 0 : 128)  // of stored int8 weights when they are multiplied
 #define QUANT_GROUP 64  // values of one token that share a scale when a single token is multiplied by int8 or int4

@@ -61,16 +61,13 @@ static void multiply(long type, long rows, const char *left, long stride, const 
 // Sums of one unit: left is the same for all tokens
 INLINE ivec dot(long type, ivec sum, ivec left, ivec right) {
     if (type == FLOAT32) return (ivec)((vec)sum + (vec)left * (vec)right);
-#if LEVEL == AVX2_VNNI
-    if (type == INT16) return (ivec)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)left, (__m256i)right);
-#elif HAS_INT16_DOT
-    if (type == INT16) return (ivec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
-#endif
 #if LEVEL == AVX2
     return sum + (ivec)_mm256_madd_epi16((__m256i)left, (__m256i)right);
 #elif LEVEL == AVX2_VNNI
+    if (type == INT16) return (ivec)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)left, (__m256i)right);
     return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)left, (__m256i)right);
 #else
+    if (type == INT16) return (ivec)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
     if (type == INT8) return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
 #if LEVEL >= BF16_DOT
     return (ivec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);

@@ -109,17 +109,17 @@ INLINE float dot_int4(const uint8_t *w, const uint32_t *groups, long n_groups, c
             const __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
             const char *token = x->data + (g + j) * INT4_GROUP;
 #if LEVEL < VNNI
-            for (int half = 0; half < 2; half++) {
-                const __m256i values = _mm256_loadu_si256((const __m256i *)token + half);
-                const __m256i q = half ? second : first;
+            for (int nibble = 0; nibble < 2; nibble++) {
+                const __m256i values = _mm256_loadu_si256((const __m256i *)token + nibble);
+                const __m256i q = nibble ? second : first;
 #if LEVEL == AVX2
                 const __m256i pairs_of_dots = _mm256_maddubs_epi16(q, values);
                 const ivec exact = (ivec)_mm256_madd_epi16(pairs_of_dots, _mm256_set1_epi16(1));
 #else
                 const ivec exact = (ivec)_mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), q, values);
 #endif
-                const __m256 scales = _mm256_permutevar8x32_ps((__m256)scale, _mm256_set1_epi32((int)j + half));
-                sum[half] += __builtin_convertvector(exact, vec) * (vec)scales;
+                const __m256 scales = _mm256_permutevar8x32_ps((__m256)scale, _mm256_set1_epi32((int)j + nibble));
+                sum[nibble] += __builtin_convertvector(exact, vec) * (vec)scales;
             }
 #else  // the first group in the lower half of the lanes, the second in the upper
             const __m512i lanes = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
