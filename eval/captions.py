@@ -1,7 +1,7 @@
 """How often the embedded model is right on freshly drawn scenes that its training never saw.
 
     python -m eval.captions --scenes 1000
-    python -m eval.captions --renderer independent      # scenes in another geometry, other tones and other patterns
+    python -m eval.captions --renderer svg              # drawn by resvg, in other proportions and tones (extra eval)
     python -m eval.captions --prompt-variants --scenes 300   # captions and numbers, requested in other words
     python -m eval.captions --compare --save            # every precision at every level of CPU instructions
     python -m eval.captions --turns 6 --scenes 200      # questions in a conversation, beside the same questions alone

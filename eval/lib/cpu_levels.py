@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from models.inference.kernels.load import FOR_TESTS, available_levels, chosen_level
+from models.inference.kernels.load import FOR_TESTS, available_levels, chosen_level, load_library
 
 VARIABLE = "NANOVLM_CPU_LEVEL"
 PEERS = {  # read once, when oneDNN (in PyTorch and in OpenVINO), MKL and ATen start
@@ -17,8 +17,9 @@ PEERS = {  # read once, when oneDNN (in PyTorch and in OpenVINO), MKL and ATen s
 
 
 def levels_here() -> list[str]:
-    """The levels of this CPU, lowest first; empty where there are no kernels."""
-    return [level for level in available_levels() if level not in FOR_TESTS]
+    """The levels of this CPU, lowest first; empty where there are no kernels or no compiler to build them."""
+    levels = [level for level in available_levels() if level not in FOR_TESTS]
+    return levels if levels and load_library(levels[-1]) is not None else []
 
 
 def level_here(text: str) -> str:
@@ -30,7 +31,8 @@ def level_here(text: str) -> str:
 
 def current_level() -> str:
     """The level of an InferenceModel made now; "none" is PyTorch's own operations."""
-    return chosen_level() or "none"
+    level = chosen_level()
+    return level if level is not None and load_library(level) is not None else "none"
 
 
 @contextmanager

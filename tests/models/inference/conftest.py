@@ -2,9 +2,7 @@
 
 import pytest
 
-from models.inference.kernels.load import available_levels
-
-LEVELS = available_levels()
+from support.kernels import LEVELS
 
 
 @pytest.fixture(params=[*LEVELS, "none"])

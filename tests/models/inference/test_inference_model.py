@@ -11,21 +11,22 @@ from torch import nn
 from models.errors import InputError
 from models.inference.inference_model import InferenceModel, PlainNetwork
 from models.inference.kernel_network import KernelNetwork
-from models.inference.kernels.load import WITHOUT_BF16_DOT, available_levels
+from models.inference.kernels.load import WITHOUT_BF16_DOT
 from models.inference.quantization import QuantizedLinear
 from models.lora import adapt, adapters, merge, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel
 from support.generation import only_row, prompt
+from support.kernels import LEVELS
 
 IDS, IMAGES = (
     torch.tensor([[5, 3, 3, 3, 3, 7, 9]]),
     torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(1)),
 )
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
-FEW_LEVELS = ("none", available_levels()[-1])  # where the others add nothing but time
+FEW_LEVELS = ("none", *LEVELS[-1:])  # where the others add nothing but time
 few_levels = pytest.mark.parametrize(
     "level",
-    [pytest.param(x, marks=() if x in FEW_LEVELS else pytest.mark.full) for x in (*available_levels(), "none")],
+    [pytest.param(x, marks=() if x in FEW_LEVELS else pytest.mark.full) for x in (*LEVELS, "none")],
     indirect=True,
 )
 SHAPES = [{}, {"lm_tie_weights": False}, {"lm_attn_scaling": 0.5}, {"lm_n_kv_heads": 6}]

@@ -240,7 +240,8 @@ def test_captions_on_stdout_and_errors_on_stderr(generate, model_folder, caption
     run = run_program("good.png", b"\xff.png", "missing.png", "-", "--model", model_folder, *FAST_FLAGS, input=None)
     text = captions_of("good.png")[0]
     assert run.stdout.decode() == f"good.png: {text}\n'\\udcff.png': {text}\n"
-    assert [line.split(b": ")[0] for line in run.stderr.splitlines()] == [b"missing.png", b"<stdin>"]
+    names = [line.split(b": ")[0] for line in run.stderr.splitlines() if b"no CPU kernels" not in line]
+    assert names == [b"missing.png", b"<stdin>"]
     assert run.returncode == 1
 
 

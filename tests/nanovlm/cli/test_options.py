@@ -60,7 +60,7 @@ GENERATION = {  # field: its value, and the settings beside it, without and with
     "top_k": (2, WARM),
     "top_p": (0.05, WARM),
     "min_p": (0.9, WARM),
-    "seed": (5, {"temperature": 1.5}),
+    "seed": (98765, {"temperature": 1.5}),
     "repetition_detection": ((1, 4, 2), {}),
     "no_repeat_ngram_size": (1, {}),
     "ban": (("back",), {}),

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from models.inference.kernel_network import linear, make_matrix
-from models.inference.kernels.load import available_levels, load_library
+from models.inference.kernels.load import load_library
 from models.inference.quantization import QuantizedLinear
+from support.kernels import LEVELS
 
-LEVELS = available_levels()
 HAVE_BF16_DOT = ("naive", "bf16", "amx-emulated", "amx")
 SHAPES = [
     (64, 128, 1),
