@@ -16,7 +16,7 @@ from nanovlm.data.examples import EncodedExample, Example, ExampleError, collate
 from nanovlm.data.packing import pack
 from nanovlm.data.source import WHOLE, Part, Source, Stream
 from nanovlm.errors import DataError
-from nanovlm.processing.image_loading import random_affine
+from nanovlm.processing.image_loading import augment
 from nanovlm.processing.processor import Processor
 
 SHARE_BLOCK = 1000  # positions within which each share is kept exactly
@@ -222,7 +222,7 @@ class Batches:
     batch_size: int
     skip_errors: bool = False  # show the group's next example instead of a bad one
     pack: int = 0  # join examples into rows of at most this many tokens; 0 gives each a row
-    augment: float = 0.0  # of `random_affine`, which changes images that are shown again
+    augment: float = 0.0  # how much `augment` changes images that are shown again
     n_parts: int = 1
     n_rows: int | None = None  # of a sequence that ends; its last batch may be smaller
     reported: set[str] = field(default_factory=set)  # messages of skipped examples, which come again every epoch
@@ -240,7 +240,7 @@ class Batches:
         turn, part = step // self.n_parts * self.batch_size + b, Part(step % self.n_parts, self.n_parts)
         for skip in range(MAX_CONSECUTIVE_ERRORS):
             shown_before = self.mixture.epoch(turn, skip, part) > 0
-            change = partial(random_affine, amount=self.augment, rng=rng) if self.augment and shown_before else None
+            change = partial(augment, amount=self.augment, rng=rng) if self.augment and shown_before else None
             try:
                 return encode_checked(self.mixture.example(turn, skip, part), self.processor, change)
             except ExampleError as error:

@@ -19,7 +19,7 @@ from random import Random
 from typing import Any, BinaryIO, TypeGuard
 
 import torch
-from PIL import ExifTags, Image, features
+from PIL import ExifTags, Image, ImageEnhance, features
 from PIL.Image import Transpose
 
 from nanovlm.errors import ImageError, MissingExtraError
@@ -150,10 +150,7 @@ def from_array(array: Any) -> Image.Image:
         values = (values.float() * 255).round().to(torch.uint8)
     if values.dtype != torch.uint8:
         raise ImageError(f"an array of {array.dtype}; pass uint8, or floats in [0, 1]")
-    height, width, channels = (*values.shape, 1)[:3]
-    values = values.contiguous()
-    data = ctypes.string_at(values.data_ptr(), values.numel())
-    return Image.frombytes({1: "L", 3: "RGB", 4: "RGBA"}[channels], (width, height), data)
+    return Image.fromarray((values.squeeze(2) if values.shape[2:] == (1,) else values).numpy())
 
 
 def printable(name: str) -> str:
@@ -274,13 +271,16 @@ def as_tensor(image: Image.Image) -> torch.Tensor:
     return torch.frombuffer(bytearray(image.tobytes()), dtype=dtype).view(height, width, -1).permute(2, 0, 1)
 
 
-def random_affine(image: Image.Image, amount: float, rng: Random) -> Image.Image:
+def augment(image: Image.Image, amount: float, rng: Random) -> Image.Image:
     """Rotate an RGB image by up to 100 * amount degrees, move and scale it by up to amount; the size stays.
 
-    What becomes visible outside of it has the mean color of its corners.
+    Brightness and contrast change by up to half of amount. What becomes visible outside has the mean color of its
+    corners.
     """
     from torchvision.transforms.v2.functional import InterpolationMode, affine  # here: captions do without the import
 
+    for enhance in (ImageEnhance.Brightness, ImageEnhance.Contrast):
+        image = enhance(image).enhance(rng.uniform(1 - amount / 2, 1 + amount / 2))
     right, bottom = image.width - 1, image.height - 1
     corners = [image.getpixel(corner) for corner in ((0, 0), (right, 0), (0, bottom), (right, bottom))]
     return affine(

@@ -106,10 +106,10 @@ class TrainConfig:
     pack: int = setting(
         0, "pack examples into rows of up to N tokens that do not attend to each other; 0 pads instead", needs="data"
     )
-    random_affine: float = setting(
+    augment: float = setting(
         0.0,
-        "from an image's second epoch on, move and scale it by up to this share, and rotate it by up to 100 times as "
-        "many degrees",
+        "from an image's second epoch on, move and scale it by up to this share, rotate it by up to 100 times as many "
+        "degrees, and change brightness and contrast by up to half as much",
         below=0.5,
         needs="data",
     )
@@ -201,8 +201,8 @@ class TrainConfig:
             raise InputError(f"dpo_beta compares answers with those of a whole model; omit pack={self.pack} and fsdp")
         if self.optimizer == "muon" and self.lora_rank:
             raise InputError("optimizer=muon trains whole matrices; omit it with lora_rank, or choose adamw")
-        if self.image_cache_dir and (self.vision_lr_scale or self.random_affine or self.fsdp):
-            needed = "vision_lr_scale=0 and random_affine=0, and no fsdp"
+        if self.image_cache_dir and (self.vision_lr_scale or self.augment or self.fsdp):
+            needed = "vision_lr_scale=0 and augment=0, and no fsdp"
             raise InputError(f"image_cache_dir={self.image_cache_dir} needs {needed}; set them so, or omit it")
         if not any(self.lr_scales.values()):
             raise InputError("vision_lr_scale=0 with the other two scales at 0 trains nothing; raise one of the three")
@@ -310,7 +310,7 @@ SCENES = TrainConfig(
 FINETUNING = TrainConfig(
     max_steps=850,
     batch_size=8,
-    random_affine=0.15,
+    augment=0.15,
     metric_for_best_model="auto",
     lr=8e-4,
     warmup_steps=20,

@@ -131,7 +131,7 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         if cfg.metric_for_best_model == AUTO and options.metric and AUTO_METRIC not in options.metric:
             cfg = replace(cfg, metric_for_best_model=LOSS)
     task = TrainingTask(
-        Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.random_affine, n_parts),
+        Batches(mixture, processor, cfg.batch_size, skip, cfg.pack, cfg.augment, n_parts),
         processor.tokenizer.to_json(),
         options.out,
         save_dtype=dtype,

@@ -49,7 +49,7 @@ def test_cosine_equals_transformers():
         {"warmup_steps": -1}, {"lr": -1e-3}, {"lr": 0.0}, {"lr": math.nan}, {"lr": math.inf}, {"decay": 1.01},
         {"decay": -0.1}, {"weight_decay": -1}, {"max_grad_norm": math.nan}, {"max_grad_norm": 0.0}, {"lora_alpha": 0.0},
         {"beta2": 1.0}, {"seed": -1}, {"seed": 2**70}, {"schedule": "line"}, {"dtype": "int8"}, {"vision_lr_scale": -1},
-        {"gradient_accumulation_steps": 0}, {"keep_checkpoints": 0}, {"random_affine": 0.5},
+        {"gradient_accumulation_steps": 0}, {"keep_checkpoints": 0}, {"augment": 0.5},
     ],
     ids=str,
 )  # fmt: skip

@@ -243,5 +243,5 @@ def test_a_frozen_encoder_encodes_each_image_once(tiny_model, make_batch, tmp_pa
     assert encoded == [12, 4]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5)
-    with pytest.raises(InputError, match="needs vision_lr_scale=0 and random_affine=0"):
+    with pytest.raises(InputError, match="needs vision_lr_scale=0 and augment=0"):
         TrainConfig(image_cache_dir="store")

@@ -125,7 +125,7 @@ def test_data_and_settings_that_do_not_fit_are_one_line(data, capsys):
 @pytest.mark.parametrize("flags", [[], ["--lora-rank", "4"]])
 def test_the_command_learns_what_is_preferred(data, tmp_path, flags):
     command = ["train", "--data", str(data), "--out", str(tmp_path / "out"), "--dpo-beta", "0.5", "--max-steps", "40"]
-    command += ["--batch-size", "2", "--num-workers", "0", "--lr", "3e-3", "--random-affine", "0", "--dtype", "float32"]
+    command += ["--batch-size", "2", "--num-workers", "0", "--lr", "3e-3", "--augment", "0", "--dtype", "float32"]
     embedded = Captioner.from_pretrained(dtype="float32")
     assert main([*command, *flags]) == 0
     trained = Captioner.from_pretrained(tmp_path / "out", dtype="float32")
