@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.lib import flops
 from models.kv_study import sliding_window
 from models.kv_study.block_cache import BlockCache, block_caches, prefill_state
 from models.kv_study.cross_attention import KVPair
@@ -46,7 +45,6 @@ class Design:
 
     name: str
     start: Start
-    cost: flops.ReadCost
     is_rounded: bool = False  # whether it may choose other ids than its reference
     reference: Start | None = None  # whose ids are expected; by default those without a cache
 
@@ -150,24 +148,23 @@ def fixed(model: VisionLanguageModel, programs: Programs, capacity: int, ids: Te
 
 def language_model_designs(model: VisionLanguageModel, capacity: int, window: int, export: bool) -> list[Design]:
     """The designs of the product's language model, for sequences of up to capacity tokens."""
-    cost, window_cost = flops.language_model(model.cfg), flops.language_model(model.cfg, window)
     programs: Programs = [LanguageModelStep(model.decoder)] * 2
 
     def plain(ids: Tensor, images: Images) -> Run:
         return embedded(model, uncached(lambda x: model.prefill_embeds(x)[0]), ids, images)
 
     designs = [
-        Design(UNCACHED, plain, cost),
-        Design("per-block cache", partial(blocks, model, None), cost),
-        Design("static cache", partial(fixed, model, programs, capacity), cost),
-        Design("paged blocks", partial(paged, model, capacity), cost),
-        Design("int8 cache", partial(blocks, model, QuantizedKV), cost, is_rounded=True),
-        Design(f"sliding window, {window}", partial(windowed, model, window), window_cost,
+        Design(UNCACHED, plain),
+        Design("per-block cache", partial(blocks, model, None)),
+        Design("static cache", partial(fixed, model, programs, capacity)),
+        Design("paged blocks", partial(paged, model, capacity)),
+        Design("int8 cache", partial(blocks, model, QuantizedKV), is_rounded=True),
+        Design(f"sliding window, {window}", partial(windowed, model, window),
                reference=partial(masked, model, window)),
     ]  # fmt: skip
     if export:
         programs = [program.module() for program in export_language_model(model.decoder, capacity).values()]
-        designs.insert(3, Design("static, exported", partial(fixed, model, programs, capacity), cost))
+        designs.insert(3, Design("static, exported", partial(fixed, model, programs, capacity)))
     return designs
 
 
@@ -202,7 +199,7 @@ def fixed_twin(model: EncoderDecoder, programs: Programs, capacity: int, ids: Te
 
 def encoder_decoder_designs(model: EncoderDecoder, capacity: int, export: bool) -> list[Design]:
     """The designs of the encoder-decoder, one image per sequence, for sequences of up to capacity tokens."""
-    decoder, cost = model.decoder, flops.text_decoder(model.cfg, model.cfg.vit_grid**2)
+    decoder = model.decoder
     programs: Programs = [decoder.project_cross_kv, *[TextDecoderStep(decoder)] * 2]
 
     def plain(ids: Tensor, images: Tensor) -> Run:
@@ -211,12 +208,12 @@ def encoder_decoder_designs(model: EncoderDecoder, capacity: int, export: bool) 
         return Run(read(ids), lambda new: read(new[:, None]))
 
     designs = [
-        Design(UNCACHED, plain, cost),
-        Design("hooks", partial(hooked, model), cost),
-        Design("cross-attention once", partial(crossed, model), cost),
-        Design("static cache", partial(fixed_twin, model, programs, capacity), cost),
+        Design(UNCACHED, plain),
+        Design("hooks", partial(hooked, model)),
+        Design("cross-attention once", partial(crossed, model)),
+        Design("static cache", partial(fixed_twin, model, programs, capacity)),
     ]
     if export:
         programs = [program.module() for program in export_text_decoder(decoder, capacity).values()]
-        designs.append(Design("static, exported", partial(fixed_twin, model, programs, capacity), cost))
+        designs.append(Design("static, exported", partial(fixed_twin, model, programs, capacity)))
     return designs

@@ -15,8 +15,8 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from eval.lib import flops
 from eval.lib.cache_designs import UNCACHED, Design, Images, Run, Start, encoder_decoder_designs, language_model_designs
 from eval.lib.command import progress
 from eval.lib.tables import table
@@ -65,7 +65,7 @@ class Row:
     spread_ms: list[float]  # half of slowest - fastest
     token_ms: float  # per token after the first, over the longest generation
     exponent: float  # growth of the time after the first token, between the last two lengths
-    flops: list[int]  # per length, in theory
+    flops: list[int]  # per length: those of matmuls and attention, as PyTorch counts them, the image's among them
     flops_exponent: float
     bytes_per_token: float  # keys and values after the longest generation, by the tokens then read
     cross_bytes: int  # keys and values of the image, beside those
@@ -113,15 +113,17 @@ def encoder_decoder_case(
     return Case("encoder-decoder of the same size", model, ids, images, partial(model.encode, images), designs, images)
 
 
-def timeline(start: Start, ids: Tensor, images: Images, n: int) -> tuple[list[int], list[float], Run]:
-    """The n ids that follow a prompt greedily, the milliseconds after which each was chosen, and the run."""
+def timeline(
+    start: Start, ids: Tensor, images: Images, n: int, clock: Callable[[], float] = time.perf_counter
+) -> tuple[list[int], list[float], Run]:
+    """The n ids that follow a prompt greedily, the seconds of the clock after which each was chosen, and the run."""
     synchronize(ids.device)
-    started, chosen, times = time.perf_counter(), [], []
+    started, chosen, times = clock(), [], []
     run = start(ids, images)
     for i in range(n):
         new = run.logits.argmax(-1)
         chosen.append(int(new[0]))
-        times.append(1000 * (time.perf_counter() - started))
+        times.append(clock() - started)
         if i < n - 1:
             run.logits = run.step(new)
     return chosen, times, run
@@ -133,10 +135,15 @@ def exponent(lengths: Sequence[int], after_first: Sequence[float]) -> float:
     return round(math.log(high / low) / math.log((n - 1) / (m - 1)), 2)
 
 
-def make_row(design: Design, case: Case, times: list[list[float]], sizes: Sizes, held: Run, same_ids: int) -> Row:
-    """A design's results so far; times hold when each token of the longest generation was there, a list per round."""
+def make_row(
+    design: Design, case: Case, times: list[list[float]], flops: Sequence[float], sizes: Sizes, held: Run, same_ids: int
+) -> Row:
+    """A design's results so far.
+
+    times hold the milliseconds after which each token of the longest generation was there, a list per round; flops the
+    operations up to each of these tokens.
+    """
     lengths, prompt = sizes.lengths, case.ids.size(1)
-    costs = {n: flops.generation(design.cost, prompt, n, cached=design.name != UNCACHED) for n in (1, *lengths)}
     totals = [[run[n - 1] for run in times] for n in lengths]
     return Row(
         design=design.name,
@@ -144,8 +151,8 @@ def make_row(design: Design, case: Case, times: list[list[float]], sizes: Sizes,
         spread_ms=[round((max(total) - min(total)) / 2, 3) for total in totals],
         token_ms=round(median((run[-1] - run[0]) / (len(run) - 1) for run in times), 3),
         exponent=exponent(lengths, [median(run[n - 1] - run[0] for run in times) for n in lengths]),
-        flops=[costs[n] for n in lengths],
-        flops_exponent=exponent(lengths, [costs[n] - costs[1] for n in lengths]),
+        flops=[int(flops[n - 1]) for n in lengths],
+        flops_exponent=exponent(lengths, [flops[n - 1] - flops[0] for n in lengths]),
         bytes_per_token=round(held.bytes_used() / (prompt + max(lengths) - 1), 1),  # the last token is not read
         cross_bytes=storage_bytes(tensor for pair in held.cross for tensor in pair),
         is_rounded=design.is_rounded,
@@ -160,13 +167,17 @@ def time_generations(case: Case, sizes: Sizes) -> list[Row]:
     last: dict[str, tuple[list[int], Run]] = {}  # ids and state of the newest round
 
     def generate(design: Design) -> float:
-        chosen, new, run = timeline(design.start, *inputs, longest)
-        times[design.name].append(new)
+        chosen, seconds, run = timeline(design.start, *inputs, longest)
+        times[design.name].append([1000 * s for s in seconds])
         last[design.name] = chosen, run
-        return new[-1] / 1000
+        return seconds[-1]
 
-    for design in case.designs:
-        timeline(design.start, *inputs, 3)  # warm up
+    def count(design: Design) -> list[float]:
+        """Operations up to each token; this also warms up."""
+        with FlopCounterMode(display=False) as counter:
+            return timeline(design.start, *inputs, longest, counter.get_total_flops)[1]
+
+    flops = {design.name: count(design) for design in case.designs}
     contestants = {design.name: partial(generate, design) for design in case.designs}
     log = lambda line: progress(f"{case.name}, {longest} tokens, {line}")  # noqa: E731
     interleave(contestants, sizes.rounds, warmup=0, log=log)
@@ -175,7 +186,7 @@ def time_generations(case: Case, sizes: Sizes) -> list[Row]:
         chosen, run = last[design.name]
         expected = timeline(design.reference, *inputs, longest)[0] if design.reference else last[UNCACHED][0]
         same = next((i for i, (a, b) in enumerate(zip(chosen, expected)) if a != b), longest)
-        rows.append(make_row(design, case, times[design.name], sizes, run, same))
+        rows.append(make_row(design, case, times[design.name], flops[design.name], sizes, run, same))
     return rows
 
 

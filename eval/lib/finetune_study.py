@@ -2,23 +2,27 @@
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 
 from eval.lib.command import progress
-from eval.lib.study_sets import STUDY_SETS, read_study_set, write_study_set
+from eval.lib.scene_splits import png
+from eval.lib.study_sets import read_study_set, write_study_set
 from eval.lib.training_race import MakeRun, TrainingSetup, race
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
 from nanovlm.cli.main import run_verb
 from nanovlm.errors import TrainingError
 from nanovlm.processing.image_loading import load_image
+from nanovlm.synthetic import caption, random_scene
 from nanovlm.training.config import FINETUNING
 
 BATCH_SIZE = 64
+FRESH_SCENES = 200
 PIXELS = 32  # side of the images that the classifiers of pixels see
 WAYS: dict[str, list[str]] = {
     "default": [],
@@ -26,17 +30,23 @@ WAYS: dict[str, list[str]] = {
     "muon, half the rate": ["--optimizer", "muon", "--lr", "2.5e-4"],
     "muon, twice the rate": ["--optimizer", "muon", "--lr", "1e-3"],
     "adapters": ["--lora-rank", "16"],
+    "scenes mixed in": ["--data", "scenes@0.22", "--pack", "256"],  # packed, since their captions are longer
 }
 
 
-def study(archives: Path, ways: Sequence[str], flags: Sequence[str]) -> dict[str, dict]:
-    """For each data set and way: the shares of exact answers and of answers that occur in training, and seconds."""
+def study(
+    sets: Iterable[str], archives: Path | None, ways: Iterable[str], flags: list[str]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """For each data set and way: the shares of exact answers and of answers that occur in training, and seconds.
+
+    Where scenes are mixed in, also the share of exact captions of fresh scenes.
+    """
     results: dict[str, dict] = {}
-    for name in STUDY_SETS:
+    for name in sets:
         with tempfile.TemporaryDirectory() as folder:
             train, test = write_study_set(name, archives, Path(folder) / "data")
             found = results[name] = {}
-            for way in ways or WAYS:
+            for way in ways:
                 out, started = Path(folder, way.replace(" ", "-")), time.perf_counter()
                 argv = ["--data", str(train), "--out", str(out), *WAYS[way], *flags]
                 progress(f"{name}, {way}: train.py {' '.join(argv)}")
@@ -44,17 +54,27 @@ def study(archives: Path, ways: Sequence[str], flags: Sequence[str]) -> dict[str
                     raise TrainingError(f"{name}, {way}: train.py ended with exit code {code}")
                 seconds = time.perf_counter() - started
                 found[way] = score(out, train, test) | {"seconds": round(seconds, 1)}
+                if "scenes" in way:
+                    found[way]["scenes"] = score_scenes(out)
             found |= {"SVM on pixels": classify_pixels(train, test), "neighbors": classify_embeddings(train, test)}
     return results
 
 
-def race_study(archives: Path, loops: dict[str, MakeRun], seconds: float, settings: dict[str, Any]) -> dict[str, dict]:
+def cell(found: dict[str, dict[str, float]], name: str) -> str:
+    """What the table says of a way, or nothing if there is no such result."""
+    scores = {key: f"{found[name][key]:.1%}" for key in ("exact", "scenes") if key in found.get(name, {})}
+    return " and ".join(scores.values()) + " of scenes" * ("scenes" in scores)
+
+
+def race_study(
+    sets: Iterable[str], archives: Path | None, loops: dict[str, MakeRun], seconds: float, settings: dict[str, Any]
+) -> dict[str, dict[str, dict[str, float]]]:
     """The same shares for each data set and training loop, of the embedded model after `seconds` of training."""
     results: dict[str, dict] = {}
-    for name in STUDY_SETS:
+    for name in sets:
         with tempfile.TemporaryDirectory() as folder:
             train, test = write_study_set(name, archives, Path(folder) / "data")
-            setup = TrainingSetup(EMBEDDED, train, random_affine=FINETUNING.random_affine, **settings)
+            setup = TrainingSetup(EMBEDDED, train, augment=FINETUNING.augment, **settings)
             progress(f"{name}: {', '.join(loops)}")
             found, runs = race(setup, loops, Path(folder), None, seconds)
             results[name] = {
@@ -75,6 +95,14 @@ def score(model: Path, train: Path, test: Path) -> dict[str, float]:
         "exact": sum(answer == caption for answer, caption in zip(answers, captions)) / n,
         "known": sum(answer in known for answer in answers) / n,
     }
+
+
+def score_scenes(model: Path) -> float:
+    """The share of exact captions of fresh drawn scenes, which the embedded model has learned."""
+    captioner, rng = Captioner.from_pretrained(model, dtype="float32"), Random("fresh")
+    scenes = [random_scene(rng) for _ in range(FRESH_SCENES)]
+    answers = captioner.captions([png(scene, rng) for scene in scenes], batch_size=BATCH_SIZE)
+    return sum(answer == caption(scene) for answer, scene in zip(answers, scenes)) / FRESH_SCENES
 
 
 def classify_pixels(train: Path, test: Path) -> dict[str, float]:

@@ -7,7 +7,7 @@ from eval.lib.cache_study import Study
 
 
 def draw(studies: Sequence[Study], environment: str, path: Path) -> None:
-    """Write path as PNG: a column per model, measured times above theoretical operations, all axes logarithmic."""
+    """Write path as PNG: a column per model, measured times above counted operations, all axes logarithmic."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4 * len(studies), 8), dpi=100, layout="constrained")
@@ -19,11 +19,11 @@ def draw(studies: Sequence[Study], environment: str, path: Path) -> None:
             seconds, spread = ([ms / 1000 for ms in values] for values in (row.total_ms, row.spread_ms))
             label = f"{row.design}: $n^{{{row.exponent:.2f}}}$"
             above.errorbar(lengths, seconds, spread, label=label, capsize=2, **style)
-            if i < 2:  # in theory, almost all cache designs cost the same
+            if i < 2:  # almost all cache designs compute the same
                 label = f"{'with a cache' if i else row.design}: $n^{{{row.flops_exponent:.2f}}}$"
                 below.plot(lengths, [value / 1e9 for value in row.flops], label=label, **style)
         above.set(title=study.model, ylabel="seconds, from pixels to the last token")
-        below.set(ylabel="theory: GFLOP of the language model", xlabel="new tokens n")
+        below.set(ylabel="GFLOP, as PyTorch counts them", xlabel="new tokens n")
         for axis in (above, below):
             axis.set(xscale="log", yscale="log")
             axis.set_xticks(lengths, map(str, lengths))

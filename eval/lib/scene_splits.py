@@ -9,14 +9,14 @@ from random import Random
 
 from PIL import Image
 
-from eval.lib import independent_renderer
+from eval.lib import svg_renderer
 from nanovlm import PROMPT
 from nanovlm.synthetic import Scene, caption, draw, questions, random_scene
 
 Renderer = Callable[[Scene, int, int], Image.Image]
 Counts = dict[str, int]  # "right" and "of"
 
-RENDERERS: dict[str, Renderer] = {"training": draw, "independent": independent_renderer.draw}
+RENDERERS: dict[str, Renderer] = {"training": draw, "svg": svg_renderer.draw}
 IMAGE_SIZES = (96, 512)  # pixels
 N_COMPARED = 3  # relation questions of each kind about one scene
 OBJECT_ROWS = ("one object", "two objects", "three objects", "four objects")

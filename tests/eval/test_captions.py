@@ -41,13 +41,14 @@ def test_the_table_shows_shares_intervals_and_misses(monkeypatch, capsys):
     assert "100.00%  (100 of 100, 95% interval 96.3 to 100.0)" in out and "torch.float32" in out
 
 
+@pytest.mark.full
 def test_the_renderer_draws_every_scene(captioner, monkeypatch, capsys):
     drawn = []
-    draw = captions.RENDERERS["independent"]
-    monkeypatch.setitem(captions.RENDERERS, "independent", lambda *args: drawn.append(args) or draw(*args))
-    assert main(["--renderer", "independent", "--scenes", "2"]) == 0
+    draw = captions.RENDERERS["svg"]
+    monkeypatch.setitem(captions.RENDERERS, "svg", lambda *args: drawn.append(args) or draw(*args))
+    assert main(["--renderer", "svg", "--scenes", "2"]) == 0
     assert len(drawn) == 4 and "captions, withheld pairs" in capsys.readouterr().out
-    assert main(["--renderer", "independent", "--scenes", "2", "--turns", "1"]) == 0
+    assert main(["--renderer", "svg", "--scenes", "2", "--turns", "1"]) == 0
     assert len(drawn) == 6
 
 

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from PIL import Image
 
-from eval.lib import independent_renderer
+from eval.lib import svg_renderer
 from eval.lib.scene_splits import N_COMPARED, OBJECT_ROWS, count_by_row, make_splits, png, question_kind
 from nanovlm.synthetic import names_withheld, random_scene
 
@@ -69,13 +69,14 @@ def test_rows_are_in_order():
     assert list(count_by_row(["Is there", "How many", "How many"], [True] * 3)) == ["How many", "Is there"]
 
 
-def test_the_independent_renderer_draws_the_same_scenes():
+@pytest.mark.full
+def test_the_other_renderer_draws_the_same_scenes():
     """The examples differ in their images alone; a withheld scene is one either way."""
-    ours, others = make_splits(2, 2, "test"), make_splits(2, 2, "test", independent_renderer.draw)
+    ours, others = make_splits(2, 2, "test"), make_splits(2, 2, "test", svg_renderer.draw)
     for split in ours:
         assert [(e.prompt, e.truth, e.row) for e in ours[split]] == [(e.prompt, e.truth, e.row) for e in others[split]]
     assert all(a.image != b.image for a, b in zip(ours["captions"], others["captions"]))
     scene = random_scene(Random(1), withheld=True)
     assert names_withheld(scene)
-    with Image.open(io.BytesIO(png(scene, Random(2), independent_renderer.draw))) as image:
+    with Image.open(io.BytesIO(png(scene, Random(2), svg_renderer.draw))) as image:
         assert image.format == "PNG" and 96 <= min(image.size) <= max(image.size) <= 512

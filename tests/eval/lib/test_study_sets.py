@@ -26,6 +26,7 @@ def test_sets_that_come_with_packages_are_written(tmp_path, name, n_train, n_tes
 
 
 def test_a_missing_archive_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"flag-icons\*\.tgz: pip download .* or npm pack"):
-        write_study_set("flags", tmp_path, tmp_path / "flags")
+    for folder, where in ((tmp_path, str(tmp_path)), (None, "the folder that --study names")):
+        with pytest.raises(DataError, match=rf"{where} has no flag-icons\*\.tgz: pip download .* or npm pack"):
+            write_study_set("flags", folder, tmp_path / "flags")
     assert list(STUDY_SETS) == ["digits", "patches", "faces", "icons", "flags", "emoji"] and not Path("flags").exists()

@@ -64,7 +64,7 @@ def checkout(tmp_path):
 
 
 def test_a_timed_step_learns_what_a_plain_one_does(tmp_path):
-    setup, weights = TrainingSetup.make(tmp_path, "embedded", 4, "1", dtype="float32", batch_size=2), []
+    setup, weights = TrainingSetup.make(tmp_path, "embedded", 4, dtype="float32", batch_size=2), []
     for timed in (False, True):
         timer, trainer = StageTimer(), setup.trainer(tmp_path / f"run-{timed}", 2)
         with started(trainer) as batches:
@@ -132,13 +132,13 @@ def test_the_cosine_warms_up_and_ends_at_a_tenth():
 
 
 def test_the_table_gives_each_run_the_losses_of_each_fifth():
-    fast = RaceResult("fast", 100, [1.0] * 20, [float(i) for i in range(20)], 0.5)
-    slow = RaceResult("slow", 100, [4.0] * 5, [9.0] * 5, 0.25)
+    fast = RaceResult("fast", 100, [1.0] * 20, [float(i) for i in range(20)])
+    slow = RaceResult("slow", 100, [4.0] * 5, [9.0] * 5)
     lines = [line.split() for line in race_table([fast, slow]).splitlines()]
     assert lines[0] == ["fast", "slow"] and lines[1] == ["steps", "20", "5"]
     assert lines[3] == ["tokens/s", "100", "25"]
     assert [line[-2:] for line in lines[4:9]] == [[f"{4 * i + 1.5:.3f}", "9.000"] for i in range(5)]
-    assert lines[9] == ["exact", "captions", "50.0%", "25.0%"]
+    assert len(lines) == 9
 
 
 def test_the_222m_shape_has_the_published_layers():
@@ -149,7 +149,7 @@ def test_the_222m_shape_has_the_published_layers():
 
 
 @pytest.mark.slow
-def test_trl_learns_the_same_postcards(capsys):
+def test_trl_learns_the_same_scenes(capsys):
     pytest.importorskip("trl")
     assert main(["--baseline", "trl", "--images", "4", "--batch-size", "2", "--steps", "2"]) == 0
     assert "this project  trl" in capsys.readouterr().out
