@@ -10,11 +10,11 @@ interleaved rounds; each figure is a median, +- half the distance between the fa
 generation is timed from the pixels to its last token, in one run for all lengths; its end token is ignored.
 
 "grows as" is the growth of the time after the first token between the last two lengths: n^2 where every step reads all
-tokens again, n^1 where each token is read once. Beside it is the growth of the floating-point operations in theory
-(eval/lib/flops.py). A second table compares memory, prefill by length, decode by batch size, and what each design can
-do. "bytes/token" are the keys and values held after the longest generation, divided by the tokens then read; those of
-the image, for cross-attention, are apart. Last, minGPT's two models learn to sort and must agree on every input
-(eval/sort_task.py). The command fails if a design yields other tokens than no cache in float32.
+tokens again, n^1 where each token is read once. Beside it is the growth of the floating-point operations that PyTorch
+counts in matmuls and attention. A second table compares memory, prefill by length, decode by batch size, and what each
+design can do. "bytes/token" are the keys and values held after the longest generation, divided by the tokens then read;
+those of the image, for cross-attention, are apart. Last, minGPT's two models learn to sort and must agree on every
+input (eval/sort_task.py). The command fails if a design yields other tokens than no cache in float32.
 
 --quality measures what designs that change the output cost: exact captions and answers of the embedded model about
 freshly drawn scenes, as eval.captions counts them. "evict" forgets tokens (models/kv_study/eviction.py),
