@@ -94,12 +94,18 @@ INLINE long round_up(long n, long multiple) { return (n + multiple - 1) / multip
 #if LEVEL >= VNNI
 INLINE vec max_vec(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE vec min_vec(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE ivec load_uint8(const uint8_t *x) { return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)x)); }
+INLINE ivec load_uint16(const uint16_t *x) { return (ivec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)x)); }
 #elif LEVEL > NAIVE
 INLINE vec max_vec(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
 INLINE vec min_vec(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
+INLINE ivec load_uint8(const uint8_t *x) { return (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)x)); }
+INLINE ivec load_uint16(const uint16_t *x) { return (ivec)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)x)); }
 #else
 INLINE vec max_vec(vec a, vec b) { return (vec)(((ivec)a & (a > b)) | ((ivec)b & ~(a > b))); }
 INLINE vec min_vec(vec a, vec b) { return (vec)(((ivec)a & (a < b)) | ((ivec)b & ~(a < b))); }
+INLINE ivec load_uint8(const uint8_t *x) { return (ivec){x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]}; }
+INLINE ivec load_uint16(const uint16_t *x) { return (ivec){x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]}; }
 #endif
 INLINE vec abs_vec(vec x) { return (vec)((ivec)x & 0x7fffffff); }
 
@@ -123,9 +129,7 @@ INLINE float max_lanes(vec x) {
 
 // bfloat16 is the upper half of a float32. Rounding is to the nearest, ties to even.
 INLINE ivec round_bits(vec x) { return (ivec)x + 0x7fff + (((ivec)x >> 16) & 1); }
-INLINE vec load_bf16(const uint16_t *x) {
-    return (vec)(__builtin_convertvector(((const unaligned_hvec *)x)->v, ivec) << 16);
-}
+INLINE vec load_bf16(const uint16_t *x) { return (vec)(load_uint16(x) << 16); }
 INLINE void store_bf16(uint16_t *x, vec y) {
     ((unaligned_hvec *)x)->v = __builtin_convertvector((round_bits(y) >> 16) & 0xffff, hvec);
 }

@@ -184,7 +184,7 @@ static void quantize_token(const float *x, operand *out) {
     }
 }
 
-// The token of dot_rows_bf16: of each 2 * LANES values of x the even ones, then the odd ones. out may be x.
+// The token of dot_bf16: of each 2 * LANES values of x the even ones, then the odd ones. out may be x.
 static void split_token(const float *x, long depth, float *out) {
     for (long i = 0; i < depth; i += 2 * LANES) {
         const long n = min_long(2 * LANES, depth - i);

@@ -128,19 +128,17 @@ INLINE long value_bytes(const matrix *w) {
     return w->dtype == FLOAT32 ? 4 : w->dtype == BFLOAT16 || w->dtype == INT16 ? 2 : 1;
 }
 
-// One row of int4 values as float32 or bfloat16, 64 values at a time
-static void convert_int4(const uint8_t *from, const uint32_t *groups, long depth, long type, char *to) {
-    float values[2 * INT4_GROUP] ALIGNED;
-    for (long i = 0; i < depth; i += 2 * INT4_GROUP, from += INT4_GROUP, groups += 2) {
-        for (int half = 0; half < 2; half++) {
-            const float scale = from_bf16((uint16_t)groups[half]), least = from_bf16((uint16_t)(groups[half] >> 16));
-            for (int j = 0; j < INT4_GROUP; j++)
-                values[half * INT4_GROUP + j] = (float)((from[j] >> (4 * half)) & 15) * scale + least;
+// One row of int4 values as float32 or bfloat16, whole groups: up to INT4_GROUP - 1 values more than the depth
+INLINE void convert_int4(const uint8_t *from, const uint32_t *groups, long depth, const long type, char *to) {
+    for (long i = 0; i < depth; i += INT4_GROUP, groups++) {
+        const vec scale = splat(from_bf16((uint16_t)*groups)), least = splat(from_bf16((uint16_t)(*groups >> 16)));
+        const uint8_t *nibbles = from + i / (2 * INT4_GROUP) * INT4_GROUP;
+        for (int j = 0; j < INT4_GROUP; j += LANES) {
+            const ivec q = (load_uint8(nibbles + j) >> (i / INT4_GROUP % 2 * 4)) & 15;
+            const vec value = __builtin_convertvector(q, vec) * scale + least;
+            if (type == BFLOAT16) store_bf16((uint16_t *)to + i + j, value);
+            else store((float *)to + i + j, value);
         }
-        const long n = min_long(2 * INT4_GROUP, depth - i);
-        long j = 0;
-        for (; type == BFLOAT16 && j + LANES <= n; j += LANES) store_bf16((uint16_t *)to + i + j, load(values + j));
-        for (; j < n; j++) put(to, type, i + j, values[j]);
     }
 }
 
@@ -150,7 +148,8 @@ static void convert_row(const matrix *w, long row, long type, long padded, char 
     const char *from = (const char *)w->data + row * w->stride * value_bytes(w) / (w->dtype == INT4 ? 2 : 1);
     long i = 0;
     const uint32_t *groups = w->groups + row * (w->stride / INT4_GROUP);
-    if (w->dtype == INT4) convert_int4((const uint8_t *)from, groups, depth, type, to);
+    if (w->dtype == INT4 && type == BFLOAT16) convert_int4((const uint8_t *)from, groups, depth, BFLOAT16, to);
+    else if (w->dtype == INT4) convert_int4((const uint8_t *)from, groups, depth, FLOAT32, to);
     else if (bytes == value_bytes(w)) memcpy(to, from, depth * bytes);
     else if (w->dtype == INT8) for (; i < depth; i++) ((int16_t *)to)[i] = ((const uint8_t *)from)[i] - 128;
     else {
@@ -171,8 +170,8 @@ static const char *left_rows(const matrix *w, long row, long type, long units, c
         return (const char *)w->data + row * row_bytes;
     }
     *stride = units * 4 + 64;  // rows a power of two apart would share places in the cache
-    memset(buffer + rows * *stride, 0, (BLOCK_ROWS - rows) * *stride);
     for (long r = 0; r < rows; r++) convert_row(w, row + r, type, units * values_per_unit(type), buffer + r * *stride);
+    memset(buffer + rows * *stride, 0, (BLOCK_ROWS - rows) * *stride);
     return buffer;
 }
 
@@ -213,7 +212,7 @@ static void gemm(const matrix *weights, int n_weights, const operand *x, result 
     #pragma omp parallel num_threads(threads)
     {
         amx_state state = begin_multiply();
-        char *buffer = allocate(BLOCK_ROWS * (x->units * 4 + 64));
+        char *buffer = allocate(BLOCK_ROWS * (x->units * 4 + 64) + INT4_GROUP * 4);
         float sums[BLOCK_ROWS * PANEL] ALIGNED;
         for (long start = 0; start < panels; start += group) {
             result part = out;

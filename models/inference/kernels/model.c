@@ -10,7 +10,7 @@ typedef struct {
 static operand make_operand(const matrix *w, const activations *x, const norm_args *norm, int threads) {
     operand out = operand_for(w, x->n_tokens);
     const long depth = w->depth, width = width_of(x);
-    const int splits = width == 1 && w->dtype == BFLOAT16 && LEVEL > NAIVE;  // see dot_rows_bf16
+    const int splits = width == 1 && w->dtype == BFLOAT16 && LEVEL > NAIVE;  // see split_token
     if (out.type == FLOAT32 && !norm && !splits) {
         release(out.data);
         out.data = (char *)x->data, out.panel_bytes = x->n_features * PANEL * 4, out.borrowed = 1;
