@@ -15,6 +15,7 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from eval.lib.cache_designs import UNCACHED, Design, Images, Run, Start, encoder_decoder_designs, language_model_designs
@@ -174,7 +175,8 @@ def time_generations(case: Case, sizes: Sizes) -> list[Row]:
 
     def count(design: Design) -> list[float]:
         """Operations up to each token; this also warms up."""
-        with FlopCounterMode(display=False) as counter:
+        # torch 2.14 counts attention on a CPU only where it is made of matmuls
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             return timeline(design.start, *inputs, longest, counter.get_total_flops)[1]
 
     flops = {design.name: count(design) for design in case.designs}
