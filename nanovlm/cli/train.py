@@ -80,22 +80,11 @@ def run(args: argparse.Namespace) -> int:
     for name in ONEDNN_CACHES:
         os.environ.setdefault(name, ONEDNN_CAPACITY)
     set_threads(args.threads)
-    return run_and_exit(lambda: run_scenes(args, options, cfg) if args.recipe else run_finetuning(args, options, cfg))
+    return run_and_exit(lambda: train_or_estimate(args, options, cfg))
 
 
-def run_scenes(args: argparse.Namespace, options: FinetuneOptions, cfg: TrainConfig) -> int:
-    """Train the embedded model from scratch, or estimate what that needs."""
-    from nanovlm.training.recipes import estimate_scenes, train_scenes
-
-    if args.dry_run:
-        print(estimate_scenes(options, cfg))
-    else:
-        train_scenes(options, cfg)
-    return 0
-
-
-def run_finetuning(args: argparse.Namespace, options: FinetuneOptions, cfg: TrainConfig) -> int:
-    """Fine-tune, check the data, or estimate what fine-tuning needs."""
+def train_or_estimate(args: argparse.Namespace, options: FinetuneOptions, cfg: TrainConfig) -> int:
+    """Train, check the data, or estimate what training needs."""
     from nanovlm.training.finetuning import check_examples, estimate_finetuning, fine_tune
 
     if args.check_data:

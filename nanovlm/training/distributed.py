@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from nanovlm.errors import TrainingError
+from nanovlm.training.loader import TrainingInterrupted
 
 MAX_BUCKETED_BYTES = 2**20  # smaller gradients are summed in one message, because each message has a latency
 
@@ -121,7 +121,7 @@ class DistributedContext:
 
 
 def run_and_exit(run: Callable[[], int]) -> int:
-    """The exit code of run(); under torchrun, end the process with it at once, also if run exits by itself.
+    """The exit code of run(); under torchrun, end the process with it at once, also after a signal.
 
     FSDP2 keeps gloo's threads beyond the end of the group, and they can abort the interpreter at shutdown.
     """
@@ -129,18 +129,8 @@ def run_and_exit(run: Callable[[], int]) -> int:
         return run()
     try:
         code = run()
-    except SystemExit as error:
-        code = exit_status(error.code)
+    except TrainingInterrupted as interrupted:
+        code = interrupted.args[0]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def exit_status(code: Any) -> int:
-    """The exit status of sys.exit(code), as Python defines it: None is 0, any other object is printed and is 1."""
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return code
-    print(code, file=sys.stderr)
-    return 1

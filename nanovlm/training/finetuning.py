@@ -1,4 +1,4 @@
-"""Fine-tune a model on the user's own images and texts, with evaluation on held-out examples."""
+"""Fine-tune a model on the user's own images and texts, with evaluation on held-out examples; or draw the images."""
 
 import logging
 import math
@@ -29,6 +29,7 @@ from nanovlm.options import check_output_folder
 from nanovlm.processing.convert import check_format, convert_layout
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
+from nanovlm.synthetic import recipe
 from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, write_errors, write_model
 from nanovlm.training.config import FinetuneOptions, TrainConfig, choose
 from nanovlm.training.examples import (
@@ -60,7 +61,8 @@ logger = logging.getLogger(__name__)
 def fine_tune(options: FinetuneOptions, cfg: TrainConfig) -> VisionLanguageModel:
     """Train options.model on options.data, write it to options.out and return it; see Trainer.run.
 
-    If the folder holds checkpoints, training is resumed from the newest.
+    Without data, the embedded model is trained from scratch on drawn scenes. If the folder holds checkpoints, training
+    is resumed from the newest.
     """
     with data_errors(), memory_errors():
         return start(options, cfg, Trainer).run()
@@ -81,9 +83,9 @@ def check_examples(options: FinetuneOptions) -> int:
 
 
 def start(options: FinetuneOptions, cfg: TrainConfig, make: Callable[..., T]) -> T:
-    """make(model, task, cfg) with the model and the data of the options."""
+    """make(model, task, cfg) with the model and the data of the options, or with drawn scenes."""
     check_folder(options.out, options.data)
-    model, task, cfg = prepare(options, cfg)
+    model, task, cfg = prepare(options, cfg) if options.data else prepare_scenes(options, cfg)
     if cfg.lora_rank and starts_anew(options) and os.environ.get("RANK", "0") == "0":
         with write_errors(options.out):  # without its base model an adapter is of no use
             model.save_pretrained(options.out / BASE, tokenizer=task.tokenizer)
@@ -147,6 +149,13 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         if reasons:
             logger.info(f"chosen: {'; '.join(reasons)}")
     return model, task, cfg
+
+
+def prepare_scenes(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:
+    """The embedded model with random weights, and its task: drawn scenes."""
+    model, processor = recipe.make_model(cfg.seed)
+    get_batch, tokenizer = recipe.SceneBatches(processor, cfg.batch_size, cfg.seed), processor.tokenizer.to_json()
+    return model, TrainingTask(get_batch, tokenizer, options.out, save_dtype=recipe.CHECKPOINT_DTYPE), cfg
 
 
 def choose_settings(
