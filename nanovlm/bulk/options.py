@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovlm.bulk.prompt_template import check_template, fill_template
-from nanovlm.data.source import INSTALL_DATA
+from nanovlm.data.remote import INSTALL_DATA
 from nanovlm.embedded import PROMPT
 from nanovlm.errors import UsageError
 from nanovlm.options import GenerationOptions

@@ -12,7 +12,8 @@ from models.checkpoint import WEIGHTS
 from nanovlm.data.examples import Example
 from nanovlm.data.formats import applicable_options, record_to_example
 from nanovlm.data.jsonl import read_jsonl, reading_errors
-from nanovlm.data.source import INSTALL_DATA, Source, captioned_source
+from nanovlm.data.remote import INSTALL_DATA
+from nanovlm.data.source import Source, captioned_source
 from nanovlm.data.webdataset import FilePart, sample_to_example
 from nanovlm.errors import DataError, MissingExtraError
 from nanovlm.options import ReadOptions

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovlm.data.formats import applicable_options, passes_ratings, record_to_example, records_rated_high
-from nanovlm.data.remote import first_line, remote_errors
-from nanovlm.data.source import INSTALL_DATA, Source, Stream
+from nanovlm.data.remote import INSTALL_DATA, first_line
+from nanovlm.data.source import Source, Stream
 from nanovlm.errors import DataError, MissingExtraError
 from nanovlm.options import ReadOptions
 
@@ -27,7 +27,7 @@ def open_dataset(path: str, files: Sequence[str], options: ReadOptions) -> Sourc
     make_example = partial(record_to_example, root=None, options=options)
     if on_hub and options.stream:
         keep_row = partial(passes_ratings, options=options)
-        shards = [partial(_read_shard, path, dataset, i) for i in range(dataset.num_shards)]
+        shards = [partial(_read_shard, dataset, i) for i in range(dataset.num_shards)]
         return Stream(path, shards, make_example, keep_row, [*supported, "stream"])
     if not len(dataset):
         raise DataError(f"no images found: {path} has no rows; name another")
@@ -86,12 +86,11 @@ def _select_split(path: str, dataset: Any) -> Any:
     return dataset.get("train", next(iter(dataset.values())))
 
 
-def _read_shard(path: str, dataset: Any, i: int) -> Iterator[dict[str, Any]]:
+def _read_shard(dataset: Any, i: int) -> Iterator[dict[str, Any]]:
     """The rows of one shard of a streamed dataset.
 
     `iter(dataset)` would distribute the shards among DataLoader workers; here `Stream` does, so that a batch is a
     function of its number.
     """
-    with remote_errors(path, streaming=True):
-        for table in dataset.shard(dataset.num_shards, i).iter(batch_size=1):
-            yield from table.to_pylist()
+    for table in dataset.shard(dataset.num_shards, i).iter(batch_size=1):
+        yield from table.to_pylist()

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-from nanovlm.data.source import INSTALL_DATA
 from nanovlm.errors import DataError, MissingExtraError, NanoVLMError, TrainingError
 
+INSTALL_DATA = "pip install 'nanovlm[data]'"
 BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")  # {000..010}, as webdataset and shells write it
 MAX_FILES = 1_000_000
 

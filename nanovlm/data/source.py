@@ -8,11 +8,12 @@ from random import Random
 from typing import Any
 
 from nanovlm.data.examples import Example, ExampleError, ImageSource
+from nanovlm.data.remote import remote_errors
 from nanovlm.errors import DataError
 from nanovlm.options import ReadOptions
 
 SHUFFLE_WINDOW = 256  # rows of a stream held in memory to be shuffled
-INSTALL_DATA = "pip install 'nanovlm[data]'"
+
 MakeExample = Callable[[Any, str], Example]  # (record, name) -> Example
 
 
@@ -170,10 +171,11 @@ class Stream:
 
     def _rows_of(self, shard: int, part: Part) -> Iterator[Row]:
         """Key and row of the part's examples in a shard; a key is the row's number, after the shard's if several."""
-        for number, row in islice(enumerate(self.shards[shard]()), part.index, None, part.count):
-            key = f"{shard}:{number}" if len(self.shards) > 1 else str(number)
-            if (self.keep_key is None or self.keep_key(key)) and self.keep_row(row):
-                yield key, row
+        with remote_errors(self.path, streaming=True):
+            for number, row in islice(enumerate(self.shards[shard]()), part.index, None, part.count):
+                key = f"{shard}:{number}" if len(self.shards) > 1 else str(number)
+                if (self.keep_key is None or self.keep_key(key)) and self.keep_row(row):
+                    yield key, row
 
     def _all_epochs(self, seed: str, part: Part) -> Iterator[Row]:
         for epoch in count():

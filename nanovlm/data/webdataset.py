@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.formats import COLUMN_OPTIONS, clean_text, record_to_example
-from nanovlm.data.remote import list_files, remote_errors
-from nanovlm.data.source import INSTALL_DATA, Source, Stream, captioned_source
+from nanovlm.data.remote import INSTALL_DATA, list_files, remote_errors
+from nanovlm.data.source import Source, Stream, captioned_source
 from nanovlm.errors import DataError, MissingExtraError
 from nanovlm.options import ReadOptions
 from nanovlm.processing.image_loading import readable_extensions
@@ -57,7 +57,7 @@ def open_remote_tars(path: str, options: ReadOptions) -> Source | Stream:
     if options.stream:
         with remote_errors(addresses[0]):  # the others are opened in their turn
             next(_stream_samples(addresses[0]), None)
-        shards = [partial(_read_shard, path, address) for address in addresses]
+        shards = [partial(_stream_samples, address) for address in addresses]
         make_example = partial(sample_to_example, options=options)
         return Stream(path, shards, make_example, _has_image, [*COLUMN_OPTIONS, "stream"])
     with remote_errors(path):
@@ -114,12 +114,6 @@ def _has_end_marker(tar: tarfile.TarFile) -> bool:
     assert tar.fileobj is not None
     tar.fileobj.seek(tar.offset)
     return tar.fileobj.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
-
-
-def _read_shard(path: str, address: str) -> Iterator[Sample]:
-    """The samples of one shard of a stream."""
-    with remote_errors(path, streaming=True):
-        yield from _stream_samples(address)
 
 
 def _stream_samples(address: str) -> Iterator[Sample]:

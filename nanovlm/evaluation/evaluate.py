@@ -1,8 +1,8 @@
 """Ask a model the questions of examples, and score its answers."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -82,27 +82,21 @@ class Evaluation:
             answers = [answer for answer in self.answers if answer.question.source == source]
             groups.append(Group(source, None, len(answers), _means(answers)))
             counts = Counter(answer.question.prompt for answer in answers)
-            shown = [prompt for prompt, _ in counts.most_common(max_prompts)]
-            for prompt in [*shown, OTHER_PROMPTS] if len(counts) > 1 else []:
-                of_prompt = [a for a in answers if _row_of(a.question.prompt, shown) == prompt]
-                if of_prompt:
-                    groups.append(Group(source, prompt, len(of_prompt), _means(of_prompt)))
+            rows: dict[str, list[Answer]] = {prompt: [] for prompt, _ in counts.most_common(max_prompts)}
+            rows[OTHER_PROMPTS] = []
+            for answer in answers if len(counts) > 1 else ():
+                rows.get(answer.question.prompt, rows[OTHER_PROMPTS]).append(answer)
+            groups += [Group(source, prompt, len(row), _means(row)) for prompt, row in rows.items() if row]
         return groups
 
-    def worst(self, n: int, metric: str | None = None) -> list[Answer]:
-        """The n answers with the lowest score by a metric, or by the mean of all metrics in [0, 1]."""
+    def worst(self, n: int) -> list[Answer]:
+        """The n answers with the lowest mean of all metrics in [0, 1]."""
 
         def score(answer: Answer) -> float:
-            if metric is not None:
-                return answer.scores[metric]
             values = [value for name, value in answer.scores.items() if name != "cider"]
             return sum(values) / max(1, len(values))
 
         return sorted(self.answers, key=score)[:n]
-
-
-def _row_of(prompt: str, shown: Sequence[str]) -> str:
-    return prompt if prompt in shown else OTHER_PROMPTS
 
 
 def _means(answers: Sequence[Answer]) -> dict[str, float]:
@@ -156,10 +150,7 @@ def evaluate(captioner: Captioner, listed: QuestionList, options: EvaluationOpti
     """
     answers: dict[int, str] = {}  # by the question's number
     skipped = list(listed.skipped)
-    with ExitStack() as stack:
-        bar = None
-        if options.show_progress:
-            bar = stack.enter_context(progress_bar(len(listed.questions), "question"))
+    with progress_bar(len(listed.questions), "question") if options.show_progress else nullcontext() as bar:
         for numbers in _batches(listed.questions, options.batch_size):
             batch = [listed.questions[i] for i in numbers]
             for i, text in zip(numbers, _answer_batch(captioner, batch, options)):
@@ -181,19 +172,11 @@ def evaluate(captioner: Captioner, listed: QuestionList, options: EvaluationOpti
     return Evaluation(scored, skipped)
 
 
-def _batches(questions: Sequence[Question], batch_size: int) -> Iterator[list[int]]:
+def _batches(questions: Sequence[Question], batch_size: int) -> list[list[int]]:
     """The numbers of questions to ask together: later turns of a chat alone, all others batch_size at a time."""
-    batch: list[int] = []
-    for i, question in enumerate(questions):
-        if question.history:
-            yield [i]
-            continue
-        batch.append(i)
-        if len(batch) == batch_size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+    later_turns = [[i] for i, question in enumerate(questions) if question.history]
+    others = [i for i, question in enumerate(questions) if not question.history]
+    return [others[i : i + batch_size] for i in range(0, len(others), batch_size)] + later_turns
 
 
 def _answer_batch(captioner: Captioner, batch: Sequence[Question], options: EvaluationOptions) -> list[str | DataError]:

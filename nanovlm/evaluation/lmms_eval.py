@@ -7,7 +7,7 @@ tasks; `prompts=default` in --model_args keeps lmms-eval's.
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,20 +51,14 @@ CHOICES = TaskPrompt(
         ("\nOptions:", "\nChoices:"),
         ("\nA. ", "\nChoices:\nA. "),
         ("Please select the correct answer from the options above.", "Answer with the letter."),
-        (
-            "Answer with the option's letter from the given choices directly",
-            "Answer with the letter directly",
-        ),
+        ("Answer with the option's letter from the given choices directly", "Answer with the letter directly"),
     ),
 )
 MMMU = TaskPrompt(
     answer="Answer:",
     replacements=(
         ("Question:", ""),
-        (
-            "Answer with the option's letter from the given choices directly.",
-            "Answer with the letter directly.",
-        ),
+        ("Answer with the option's letter from the given choices directly.", "Answer with the letter directly."),
         ("\nA. ", "\nChoices:\nA. "),
     ),
 )
@@ -153,10 +147,7 @@ class NanoVLM(lmms):
         options = _options(batch[0][1])
         rows = [self._prepare(request, options.max_new_tokens) for request in batch]
         ready = [row for row in rows if row is not None]
-        texts: Iterable[str] = []
-        if ready:
-            texts = self.captioner.generate(ready, options=options)
-        remaining = iter(texts)
+        remaining = iter(self.captioner.generate(ready, options=options) if ready else ())
         return ["" if row is None else _cut(next(remaining), settings) for row, (_, settings, *_) in zip(rows, batch)]
 
     def _prepare(self, request: tuple, max_new_tokens: int) -> EncodedPrompt | None:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 
 from nanovlm.errors import InputError, MissingExtraError
@@ -119,43 +119,29 @@ def cider(answers: Sequence[str], references: Sequence[Sequence[str]]) -> list[f
     From 0 to 10: n-grams weighted by how rare they are among all references, so a single example scores 0.
     """
     counts = [[_ngrams(text) for text in truths] for truths in references]
-    document_frequency = Counter(ngram for truths in counts for ngram in set().union(*truths))
+    document_frequency = Counter(ngram for truths in counts for ngram in set().union(*chain(*truths)))
     log_size = math.log(max(1, len(counts)))
 
-    def vector(ngrams: Counter[tuple[str, ...]]) -> dict[tuple[str, ...], float]:
+    def similarity(ours: list[Counter], truth: list[Counter]) -> float:
+        """The cosine of clipped tf-idf vectors, averaged over n, with a Gaussian penalty for another length."""
+        total = 0.0
+        for a, b in zip(map(vector, ours), map(vector, truth)):
+            norms = math.hypot(*a.values()) * math.hypot(*b.values())
+            total += sum(min(value, b.get(ngram, 0.0)) * b.get(ngram, 0.0) for ngram, value in a.items()) / (norms or 1)
+        difference = ours[1].total() - truth[1].total()  # coco-caption's length is the number of bigrams
+        return total / MAX_NGRAM * math.exp(-(difference**2) / (2 * CIDER_SIGMA**2))
+
+    def vector(ngrams: Counter) -> dict[tuple[str, ...], float]:
         return {n: count * (log_size - math.log(max(1, document_frequency[n]))) for n, count in ngrams.items()}
 
-    scores = []
-    for answer, truths in zip(answers, counts):
-        ours = _ngrams(answer)
-        similar = [_cider_similarity(ours, vector(ours), truth, vector(truth)) for truth in truths]
-        scores.append(10 * sum(similar) / len(similar))
-    return scores
+    similar = [[similarity(_ngrams(answer), truth) for truth in truths] for answer, truths in zip(answers, counts)]
+    return [10 * sum(of_truths) / len(of_truths) for of_truths in similar]
 
 
-def _ngrams(text: str) -> Counter[tuple[str, ...]]:
+def _ngrams(text: str) -> list[Counter[tuple[str, ...]]]:
+    """The sequences of 1 word, of 2 words, up to MAX_NGRAM words, and how often each occurs."""
     words = re.findall(r"\w+(?:'\w+)*", text.lower())
-    return Counter(tuple(words[i : i + n]) for n in range(1, MAX_NGRAM + 1) for i in range(len(words) - n + 1))
-
-
-def _cider_similarity(ours: Counter, our_vector: dict, truth: Counter, their_vector: dict) -> float:
-    """The cosine of clipped tf-idf vectors, averaged over n, with a Gaussian penalty for the difference of lengths."""
-    total = 0.0
-    for n in range(1, MAX_NGRAM + 1):
-        dot = sum(
-            min(value, their_vector.get(ngram, 0.0)) * their_vector.get(ngram, 0.0)
-            for ngram, value in our_vector.items()
-            if len(ngram) == n
-        )
-        norms = math.prod(_norm(vector, n) for vector in (our_vector, their_vector))
-        total += dot / norms if norms else 0.0
-    # coco-caption's length is the number of bigrams
-    difference = sum(c for g, c in ours.items() if len(g) == 2) - sum(c for g, c in truth.items() if len(g) == 2)
-    return total / MAX_NGRAM * math.exp(-(difference**2) / (2 * CIDER_SIGMA**2))
-
-
-def _norm(vector: dict, n: int) -> float:
-    return math.sqrt(sum(value**2 for ngram, value in vector.items() if len(ngram) == n))
+    return [Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1)) for n in range(1, MAX_NGRAM + 1)]
 
 
 def _each(score: PairMetric, answers: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:

@@ -12,6 +12,8 @@ from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+from models.config import check_settings
+from models.config import setting as limited
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import InputError
 from nanovlm.options import ReadOptions
@@ -27,33 +29,25 @@ LIMITS = {
 }
 
 
-def setting(default: Any, help: str, *, metavar: str = "", needs: str = "", flag: Any = None, **limits: Any) -> Any:
-    """A field with a flag. limits are choices and those of LIMITS; a number without any is at least 0.
+def setting(default: Any, help: str, *, needs: str = "", **options: Any) -> Any:
+    """A field with a flag, for which options hold more, and limits, which are those of LIMITS; 0 is a number's least.
 
-    needs names the condition under which the setting has an effect; flag holds more arguments for argparse.
+    needs names the condition under which the setting has an effect.
     """
-    if isinstance(default, int | float) and not limits.keys() & {"minimum", "above"}:
-        limits["minimum"] = 0
-    return field(
-        default=default, metadata={"help": help, "metavar": metavar, "needs": needs, "flag": flag or {}} | limits
-    )
+    if isinstance(default, int | float) and not options.keys() & {"minimum", "above"}:
+        options["minimum"] = 0
+    limits = {limit: options.pop(limit) for limit in LIMITS if limit in options}
+    words = " and ".join(f"{LIMITS[limit][1]} {bound}" for limit, bound in limits.items())
+
+    def fits(value: Any) -> bool:
+        return value is None or (math.isfinite(value) and all(LIMITS[k][0](value, x) for k, x in limits.items()))
+
+    return limited(default, help, f"a finite number {words}", fits if limits else None, needs=needs, **options)
 
 
 def settings_of(cls: type) -> Iterator[Field]:
     """The fields of a dataclass that have a flag."""
     return (f for f in fields(cls) if "help" in f.metadata)
-
-
-def check_settings(options: Any) -> None:
-    """InputError for a value that is none of its field's choices, or out of its limits."""
-    for f in settings_of(type(options)):
-        value, choices = getattr(options, f.name), f.metadata.get("choices", ())
-        if choices and value is not None and value not in choices:
-            raise InputError(f"{f.name}={value} is not one of {', '.join(choices)}")
-        for limit, (holds, words) in LIMITS.items():
-            bound = f.metadata.get(limit)
-            if bound is not None and value is not None and not (math.isfinite(value) and holds(value, bound)):
-                raise InputError(f"{f.name}={value} must be a finite number {words} {bound}")
 
 
 def flag_of(name: str) -> str:
@@ -66,24 +60,19 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, presets: Mapping[str, 
     The help names the defaults, which are those of the presets: the value of the first, and those that differ from it.
     """
     for f in settings_of(cls):
-        help, options = f.metadata["help"], dict(f.metadata["flag"])
+        help = f.metadata["help"]
+        options = {key: f.metadata[key] for key in ("choices", "metavar", "nargs", "action") if key in f.metadata}
         if presets:
-            first, *others = [(name, _in_words(getattr(preset, f.name))) for name, preset in presets.items()]
+            values = {name: getattr(preset, f.name) for name, preset in presets.items()}
+            first, *others = [(k, ("no", "yes")[v] if isinstance(v, bool) else v) for k, v in values.items()]
             differ = [f"; {name}: {value}" for name, value in others if value != first[1]]
             help += f" (default: {first[1]}{''.join(differ)})" * (first[1] is not None)
         if f.type is bool:
-            options |= {"action": argparse.BooleanOptionalAction}
-        elif choices := f.metadata.get("choices"):
-            options |= {"choices": choices}
-        else:
-            kinds = [kind for kind in (*get_args(f.type), f.type) if kind in (int, float)]
-            kind = kinds[0] if kinds else str
-            options = {"type": kind, "metavar": f.metadata["metavar"] or ("X" if kind is float else "N")} | options
+            options["action"] = argparse.BooleanOptionalAction
+        elif "choices" not in options:
+            kind = next((kind for kind in (*get_args(f.type), f.type) if kind in (int, float)), str)
+            options = {"type": kind, "metavar": "X" if kind is float else "N"} | options
         parser.add_argument(flag_of(f.name), default=None, help=help, **options)
-
-
-def _in_words(value: Any) -> Any:
-    return ("no", "yes")[value] if isinstance(value, bool) else value
 
 
 def given_settings(cls: type, args: argparse.Namespace) -> dict[str, Any]:
@@ -244,7 +233,8 @@ class FinetuneOptions:
         "fine-tune on folders, files or Hub data sets of images and texts, each with an optional share of the examples "
         "as in photos@0.3",
         metavar="PATH[@SHARE]",
-        flag={"nargs": "+", "action": "extend"},
+        nargs="+",
+        action="extend",
     )
     out: Path = setting(  # noqa: RUF009
         Path(), "folder for the model, checkpoints and metrics; a run found there is resumed", metavar="FOLDER"
@@ -257,7 +247,8 @@ class FinetuneOptions:
         None,
         "start a new model from a pretrained SigLIP and Llama, folders or Hub ids, instead of --model",
         needs="data",
-        flag={"nargs": 2, "metavar": ("VISION", "LANGUAGE")},
+        nargs=2,
+        metavar=("VISION", "LANGUAGE"),
     )
     format: str | None = setting(
         None,
@@ -281,7 +272,7 @@ class FinetuneOptions:
         "module:function(answer, references) of your own (default: all six)",
         metavar="NAME",
         needs="held out",
-        flag={"action": "append"},
+        action="append",
     )
     epochs: float | None = setting(None, "show each example N times, instead of --max-steps", above=0, needs="data")
     push_to_hub: str | None = setting(

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,14 +57,10 @@ class MetricsLogger:
         context: DistributedContext,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.path, self.cfg, self.first_step, self.context, self.clock = (
-            folder / METRICS,
-            cfg,
-            first_step,
-            context,
-            clock,
-        )
+        self.path, self.cfg, self.first_step = folder / METRICS, cfg, first_step
+        self.context, self.clock = context, clock
         self.board: Any = None
+        self.tracker: Any = None
         if context.is_main:
             with write_errors(folder):
                 truncate(self.path, first_step)
@@ -72,9 +68,8 @@ class MetricsLogger:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
-        self.tracker = (
-            start_tracker(cfg, folder, first_step > 0) if context.is_main and cfg.report_to != "none" else None
-        )
+            if cfg.report_to != "none":
+                self.tracker = start_tracker(cfg, folder, first_step > 0)
         self.start_time = self.step_start = clock()
         self.losses: list[float] = []  # since the last progress line
         self.tokens = 0  # since start_time
@@ -82,14 +77,9 @@ class MetricsLogger:
     def log_step(self, metrics: StepMetrics) -> None:
         """Write the metrics of a step, and a progress line every cfg.log_every steps."""
         seconds, memory = self.clock() - self.step_start, peak_memory(self.context.device)
-        self._write(
-            metrics.step,
-            loss=metrics.loss,
-            lr=metrics.lr,
-            grad_norm=metrics.grad_norm,
-            tokens_per_s=round(metrics.tokens / seconds, 1),
-            memory=memory,
-        )
+        values = asdict(metrics) | {"tokens_per_s": round(metrics.tokens / seconds, 1), "memory": memory}
+        del values["tokens"]
+        self._write(**values)
         self.losses.append(metrics.loss)
         self.tokens += metrics.tokens
         if metrics.step % self.cfg.log_every == 0 or metrics.step == self.cfg.max_steps:
@@ -108,25 +98,19 @@ class MetricsLogger:
             f"{memory / 2**20:,.0f} MiB  {(max_steps - step) * seconds_per_step / 60:.0f} min left"
         )
 
-    def log_evaluation(
-        self,
-        step: int,
-        validation_loss: float | None,
-        evaluation: Evaluation | None,
-    ) -> None:
+    def log_evaluation(self, step: int, validation_loss: float | None, evaluation: Evaluation | None) -> None:
         """Write what an evaluation after `step` steps measured on held-out examples."""
         values = {} if validation_loss is None else {"loss": validation_loss}
         values |= evaluation.scores if evaluation else {}
         if values:
             self._write(step, **{f"validation_{name}": value for name, value in values.items()})
-            listed = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
-            self._log(f"step {step}/{self.cfg.max_steps}  validation {listed}")
-        if evaluation and evaluation.answers:
-            shown = evaluation.answers[:SHOWN_ANSWERS]
+            self._log(f"step {step}/{self.cfg.max_steps}  validation {in_words(values)}")
+        shown = evaluation.answers[:SHOWN_ANSWERS] if evaluation else ()
+        if shown:
             self._write(step, answers=[answer.text for answer in shown])
-            for answer in shown:
-                wanted = answer.question.references[0]
-                self._log(f"step {step}/{self.cfg.max_steps}  answer: {answer.text}  (reference: {wanted})")
+        for answer in shown:
+            wanted = answer.question.references[0]
+            self._log(f"step {step}/{self.cfg.max_steps}  answer: {answer.text}  (reference: {wanted})")
         self.step_start = self.clock()
 
     def _log(self, line: str) -> None:
@@ -142,9 +126,8 @@ class MetricsLogger:
             elif self.board and isinstance(value, float | int):
                 self.board.add_scalar(name, value, step)
         if self.tracker:
-            self.tracker.log(
-                {name: value for name, value in values.items() if isinstance(value, float | int)}, step=step
-            )
+            numbers = {name: value for name, value in values.items() if isinstance(value, float | int)}
+            self.tracker.log(numbers, step=step)
         with write_errors(self.path.parent), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | values) + "\n")
 
@@ -164,9 +147,8 @@ def start_tracker(cfg: TrainConfig, folder: Path, resumed: bool = False) -> Any:
     try:
         module = importlib.import_module(cfg.report_to)
     except ImportError:
-        raise MissingExtraError(
-            f"report_to={cfg.report_to} needs {cfg.report_to}: pip install 'nanovlm[track]'"
-        ) from None
+        name = cfg.report_to
+        raise MissingExtraError(f"report_to={name} needs {name}: pip install 'nanovlm[track]'") from None
     options: dict[str, Any] = {"resume": "allow" if resumed else "never"}
     if cfg.report_to == "wandb":
         mode = os.environ.get("WANDB_MODE", "offline")
@@ -178,6 +160,11 @@ def start_tracker(cfg: TrainConfig, folder: Path, resumed: bool = False) -> Any:
             options["id"] = max(earlier, key=lambda path: path.name.split("-")[-2]).name.rpartition("-")[2]
     module.init(project="nanovlm", name=folder.name, config=asdict(cfg), **options)
     return module
+
+
+def in_words(scores: Mapping[str, float]) -> str:
+    """The scores by name, for a line."""
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -194,8 +181,7 @@ def truncate(path: Path, step: int) -> None:
 
 def report_run(folder: Path, answers: Evaluation, kept_step: int | None) -> None:
     """Log the scores of the final model's answers, and write report.html; kept_step is marked in its curves."""
-    scores = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in answers.scores.items())
-    fact = f"the final model's answers to {len(answers.answers):,} held-out questions: {scores}"
+    fact = f"the final model's answers to {len(answers.answers):,} held-out questions: {in_words(answers.scores)}"
     logger.info(fact)
     if answers.skipped:
         logger.warning(f"{len(answers.skipped)} questions could not be asked, the first: {answers.skipped[0]}")

@@ -51,15 +51,12 @@ class QuantizedBaseLinear(nn.Linear):
             return self.weight.to(dtype)
         return dequantize_weight(self.weight, self.scale, self.groups, self.in_features).to(dtype)
 
-    def base_product(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x (..., in) times the weight, plus the bias: (..., out)."""
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y: Tensor = _Matmul.apply(x, self)
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_product(x)
 
     def merged(self) -> Tensor:
         return self.base_weight()
@@ -71,7 +68,7 @@ class QuantizedBaseLinear(nn.Linear):
 class QuantizedLoRALinear(QuantizedBaseLinear, LoRALinear):
     """A LoRALinear beside a quantized weight."""
 
-    forward, merged = LoRALinear.forward, LoRALinear.merged
+    forward, merged, base_product = LoRALinear.forward, LoRALinear.merged, QuantizedBaseLinear.forward
 
     def __init__(self, linear: QuantizedBaseLinear, rank: int, alpha: float):
         LoRALinear.__init__(self, linear, rank, alpha, dtype=torch.float32)

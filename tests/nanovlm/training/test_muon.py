@@ -89,5 +89,5 @@ def test_an_overflow_in_float16_changes_no_matrix(tiny_model, make_batch):
 def test_muon_needs_whole_matrices(tiny_model, make_batch, tmp_path):
     with pytest.raises(InputError, match="lora_rank"):
         replace(CFG, lora_rank=4)
-    with pytest.raises(InputError, match="optimizer=sgd is not one of adamw, muon"):
+    with pytest.raises(InputError, match="optimizer=sgd is none of adamw, muon"):
         replace(CFG, optimizer="sgd")
