@@ -37,7 +37,7 @@ from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.errors import CheckpointError, InputError, TrainingError
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.optimizer import empty_copy
-from nanovlm.training.sharding import copy_full, local, read_shards, shard_names, write_shards
+from nanovlm.training.sharding import copy_full, local, read_shards, tensor_names, write_shards
 
 OPTIMIZER, STATE, SHARDS = "optimizer.safetensors", "training.json", "shards"
 MODEL_PREFIX, OPTIMIZER_PREFIX = "model.", "optimizer."  # of the tensors' names in shards
@@ -187,13 +187,13 @@ def save_checkpoint(
     path = checkpoint_path(folder, step)
     for leftover in path.parent.glob(".*.tmp"):  # of a run that was killed while it wrote a checkpoint
         shutil.rmtree(leftover, ignore_errors=True)
-    older = [other for other in checkpoint_paths(folder) if _step_of(other) < step]
     with write_errors(folder):
         if path.exists():  # a damaged one; the run was resumed from an older one
             shutil.rmtree(path)
         with atomic_dir(path) as files:
             write(files)
-    for other in older[: max(0, len(older) + 1 - keep)]:
+    until_now = [other for other in checkpoint_paths(folder) if _step_of(other) <= step]
+    for other in until_now[:-keep]:
         if _step_of(other) != best_step:
             shutil.rmtree(other, ignore_errors=True)
 
@@ -210,12 +210,11 @@ def load_newest(folder: Path, model: VisionLanguageModel) -> Checkpoint | None:
     for path in reversed(checkpoint_paths(folder)):
         try:
             checkpoint = read_checkpoint(path, model)
+            for message in damaged:
+                logger.warning(f"{message}; resuming from {path} instead")
+            return checkpoint
         except DamagedCheckpointError as error:
             damaged.append(str(error))
-            continue
-        for message in damaged:
-            logger.warning(f"{message}; resuming from {path} instead")
-        return checkpoint
     if damaged:
         raise CheckpointError(f"{damaged[0]}; move it away to start over")
     return None
@@ -245,19 +244,15 @@ def read_checkpoint(path: Path, model: VisionLanguageModel) -> Checkpoint:
         raise CheckpointError(
             f"{path} was trained with lora_rank={rank}; resume with the same, or train in another folder"
         )
-    found = Path(path), _step_of(path), settings, state.get("scaler") or {}
-    if SHARDS in state:
-        with _damage(path):
-            names = shard_names(path / SHARDS, state[SHARDS])
-        prefix = OPTIMIZER_PREFIX
-        return Checkpoint(*found, None, {name.removeprefix(prefix): None for name in names if name.startswith(prefix)})
+    found, prefix = (path, _step_of(path), settings, state.get("scaler") or {}), OPTIMIZER_PREFIX
     with _damage(path):
+        if SHARDS in state:
+            names = tensor_names(path / SHARDS, state[SHARDS])
+            optimizer = {name.removeprefix(prefix): None for name in names if name.startswith(prefix)}
+            return Checkpoint(*found, None, optimizer)
         weights = load_model(path, model.cfg, model.image_token_id, device=model.device).state_dict()
-        try:
-            optimizer = load_file(path / OPTIMIZER)
-        except (OSError, SafetensorError) as error:
-            raise DamagedCheckpointError(f"{OPTIMIZER} cannot be read: {error}") from None
-    return Checkpoint(*found, weights, dict(optimizer))
+        tensor_names(path, [OPTIMIZER])  # which reports a file that is missing or cut
+        return Checkpoint(*found, weights, dict(load_file(path / OPTIMIZER)))
 
 
 @contextmanager
@@ -330,7 +325,7 @@ def merge_checkpoint(path: Path, folder: Path, dtype: torch.dtype | None = None)
         cfg, state = load_config(path), read_object(path / STATE)
         if SHARDS not in state:
             raise InputError(f"{path} is not sharded: it holds a complete model, which every verb reads")
-        shard_names(path / SHARDS, state[SHARDS])
+        tensor_names(path / SHARDS, state[SHARDS])
         tokenizer, image_token_id = read_model_text(path / TOKENIZER), cfg.format.find_image_token_id(path, cfg)
     known = {f.name: state["config"][f.name] for f in fields(TrainConfig) if f.name in state["config"]}
     model = empty_copy(cfg, image_token_id, TrainConfig(**known)).to_empty(device="cpu").eval()

@@ -15,7 +15,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -80,18 +79,6 @@ class TrainingTask:
     base: BaseModel | None = None  # that adapters in sharded checkpoints are of; write_model names it in others
     # Called with the folder of the final model and of every checkpoint that holds a complete model.
     after_save: Callable[[Path], None] | None = None
-
-
-def train(
-    model: VisionLanguageModel,
-    tokenizer: str,
-    get_batch: Callable[[int], Batch],
-    cfg: TrainConfig,
-    folder: str | Path,
-    **options: Any,
-) -> VisionLanguageModel:
-    """Train model, write it to folder and return it; options are the other fields of TrainingTask, see Trainer.run."""
-    return Trainer(model, TrainingTask(get_batch, tokenizer, Path(folder), **options), cfg).run()
 
 
 class Trainer:
@@ -327,11 +314,9 @@ class Trainer:
         may_overflow = self.scaler.is_enabled() and self.scaler.get_scale() > 1
         if math.isfinite(loss) and (math.isfinite(grad_norm) or may_overflow):
             return
-        remedy = f"lower lr={self.cfg.lr} and run again to start over"
-        if paths := [str(path) for path in reversed(checkpoint_paths(self.task.folder))]:
-            remedy = f"lower lr={self.cfg.lr} and run again to resume from {paths[0]}"
-            if paths[1:]:
-                remedy += f", or move it away first to resume from {paths[1]}"
+        resumes = [f"resume from {path}" for path in reversed(checkpoint_paths(self.task.folder)[-2:])]
+        remedy = f"lower lr={self.cfg.lr} and run again to "
+        remedy += ", or move it away first to ".join(resumes) or "start over"
         if step == 0:
             remedy = (
                 "nothing has been learned yet, so lr is not the reason: try --dtype float32, look at the examples with "

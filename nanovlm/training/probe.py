@@ -70,7 +70,7 @@ class Probe(Trainer):
 
     def __init__(self, model: VisionLanguageModel, task: TrainingTask, cfg: TrainConfig):
         self.planned = cfg
-        self.batch_sizes: list[tuple[int, int]] = []  # tokens and answer tokens of each batch
+        self.batch_sizes: list[tuple[int, int, int]] = []  # tokens, answer tokens and images of each batch
         self.seconds: dict[str, list[float]] = {"step": [], "evaluate": [], "save": []}
         steps = min(PROBED_STEPS, cfg.max_steps)
         every = -(-steps // PROBED_SAVES)
@@ -83,15 +83,14 @@ class Probe(Trainer):
     def _with_largest_batches(self, get_batch: Callable[[int], Batch]) -> Callable[[int], Batch]:
         """get_batch with the largest of the first batches in the place of the second and third step's first ones."""
         numbers = range(min(SEARCHED_BATCHES, self.planned.max_steps * self.planned.gradient_accumulation_steps))
-        tokens, images = [], []
         start = time.perf_counter()
         with load_batches(get_batch, numbers, self.cfg.num_workers) as batches:
             for batch in batches:
-                tokens.append(batch["input_ids"].numel())
-                images.append(0 if batch["images"] is None else len(batch["images"]))
-                self.batch_sizes.append((tokens[-1], count_answer_tokens(batch)))
+                n_images = 0 if batch["images"] is None else len(batch["images"])
+                self.batch_sizes.append((batch["input_ids"].numel(), count_answer_tokens(batch), n_images))
                 if time.perf_counter() - start > SEARCH_SECONDS:
                     break
+        tokens, _, images = zip(*self.batch_sizes)
         per_step, rank = self.cfg.gradient_accumulation_steps * self.context.world_size, self.context.rank
         moved = {per_step + rank: tokens.index(max(tokens)), 2 * per_step + rank: images.index(max(images))}
         return partial(_get_moved, get_batch, moved)
@@ -122,7 +121,7 @@ class Probe(Trainer):
         evaluations, saves = 1 + math.ceil(cfg.max_steps / cfg.evaluation_interval), cfg.max_steps / cfg.save_every
         total = sum(seconds["step"][:1]) + per_step * (cfg.max_steps - 1)
         total += evaluations * max(seconds["evaluate"]) + math.ceil(saves) * max(seconds["save"])
-        tokens, answer_tokens = map(sum, zip(*self.batch_sizes))
+        tokens, answer_tokens, _ = map(sum, zip(*self.batch_sizes))
         batches = len(self.batch_sizes) / cfg.gradient_accumulation_steps
         cuda = device.type == "cuda"  # where fragmentation counts, too
         return RunEstimate(

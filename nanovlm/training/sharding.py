@@ -103,7 +103,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         raise OSError(getattr(failure, "errno", None), f"{getattr(failure, 'strerror', None) or failure}") from None
 
 
-def shard_names(folder: Path, files: Collection[str]) -> set[str]:
+def tensor_names(folder: Path, files: Collection[str]) -> set[str]:
     """The names of the tensors in files of folder. CheckpointError if one is missing, cut or no safetensors file."""
     names: set[str] = set()
     for path in (folder / name for name in files):

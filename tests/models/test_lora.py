@@ -23,8 +23,8 @@ from models.lora import (
 )
 from models.vision_language_model import load_model
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.loop import train
 from support import Package
+from support.training import train
 
 peft = Package("peft")
 

@@ -10,9 +10,9 @@ import pytest
 from nanovlm.evaluation import Evaluation
 from nanovlm.evaluation.evaluate import Answer, Question
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.loop import train
 from nanovlm.training.metrics import BestTracker, read_metrics
 from support.logs import log_lines
+from support.training import train
 
 CFG = TrainConfig(
     max_steps=8, lr=1e-2, warmup_steps=0, save_every=4, log_every=8, validate_every=1, validation_batches=2,

@@ -19,9 +19,9 @@ from nanovlm.errors import CheckpointError, InputError, TrainingError
 from nanovlm.training.checkpointing import OPTIMIZER, write_model
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loader import TrainingInterrupted
-from nanovlm.training.loop import train
 from support import ROOT
 from support.logs import log_lines
+from support.training import train
 
 CFG = TrainConfig(
     max_steps=6, lr=3e-3, warmup_steps=2, save_every=3, log_every=2, num_workers=0, dtype="float32", keep_checkpoints=1
@@ -224,7 +224,7 @@ from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.data.examples import EncodedExample, collate
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.loop import train
+from support.training import train
 from support import TINY
 
 def batch(i):

@@ -20,8 +20,8 @@ from nanovlm.training.checkpointing import load_newest, merge_checkpoint
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import run_and_exit
 from nanovlm.training.loader import TrainingInterrupted
-from nanovlm.training.loop import train
 from support import ROOT
+from support.training import train
 
 PROGRAM = Path(__file__).parent / "distributed_program.py"
 VARIANTS = {

@@ -19,8 +19,8 @@ from nanovlm.evaluation import Evaluation
 from nanovlm.processing.processor import Processor
 from nanovlm.synthetic.recipe import SceneBatches
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.loop import train
 from support.logs import log_lines
+from support.training import train
 
 COLORS = ("red", "green", "blue", "black")
 CFG = TrainConfig(

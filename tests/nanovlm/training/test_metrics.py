@@ -23,10 +23,10 @@ from nanovlm.evaluation import Evaluation
 from nanovlm.evaluation.evaluate import Answer, Question
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
-from nanovlm.training.loop import train
 from nanovlm.training.metrics import MetricsLogger, StepMetrics, read_metrics, truncate
 from support import ROOT
 from support.logs import log_lines
+from support.training import train
 
 CFG = TrainConfig(
     max_steps=6, lr=3e-3, warmup_steps=2, save_every=3, log_every=2, validate_every=2, validation_batches=3,

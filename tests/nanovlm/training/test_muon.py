@@ -8,8 +8,8 @@ from torch import nn
 
 from nanovlm.errors import InputError
 from nanovlm.training.config import TrainConfig
-from nanovlm.training.loop import train
 from nanovlm.training.optimizer import MUON_LR_SCALE, Muon, make_optimizer, orthogonalized
+from support.training import train
 
 CFG = TrainConfig(
     max_steps=3, optimizer="muon", lr=1e-3, warmup_steps=0, decay=0, dtype="float32", num_workers=0, log_every=9

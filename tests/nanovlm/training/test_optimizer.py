@@ -13,8 +13,8 @@ from nanovlm.errors import InputError, TrainingError
 from nanovlm.training.backward import backward
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.distributed import DistributedContext
-from nanovlm.training.loop import train
 from nanovlm.training.optimizer import accelerated, freeze, make_optimizer
+from support.training import train
 
 CFG = TrainConfig(
     max_steps=2, lr=1e-3, warmup_steps=0, decay=0, weight_decay=0, dtype="float32", num_workers=0, log_every=9

@@ -14,9 +14,9 @@ from models.lora import LoRALinear, adapt, adapters, merge, read_adapters
 from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.errors import CheckpointError
 from nanovlm.training.config import BASE_FORMATS, TrainConfig
-from nanovlm.training.loop import train
 from nanovlm.training.quantized_base import QuantizedBaseLinear, QuantizedLoRALinear, count_parameters, quantize_base
 from support.smolvlm import write_folder
+from support.training import train
 
 # relative error of a random weight in each format, with some room
 ERRORS = {"bfloat16": 0.004, "int8": 0.02, "int4": 0.12}
