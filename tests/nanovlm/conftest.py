@@ -44,7 +44,7 @@ def train(monkeypatch, capsys):
     def train(*argv):
         monkeypatch.setattr(sys, "argv", ["train.py"])
         try:
-            code = cli.run_verb("train", argv)
+            code = cli.run_verb("train", list(map(str, argv)))
         except SystemExit as end:
             code = end.code
         return code, *capsys.readouterr()

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-from models.language_model import PACK_STRIDE, build_attention_mask
 from nanovlm.data.examples import EncodedExample, Example, collate, encode
 from nanovlm.data.packing import join, pack
 from support import noise_image
@@ -52,38 +51,6 @@ def test_packed_loss_and_gradients_equal_those_of_the_samples_alone(tiled, rows,
     for name, p in model.named_parameters():
         torch.testing.assert_close(packed[name], p.grad, atol=1e-5, rtol=1e-4)
     model.zero_grad()
-
-
-@torch.no_grad()
-def test_logits_of_a_sample_do_not_depend_on_its_neighbors(tiled, rows):
-    model, _ = tiled
-    first, others, n = rows[5], [rows[1], rows[4]], len(rows[5].ids)
-    for position in range(2):
-        logits = []
-        for other in others:
-            other = EncodedExample((other.ids * 9)[:40], [1] * 40, [1] * 40, [])
-            pair = [first, other] if position == 0 else [other, first]
-            start = 40 * position
-            logits.append(model(**collate([join(pair)]))[0][0, start : start + n])
-        assert torch.equal(*logits)
-
-
-def test_attention_mask_of_a_packed_row():
-    mask = torch.tensor(
-        [[1, 2, 3, PACK_STRIDE + 1, PACK_STRIDE + 2, PACK_STRIDE + 2, PACK_STRIDE + 3, 2 * PACK_STRIDE + 1, 0]]
-    )
-    visible = build_attention_mask(mask, 9)[0, 0].int().tolist()
-    assert visible[:8] == [
-        [1, 0, 0, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0, 0, 0],
-        [1, 0, 1, 0, 0, 0, 0, 0, 0],
-        [0, 0, 0, 1, 0, 0, 0, 0, 0],
-        [0, 0, 0, 1, 1, 0, 0, 0, 0],
-        [0, 0, 0, 1, 1, 1, 0, 0, 0],
-        [0, 0, 0, 1, 0, 0, 1, 0, 0],
-        [0, 0, 0, 0, 0, 0, 0, 1, 0],
-    ]
-    assert visible[8][8] == 1
 
 
 def test_joined_rows_can_be_joined_again(rows):

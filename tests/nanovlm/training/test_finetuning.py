@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from safetensors.torch import load_file
 from models.checkpoint import checkpoint_dtype, save_checkpoint
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, Captioner
-from nanovlm.cli import main as cli
 from nanovlm.cli import train as train_verb
 from nanovlm.data import ReadOptions
 from nanovlm.data.examples import Example, encode
@@ -42,21 +40,6 @@ LABEL = "A photograph of my cat."
 def workdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
-
-
-@pytest.fixture
-def train(monkeypatch, capsys):
-    """train.py in this process: exit code, stdout, stderr."""
-
-    def train(*argv):
-        monkeypatch.setattr(sys, "argv", ["train.py"])
-        try:
-            code = cli.run_verb("train", [str(arg) for arg in argv])
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
-
-    return train
 
 
 def prepared(*argv):
@@ -104,14 +87,10 @@ def test_a_few_steps_teach_the_embedded_model_a_caption(train):
 def test_a_dry_run_prints_an_estimate_and_writes_nothing(train):
     scenes(4)
     code, out, err = train("--data", "mine", "--dry-run", "--batch-size", "2", "--num-workers", "0")
-    assert (
-        code == 0
-        and "parameters" in out
-        and "peak memory " in out
-        and "minutes for 850 steps" in out
-        and "4 examples, each shown 425.0 times; nothing held out" in err
-        and "850 steps, 425 epochs" in err
-    )
+    assert code == 0 and "850 steps, 425 epochs" in err
+    assert all(text in out for text in ("parameters", "peak memory ", "minutes for 850 steps"))
+    line = "mine: 4 examples, each shown 425.0 times; nothing held out (--validation N holds out N)"
+    assert err.splitlines()[0] == line
     assert {path.name for path in Path().iterdir()} == {"mine"}
 
 
@@ -158,13 +137,6 @@ def test_examples_are_held_out_by_default(train):
     assert sum(sizes) == 10 and len(task.answer_questions(model, True).answers) == 10, "all that are held out"
     _, task, _ = prepared("--data", "mine", *QUICK, "--validation", "0", "--out", "off")
     assert (task.validation, task.answer_questions, task.n_held_out) == (None, None, 0)
-
-
-def test_few_examples_are_all_trained_on_and_a_line_says_how_to_hold_out_some(train):
-    scenes(4)
-    code, _, err = train("--data", "mine", *QUICK)
-    line = "mine: 4 examples, each shown 3.0 times; nothing held out (--validation N holds out N)"
-    assert code == 0 and err.splitlines()[0] == line
 
 
 @pytest.mark.full
@@ -514,29 +486,6 @@ def test_a_killed_worker_is_one_line_with_a_remedy():
     with pytest.raises(TrainingError, match="DataLoader worker .*--num-workers 0") as caught, memory_errors():
         Trainer(model, replace(task, get_batch=get_batch), cfg).run()
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "line"),
-    [
-        (TrainingError("training diverged"), 1, "train.py: training diverged"),
-        (ValueError("a bug"), 70, None),
-        (RuntimeError("inconsistent tensor size"), 70, None),
-    ],
-    ids=repr,
-)
-def test_only_errors_of_the_user_become_one_line(train, monkeypatch, error, code, line):
-    def fail(trainer):
-        raise error
-
-    scenes(2)
-    monkeypatch.setattr(Trainer, "run", fail)
-    result, out, err = train("--data", "mine", *QUICK)
-    assert (result, out) == (code, "")
-    if line:
-        assert err.splitlines()[2:] == [line]
-    else:
-        assert "Traceback" in err and str(error) in err and "bug in nanovlm" in err
 
 
 def test_help_shows_defaults_and_choices(train):
