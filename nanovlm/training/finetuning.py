@@ -103,10 +103,8 @@ def write_run_file(options: FinetuneOptions, cfg: TrainConfig) -> None:
     if options.run_file is not None and os.environ.get("RANK", "0") == "0":
         chosen = [name for name in options.automatic if name != "max_steps" or options.epochs is None]
         text = options.run_file + "".join(f"{name}: {getattr(cfg, name)}\n" for name in chosen)
-        with write_errors(options.out):
-            options.out.mkdir(parents=True, exist_ok=True)
-            with atomic_write(options.out / RUN_FILE) as new:
-                new.write_text(text, encoding="utf-8")
+        with write_errors(options.out), atomic_write(options.out / RUN_FILE) as new:
+            new.write_text(text, encoding="utf-8")
 
 
 def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageModel, TrainingTask, TrainConfig]:

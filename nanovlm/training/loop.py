@@ -115,7 +115,7 @@ class Trainer:
         """Weights, optimizer and the best evaluation so far, of the checkpoint if there is one."""
         model, cfg, folder = self.model, self.cfg, self.task.folder
         self.first_step = checkpoint.step if checkpoint else 0
-        self.best = BestTracker.of_run(folder, cfg, self.first_step, self.task.answer_questions is not None)
+        self.best = BestTracker(folder, cfg, self.first_step, self.task.answer_questions is not None)
         if checkpoint and not checkpoint.sharded:
             restore_model(checkpoint, model)
         self.context.broadcast_weights(model)

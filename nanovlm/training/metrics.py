@@ -191,31 +191,25 @@ def report_run(folder: Path, answers: Evaluation, kept_step: int | None) -> None
 
 
 class BestTracker:
-    """The values of one metric at the evaluations of a run, read from folder/metrics.jsonl up to first_step.
+    """The values of cfg.metric_for_best_model at the evaluations of a run, read from folder/metrics.jsonl up to a step.
 
     The evaluation before the first step is `start`, and no candidate. If the checkpoint of the best one is kept, an
-    evaluation better than all whose checkpoints are still there is forgotten. With n_questions, of which the metric is
-    the mean score, the best is the last whose value is within one standard error of the highest (Breiman et al. 1984),
-    or within one answer.
+    evaluation better than all whose checkpoints are still there is forgotten. With AUTO, the best is the last whose
+    mean score of the questions is within one standard error of the highest (Breiman et al. 1984), or within one answer;
+    without answers to questions AUTO is the loss.
     """
 
-    def __init__(self, folder: Path, name: str, first_step: int, kept: bool = True, n_questions: int = 0):
-        self.name, self.key, self.n_questions = name, f"validation_{name}", n_questions
+    def __init__(self, folder: Path, cfg: TrainConfig, first_step: int, has_answers: bool):
+        self.name, self.n_questions = cfg.metric_for_best_model, 0
+        if self.name == AUTO:
+            self.name, self.n_questions = (AUTO_METRIC, cfg.validation_questions) if has_answers else (LOSS, 0)
         self.values: dict[int, float] = {}  # by step
         self.start: float | None = None
         for entry in read_metrics(folder / METRICS):
-            if entry["step"] <= first_step and entry.get(self.key) is not None:
-                self.add(entry["step"], entry[self.key])
-        while kept and self.step is not None and not checkpoint_path(folder, self.step).is_dir():
+            if entry["step"] <= first_step and (value := entry.get(f"validation_{self.name}")) is not None:
+                self.add(entry["step"], value)
+        while cfg.keep_best and self.step is not None and not checkpoint_path(folder, self.step).is_dir():
             del self.values[self.step]
-
-    @classmethod
-    def of_run(cls, folder: Path, cfg: TrainConfig, first_step: int, has_answers: bool) -> "BestTracker":
-        """That of cfg.metric_for_best_model; AUTO without answers to questions is the loss."""
-        name, n_questions = cfg.metric_for_best_model, 0
-        if name == AUTO:
-            name, n_questions = (AUTO_METRIC, cfg.validation_questions) if has_answers else (LOSS, 0)
-        return cls(folder, name, first_step, cfg.keep_best, n_questions)
 
     def add(self, step: int, value: float | None) -> bool:
         """Record the evaluation after `step` steps; whether it is the best so far."""

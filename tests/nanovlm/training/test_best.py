@@ -118,7 +118,7 @@ def test_a_run_out_of_patience_stops_and_stays_stopped(learn, tmp_path):
 
 
 def test_an_evaluation_that_is_not_a_number_is_never_the_best(tmp_path):
-    tracker = BestTracker(tmp_path, "loss", 0)
+    tracker = BestTracker(tmp_path, CFG, 0, has_answers=False)
     values = {0: 1.0, 1: None, 2: 3.0, 3: float("nan"), 4: 2.0}
     assert [step for step, value in values.items() if tracker.add(step, value)] == [2, 4]
     assert tracker.step == 4 and not tracker.improved
@@ -128,9 +128,9 @@ def test_the_best_of_the_checkpoints_that_are_left_counts(tmp_path):
     lines = [{"step": step, "validation_loss": loss} for step, loss in [(0, 9), (2, 1), (4, 2), (6, 3)]]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     Path(tmp_path, "checkpoints/step-4").mkdir(parents=True)
-    assert BestTracker(tmp_path, "loss", 6).step == 4
-    assert BestTracker(tmp_path, "loss", 6, kept=False).step == 2
-    assert BestTracker(tmp_path, "loss", 3).step is None
+    assert BestTracker(tmp_path, CFG, 6, has_answers=False).step == 4
+    assert BestTracker(tmp_path, replace(CFG, keep_best=False), 6, has_answers=False).step == 2
+    assert BestTracker(tmp_path, CFG, 3, has_answers=False).step is None
 
 
 def test_the_interval_is_a_tenth_of_the_run_by_default():
@@ -138,14 +138,15 @@ def test_the_interval_is_a_tenth_of_the_run_by_default():
 
 
 def test_by_default_the_last_evaluation_within_a_standard_error_is_the_best(learn, tmp_path):
-    tracker = BestTracker(tmp_path, "f1", 0, n_questions=25)  # whose standard errors are 0.1, 0.06 and 0.04
+    auto = replace(CFG, metric_for_best_model="auto")
+    of_25, of_15 = (replace(auto, validation_questions=n) for n in (25, 15))  # 25 have errors of 0.1, 0.06 and 0.04
+    tracker = BestTracker(tmp_path, of_25, 0, has_answers=True)
     values = {0: 0.0, 1: 0.5, 2: 0.9, 3: 0.6, 4: 0.85, 5: 0.83, 6: float("nan"), 7: 0.95, 8: 0.9}
     assert [step for step, value in values.items() if tracker.add(step, value)] == [1, 2, 4, 7]
     assert "f1, 0.9500, within a standard error of the best" in tracker.description(False)
-    few = BestTracker(tmp_path, "f1", 0, n_questions=15)
+    few = BestTracker(tmp_path, of_15, 0, has_answers=True)
     assert [step for step, right in enumerate([0, 14, 15, 13, 14]) if few.add(step, right / 15)] == [1, 2, 4]
-    auto = replace(CFG, metric_for_best_model="auto")
-    assert BestTracker.of_run(tmp_path, auto, 0, False).name == "loss"
+    assert BestTracker(tmp_path, auto, 0, has_answers=False).name == "loss"
     scores = [0.0, 0.2, 0.9, 0.5, 0.9, 0.8, 0.9, 0.3, 0.88]  # of 32 questions: an error of 0.05
     lines = learn(tmp_path / "run", auto, answer_questions=stepwise(scores, "f1"))
     assert steps_kept(tmp_path / "run") == [8]
