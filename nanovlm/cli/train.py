@@ -105,12 +105,11 @@ def config_from_args(args: argparse.Namespace) -> TrainConfig:
 def options_from_args(args: argparse.Namespace) -> FinetuneOptions:
     """The model, the data and the folder of the run."""
     given = given_settings(FinetuneOptions, args) | {"out": Path(args.out or ".")}
+    of_evaluation = [name for name, needs in needs_of_flags().items() if needs == "held out"]
     return FinetuneOptions(
         **given,
         read=replace(read_options_from_args(args), preferences=bool(args.dpo_beta)),
-        evaluation_flags=[
-            flag_of(name) for name, needs in needs_of_flags().items() if needs == "held out" and is_given(args, name)
-        ],
+        evaluation_flags=[flag_of(name) for name in of_evaluation if getattr(args, name) is not None],
         run_file=run_file_text(args, add_flags),
         automatic=[name for name in AUTOMATIC if args.data and getattr(args, name) is None],
     )
@@ -120,10 +119,6 @@ def needs_of_flags() -> dict[str, str]:
     """The names of all flags that need something else to have an effect, and what."""
     needs = {f.name: f.metadata["needs"] for cls in (FinetuneOptions, TrainConfig) for f in settings_of(cls)}
     return dict.fromkeys([*default_args(add_read_flags), "check_data"], "data") | needs
-
-
-def is_given(args: argparse.Namespace, name: str) -> bool:
-    return getattr(args, name) is not None
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -136,20 +131,14 @@ def check_flags(args: argparse.Namespace) -> None:
         "wsd": args.schedule == "cosine" and "with --schedule cosine",
     }
     for name, needs in needs_of_flags().items():
-        if unmet.get(needs) and is_given(args, name):
+        if unmet.get(needs) and getattr(args, name) is not None:
             raise UsageError(f"{flag_of(name)} has no effect {unmet[needs]}; omit it")
     if args.fsdp and "WORLD_SIZE" not in os.environ and not args.dry_run:
         raise UsageError("--fsdp has no effect without torchrun; omit it")
-    for one, other, both in (
-        ("--epochs", "--max-steps", args.epochs is not None and args.max_steps is not None),
-        ("--quantize", "--fsdp", args.quantize and args.fsdp),
-        ("--quantize", "--compile", args.quantize and args.compile),
-        ("--backbones", "--model", args.backbones and args.model),
-        ("--backbones", "--revision", args.backbones and args.revision),
-        ("--check-data", "--dry-run", args.check_data and args.dry_run),
-    ):
-        if both:
-            raise UsageError(f"{one} and {other} exclude each other; omit one")
+    pairs = ("epochs", "max_steps"), ("quantize", "fsdp"), ("quantize", "compile"), ("backbones", "model")
+    for one, other in (*pairs, ("backbones", "revision"), ("check_data", "dry_run")):
+        if all(getattr(args, name) not in (None, False) for name in (one, other)):
+            raise UsageError(f"{flag_of(one)} and {flag_of(other)} exclude each other; omit one")
     if not (args.out or args.check_data or args.dry_run):
         raise UsageError("--out is required; name a folder for the model")
     if args.tensorboard and find_spec("tensorboard") is None:

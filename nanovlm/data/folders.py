@@ -1,6 +1,7 @@
 """Folders of images, with captions in text files beside them or in a metadata table."""
 
 import csv
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -109,12 +110,16 @@ def imagefolder_source(folder: str, tables: Mapping[str, list[dict[str, Any]]], 
     return Source(folder, records, make_example, keys, named_by_key=True, supported_options=supported)
 
 
-def read_table(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .csv, .jsonl or .parquet file."""
-    if path.suffix == ".parquet":
+def read_table(path: Path) -> Any:
+    """The rows of a .csv, .jsonl or .parquet file, or what a .json holds."""
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
         return _read_parquet(path)
-    if path.suffix == ".jsonl":
+    if suffix == ".jsonl":
         return read_jsonl(path)
+    if suffix == ".json":
+        with reading_errors(path):
+            return json.loads(path.read_text(encoding="utf-8-sig"))
     with reading_errors(path), open(path, encoding="utf-8-sig", newline="") as file:
         header = file.readline()
         file.seek(0)

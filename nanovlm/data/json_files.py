@@ -1,6 +1,5 @@
 """JSON files of examples: COCO's captions, LLaVA's conversations, chats of messages, or records of plain columns."""
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -8,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanovlm.data.folders import imagefolder_source
+from nanovlm.data.folders import imagefolder_source, read_table
 from nanovlm.data.formats import (
     applicable_options,
     clean_text,
@@ -16,7 +15,6 @@ from nanovlm.data.formats import (
     record_to_example,
     records_rated_high,
 )
-from nanovlm.data.jsonl import read_jsonl, reading_errors
 from nanovlm.data.source import Source, captioned_source
 from nanovlm.errors import DataError
 from nanovlm.options import ReadOptions
@@ -27,7 +25,7 @@ def open_json(path: str, files: Sequence[str], options: ReadOptions) -> Source:
     if len(files) > 1:
         raise DataError(f"{path} holds {len(files)} .json files; name the one to read: {files[0]}")
     file = str(Path(files[0]))
-    content = _read_json(Path(file))
+    content = read_table(Path(file))
     if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
         return _open_coco(file, content, options)
     records = _check_records(file, content)
@@ -40,13 +38,6 @@ def open_json(path: str, files: Sequence[str], options: ReadOptions) -> Source:
     make_example = partial(record_to_example, root=root, options=options)
     keys = [image or str(i) for i, image in enumerate(paths)]
     return Source(file, records, make_example, keys, supported_options=["images", *supported], used=used)
-
-
-def _read_json(path: Path) -> Any:
-    if path.suffix == ".jsonl":
-        return read_jsonl(path)
-    with reading_errors(path):
-        return json.loads(path.read_text(encoding="utf-8-sig"))
 
 
 def _check_records(path: str, content: Any) -> list[dict[str, Any]]:

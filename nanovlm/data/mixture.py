@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import chain
@@ -72,7 +72,7 @@ def split(
         if isinstance(source, Stream):
             for subsets, is_held_out in ((train, False), (held_out, True))[: 2 if threshold else 1]:
                 keep = partial(_is_on_side, threshold, is_held_out)  # a stream is pickled
-                subsets.append(Subset(source.filtered(keep), (), weight))
+                subsets.append(Subset(replace(source, keep_key=keep), (), weight))
             continue
         held = [i for i, value in enumerate(values) if value < threshold]
         kept = [i for i, value in enumerate(values) if value >= threshold] if held else range(len(source))

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, count, islice
 from random import Random
 from typing import Any
@@ -136,7 +136,7 @@ class Stream:
     make_example: MakeExample
     keep_row: Callable[[Any], bool]
     supported_options: Collection[str] = ()
-    keep_key: Callable[[str], bool] | None = None
+    keep_key: Callable[[str], bool] | None = None  # examples with other keys are left out
     endless = True
 
     def __post_init__(self) -> None:
@@ -145,10 +145,6 @@ class Stream:
 
     def __getstate__(self) -> dict[str, Any]:  # an open iterator cannot be pickled: the other process starts over
         return self.__dict__ | {"_readings": {}}
-
-    def filtered(self, keep_key: Callable[[str], bool]) -> "Stream":
-        """The stream of the examples whose keys pass."""
-        return replace(self, keep_key=keep_key)
 
     def name(self, key: str) -> str:
         return f"{self.path}[{key}]"

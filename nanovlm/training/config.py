@@ -10,15 +10,13 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from models.config import check_settings
 from models.config import setting as limited
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import InputError
 from nanovlm.options import ReadOptions
-
-T = TypeVar("T")
 
 BASE_FORMATS = ("bfloat16", "int8", "int4")  # of the frozen weights of a LoRA run, beside float32
 LIMITS = {
