@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from nanovlm.errors import CheckpointError, InputError, TrainingError
+from nanovlm.errors import CheckpointError, DataError, InputError, TrainingError
 from nanovlm.training.checkpointing import write_model
 from nanovlm.training.config import TrainConfig
 from nanovlm.training.loader import TrainingInterrupted
@@ -105,6 +105,31 @@ def test_resumed_run_equals_uninterrupted_bit_for_bit(learn, make_batch, tmp_pat
     assert states[0] == states[1] and bool(states[0]["scaler"]) == (variant == "float16")
 
 
+def test_the_same_run_twice_writes_the_same_files_and_a_third_time_trains_nothing(
+    learn, make_batch, tmp_path, uninterrupted
+):
+    for batch in (make_batch, before_batch(0, fail, make_batch)):
+        learn(tmp_path, batch=batch)
+        assert tensors(tmp_path) == uninterrupted
+    assert uninterrupted["model.safetensors"] == uninterrupted["checkpoints/step-6/model.safetensors"]
+    kinds = {path.suffix for path in tmp_path.rglob("*.*") if path.is_file()}
+    assert kinds == {".json", ".jsonl", ".safetensors"}, "numbers and text, nothing that could run"
+    state = json.loads((tmp_path / "checkpoints/step-6/training.json").read_text())
+    assert (state["config"].pop("validation"), state["config"].pop("data")) == (0, None)
+    assert state["step"] == 6 and TrainConfig(**state["config"]) == CFG
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_of_the_data_keeps_its_class_and_message(learn, make_batch, tmp_path, num_workers):
+    """A DataLoader's worker would put a traceback into the message."""
+
+    def refuse():
+        raise DataError("cat.png is damaged")
+
+    with pytest.raises(DataError, match=r"^cat.png is damaged$"):
+        learn(tmp_path, replace(CFG, num_workers=num_workers), before_batch(1, refuse, make_batch))
+
+
 def test_a_resumed_run_reports_settings_that_changed(learn, tmp_path):
     learn(tmp_path, replace(CFG, max_steps=3))
     lines = learn(tmp_path, replace(CFG, lr=1e-3))
@@ -138,15 +163,21 @@ def test_what_a_killed_save_left_behind_is_removed(learn, tmp_path):
     assert os.listdir(tmp_path / "checkpoints") == ["step-6"]
 
 
+def poisoned(number, batch):
+    """batch, with images that are not a number in the batch of this number."""
+    return lambda i: batch(i) | {"images": batch(i)["images"] * (float("nan") if i == number else 1)}
+
+
+def test_a_first_loss_that_is_not_a_number_is_not_blamed_on_the_learning_rate(learn, make_batch, tmp_path):
+    with pytest.raises(TrainingError, match="step 0 has loss nan.*--dtype float32.*--check-data") as caught:
+        learn(tmp_path, batch=poisoned(0, make_batch))
+    assert "lower lr" not in str(caught.value)
+
+
 def test_a_diverged_run_names_the_checkpoints_to_go_back_to(learn, make_batch, tmp_path):
     cfg = replace(CFG, save_every=2, keep_checkpoints=2)
-
-    def poisoned(i):
-        batch = make_batch(i)
-        return batch | {"images": batch["images"] * float("nan")} if i == 5 else batch
-
     with pytest.raises(TrainingError, match="step 5 has loss nan.* lower lr=0.003 and run again to resume") as caught:
-        learn(tmp_path, cfg, poisoned)
+        learn(tmp_path, cfg, poisoned(5, make_batch))
     folder = tmp_path / "checkpoints"
     assert str(caught.value).endswith(
         f"resume from {folder / 'step-4'}, or move it away first to resume from {folder / 'step-2'}"
