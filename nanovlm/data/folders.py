@@ -68,16 +68,12 @@ def open_captioned_folder(path: str, images: Sequence[str], options: ReadOptions
 
 def _captioned_example(image: str, name: str, options: ReadOptions) -> Example:
     extension = os.path.splitext(image)[1][1:].lower()
-    return sample_to_example({extension: image, "txt": FilePart(_caption_path(image))}, name, options)
+    return sample_to_example({extension: image, "txt": FilePart(str(Path(image).with_suffix(".txt")))}, name, options)
 
 
 def has_caption(image: str) -> bool:
     """Whether there is a .txt of the image's name beside it."""
-    return os.path.isfile(_caption_path(image))
-
-
-def _caption_path(image: str) -> str:
-    return os.path.splitext(image)[0] + ".txt"
+    return Path(image).with_suffix(".txt").is_file()
 
 
 def open_tables(path: str, tables: Sequence[str], options: ReadOptions) -> Source:

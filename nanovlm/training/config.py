@@ -28,9 +28,9 @@ LIMITS = {
 
 
 def setting(default: Any, help: str, *, needs: str = "", **options: Any) -> Any:
-    """A field with a flag, for which options hold more, and limits, which are those of LIMITS; 0 is a number's least.
+    """A field with a flag, see `models.config.setting`. options are its limits, of LIMITS, and more for the flag.
 
-    needs names the condition under which the setting has an effect.
+    A number without a lower limit is at least 0. needs names the condition under which the setting has an effect.
     """
     if isinstance(default, int | float) and not options.keys() & {"minimum", "above"}:
         options["minimum"] = 0

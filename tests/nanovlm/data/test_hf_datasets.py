@@ -3,13 +3,14 @@
 import logging
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
 
 from nanovlm.data import Mixture, ReadOptions, Subset, open_source
 from nanovlm.data.source import Part
+from nanovlm.training.loader import load_batches
 from support.data import OPTIONS, check_refused, image, message, png, read_all, text, write
 
 pytestmark = [pytest.mark.usefixtures("in_tmp_path"), pytest.mark.full]
@@ -131,18 +132,10 @@ def test_truncated_parquet_is_reported_once(datasets_cache):
     assert records == []
 
 
-class Names(Dataset):
-    """Names of a mixture's first 14 examples; those of number n are of part n % n_parts."""
-
-    def __init__(self, stream, n_parts):
-        self.mixture, self.n_parts = Mixture([Subset(stream, ())], 0), n_parts
-
-    def __len__(self):
-        return 14
-
-    def __getitem__(self, i):
-        turn, part = divmod(i, self.n_parts)
-        return self.mixture.example(turn, part=Part(part, self.n_parts)).name
+def name_of(mixture, n_parts, i):
+    """The name of the i-th example, which is of part i % n_parts."""
+    turn, part = divmod(i, n_parts)
+    return mixture.example(turn, part=Part(part, n_parts)).name
 
 
 @pytest.mark.parametrize("n_parts", [1, 2])
@@ -154,14 +147,15 @@ def test_a_worker_process_reads_the_whole_of_a_part(n_parts, datasets_cache):
     address = Path("rows").resolve().as_uri() + "/{0..4}.parquet"
     stream = open_source(address, STREAMED)
     assert len(stream.shards) == 5
-    names = Names(stream, n_parts)
-    order = [names[i] for i in range(14)]
+    mixture = Mixture([Subset(stream, ())], 0)
+    order = [name_of(mixture, n_parts, i) for i in range(14)]
     rows = {f"{address}[{shard}:{row}]" for shard in range(5) for row in range(3)}
     assert len(set(order)) == 14 and rows > set(order), "all but one, before any comes again"
     if n_parts == 2:
         shards = [{name.rpartition("[")[2].partition(":")[0] for name in order[part::2]} for part in (0, 1)]
         assert shards[0] & shards[1] == {"4"}, "the shard that is left over"
-    assert list(DataLoader(Names(stream, n_parts), batch_size=None, num_workers=2)) == order
+    with load_batches(partial(name_of, mixture, n_parts), range(14), 2) as names:
+        assert list(names) == order
 
 
 def test_shards_at_an_address_are_read_or_streamed(datasets_cache):

@@ -119,15 +119,8 @@ def lmms_eval(folder, *flags):
 @pytest.mark.slow
 @pytest.mark.skipif(not INSTALLED, reason="needs lmms-eval")
 def test_a_local_task_is_scored_by_lmms_evals_command(scenes):
-    flags = [
-        "--model",
-        "nanovlm_captioner",
-        "--model_args",
-        f"pretrained={EMBEDDED},dtype=float32",
-        "--tasks",
-        "scenes",
-    ]
-    results, log = lmms_eval(scenes, *flags)
+    arguments = f"pretrained={EMBEDDED},dtype=float32"
+    results, log = lmms_eval(scenes, "--model", "nanovlm_captioner", "--model_args", arguments, "--tasks", "scenes")
     assert results["scenes"]["equal,none"] == 1.0
     assert "document 3, gets an empty answer" in log and "exceed lm_max_position_embeddings=1024" in log
 
