@@ -126,7 +126,7 @@ def cider(answers: Sequence[str], references: Sequence[Sequence[str]]) -> list[f
         """The cosine of clipped tf-idf vectors, averaged over n, with a Gaussian penalty for another length."""
         total = 0.0
         for a, b in zip(map(vector, ours), map(vector, truth)):
-            norms = math.hypot(*a.values()) * math.hypot(*b.values())
+            norms = math.prod(math.sqrt(sum(x**2 for x in weights.values())) for weights in (a, b))
             total += sum(min(value, b.get(ngram, 0.0)) * b.get(ngram, 0.0) for ngram, value in a.items()) / (norms or 1)
         difference = ours[1].total() - truth[1].total()  # coco-caption's length is the number of bigrams
         return total / MAX_NGRAM * math.exp(-(difference**2) / (2 * CIDER_SIGMA**2))
@@ -134,7 +134,8 @@ def cider(answers: Sequence[str], references: Sequence[Sequence[str]]) -> list[f
     def vector(ngrams: Counter) -> dict[tuple[str, ...], float]:
         return {n: count * (log_size - math.log(max(1, document_frequency[n]))) for n, count in ngrams.items()}
 
-    similar = [[similarity(_ngrams(answer), truth) for truth in truths] for answer, truths in zip(answers, counts)]
+    pairs = zip(map(_ngrams, answers), counts)
+    similar = [[similarity(ours, truth) for truth in truths] for ours, truths in pairs]
     return [10 * sum(of_truths) / len(of_truths) for of_truths in similar]
 
 

@@ -58,7 +58,7 @@ class Checkpoint:
     settings: dict[str, Any]  # the fields of TrainConfig, "data" and "validation": see TrainingTask
     scaler: dict[str, Any]  # the state of the float16 gradient scaler
     weights: dict[str, Tensor] | None  # the state dict of the model; of a LoRA run, with merged adapters
-    optimizer: dict[str, Tensor | None]  # see optimizer_state
+    optimizer: Mapping[str, Tensor | None]  # see optimizer_state
 
     @property
     def sharded(self) -> bool:
@@ -244,15 +244,15 @@ def read_checkpoint(path: Path, model: VisionLanguageModel) -> Checkpoint:
         raise CheckpointError(
             f"{path} was trained with lora_rank={rank}; resume with the same, or train in another folder"
         )
-    found, prefix = (path, _step_of(path), settings, state.get("scaler") or {}), OPTIMIZER_PREFIX
+    found = path, _step_of(path), settings, state.get("scaler") or {}
     with _damage(path):
         if SHARDS in state:
             names = tensor_names(path / SHARDS, state[SHARDS])
-            optimizer = {name.removeprefix(prefix): None for name in names if name.startswith(prefix)}
-            return Checkpoint(*found, None, optimizer)
+            moments = [name.removeprefix(OPTIMIZER_PREFIX) for name in names if name.startswith(OPTIMIZER_PREFIX)]
+            return Checkpoint(*found, None, dict.fromkeys(moments))
         weights = load_model(path, model.cfg, model.image_token_id, device=model.device).state_dict()
         tensor_names(path, [OPTIMIZER])  # which reports a file that is missing or cut
-        return Checkpoint(*found, weights, dict(load_file(path / OPTIMIZER)))
+        return Checkpoint(*found, weights, load_file(path / OPTIMIZER))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ PREFETCH = 4  # batches that each worker prepares ahead
 @contextmanager
 def load_batches(get_batch: Callable[[int], Batch], numbers: range, num_workers: int) -> Iterator[Iterator[Batch]]:
     """An iterator over get_batch(number) for each of the numbers; the workers end with the context."""
-    loader = DataLoader(
+    loader: DataLoader = DataLoader(
         numbers,  # type: ignore[arg-type]  # a dataset is anything with a length and items
         batch_size=None,
         collate_fn=partial(_batch_or_error, get_batch),

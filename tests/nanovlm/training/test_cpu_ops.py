@@ -19,8 +19,7 @@ def test_rms_norm_equals_the_formula():
     plain, ours = rms_norm(x, weight, 1e-5), written_out_rms_norm(x, weight, 1e-5)
     assert type(ours.grad_fn) is not type(plain.grad_fn)
     torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-6)
-    for gradient, expected in zip(gradients(ours, (x, weight)), gradients(plain, (x, weight))):
-        torch.testing.assert_close(gradient, expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(gradients(ours, (x, weight)), gradients(plain, (x, weight)), atol=2e-6, rtol=1e-5)
 
 
 def test_a_frozen_norm_gets_no_gradient():
@@ -54,8 +53,7 @@ def test_the_model_computes_with_them_within_the_context_only(tiny_model, make_b
         assert model.decoder.norm.normalize is written_out_rms_norm
         assert model.vision_encoder.blocks[0].attn.attend is matmul_attention
         model(**batch)[1].backward()
-    for p, gradient in zip(model.parameters(), wanted):
-        torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close([p.grad for p in model.parameters()], wanted, rtol=1e-4, atol=1e-6)
     after = {name: dict(vars(module)) for name, module in model.named_modules()}
     assert after["decoder.norm"]["normalize"] is before["decoder.norm"]["normalize"] is rms_norm
     assert after["decoder.blocks.0.attn"]["attend"] is attention

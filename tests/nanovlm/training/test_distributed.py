@@ -109,14 +109,16 @@ def weights(folder):
     return tensors
 
 
+def assert_same(folder, other, tolerance=1e-5):
+    torch.testing.assert_close(weights(folder), weights(other), atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_processes_equal_one_with_twice_the_batch(folder, tmp_path, variant):
     alone(tmp_path / "one", **VARIANTS[variant])
     assert files(folder / variant) == files(tmp_path / "one")
-    two, one = weights(folder / variant), weights(tmp_path / "one")
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], atol=1e-5, rtol=1e-5)
+    assert_same(folder / variant, tmp_path / "one")
     for a, b in zip(metrics(folder / variant), metrics(tmp_path / "one"), strict=True):
         assert a["step"] == b["step"]
         for key in {"loss", "grad_norm", "validation_loss", "lr"} & a.keys():
@@ -133,12 +135,7 @@ def test_a_signal_to_one_process_stops_both_and_they_are_resumed_together(folder
     assert "SIGTERM: stopped and saved" in main and "resumed" in main and "at step 2" in main
     assert "exit code 143" in main and "exit code 143" in other
     whole = folder / (name if name in VARIANTS and name != "sharded" else "uninterrupted")
-    ours, whole = weights(folder / f"stopped, {name}"), weights(whole)
-    for weight in whole:
-        if name == "plain":
-            assert torch.equal(ours[weight], whole[weight])
-        else:
-            torch.testing.assert_close(ours[weight], whole[weight], atol=1e-5, rtol=1e-5)
+    assert_same(folder / f"stopped, {name}", whole, tolerance=0 if name == "plain" else 1e-5)
 
 
 @pytest.mark.full
@@ -151,9 +148,7 @@ def test_a_sharded_checkpoint_is_merged_to_the_model_that_one_process_saves(fold
     for name in ("optimizer.safetensors", "training.json"):
         (whole / name).unlink()
     assert files(tmp_path / "merged") == files(whole)
-    ours, theirs = weights(tmp_path / "merged"), weights(whole)
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], atol=1e-5, rtol=1e-5)
+    assert_same(tmp_path / "merged", whole)
     assert VisionLanguageModel.from_pretrained(tmp_path / "merged").image_token_id == 3
 
 
@@ -197,9 +192,7 @@ def digest(path):
 @pytest.mark.full
 def test_three_processes_resume_what_two_have_written(folder):
     assert "at step 2" in (folder / "two, then three.0.log").read_text()
-    ours, whole = weights(folder / "two, then three"), weights(folder / "uninterrupted, longer")
-    for name in whole:
-        torch.testing.assert_close(ours[name], whole[name], atol=1e-5, rtol=1e-5)
+    assert_same(folder / "two, then three", folder / "uninterrupted, longer")
 
 
 @pytest.mark.full
@@ -245,9 +238,7 @@ def test_torchrun_on_two_hosts_equals_one_process_and_restarts_after_a_kill(fold
     assert [agent.returncode for agent in agents] == [0, 0], "".join(errors)
     assert "resumed" in (tmp_path / "run.0.log").read_text() and (tmp_path / "run/killed").exists()
     alone(tmp_path / "one")
-    ours, whole = weights(tmp_path / "run"), weights(tmp_path / "one")
-    for name in whole:
-        torch.testing.assert_close(ours[name], whole[name], atol=1e-5, rtol=1e-5)
+    assert_same(tmp_path / "run", tmp_path / "one")
 
 
 def test_fsdp_needs_several_processes(tiny_model, make_batch, tmp_path):

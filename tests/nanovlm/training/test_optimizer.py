@@ -100,8 +100,7 @@ def test_accumulated_batches_give_the_loss_and_gradients_of_the_whole(tiny_model
     loss = backward(many, pieces, torch.float32, UNSCALED, CONTEXT)
     assert loss == pytest.approx(one(**whole)[1].item(), abs=1e-5)
     assert loss != pytest.approx(sum(one(**piece)[1].item() for piece in pieces) / 3, abs=1e-3)
-    for name, gradient in gradients(one).items():
-        torch.testing.assert_close(gradients(many)[name], gradient, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients(many), gradients(one), atol=1e-5, rtol=1e-5)
 
 
 def test_a_step_reads_gradient_accumulation_steps_batches(learn, make_batch):
@@ -166,8 +165,7 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(tiny_model, make
     (size, loss, plain), (smaller, same, recomputed) = found
     assert smaller < size / 2
     assert compiled or loss == same
-    for name in plain:
-        torch.testing.assert_close(recomputed[name], plain[name], atol=1e-5 * compiled, rtol=1e-5 * compiled)
+    torch.testing.assert_close(recomputed, plain, atol=1e-5 * compiled, rtol=1e-5 * compiled)
 
 
 @pytest.mark.full
@@ -241,7 +239,6 @@ def test_a_frozen_encoder_encodes_each_image_once(tiny_model, make_batch, tmp_pa
         encoded.append(sum(n))
         weights.append(model.state_dict())
     assert encoded == [12, 4]
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-5)
     with pytest.raises(InputError, match="needs vision_lr_scale=0 and augment=0"):
         TrainConfig(image_cache_dir="store")

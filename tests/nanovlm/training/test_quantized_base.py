@@ -91,10 +91,8 @@ def test_adapters_get_the_gradients_of_a_model_with_the_dequantized_weights(save
     assert torch.allclose(losses[0], losses[1], atol=1e-5)
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert found.keys() == expected.keys() and found
-    for name, gradient in found.items():
-        assert gradient.dtype == torch.float32
-        assert torch.allclose(gradient, expected[name], atol=1e-5, rtol=1e-3), name
+    assert found and all(gradient.dtype == torch.float32 for gradient in found.values())
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("format", BASE_FORMATS)
