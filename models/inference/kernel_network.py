@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from models import language_model, vision_transformer
-from models.cache import KVCache, capacity_for
+from models.cache import KVCache, PrefillState, capacity_for
 from models.errors import InputError
 from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, load_library
 from models.language_model import build_attention_mask, rope_cos_sin
 from models.modality_projector import ModalityProjector, pixel_shuffle
-from models.vision_language_model import PrefillState, VisionLanguageModel
+from models.vision_language_model import VisionLanguageModel
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbers in common.h
 QUANTIZED = {"int8": 2, "int4": 3}
@@ -115,11 +115,11 @@ def linear(library: ctypes.CDLL, matrix: Matrix, x: Tensor) -> Tensor:
     return y
 
 
-def empty_cache(model: VisionLanguageModel, n_sequences: int, capacity: int, dtype: torch.dtype) -> Tensor:
-    """Zeros (n_blocks, 2, n_sequences, n_kv_heads, capacity, head_dim) where the model is."""
-    cfg = model.cfg
+def empty_cache(network: Any, n_sequences: int, capacity: int) -> Tensor:
+    """Zeros (n_blocks, 2, n_sequences, n_kv_heads, capacity, head_dim) for `run` of a KernelNetwork or PlainNetwork."""
+    cfg = network.model.cfg
     shape = cfg.lm_n_blocks, 2, n_sequences, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim
-    return torch.zeros(shape, dtype=dtype, device=model.device)
+    return torch.zeros(shape, dtype=network.cache_dtype, device=network.model.device)
 
 
 class StackedCache(Sequence[KVCache]):
@@ -275,14 +275,10 @@ class KernelNetwork:
         self._library.decoder_forward(ctypes.byref(self._decoder), ctypes.byref(step))
         return logits
 
-    def new_cache(self, n_sequences: int, capacity: int) -> Tensor:
-        """An empty cache for `run`."""
-        return empty_cache(self.model, n_sequences, capacity, self.cache_dtype)
-
     def _extended(self, prefix: PrefillState | None, B: int, T: int) -> StackedCache:
         """The prefix's cache with place for T new tokens."""
         if prefix is None:
-            return StackedCache(self.new_cache(B, capacity_for(T)), 0).extend(T)
+            return StackedCache(empty_cache(self, B, capacity_for(T)), 0).extend(T)
         kv_cache: Sequence[KVCache] = prefix.kv_cache
         if not isinstance(kv_cache, StackedCache) or kv_cache.data.dtype != self.cache_dtype:
             kv_cache = StackedCache.of(kv_cache, torch.empty(0, dtype=self.cache_dtype), T)

@@ -97,7 +97,7 @@ def test_next_turn_computes_its_own_tokens_only(computed):
         if n_turn:
             assert tiles == [] and tokens[0] == 4, "the answer's last token is not in the cache, and three are new"
         turn = torch.cat([turn, torch.tensor(ids), chat(3, seed=n_turn)])
-    assert len(cache._cache) == 1, "a turn replaces the one before"
+    assert len(cache) == 1, "a turn replaces the one before"
     assert cache.queries == 44 + 53 + 62 + 71 and cache.hits == cache.queries - 44 - 3 * 4
 
 
@@ -111,7 +111,7 @@ def test_another_image_is_no_common_prefix(computed):
     assert generate(batch, (ids, [TiledImage(pixels(1, seed=1), "b")])) == expected
     assert tiles == [1] and tokens[0] == 24, "the text before it is"
     generate(batch, (ids, pixels(1)))
-    assert tokens[1] == 1 and len(batch.prefix_cache._cache) == 2, "an image without a key is never found again"
+    assert tokens[1] == 1 and len(batch.prefix_cache) == 2, "an image without a key is never found again"
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.full) for n in range(4, 25))])
@@ -137,7 +137,7 @@ def test_caches_of_any_size_change_no_token(tiny_model, seed):
             for (ids, seed), answer in zip(chats, answers)
         ]
     for cache in caches.values():
-        assert cache.bytes_used <= cache._cache.max_bytes
+        assert cache.bytes_used <= cache.max_bytes
 
 
 def test_cancelled_sequence_is_kept(computed):
@@ -146,7 +146,7 @@ def test_cancelled_sequence_is_kept(computed):
     batch.add(0, chat(50), max_new_tokens=9)
     batch.step()
     batch.cancel(0)
-    assert len(cache._cache) == 1
+    assert len(cache) == 1
     tokens.clear()
     generate(batch, (torch.cat([chat(50), chat(5, seed=1)]), None))
     assert tokens[0] == 5
