@@ -89,9 +89,11 @@ class CheckpointFormat(ABC):
         """The position, along a side, of each of its `grid` patches; None if they are 0, 1, 2 ..."""
         return None
 
-    @abstractmethod
     def find_image_token_id(self, folder: Path, cfg: "VLMConfig") -> int:
         """The id of the image token in folder's tokenizer.json, -1 without one. CheckpointError if it is not there."""
+        found = formats().find_image_token_id(folder, cfg)
+        self.check_image_token_id(found, folder)
+        return found
 
     def check_image_token_id(self, image_token_id: int, folder: Path) -> None:
         """CheckpointError if config.json names another id than image_token_id, that of the tokenizer in folder."""

@@ -296,7 +296,7 @@ def recorded_base(folder: Path) -> tuple[str | None, str | None]:
 def _read_rank_and_alpha(path: Path) -> tuple[int, float]:
     """Rank and alpha of an adapter_config.json; CheckpointError for variants of LoRA that are not supported."""
     config = read_object(path)
-    supported = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
+    supported: dict[str, Any] = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
     supported |= dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out"), False)
     for key, value in supported.items():
         if config.get(key, value) not in (value, None):

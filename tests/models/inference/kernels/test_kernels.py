@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.inference.kernel_network import linear, make_matrix
+from models.inference.kernel_network import Packer, linear
 from models.inference.kernels.load import load_library
 from models.inference.quantization import QuantizedLinear
 from support.kernels import LEVELS
@@ -38,8 +38,8 @@ def make_layer(kind: str, n_rows: int, depth: int) -> tuple[nn.Module, torch.Ten
 
 
 def product(level: str, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    kept: list = []
-    return linear(load_library(level), make_matrix(layer, kept), x)
+    packer = Packer()
+    return linear(load_library(level), packer.matrix(layer), x)
 
 
 def error(y: torch.Tensor, wanted: torch.Tensor) -> float:
