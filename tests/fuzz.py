@@ -24,24 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # for support
 Check = Callable[[bytes], object]
 Target = tuple[list[bytes], Check]  # valid inputs to start from, and what reads an input
 ODD = [
-    None,
-    True,
-    -1,
-    0,
-    10**400,
-    1e400,
-    float("nan"),
-    "",
-    "x" * 5000,
-    "\0",
-    "\ud800",
-    [],
-    {},
-    [[]],
-    [None],
-    2**31,
-    0.5,
-]
+    None, True, -1, 0, 2**31, 10**400, 0.5, 1e400, float("nan"),
+    "", "x" * 5000, "\0", "\ud800", [], {}, [[]], [None],
+]  # fmt: skip
 TIMEOUT_S, MEMORY_MB = 20, 6000
 
 

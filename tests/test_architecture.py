@@ -25,14 +25,8 @@ CORE = {
     "models.checkpoint",
 }  # fmt: skip
 ADD_ONS = ("models.inference", "models.kv_study", "models.lora", "models.mingpt", "models.formats")
-DIALECT = {
-    "said",
-    "told",
-    "desk",
-    "shelf",
-    "lane",
-    "era",
-}  # names of the first version; docs/architecture.md has the new
+# names of the first version; docs/architecture.md has the new
+DIALECT = {"said", "told", "desk", "shelf", "lane", "era"}
 
 
 def within(module: str, *packages: str) -> bool:
@@ -87,11 +81,8 @@ def test_torchvision_is_imported_where_it_is_used_and_not_with_a_module():
     """Its import takes two seconds, which `--help` and captions do not wait for."""
     for module, path in GRAPH.files.items():
         if within(module, *AUGMENTATION):
-            top = [
-                node
-                for node in ast.parse(path.read_text(encoding="utf-8")).body
-                if not isinstance(node, ast.FunctionDef)
-            ]
+            body = ast.parse(path.read_text(encoding="utf-8")).body
+            top = [node for node in body if not isinstance(node, ast.FunctionDef)]
             assert "torchvision" not in {name for node in top for name in identifiers(node)}, module
 
 

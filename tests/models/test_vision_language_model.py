@@ -110,36 +110,6 @@ def test_a_shared_prefix_is_prefilled_once(tiny_model, monkeypatch, penalty, n_s
     assert read == [(1, len(head)), (3, 3)]
 
 
-@torch.inference_mode()
-def continuation(model, logits, prefix, first, n=6):
-    """Greedy logits of n steps after the id `first` was put into every row's mouth."""
-    ids, generated = torch.full((logits.size(0),), first), []
-    for _ in range(n):
-        logits, prefix = model.decode(ids, prefix)
-        generated.append(logits)
-        ids = logits.argmax(-1)
-    return torch.stack(generated)
-
-
-@pytest.mark.parametrize("grown", [0, 3])
-def test_a_forked_prefill_leaves_its_parent_intact(tiny_model, grown):
-    model, inputs = tiny_model(), prompt("titt", "tt")
-    with torch.inference_mode():
-        logits, prefix = model.prefill(**inputs)
-        for _ in range(grown):
-            logits, prefix = model.decode(logits.argmax(-1), prefix)
-    remembered = [(kv.key.clone(), kv.value.clone()) for kv in prefix.kv_cache]
-    fork, other = (model.decode(torch.full((2,), first), prefix) for first in (7, 8))
-    first = continuation(model, logits, prefix, 7)
-    second = continuation(model, logits, prefix, 8)
-    assert not torch.allclose(first, second, atol=1e-2)
-    assert torch.equal(first, continuation(model, logits, prefix, 7))
-    assert torch.equal(continuation(model, *fork, 9), continuation(model, *fork, 9))
-    close(first[0], fork[0])
-    close(second[0], other[0])
-    assert all(torch.equal(kv.key, k) and torch.equal(kv.value, v) for kv, (k, v) in zip(prefix.kv_cache, remembered))
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_model_of_any_precision_runs_every_path(tiny_model, dtype, tied):
