@@ -200,10 +200,8 @@ class VLMConfig:
     def _check_divisibility(self) -> None:
         """Raise InputError unless heads, patches, tiles and pixel shuffle divide the sizes they split."""
         pairs = [("vit_hidden_dim", "vit_n_heads"), ("lm_hidden_dim", "lm_n_heads"), ("lm_n_heads", "lm_n_kv_heads")]
-        pairs += [("max_img_size", "vit_img_size")]
-        if not self.format.crops_to_patches:
-            pairs.insert(1, ("vit_img_size", "vit_patch_size"))
-        for whole, part in pairs:
+        pairs += [] if self.format.crops_to_patches else [("vit_img_size", "vit_patch_size")]
+        for whole, part in (*pairs, ("max_img_size", "vit_img_size")):
             if (getattr(self, whole) or 0) % getattr(self, part):
                 raise InputError(
                     f"{whole}={getattr(self, whole)} is not a multiple of {part}={getattr(self, part)}; change either"
@@ -215,8 +213,9 @@ class VLMConfig:
             )
         if self.vit_grid % self.mp_pixel_shuffle_factor:
             raise InputError(
-                f"{self.vit_grid} patches a side (vit_img_size={self.vit_img_size} / vit_patch_size={self.vit_patch_size})"
-                f" is not a multiple of mp_pixel_shuffle_factor={self.mp_pixel_shuffle_factor}"
+                f"{self.vit_grid} patches a side (vit_img_size={self.vit_img_size} / "
+                f"vit_patch_size={self.vit_patch_size}) is not a multiple of "
+                f"mp_pixel_shuffle_factor={self.mp_pixel_shuffle_factor}"
             )
 
     def _set_image_token_length(self) -> None:

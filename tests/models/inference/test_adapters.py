@@ -12,10 +12,8 @@ from models.inference.inference_model import InferenceModel
 from models.inference.quantization import QuantizedLinear
 from models.inference.serving_caches import ImageCache, PrefixCache, TiledImage
 from models.lora import ADAPTER_WEIGHTS, merge, write_adapters
-from support.generation import only_row, prompt
+from support.generation import logits_of, only_row, prompt
 
-IDS = torch.tensor([[5, 3, 3, 3, 3, 7, 9]])
-IMAGES = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 TRAINED = {
     "all parts": {},
     "decoder": {"parts": ("decoder",)},
@@ -35,17 +33,6 @@ def make_adapter(adapted, tmp_path):
         return tmp_path / name, merge(model)
 
     return make
-
-
-def logits_of(model):
-    """Logits of a prefill and of some decode steps: (5, vocabulary) float32."""
-    with torch.inference_mode():
-        logits, prefix = model.prefill(IDS, IMAGES.to(model.dtype))
-        rows = [logits]
-        for token in range(8, 12):
-            logits, prefix = model.decode(torch.tensor([token]), prefix)
-            rows.append(logits)
-    return torch.cat(rows).float()
 
 
 def error(got, wanted):
