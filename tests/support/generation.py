@@ -42,3 +42,17 @@ def logits_of(model, n=6):
             logits, prefix = model.decode(torch.tensor([token]), prefix)
             rows.append(logits)
     return torch.cat(rows).float()
+
+
+def run(batch):
+    """Step until no request waits or runs: each key's outputs."""
+    outputs = {}
+    while batch.waiting or batch.running:
+        for output in batch.step():
+            outputs.setdefault(output.key, []).append(output)
+    return outputs
+
+
+def run_ids(batch):
+    """The same as token ids."""
+    return {key: [output.token_id for output in outputs] for key, outputs in run(batch).items()}

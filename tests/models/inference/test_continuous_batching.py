@@ -9,7 +9,7 @@ from models.decoding import GREEDY, SamplingParams, finish_reason
 from models.inference import continuous_batching, serving_caches
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.requests import PrefillError
-from support.generation import only_row, prompt
+from support.generation import only_row, prompt, run
 
 few_seeds = pytest.mark.parametrize(
     "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.full) for n in range(8, 40))]
@@ -273,10 +273,7 @@ def test_logprobs_are_those_of_the_whole_sequence(tiny_model):
     for key, sampling in enumerate(SAMPLINGS[:3]):
         batch.add(key, ids, max_new_tokens=6, sampling=sampling, top_logprobs=4)
     batch.add("none", ids, max_new_tokens=2)
-    outputs = {key: [] for key in (0, 1, 2, "none")}
-    while batch.waiting or batch.running:
-        for output in batch.step():
-            outputs[output.key].append(output)
+    outputs = run(batch)
     assert [output.logprobs for output in outputs.pop("none")] == [None, None]
     for row in outputs.values():
         generated = [output.token_id for output in row]

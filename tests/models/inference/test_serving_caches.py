@@ -7,21 +7,17 @@ import torch
 
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.serving_caches import ImageCache, LRUCache, PrefixCache, TiledImage, common_prefix_length
-from support.generation import IMAGE, PER_IMAGE
+from support.generation import IMAGE, PER_IMAGE, run_ids
 
 LARGE = 2**24
 
 
 def generate(batch, *requests, n=6):
-    """The ids of each request (ids, images) once all are done, and the keys in the order of their first tokens."""
+    """The ids of each request (ids, images) once all are done."""
     for key, (ids, images) in enumerate(requests):
         batch.add(key, ids, images, max_new_tokens=n)
-    outputs = {key: [] for key in range(len(requests))}
-    while batch.waiting or batch.running:
-        for output in batch.step():
-            assert output.error is None
-            outputs[output.key].append(output.token_id)
-    return list(outputs.values())
+    outputs = run_ids(batch)
+    return [outputs[key] for key in range(len(requests))]
 
 
 @pytest.fixture
