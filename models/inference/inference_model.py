@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from models.cache import KVCache, PrefillState
 from models.decoding import GenerationMixin
 from models.errors import InputError
+from models.inference.image_store import ImageStore, encoder_digest
 from models.inference.kernel_network import KernelNetwork
+from models.inference.quantization import check_format, quantize_linears
 from models.vision_language_model import VisionLanguageModel
-
-if TYPE_CHECKING:
-    from models.inference.image_store import ImageStore
 
 logger = logging.getLogger(__name__)
 
@@ -90,20 +89,13 @@ class InferenceModel(GenerationMixin):
         quantize: str | None = None,
         image_cache_dir: str | PathLike | None = None,
     ):
-        if quantize is not None:
-            from models.inference.quantization import check_format
-
-            check_format(quantize)
+        check_format(quantize)
         self.cfg, self.image_token_id = model.cfg, model.image_token_id
         self._source: VisionLanguageModel | None = model
         self._quantize = quantize
         self._lock = threading.Lock()
         self._state = _build(model, quantize)
-        self.image_store: ImageStore | None = None
-        if image_cache_dir is not None:
-            from models.inference import image_store  # here, as few runs keep images
-
-            self.image_store = image_store.ImageStore(image_cache_dir)
+        self.image_store = None if image_cache_dir is None else ImageStore(image_cache_dir)
         self.on_tile: Callable[[int, int], None] | None = None  # told how many of how many tiles are encoded, from 0 on
 
     @property
@@ -120,7 +112,7 @@ class InferenceModel(GenerationMixin):
     def network(self) -> Network:
         """What computes with the current weights; see `KernelNetwork` for its methods."""
         state = self._state
-        if self._source is None or state.fingerprint == _fingerprint(self._source):
+        if self._source is None or state.fingerprint == _fingerprint(self._source)[0]:
             return state.network
         with self._lock:
             if self._state is state:
@@ -150,7 +142,7 @@ class InferenceModel(GenerationMixin):
         if self._quantize is None:
             raise InputError("release_source needs quantize=; without it, inference uses the model's own weights")
         self._source = None
-        self._state = _State(self._state.network, ())
+        self._state = _State(self._state.network)
         if sys.platform == "linux":  # glibc keeps freed memory: here more than the quantized model takes
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
             if trim is not None:
@@ -214,7 +206,8 @@ class _State:
     """All that is derived from a model's weights."""
 
     network: Network
-    fingerprint: tuple  # of the model when this was made; () once it was released
+    fingerprint: tuple = ()  # of the model when this was made; () once it was released
+    tensors: Sequence[Tensor] = ()  # of the model then, so that no address in the fingerprint returns
 
     @cached_property
     def encoder(self) -> str:
@@ -222,8 +215,6 @@ class _State:
         model, level = self.network.model, getattr(self.network, "level", "torch")
         sizes = {name: value for name, value in vars(model.cfg).items() if name.startswith(("vit_", "mp_"))}
         settings = f"{level} {model.device.type} {torch.__version__} {model.cfg.format.name} {sizes}"
-        from models.inference.image_store import encoder_digest
-
         return encoder_digest(model.vision_encoder, model.MP, settings=settings)
 
 
@@ -231,39 +222,28 @@ class _State:
 @torch.no_grad()
 def _build(model: VisionLanguageModel, quantize: str | None) -> _State:
     """The network for a model: its own modules, or a tree of new ones that share its parameters, quantized."""
-    fingerprint, used = _fingerprint(model), model
+    (fingerprint, tensors), used = _fingerprint(model), model
     if quantize:
-        from models.inference.quantization import quantize_linears  # here, as most models are not quantized
-
         used = share_modules(model).eval()
         quantize_linears(used.decoder, quantize)
         if quantize == "int8" and KernelNetwork.supports(model):  # elsewhere int8 saves memory, and costs time
             quantize_linears(used.vision_encoder, quantize)
             quantize_linears(used.MP, quantize)
-    return _State(_network(used), fingerprint)
+    return _State(_network(used), fingerprint, tensors)
 
 
 def _network(model: VisionLanguageModel) -> Network:
     return KernelNetwork(model) if KernelNetwork.supports(model) else PlainNetwork(model)
 
 
-def _fingerprint(model: VisionLanguageModel) -> tuple:
-    """Differs after any change of modules or weights that torch knows of. Keeps the tensors: no address returns."""
+def _fingerprint(model: VisionLanguageModel) -> tuple[tuple, list[Tensor]]:
+    """What differs after any change of modules or weights that torch knows of; and all tensors."""
     modules: list[nn.Module] = [model]
     for module in modules:  # half the time of model.modules()
         modules += [child for child in module._modules.values() if child is not None]
     tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
     versions = [-1 if t.is_inference() else t._version for t in tensors]  # those of inference mode do not count changes
-    return [*map(id, modules)], [(t.data_ptr(), t.dtype) for t in tensors], versions, _Held(tensors)
-
-
-class _Held(list):
-    """Tensors that are kept alive; equal to every other list of this kind."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held)
-
-    __hash__ = None
+    return ([*map(id, modules)], [(t.data_ptr(), t.dtype) for t in tensors], versions), tensors
 
 
 def share_modules(model: VisionLanguageModel) -> VisionLanguageModel:
