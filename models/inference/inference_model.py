@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from models.cache import KVCache, PrefillState
 from models.decoding import GenerationMixin
 from models.errors import InputError
-from models.inference.image_store import ImageStore, encoder_digest
 from models.inference.kernel_network import KernelNetwork
-from models.inference.quantization import check_format, quantize_linears
 from models.vision_language_model import VisionLanguageModel
+
+if TYPE_CHECKING:
+    from models.inference.image_store import ImageStore
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +90,20 @@ class InferenceModel(GenerationMixin):
         quantize: str | None = None,
         image_cache_dir: str | PathLike | None = None,
     ):
-        check_format(quantize)
+        if quantize is not None:
+            from models.inference.quantization import check_format
+
+            check_format(quantize)
         self.cfg, self.image_token_id = model.cfg, model.image_token_id
         self._source: VisionLanguageModel | None = model
         self._quantize = quantize
         self._lock = threading.Lock()
         self._state = _build(model, quantize)
-        self.image_store = None if image_cache_dir is None else ImageStore(image_cache_dir)
+        self.image_store: ImageStore | None = None
+        if image_cache_dir is not None:
+            from models.inference import image_store  # here, as few runs keep images
+
+            self.image_store = image_store.ImageStore(image_cache_dir)
         self.on_tile: Callable[[int, int], None] | None = None  # told how many of how many tiles are encoded, from 0 on
 
     @property
@@ -215,6 +223,8 @@ class _State:
         model, level = self.network.model, getattr(self.network, "level", "torch")
         sizes = {name: value for name, value in vars(model.cfg).items() if name.startswith(("vit_", "mp_"))}
         settings = f"{level} {model.device.type} {torch.__version__} {model.cfg.format.name} {sizes}"
+        from models.inference.image_store import encoder_digest
+
         return encoder_digest(model.vision_encoder, model.MP, settings=settings)
 
 
@@ -224,6 +234,8 @@ def _build(model: VisionLanguageModel, quantize: str | None) -> _State:
     """The network for a model: its own modules, or a tree of new ones that share its parameters, quantized."""
     (fingerprint, tensors), used = _fingerprint(model), model
     if quantize:
+        from models.inference.quantization import quantize_linears  # here, as most models are not quantized
+
         used = share_modules(model).eval()
         quantize_linears(used.decoder, quantize)
         if quantize == "int8" and KernelNetwork.supports(model):  # elsewhere int8 saves memory, and costs time
