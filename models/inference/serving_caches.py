@@ -59,9 +59,6 @@ class LRUCache(Generic[V]):
         self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._values)
-
     def get(self, key: Hashable) -> V | None:
         """The value of a key, which counts as used now; None if there is none."""
         with self._lock:

@@ -93,7 +93,7 @@ def test_next_turn_computes_its_own_tokens_only(computed):
         if n_turn:
             assert tiles == [] and tokens[0] == 4, "the answer's last token is not in the cache, and three are new"
         turn = torch.cat([turn, torch.tensor(ids), chat(3, seed=n_turn)])
-    assert len(cache) == 1, "a turn replaces the one before"
+    assert len(cache.items()) == 1, "a turn replaces the one before"
     assert cache.queries == 44 + 53 + 62 + 71 and cache.hits == cache.queries - 44 - 3 * 4
 
 
@@ -107,7 +107,7 @@ def test_another_image_is_no_common_prefix(computed):
     assert generate(batch, (ids, [TiledImage(pixels(1, seed=1), "b")])) == expected
     assert tiles == [1] and tokens[0] == 24, "the text before it is"
     generate(batch, (ids, pixels(1)))
-    assert tokens[1] == 1 and len(batch.prefix_cache) == 2, "an image without a key is never found again"
+    assert tokens[1] == 1 and len(batch.prefix_cache.items()) == 2, "an image without a key is never found again"
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.full) for n in range(4, 25))])
@@ -142,7 +142,7 @@ def test_cancelled_sequence_is_kept(computed):
     batch.add(0, chat(50), max_new_tokens=9)
     batch.step()
     batch.cancel(0)
-    assert len(cache) == 1
+    assert len(cache.items()) == 1
     tokens.clear()
     generate(batch, (torch.cat([chat(50), chat(5, seed=1)]), None))
     assert tokens[0] == 5
@@ -168,7 +168,7 @@ def test_least_recently_used_goes_first():
     cache.put("d", "D", 3)
     assert [key for key, _ in cache.items()] == ["c", "a", "d"]
     cache.put("e", "E", 11)
-    assert cache.get("e") is None and len(cache) == 3, "too large alone"
+    assert cache.get("e") is None and len(cache.items()) == 3, "too large alone"
     cache.put("a", "AA", 1)
     assert cache.bytes_used == 7
     with pytest.raises(ValueError, match="max_bytes=-1"):
