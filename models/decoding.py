@@ -1,4 +1,4 @@
-"""From logits to tokens: sampling, and the one generation loop."""
+"""From a prompt to tokens: embeddings and prefill, sampling, and the one generation loop."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
