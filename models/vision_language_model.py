@@ -33,8 +33,8 @@ IGNORE_INDEX = -100  # a target without a loss
 class VisionLanguageModel(GenerationMixin, nn.Module):
     """nanoVLM: a SigLIP encoder, a pixel-shuffle projector and a Llama decoder.
 
-    `GenerationMixin` adds embed, prefill, decode, stream and generate. image_token_id marks the positions of images in a
-    prompt; -1 where the vocabulary has no token for them.
+    `GenerationMixin` adds embed, prefill, decode, stream and generate. image_token_id marks the positions of images in
+    a prompt; -1 where the vocabulary has no token for them.
     `models.formats.backbones.from_backbones` makes a new model from pretrained backbones.
     """
 
