@@ -1,6 +1,7 @@
-"""The KV cache of one block: keys and values of the tokens processed so far."""
+"""The KV cache: keys and values of the tokens processed so far, of one block and of all."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,6 +51,40 @@ class KVCache:
     def rows(self, index: Tensor) -> "KVCache":
         """A copy of the batch rows index (B_new,), in that order; a row may occur more than once."""
         return KVCache(self.key.index_select(0, index), self.value.index_select(0, index))
+
+
+@dataclass(frozen=True)
+class PrefillState:
+    """A prefilled batch of sequences: the keys and values of every block, and which positions are padding."""
+
+    kv_cache: Sequence[KVCache]  # one per block
+    attention_mask: Tensor | None = None  # (B, length); None without padding
+
+    @property
+    def length(self) -> int:
+        return self.kv_cache[0].length
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of the keys and values of all tokens."""
+        return sum(kv.bytes_used for kv in self.kv_cache)
+
+    @property
+    def bytes_allocated(self) -> int:
+        """Bytes of the memory behind them, unused capacity included."""
+        return storage_bytes(tensor for kv in self.kv_cache for tensor in (kv.key, kv.value))
+
+    def first(self, n: int) -> "PrefillState":
+        """The first n positions."""
+        if n == self.length:
+            return self
+        mask = None if self.attention_mask is None else self.attention_mask[:, :n]
+        return PrefillState([kv.first(n) for kv in self.kv_cache], mask)
+
+    def rows(self, index: Tensor) -> "PrefillState":
+        """A copy of the rows index (B_new,), in that order; a row may occur more than once."""
+        mask = None if self.attention_mask is None else self.attention_mask[index]
+        return PrefillState([kv.rows(index) for kv in self.kv_cache], mask)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

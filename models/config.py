@@ -89,9 +89,11 @@ class CheckpointFormat(ABC):
         """The position, along a side, of each of its `grid` patches; None if they are 0, 1, 2 ..."""
         return None
 
-    @abstractmethod
     def find_image_token_id(self, folder: Path, cfg: "VLMConfig") -> int:
         """The id of the image token in folder's tokenizer.json, -1 without one. CheckpointError if it is not there."""
+        found = formats().find_image_token_id(folder, cfg)
+        self.check_image_token_id(found, folder)
+        return found
 
     def check_image_token_id(self, image_token_id: int, folder: Path) -> None:
         """CheckpointError if config.json names another id than image_token_id, that of the tokenizer in folder."""
@@ -197,15 +199,9 @@ class VLMConfig:
 
     def _check_divisibility(self) -> None:
         """Raise InputError unless heads, patches, tiles and pixel shuffle divide the sizes they split."""
-        for whole, part in (
-            ("vit_hidden_dim", "vit_n_heads"),
-            ("vit_img_size", "vit_patch_size"),
-            ("lm_hidden_dim", "lm_n_heads"),
-            ("lm_n_heads", "lm_n_kv_heads"),
-            ("max_img_size", "vit_img_size"),
-        ):
-            if whole == "vit_img_size" and self.format.crops_to_patches:
-                continue
+        pairs = [("vit_hidden_dim", "vit_n_heads"), ("lm_hidden_dim", "lm_n_heads"), ("lm_n_heads", "lm_n_kv_heads")]
+        pairs += [] if self.format.crops_to_patches else [("vit_img_size", "vit_patch_size")]
+        for whole, part in (*pairs, ("max_img_size", "vit_img_size")):
             if (getattr(self, whole) or 0) % getattr(self, part):
                 raise InputError(
                     f"{whole}={getattr(self, whole)} is not a multiple of {part}={getattr(self, part)}; change either"

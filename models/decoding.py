@@ -1,19 +1,16 @@
-"""From logits to tokens: sampling, and the one generation loop."""
+"""From a prompt to tokens: embeddings and prefill, sampling, and the one generation loop."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.config import GREEDY, MAX_NEW_TOKENS, RepetitionDetection, SamplingParams
+from models.cache import PrefillState
+from models.config import GREEDY, MAX_NEW_TOKENS, RepetitionDetection, SamplingParams, VLMConfig
 from models.errors import InputError
-
-__all__ = [
-    "GREEDY", "GenerationMixin", "SamplingParams", "TokenSampler", "choose_tokens", "finish_reason", "generate_tokens",
-    "trim_repetition",
-]  # fmt: skip
 
 
 def choose_tokens(logits: Tensor, sampling: SamplingParams, generator: torch.Generator | None = None) -> Tensor:
@@ -181,26 +178,57 @@ def collect_tokens(stream: Iterable[Tensor], n_rows: int, like: Tensor) -> Tenso
     return torch.stack(columns, dim=1) if columns else like.new_empty(n_rows, 0)
 
 
-class Decodable(Protocol):
-    """What `GenerationMixin` needs of a model; see `models.vision_language_model.VisionLanguageModel`."""
+class GenerationMixin(ABC):
+    """From a prompt to tokens, for a model with a config and three methods, as `VisionLanguageModel` describes them."""
 
-    @property
-    def image_token_id(self) -> int: ...
-    def embed(self, input_ids: Tensor, images: Tensor | None = None) -> Tensor: ...
+    cfg: VLMConfig
+    image_token_id: int
+
+    @abstractmethod
+    def encode_images(self, images: Tensor) -> Tensor: ...
+
+    @abstractmethod
     def embed_tokens(self, input_ids: Tensor) -> Tensor: ...
-    def prefill(self, input_ids: Tensor, images: Tensor | None, attention_mask: Tensor | None, prefix: Any) -> Any: ...
-    def prefill_embeds(self, embeds: Tensor, attention_mask: Tensor | None = None) -> Any: ...
-    def decode(self, ids: Tensor, prefix: Any) -> Any: ...
-    def validate_length(self, prompt: int, max_new_tokens: int) -> None: ...
-    def stream(self, input_ids: Tensor, *args: Any, **options: Any) -> Iterator[Tensor]: ...
 
+    @abstractmethod
+    def prefill_embeds(
+        self, embeds: Tensor, attention_mask: Tensor | None = None, prefix: PrefillState | None = None
+    ) -> tuple[Tensor, PrefillState]: ...
 
-class GenerationMixin:
-    """`stream` and `generate` for a model with the methods of `Decodable`."""
+    def embed(self, input_ids: Tensor, images: Tensor | None = None) -> Tensor:
+        """Embeddings (B, T, C) of ids (B, T); images (N, 3, S, S) replace image tokens in reading order."""
+        self.validate_images(input_ids, images)
+        image_embeds = None if images is None or not len(images) else self.encode_images(images).flatten(0, 1)
+        return self.embed_encoded(input_ids, image_embeds)
+
+    def embed_encoded(self, input_ids: Tensor, image_embeds: Tensor | None) -> Tensor:
+        """Embeddings (B, T, C) of ids (B, T); the rows of image_embeds (n, C) replace the n image tokens in order."""
+        is_image = input_ids == self.image_token_id
+        x = self.embed_tokens(input_ids.masked_fill(is_image, 0))  # any id will do there
+        return x if image_embeds is None else x.masked_scatter(is_image[..., None], image_embeds.to(x.dtype))
+
+    def prefill(
+        self,
+        input_ids: Tensor,
+        images: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        prefix: PrefillState | None = None,
+    ) -> tuple[Tensor, PrefillState]:
+        """Process a prompt, ids (B, T), after an optional prefix: last logits (B, vocabulary) and the new prefix.
+
+        attention_mask (B, T) is 0 at padding, which is on the left. The given prefix can be continued again.
+        """
+        if attention_mask is not None and bool((attention_mask == 1).all()):
+            attention_mask = None
+        return self.prefill_embeds(self.embed(input_ids, images), attention_mask, prefix)
+
+    def decode(self, ids: Tensor, prefix: PrefillState) -> tuple[Tensor, PrefillState]:
+        """Append one token per row, ids (B,): next logits (B, vocabulary) and the longer prefix."""
+        return self.prefill_embeds(self.embed_tokens(ids[:, None]), None, prefix)
 
     @torch.inference_mode()
     def stream(
-        self: Decodable,
+        self,
         input_ids: Tensor,
         images: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -234,17 +262,35 @@ class GenerationMixin:
         sampler = TokenSampler(sampling, eos_token_id, input_ids.masked_fill(~counted, -1)[rows], logits_processor)
         yield from generate_tokens(logits, step, sampler, max_new_tokens)
 
-    def generate(self: Decodable, input_ids: Tensor, *args: Any, **options: Any) -> Tensor:
+    def generate(self, input_ids: Tensor, *args: Any, **options: Any) -> Tensor:
         """All that `stream` yields with the same arguments, (B * n_samples, T_new)."""
         n_rows = len(input_ids) * options.get("n_samples", 1)
         return collect_tokens(self.stream(input_ids, *args, **options), n_rows, input_ids)
 
+    def validate_images(self, input_ids: Tensor, images: Tensor | None) -> None:
+        """Raise InputError unless images (N, 3, S, S) match the image tokens of ids (..., T) in number."""
+        wanted = int((input_ids == self.image_token_id).sum())
+        given = 0 if images is None else len(images) * self.cfg.mp_image_token_length
+        if wanted != given:
+            raise InputError(
+                f"the prompt holds {wanted} image tokens, but the images give {given} embeddings; pass its images"
+            )
 
-def _begin_cached(model: Decodable, input_ids, images, attention_mask, rows: Tensor, shared: int, on_state):
+    def validate_length(self, prompt: int, max_new_tokens: int) -> None:
+        """Raise InputError if a prompt of that length and max_new_tokens exceed the model's positions."""
+        limit = self.cfg.lm_max_position_embeddings
+        if prompt + max_new_tokens - 1 > limit:  # the last token generated is not processed
+            raise InputError(
+                f"a prompt of {prompt} tokens and max_new_tokens={max_new_tokens} exceed "
+                f"lm_max_position_embeddings={limit}; shorten either"
+            )
+
+
+def _begin_cached(model: GenerationMixin, input_ids, images, attention_mask, rows: Tensor, shared: int, on_state):
     """Prefill: the logits after the prompt, and a function from ids to the next logits that keeps the cache."""
-    state = None
+    state: Any = None
     if shared:
-        _, state = model.prefill(input_ids[:1, :shared], images, None, None)
+        _, state = model.prefill(input_ids[:1, :shared], images)
         state, images = state.rows(torch.zeros_like(input_ids[:, 0])), None
     own_mask = None if attention_mask is None else attention_mask[:, shared:]
     logits, state = model.prefill(input_ids[:, shared:], images, own_mask, state)
@@ -262,7 +308,7 @@ def _begin_cached(model: Decodable, input_ids, images, attention_mask, rows: Ten
     return logits, step
 
 
-def _begin_uncached(model: Decodable, input_ids, images, attention_mask, rows: Tensor, shared: int, on_state):
+def _begin_uncached(model: GenerationMixin, input_ids, images, attention_mask, rows: Tensor, shared: int, on_state):
     """The same without a cache: every step computes the whole sequence again."""
     if shared and images is not None:  # every row has them
         images = images.repeat(len(input_ids), 1, 1, 1)

@@ -1,7 +1,5 @@
 """The vision-language model: vision encoder, projector and language model on one sequence of embeddings."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from models.cache import KVCache, storage_bytes
+from models.cache import PrefillState
 from models.checkpoint import (
     CONFIG,
     TOKENIZER,
@@ -32,44 +30,11 @@ from models.vision_transformer import PatchEmbedding, VisionTransformer
 IGNORE_INDEX = -100  # a target without a loss
 
 
-@dataclass(frozen=True)
-class PrefillState:
-    """A prefilled batch of sequences: the keys and values of every block, and which positions are padding."""
-
-    kv_cache: Sequence[KVCache]  # one per block
-    attention_mask: Tensor | None = None  # (B, length); None without padding
-
-    @property
-    def length(self) -> int:
-        return self.kv_cache[0].length
-
-    @property
-    def bytes_used(self) -> int:
-        """Bytes of the keys and values of all tokens."""
-        return sum(kv.bytes_used for kv in self.kv_cache)
-
-    @property
-    def bytes_allocated(self) -> int:
-        """Bytes of the memory behind them, unused capacity included."""
-        return storage_bytes(tensor for kv in self.kv_cache for tensor in (kv.key, kv.value))
-
-    def first(self, n: int) -> "PrefillState":
-        """The first n positions."""
-        if n == self.length:
-            return self
-        mask = None if self.attention_mask is None else self.attention_mask[:, :n]
-        return PrefillState([kv.first(n) for kv in self.kv_cache], mask)
-
-    def rows(self, index: Tensor) -> "PrefillState":
-        """A copy of the rows index (B_new,), in that order; a row may occur more than once."""
-        mask = None if self.attention_mask is None else self.attention_mask[index]
-        return PrefillState([kv.rows(index) for kv in self.kv_cache], mask)
-
-
 class VisionLanguageModel(GenerationMixin, nn.Module):
     """nanoVLM: a SigLIP encoder, a pixel-shuffle projector and a Llama decoder.
 
-    image_token_id marks the positions of images in a prompt; -1 where the vocabulary has no token for them.
+    `GenerationMixin` adds embed, prefill, decode, stream and generate. image_token_id marks the positions of images in
+    a prompt; -1 where the vocabulary has no token for them.
     `models.formats.backbones.from_backbones` makes a new model from pretrained backbones.
     """
 
@@ -142,22 +107,9 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
     def dtype(self) -> torch.dtype:
         return self.decoder.token_embedding.weight.dtype  # a linear layer may be quantized
 
-    def embed(self, input_ids: Tensor, images: Tensor | None = None) -> Tensor:
-        """Embeddings (B, T, C) of ids (B, T); images (N, 3, S, S) replace image tokens in reading order."""
-        self.validate_images(input_ids, images)
-        if images is None or not len(images):
-            return self.embed_encoded(input_ids, None)
-        return self.embed_encoded(input_ids, self.encode_images(images).flatten(0, 1))
-
     def encode_images(self, images: Tensor) -> Tensor:
         """Embeddings (N, L, C) of images (N, 3, S, S), L for each."""
         return self.MP(self.vision_encoder(images.to(self.dtype)))
-
-    def embed_encoded(self, input_ids: Tensor, image_embeds: Tensor | None) -> Tensor:
-        """Embeddings (B, T, C) of ids (B, T); the rows of image_embeds (n, C) replace the n image tokens in order."""
-        is_image = input_ids == self.image_token_id
-        x = self.decoder.token_embedding(input_ids.masked_fill(is_image, 0))  # any id will do there
-        return x if image_embeds is None else x.masked_scatter(is_image[..., None], image_embeds.to(x.dtype))
 
     def embed_tokens(self, input_ids: Tensor) -> Tensor:
         """Embeddings (B, T, C) of ids (B, T), an image token's id being an ordinary one."""
@@ -186,25 +138,6 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
         loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE_INDEX)
         return logits, loss
 
-    def prefill(
-        self,
-        input_ids: Tensor,
-        images: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        prefix: PrefillState | None = None,
-    ) -> tuple[Tensor, PrefillState]:
-        """Process a prompt, ids (B, T), after an optional prefix: last logits (B, vocabulary) and the new prefix.
-
-        attention_mask (B, T) is 0 at padding, which is on the left. The given prefix can be continued again.
-        """
-        if attention_mask is not None and bool((attention_mask == 1).all()):
-            attention_mask = None
-        return self.prefill_embeds(self.embed(input_ids, images), attention_mask, prefix)
-
-    def decode(self, ids: Tensor, prefix: PrefillState) -> tuple[Tensor, PrefillState]:
-        """Append one token per row, ids (B,): next logits (B, vocabulary) and the longer prefix."""
-        return self.prefill_embeds(self.embed_tokens(ids[:, None]), None, prefix)
-
     def prefill_embeds(
         self, embeds: Tensor, attention_mask: Tensor | None = None, prefix: PrefillState | None = None
     ) -> tuple[Tensor, PrefillState]:
@@ -226,24 +159,6 @@ class VisionLanguageModel(GenerationMixin, nn.Module):
         ones = torch.ones(1, 1, dtype=torch.long, device=embeds.device)
         parts = ((past, start_pos), (attention_mask, embeds.size(1)))
         return torch.cat([ones.expand(len(embeds), n) if part is None else part for part, n in parts], dim=1)
-
-    def validate_images(self, input_ids: Tensor, images: Tensor | None) -> None:
-        """Raise InputError unless images (N, 3, S, S) match the image tokens of ids (..., T) in number."""
-        wanted = int((input_ids == self.image_token_id).sum())
-        given = 0 if images is None else len(images) * self.cfg.mp_image_token_length
-        if wanted != given:
-            raise InputError(
-                f"the prompt holds {wanted} image tokens, but the images give {given} embeddings; pass its images"
-            )
-
-    def validate_length(self, prompt: int, max_new_tokens: int) -> None:
-        """Raise InputError if a prompt of that length and max_new_tokens exceed the model's positions."""
-        limit = self.cfg.lm_max_position_embeddings
-        if prompt + max_new_tokens - 1 > limit:  # the last token generated is not processed
-            raise InputError(
-                f"a prompt of {prompt} tokens and max_new_tokens={max_new_tokens} exceed "
-                f"lm_max_position_embeddings={limit}; shorten either"
-            )
 
 
 def load_model(

@@ -24,24 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # for support
 Check = Callable[[bytes], object]
 Target = tuple[list[bytes], Check]  # valid inputs to start from, and what reads an input
 ODD = [
-    None,
-    True,
-    -1,
-    0,
-    10**400,
-    1e400,
-    float("nan"),
-    "",
-    "x" * 5000,
-    "\0",
-    "\ud800",
-    [],
-    {},
-    [[]],
-    [None],
-    2**31,
-    0.5,
-]
+    None, True, -1, 0, 2**31, 10**400, 0.5, 1e400, float("nan"),
+    "", "x" * 5000, "\0", "\ud800", [], {}, [[]], [None],
+]  # fmt: skip
 TIMEOUT_S, MEMORY_MB = 20, 6000
 
 
@@ -52,39 +37,40 @@ def image_file(size: tuple[int, int] = (9, 7), format: str = "png") -> bytes:
     return file.getvalue()
 
 
+def linked_model(folder: Path, name: str) -> bytes:
+    """Fill folder with links to the files of the embedded model, but one; the content of that one."""
+    from nanovlm import EMBEDDED
+
+    for path in EMBEDDED.iterdir():
+        if path.name != name:
+            (folder / path.name).symlink_to(path)
+    return (EMBEDDED / name).read_bytes()
+
+
 def model_file(name: str) -> Callable[[Path], Target]:
     """A file of a nanoVLM model's folder, with which the model is then loaded."""
 
     def target(folder: Path) -> Target:
-        from nanovlm import EMBEDDED, Captioner
-
-        for path in EMBEDDED.iterdir():
-            (folder / path.name).symlink_to(path)
-        content = (EMBEDDED / name).read_bytes()
-        (folder / name).unlink()
+        from nanovlm import Captioner
 
         def check(data: bytes) -> None:
             (folder / name).write_bytes(data)
             Captioner.from_pretrained(folder, "cpu", "float32")
 
-        return [content], check
+        return [linked_model(folder, name)], check
 
     return target
 
 
 def header(folder: Path) -> Target:
     """The header of model.safetensors, before few weights."""
-    from nanovlm import EMBEDDED, Captioner
+    from nanovlm import Captioner
 
-    for path in EMBEDDED.iterdir():
-        (folder / path.name).symlink_to(path)
-    weights = folder / "model.safetensors"
-    content = weights.read_bytes()
+    content = linked_model(folder, "model.safetensors")
     n = 8 + struct.unpack("<Q", content[:8])[0]
-    weights.unlink()
 
     def check(data: bytes) -> None:
-        weights.write_bytes(struct.pack("<Q", len(data)) + data + content[n:])
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(data)) + data + content[n:])
         Captioner.from_pretrained(folder, "cpu", "float32")
 
     return [content[8:n]], check

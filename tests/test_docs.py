@@ -29,11 +29,9 @@ def commands(page) -> list[str]:
 
 def verb_and_flags(command: str) -> tuple[str, list[str]] | None:
     words = shlex.split(command)
-    if match := re.search(r"(?:generate|train)\.py$", next((w for w in words if w.endswith(".py")), "")):
-        script = match[0]
-        return "caption" if script == "generate.py" else "train", words[
-            [w.endswith(script) for w in words].index(True) + 1 :
-        ]
+    for i, word in enumerate(words):
+        if word.endswith(("generate.py", "train.py")):
+            return "caption" if word.endswith("generate.py") else "train", words[i + 1 :]
     if words[:1] == ["nanovlm"] and len(words) > 1 and not words[1].startswith("-"):
         return words[1], words[2:]
     return None

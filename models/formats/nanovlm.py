@@ -16,7 +16,7 @@ from torch import Tensor
 from models.checkpoint import CONFIG, EMBEDDING, HEAD, TOKENIZER_CONFIG
 from models.config import CheckpointFormat, VLMConfig, is_optional
 from models.errors import InputError
-from models.formats import MODEL_INPUT_NAMES, find_image_token_id
+from models.formats import MODEL_INPUT_NAMES
 from models.language_model import inverse_frequencies
 
 INV_FREQ = "decoder.rotary_embd.inv_freq"
@@ -104,9 +104,6 @@ class NanoVLM(CheckpointFormat):
         if cfg.lm_tie_weights:
             del tensors[EMBEDDING]
         return tensors
-
-    def find_image_token_id(self, folder: Path, cfg: VLMConfig) -> int:
-        return find_image_token_id(folder, cfg)
 
     def version(self, cfg: VLMConfig) -> int:
         """1: May 2025, 2: from 4 June, 3: from 11 June, 4: from 12 July, 5: since 9 September 2025."""

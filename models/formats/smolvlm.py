@@ -19,7 +19,6 @@ from torch import Tensor
 from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, parse_object
 from models.config import CheckpointFormat, VLMConfig
 from models.errors import CheckpointError
-from models.formats import find_image_token_id
 from models.formats.transformers_names import (
     LLAMA_CONFIG,
     LLAMA_ONLY,
@@ -223,12 +222,6 @@ class SmolVLM(CheckpointFormat):
         fractions = torch.arange(grid, dtype=torch.float32, device="cpu") * (1.0 / torch.tensor(grid, device="cpu"))
         boundaries = torch.arange(1 / grid, 1.0, 1 / grid, device="cpu")
         return torch.bucketize(fractions.clamp(max=1.0 - 1e-6), boundaries, right=True).tolist()
-
-    def find_image_token_id(self, folder: Path, cfg: VLMConfig) -> int:
-        """The one that config.json names, if the tokenizer has the same."""
-        found = find_image_token_id(folder, cfg)
-        self.check_image_token_id(found, folder)
-        return found
 
     def check_image_token_id(self, image_token_id: int, folder: Path) -> None:
         if image_token_id != self.image_token_id:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from models.checkpoint import TOKENIZER_CONFIG
+from models.checkpoint import EMBEDDING, HEAD, TOKENIZER_CONFIG
 from models.config import VLMConfig
 from models.errors import InputError
 from models.formats import MODEL_INPUT_NAMES
@@ -39,7 +39,7 @@ def smolvlm_tensors(model: VisionLanguageModel) -> dict[str, Tensor]:
     if model.cfg.format.unit_pixels:
         state |= rescaled_convolution(state)
     if model.cfg.lm_tie_weights:
-        del state["decoder.head.weight"]
+        del state[HEAD]
     return SmolVLM.to_stored(state)
 
 
@@ -137,14 +137,14 @@ def to_smolvlm_layout(
     if rescale:
         state |= rescaled_convolution(state)
     replaced = {END_TOKEN: end_token(old), TOKENS["global_image_token"]: old.special_tokens.get("global_image_token")}
-    for name in ("decoder.token_embedding.weight", "decoder.head.weight"):
+    for name in (EMBEDDING, HEAD):
         weight = grow(state[name], cfg.lm_vocab_size)
         for new, former in replaced.items():
             if former is not None and former in token_ids and token_ids[new] >= old.lm_vocab_size:
                 weight[token_ids[new]] = weight[token_ids[former]]
         state[name] = weight
     if old.lm_tie_weights:
-        state["decoder.head.weight"] = state["decoder.token_embedding.weight"]
+        state[HEAD] = state[EMBEDDING]
     converted = empty_model(cfg, token_ids[TOKENS["image_token"]])
     converted.load_state_dict(state, assign=True)
     converted.decoder.tie_weights()

@@ -12,8 +12,8 @@ from models.errors import CheckpointError
 from models.inference.inference_model import InferenceModel, share_modules
 from models.inference.kernel_network import ADAPTED
 from models.inference.quantization import QuantizedLinear
-from models.lora import read_adapter_files
-from models.vision_language_model import VisionLanguageModel
+from models.lora import adapted_modules, read_adapter_files
+from models.vision_language_model import VisionLanguageModel, empty_model
 
 RANK_MULTIPLE = 32  # two vectors of AVX-512
 
@@ -46,11 +46,10 @@ def with_adapter(model: VisionLanguageModel | InferenceModel, folder: str | Path
     """
     model = model if isinstance(model, InferenceModel) else InferenceModel(model)
     source = model.network.model
-    with torch.device("meta"), torch.random.fork_rng():
-        plain = VisionLanguageModel(source.cfg, source.image_token_id)
+    plain = empty_model(source.cfg, source.image_token_id)
     rank, alpha, state = read_adapter_files(Path(folder), plain)
     adapted: Any = share_modules(source)
-    for name in sorted({key.rpartition(".lora_")[0] for key in state if ".lora_" in key}):
+    for name in adapted_modules(state):
         base: Any = plain.get_submodule(name)
         a, b = (state.pop(f"{name}.lora_{part}.weight", torch.empty(0)) for part in "AB")
         if (a.shape, b.shape) != ((rank, base.in_features), (base.out_features, rank)):

@@ -213,13 +213,13 @@ class ContinuousBatch:
         start, lengths = requests[0].prefix_length, [len(request.input_ids) for request in requests]
         first = len(self._slots)  # there are no holes
         slots = range(first, first + len(requests))
-        self._cache.reserve(network.new_cache, slots.stop, max(lengths), keep=bool(self._slots))
+        self._cache.reserve(network, slots.stop, max(lengths), keep=bool(self._slots))
         pad = int(model.image_token_id == 0)  # any id but the image token's
         rows = [request.input_ids[start:] for request in requests]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
         x = model.embed_encoded(ids.to(model.device), self._encode_images(requests))
         if (prefix := requests[0].prefix) is not None:
-            self._cache.data[:, :, first, :, :start] = prefix.first(start)
+            self._cache.data[:, :, first, :, :start] = prefix.kv[:, :, :, :start]
         last = [length - start - 1 for length in lengths]
         logits = network.run(x, self._cache.data, [start] * len(requests), None, last, slots)
         for request, length in zip(requests, lengths):
@@ -298,7 +298,7 @@ class ContinuousBatch:
         network, lengths = requests[0].network, [request.length for request in requests]
         assert network is not None  # they are prefilled
         ids = torch.tensor([request.unread for request in requests], device=self.model.device)
-        self._cache.reserve(network.new_cache, max(slots) + 1, max(lengths) + ids.size(1), keep=True)
+        self._cache.reserve(network, max(slots) + 1, max(lengths) + ids.size(1), keep=True)
         last = [ids.size(1) - 1] * len(requests)
         return network.run(network.embed_tokens(ids), self._cache.data, lengths, None, last, slots)
 

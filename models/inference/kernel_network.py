@@ -2,18 +2,19 @@
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from models import language_model, vision_transformer
-from models.cache import KVCache, capacity_for
+from models.cache import KVCache, PrefillState, capacity_for
+from models.config import VLMConfig
 from models.errors import InputError
 from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, load_library
 from models.language_model import build_attention_mask, rope_cos_sin
 from models.modality_projector import ModalityProjector, pixel_shuffle
-from models.vision_language_model import PrefillState, VisionLanguageModel
+from models.vision_language_model import VisionLanguageModel
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbers in common.h
 QUANTIZED = {"int8": 2, "int4": 3}
@@ -75,34 +76,77 @@ class _VisionEncoder(ctypes.Structure):
     ]
 
 
-def float_address(x: Tensor | None, kept: list[Any]) -> int | None:
-    """The address of a vector in float32, which `kept` keeps in memory; None for None."""
-    if x is None:
-        return None
-    kept.append(x.detach().float().contiguous())
-    return kept[-1].data_ptr()
+class Packer:
+    """Makes structs of tensors and layers, and keeps what they point to in memory."""
 
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
 
-def make_matrix(layer: Any, kept: list[Any]) -> Matrix:
-    """The struct of an nn.Linear, QuantizedLinear or AdaptedLinear; `kept` keeps what it points to in memory."""
-    if getattr(layer, "format", None) == ADAPTED:
-        matrix = make_matrix(layer.base, kept)
-        kept.append(layer)
-        for name in ("lora_a", "lora_b"):
-            weight = getattr(layer, name)
-            size = (*weight.shape, weight.size(1), DTYPES[weight.dtype])
-            kept.append(Matrix(weight.data_ptr(), None, None, None, *size))
-            setattr(matrix, name, ctypes.addressof(kept[-1]))
-        return matrix
-    bias = float_address(layer.bias, kept)
-    if isinstance(layer, nn.Linear):
-        weight = layer.weight.detach().contiguous()
-        kept.append(weight)
-        return Matrix(weight.data_ptr(), None, None, bias, *weight.shape, weight.size(1), DTYPES[weight.dtype])
-    kept.append(layer)
-    scale, groups = (None if x is None else x.data_ptr() for x in (layer.scale, layer.groups))
-    size = layer.out_features, layer.in_features, layer.stride
-    return Matrix(layer.data.data_ptr(), scale, groups, bias, *size, QUANTIZED[layer.format])
+    def vector(self, x: Tensor | None) -> int | None:
+        """The address of a vector in float32; None for None."""
+        if x is None:
+            return None
+        self.kept.append(x.detach().float().contiguous())
+        return self.kept[-1].data_ptr()
+
+    def dense(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
+        """The struct of a floating-point weight (n_rows, depth)."""
+        self.kept.append(weight := weight.detach().contiguous())
+        size = (*weight.shape, weight.size(1), DTYPES[weight.dtype])
+        return Matrix(weight.data_ptr(), None, None, self.vector(bias), *size)
+
+    def matrix(self, layer: Any) -> Matrix:
+        """The struct of an nn.Linear, QuantizedLinear or AdaptedLinear."""
+        if getattr(layer, "format", None) == ADAPTED:
+            matrix = self.matrix(layer.base)
+            for name in ("lora_a", "lora_b"):
+                self.kept.append(self.dense(getattr(layer, name)))
+                setattr(matrix, name, ctypes.addressof(self.kept[-1]))
+            return matrix
+        if isinstance(layer, nn.Linear):
+            return self.dense(layer.weight, layer.bias)
+        self.kept.append(layer)
+        scale, groups = (None if x is None else x.data_ptr() for x in (layer.scale, layer.groups))
+        size = layer.out_features, layer.in_features, layer.stride, QUANTIZED[layer.format]
+        return Matrix(layer.data.data_ptr(), scale, groups, self.vector(layer.bias), *size)
+
+    def decoder(self, decoder: language_model.LanguageModel, cfg: VLMConfig) -> _Decoder:
+        """The struct of a decoder."""
+        cos, sin = rope_cos_sin(torch.arange(cfg.lm_max_position_embeddings), cfg)
+        blocks = (_DecoderBlock * len(decoder.blocks))()
+        for packed, block in zip(blocks, decoder.blocks):
+            attn, mlp = block.attn, block.mlp
+            packed.qkv[:] = [self.matrix(linear) for linear in (attn.q_proj, attn.k_proj, attn.v_proj)]
+            packed.gate_up[:] = [self.matrix(linear) for linear in (mlp.gate_proj, mlp.up_proj)]
+            packed.out, packed.down = self.matrix(attn.out_proj), self.matrix(mlp.down_proj)
+            packed.norm1, packed.norm2 = self.vector(block.norm1.weight), self.vector(block.norm2.weight)
+        head = self.matrix(decoder.head)
+        self.kept += [blocks, head]
+        angles = (self.vector(angle[:, : cfg.lm_head_dim // 2]) for angle in (cos, sin))
+        return _Decoder(
+            ctypes.addressof(blocks), ctypes.addressof(head), self.vector(decoder.norm.weight), *angles, len(blocks),
+            cfg.lm_hidden_dim, cfg.lm_inter_dim, cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_head_dim, decoder.norm.eps,
+        )  # fmt: skip
+
+    def encoder(self, encoder: vision_transformer.VisionTransformer, cfg: VLMConfig, bf16: bool) -> _VisionEncoder:
+        """The struct of a vision encoder; bf16 says whether attention multiplies in bfloat16."""
+        embedding = encoder.patch_embedding
+        positions = embedding.position_embedding[0]
+        positions = positions if embedding.position_ids is None else positions[embedding.position_ids]
+        patch = self.dense(embedding.conv.weight.flatten(1), embedding.conv.bias)
+        blocks = (_VisionBlock * len(encoder.blocks))()
+        for packed, block in zip(blocks, encoder.blocks):
+            packed.qkv, packed.out = self.matrix(block.attn.qkv_proj), self.matrix(block.attn.out_proj)
+            packed.fc1, packed.fc2 = self.matrix(block.mlp.fc1), self.matrix(block.mlp.fc2)
+            packed.ln1, packed.ln1_bias = self.vector(block.ln1.weight), self.vector(block.ln1.bias)
+            packed.ln2, packed.ln2_bias = self.vector(block.ln2.weight), self.vector(block.ln2.bias)
+        self.kept += [blocks, patch]
+        norm = encoder.layer_norm
+        return _VisionEncoder(
+            ctypes.addressof(blocks), ctypes.addressof(patch), self.vector(positions), self.vector(norm.weight),
+            self.vector(norm.bias), len(blocks), cfg.vit_hidden_dim, cfg.vit_inter_dim, cfg.vit_n_heads,
+            cfg.vit_grid**2, DTYPES[torch.bfloat16 if bf16 else torch.float32], norm.eps,
+        )  # fmt: skip
 
 
 def linear(library: ctypes.CDLL, matrix: Matrix, x: Tensor) -> Tensor:
@@ -115,11 +159,11 @@ def linear(library: ctypes.CDLL, matrix: Matrix, x: Tensor) -> Tensor:
     return y
 
 
-def empty_cache(model: VisionLanguageModel, n_sequences: int, capacity: int, dtype: torch.dtype) -> Tensor:
-    """Zeros (n_blocks, 2, n_sequences, n_kv_heads, capacity, head_dim) where the model is."""
-    cfg = model.cfg
+def empty_cache(network: Any, n_sequences: int, capacity: int) -> Tensor:
+    """Zeros (n_blocks, 2, n_sequences, n_kv_heads, capacity, head_dim) for `run` of a KernelNetwork or PlainNetwork."""
+    cfg = network.model.cfg
     shape = cfg.lm_n_blocks, 2, n_sequences, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim
-    return torch.zeros(shape, dtype=dtype, device=model.device)
+    return torch.zeros(shape, dtype=network.cache_dtype, device=network.model.device)
 
 
 class StackedCache(Sequence[KVCache]):
@@ -153,13 +197,7 @@ class StackedCache(Sequence[KVCache]):
     def __len__(self) -> int:
         return len(self.data)
 
-    @overload
-    def __getitem__(self, index: int) -> KVCache: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[KVCache]: ...
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
+    def __getitem__(self, index: int) -> KVCache:  # type: ignore[override]  # nobody asks for a slice of blocks
         key, value = self.data[index, :, :, :, : self.length]
         return KVCache(key, value)
 
@@ -180,10 +218,9 @@ class KernelNetwork:
         self.level, self._library = level, library
         bf16 = model.dtype == torch.bfloat16 and level not in WITHOUT_BF16_DOT
         self.cache_dtype = torch.bfloat16 if bf16 else torch.float32
-        self._kept: list[Any] = []  # what the structs point to
-        self._decoder = self._pack_decoder(model.decoder)
-        self._encoder = self._pack_encoder(model.vision_encoder, bf16)
-        self._projector = self._matrix(model.MP.proj)
+        self._packer = packer = Packer()
+        self._decoder, self._projector = packer.decoder(model.decoder, model.cfg), packer.matrix(model.MP.proj)
+        self._encoder = packer.encoder(model.vision_encoder, model.cfg, bf16)
 
     @staticmethod
     def supports(model: VisionLanguageModel) -> bool:
@@ -275,62 +312,11 @@ class KernelNetwork:
         self._library.decoder_forward(ctypes.byref(self._decoder), ctypes.byref(step))
         return logits
 
-    def new_cache(self, n_sequences: int, capacity: int) -> Tensor:
-        """An empty cache for `run`."""
-        return empty_cache(self.model, n_sequences, capacity, self.cache_dtype)
-
     def _extended(self, prefix: PrefillState | None, B: int, T: int) -> StackedCache:
         """The prefix's cache with place for T new tokens."""
         if prefix is None:
-            return StackedCache(self.new_cache(B, capacity_for(T)), 0).extend(T)
+            return StackedCache(empty_cache(self, B, capacity_for(T)), 0).extend(T)
         kv_cache: Sequence[KVCache] = prefix.kv_cache
         if not isinstance(kv_cache, StackedCache) or kv_cache.data.dtype != self.cache_dtype:
             kv_cache = StackedCache.of(kv_cache, torch.empty(0, dtype=self.cache_dtype), T)
         return kv_cache.extend(T)
-
-    # --------------------------------------------------------------------------------------------------- packing
-
-    def _float(self, x: Tensor | None) -> int | None:
-        return float_address(x, self._kept)
-
-    def _matrix(self, layer: nn.Module) -> Matrix:
-        return make_matrix(layer, self._kept)
-
-    def _pack_decoder(self, decoder: language_model.LanguageModel) -> _Decoder:
-        cfg = self.cfg
-        cos, sin = rope_cos_sin(torch.arange(cfg.lm_max_position_embeddings), cfg)
-        blocks = (_DecoderBlock * len(decoder.blocks))()
-        for packed, block in zip(blocks, decoder.blocks):
-            attn, mlp = block.attn, block.mlp
-            packed.qkv[:] = [self._matrix(linear) for linear in (attn.q_proj, attn.k_proj, attn.v_proj)]
-            packed.gate_up[:] = [self._matrix(linear) for linear in (mlp.gate_proj, mlp.up_proj)]
-            packed.out, packed.down = self._matrix(attn.out_proj), self._matrix(mlp.down_proj)
-            packed.norm1, packed.norm2 = self._float(block.norm1.weight), self._float(block.norm2.weight)
-        head = self._matrix(decoder.head)
-        self._kept += [blocks, head]
-        angles = (self._float(angle[:, : cfg.lm_head_dim // 2]) for angle in (cos, sin))
-        return _Decoder(
-            ctypes.addressof(blocks), ctypes.addressof(head), self._float(decoder.norm.weight), *angles, len(blocks),
-            cfg.lm_hidden_dim, cfg.lm_inter_dim, cfg.lm_n_heads, cfg.lm_n_kv_heads, cfg.lm_head_dim, decoder.norm.eps,
-        )  # fmt: skip
-
-    def _pack_encoder(self, encoder: vision_transformer.VisionTransformer, bf16: bool) -> _VisionEncoder:
-        cfg, embedding = self.cfg, encoder.patch_embedding
-        positions = embedding.position_embedding[0]
-        positions = positions if embedding.position_ids is None else positions[embedding.position_ids]
-        conv = embedding.conv.weight.detach().flatten(1).contiguous()
-        size, dtype = (*conv.shape, conv.size(1)), DTYPES[conv.dtype]
-        patch = Matrix(conv.data_ptr(), None, None, self._float(embedding.conv.bias), *size, dtype)
-        blocks = (_VisionBlock * len(encoder.blocks))()
-        for packed, block in zip(blocks, encoder.blocks):
-            packed.qkv, packed.out = self._matrix(block.attn.qkv_proj), self._matrix(block.attn.out_proj)
-            packed.fc1, packed.fc2 = self._matrix(block.mlp.fc1), self._matrix(block.mlp.fc2)
-            packed.ln1, packed.ln1_bias = self._float(block.ln1.weight), self._float(block.ln1.bias)
-            packed.ln2, packed.ln2_bias = self._float(block.ln2.weight), self._float(block.ln2.bias)
-        self._kept += [blocks, patch, conv]
-        norm = encoder.layer_norm
-        return _VisionEncoder(
-            ctypes.addressof(blocks), ctypes.addressof(patch), self._float(positions), self._float(norm.weight),
-            self._float(norm.bias), len(blocks), cfg.vit_hidden_dim, cfg.vit_inter_dim, cfg.vit_n_heads,
-            cfg.vit_grid**2, DTYPES[torch.bfloat16 if bf16 else torch.float32], norm.eps,
-        )  # fmt: skip

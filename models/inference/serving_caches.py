@@ -2,15 +2,17 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from models.errors import InputError
+from models.inference.inference_model import InferenceModel, Network
+from models.inference.kernel_network import empty_cache
 
 V = TypeVar("V")
 ImageStarts = Sequence[tuple[Hashable | None, int]]  # key of each image, and the position of its first token
@@ -33,7 +35,7 @@ class SlotCache:
         n_blocks, pair, _, n_kv_heads, _, head_dim = self.data.shape
         return n_blocks * pair * n_kv_heads * head_dim * self.data.element_size()
 
-    def reserve(self, new_cache: Callable[[int, int], Tensor], n_slots: int, n_tokens: int, *, keep: bool) -> None:
+    def reserve(self, network: Network, n_slots: int, n_tokens: int, *, keep: bool) -> None:
         """Make it large enough, with room to grow into; without keep it forgets its contents, and may shrink."""
         old = self.data
         if n_slots <= old.size(2) and n_tokens <= old.size(4):
@@ -42,7 +44,7 @@ class SlotCache:
             n_slots = max(min(2 * n_slots, self.max_slots), old.size(2)) if n_slots > old.size(2) else old.size(2)
             n_tokens = max(n_tokens, old.size(4) * 5 // 4) if n_tokens > old.size(4) else old.size(4)
         capacity = min(-(-n_tokens // SLOT_CAPACITY_STEP) * SLOT_CAPACITY_STEP, self.max_tokens)
-        self.data = new_cache(n_slots, capacity)
+        self.data = empty_cache(network, n_slots, capacity)
         if keep:
             self.data[:, :, : old.size(2), :, : old.size(4)] = old
 
@@ -56,9 +58,6 @@ class LRUCache(Generic[V]):
         self.max_bytes, self.bytes_used = max_bytes, 0
         self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._values)
 
     def get(self, key: Hashable) -> V | None:
         """The value of a key, which counts as used now; None if there is none."""
@@ -115,40 +114,22 @@ class TiledImage:
         self.embeds, self.tiles = embeds, None
 
 
-class ImageCache:
+class ImageCache(LRUCache[TiledImage]):
     """Encoded images by key, up to max_bytes of embeddings. The model's weights must not change."""
 
-    def __init__(self, max_bytes: int):
-        self._cache: LRUCache[TiledImage] = LRUCache(max_bytes)
-        self.queries = self.hits = 0  # of find
-
-    @property
-    def bytes_used(self) -> int:
-        return self._cache.bytes_used
+    queries = hits = 0  # of find
 
     def find(self, key: Hashable) -> TiledImage | None:
-        """The encoded image of that key, if it is here; counts as a query."""
-        found = self._cache.get(key)
+        """The encoded image of that key, if it is here; counts as a query, which `get` does not."""
+        found = self.get(key)
         self.queries += 1
         self.hits += found is not None
         return found
 
-    def peek(self, key: Hashable) -> TiledImage | None:
-        """The same without counting."""
-        return self._cache.get(key)
-
     def add(self, image: TiledImage) -> None:
         """Store an encoded image that has a key."""
         if image.key is not None and image.embeds is not None:
-            self._cache.put(image.key, image, image.embeds.nbytes)
-
-
-class Encoder(Protocol):
-    """What `encode_images` needs of a model."""
-
-    @property
-    def device(self) -> torch.device: ...
-    def encode_images(self, images: Tensor) -> Tensor: ...
+            self.put(image.key, image, image.embeds.nbytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,38 +149,27 @@ class CachedPrefix:
         """How many leading tokens another sequence has in common, images included."""
         return common_prefix_length(self.ids, ids, self.images, images)
 
-    def first(self, n: int) -> Tensor:
-        """Keys and values of the first n tokens."""
-        return self.kv[:, :, :, :n]
 
-
-class PrefixCache:
+class PrefixCache(LRUCache[CachedPrefix]):
     """Keys and values of finished sequences, up to max_bytes, for prompts that begin alike, such as a chat's next turn.
 
     The model's weights must not change.
     """
 
-    def __init__(self, max_bytes: int):
-        self._cache: LRUCache[CachedPrefix] = LRUCache(max_bytes)
-        self.queries = self.hits = 0  # tokens of all prompts, and those of them that were found here
-
-    @property
-    def bytes_used(self) -> int:
-        return self._cache.bytes_used
+    queries = hits = 0  # tokens of all prompts, and those of them that were found here
 
     def find(self, ids: Tensor, images: ImageStarts, model: Hashable = None) -> tuple[CachedPrefix | None, int]:
         """A model's entry that begins like a prompt, and how many tokens; at least one token of the prompt is left."""
         best, length, best_key = None, MIN_PREFIX_TOKENS - 1, None
         head = sequence_head(ids, images, model)
-        for key, entry in self._cache.items():
-            if entry.head != head:
-                continue
-            n = min(entry.common_length(ids, images), len(ids) - 1)
-            if n > length:
-                best, length, best_key = entry, n, key
+        for key, entry in self.items():
+            if entry.head == head:
+                n = min(entry.common_length(ids, images), len(ids) - 1)
+                if n > length:
+                    best, length, best_key = entry, n, key
         if best is None:
             return None, 0
-        self._cache.get(best_key)
+        self.get(best_key)
         return best, length
 
     def count(self, n_prompt: int, n_found: int) -> None:
@@ -209,20 +179,20 @@ class PrefixCache:
 
     def add(self, entry: CachedPrefix) -> None:
         """Store a sequence; it replaces those that it begins with."""
-        for key, other in self._cache.items():
+        for key, other in self.items():
             if other.head == entry.head and other.common_length(entry.ids, entry.images) == len(other.ids):
-                self._cache.drop(key)
+                self.drop(key)
         if len(entry.ids) >= MIN_PREFIX_TOKENS:
-            self._cache.put(id(entry), entry, entry.kv.nbytes)
-        for key, _ in self._cache.items()[:-MAX_PREFIXES]:
-            self._cache.drop(key)
+            self.put(id(entry), entry, entry.kv.nbytes)
+        for key, _ in self.items()[:-MAX_PREFIXES]:
+            self.drop(key)
 
 
-def encode_images(model: Encoder, images: Sequence[TiledImage], cache: ImageCache | None) -> list[Tensor]:
+def encode_images(model: InferenceModel, images: Sequence[TiledImage], cache: ImageCache | None) -> list[Tensor]:
     """The embeddings (n, L, C) of each image; those that are not in the cache are encoded together, equal keys once."""
     pending: dict[Hashable, list[TiledImage]] = {}
     for image in images:
-        cached = cache.peek(image.key) if cache is not None and image.key is not None else None
+        cached = cache.get(image.key) if cache is not None and image.key is not None else None
         if image.embeds is None and cached is not None and cached.embeds is not None:
             image.encoded(cached.embeds)
         if image.embeds is None:

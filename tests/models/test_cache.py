@@ -43,12 +43,6 @@ def test_appending_one_by_one_copies_each_token_a_few_times_and_wastes_less_than
     assert all(cache.bytes_allocated <= 1.25 * cache.bytes_used for cache in caches if cache.length >= 128)
 
 
-def test_a_capacity_has_room_for_one_more_token_and_little_beyond():
-    for n in range(1, 2000):
-        capacity = capacity_for(n)
-        assert n < capacity <= n * 9 / 8 + 16 and capacity % 16 == 0
-
-
 @torch.no_grad()
 def test_bytes_are_those_of_the_tokens_and_of_the_storages():
     cache = KVCache(tokens(40), tokens(40))

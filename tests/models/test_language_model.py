@@ -7,48 +7,21 @@ import torch
 
 from models.attention import attention
 from models.cache import KVCache
-from models.language_model import LanguageModel, RMSNorm, rope_cos_sin
+from models.formats.smolvlm import SmolVLM
+from models.formats.to_smolvlm import smolvlm_config
+from models.language_model import LanguageModel, RMSNorm
+from support import Package
 
-THEIRS = {
-    "token_embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attn.q_proj": "self_attn.q_proj",
-    "attn.k_proj": "self_attn.k_proj",
-    "attn.v_proj": "self_attn.v_proj",
-    "attn.out_proj": "self_attn.o_proj",
-    "mlp.gate_proj": "mlp.gate_proj",
-    "mlp.up_proj": "mlp.up_proj",
-    "mlp.down_proj": "mlp.down_proj",
-    "norm1": "input_layernorm",
-    "norm2": "post_attention_layernorm",
-}
+transformers = Package("transformers")
 
 
-def llama(cfg):
-    transformers = pytest.importorskip("transformers")
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=cfg.lm_vocab_size,
-            hidden_size=cfg.lm_hidden_dim,
-            intermediate_size=cfg.lm_inter_dim,
-            num_hidden_layers=cfg.lm_n_blocks,
-            num_attention_heads=cfg.lm_n_heads,
-            num_key_value_heads=cfg.lm_n_kv_heads,
-            rms_norm_eps=cfg.lm_rms_eps,
-            rope_theta=cfg.lm_re_base,
-            tie_word_embeddings=cfg.lm_tie_weights,
-            max_position_embeddings=cfg.lm_max_position_embeddings,
-        )
-    ).eval()
-
-
-def their_name(name: str) -> str:
-    module, block, number = name.removesuffix(".weight"), "", ""
-    if module.startswith("blocks."):
-        _, number, module = module.split(".", 2)
-        block = f"model.layers.{number}."
-    return f"{block}{THEIRS[module]}.weight"
+def llama(decoder):
+    """transformers' Llama with the same sizes and weights."""
+    config = smolvlm_config(decoder.cfg, image_token_id=3, eos_token_id=2)["text_config"]
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    state = SmolVLM.to_stored({f"decoder.{name}": weight for name, weight in decoder.state_dict().items()})
+    theirs.load_state_dict({name.replace(".text_model", ""): weight for name, weight in state.items()})
+    return theirs.eval()
 
 
 @pytest.fixture(scope="session")
@@ -74,9 +47,7 @@ def words(rows, n, seed=1):
 @torch.no_grad()
 def test_logits_match_transformers_llama(tiny_decoder, n_heads, n_kv_heads, tied):
     decoder = tiny_decoder(lm_n_heads=n_heads, lm_n_kv_heads=n_kv_heads, lm_tie_weights=tied)
-    theirs = llama(decoder.cfg)
-    theirs.load_state_dict({their_name(name): weight for name, weight in decoder.state_dict().items()})
-    ids = words(2, 50)
+    theirs, ids = llama(decoder), words(2, 50)
     torch.testing.assert_close(decoder(ids)[0], theirs(ids).logits, atol=1e-5, rtol=1e-5)
 
     mask = torch.ones_like(ids)
@@ -200,14 +171,6 @@ def test_norms_compute_in_float32(dtype):
     x = 300 * torch.randn(100, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert (RMSNorm(64, 1e-5).to(dtype)(x) == exact.to(dtype)).float().mean() > 0.99
-
-
-def test_angles_keep_float32_precision_at_the_last_positions(tiny_config):
-    cfg = tiny_config(lm_re_base=100000)
-    cos, sin = rope_cos_sin(torch.arange(8000, 8192), cfg)
-    angle = torch.arange(8000, 8192).double()[:, None] * 100000.0 ** -torch.tensor([0, 0.5]).double().repeat(2)
-    assert cos.dtype == sin.dtype == torch.float32
-    assert (cos - angle.cos()).abs().max() < 1e-3 and (sin - angle.sin()).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -3,36 +3,12 @@
 import pytest
 import torch
 
+from models.formats.smolvlm import SmolVLM
+from models.formats.to_smolvlm import smolvlm_config
 from models.modality_projector import pixel_shuffle
 from support import Package
 
 transformers = Package("transformers")
-
-OURS = {
-    "embeddings.patch_embedding": "patch_embedding.conv",
-    "embeddings.position_embedding": "patch_embedding.position_embedding",
-    "post_layernorm": "layer_norm",
-    "layer_norm1": "ln1",
-    "layer_norm2": "ln2",
-    "self_attn.out_proj": "attn.out_proj",
-    "mlp.fc1": "mlp.fc1",
-    "mlp.fc2": "mlp.fc2",
-}
-
-
-def our_weight(name, ours):
-    """The weight of ours that SigLIP's tensor of this name should equal."""
-    name = name.removeprefix("vision_model.")
-    block = ""
-    if name.startswith("encoder.layers."):
-        _, _, number, name = name.split(".", 3)
-        block = f"blocks.{number}."
-    module, kind = name.rsplit(".", 1)
-    if module in (f"self_attn.{letter}_proj" for letter in "qkv"):
-        return ours[f"{block}attn.qkv_proj.{kind}"].chunk(3)["qkv".index(module[10])]
-    if module == "embeddings.position_embedding":
-        return ours[OURS[module]][0]
-    return ours[f"{block}{OURS[module]}.{kind}"]
 
 
 @pytest.mark.full
@@ -40,22 +16,14 @@ def our_weight(name, ours):
 @torch.no_grad()
 def test_features_match_transformers_siglip(tiny_model, n_heads, n_blocks, img_size):
     side = {"vit_img_size": img_size, "max_img_size": img_size, "mp_image_token_length": (img_size // 8) ** 2}
-    encoder = tiny_model(vit_n_heads=n_heads, vit_n_blocks=n_blocks, **side).vision_encoder
-    theirs = transformers.SiglipVisionModel(
-        transformers.SiglipVisionConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=n_blocks,
-            num_attention_heads=n_heads,
-            image_size=img_size,
-            patch_size=4,
-            vision_use_head=False,
-        )
-    ).eval()
-    ours = encoder.state_dict()
-    theirs.load_state_dict({name: our_weight(name, ours) for name in theirs.state_dict()})
+    model = tiny_model(vit_n_heads=n_heads, vit_n_blocks=n_blocks, **side)
+    config = smolvlm_config(model.cfg, image_token_id=3, eos_token_id=2)["vision_config"] | {"model_type": None}
+    theirs = transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**config, vision_use_head=False)).eval()
+    ours = {name: x for name, x in model.state_dict().items() if name.startswith("vision_encoder.")}
+    stored = {name.removeprefix("model.vision_model."): x for name, x in SmolVLM.to_stored(ours).items()}
+    theirs.load_state_dict({name: stored[name.removeprefix("vision_model.")] for name in theirs.state_dict()})
     images = torch.rand(3, 3, img_size, img_size)
-    torch.testing.assert_close(encoder(images), theirs(images).last_hidden_state, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model.vision_encoder(images), theirs(images).last_hidden_state, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.full

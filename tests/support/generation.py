@@ -3,6 +3,8 @@
 import torch
 
 IMAGE, PER_IMAGE = 3, 4  # id of the image token, and number of image tokens per image
+IDS = torch.tensor([[5, 3, 3, 3, 3, 7, 9]])  # a prompt with one image
+IMAGES = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
 def prompt(*rows, seed=0):
@@ -29,3 +31,28 @@ def only_row(inputs, row):
         "input_ids": inputs["input_ids"][row, real][None],
         "images": None if images is None else images.split(n_images.tolist())[row] if n_images[row] else None,
     }
+
+
+def logits_of(model, n=6):
+    """Logits of a prefill of IDS and n decode steps with fixed tokens: (n + 1, vocabulary) float32."""
+    with torch.inference_mode():
+        logits, prefix = model.prefill(IDS, IMAGES.to(model.dtype))
+        rows = [logits]
+        for token in range(8, 8 + n):
+            logits, prefix = model.decode(torch.tensor([token]), prefix)
+            rows.append(logits)
+    return torch.cat(rows).float()
+
+
+def run(batch):
+    """Step until no request waits or runs: each key's outputs."""
+    outputs = {}
+    while batch.waiting or batch.running:
+        for output in batch.step():
+            outputs.setdefault(output.key, []).append(output)
+    return outputs
+
+
+def run_ids(batch):
+    """The same as token ids."""
+    return {key: [output.token_id for output in outputs] for key, outputs in run(batch).items()}

@@ -2,7 +2,7 @@
 
     python tests/support/import_graph.py [FOLDER]
 
-prints modules, edges, layers and circles. Imports inside functions count. Imports under `if TYPE_CHECKING:` count
+prints modules, edges and layers, or a circle. Imports inside functions count. Imports under `if TYPE_CHECKING:` count
 only in an `__init__.py`, where they are the names that the package loads on first use.
 """
 
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGES = ("models", "nanovlm", "eval")
@@ -53,52 +54,24 @@ class ImportGraph:
             return submodule
         return item.module if item.module in self.files else None
 
-    @cached_property
-    def components(self) -> list[list[str]]:
-        """Strongly connected components, imported ones first (Tarjan 1972); those of several modules are circles."""
-        index: dict[str, int] = {}
-        low: dict[str, int] = {}
-        stack: list[str] = []
-        components: list[list[str]] = []
-
-        def visit(module: str) -> None:
-            index[module] = low[module] = len(index)
-            stack.append(module)
-            for target in sorted(self.edges[module]):
-                if target not in index:
-                    visit(target)
-                    low[module] = min(low[module], low[target])
-                elif target in stack:
-                    low[module] = min(low[module], index[target])
-            if low[module] == index[module]:
-                start = stack.index(module)
-                components.append(sorted(stack[start:]))
-                del stack[start:]
-
-        for module in sorted(self.edges):
-            if module not in index:
-                visit(module)
-        return components
+    @property
+    def circle(self) -> list[str]:
+        """The modules of a circle of imports, if there is one."""
+        try:
+            TopologicalSorter(self.edges).prepare()
+        except CycleError as error:
+            return error.args[1]
+        return []
 
     @property
-    def circles(self) -> list[list[str]]:
-        return [component for component in self.components if len(component) > 1]
-
-    @cached_property
     def layers(self) -> list[list[str]]:
-        """Modules by the length of their longest chain of imports; a circle is in one layer."""
-        layer: dict[str, int] = {}
-        for component in self.components:
-            below = {target for module in component for target in self.edges[module]} - set(component)
-            number = max((layer[target] + 1 for target in below), default=0)
-            layer |= dict.fromkeys(component, number)
-        return [sorted(m for m in layer if layer[m] == n) for n in range(max(layer.values()) + 1)]
-
-    def package_edges(self) -> set[tuple[str, str]]:
-        """Edges between folders."""
-        folder = {module: path.parent.as_posix() for module, path in self.files.items()}
-        pairs = {(folder[module], folder[target]) for module, targets in self.edges.items() for target in targets}
-        return {(a, b) for a, b in pairs if a != b}
+        """Modules by the length of their longest chain of imports. Raises CycleError for a circle."""
+        layers, sorter = [], TopologicalSorter(self.edges)
+        sorter.prepare()
+        while sorter.is_active():
+            layers.append(sorted(ready := sorter.get_ready()))
+            sorter.done(*ready)
+        return layers
 
 
 def module_name(path: Path) -> str:
@@ -127,16 +100,15 @@ def imports_of(module: str, path: Path) -> Iterator[Import]:
 
 def main(root: Path) -> None:
     graph = ImportGraph(root)
+    if circle := graph.circle:
+        sys.exit(f"circle: {' '.join(circle)}")
     for number, layer in enumerate(graph.layers):
         print(f"layer {number}: {' '.join(layer)}")
-    for circle in graph.circles:
-        print(f"circle: {' '.join(circle)}")
     flat = ", ".join(f"{len(list((root / package).glob('*.py')))} in {package}" for package in PACKAGES)
     folders = {path.parent for path in graph.files.values()}
     print(
         f"{len(graph.files)} modules in {len(folders)} folders ({flat} directly), "
-        f"{sum(map(len, graph.edges.values()))} edges between modules, {len(graph.package_edges())} between folders, "
-        f"{len(graph.layers)} layers, {len(graph.circles)} circles"
+        f"{sum(map(len, graph.edges.values()))} edges between modules, {len(graph.layers)} layers, no circle"
     )
 
 

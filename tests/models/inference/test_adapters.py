@@ -12,10 +12,8 @@ from models.inference.inference_model import InferenceModel
 from models.inference.quantization import QuantizedLinear
 from models.inference.serving_caches import ImageCache, PrefixCache, TiledImage
 from models.lora import ADAPTER_WEIGHTS, merge, write_adapters
-from support.generation import only_row, prompt
+from support.generation import logits_of, only_row, prompt, run, run_ids
 
-IDS = torch.tensor([[5, 3, 3, 3, 3, 7, 9]])
-IMAGES = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 TRAINED = {
     "all parts": {},
     "decoder": {"parts": ("decoder",)},
@@ -35,17 +33,6 @@ def make_adapter(adapted, tmp_path):
         return tmp_path / name, merge(model)
 
     return make
-
-
-def logits_of(model):
-    """Logits of a prefill and of some decode steps: (5, vocabulary) float32."""
-    with torch.inference_mode():
-        logits, prefix = model.prefill(IDS, IMAGES.to(model.dtype))
-        rows = [logits]
-        for token in range(8, 12):
-            logits, prefix = model.decode(torch.tensor([token]), prefix)
-            rows.append(logits)
-    return torch.cat(rows).float()
 
 
 def error(got, wanted):
@@ -123,7 +110,7 @@ def test_one_batch_holds_requests_for_the_base_and_for_several_adapters(level, t
     plain = [tiny_model(), first, second]
     rows = prompt("itt", "ttt", "tit", "itt", "t", "iit", "itt", "ttt", "itt")
     batch = ContinuousBatch(base, max_num_seqs=4, image_cache=ImageCache(2**20), prefix_cache=PrefixCache(2**20))
-    wanted, generated = {}, {}
+    wanted = {}
     for i in range(9):
         row = only_row(rows, i)
         images = [
@@ -131,10 +118,7 @@ def test_one_batch_holds_requests_for_the_base_and_for_several_adapters(level, t
         ]
         batch.add(i, row["input_ids"][0], images, max_new_tokens=6, model=models[i % 3])
         wanted[i] = plain[i % 3].generate(**row, max_new_tokens=6)[0].tolist()
-    while batch.waiting or batch.running:
-        for output in batch.step():
-            generated.setdefault(output.key, []).append(output.token_id)
-    assert generated == wanted
+    assert run_ids(batch) == wanted
 
 
 def test_a_prefix_of_another_model_is_not_used(tiny_model, make_adapter):
@@ -144,9 +128,7 @@ def test_a_prefix_of_another_model_is_not_used(tiny_model, make_adapter):
     batch = ContinuousBatch(base, prefix_cache=PrefixCache(2**20))
     for model, plain, cached in ((base, tiny_model(), 0), (beside, merged, 0), (beside, merged, 39)):
         batch.add("key", ids, max_new_tokens=5, model=model)
-        outputs = []
-        while batch.waiting or batch.running:
-            outputs += batch.step()
+        outputs = run(batch)["key"]
         assert [output.token_id for output in outputs] == plain.generate(ids[None], max_new_tokens=5)[0].tolist()
         assert outputs[0].n_cached == cached
 

@@ -8,9 +8,8 @@ import torch
 from models.decoding import GREEDY, SamplingParams, finish_reason
 from models.inference import continuous_batching, serving_caches
 from models.inference.continuous_batching import ContinuousBatch
-from models.inference.inference_model import InferenceModel
 from models.inference.requests import PrefillError
-from support.generation import only_row, prompt
+from support.generation import only_row, prompt, run
 
 few_seeds = pytest.mark.parametrize(
     "seed", [*range(8), *(pytest.param(n, marks=pytest.mark.full) for n in range(8, 40))]
@@ -145,40 +144,30 @@ def test_a_batch_has_at_least_one_slot(tiny_model):
         ContinuousBatch(tiny_model(), max_num_seqs=0)
 
 
-def test_a_prompt_too_large_for_memory_fails_alone(tiny_model, monkeypatch):
-    model, embed = InferenceModel(tiny_model()), InferenceModel.embed_encoded
+@pytest.mark.parametrize("full", [False, True])
+def test_a_prompt_that_cannot_be_prefilled_fails_alone(tiny_model, full):
+    """Unknown ids, images of another size, and a lack of memory fail the one prompt that has them."""
 
-    def small(self, ids, images=None):
-        if ids.numel() > 8:
+    def refuse(embed, inputs):
+        if inputs[0].numel() > 8 and inputs[0].max() == 12:
             raise MemoryError
-        return embed(self, ids, images)
 
-    monkeypatch.setattr(type(model), "embed_encoded", small)
-    batch, generated = ContinuousBatch(model, max_num_seqs=4), {}
-    for key, n in {"a": 8, "b": 8, "large": 9, "c": 7}.items():
-        batch.add(key, torch.arange(4, 4 + n), max_new_tokens=5)
-    with pytest.raises(PrefillError) as error:
-        for _ in range(9):
-            listen(batch, generated)
-    assert error.value.key == "large" and batch.running == 2 and batch.waiting == 1
-    assert {key: len(ids) for key, (ids, _) in answers(batch, generated).items()} == dict.fromkeys("abc", 5)
-
-
-def test_an_invalid_prompt_fails_alone(tiny_model):
-    """Unknown ids or images of another size fail the one prompt that has them."""
     model, ids = tiny_model(), torch.arange(4, 9)
+    expected = alone(model, ids, max_new_tokens=5)
+    if full:  # which takes the plain modules
+        model.decoder.token_embedding.register_forward_pre_hook(refuse)
     batch, generated, unread = ContinuousBatch(model, max_num_seqs=4), {}, []
-    batch.add("a", ids, max_new_tokens=5)
-    batch.add("unknown", ids + 40, max_new_tokens=5)
-    batch.add("image", torch.full((4,), 3), torch.rand(1, 3, 20, 20), max_new_tokens=5)
-    batch.add("b", ids, max_new_tokens=5)
+    images = {"image": torch.rand(1, 3, 20, 20)}
+    prompts = {"a": ids, "unknown": ids + 40, "image": torch.full((4,), 3), "large": torch.arange(4, 13), "b": ids}
+    for key, prompt_ids in prompts.items():
+        batch.add(key, prompt_ids, images.get(key), max_new_tokens=5)
     while batch.waiting or batch.running:
         try:
             listen(batch, generated)
         except PrefillError as error:
             unread.append(error.key)
-    assert sorted(unread) == ["image", "unknown"]
-    assert generated["a"][0] == generated["b"][0] == alone(model, ids, max_new_tokens=5)
+    assert sorted(unread) == ["image", *["large"] * full, "unknown"]
+    assert generated["a"][0] == generated["b"][0] == expected
 
 
 def test_a_slots_old_contents_reach_no_other_request(tiny_model):
@@ -284,10 +273,7 @@ def test_logprobs_are_those_of_the_whole_sequence(tiny_model):
     for key, sampling in enumerate(SAMPLINGS[:3]):
         batch.add(key, ids, max_new_tokens=6, sampling=sampling, top_logprobs=4)
     batch.add("none", ids, max_new_tokens=2)
-    outputs = {key: [] for key in (0, 1, 2, "none")}
-    while batch.waiting or batch.running:
-        for output in batch.step():
-            outputs[output.key].append(output)
+    outputs = run(batch)
     assert [output.logprobs for output in outputs.pop("none")] == [None, None]
     for row in outputs.values():
         generated = [output.token_id for output in row]

@@ -13,34 +13,15 @@ from models.inference.inference_model import InferenceModel, PlainNetwork
 from models.inference.kernel_network import KernelNetwork
 from models.inference.kernels.load import WITHOUT_BF16_DOT
 from models.inference.quantization import QuantizedLinear
-from models.lora import adapt, adapters, merge, read_adapters, write_adapters
+from models.lora import adapt, adapters, read_adapters, write_adapters
 from models.vision_language_model import VisionLanguageModel
-from support.generation import only_row, prompt
+from support.generation import IDS, IMAGES, logits_of, only_row, prompt
 from support.kernels import LEVELS
 
-IDS, IMAGES = (
-    torch.tensor([[5, 3, 3, 3, 3, 7, 9]]),
-    torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(1)),
-)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
-FEW_LEVELS = ("none", *LEVELS[-1:])  # where the others add nothing but time
-few_levels = pytest.mark.parametrize(
-    "level",
-    [pytest.param(x, marks=() if x in FEW_LEVELS else pytest.mark.full) for x in (*LEVELS, "none")],
-    indirect=True,
-)
+ALL_LEVELS = [*(pytest.param(x, marks=pytest.mark.full) for x in LEVELS[:-1]), *LEVELS[-1:], "none"]
+few_levels = pytest.mark.parametrize("level", ALL_LEVELS, indirect=True)  # where all would add nothing but time
 SHAPES = [{}, {"lm_tie_weights": False}, {"lm_attn_scaling": 0.5}, {"lm_n_kv_heads": 6}]
-
-
-def logits_of(model, n=6):
-    """Logits of a prefill and n decode steps, which continue it with fixed tokens: (n + 1, vocabulary) float32."""
-    with torch.inference_mode():
-        logits, prefix = model.prefill(IDS, IMAGES.to(model.dtype))
-        rows = [logits]
-        for token in range(8, 8 + n):
-            logits, prefix = model.decode(torch.tensor([token]), prefix)
-            rows.append(logits)
-    return torch.cat(rows).float()
 
 
 def assert_same(inference, plain, tolerance=None):
@@ -112,19 +93,19 @@ def test_quantized_logits_are_those_of_the_dequantized_model(wide_model, dtype, 
     assert (got - logits_of(model)).norm() > 1e-3 * wanted.norm()
 
 
+def fingerprint(model):
+    """The modules' types and attributes, and where each parameter is."""
+    modules = {name: (type(module), list(vars(module))) for name, module in model.named_modules()}
+    named = model.named_parameters(remove_duplicate=False)
+    return modules, {name: (id(p), p.data_ptr(), p._version) for name, p in named}
+
+
 def test_the_model_is_never_changed(tiny_model):
     model = tiny_model().bfloat16()
-    before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
-    places = {name: (id(p), p.data_ptr(), p._version) for name, p in model.named_parameters(remove_duplicate=False)}
+    before = fingerprint(model)
     for quantize in (None, "int8", "int4"):
         InferenceModel(model, quantize=quantize).generate(IDS, IMAGES.bfloat16(), max_new_tokens=5)
-    after = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
-    assert {name: (kind, values.keys()) for name, (kind, values) in before.items()} == {
-        name: (kind, values.keys()) for name, (kind, values) in after.items()
-    }
-    assert places == {
-        name: (id(p), p.data_ptr(), p._version) for name, p in model.named_parameters(remove_duplicate=False)
-    }
+    assert fingerprint(model) == before
     _, loss = model(IDS, IMAGES.bfloat16(), targets=IDS)
     loss.backward()  # and it can still be trained
     assert all(p.grad is not None for p in model.parameters())
@@ -188,28 +169,25 @@ def load_adapters(model, folder):
     read_adapters(folder, model)
 
 
-def load_in_place(model, folder):
-    model.load_state_dict({name: tensor.flip(0) for name, tensor in model.state_dict().items()})
+def load_in_place(model, folder, assign=False):
+    model.load_state_dict({name: tensor.flip(0) for name, tensor in model.state_dict().items()}, assign=assign)
 
 
 def load_with_assign(model, folder):
-    model.load_state_dict({name: tensor.flip(0) for name, tensor in model.state_dict().items()}, assign=True)
+    load_in_place(model, folder, assign=True)
     model.decoder.tie_weights()
 
 
-@torch.no_grad()
-def edit_attention(model, folder):
-    model.decoder.blocks[1].attn.k_proj.weight.mul_(-1.5)
+def edit(name):
+    @torch.no_grad()
+    def change(model, folder):
+        model.get_parameter(name).mul_(-1.5)
+
+    return change
 
 
-@torch.no_grad()
-def edit_vision(model, folder):
-    model.vision_encoder.blocks[0].mlp.fc1.weight.mul_(-1.5)
-
-
-@torch.no_grad()
-def edit_norm(model, folder):
-    model.decoder.norm.weight.mul_(-1.5)
+edit_attention = edit("decoder.blocks.1.attn.k_proj.weight")
+edit_vision, edit_norm = edit("vision_encoder.blocks.0.mlp.fc1.weight"), edit("decoder.norm.weight")
 
 
 def replace_parameter(model, folder):
@@ -240,27 +218,16 @@ def test_results_follow_the_weights(tiny_model, tmp_path, change, quantize):
     model = tiny_model()
     inference = InferenceModel(model, quantize=quantize)
     before = logits_of(inference)
+    _, prefix = inference.prefill(IDS, IMAGES)
     change(model, tmp_path / "adapters")
+    if change in (edit_attention, load_with_assign, replace_module, load_adapters):
+        inference.decode(torch.tensor([8]), prefix)  # a generation goes on
     fresh = InferenceModel(copy.deepcopy(model), quantize=quantize)
     assert torch.equal(logits_of(inference), logits_of(fresh))
     if quantize is None:
         assert_same(inference, copy.deepcopy(model))
     if model.dtype != torch.float64 and change not in CHANGES[-3:]:  # which only round
         assert not torch.allclose(logits_of(inference), before, atol=1e-3)
-
-
-@few_levels
-@pytest.mark.parametrize("change", [edit_attention, load_with_assign, replace_module, load_adapters])
-@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
-def test_a_change_between_two_tokens_is_followed_by_the_next_prefill(tiny_model, tmp_path, change, quantize):
-    model = tiny_model()
-    inference = InferenceModel(model, quantize=quantize)
-    with torch.inference_mode():
-        _, prefix = inference.prefill(IDS, IMAGES)
-    with torch.inference_mode(False):
-        change(model, tmp_path / "adapters")
-    inference.decode(torch.tensor([8]), prefix)  # the generation goes on
-    assert torch.equal(logits_of(inference), logits_of(InferenceModel(model, quantize=quantize)))
 
 
 def test_a_prefix_of_another_precision_is_continued(tiny_model):
@@ -365,19 +332,14 @@ def test_a_rebuild_is_logged_once(tiny_model, caplog):
     ]
 
 
-def test_a_merged_model_generates_what_its_adapters_do(tiny_model, tmp_path):
-    model = tiny_model()
-    inference = InferenceModel(model)
-    load_adapters(model, tmp_path / "adapters")
-    assert_same(inference, model)
-    assert_same(InferenceModel(merge(model)), model)
-
-
 # --------------------------------------------------------------------------------------- copies, pickles and release
 
 
+DUPLICATES = [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))]
+
+
 @few_levels
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
+@pytest.mark.parametrize("duplicate", DUPLICATES)
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 def test_copies_are_independent(tiny_model, duplicate, quantize):
     model = tiny_model()
@@ -392,9 +354,7 @@ def test_copies_are_independent(tiny_model, duplicate, quantize):
     assert torch.equal(logits_of(twin), logits_of(inference))
 
 
-@pytest.mark.parametrize(
-    "duplicate", [lambda thing: thing, copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))]
-)
+@pytest.mark.parametrize("duplicate", [lambda thing: thing, *DUPLICATES])
 def test_a_released_model_goes_on_without_its_source(tiny_model, duplicate):
     inference = InferenceModel(tiny_model(), quantize="int8")
     wanted = logits_of(inference)

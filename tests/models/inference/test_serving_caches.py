@@ -7,21 +7,17 @@ import torch
 
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.serving_caches import ImageCache, LRUCache, PrefixCache, TiledImage, common_prefix_length
-from support.generation import IMAGE, PER_IMAGE
+from support.generation import IMAGE, PER_IMAGE, run_ids
 
 LARGE = 2**24
 
 
 def generate(batch, *requests, n=6):
-    """The ids of each request (ids, images) once all are done, and the keys in the order of their first tokens."""
+    """The ids of each request (ids, images) once all are done."""
     for key, (ids, images) in enumerate(requests):
         batch.add(key, ids, images, max_new_tokens=n)
-    outputs = {key: [] for key in range(len(requests))}
-    while batch.waiting or batch.running:
-        for output in batch.step():
-            assert output.error is None
-            outputs[output.key].append(output.token_id)
-    return list(outputs.values())
+    outputs = run_ids(batch)
+    return [outputs[key] for key in range(len(requests))]
 
 
 @pytest.fixture
@@ -97,7 +93,7 @@ def test_next_turn_computes_its_own_tokens_only(computed):
         if n_turn:
             assert tiles == [] and tokens[0] == 4, "the answer's last token is not in the cache, and three are new"
         turn = torch.cat([turn, torch.tensor(ids), chat(3, seed=n_turn)])
-    assert len(cache._cache) == 1, "a turn replaces the one before"
+    assert len(cache.items()) == 1, "a turn replaces the one before"
     assert cache.queries == 44 + 53 + 62 + 71 and cache.hits == cache.queries - 44 - 3 * 4
 
 
@@ -111,7 +107,7 @@ def test_another_image_is_no_common_prefix(computed):
     assert generate(batch, (ids, [TiledImage(pixels(1, seed=1), "b")])) == expected
     assert tiles == [1] and tokens[0] == 24, "the text before it is"
     generate(batch, (ids, pixels(1)))
-    assert tokens[1] == 1 and len(batch.prefix_cache._cache) == 2, "an image without a key is never found again"
+    assert tokens[1] == 1 and len(batch.prefix_cache.items()) == 2, "an image without a key is never found again"
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.full) for n in range(4, 25))])
@@ -137,7 +133,7 @@ def test_caches_of_any_size_change_no_token(tiny_model, seed):
             for (ids, seed), answer in zip(chats, answers)
         ]
     for cache in caches.values():
-        assert cache.bytes_used <= cache._cache.max_bytes
+        assert cache.bytes_used <= cache.max_bytes
 
 
 def test_cancelled_sequence_is_kept(computed):
@@ -146,7 +142,7 @@ def test_cancelled_sequence_is_kept(computed):
     batch.add(0, chat(50), max_new_tokens=9)
     batch.step()
     batch.cancel(0)
-    assert len(cache._cache) == 1
+    assert len(cache.items()) == 1
     tokens.clear()
     generate(batch, (torch.cat([chat(50), chat(5, seed=1)]), None))
     assert tokens[0] == 5
@@ -172,7 +168,7 @@ def test_least_recently_used_goes_first():
     cache.put("d", "D", 3)
     assert [key for key, _ in cache.items()] == ["c", "a", "d"]
     cache.put("e", "E", 11)
-    assert cache.get("e") is None and len(cache) == 3, "too large alone"
+    assert cache.get("e") is None and len(cache.items()) == 3, "too large alone"
     cache.put("a", "AA", 1)
     assert cache.bytes_used == 7
     with pytest.raises(ValueError, match="max_bytes=-1"):

@@ -4,23 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from models.inference.kernel_network import linear, make_matrix
+from models.inference.kernel_network import Packer, linear
 from models.inference.kernels.load import load_library
 from models.inference.quantization import QuantizedLinear
 from support.kernels import LEVELS
 
 HAVE_BF16_DOT = ("naive", "bf16", "amx-emulated", "amx")
-SHAPES = [
-    (64, 128, 1),
-    (64, 128, 5),
-    (100, 70, 1),
-    (100, 70, 40),
-    (33, 130, 17),
-    (97, 576, 33),
-    (5, 3, 2),
-    (4, 1, 3),
+SHAPES = [  # rows and depth of a weight, tokens
+    (64, 128, 1), (64, 128, 5), (100, 70, 1), (100, 70, 40), (33, 130, 17), (97, 576, 33), (5, 3, 2), (4, 1, 3),
     (14, 66, 300),
-]
+]  # fmt: skip
 # relative error of a matmul with random numbers: float32 sums; bfloat16 rounds activations; int8 and int4 round them
 # to 127 steps of the largest of 64 values, or of a whole token
 TOLERANCES = {"float32": 2e-6, "bfloat16": 4e-3, "int8": 1.5e-2, "int4": 1.5e-2}
@@ -38,8 +31,8 @@ def make_layer(kind: str, n_rows: int, depth: int) -> tuple[nn.Module, torch.Ten
 
 
 def product(level: str, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    kept: list = []
-    return linear(load_library(level), make_matrix(layer, kept), x)
+    packer = Packer()
+    return linear(load_library(level), packer.matrix(layer), x)
 
 
 def error(y: torch.Tensor, wanted: torch.Tensor) -> float:
