@@ -18,7 +18,7 @@ import torch
 from PIL import Image, ImageDraw
 from torchvision.transforms import functional as transforms_v1
 
-from nanovlm.errors import ImageError
+from nanovlm.errors import ImageError, InputError
 from nanovlm.processing import image_loading as images
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.layouts.nanovlm import preprocess, resized_size
@@ -598,7 +598,7 @@ def test_without_max_side_the_image_is_one_tile():
 @pytest.mark.parametrize("global_view", [True, False])
 def test_tiles_join_to_the_resized_image(size, to_max_side, grid, global_view):
     image = noise_image(*size)
-    tiles, got = preprocess(image, tile=32, max_side=128, to_max_side=to_max_side, global_view=global_view)
+    tiles, got = preprocess(image, 32, resized_size(*size, 32, 128, to_max_side), global_view)
     rows, columns = grid
     resized = image.resize((columns * 32, rows * 32), Image.Resampling.BICUBIC)
     front = 1 if global_view and grid != (1, 1) else 0
@@ -614,10 +614,8 @@ def test_tiles_join_to_the_resized_image(size, to_max_side, grid, global_view):
 
 @pytest.mark.parametrize(("max_side", "size"), [(2**20, "1048576 x 524288"), (2**31 - 512, "2147483136 x 1073741824")])
 def test_resizing_beyond_the_pixel_limit_is_refused(max_side, size):
-    with pytest.raises(ValueError, match=f"^an image of 40 x 20 would be resized to {size}, .*max_side={max_side}"):
-        preprocess(noise_image(40, 20), tile=512, max_side=max_side, to_max_side=True)
-    tiles, grid = preprocess(noise_image(40, 20), tile=512, max_side=max_side)
-    assert grid == (1, 1) and len(tiles) == 1
+    with pytest.raises(InputError, match=f"^an image of 40 x 20 would be resized to {size}, .* lower max_img_size in"):
+        preprocess(noise_image(40, 20), 512, resized_size(40, 20, 512, max_side, True))
 
 
 def test_preprocess_takes_rgb_only():
