@@ -28,9 +28,7 @@ class Tokenizer:
         self.backend, self.cfg, self.layout = backend, cfg, layout_of(cfg)
         backend.no_padding()
         backend.no_truncation()
-        backend.encode_special_tokens = (
-            True  # encode "<|im_end|>" as plain text; encode_chat adds the template's tokens
-        )
+        backend.encode_special_tokens = True  # "<|im_end|>" as plain text; encode_chat adds the template's tokens
         highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         if highest >= cfg.lm_vocab_size:
             raise CheckpointError(f"the tokenizer has an id {highest}, but lm_vocab_size={cfg.lm_vocab_size}")
