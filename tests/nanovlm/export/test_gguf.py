@@ -138,15 +138,14 @@ def test_the_command_names_files_after_the_model(folder, tmp_path):
     assert names == ["mmproj-tiny-vlm-q8_0.gguf", "tiny-vlm-q8_0.gguf"]
 
 
-def test_a_nanovlm_model_is_refused_with_a_way_out(tmp_path):
+def test_a_nanovlm_model_is_refused_with_a_way_out(embedded, tmp_path):
     with pytest.raises(InputError, match="llama.cpp does not write; train it in SmolVLM's layout"):
-        export_gguf(Captioner.from_pretrained(device="cpu", dtype="float32"), tmp_path, "embedded")
+        export_gguf(embedded, tmp_path, "embedded")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_converted_layout_has_what_llama_cpp_looks_for(tmp_path):
+def test_a_converted_layout_has_what_llama_cpp_looks_for(embedded, tmp_path):
     """The embedded model has one tile, and two tokens for an empty line."""
-    embedded = Captioner.from_pretrained(device="cpu", dtype="float32")
     assert embedded.model.cfg.max_img_size == embedded.model.cfg.vit_img_size
     converted = Captioner(*convert_layout(embedded.model, embedded.tokenizer))
     text, mmproj = export_gguf(converted, tmp_path, "embedded")
@@ -179,9 +178,8 @@ def test_settings_that_llama_cpp_lacks_are_refused_by_name(captioner, settings, 
         check_llama_cpp_can_run(replace(cfg, format=replace(cfg.format, **settings)), captioner.tokenizer)
 
 
-def test_what_llama_cpp_would_abort_or_spell_in_another_way_is_refused(captioner, tmp_path):
+def test_what_llama_cpp_would_abort_or_spell_in_another_way_is_refused(captioner, embedded, tmp_path):
     """The embedded model has two tokens for an empty line; SmolVLM-2.2B spells the whole image in several."""
-    embedded = Captioner.from_pretrained(device="cpu", dtype="float32")
     cfg = captioner.model.cfg
     with pytest.raises(InputError, match=r"no token '\\n\\n', which llama.cpp writes around tiles"):
         check_llama_cpp_can_run(cfg, embedded.tokenizer)
@@ -259,12 +257,11 @@ def token_ids(engine, chunks, image_token_id):
 
 @needs_llama_cpp
 @pytest.mark.parametrize("model", ["SmolVLM", "embedded"])
-def test_llama_cpp_writes_the_same_prompts(captioner, tmp_path, model):
+def test_llama_cpp_writes_the_same_prompts(captioner, embedded, tmp_path, model):
     """1 to 3 images of any size, and texts that the pre-tokenizers split in many ways."""
     from eval.peers.llama_cpp_engine import LlamaCppEngine
 
     if model == "embedded":
-        embedded = Captioner.from_pretrained(device="cpu", dtype="float32")
         captioner = Captioner(*convert_layout(embedded.model, embedded.tokenizer))
     engine, rng = LlamaCppEngine(captioner, "f16", tmp_path), Random(0)
     prompts = [PROMPT, "A cat  and 12 dogs.\n\nReally?\n\n\nYes, 3333 \tit's ünïcode 🚀 \n ok", "1,234.56 'quoted' <b>"]

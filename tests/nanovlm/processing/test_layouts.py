@@ -11,7 +11,6 @@ from models.checkpoint import load_config
 from models.formats import FORMATS, format_class
 from models.formats.smolvlm import SmolVLM
 from nanovlm import Captioner
-from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import InputError
 from nanovlm.export.transformers import export_smolvlm
 from nanovlm.processing.chat_template import ChatTemplate
@@ -104,9 +103,8 @@ def test_pixels_are_resized_twice_and_normalized(converted):
     assert [len(small.preprocess(image)[0]), small.max_tiles_per_image] == [1, 1]
 
 
-def test_an_exported_nanovlm_says_the_same(tmp_path):
+def test_an_exported_nanovlm_says_the_same(embedded, tmp_path):
     """Its patch convolution is rescaled to pixels in [-1, 1]."""
-    embedded = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
     export_smolvlm(embedded, tmp_path / "export")
     again = Captioner.from_pretrained(tmp_path / "export", "cpu", "float32")
     image = noise_image(96, 96)
