@@ -283,7 +283,9 @@ class Captioner:
         """Yield the ids of each decoding step, one per answer, without those of start_with."""
         started, stats = time.perf_counter(), stats or Stats()
         device, eos = self.inference.device, self.tokenizer.eos_token_id
-        inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in prepare().items()}
+        inputs: dict[str, Any] = {
+            name: value.to(device) if isinstance(value, Tensor) else value for name, value in prepare().items()
+        }
         start = torch.tensor(self.start_ids(options.start_with), dtype=torch.long, device=device)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         inputs["input_ids"] = torch.cat([ids, start.expand(len(ids), -1)], dim=1)
