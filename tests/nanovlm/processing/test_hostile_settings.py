@@ -71,11 +71,7 @@ REFUSED = {  # words of the error -> file, section, and the setting changed ther
     "text_config: attention_bias=": ("config.json", "text_config", {"attention_bias": True}),
     "text_config: model_type=": ("config.json", "text_config", {"model_type": "mistral"}),
     "text_config: use_resampler=": ("config.json", "text_config", {"use_resampler": True}),
-    "text_config: rope_scaling=": (
-        "config.json",
-        "text_config",
-        {"rope_scaling": {"rope_type": "yarn", "factor": 2}},
-    ),
+    "text_config: rope_scaling=": ("config.json", "text_config", {"rope_scaling": {"rope_type": "yarn", "factor": 2}}),
     "vision_config: hidden_act=": ("config.json", "vision_config", {"hidden_act": "gelu"}),
     "vision_config: num_channels=": ("config.json", "vision_config", {"num_channels": 4}),
     "image_seq_len=5, but a tile has 4 embeddings": ("processor_config.json", None, {"image_seq_len": 5}),
