@@ -229,42 +229,33 @@ def test_file_with_alpha_is_composed_on_white(format):
     assert result.getpixel((5, 5)) == (255, 255, 255) and result.getpixel((20, 5)) == (10, 200, 30)
 
 
-def test_transparent_palette_entries_are_composed_on_white(tmp_path):
-    image = Image.new("P", (3, 1))
+def test_transparent_palette_entries_are_composed_on_white():
+    image = Image.frombytes("P", (3, 1), b"\0\1\2")
     image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
-    for x in range(3):
-        image.putpixel((x, 0), x)
-    image.save(tmp_path / "bytes.png", transparency=b"\xff\x00\x80")  # alpha of each entry
-    assert list(load_image(tmp_path / "bytes.png").tobytes()) == [255, 0, 0, 255, 255, 255, 127, 127, 255]
+    each_alpha = encoded(image, "PNG", transparency=b"\xff\x00\x80")
+    assert list(load_image(each_alpha).tobytes()) == [255, 0, 0, 255, 255, 255, 127, 127, 255]
     for format in ("PNG", "GIF"):
-        image.save(tmp_path / "one", format, transparency=1)
-        assert list(load_image(tmp_path / "one").tobytes()) == [255, 0, 0, 255, 255, 255, 0, 0, 255]
+        one_clear = encoded(image, format, transparency=1)
+        assert list(load_image(one_clear).tobytes()) == [255, 0, 0, 255, 255, 255, 0, 0, 255]
 
 
 @pytest.mark.parametrize(
     ("mode", "clear", "opaque", "seen"),
     [("L", 7, 8, 8), ("RGB", (7, 7, 7), (7, 8, 7), (7, 8, 7)), ("I;16", 0x1234, 0x1235, 18), ("1", 0, 255, 255)],
 )
-def test_transparent_color_is_composed_on_white(tmp_path, mode, clear, opaque, seen):
+def test_transparent_color_is_composed_on_white(mode, clear, opaque, seen):
     image = Image.new(mode, (2, 1), clear)
     image.putpixel((1, 0), opaque)
-    image.save(tmp_path / "a.png", transparency=clear)
-    result = load_image(tmp_path / "a.png")
-    assert result.getpixel((0, 0)) == (255, 255, 255)
-    assert result.getpixel((1, 0)) == (seen if mode == "RGB" else (seen,) * 3)
+    result = load_image(encoded(image, "PNG", transparency=clear))
+    assert [result.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), seen if mode == "RGB" else (seen,) * 3]
 
 
-def test_palette_grey_and_one_bit_keep_their_colors(tmp_path):
-    quantized = drawn().quantize(16)
-    quantized.save(tmp_path / "p.png")
-    assert distance(load_image(tmp_path / "p.png"), quantized.convert("RGB")) == 0
-    grey = drawn().convert("L")
-    grey.save(tmp_path / "l.bmp")
-    assert distance(load_image(tmp_path / "l.bmp"), Image.merge("RGB", [grey] * 3)) == 0
-    bit = Image.new("1", (2, 1))
+def test_palette_grey_and_one_bit_keep_their_colors():
+    quantized, grey, bit = drawn().quantize(16), drawn().convert("L"), Image.new("1", (2, 1))
     bit.putpixel((1, 0), 1)
-    bit.save(tmp_path / "1.tif")
-    assert list(load_image(tmp_path / "1.tif").tobytes()) == [0, 0, 0, 255, 255, 255]
+    assert distance(load_image(encoded(quantized, "PNG")), quantized.convert("RGB")) == 0
+    assert distance(load_image(encoded(grey, "BMP")), Image.merge("RGB", [grey] * 3)) == 0
+    assert list(load_image(encoded(bit, "TIFF")).tobytes()) == [0, 0, 0, 255, 255, 255]
 
 
 WRITTEN_MODES = [("I;16", "TIFF"), ("I;16", "PNG"), ("I;16", "PPM"), ("I;16B", "TIFF"), ("I", "TIFF"), ("I", "PPM")]
@@ -296,9 +287,9 @@ def test_integers_beyond_16_bits_are_clamped():
         ([math.nan, math.nan, -math.inf], [0, 0, 0]),
     ],
 )
-def test_floats_are_scaled_to_8_bits(tmp_path, values, grey):
-    Image.frombytes("F", (3, 1), struct.pack("=3f", *values)).save(tmp_path / "f.tif")
-    assert list(load_image(tmp_path / "f.tif").getchannel(2).tobytes()) == grey
+def test_floats_are_scaled_to_8_bits(values, grey):
+    source = encoded(Image.frombytes("F", (3, 1), struct.pack("=3f", *values)), "TIFF")
+    assert list(load_image(source).getchannel(2).tobytes()) == grey
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV"])
@@ -306,9 +297,8 @@ def test_other_color_spaces_are_converted(mode):
     assert distance(load_image(drawn().convert(mode)), drawn()) < 3
 
 
-def test_cmyk_jpeg_is_not_inverted(tmp_path):
-    drawn().convert("CMYK").save(tmp_path / "a.jpg", quality=95)
-    assert distance(load_image(tmp_path / "a.jpg"), drawn()) < 4
+def test_cmyk_jpeg_is_not_inverted():
+    assert distance(load_image(encoded(drawn().convert("CMYK"), "JPEG", quality=95)), drawn()) < 4
 
 
 @pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF", "MPO", "AVIF"])
