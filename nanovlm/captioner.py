@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # A path, a file's bytes, a PIL image, a tensor (C, H, W), a numpy array (H, W, C), a binary file or an http(s) URL
 ImageInput = str | os.PathLike | bytes | Image.Image | Tensor | Any
 ImageInputs = ImageInput | Sequence[ImageInput] | None
+Prepare = Callable[[], dict[str, Any]]  # makes the inputs of `generate`; its time counts in Stats
 NO_IMAGE = "a question without an image: the model may describe one that it does not see"
 
 
@@ -273,21 +274,14 @@ class Captioner:
             warnings.warn(NO_IMAGE, stacklevel=2)
         return [source if hasattr(source, "frames") else self.load_image(source) for source in sources]  # a Video's
 
-    def _batch(self, requests: Sequence[tuple[ImageInputs, str]]) -> Callable[[], dict[str, Any]]:
+    def _batch(self, requests: Sequence[tuple[ImageInputs, str]]) -> Prepare:
         return lambda: self.processor.collate([self.prepare(image, prompt) for image, prompt in requests])
 
     def _generate(
-        self,
-        prepare: Callable[[], dict[str, Any]],
-        options: GenerationOptions,
-        n_samples: int = 1,
-        stats: Stats | None = None,
+        self, prepare: Prepare, options: GenerationOptions, n_samples: int = 1, stats: Stats | None = None
     ) -> Iterator[list[int]]:
-        """Yield the ids of each decoding step, one per answer, without those of start_with.
-
-        The time of prepare() counts in stats, too.
-        """
-        started = time.perf_counter()
+        """Yield the ids of each decoding step, one per answer, without those of start_with."""
+        started, stats = time.perf_counter(), stats or Stats()
         device, eos = self.inference.device, self.tokenizer.eos_token_id
         inputs: dict[str, Any] = {
             name: value.to(device) if isinstance(value, Tensor) else value for name, value in prepare().items()
@@ -296,13 +290,13 @@ class Captioner:
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         inputs["input_ids"] = torch.cat([ids, start.expand(len(ids), -1)], dim=1)
         inputs["attention_mask"] = mask = torch.cat([mask, torch.ones_like(start).expand(len(ids), -1)], dim=1)
-        stats = stats or Stats()
         stats.answers = len(mask) * n_samples
         stats.prompt_tokens = int(mask.sum()) - inputs.get("shared_prefix_length", 0) * (len(mask) - 1)
         states: deque[PrefillState] = deque(maxlen=1)
         steps: list[list[int]] = []
-        with_schema = options.schema is not None
-        grammar = self.structured_output.for_rows(options.schema, steps, stats.answers) if with_schema else None
+        grammar = None
+        if options.schema is not None:
+            grammar = self.structured_output.for_rows(options.schema, steps, stats.answers)
         for ids in self.inference.stream(
             **inputs,
             logits_processor=grammar,
@@ -322,16 +316,11 @@ class Captioner:
         stats.cache_bytes, stats.cache_bytes_allocated = states[0].bytes_used, states[0].bytes_allocated
 
     def _texts(
-        self,
-        prepare: Callable[[], dict[str, Any]],
-        options: GenerationOptions,
-        n_samples: int = 1,
-        stats: Stats | None = None,
+        self, prepare: Prepare, options: GenerationOptions, n_samples: int = 1, stats: Stats | None = None
     ) -> list[Any]:
         """The text of each answer, or the value that it is by a schema."""
-        stats = stats or Stats()
-        steps = list(self._generate(prepare, options, n_samples, stats))
-        texts = [self.answer_text(ids, options) for ids in (zip(*steps) if steps else [()] * stats.answers)]
+        steps = self._generate(prepare, options, n_samples, stats)
+        texts = [self.answer_text(ids, options) for ids in zip(*steps)]
         return texts if options.schema is None else list(map(self.structured_output.parse, texts))
 
     def answer_text(self, ids: Sequence[int], options: GenerationOptions) -> str:

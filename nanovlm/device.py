@@ -29,11 +29,8 @@ def choose_device(name: str) -> torch.device:
 
     Under torchrun each process gets the GPU of its LOCAL_RANK.
     """
-    available = ["cpu"]
-    if torch.backends.mps.is_available():
-        available.insert(0, "mps")
-    if torch.cuda.is_available():
-        available.insert(0, "cuda")
+    is_available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = [device for device in is_available if is_available[device]]
     if name == "auto":
         name = available[0]
     if name not in available:

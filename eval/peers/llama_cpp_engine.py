@@ -17,7 +17,6 @@ from models.inference.kernels.load import cpu_info
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.errors import MissingExtraError
-from nanovlm.export.gguf import export_gguf
 from nanovlm.processing.image_loading import load_image
 
 BATCH_TOKENS = 512  # of one call of llama_decode
@@ -33,6 +32,8 @@ class LlamaCppEngine:
         try:
             import llama_cpp
             from llama_cpp import mtmd_cpp
+
+            from nanovlm.export.gguf import export_gguf
         except ImportError:
             raise MissingExtraError('llama.cpp needs the extra peers: pip install "nanovlm[peers]"') from None
         self.lib, self.mtmd, self.name = llama_cpp, mtmd_cpp, f"llama.cpp {gguf_type}"

@@ -95,12 +95,11 @@ def check_out(out: str) -> None:
 
 
 def run_gguf(args: argparse.Namespace) -> int:
-    from nanovlm.captioner import Captioner
-    from nanovlm.export.gguf import check_gguf_extra, export_gguf
-
     if args.onnx or args.adapters:
         raise UsageError("--gguf writes no SmolVLM folder, which --onnx and --adapters add to; run the command twice")
-    check_gguf_extra()
+    from nanovlm.captioner import Captioner
+    from nanovlm.export.gguf import export_gguf
+
     try:
         captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, revision=args.revision)
         export_gguf(captioner, args.out, Path(args.model).resolve().name, args.gguf_type or "f16")

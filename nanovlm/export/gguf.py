@@ -1,4 +1,6 @@
-"""Export a SmolVLM-layout model to the two GGUF files that llama.cpp's multimodal tools read (needs the extra `gguf`).
+"""Export a SmolVLM-layout model to the two GGUF files that llama.cpp's multimodal tools read.
+
+Importing this module needs the extra `gguf`, else MissingExtraError.
 
 `NAME-f16.gguf` holds the text model, its tokenizer and chat template, `mmproj-NAME-f16.gguf` the vision encoder and the
 projector with the image processor's settings. Metadata, names and order of channels follow llama.cpp's
@@ -9,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +25,11 @@ from nanovlm.errors import CheckpointError, InputError, MissingExtraError
 from nanovlm.processing.layouts.smolvlm import MAX_SIDE
 from nanovlm.processing.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from gguf import GGUFWriter
+try:
+    import gguf
+    from gguf import MODEL_ARCH, GGUFWriter, TokenType
+except ImportError:
+    raise MissingExtraError('GGUF files need the extra gguf: pip install "nanovlm[gguf]"') from None
 
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 BLOCK = 32  # values that share a scale in q8_0 and q4_0; rows of another length are stored in 16 bits
@@ -60,34 +65,23 @@ def export_gguf(captioner: Captioner, folder: str | Path, name: str, gguf_type: 
 
     Raises InputError for a model that llama.cpp would prompt or compute differently.
     """
-    check_gguf_extra()
-    import gguf
-
     if gguf_type not in GGUF_TYPES:
         raise InputError(f"gguf_type={gguf_type} is none of {', '.join(GGUF_TYPES)}")
     cfg, state = captioner.model.cfg, captioner.model.state_dict()
     settings = check_llama_cpp_can_run(cfg, captioner.tokenizer)
     names = f"{name}-{gguf_type}.gguf", f"mmproj-{name}-{gguf_type}.gguf"
     with atomic_dir(folder) as new:
-        writer = gguf.GGUFWriter(str(new / names[0]), "llama", use_temp_file=True)
+        writer = GGUFWriter(str(new / names[0]), "llama", use_temp_file=True)
         writer.add_type(gguf.GGUFType.MODEL)
         add_text_metadata(writer, cfg)
         add_tokenizer(writer, captioner.tokenizer, cfg, settings)
         write_gguf(writer, text_tensors(state, cfg), name, gguf_type)
 
-        writer = gguf.GGUFWriter(str(new / names[1]), "clip", use_temp_file=True)
+        writer = GGUFWriter(str(new / names[1]), "clip", use_temp_file=True)
         writer.add_type(gguf.GGUFType.MMPROJ)
         add_vision_metadata(writer, cfg, settings)
         write_gguf(writer, vision_tensors(state, cfg), name, gguf_type)
     return Path(folder) / names[0], Path(folder) / names[1]
-
-
-def check_gguf_extra() -> None:
-    """MissingExtraError unless the gguf package is installed."""
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise MissingExtraError('GGUF files need the extra gguf: pip install "nanovlm[gguf]"') from None
 
 
 def check_llama_cpp_can_run(cfg: VLMConfig, tokenizer: Tokenizer) -> SmolVLM:
@@ -123,7 +117,7 @@ def check_llama_cpp_can_run(cfg: VLMConfig, tokenizer: Tokenizer) -> SmolVLM:
     return settings
 
 
-def add_text_metadata(writer: "GGUFWriter", cfg: VLMConfig) -> None:
+def add_text_metadata(writer: GGUFWriter, cfg: VLMConfig) -> None:
     """The sizes of the language model."""
     writer.add_block_count(cfg.lm_n_blocks)
     writer.add_context_length(cfg.lm_max_position_embeddings)
@@ -139,7 +133,7 @@ def add_text_metadata(writer: "GGUFWriter", cfg: VLMConfig) -> None:
     writer.add_vocab_size(cfg.lm_vocab_size)
 
 
-def add_vision_metadata(writer: "GGUFWriter", cfg: VLMConfig, settings: SmolVLM) -> None:
+def add_vision_metadata(writer: GGUFWriter, cfg: VLMConfig, settings: SmolVLM) -> None:
     """The sizes of the vision encoder and the projector, and the image processor's settings."""
     writer.add_clip_has_vision_encoder(True)
     writer.add_clip_projector_type("idefics3")
@@ -158,7 +152,7 @@ def add_vision_metadata(writer: "GGUFWriter", cfg: VLMConfig, settings: SmolVLM)
     writer.add_vision_preproc_image_size(cast(int, settings.longest_edge))
 
 
-def add_tokenizer(writer: "GGUFWriter", tokenizer: Tokenizer, cfg: VLMConfig, settings: SmolVLM) -> None:
+def add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, cfg: VLMConfig, settings: SmolVLM) -> None:
     """Tokens, merges, special tokens and the chat template."""
     raw = json.loads(tokenizer.to_json())
     tokens, types = token_list(tokenizer, cfg.lm_vocab_size)
@@ -207,8 +201,6 @@ def _without_offsets(value: Any) -> Any:
 
 def token_list(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[str], list[int]]:
     """The text and llama.cpp's type of every id below vocab_size; embeddings without a token are named [PADid]."""
-    from gguf import TokenType
-
     added = tokenizer.backend.get_added_tokens_decoder()
     tokens = {id: token for token, id in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
     types = []
@@ -234,10 +226,8 @@ def special_token_ids(tokenizer: Tokenizer, settings: SmolVLM) -> dict[str, int]
     return ids | dict(zip(("eos", "eot"), settings.end_token_ids))
 
 
-def write_gguf(writer: "GGUFWriter", tensors: Iterable[tuple[str, Tensor]], name: str, gguf_type: str) -> None:
+def write_gguf(writer: GGUFWriter, tensors: Iterable[tuple[str, Tensor]], name: str, gguf_type: str) -> None:
     """Add tensors and what all files say, write the file and close it."""
-    import gguf
-
     n_parameters = 0
     for key, tensor in tensors:
         kind = stored_type(key, tensor, gguf_type)
@@ -270,8 +260,6 @@ def stored_type(name: str, tensor: Tensor, gguf_type: str) -> str:
 
 def text_tensors(state: Mapping[str, Tensor], cfg: VLMConfig) -> Iterator[tuple[str, Tensor]]:
     """The decoder's tensors in a state dict of VisionLanguageModel; of a tied pair only the embedding."""
-    from gguf import MODEL_ARCH
-
     heads = {"attn_q": cfg.lm_n_heads, "attn_k": cfg.lm_n_kv_heads}
     for name, tensor in _renamed(state, MODEL_ARCH.LLAMA, cfg.lm_n_blocks):
         if kind := next((kind for kind in heads if kind in name), None):
@@ -285,8 +273,6 @@ def vision_tensors(state: Mapping[str, Tensor], cfg: VLMConfig) -> Iterator[tupl
 
     llama.cpp numbers patches 0, 1, 2 ...; where Idefics3 does not, the position embeddings are reordered instead.
     """
-    from gguf import MODEL_ARCH
-
     for name, tensor in _renamed(state, MODEL_ARCH.MMPROJ, cfg.vit_n_blocks):
         if name == "v.position_embd.weight" and (ids := position_ids(cfg)) is not None:
             tensor = tensor[ids]
@@ -300,10 +286,8 @@ def to_llama_rope(weight: Tensor, n_heads: int) -> Tensor:
 
 def _renamed(state: Mapping[str, Tensor], file: Any, n_blocks: int) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one file under llama.cpp's names, which the gguf package has for transformers'."""
-    import gguf
-
     names = gguf.get_tensor_name_map(file, n_blocks)
     for name, tensor in SmolVLM.to_stored(state).items():
-        if name.startswith(("model.text_model.", "lm_head.")) == (file == gguf.MODEL_ARCH.LLAMA):
+        if name.startswith(("model.text_model.", "lm_head.")) == (file == MODEL_ARCH.LLAMA):
             new = names.get_name(name.replace("text_model.", ""), (".weight", ".bias"))
             yield cast(str, new), tensor.detach()

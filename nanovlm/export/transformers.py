@@ -12,22 +12,12 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from models.checkpoint import (
-    CONFIG,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    WEIGHTS,
-    atomic_dir,
-)
+from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, atomic_dir
 from models.config import VLMConfig
 from models.formats import MODEL_INPUT_NAMES
 from models.formats.nanovlm import end_token
 from models.formats.smolvlm import PREPROCESSOR, PROCESSOR, SmolVLM
-from models.formats.to_smolvlm import (
-    image_processor_settings,
-    smolvlm_config,
-    smolvlm_tensors,
-)
+from models.formats.to_smolvlm import image_processor_settings, smolvlm_config, smolvlm_tensors
 from nanovlm.captioner import Captioner
 from nanovlm.processing.layouts import layout_of
 

@@ -88,22 +88,18 @@ class Processor:
         messages: list[Message] = [
             {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)
         ]
-        messages[0]["images"] = self.image_markups(grids)
+        messages[0]["images"] = self.layout.image_markups(grids)
         return self.tokenizer.encode_chat(messages)
 
     def encode_turns(self, grids: Sequence[Grid], turns: Sequence[tuple[str, Sequence[str | None]]]) -> list[int]:
         """The same of roles and parts, texts and None for each image, for layouts with images_in_turns."""
-        markups = iter(self.image_markups(grids))
+        markups = iter(self.layout.image_markups(grids))
         messages: list[Message] = []
         for role, parts in turns:
             images = list(islice(markups, parts.count(None)))
             content = "\0".join(filter(None, parts))  # its special tokens are those of the parts
             messages.append({"role": role, "content": content, "images": images, "parts": parts})
         return self.tokenizer.encode_chat(messages)
-
-    def image_markups(self, grids: Sequence[Grid]) -> list[str]:
-        """The text that stands for each image in a chat: the names of its tiles, each followed by its image tokens."""
-        return self.layout.image_markups(grids)
 
     def __call__(self, images: Sequence[Sequence[Image.Image]], questions: Sequence[str]) -> dict[str, Any]:
         """A batch for `generate`: row i asks questions[i] about images[i], any number of them. See `collate`."""

@@ -28,9 +28,7 @@ class Tokenizer:
         self.backend, self.cfg, self.layout = backend, cfg, layout_of(cfg)
         backend.no_padding()
         backend.no_truncation()
-        backend.encode_special_tokens = (
-            True  # encode "<|im_end|>" as plain text; encode_chat adds the template's tokens
-        )
+        backend.encode_special_tokens = True  # "<|im_end|>" as plain text; encode_chat adds the template's tokens
         highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         if highest >= cfg.lm_vocab_size:
             raise CheckpointError(f"the tokenizer has an id {highest}, but lm_vocab_size={cfg.lm_vocab_size}")
@@ -253,7 +251,7 @@ class StreamingDecoder:
         self.tokenizer = tokenizer
         self.ids: list[int] = []  # of the last piece, then the pending ones
         self.n_emitted_ids, self.n_emitted_chars = 0, 0  # of self.ids, and of their text
-        self._begun = not tokenizer.answer_prefix  # whether the prefix of answers is behind us
+        self._prefix = tokenizer.answer_prefix  # which the first piece may begin with
 
     def add(self, id: int) -> str:
         """Append an id; returns the characters that are complete now, and were not before."""
@@ -271,7 +269,5 @@ class StreamingDecoder:
         return self._without_prefix(self.tokenizer.decode_raw(self.ids)[self.n_emitted_chars :])
 
     def _without_prefix(self, new: str) -> str:
-        if self._begun:
-            return new
-        self._begun = True
-        return new.removeprefix(self.tokenizer.answer_prefix)
+        prefix, self._prefix = self._prefix, ""
+        return new.removeprefix(prefix)

@@ -30,22 +30,11 @@ T = TypeVar("T")
 
 # Prompts that ask for a caption; the first is the default prompt everywhere.
 CAPTION_PROMPTS = (
-    PROMPT,
-    "Describe the image.",
-    "Caption this image.",
-    "What is this?",
-    "What is in this picture?",
-    "What do you see?",
-    "Describe",
-    "Caption",
-    "Describe this image.",
-    "Describe what you see.",
-    "Describe this picture in detail.",
-    "Describe the image in detail.",
-    "Write a caption.",
-    "Write a detailed caption.",
-    "What does the picture show?",
-)
+    PROMPT, "Describe the image.", "Caption this image.", "What is this?", "What is in this picture?",
+    "What do you see?", "Describe", "Caption", "Describe this image.", "Describe what you see.",
+    "Describe this picture in detail.", "Describe the image in detail.", "Write a caption.",
+    "Write a detailed caption.", "What does the picture show?",
+)  # fmt: skip
 SHORT_PROMPTS = ("Describe this picture in a few words.", "Write a short caption.")  # for colors and shapes only
 READING_PROMPTS = ("What does it say?", "Read the text.", "What is written here?", "What does the sign say?")
 NO_TEXT = "nothing"  # the answer to them
@@ -110,32 +99,14 @@ def make_config(tokenizer: tokenizers.Tokenizer) -> VLMConfig:
     """3 million parameters, images of 96 x 96 pixels."""
     vocab_size = tokenizer.get_vocab_size()
     return VLMConfig(
-        vit_hidden_dim=128,
-        vit_inter_dim=512,
-        vit_patch_size=8,
-        vit_img_size=96,
-        vit_n_heads=4,
-        vit_n_blocks=4,
-        vit_model_type="none",
-        lm_hidden_dim=192,
-        lm_inter_dim=512,
-        lm_re_base=10000,
-        lm_max_position_embeddings=1024,
-        lm_base_vocab_size=vocab_size - 2,
-        extra_token_amount=2,
-        lm_vocab_size=vocab_size,
-        lm_n_heads=6,
-        lm_n_kv_heads=2,
-        lm_n_blocks=6,
-        lm_max_length=1024,
-        lm_model_type="none",
-        lm_tokenizer="none",
-        mp_pixel_shuffle_factor=2,
-        mp_image_token_length=36,
-        max_img_size=96,
-        vlm_extra_tokens=extra_tokens(0),
-        vlm_load_backbone_weights=False,
-    )
+        vit_hidden_dim=128, vit_inter_dim=512, vit_n_heads=4, vit_n_blocks=4,
+        vit_patch_size=8, vit_img_size=96, max_img_size=96, vit_model_type="none",
+        lm_hidden_dim=192, lm_inter_dim=512, lm_n_heads=6, lm_n_kv_heads=2, lm_n_blocks=6, lm_re_base=10000,
+        lm_max_position_embeddings=1024, lm_max_length=1024, lm_model_type="none", lm_tokenizer="none",
+        lm_base_vocab_size=vocab_size - 2, extra_token_amount=2, lm_vocab_size=vocab_size,
+        mp_pixel_shuffle_factor=2, mp_image_token_length=36,
+        vlm_extra_tokens=extra_tokens(0), vlm_load_backbone_weights=False,
+    )  # fmt: skip
 
 
 def make_model(seed: int) -> tuple[VisionLanguageModel, Processor]:

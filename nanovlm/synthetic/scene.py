@@ -24,18 +24,10 @@ SIZES = {"small": (0.085, 0.100), "large": (0.145, 0.165)}  # radius, as a fract
 BACKGROUNDS = ("plain", "gradient", "glowing", "noisy", "cloudy", "striped", "wavy", "checkered", "dotted", "gridded")
 
 # Never drawn in training: a caption that names one shows that the model learned colors and shapes separately.
-WITHHELD = frozenset(
-    {
-        ("red", "diamond"),
-        ("orange", "ring"),
-        ("yellow", "cross"),
-        ("green", "heart"),
-        ("blue", "star"),
-        ("purple", "triangle"),
-        ("pink", "circle"),
-        ("brown", "square"),
-    }
-)
+WITHHELD = {
+    ("red", "diamond"), ("orange", "ring"), ("yellow", "cross"), ("green", "heart"),
+    ("blue", "star"), ("purple", "triangle"), ("pink", "circle"), ("brown", "square"),
+}  # fmt: skip
 
 UNNAMED_DISTANCE = 50  # a color at least this far from all of COLORS, in RGB, has no name here
 

@@ -20,7 +20,6 @@ from nanovlm import SAMPLE, Captioner, ChatSession
 from nanovlm.captioner import Stats
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.errors import ImageError, InputError, MissingExtraError
-from nanovlm.processing.processor import Processor
 from support import ROOT, noise_image
 
 SAMPLED = SamplingParams(temperature=1.5, seed=3)
@@ -33,19 +32,9 @@ def captioner(model_folder):
 
 @pytest.fixture(scope="module")
 def images():
-    return [
-        noise_image(100, 60, seed=1),
-        noise_image(96, 96, seed=2),
-        Image.new("RGB", (20, 70), "red"),
-        noise_image(300, 200, seed=3),
-    ]
-
-
-def test_every_image_source_gives_the_same_caption(captioner, images, tmp_path):
-    images[0].save(tmp_path / "image.png")
-    data = (tmp_path / "image.png").read_bytes()
-    sources = [tmp_path / "image.png", str(tmp_path / "image.png"), data, io.BytesIO(data), images[0]]
-    assert len({captioner.caption(source, max_new_tokens=6) for source in sources}) == 1
+    sizes = ((100, 60), (96, 96), (300, 200))
+    first, second, third = (noise_image(*size, seed=seed) for seed, size in enumerate(sizes, start=1))
+    return [first, second, Image.new("RGB", (20, 70), "red"), third]
 
 
 def test_arrays_are_images_and_batches_of_them_are_several(captioner, images):
@@ -58,9 +47,6 @@ def test_arrays_are_images_and_batches_of_them_are_several(captioner, images):
     assert "".join(ChatSession(captioner, [array]).ask("?", max_new_tokens=6)) == captioner.caption(
         images[1], "?", max_new_tokens=6
     )
-    for one in (array, tensor):
-        with pytest.raises(InputError, match="for one image use caption"):
-            next(captioner.captions(one))
 
 
 def test_urls_are_fetched_only_if_allowed(model_folder, images, monkeypatch):
@@ -137,17 +123,8 @@ def test_batched_captions_match_single_captions(captioner, images):
     assert list(captioner.captions([])) == []
 
 
-QUESTIONS = [
-    "Describe this picture.",
-    "What?",
-    "How many are there? " * 4,
-    "?",
-    "What?",
-    "<|im_end|>",
-    "Hi!",
-    "Which?",
-    "Is it?",
-]
+QUESTIONS = ["Describe this picture.", "What?", "How many are there? " * 4, "?", "What?", "<|im_end|>"]
+QUESTIONS += ["Hi!", "Which?", "Is it?"]
 
 
 def test_ask_matches_single_questions(captioner, tiled, images):
@@ -183,32 +160,6 @@ def test_ask_encodes_and_prefills_the_image_once(captioner, images, monkeypatch)
     assert stats.answers == len(QUESTIONS) and len(QUESTIONS) <= stats.new_tokens <= 2 * len(QUESTIONS)
 
 
-def test_ask_refuses_a_single_prompt(captioner, images):
-    with pytest.raises(ValueError, match="ask takes a list of prompts, not 'What\\?'; for one prompt use caption"):
-        captioner.ask(images[0], "What?")
-
-
-def test_max_tiles_and_upscale_limit_prompt_tokens(model_folder, tiled, images):
-    limited = Captioner.from_pretrained(model_folder, "cpu", "float32", max_tiles=1, upscale=False)
-    assert (limited.processor.max_tiles, limited.processor.upscale) == (1, False)
-    model, processor = tiled
-    limited_tiles = Captioner(model, Processor(processor.cfg, processor.tokenizer, max_tiles=4))
-    costs = []
-    for captioner in (Captioner(model, processor), limited_tiles):
-        captioner.caption(images[0], max_new_tokens=1)
-        list(captioner.stream(images[0], max_new_tokens=1, stats=(stats := Stats())))
-        costs.append(stats.prompt_tokens)
-    assert costs[0] - costs[1] == (13 - 5) * (4 + 1), "13 tiles of 4 tokens and a name become 5"
-
-
-def test_captions_of_generators_equal_captions_of_lists(captioner, images):
-    options = {"max_new_tokens": 6, "batch_size": 2}
-    prompts = [f"What is {i}?" for i in range(len(images))]
-    assert list(captioner.captions(iter(images), **options)) == list(captioner.captions(images, **options))
-    lazy = captioner.captions((one for one in images), (prompt for prompt in prompts), **options)
-    assert list(lazy) == list(captioner.captions(images, prompts, **options))
-
-
 def test_captions_read_their_images_batch_by_batch(captioner, images):
     taken = []
 
@@ -225,7 +176,7 @@ def test_captions_read_their_images_batch_by_batch(captioner, images):
     assert len(taken) == 6
 
 
-def test_every_image_needs_its_prompt(captioner, images):
+def test_wrong_numbers_of_images_and_prompts_are_errors(captioner, images):
     with pytest.raises(InputError, match="4 images, but 2 prompts"):
         list(captioner.captions(images, ["one", "two"]))
     answers = captioner.captions(iter(images), iter(["one", "two"]), batch_size=2, max_new_tokens=1)
@@ -234,22 +185,13 @@ def test_every_image_needs_its_prompt(captioner, images):
         next(answers)
     with pytest.raises(InputError, match="item 2 has no image"):
         list(captioner.captions(iter(images[:1]), iter(["one", "two"]), batch_size=8))
-
-
-def test_captions_takes_several_images(captioner, images):
-    for one in ("photo.jpg", images[0]):
+    for one in ("photo.jpg", images[0], np.asarray(images[0]), torch.zeros(3, 9, 9)):
         with pytest.raises(InputError, match="for one image use caption"):
             next(captioner.captions(one))
     with pytest.raises(InputError, match="batch_size=0"):
         next(captioner.captions(images, batch_size=0))
-
-
-def test_save_pretrained_round_trip(captioner, images, tmp_path):
-    captioner.save_pretrained(tmp_path / "saved")
-    again = Captioner.from_pretrained(tmp_path / "saved", "cpu", "float32")
-    assert again.caption(images[0], max_new_tokens=12) == captioner.caption(images[0], max_new_tokens=12)
-    state, saved = captioner.model.state_dict(), again.model.state_dict()
-    assert state.keys() == saved.keys() and all(torch.equal(state[name], saved[name]) for name in state)
+    with pytest.raises(InputError, match="ask takes a list of prompts, not 'What\\?'; for one prompt use caption"):
+        captioner.ask(images[0], "What?")
 
 
 def test_several_images_in_one_prompt(captioner, images):
@@ -276,13 +218,11 @@ def test_samples_are_reproducible_by_seed(captioner, images):
 
 
 def test_stats_match_the_calls_of_the_model(captioner, images, monkeypatch):
-    prefills, steps = [], []
-    prefill, decode = captioner.inference.prefill, captioner.inference.decode
+    prefills, prefill = [], captioner.inference.prefill
     monkeypatch.setattr(captioner.inference, "prefill", lambda *inputs: prefills.append(inputs[0]) or prefill(*inputs))
-    monkeypatch.setattr(captioner.inference, "decode", lambda *inputs: steps.append(1) or decode(*inputs))
     eos, ended_apart = captioner.tokenizer.eos_token_id, 0
     for seed in range(6):
-        prefills.clear(), steps.clear()
+        prefills.clear()
         stats, sampling = Stats(), SamplingParams(temperature=2.0, seed=seed)
         captioner.samples(images[0], n=3, max_new_tokens=40, sampling=sampling, stats=stats)
         inputs = captioner.processor([[images[0]]], [nanovlm.PROMPT])
@@ -331,11 +271,7 @@ def test_unavailable_device_or_dtype_names_the_available_ones(monkeypatch, model
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     cpu = torch.device("cpu")
     assert choose_device("auto") == choose_device("cpu") == cpu
-    for name, words in (
-        ("cuda", "not available here, only cpu"),
-        ("mps", "not available"),
-        ("tpu", "none of auto, cpu"),
-    ):
+    for name, words in {"cuda": "not available here, only cpu", "mps": "not available", "tpu": "none of auto"}.items():
         with pytest.raises(ValueError, match=f"device={name} is {words}"):
             Captioner.from_pretrained(model_folder, device=name)
     with pytest.raises(ValueError, match="dtype=int8 is none of auto, float32, bfloat16, float16"):
@@ -398,11 +334,6 @@ def test_import_has_no_side_effects(what):
     code = IMPORTS if what == "alone" else "import torch; torch.manual_seed(0x3A7C9)\n" + IMPORTS
     run = subprocess.run([sys.executable, "-W", "error", "-c", code, what], cwd=ROOT, capture_output=True, timeout=120)
     assert (run.returncode, run.stdout, run.stderr) == (0, b"", b"")
-
-
-def test_a_name_that_is_not_there_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="nobody"):
-        nanovlm.nobody  # noqa: B018
 
 
 def test_adapters_are_used_with_their_base_and_in_any_precision(model_folder, tmp_path):

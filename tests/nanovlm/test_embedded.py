@@ -95,11 +95,8 @@ def test_conversation_is_a_permutation_of_the_questions_in_sequence(captioner):
     conversations = [recipe.as_conversation(example, rng) for _ in range(4)]
     assert all(sorted(conversation.qa_pairs) == sorted(example.qa_pairs) for conversation in conversations)
     assert len({tuple(conversation.qa_pairs) for conversation in conversations}) == 4
-    assert (
-        len(set(encode(conversations[0], captioner.processor).mask))
-        == 2
-        < len(set(encode(example, captioner.processor).mask))
-    )
+    branches, branches_alone = (set(encode(one, captioner.processor).mask) for one in (conversations[0], example))
+    assert len(branches) == 2 < len(branches_alone)
 
 
 def test_conversations_start_at_their_scheduled_step(captioner):
@@ -120,16 +117,6 @@ def test_sample_is_a_drawn_scene_with_the_right_caption(captioner):
         assert captioner.caption(SAMPLE, prompt) == caption(scene)
     for prompt in SHORT_PROMPTS:
         assert captioner.caption(SAMPLE, prompt) == short_caption(scene)
-
-
-def test_cached_answers_match_uncached(captioner):
-    """For a padded batch, to the last token."""
-    rng = Random("cached")
-    images = [[draw(random_scene(rng))] for _ in range(4)]
-    inputs = captioner.processor(images, ["Describe this picture.", "How many objects are there?"] * 2)
-    options = {"max_new_tokens": 40, "eos_token_id": captioner.tokenizer.eos_token_id}
-    cached = captioner.model.generate(**inputs, **options)
-    assert torch.equal(cached, captioner.model.generate(**inputs, **options, use_kv_cache=False))
 
 
 @pytest.mark.full

@@ -8,7 +8,7 @@
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor
 from models.config import VLMConfig
 from models.formats.nanovlm import end_token
 from nanovlm.errors import InputError
-from nanovlm.processing.image_loading import MAX_PIXELS, as_tensor
-from nanovlm.processing.layouts import Grid, Layout
+from nanovlm.processing.image_loading import as_tensor
+from nanovlm.processing.layouts import Grid, Layout, check_size, split
 
 if TYPE_CHECKING:
     from nanovlm.processing.tokenizer import Tokenizer
@@ -42,22 +42,17 @@ class NanoVLMLayout(Layout):
 
     def preprocess(self, image: Image.Image, max_tiles: int | None, upscale: bool) -> tuple[Tensor, Grid]:
         """Pixels are in [0, 1], and a view of the whole image comes first."""
-        to_max_side = bool(self.cfg.resize_to_max_side_len) and upscale
-        return preprocess(
-            image,
-            tile=self.cfg.vit_img_size,
-            max_side=self._max_side(image.size, max_tiles, to_max_side),
-            to_max_side=to_max_side,
-            global_view=self.has_global_view,
-        )
+        tile, to_max_side = self.cfg.vit_img_size, bool(self.cfg.resize_to_max_side_len) and upscale
+        size = self.fitting_size(max_tiles, lambda max_side: resized_size(*image.size, tile, max_side, to_max_side))
+        return preprocess(image, tile, size, self.has_global_view)
 
-    def _max_side(self, size: tuple[int, int], max_tiles: int | None, to_max_side: bool) -> int | None:
-        """The longest side, in pixels, that keeps an image within max_tiles; None means one tile."""
+    def fitting_size(self, max_tiles: int | None, rule: Callable[[int], tuple[int, int]]) -> tuple[int, int] | None:
+        """What a resize rule gives for the longest side that keeps an image within max_tiles; None means one tile."""
         tile, max_side = self.cfg.vit_img_size, self.cfg.max_img_size or 0 if self.splits_images else 0
         while max_side > tile:  # at one tile the resize rule would round some squares up to two
-            width, height = resized_size(*size, tile, max_side, to_max_side)
+            width, height = rule(max_side)
             if max_tiles is None or (width // tile) * (height // tile) <= max_tiles:
-                return max_side
+                return width, height
             max_side -= tile
         return None
 
@@ -103,34 +98,20 @@ def resized_size(width: int, height: int, tile: int, max_side: int, to_max_side:
 
 
 def preprocess(
-    image: Image.Image,
-    *,
-    tile: int,
-    max_side: int | None = None,
-    to_max_side: bool = False,
-    global_view: bool = False,
+    image: Image.Image, tile: int, size: tuple[int, int] | None = None, global_view: bool = False
 ) -> tuple[Tensor, Grid]:
     """Resize an RGB image and split it into tiles (n, 3, tile, tile) float32, row by row; also return (rows, columns).
 
-    Without max_side the whole image is resized to one tile. A global view is one more tile in front: the resized image,
-    resized again to a tile; an image of one tile needs none. Values are in [0, 1].
+    size is in whole tiles; without it the image is resized to one tile. A global view is one more tile in front: the
+    resized image, resized again to a tile; an image of one tile needs none. Values are in [0, 1].
     """
     if image.mode != "RGB":
         raise InputError(f"preprocess takes RGB images, not {image.mode}: read the image with load_image")
-    size, resampling = (tile, tile), Resampling.BILINEAR
-    if max_side is not None:
-        size, resampling = resized_size(*image.size, tile, max_side, to_max_side), Resampling.BICUBIC
-    width, height = size
-    if width * height > MAX_PIXELS:
-        raise InputError(
-            f"an image of {image.width} x {image.height} would be resized to {width} x {height}, more than "
-            f"{MAX_PIXELS:,} pixels; lower max_side={max_side}, which is max_img_size in config.json"
-        )
-    rows, columns = height // tile, width // tile
-    resized = as_tensor(image.resize(size, resampling))  # (3, height, width), uint8
-    tiles = resized.view(3, rows, tile, columns, tile).permute(1, 3, 0, 2, 4).reshape(-1, 3, tile, tile)
-    tiles = tiles.contiguous().float().div_(255)
+    width, height = size or (tile, tile)
+    check_size(image, width, height, "max_img_size in config.json")
+    resized = image.resize((width, height), Resampling.BICUBIC if size else Resampling.BILINEAR)
+    tiles = split(resized, tile).float().div_(255)
     if global_view and len(tiles) > 1:
-        view = F.interpolate(resized[None].float().div_(255), (tile, tile), mode="bilinear", antialias=True)
-        tiles = torch.cat([view, tiles])
-    return tiles, (rows, columns)
+        whole = as_tensor(resized)[None].float().div_(255)
+        tiles = torch.cat([F.interpolate(whole, (tile, tile), mode="bilinear", antialias=True), tiles])
+    return tiles, (height // tile, width // tile)

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from models.config import VLMConfig
 from models.formats.smolvlm import SmolVLM
-from nanovlm.errors import CheckpointError, InputError
-from nanovlm.processing.image_loading import MAX_PIXELS, as_tensor
-from nanovlm.processing.layouts import Grid, Layout, Message
+from nanovlm.errors import CheckpointError
+from nanovlm.processing.layouts import Grid, Layout, Message, check_size, split
 
 if TYPE_CHECKING:
     from nanovlm.processing.tokenizer import Tokenizer
@@ -57,10 +56,9 @@ class SmolVLMLayout(Layout):
                 resized, (rows, columns) = _resize(image, edge, tile, resampling)
         elif edge is not None:
             resized = image.resize(size_of_longest_edge(*image.size, edge), resampling)
-        tiles = as_tensor(resized.resize((tile, tile), resampling))[None]
+        tiles = split(resized.resize((tile, tile), resampling), tile)
         if rows * columns > 1:
-            parts = as_tensor(resized).view(3, rows, tile, columns, tile).permute(1, 3, 0, 2, 4)
-            tiles = torch.cat([parts.reshape(-1, 3, tile, tile), tiles])
+            tiles = torch.cat([split(resized, tile), tiles])
         mean, std = (torch.tensor(values)[:, None, None] for values in (settings.mean, settings.std))
         return (tiles.float() * settings.rescale_factor - mean) / std, (rows, columns)
 
@@ -117,11 +115,7 @@ def _resize(image: Image.Image, edge: int | None, tile: int, resampling: Resampl
     """The image resized to whole tiles, by way of its longest edge; and their grid."""
     first = image.size if edge is None else size_of_longest_edge(*image.size, edge)
     width, height = size_in_tiles(*first, tile)
-    if width * height > MAX_PIXELS:
-        raise InputError(
-            f"an image of {image.width} x {image.height} would be resized to {width} x {height}, more than "
-            f"{MAX_PIXELS:,} pixels; lower size.longest_edge in preprocessor_config.json"
-        )
+    check_size(image, width, height, "size.longest_edge in preprocessor_config.json")
     return image.resize(first, resampling).resize((width, height), resampling), (height // tile, width // tile)
 
 

@@ -92,7 +92,7 @@ def test_turn_reads_what_generation_reads_after_the_turns_before(images, process
             {"role": role, "content": text} for turn in TURNS[:k] for role, text in zip(("user", "assistant"), turn)
         ]
         messages.append({"role": "user", "content": prompt})
-        messages[0]["images"] = processor.image_markups(grids)
+        messages[0]["images"] = processor.layout.image_markups(grids)
         prompt_ids = processor.tokenizer.encode_chat(messages)
         answer_ids = [*processor.tokenizer.encode(answer), processor.tokenizer.eos_token_id]
         assert ids[: len(prompt_ids) + len(answer_ids)] == prompt_ids + answer_ids

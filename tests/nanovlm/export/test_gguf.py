@@ -15,15 +15,7 @@ from PIL import Image
 
 from nanovlm import Captioner
 from nanovlm.cli.main import main
-from nanovlm.errors import CheckpointError, InputError, MissingExtraError
-from nanovlm.export.gguf import (
-    GGUF_TYPES,
-    check_llama_cpp_can_run,
-    export_gguf,
-    pre_tokenizer_name,
-    text_tensors,
-    vision_tensors,
-)
+from nanovlm.errors import CheckpointError, InputError
 from nanovlm.processing.convert import convert_layout
 from nanovlm.synthetic import caption, draw, random_scene
 from support.smolvlm import write_folder
@@ -31,6 +23,15 @@ from support.smolvlm import write_folder
 pytestmark = pytest.mark.full
 
 gguf = pytest.importorskip("gguf")
+from nanovlm.export.gguf import (  # noqa: E402 - it needs the package
+    GGUF_TYPES,
+    check_llama_cpp_can_run,
+    export_gguf,
+    pre_tokenizer_name,
+    text_tensors,
+    vision_tensors,
+)
+
 needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
 SIZES = [(128, 96), (200, 150), (64, 48), (640, 480), (90, 160), (48, 85), (270, 480)]  # all of 12 tiles
 PROMPT = "Describe it."
@@ -137,15 +138,14 @@ def test_the_command_names_files_after_the_model(folder, tmp_path):
     assert names == ["mmproj-tiny-vlm-q8_0.gguf", "tiny-vlm-q8_0.gguf"]
 
 
-def test_a_nanovlm_model_is_refused_with_a_way_out(tmp_path):
+def test_a_nanovlm_model_is_refused_with_a_way_out(embedded, tmp_path):
     with pytest.raises(InputError, match="llama.cpp does not write; train it in SmolVLM's layout"):
-        export_gguf(Captioner.from_pretrained(device="cpu", dtype="float32"), tmp_path, "embedded")
+        export_gguf(embedded, tmp_path, "embedded")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_converted_layout_has_what_llama_cpp_looks_for(tmp_path):
+def test_a_converted_layout_has_what_llama_cpp_looks_for(embedded, tmp_path):
     """The embedded model has one tile, and two tokens for an empty line."""
-    embedded = Captioner.from_pretrained(device="cpu", dtype="float32")
     assert embedded.model.cfg.max_img_size == embedded.model.cfg.vit_img_size
     converted = Captioner(*convert_layout(embedded.model, embedded.tokenizer))
     text, mmproj = export_gguf(converted, tmp_path, "embedded")
@@ -178,33 +178,35 @@ def test_settings_that_llama_cpp_lacks_are_refused_by_name(captioner, settings, 
         check_llama_cpp_can_run(replace(cfg, format=replace(cfg.format, **settings)), captioner.tokenizer)
 
 
+def test_what_llama_cpp_would_abort_or_spell_in_another_way_is_refused(captioner, embedded, tmp_path):
+    """The embedded model has two tokens for an empty line; SmolVLM-2.2B spells the whole image in several."""
+    cfg = captioner.model.cfg
+    with pytest.raises(InputError, match=r"no token '\\n\\n', which llama.cpp writes around tiles"):
+        check_llama_cpp_can_run(cfg, embedded.tokenizer)
+    with pytest.raises(InputError, match="scale_factor=1: .* 2 or more only"):
+        check_llama_cpp_can_run(replace(cfg, mp_pixel_shuffle_factor=1, mp_image_token_length=16), captioner.tokenizer)
+    write_folder(tmp_path / "model", "Idefics3", added=["<fake_token_around_image>", "<image>", "<end_of_utterance>"])
+    with pytest.raises(InputError, match="no token '<global-img>', which llama.cpp writes around tiles"):
+        export_gguf(Captioner.from_pretrained(tmp_path / "model", "cpu", "float32"), tmp_path / "out", "model")
+
+
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
 SPLIT = {"type": "Split", "pattern": {"Regex": LLAMA3}, "behavior": "Isolated", "invert": False}
+LLAMA_BPE = {"type": "Sequence", "pretokenizers": [SPLIT, BYTE_LEVEL | {"use_regex": False}]}
 
 
 def tokenizer_json(pre_tokenizer, **model):
     return {"pre_tokenizer": pre_tokenizer, "normalizer": None, "model": {"type": "BPE", "merges": [], **model}}
 
 
-@pytest.mark.parametrize(
-    ("raw", "name"),
-    [
-        (tokenizer_json(BYTE_LEVEL), "gpt-2"),
-        (tokenizer_json(BYTE_LEVEL, ignore_merges=False, byte_fallback=False), "gpt-2"),
-        (
-            tokenizer_json(
-                {"type": "Sequence", "pretokenizers": [SPLIT, BYTE_LEVEL | {"use_regex": False}]}, ignore_merges=True
-            ),
-            "llama-bpe",
-        ),
-    ],
-)
-def test_the_pre_tokenizer_has_llama_cpps_name(raw, name):
-    assert pre_tokenizer_name(raw) == name
+def test_the_pre_tokenizer_has_llama_cpps_name():
+    assert pre_tokenizer_name(tokenizer_json(BYTE_LEVEL)) == "gpt-2"
+    assert pre_tokenizer_name(tokenizer_json(BYTE_LEVEL, ignore_merges=False, byte_fallback=False)) == "gpt-2"
+    assert pre_tokenizer_name(tokenizer_json(LLAMA_BPE, ignore_merges=True)) == "llama-bpe"
 
 
 @pytest.mark.parametrize(
@@ -224,26 +226,6 @@ def test_other_tokenizers_are_refused_by_name(raw, words):
         pre_tokenizer_name(raw)
 
 
-def test_a_tokenizer_without_a_token_for_an_empty_line_is_refused(captioner):
-    """llama.cpp would pass an id of -1 to the model, and fail."""
-    embedded = Captioner.from_pretrained(device="cpu", dtype="float32")
-    with pytest.raises(InputError, match=r"no token '\\n\\n', which llama.cpp writes around tiles"):
-        check_llama_cpp_can_run(captioner.model.cfg, embedded.tokenizer)
-
-
-def test_a_tokenizer_that_spells_the_whole_image_in_several_tokens_is_refused(tmp_path):
-    write_folder(tmp_path / "model", "Idefics3", added=["<fake_token_around_image>", "<image>", "<end_of_utterance>"])
-    with pytest.raises(InputError, match="no token '<global-img>', which llama.cpp writes around tiles"):
-        export_gguf(Captioner.from_pretrained(tmp_path / "model", "cpu", "float32"), tmp_path / "out", "model")
-
-
-def test_an_encoder_without_pixel_shuffle_is_refused(captioner):
-    """llama.cpp would abort the process."""
-    cfg = replace(captioner.model.cfg, mp_pixel_shuffle_factor=1, mp_image_token_length=16)
-    with pytest.raises(InputError, match="scale_factor=1: .* 2 or more only"):
-        check_llama_cpp_can_run(cfg, captioner.tokenizer)
-
-
 def test_weights_beyond_float16_are_refused(folder, tmp_path):
     captioner = Captioner.from_pretrained(folder, "cpu", "float32")
     captioner.model.MP.proj.weight.data[0, 0] = 1e5
@@ -253,10 +235,11 @@ def test_weights_beyond_float16_are_refused(folder, tmp_path):
     assert export_gguf(captioner, tmp_path / "out", "model", "bf16")[1].exists()
 
 
-def test_a_missing_package_names_its_extra(captioner, tmp_path, monkeypatch):
+def test_a_missing_package_names_its_extra(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "nanovlm.export.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(MissingExtraError, match=r"need the extra gguf: pip install \"nanovlm\[gguf\]\""):
-        export_gguf(captioner, tmp_path, "model")
+    assert main(["export", str(folder), "--gguf", "--out", str(tmp_path / "out")]) == 2
+    assert 'need the extra gguf: pip install "nanovlm[gguf]"' in capsys.readouterr().err
 
 
 def token_ids(engine, chunks, image_token_id):
@@ -274,12 +257,11 @@ def token_ids(engine, chunks, image_token_id):
 
 @needs_llama_cpp
 @pytest.mark.parametrize("model", ["SmolVLM", "embedded"])
-def test_llama_cpp_writes_the_same_prompts(captioner, tmp_path, model):
+def test_llama_cpp_writes_the_same_prompts(captioner, embedded, tmp_path, model):
     """1 to 3 images of any size, and texts that the pre-tokenizers split in many ways."""
     from eval.peers.llama_cpp_engine import LlamaCppEngine
 
     if model == "embedded":
-        embedded = Captioner.from_pretrained(device="cpu", dtype="float32")
         captioner = Captioner(*convert_layout(embedded.model, embedded.tokenizer))
     engine, rng = LlamaCppEngine(captioner, "f16", tmp_path), Random(0)
     prompts = [PROMPT, "A cat  and 12 dogs.\n\nReally?\n\n\nYes, 3333 \tit's ünïcode 🚀 \n ok", "1,234.56 'quoted' <b>"]

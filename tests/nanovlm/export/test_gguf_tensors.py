@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from models.vision_language_model import VisionLanguageModel
-from nanovlm.export.gguf import text_tensors, to_llama_rope, vision_tensors
 from support.smolvlm import write_folder
 
 pytestmark = pytest.mark.full
+
+pytest.importorskip("gguf")
+from nanovlm.export.gguf import text_tensors, to_llama_rope, vision_tensors  # noqa: E402 - it needs the package
 
 ANGLES = torch.arange(4) * 0.3 + 0.1  # of the pairs of channels of a head
 

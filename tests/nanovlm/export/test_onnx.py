@@ -22,11 +22,6 @@ PROMPTS = [PROMPT, "What is on the left?", "How many shapes are there?"]
 
 
 @pytest.fixture(scope="module")
-def embedded() -> Captioner:
-    return Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
-
-
-@pytest.fixture(scope="module")
 def images():
     sample = load_image(SAMPLE)
     return [sample, sample.rotate(90), sample.crop((10, 0, 150, 120))]

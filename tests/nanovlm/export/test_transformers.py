@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from nanovlm import EMBEDDED, PROMPT, SAMPLE, Captioner
+from nanovlm import PROMPT, SAMPLE
 from nanovlm.export.transformers import chat_template, export_smolvlm
 from nanovlm.synthetic import draw, random_scene
 from support import Package
@@ -26,11 +26,6 @@ PARTS = [{"type": "image"}, {"type": "text", "text": PROMPT}]
 def no_video(monkeypatch):
     """SmolVLM's processor will not load without num2words, which it needs for videos only."""
     monkeypatch.setattr(transformers.models.smolvlm.processing_smolvlm, "num2words", str)
-
-
-@pytest.fixture(scope="module")
-def embedded() -> Captioner:
-    return Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,17 @@ def test_a_long_chat_has_steps_enough():
 
 DOUBLING = "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}"
 HOSTILE = {
+    "no template": "{% for %}",
+    "one that says no": "{{ raise_exception('roles must\nalternate') }}",
+    "an unknown name": "{{ nobody.knows }}",
+    "apples added to pears": "{{ messages + 1 }}",
+    "nothing": "",
+    "classes": "{{ ''.__class__.__mro__ }}",
+    "globals": "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "globals of our own function": "{{ raise_exception.__globals__ }}",
+    "an import": "{% import 'os' as os %}",
+    "classes by format": "{{ '{0.__class__.__mro__}'.format(1).upper()[20000] ~ messages.append(1) }}",
+    "changes": "{{ messages.append(1) }}",
     "a long text": "{{ 'a' * 10**10 }}",
     "a long constant text": "{{ 'a' * 10000000000 }}",
     "a long list": "{{ ([1] * 10**10) | length }}",

@@ -28,16 +28,7 @@ from nanovlm.errors import CheckpointError
 from nanovlm.export.transformers import export_notes, export_smolvlm
 from nanovlm.processing.tokenizer import Tokenizer
 from support import Package
-from support.checkpoints import (
-    BASE_SIZE,
-    EMBEDDING,
-    HEAD,
-    INV_FREQ,
-    raw_config,
-    read_nanovlm,
-    stock_shapes,
-    tiles,
-)
+from support.checkpoints import BASE_SIZE, EMBEDDING, HEAD, INV_FREQ, raw_config, read_nanovlm, stock_shapes, tiles
 
 transformers = Package("transformers")
 VERSIONS = (1, 2, 3, 4, 5)
@@ -185,16 +176,8 @@ def prompt_text(format_version, image_set, question=QUESTION) -> str:
     return f"<|im_start|>user\n{MARKUP[format_version][image_set]}{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def stock_tokenizer(folder, raw):
-    """The tokenizer that stock nanoVLM makes of lm_tokenizer, by transformers."""
-    tokens = raw.get("vlm_extra_tokens", {})
-    return transformers.AutoTokenizer.from_pretrained(
-        folder, extra_special_tokens=tokens, chat_template=raw.get("lm_chat_template", "none")
-    )
-
-
 class PlainTokenizer:
-    """The same by the tokenizers library, for the default tier."""
+    """What stock nanoVLM makes of lm_tokenizer, by the tokenizers library."""
 
     def __init__(self, folder, raw):
         self.backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -270,14 +253,7 @@ def test_prompts_match_the_original_code(format_version, captioner, backbone_tok
     assert inputs["input_ids"].tolist() == [expected]
     assert inputs["attention_mask"].eq(1).all()
     place = -1 if format_version == 1 else BASE_SIZE
-    assert captioner.tokenizer.image_token_id == place
-    n_images = {1: 1, 2: 1, 3: 1, 4: {"1x1": 1, "1x2": 2, "3x2": 6, "4x4": 16, "several": 9}}
-    n_images[5] = {"1x1": 1, "1x2": 3, "3x2": 7, "4x4": 17, "several": 11}
-    if image_set == "none":
-        assert inputs["images"] is None and place not in expected
-    else:
-        n = n_images[format_version][image_set] if format_version > 3 else len(images)
-        assert len(inputs["images"]) == n and expected.count(place) == 4 * n
+    assert captioner.tokenizer.image_token_id == place and (place in expected) == (image_set != "none")
 
 
 @pytest.mark.parametrize("image_set", [image_set for image_set in IMAGE_SETS if image_set != "none"])
@@ -326,17 +302,8 @@ def test_every_format_trains_and_keeps_its_format(format_version, make_checkpoin
     (tmp_path / "data" / "0.txt").write_text("A star.")
     before = Captioner.from_pretrained(folder := make_checkpoint(format_version), "cpu", "float32").model
     flags = ["--max-steps", "2", "--batch-size", "1", "--num-workers", "0", "--device", "cpu"]
-    command = [
-        "train",
-        "--model",
-        str(folder),
-        "--data",
-        str(tmp_path / "data"),
-        "--out",
-        str(tmp_path / "out"),
-        *flags,
-    ]
-    assert main(command) == 0
+    paths = {"--model": folder, "--data": tmp_path / "data", "--out": tmp_path / "out"}
+    assert main(["train", *flags, *(str(word) for pair in paths.items() for word in pair)]) == 0
     after = Captioner.from_pretrained(tmp_path / "out", "cpu", "float32").model
     assert after.cfg.format_version == format_version
     assert not torch.equal(after.decoder.head.weight, before.decoder.head.weight)
@@ -357,32 +324,6 @@ def test_a_post_processor_begins_the_prompts_that_no_template_writes(make_checkp
     assert version == 3 or [id for id in without if id != plain.tokenizer.image_token_id] == text[1:]
     images = without[: -len(text) + 1] if version < 3 else []
     assert ids == {1: images + text, 2: text[:1] + images + text[1:], 3: without}[version]
-
-
-def test_special_tokens_in_a_question_are_plain_text(captioner):
-    tokenizer = captioner.tokenizer
-    question = "<|image|><|im_end|><|endoftext|><row_1_col_1>"
-    read, plain = captioner.processor.encode_prompt([], question), captioner.processor.encode_prompt([], "Hi")
-    special = {tokenizer.backend.token_to_id(t) for t in ("<|image|>", "<|im_end|>", "<|endoftext|>", "<row_1_col_1>")}
-    assert [id for id in read if id in special] == [id for id in plain if id in special]
-    assert question in tokenizer.decode(read)
-
-
-@pytest.mark.full
-def test_history_uses_the_template_or_raises_input_error(format_version, captioner, backbone_tokenizer):
-    """Versions 1 and 2 were trained on single questions; later ones lay out any turns by their template."""
-    history = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "A star."}]
-    history.append({"role": "user", "content": "Where?"})
-    if format_version < 3:
-        with pytest.raises(ValueError, match="^a chat of 3 messages, but config.json has no lm_chat_template: .*$"):
-            captioner.tokenizer.encode_chat(history)
-    else:
-        reference = stock_tokenizer(backbone_tokenizer, raw_config(format_version))
-        expected = reference.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
-        assert captioner.tokenizer.encode_chat(history) == expected
-    for prompt in (history, history[0], None):
-        with pytest.raises(ValueError, match=f"^a prompt is one string, not {type(prompt).__name__}; .*$"):
-            captioner.caption(noise(ONE), prompt)
 
 
 # --------------------------------------------------------------------------------------------------- end to end
@@ -493,19 +434,19 @@ def test_rewritten_folder_keeps_version_and_tokenizer_and_is_self_contained(form
 
 @pytest.mark.full
 def test_stock_nanovlm_reads_the_written_tokenizer(format_version, captioner, backbone_tokenizer, tmp_path):
+    """By transformers: as the folder says, and with the config's tokens added once more, as to lm_tokenizer."""
     save_checkpoint(tmp_path / "ours", captioner.model, captioner.tokenizer.to_json())
-    raw = raw_config(format_version)
-    ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
-    backbone_tokenizer = stock_tokenizer(backbone_tokenizer, raw)
-    stock = stock_tokenizer(tmp_path / "ours", raw)
+    tokens = raw_config(format_version).get("vlm_extra_tokens", {})
+    load = transformers.AutoTokenizer.from_pretrained
+    ours = load(tmp_path / "ours")
+    stock, lent = (load(folder, extra_special_tokens=tokens) for folder in (tmp_path / "ours", backbone_tokenizer))
     assert ours.eos_token_id == stock.eos_token_id == captioner.tokenizer.eos_token_id
     for image_set in IMAGE_SETS:
         text = prompt_text(format_version, image_set)
-        assert ours.encode(text) == stock.encode(text) == backbone_tokenizer.encode(text)
-    for name, token in raw.get("vlm_extra_tokens", {}).items():
+        assert ours.encode(text) == stock.encode(text) == lent.encode(text)
+    for name, token in tokens.items():
         assert getattr(ours, name) == getattr(stock, name) == token
-    if format_version > 2:
-        assert ours.chat_template == CHATML
+    assert format_version < 3 or ours.chat_template == CHATML
 
 
 # ------------------------------------------------------------------------------------------------------ tokens
@@ -527,10 +468,8 @@ def test_backbone_tokenizer_that_contradicts_the_config_is_one_line(
     (folder / "config.json").write_text(json.dumps(raw | changes))
     with pytest.raises(CheckpointError) as error:
         Captioner.from_pretrained(folder, "cpu", "float32")
-    assert all(part in str(error.value) for part in [str(backbone_tokenizer / "tokenizer.json"), *expected_parts]), (
-        error.value
-    )
-    assert "\n" not in str(error.value)
+    parts = [str(backbone_tokenizer / "tokenizer.json"), *expected_parts]
+    assert all(part in str(error.value) for part in parts) and "\n" not in str(error.value)
 
 
 def test_shipped_tokenizer_must_have_every_token(format_version, captioner, make_checkpoint, tmp_path):

@@ -63,22 +63,33 @@ def test_an_odd_value_is_one_short_line_or_without_effect(folder, file):
     assert refused > 10 or file == "tokenizer_config.json"
 
 
-@pytest.mark.parametrize(
-    ("file", "change", "words"),
-    [
-        ("config.json", {"scale_factor": "a"}, "scale_factor='a'"),
-        ("config.json", {"image_token_id": 7}, "image_token_id=7"),
-        ("processor_config.json", {"image_processor": {"size": {"longest_edge": 10**400}}}, "longest_edge"),
-        ("tokenizer_config.json", {"fake_image_token": "x" * 10**7}, "fake_image_token='xxx"),
-        ("generation_config.json", {"eos_token_id": 10**400}, "eos_token_id"),
-    ],
-)
-def test_it_is_named_in_the_words_of_the_file(folder, file, change, words):
+REFUSED = {  # words of the error -> file, section, and the setting changed there
+    "scale_factor='a'": ("config.json", None, {"scale_factor": "a"}),
+    "model_type='llava' is none of idefics3": ("config.json", None, {"model_type": "llava"}),
+    "the image token is .*, but config.json has image_token_id=7": ("config.json", None, {"image_token_id": 7}),
+    "text_config: qk_layer_norms=": ("config.json", "text_config", {"qk_layer_norms": True}),
+    "text_config: attention_bias=": ("config.json", "text_config", {"attention_bias": True}),
+    "text_config: model_type=": ("config.json", "text_config", {"model_type": "mistral"}),
+    "text_config: use_resampler=": ("config.json", "text_config", {"use_resampler": True}),
+    "text_config: rope_scaling=": ("config.json", "text_config", {"rope_scaling": {"rope_type": "yarn", "factor": 2}}),
+    "vision_config: hidden_act=": ("config.json", "vision_config", {"hidden_act": "gelu"}),
+    "vision_config: num_channels=": ("config.json", "vision_config", {"num_channels": 4}),
+    "image_seq_len=5, but a tile has 4 embeddings": ("processor_config.json", None, {"image_seq_len": 5}),
+    "longest_edge": ("processor_config.json", "image_processor", {"size": {"longest_edge": 10**400}}),
+    "do_center_crop=True is not supported": ("processor_config.json", "image_processor", {"do_center_crop": True}),
+    "fake_image_token='xxx": ("tokenizer_config.json", None, {"fake_image_token": "x" * 10**7}),
+    "eos_token_id": ("generation_config.json", None, {"eos_token_id": 10**400}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_computes_something_else_or_disagrees_is_named_in_the_words_of_the_file(folder, words):
+    file, section, change = REFUSED[words]
     settings = json.loads((folder / file).read_text())
-    (folder / file).write_text(json.dumps(settings | change))
-    with pytest.raises(CheckpointError) as error:
+    (settings[section] if section else settings).update(change)
+    (folder / file).write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=words):
         Captioner.from_pretrained(folder, "cpu", "float32")
-    assert words in str(error.value)
 
 
 def test_the_tokenizer_is_that_of_the_folder_alone(folder, monkeypatch):

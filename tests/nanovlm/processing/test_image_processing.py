@@ -18,11 +18,11 @@ import torch
 from PIL import Image, ImageDraw
 from torchvision.transforms import functional as transforms_v1
 
-from nanovlm.errors import ImageError
+from nanovlm.errors import ImageError, InputError
 from nanovlm.processing import image_loading as images
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.layouts.nanovlm import preprocess, resized_size
-from support import png
+from support import noise_image, png
 
 ORIENTATION = 0x0112
 
@@ -36,10 +36,6 @@ def drawn(width=48, height=32):
     return image
 
 
-def noise_image(width=40, height=30, seed=0):
-    return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
-
-
 def encoded(image, format, **options):
     file = io.BytesIO()
     image.save(file, format, **options)
@@ -49,8 +45,7 @@ def encoded(image, format, **options):
 def distance(one, other):
     """The mean distance of two images' values, out of 255."""
     assert one.size == other.size and one.mode == other.mode == "RGB"
-    a, b = torch.frombuffer(bytearray(one.tobytes()), dtype=torch.uint8), bytearray(other.tobytes())
-    return (a.float() - torch.frombuffer(b, dtype=torch.uint8).float()).abs().mean().item()
+    return np.abs(np.asarray(one, float) - np.asarray(other, float)).mean()
 
 
 def refusal(source, *words, name=None):
@@ -62,11 +57,6 @@ def refusal(source, *words, name=None):
     for word in words:
         assert word in line
     return line
-
-
-def maybe_refused():
-    """Accept a ImageError and no other error."""
-    return contextlib.suppress(ImageError)
 
 
 # ------------------------------------------------------------------------------------------------- sources
@@ -239,59 +229,46 @@ def test_file_with_alpha_is_composed_on_white(format):
     assert result.getpixel((5, 5)) == (255, 255, 255) and result.getpixel((20, 5)) == (10, 200, 30)
 
 
-def test_transparent_palette_entries_are_composed_on_white(tmp_path):
-    image = Image.new("P", (3, 1))
+def test_transparent_palette_entries_are_composed_on_white():
+    image = Image.frombytes("P", (3, 1), b"\0\1\2")
     image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
-    for x in range(3):
-        image.putpixel((x, 0), x)
-    image.save(tmp_path / "bytes.png", transparency=b"\xff\x00\x80")  # alpha of each entry
-    assert list(load_image(tmp_path / "bytes.png").tobytes()) == [255, 0, 0, 255, 255, 255, 127, 127, 255]
+    each_alpha = encoded(image, "PNG", transparency=b"\xff\x00\x80")
+    assert list(load_image(each_alpha).tobytes()) == [255, 0, 0, 255, 255, 255, 127, 127, 255]
     for format in ("PNG", "GIF"):
-        image.save(tmp_path / "one", format, transparency=1)
-        assert list(load_image(tmp_path / "one").tobytes()) == [255, 0, 0, 255, 255, 255, 0, 0, 255]
+        one_clear = encoded(image, format, transparency=1)
+        assert list(load_image(one_clear).tobytes()) == [255, 0, 0, 255, 255, 255, 0, 0, 255]
 
 
 @pytest.mark.parametrize(
     ("mode", "clear", "opaque", "seen"),
     [("L", 7, 8, 8), ("RGB", (7, 7, 7), (7, 8, 7), (7, 8, 7)), ("I;16", 0x1234, 0x1235, 18), ("1", 0, 255, 255)],
 )
-def test_transparent_color_is_composed_on_white(tmp_path, mode, clear, opaque, seen):
+def test_transparent_color_is_composed_on_white(mode, clear, opaque, seen):
     image = Image.new(mode, (2, 1), clear)
     image.putpixel((1, 0), opaque)
-    image.save(tmp_path / "a.png", transparency=clear)
-    result = load_image(tmp_path / "a.png")
-    assert result.getpixel((0, 0)) == (255, 255, 255)
-    assert result.getpixel((1, 0)) == (seen if mode == "RGB" else (seen,) * 3)
+    result = load_image(encoded(image, "PNG", transparency=clear))
+    assert [result.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), seen if mode == "RGB" else (seen,) * 3]
 
 
-def test_palette_grey_and_one_bit_keep_their_colors(tmp_path):
-    quantized = drawn().quantize(16)
-    quantized.save(tmp_path / "p.png")
-    assert distance(load_image(tmp_path / "p.png"), quantized.convert("RGB")) == 0
-    grey = drawn().convert("L")
-    grey.save(tmp_path / "l.bmp")
-    assert distance(load_image(tmp_path / "l.bmp"), Image.merge("RGB", [grey] * 3)) == 0
-    bit = Image.new("1", (2, 1))
+def test_palette_grey_and_one_bit_keep_their_colors():
+    quantized, grey, bit = drawn().quantize(16), drawn().convert("L"), Image.new("1", (2, 1))
     bit.putpixel((1, 0), 1)
-    bit.save(tmp_path / "1.tif")
-    assert list(load_image(tmp_path / "1.tif").tobytes()) == [0, 0, 0, 255, 255, 255]
+    assert distance(load_image(encoded(quantized, "PNG")), quantized.convert("RGB")) == 0
+    assert distance(load_image(encoded(grey, "BMP")), Image.merge("RGB", [grey] * 3)) == 0
+    assert list(load_image(encoded(bit, "TIFF")).tobytes()) == [0, 0, 0, 255, 255, 255]
 
 
-# what Pillow keeps from saving; PNG took mode I until Pillow 13
-CANNOT_WRITE = {("I;16L", "TIFF"), ("I;16L", "PNG"), ("I;16B", "PNG"), ("I", "PNG"), ("I;16L", "PPM"), ("I;16B", "PPM")}
+WRITTEN_MODES = [("I;16", "TIFF"), ("I;16", "PNG"), ("I;16", "PPM"), ("I;16B", "TIFF"), ("I", "TIFF"), ("I", "PPM")]
 
 
-@pytest.mark.parametrize("mode", ["I;16", "I;16L", "I;16B", "I"])
-@pytest.mark.parametrize("format", [None, "TIFF", "PNG", "PPM"])
+@pytest.mark.parametrize(
+    ("mode", "format"), [*((mode, None) for mode in ("I;16", "I;16L", "I;16B", "I")), *WRITTEN_MODES]
+)
 def test_deep_grey_is_scaled_not_clipped(mode, format):
     values = [0, 255, 257, 32896, 65280, 65535]
-    code = {"I": "=6i", "I;16B": ">6H"}.get(mode, "<6H")
-    source = Image.frombytes(mode, (6, 1), struct.pack(code, *values))
-    if (mode, format) in CANNOT_WRITE:
-        source = source.convert("I").convert("I;16")
+    source = Image.frombytes(mode, (6, 1), struct.pack({"I": "=6i", "I;16B": ">6H"}.get(mode, "<6H"), *values))
     result = load_image(encoded(source, format) if format else source)
-    assert list(result.getchannel(0).tobytes()) == [0, 1, 1, 128, 254, 255]
-    assert result.getchannel(1).tobytes() == result.getchannel(2).tobytes() == result.getchannel(0).tobytes()
+    assert [list(channel.tobytes()) for channel in result.split()] == [[0, 1, 1, 128, 254, 255]] * 3
 
 
 def test_integers_beyond_16_bits_are_clamped():
@@ -310,9 +287,9 @@ def test_integers_beyond_16_bits_are_clamped():
         ([math.nan, math.nan, -math.inf], [0, 0, 0]),
     ],
 )
-def test_floats_are_scaled_to_8_bits(tmp_path, values, grey):
-    Image.frombytes("F", (3, 1), struct.pack("=3f", *values)).save(tmp_path / "f.tif")
-    assert list(load_image(tmp_path / "f.tif").getchannel(2).tobytes()) == grey
+def test_floats_are_scaled_to_8_bits(values, grey):
+    source = encoded(Image.frombytes("F", (3, 1), struct.pack("=3f", *values)), "TIFF")
+    assert list(load_image(source).getchannel(2).tobytes()) == grey
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV"])
@@ -320,9 +297,8 @@ def test_other_color_spaces_are_converted(mode):
     assert distance(load_image(drawn().convert(mode)), drawn()) < 3
 
 
-def test_cmyk_jpeg_is_not_inverted(tmp_path):
-    drawn().convert("CMYK").save(tmp_path / "a.jpg", quality=95)
-    assert distance(load_image(tmp_path / "a.jpg"), drawn()) < 4
+def test_cmyk_jpeg_is_not_inverted():
+    assert distance(load_image(encoded(drawn().convert("CMYK"), "JPEG", quality=95)), drawn()) < 4
 
 
 @pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF", "MPO", "AVIF"])
@@ -340,17 +316,11 @@ def test_first_frame_of_an_animation_is_read(format):
 
 def as_stored(upright, orientation):
     """The pixels that a turned camera stores, from the EXIF standard's table."""
-    width, height = upright.size
-    size = (width, height) if orientation < 5 else (height, width)
-    stored = Image.new("RGB", size)
-    for x in range(width):
-        for y in range(height):
-            left, top, right, bottom = x, y, width - 1 - x, height - 1 - y
-            # where the standard says "the 0th row is the visual right side" and so on, a position is (column, row)
-            place = [(left, top), (right, top), (right, bottom), (left, bottom)]
-            place += [(top, left), (top, right), (bottom, right), (bottom, left)]
-            stored.putpixel(place[orientation - 1], upright.getpixel((x, y)))
-    return stored
+    image = np.asarray(upright)
+    turned = image.transpose(1, 0, 2)  # the 0th row is the visual left side
+    stored = [image, image[:, ::-1], image[::-1, ::-1], image[::-1]]
+    stored += [turned, turned[::-1], turned[::-1, ::-1], turned[:, ::-1]]
+    return Image.fromarray(np.ascontiguousarray(stored[orientation - 1]))
 
 
 def exif_of(orientation):
@@ -383,70 +353,66 @@ def test_broken_exif_is_ignored(exif, capfd):
 # ------------------------------------------------------------------------------------------------ refusals
 
 
-def test_missing_file_is_named(tmp_path):
+def test_what_is_no_image_is_named(tmp_path):
     assert refusal(tmp_path / "no.png") == f"{tmp_path / 'no.png'}: No such file or directory"
-    refusal("no.png", "no.png: No such file")
-    refusal(tmp_path, str(tmp_path), "a folder")
-    refusal("", "'': No such file")
-    refusal("a\0b", "'a\\x00b': ")
-    refusal("x" * 5000, "File name too long")
-    refusal("two\nlines.png", "two\\nlines.png")
-
-
-def test_source_without_a_path_has_a_name(tmp_path):
-    refusal(b"no image", "image: not an image")
-    refusal(b"no image", "<stdin>: not an image", name="<stdin>")
-    refusal(io.BytesIO(b"no image"), "image: not an image")
     (tmp_path / "a.txt").write_text("no image")
-    with open(tmp_path / "a.txt", "rb") as file:
-        refusal(file, f"{tmp_path / 'a.txt'}: not an image")
+    (tmp_path / "empty.png").touch()
     stdin = io.BytesIO(b"no image")
     stdin.name = "<stdin>"
-    refusal(stdin, "<stdin>: not an image")
-
-
-def test_other_files_raise_image_error(tmp_path):
-    (tmp_path / "empty.png").touch()
-    refusal(tmp_path / "empty.png", "empty.png: an empty file")
-    refusal(b"", "an empty file")
+    with open(tmp_path / "a.txt", "rb") as file:
+        for source, words in (
+            (tmp_path, f"{tmp_path}: a folder"), ("", "'': No such file"), ("no.png", "no.png: No such file"),
+            ("a\0b", "'a\\x00b': "), ("two\nlines.png", "two\\nlines.png"), ("x" * 5000, "File name too long"),
+            (tmp_path / "empty.png", "empty.png: an empty file"), (b"", "image: an empty file"),
+            (b"no image", "image: not an image"), (io.BytesIO(b"no image"), "image: not an image"),
+            (file, f"{tmp_path / 'a.txt'}: not an image"), (stdin, "<stdin>: not an image"),
+        ):  # fmt: skip
+            refusal(source, words)
+    refusal(b"no image", "<stdin>: not an image", name="<stdin>")
     for seed in range(20):
         refusal(random.Random(seed).randbytes(500), "not an image")
     for text in (b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%PDF-1.7", b"{}", b"\0" * 500, b"hello\n" * 99):
         refusal(text, "image: ")
 
 
-DAMAGED = {format: options for format, options in (LOSSLESS | LOSSY).items() if format != "ICNS"}  # slow to write
+DAMAGED = [
+    (format, "RGB", options) for format, options in (LOSSLESS | LOSSY).items() if format != "ICNS"
+]  # slow to write
+DAMAGED += [("PNG", mode, {}) for mode in ("RGBA", "P", "I;16", "1", "LA")]
+DAMAGED += [("JPEG", "CMYK", {}), ("JPEG", "RGB", {"progressive": True}), ("JPEG", "RGB", {"exif": exif_of(6)})]
+DAMAGED += [("WEBP", "RGBA", {"lossless": True}), ("GIF", "P", {"transparency": 3}), ("BMP", "P", {}), ("BMP", "1", {})]
+DAMAGED += [("TIFF", "RGB", {"compression": f"tiff_{name}"}) for name in ("lzw", "adobe_deflate", "jpeg")]
+DAMAGED += [("TIFF", "1", {"compression": "group4"}), ("TIFF", "F", {}), ("TIFF", "CMYK", {})]
 
 
-@pytest.mark.parametrize("format", DAMAGED)
-def test_truncated_file_raises_image_error(format, capfd):
-    source = encoded(noise_image(64, 64), format, **DAMAGED[format])
-    for cut in (1, 4, 10, 20, 40, 100, len(source) // 4, len(source) // 2):
-        refusal(source[:cut], "image: ")
-    for cut in (len(source) * 3 // 4, len(source) - 20, len(source) - 1):  # the end may be dispensable
-        with maybe_refused():
-            assert load_image(source[:cut]).mode == "RGB"
-    assert capfd.readouterr() == ("", "")
+def damaged(source, rng):
+    """A file with some bytes changed, lost or repeated, mostly where the headers are."""
+    data = bytearray(source)
+    for _ in range(rng.choice((1, 2, 8))):
+        at, n = rng.randrange(min(len(data), rng.choice((60, 300, 10**6)))), rng.choice((1, 4, 64))
+        match rng.randrange(4):
+            case 0:
+                data[at] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+            case 1:
+                data[at : at + n] = rng.randbytes(n)
+            case 2:
+                del data[at : at + min(n, len(data) - 1)]
+            case 3:
+                data[at:at] = data[at : at + n]
+    return bytes(data)
 
 
-@pytest.mark.parametrize("format", DAMAGED)
-def test_corrupt_file_is_an_image_or_an_image_error(format, capfd):
-    source = encoded(noise_image(64, 64), format, **DAMAGED[format])
-    for seed in range(30):
-        chance, damaged = random.Random(seed), bytearray(source)
-        for _ in range(8):
-            damaged[chance.randrange(chance.choice((60, 300, len(source))))] = chance.randrange(256)
-        with maybe_refused():
-            assert load_image(bytes(damaged)).mode == "RGB"
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits"])
-def test_libtiff_prints_nothing(compression, capfd):
-    source = encoded(noise_image(64, 64), "TIFF", compression=compression)
-    for start in (20, 200, 600):
-        with maybe_refused():
-            load_image(source[:start] + b"damaged!" * 20 + source[start + 160 :])
+@pytest.mark.parametrize(("format", "mode", "options"), DAMAGED)
+@pytest.mark.parametrize("n", [25, pytest.param(400, marks=pytest.mark.slow)])
+def test_a_damaged_file_is_an_image_or_an_image_error_and_nothing_is_printed(n, format, mode, options, capfd):
+    image = noise_image(64, 64)
+    source = encoded((image.convert("L") if mode in ("I;16", "LA") else image).convert(mode), format, **options)
+    for size in (1, 4, 10, 20, 40, len(source) // 4, len(source) // 2):
+        refusal(source[:size], "image: ")
+    sources = [source[:size] for size in (len(source) * 3 // 4, len(source) - 20, len(source) - 1)]  # may be enough
+    for file in sources + [damaged(source, random.Random(seed)) for seed in range(n)]:
+        with contextlib.suppress(ImageError):
+            assert load_image(file).mode == "RGB"
     assert capfd.readouterr() == ("", "")
 
 
@@ -459,22 +425,16 @@ def test_pillow_logs_nothing(capfd, monkeypatch):
     assert capfd.readouterr() == ("", "")
 
 
-def test_decompression_bomb_is_refused_by_its_header(tmp_path):
-    (tmp_path / "bomb.png").write_bytes(png(60_000, 60_000))
-    line = refusal(tmp_path / "bomb.png", "bomb.png: ", "178,956,970 pixels", "scale it down")
-    assert "3600000000" in line
-
-
-def test_pixel_limit_is_independent_of_pillows(monkeypatch):
-    source = png(20_000, 10_000)
+def test_more_pixels_than_the_limit_are_refused_by_the_header_whatever_pillows_own_limit_is(monkeypatch):
+    assert "3600000000" in refusal(png(60_000, 60_000), "more than 178,956,970 pixels", "scale it down")
     for limit in (None, 10**9):
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-        refusal(source, "20000 x 10000 is more than 178,956,970 pixels", "scale it down")
+        refusal(png(20_000, 10_000), "20000 x 10000 is more than 178,956,970 pixels", "scale it down")
         assert limit == Image.MAX_IMAGE_PIXELS
     monkeypatch.undo()
     refusal(png(10_000, 10_000), "cannot be decoded")  # below our limit, above Pillow's warning: not called a bomb
-    monkeypatch.setattr(images, "MAX_PIXELS", 48 * 32 - 1)
-    refusal(drawn(), "48 x 32 is more than 1,535 pixels")
+    with pytest.raises(ImageError, match="48 x 32 is more than 1,535 pixels"):
+        load_image(drawn(), max_pixels=48 * 32 - 1)
 
 
 def test_empty_or_extremely_narrow_images_are_refused(tmp_path):
@@ -532,7 +492,7 @@ def test_logging_and_libtiff_are_restored_after_the_last_decode():
 def test_no_file_stays_open(tmp_path, data):
     (tmp_path / "a").write_bytes(data)
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    with maybe_refused():
+    with contextlib.suppress(ImageError):
         load_image(tmp_path / "a")
     assert before == (len(os.listdir("/proc/self/fd")) if before else 0)
 
@@ -569,18 +529,12 @@ def test_resized_sizes_computed_by_hand(size, tile, max_side, to_max_side, expec
 # -------------------------------------------------------------------------------------------------- pixels
 
 
-def values(image):
-    """An image as a tensor (3, H, W) in [0, 1], computed independently."""
-    width, height = image.size
-    data = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return data.view(height, width, 3).permute(2, 0, 1).float() / 255
-
-
 def test_without_max_side_the_image_is_one_tile():
-    tiles, grid = preprocess(noise_image(100, 60), tile=32)
+    image, whole = noise_image(100, 60), noise_image(32, 32)
+    tiles, grid = preprocess(image, tile=32)
     assert grid == (1, 1) and tiles.shape == (1, 3, 32, 32) and tiles.dtype == torch.float32
-    assert torch.equal(tiles[0], values(noise_image(100, 60).resize((32, 32), Image.Resampling.BILINEAR)))
-    assert torch.equal(preprocess(noise_image(32, 32), tile=32, global_view=True)[0][0], values(noise_image(32, 32)))
+    assert torch.equal(tiles[0], transforms_v1.to_tensor(image.resize((32, 32), Image.Resampling.BILINEAR)))
+    assert torch.equal(preprocess(whole, tile=32, global_view=True)[0][0], transforms_v1.to_tensor(whole))
 
 
 @pytest.mark.parametrize(
@@ -598,7 +552,7 @@ def test_without_max_side_the_image_is_one_tile():
 @pytest.mark.parametrize("global_view", [True, False])
 def test_tiles_join_to_the_resized_image(size, to_max_side, grid, global_view):
     image = noise_image(*size)
-    tiles, got = preprocess(image, tile=32, max_side=128, to_max_side=to_max_side, global_view=global_view)
+    tiles, got = preprocess(image, 32, resized_size(*size, 32, 128, to_max_side), global_view)
     rows, columns = grid
     resized = image.resize((columns * 32, rows * 32), Image.Resampling.BICUBIC)
     front = 1 if global_view and grid != (1, 1) else 0
@@ -606,18 +560,16 @@ def test_tiles_join_to_the_resized_image(size, to_max_side, grid, global_view):
     together = torch.cat(
         [torch.cat(list(tiles[front + r * columns : front + (r + 1) * columns]), dim=2) for r in range(rows)], dim=1
     )
-    assert torch.equal(together, values(resized))
+    assert torch.equal(together, transforms_v1.to_tensor(resized))
     if front:
-        assert torch.equal(tiles[0], transforms_v1.resize(values(resized), [32, 32], antialias=True))
+        assert torch.equal(tiles[0], transforms_v1.resize(transforms_v1.to_tensor(resized), [32, 32], antialias=True))
     assert tiles.min() >= 0 and tiles.max() <= 1
 
 
 @pytest.mark.parametrize(("max_side", "size"), [(2**20, "1048576 x 524288"), (2**31 - 512, "2147483136 x 1073741824")])
 def test_resizing_beyond_the_pixel_limit_is_refused(max_side, size):
-    with pytest.raises(ValueError, match=f"^an image of 40 x 20 would be resized to {size}, .*max_side={max_side}"):
-        preprocess(noise_image(40, 20), tile=512, max_side=max_side, to_max_side=True)
-    tiles, grid = preprocess(noise_image(40, 20), tile=512, max_side=max_side)
-    assert grid == (1, 1) and len(tiles) == 1
+    with pytest.raises(InputError, match=f"^an image of 40 x 20 would be resized to {size}, .* lower max_img_size in"):
+        preprocess(noise_image(40, 20), 512, resized_size(40, 20, 512, max_side, True))
 
 
 def test_preprocess_takes_rgb_only():

@@ -16,7 +16,8 @@ import pytest
 
 from nanovlm import SAMPLE
 from nanovlm.errors import ImageError
-from nanovlm.processing.image_urls import ImageFetcher, is_public
+from nanovlm.processing.image_loading import is_url
+from nanovlm.processing.image_urls import ImageFetcher, fetch_image, is_public
 from nanovlm.serving.limits import Limits
 from support.serving import QUESTIONS, RunningServer, answer_of, user_message
 
@@ -110,30 +111,26 @@ def fetch(url, *, max_bytes=10**6, **options):
     return asyncio.run(ImageFetcher(**options).fetch(url, max_bytes))
 
 
+def local_fetcher():
+    """A fetcher that takes local servers for public ones."""
+    return ImageFetcher(allow_remote=True, is_public=lambda address: True)
+
+
 def fetch_from_public(url, **options):
     """The same with the real rule about public addresses."""
     return asyncio.run(ImageFetcher(allow_remote=True, timeout_s=1, **options).fetch(url, 1000))
 
 
-@pytest.mark.parametrize(
-    ("public", "addresses"),
-    [
-        (True, "8.8.8.8 1.1.1.1 193.0.0.1 192.88.98.1 2606:4700:4700::1111 2001:4860:4860::8888 2a00:1450::1 3ffe::1"),
-        (
-            False,
-            "0.0.0.0 10.0.0.1 100.64.0.1 127.0.0.1 169.254.1.1 172.16.0.1 192.0.0.8 192.0.0.9 192.0.0.170 192.0.2.1",
-        ),
-        (False, "192.88.99.1 192.168.0.1 198.18.0.1 198.51.100.1 203.0.113.1 224.0.0.1 240.0.0.1 255.255.255.255"),
-        (
-            False,
-            ":: ::1 ::8.8.8.8 ::ffff:8.8.8.8 ::ffff:0:8.8.8.8 64:ff9b::808:808 64:ff9b:1::1 100::1 5f00::1 fc00::1",
-        ),
-        (False, "fe80::1 fe80::1%eth0 fec0::1 ff02::1 4000::1 2001::1 2001:2::1 2001:10::1 2001:20::1 2001:db8::1"),
-        (False, "2002:808:808::1 3fff::1 2606:4700::5efe:a00:1 2606:4700::200:5efe:a00:1"),
-    ],
-)
-def test_public_addresses_are_those_of_the_registries(public, addresses):
-    assert {address: is_public(address) for address in addresses.split()} == dict.fromkeys(addresses.split(), public)
+PUBLIC = """8.8.8.8 1.1.1.1 193.0.0.1 192.88.98.1 2606:4700:4700::1111 2001:4860:4860::8888 2a00:1450::1 3ffe::1"""
+NOT_PUBLIC = """0.0.0.0 10.0.0.1 100.64.0.1 127.0.0.1 169.254.1.1 172.16.0.1 192.0.0.8 192.0.0.9 192.0.0.170 192.0.2.1
+    192.88.99.1 192.168.0.1 198.18.0.1 198.51.100.1 203.0.113.1 224.0.0.1 240.0.0.1 255.255.255.255
+    :: ::1 ::8.8.8.8 ::ffff:8.8.8.8 ::ffff:0:8.8.8.8 64:ff9b::808:808 64:ff9b:1::1 100::1 5f00::1 fc00::1
+    fe80::1 fe80::1%eth0 fec0::1 ff02::1 4000::1 2001::1 2001:2::1 2001:10::1 2001:20::1 2001:db8::1
+    2002:808:808::1 3fff::1 2606:4700::5efe:a00:1 2606:4700::200:5efe:a00:1"""
+
+
+def test_public_addresses_are_those_of_the_registries():
+    assert [address for address in f"{PUBLIC} {NOT_PUBLIC}".split() if is_public(address)] == PUBLIC.split()
 
 
 @pytest.mark.parametrize(
@@ -142,24 +139,20 @@ def test_public_addresses_are_those_of_the_registries(public, addresses):
      "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "[fe80::1%25lo]", "[fc00::1]",
      "100.64.0.1", "224.0.0.1", "255.255.255.255", "127.1"],
 )  # fmt: skip
-def test_private_addresses_are_never_connected_to(host, monkeypatch):
-    forbid_connections(monkeypatch)
+def test_private_addresses_are_never_connected_to(host, no_connections):
     with pytest.raises(ImageError, match="private address|no such host|not a URL"):
         fetch_from_public(f"http://{host}/a.png")
 
 
-def test_name_with_one_private_address_is_never_connected_to(monkeypatch):
-    forbid_connections(monkeypatch)
+def test_name_with_one_private_address_is_never_connected_to(no_connections):
     with pytest.raises(ImageError, match="'rebound.example' is at a private address"):
         fetch_from_public("http://rebound.example/", resolve=LocalNames("93.184.216.34", "127.0.0.1"))
 
 
-def forbid_connections(monkeypatch):
-    def fail(*args, **options):
-        pytest.fail(f"connected to {args}")
-
+@pytest.fixture
+def no_connections(monkeypatch):
     for name in ("connect", "connect_ex"):
-        monkeypatch.setattr(socket.socket, name, fail)
+        monkeypatch.setattr(socket.socket, name, lambda *args: pytest.fail(f"connected to {args}"))
 
 
 def test_connection_goes_to_the_address_that_was_checked(site):
@@ -182,8 +175,7 @@ def test_proxies_of_the_environment_are_not_used(site, monkeypatch):
 
 
 def test_remote_images_are_answered_where_allowed(embedded, site):
-    fetcher = ImageFetcher(allow_remote=True, is_public=lambda address: True)
-    with RunningServer(embedded, fetcher=fetcher) as server:
+    with RunningServer(embedded, fetcher=local_fetcher()) as server:
         found = server.post({"messages": user_message(QUESTIONS[0], f"{site.url}/sample.png?x=1")})
         assert answer_of(found) == embedded.caption(SAMPLE)
         for path, message in (("/none", "image 1: .* answers 404"), ("/moved", "image 1: .* has moved")):
@@ -192,14 +184,30 @@ def test_remote_images_are_answered_where_allowed(embedded, site):
 
 
 def test_remote_images_share_the_size_limit_of_a_request(embedded, site):
-    fetcher = ImageFetcher(allow_remote=True, is_public=lambda address: True)
     size = len(SAMPLE.read_bytes())
-    with RunningServer(embedded, Limits(max_body_bytes=2 * size + 9), fetcher=fetcher) as server:
+    with RunningServer(embedded, Limits(max_body_bytes=2 * size + 9), fetcher=local_fetcher()) as server:
         for n, status in ((2, 200), (3, 400)):
             messages = user_message("?", *[f"{site.url}/sample.png?x=1"] * n)
             response = server.post({"model": "nanovlm", "messages": messages, "max_tokens": 1})
             assert response.status_code == status
         assert "image 3: a remote image of more than 9 bytes" in response.json()["error"]["message"]
+
+
+def test_http_urls_are_told_from_paths():
+    assert is_url("http://a/b.png") and is_url("HTTPS://a/b.png")
+    assert not any(map(is_url, ("a/http://b.png", "http.png", "ftp://a/b.png", b"http://a", None)))
+
+
+def test_a_captioners_image_is_fetched_with_and_without_a_running_loop(site):
+    async def in_a_loop():
+        return fetch_image(url, local_fetcher())
+
+    url = f"{site.url}/sample.png?x=1"
+    assert fetch_image(url, local_fetcher()) == asyncio.run(in_a_loop()) == SAMPLE.read_bytes()
+    with pytest.raises(ImageError, match="private address"):
+        fetch_image(url)
+    with pytest.raises(ImageError, match="answers 404"):
+        fetch_image(f"{site.url}/none.png", local_fetcher())
 
 
 def test_size_and_time_are_limited(site):
@@ -267,15 +275,11 @@ def test_server_with_a_wrong_certificate_is_sent_no_request(tls_site, monkeypatc
 
 
 @pytest.mark.full
-def test_redirects_are_not_followed(tls_site):
+def test_redirects_are_not_followed_and_size_and_time_are_limited_over_tls(tls_site):
     for path, message in (("/inside", "has moved"), ("/moved", "has moved"), ("/none", "answers 404")):
         with pytest.raises(ImageError, match=message):
             tls_site.fetch(path)
     assert tls_site.requested == ["/inside", "/moved", "/none"], "and nothing else"
-
-
-@pytest.mark.full
-def test_size_and_time_are_limited_over_tls(tls_site):
     with pytest.raises(ImageError, match="more than 1,000 bytes"):
         tls_site.fetch("/endless", max_bytes=1000)
     for path in ("/slow", "/slow-head", "/endless"):

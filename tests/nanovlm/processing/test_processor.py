@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 
 from models.config import extra_tokens
+from nanovlm.errors import InputError
 from nanovlm.processing.processor import Processor
 from support import noise_image
 
@@ -33,8 +34,16 @@ def test_missing_tile_token_is_named(processor):
     narrow([[noise_image(*WIDE)]], ["?"])
     with pytest.raises(ValueError, match="3 x 2 tiles, but vlm_extra_tokens has no r3c2"):
         narrow([[noise_image(*TALL)]], ["?"])
-    with pytest.raises(ValueError, match="2 rows of images, but 1 prompts"):
-        narrow([[], []], ["?"])
+
+
+def test_wrong_use_is_an_error(processor):
+    with pytest.raises(InputError, match="2 rows of images, but 1 prompts"):
+        processor([[], []], ["?"])
+    with pytest.raises(InputError, match="max_tiles=0 is less than 1"):
+        Processor(processor.cfg, processor.tokenizer, max_tiles=0)
+    for prompt in ([{"role": "user", "content": "?"}], None):
+        with pytest.raises(InputError, match=f"^a prompt is one string, not {type(prompt).__name__}; .*$"):
+            processor([[]], [prompt])
 
 
 def test_single_tile_model_resizes_any_image_to_one_tile(model_and_processor):
@@ -71,11 +80,6 @@ def test_upscale_false_keeps_small_images_small(processor):
     assert tile_count_and_grid(large, SQUARE) == (17, (4, 4)) and tile_count_and_grid(small, SQUARE) == (1, (1, 1))
     assert tile_count_and_grid(Processor(cfg, processor.tokenizer, max_tiles=6), SQUARE) == (5, (2, 2))
     assert tile_count_and_grid(large, (500, 400)) == tile_count_and_grid(small, (500, 400)) == (17, (4, 4))
-
-
-def test_max_tiles_of_0_is_an_error(processor):
-    with pytest.raises(ValueError, match="max_tiles=0 is less than 1"):
-        Processor(processor.cfg, processor.tokenizer, max_tiles=0)
 
 
 def test_questions_share_their_common_prefix(tiled):

@@ -4,12 +4,9 @@ import json
 import random
 import shutil
 
-import numpy as np
 import pytest
 import tokenizers
 import torch
-from PIL import Image
-from safetensors.torch import load_file
 
 from models.checkpoint import checkpoint_dtype, load_config
 from models.inference.continuous_batching import ContinuousBatch
@@ -20,11 +17,10 @@ from nanovlm.chat_session import ChatSession
 from nanovlm.cli.main import main
 from nanovlm.data.examples import Example, collate, encode
 from nanovlm.errors import CheckpointError
-from nanovlm.export.transformers import export_smolvlm
 from nanovlm.processing.processor import Processor
 from nanovlm.serving.chat_format import parse_messages
 from nanovlm.serving.protocol import ChatCompletionRequest
-from support import Package
+from support import Package, noise_image
 from support.smolvlm import ADDED, TEMPLATE, make_tokenizer, their_inputs, write_folder
 
 transformers = Package("transformers")
@@ -42,11 +38,6 @@ VARIANTS = {  # like the published models, only small
     "folded": {"kind": "Idefics3", "image_size": 76, "scale_factor": 1, "longest_edge": 76},
     "half": {"kind": "SmolVLM", "dtype": torch.bfloat16},
 }  # fmt: skip
-
-
-def draw_image(width, height, seed=0):
-    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(values).resize((width, height))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +74,7 @@ def test_ids_and_pixels_of_200_sizes_match(variant, ours):
     _, _, processor = variant
     rng = random.Random(0)
     for i, size in enumerate(sizes(200, 1)):
-        images = [draw_image(*size, seed=i)] + [draw_image(*s, seed=i) for s in sizes(2, i)[: rng.randint(0, 2)]]
+        images = [noise_image(*size, seed=i)] + [noise_image(*s, seed=i) for s in sizes(2, i)[: rng.randint(0, 2)]]
         turns = ["What is this?", "A cat and 12 dogs.", "And <image> there?"][: rng.choice((1, 3))]
         expected = their_inputs(processor, images, [turn.replace("<image>", "") for turn in turns])
         tiles = [ours.processor.preprocess(image) for image in images]
@@ -99,7 +90,7 @@ def test_ids_and_pixels_of_200_sizes_match(variant, ours):
 
 def test_logits_match(variant, ours):
     _, model, processor = variant
-    inputs = their_inputs(processor, [draw_image(70, 40), draw_image(20, 90)], ["What is in this picture?"])
+    inputs = their_inputs(processor, [noise_image(70, 40), noise_image(20, 90)], ["What is in this picture?"])
     with torch.no_grad():
         expected = model(**inputs).logits
         logits, _ = ours.model(inputs["input_ids"], inputs["pixel_values"][0])
@@ -114,8 +105,8 @@ def their_answers(model, processor, inputs, n):
 def test_greedy_ids_match_cached_uncached_and_batched(variant, ours):
     _, model, processor = variant
     rows = [
-        ([draw_image(70, 40)], "What is this?"),
-        ([draw_image(16, 16), draw_image(90, 20)], "Describe the two of them."),
+        ([noise_image(70, 40)], "What is this?"),
+        ([noise_image(16, 16), noise_image(90, 20)], "Describe the two of them."),
     ]
     expected = [
         their_answers(model, processor, their_inputs(processor, images, [text]), 12)[0] for images, text in rows
@@ -140,7 +131,7 @@ def test_saved_models_are_what_transformers_reads(variant, ours, tmp_path):
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
     processors = [transformers.AutoProcessor.from_pretrained(one) for one in (folder, tmp_path / "again")]
-    inputs = [their_inputs(processor, [draw_image(70, 40)], ["What is this?"]) for processor in processors]
+    inputs = [their_inputs(processor, [noise_image(70, 40)], ["What is this?"]) for processor in processors]
     assert all(torch.equal(inputs[0][name], inputs[1][name]) for name in inputs[0])
     assert Captioner.from_pretrained(tmp_path / "again").model.cfg == ours.model.cfg == load_config(folder)
 
@@ -155,8 +146,8 @@ def test_the_dtype_of_the_weights_is_written(folders, tmp_path):
 def test_an_answer_is_learned_as_the_template_writes_it(folders):
     _, _, processor = folders("SmolVLM2")
     captioner = Captioner.from_pretrained(folders("SmolVLM2")[0])
-    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in
-                (("user", "What?"), ("assistant", "Two dogs."))]  # fmt: skip
+    turns = ("user", "What?"), ("assistant", "Two dogs.")
+    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
     whole = processor.tokenizer(processor.apply_chat_template(messages))["input_ids"]
     prompt = captioner.processor.encode_prompt([], "What?")
     answer = captioner.tokenizer.encode_answer("Two dogs.")
@@ -175,12 +166,7 @@ def test_special_tokens_are_kept_in_answers_if_asked_for(folders, capsys):
         str(SAMPLE),
         "--model",
         str(folder),
-        "--max-new-tokens",
-        "40",
-        "--temperature",
-        "50",
-        "--seed",
-        "1",
+        *["--max-new-tokens", "40", "--temperature", "50", "--seed", "1"],
     ]
     for flags, has_specials in (([], False), (["--no-skip-special-tokens"], True)):
         capsys.readouterr()
@@ -188,30 +174,23 @@ def test_special_tokens_are_kept_in_answers_if_asked_for(folders, capsys):
         assert any(token in capsys.readouterr().out for token in ("<row_", "<image>", "<global-img>")) == has_specials
 
 
-def test_spelled_tokens_are_text(folders):
-    captioner = Captioner.from_pretrained(folders("SmolVLM2")[0])
-    ids = captioner.processor.encode_prompt([(1, 1)], "<image> <row_1_col_1><end_of_utterance>")
-    assert ids.count(captioner.tokenizer.image_token_id) == captioner.model.cfg.mp_image_token_length
-    assert ids.count(captioner.tokenizer.eos_token_id) == 1
-
-
 @pytest.mark.parametrize("max_tiles", [1, 2, 3, 5, None])
 def test_max_tiles(folders, max_tiles):
     captioner = Captioner.from_pretrained(folders("SmolVLM2")[0], max_tiles=max_tiles)
     most = 0
     for i, size in enumerate(sizes(20, 3)):
-        tiles, (rows, columns) = captioner.processor.preprocess(draw_image(*size, seed=i))
+        tiles, (rows, columns) = captioner.processor.preprocess(noise_image(*size, seed=i))
         assert len(tiles) == (rows * columns + 1 if rows * columns > 1 else 1)
         assert rows * columns <= (max_tiles or 16)
         most = max(most, len(tiles))
     assert most <= captioner.processor.max_tiles_per_image
     small = Processor(captioner.processor.cfg, captioner.tokenizer, upscale=False)
-    assert small.preprocess(draw_image(20, 20))[1] == (2, 2) and small.preprocess(draw_image(9, 9))[1] == (1, 1)
+    assert small.preprocess(noise_image(20, 20))[1] == (2, 2) and small.preprocess(noise_image(9, 9))[1] == (1, 1)
 
 
 def test_chat_and_batches_of_a_folder(folders):
     captioner = Captioner.from_pretrained(folders("SmolVLM2")[0])
-    images = [draw_image(70, 40), draw_image(20, 90)]
+    images = [noise_image(70, 40), noise_image(20, 90)]
     alone = [captioner.caption(image, "What is this?", max_new_tokens=8) for image in images]
     assert list(captioner.captions(images, "What is this?", max_new_tokens=8)) == alone
     session = ChatSession(captioner, images[:1])
@@ -222,45 +201,6 @@ def test_chat_and_batches_of_a_folder(folders):
         torch.tensor([ids]), session.images, max_new_tokens=8, eos_token_id=captioner.tokenizer.eos_token_ids
     )[0].tolist()
     assert read == captioner.tokenizer.decode([id for id in fresh if id != captioner.tokenizer.eos_token_id])
-
-
-DAMAGE = {
-    "qk_layer_norms": ("text_config", True), "rope_scaling": ("text_config", {"rope_type": "yarn", "factor": 2.0}),
-    "attention_bias": ("text_config", True), "hidden_act": ("vision_config", "gelu"),
-    "model_type": ("text_config", "mistral"), "num_channels": ("vision_config", 4),
-    "use_resampler": ("text_config", True),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("key", DAMAGE)
-def test_settings_that_compute_something_else_are_refused_by_name(folders, tmp_path, key):
-    shutil.copytree(folders("SmolVLM2")[0], folder := tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    section, value = DAMAGE[key]
-    config[section][key] = value
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=f"{section}: {key}="):
-        load_config(folder)
-
-
-@pytest.mark.parametrize(
-    ("file", "change", "message"),
-    [
-        ("config.json", {"model_type": "llava"}, "model_type='llava' is none of idefics3"),
-        ("config.json", {"image_token_id": 5}, "the image token is .*, but config.json has image_token_id=5"),
-        ("processor_config.json", {"image_seq_len": 5}, "image_seq_len=5, but a tile has 4 embeddings"),
-        (
-            "processor_config.json",
-            {"image_processor": {"do_center_crop": True}},
-            "do_center_crop=True is not supported",
-        ),
-    ],
-)
-def test_files_that_disagree_are_refused(folders, tmp_path, file, change, message):
-    shutil.copytree(folders("SmolVLM2")[0], folder := tmp_path / "model")
-    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | change))
-    with pytest.raises(CheckpointError, match=message):
-        VisionLanguageModel.from_pretrained(folder)
 
 
 def test_files_as_transformers_4_writes_them(folders, tmp_path):
@@ -284,7 +224,6 @@ def test_files_as_transformers_4_writes_them(folders, tmp_path):
 def test_missing_shards_and_surplus_tensors_are_named(folders, tmp_path):
     shutil.copytree(folders("SmolVLM2")[0], folder := tmp_path / "model")
     shard = sorted(folder.glob("model-*.safetensors"))[1]
-    assert load_file(shard)
     shard.unlink()
     with pytest.raises(CheckpointError, match=f"{shard.name}"):
         VisionLanguageModel.from_pretrained(folder)
@@ -296,12 +235,12 @@ def test_missing_shards_and_surplus_tensors_are_named(folders, tmp_path):
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_quantized_and_plain_models_answer_batches_alike(folders, quantize):
     captioner = Captioner.from_pretrained(folders("SmolVLM-256M")[0], quantize=quantize)
-    images = [draw_image(70, 40), draw_image(20, 90), draw_image(16, 16)]
+    images = [noise_image(70, 40), noise_image(20, 90), noise_image(16, 16)]
     batch = ContinuousBatch(captioner.inference, max_num_seqs=2, eos_token_id=captioner.tokenizer.eos_token_ids)
     for i, image in enumerate(images):
         ids, tiles = captioner.prepare(image, "What is this?")
         batch.add(i, torch.tensor(ids), torch.cat(tiles), max_new_tokens=8)
-    answers: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    answers = {0: [], 1: [], 2: []}
     while any(outputs := batch.step()):
         for output in outputs:
             answers[output.key].append(output.token_id)
@@ -341,7 +280,7 @@ def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(
     data = tmp_path / "data"
     data.mkdir()
     for i in range(4):
-        draw_image(20 + 8 * i, 30, seed=i).save(data / f"{i}.png")
+        noise_image(20 + 8 * i, 30, seed=i).save(data / f"{i}.png")
         (data / f"{i}.txt").write_text(f"Image {i}.")
     source = {
         "SmolVLM2": ["--model", str(folders("SmolVLM2")[0])],
@@ -357,8 +296,8 @@ def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(
     theirs = transformers.SmolVLMForConditionalGeneration.from_pretrained(out, dtype=torch.float32).eval()
     processor = transformers.AutoProcessor.from_pretrained(out, use_fast=False)
     processor.image_processor = transformers.SmolVLMImageProcessorPil.from_pretrained(out)
-    inputs = their_inputs(processor, [draw_image(70, 40)], ["What is this?"])
-    mine = ours.processor([[draw_image(70, 40)]], ["What is this?"])
+    inputs = their_inputs(processor, [noise_image(70, 40)], ["What is this?"])
+    mine = ours.processor([[noise_image(70, 40)]], ["What is this?"])
     assert inputs["input_ids"].tolist() == mine["input_ids"].tolist()
     assert (inputs["pixel_values"][0] - mine["images"]).abs().max() <= 1e-5
     expected = their_answers(theirs, processor, inputs, 6)[0]
@@ -370,7 +309,7 @@ def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(
 def test_the_loss_of_a_training_example_is_transformers(folders):
     folder, model, processor = folders("SmolVLM2")
     captioner = Captioner.from_pretrained(folder)
-    image, pairs = draw_image(70, 40), [("What is this?", "Two dogs."), ("And there?", "A cat.")]
+    image, pairs = noise_image(70, 40), [("What is this?", "Two dogs."), ("And there?", "A cat.")]
     row = encode(Example([image], pairs, multi_turn=True), captioner.processor)
     batch = collate([row])
     _, loss = captioner.model(**batch)
@@ -395,18 +334,11 @@ def test_the_loss_of_a_training_example_is_transformers(folders):
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_smolvlm_is_exported_as_it_is(folders, tmp_path):
-    folder, model, _ = folders("SmolVLM2")
-    export_smolvlm(Captioner.from_pretrained(folder, "cpu", "float32"), tmp_path / "export")
-    again = type(model).from_pretrained(tmp_path / "export")
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
-
-
 def test_messages_keep_their_roles_and_order(folders):
     """Ids as transformers', for a system message, images between and behind text, and a user who speaks twice."""
     folder, _, theirs = folders("SmolVLM2")
     ours = Captioner.from_pretrained(folder).processor
-    images = [draw_image(70, 40), draw_image(20, 90), draw_image(16, 16)]
+    images = [noise_image(70, 40), noise_image(20, 90), noise_image(16, 16)]
     turns = [
         ("system", ["Be brief."]), ("user", ["What is this?", None]), ("assistant", ["A cat<image>."]),
         ("user", [None, "And ", "there?", None, " Well?<end_of_utter", "ance>"]), ("user", ["Go on."]),
@@ -460,7 +392,7 @@ def test_another_template_with_several_end_tokens(tmp_path):
     model, processor = write_folder(folder, "Idefics3", added=added)
     (folder / "chat_template.jinja").write_text(GRANITE)
     processor.chat_template = GRANITE
-    inputs = their_inputs(processor, [draw_image(70, 40)], ["What is this?"])
+    inputs = their_inputs(processor, [noise_image(70, 40)], ["What is this?"])
     model.generation_config.eos_token_id = None
     free = their_answers(model, processor, inputs, 12)[0]
     ends = [free[-1], processor.tokenizer.get_vocab()["<|end_of_text|>"]]  # the first ends this answer
@@ -472,7 +404,7 @@ def test_another_template_with_several_end_tokens(tmp_path):
     captioner = Captioner.from_pretrained(folder, "cpu", "float32")
     assert captioner.tokenizer.eos_token_ids == (ends[1], ends[0]), "first the template's own"
     assert captioner.tokenizer.answer_prefix == ""
-    ours = captioner.processor([[draw_image(70, 40)]], ["What is this?"])
+    ours = captioner.processor([[noise_image(70, 40)]], ["What is this?"])
     assert ours["input_ids"].tolist() == inputs["input_ids"].tolist()
     got = captioner.model.generate(**ours, max_new_tokens=40, eos_token_id=captioner.tokenizer.eos_token_ids)[0]
     assert got.tolist() == [*expected[:-1], ends[1]], "the template's own stands for any"

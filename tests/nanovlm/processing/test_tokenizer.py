@@ -121,26 +121,7 @@ def test_only_image_markup_becomes_special_tokens(tokenizer):
 
 def random_text(chance):
     """Text as transformers and we must agree on: anything but look-alikes of special tokens."""
-    pieces = [
-        " ",
-        "  ",
-        "\n",
-        "\n\n",
-        "\t",
-        "a",
-        "The ",
-        "color",
-        "12",
-        "3.14",
-        "?",
-        "<",
-        "|",
-        ">",
-        "é",
-        "🙂",
-        "漢",
-        "'s",
-    ]
+    pieces = [" ", "  ", "\n", "\n\n", "\t", "a", "The ", "color", "12", "3.14", *"?<|>é🙂漢", "'s"]
     pieces += [chr(chance.randrange(0x20, 0xD800)) for _ in range(4)] + list(EMOJI)
     return "".join(chance.choice(pieces) for _ in range(chance.randrange(12)))
 
@@ -154,12 +135,8 @@ def test_chat_matches_transformers(tokenizer, reference):
         assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False)
         messages = [*messages, {"role": chance.choice(["system", "user", "assistant"]), "content": text}][-3:]
         for more in (True, False):
-            expected = reference.apply_chat_template(
-                messages,
-                chat_template=tokenizer.cfg.lm_chat_template,
-                add_generation_prompt=more,
-                return_dict=False,
-            )
+            template = {"chat_template": tokenizer.cfg.lm_chat_template, "add_generation_prompt": more}
+            expected = reference.apply_chat_template(messages, return_dict=False, **template)
             assert tokenizer.encode_chat(messages, add_generation_prompt=more) == expected
 
 
@@ -246,39 +223,6 @@ def test_emoji_is_emitted_with_its_last_byte(tokenizer):
 
 
 # ----------------------------------------------------------------------------------------- broken files
-
-
-BROKEN_TEMPLATES = {
-    "no template": "{% for %}",
-    "says no": "{{ raise_exception('roles must\nalternate') }}",
-    "unknown": "{{ nobody.knows }}",
-    "adds apples to pears": "{{ messages + 1 }}",
-    "says nothing": "",
-}
-ESCAPES = {
-    "classes": "{{ ''.__class__.__mro__ }}",
-    "globals": "{{ cycler.__init__.__globals__.os.system('true') }}",
-    "our own function": "{{ raise_exception.__globals__ }}",
-    "import": "{% import 'os' as os %}",
-    "format": "{{ '{0.__class__.__mro__}'.format(1).upper()[20000] ~ messages.append(1) }}",
-    "changes": "{{ messages.append(1) }}",
-}
-
-
-@pytest.mark.parametrize("template", (BROKEN_TEMPLATES | ESCAPES).values(), ids=BROKEN_TEMPLATES | ESCAPES)
-def test_broken_template_raises_checkpoint_error(tokenizer, template):
-    with pytest.raises(CheckpointError, match="lm_chat_template") as caught:
-        with_template(tokenizer, template).encode_chat(user("hello"))
-    assert len(str(caught.value).splitlines()) == 1 and str(caught.value).count("lm_chat_template") == 1
-
-
-def test_template_is_sandboxed(tokenizer):
-    for template in ("{{ ''.__class__ }}!", "{{ '{0.__class__}'.format(1) }}!"):
-        try:
-            text = tokenizer.decode(with_template(tokenizer, template).encode_chat(user("hello")))
-        except CheckpointError:
-            continue
-        assert text == "!"
 
 
 BROKEN_FILES = {

@@ -5,18 +5,8 @@ from collections import Counter
 from itertools import combinations
 from random import Random
 
-from nanovlm.synthetic import (
-    BACKGROUNDS,
-    COLORS,
-    SHAPES,
-    SIZES,
-    WITHHELD,
-    caption,
-    draw,
-    names_withheld,
-    questions,
-    random_scene,
-)
+from nanovlm.synthetic import caption, draw, names_withheld, questions, random_scene
+from nanovlm.synthetic.scene import BACKGROUNDS, COLORS, SHAPES, SIZES, WITHHELD
 
 
 def test_same_seed_gives_same_text_and_image():
