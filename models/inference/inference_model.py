@@ -184,7 +184,7 @@ class InferenceModel(GenerationMixin):
         self, embeds: Tensor, attention_mask: Tensor | None = None, prefix: PrefillState | None = None
     ) -> tuple[Tensor, PrefillState]:
         """See `VisionLanguageModel.prefill_embeds`."""
-        return self._state.network.prefill_embeds(embeds, attention_mask, prefix)
+        return self.network.prefill_embeds(embeds, attention_mask, prefix)
 
     @torch.no_grad()
     def decode(self, ids: Tensor, prefix: PrefillState) -> tuple[Tensor, PrefillState]:
