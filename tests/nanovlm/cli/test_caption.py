@@ -24,20 +24,11 @@ pytestmark = pytest.mark.usefixtures("workdir")
 MAX_FILES_OF_A_CAPTION = 28  # beside generate.py and the packages' __init__.py
 
 
-def test_one_image_is_one_line(generate, captions_of):
-    code, out, err = generate("good.png")
-    assert (code, out, err) == (0, f"{captions_of('good.png')[0]}\n", "")
-
-
-def test_several_images_are_labelled_lines(generate, captions_of):
-    code, out, err = generate("good.png", "fine.jpg", "--prompt", "What?")
-    assert (code, err) == (0, "")
-    assert out == f"good.png: {captions_of('good.png', 'What?')[0]}\nfine.jpg: {captions_of('fine.jpg', 'What?')[0]}\n"
-
-
-def test_caption_verb_equals_generate_py(generate, model_folder, capsys):
+def test_one_image_is_one_line_of_generate_py_and_of_the_verb(generate, captions_of, model_folder, capsys):
+    expected = 0, f"{captions_of('good.png')[0]}\n", ""
+    assert generate("good.png") == expected
     code = cli.main(["caption", "good.png", "--model", str(model_folder), *FAST_FLAGS])
-    assert (code, *capsys.readouterr()) == generate("good.png")
+    assert (code, *capsys.readouterr()) == expected
 
 
 def test_unusual_names_stay_on_one_line(generate, captions_of):
@@ -57,14 +48,9 @@ def test_json_is_one_object_per_image(generate, captions_of):
     assert (code, err) == (0, "")
     records = [json.loads(line) for line in out.split("\n")[:-1]]
     assert [record["image"] for record in records] == ["good.png", "fine.jpg"]
-    kinds = {"image": str, "prompt": str, "text": str, "finish_reason": str, "prompt_tokens": int, "new_tokens": int}
-    kinds |= {
-        "first_token_s": float,
-        "total_s": float,
-        "tokens_per_s": float,
-        "cache_bytes": int,
-        "cache_bytes_allocated": int,
-    }
+    kinds = dict.fromkeys(["image", "prompt", "text", "finish_reason"], str)
+    kinds |= dict.fromkeys(["prompt_tokens", "new_tokens", "cache_bytes", "cache_bytes_allocated"], int)
+    kinds |= dict.fromkeys(["first_token_s", "total_s", "tokens_per_s"], float)
     for record in records:
         assert {name: type(value) for name, value in record.items()} == kinds
         assert record["prompt"] == "Où? 🙂" and record["text"] == captions_of(record["image"], "Où? 🙂")[0]
@@ -131,10 +117,8 @@ def test_stats_are_one_line_per_image_on_stderr(generate):
     _, plain, _ = generate("good.png", "fine.jpg")
     code, out, err = generate("good.png", "fine.jpg", "--stats")
     assert code == 0 and out == plain and len(err.splitlines()) == 2
-    for line in err.splitlines():
-        assert all(
-            words in line for words in ("model loaded in", "tokens/s", "KV cache", "allocated", "peak memory", "MiB")
-        )
+    words = ("model loaded in", "tokens/s", "KV cache", "allocated", "peak memory", "MiB")
+    assert all(word in line for line in err.splitlines() for word in words)
 
 
 def test_dash_reads_an_image_from_stdin(generate, captions_of, monkeypatch):
