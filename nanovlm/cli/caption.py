@@ -45,6 +45,11 @@ LENGTHS: dict[str, tuple[str, dict[str, int]]] = {  # prompt, and how long its a
     "long": ("Describe this picture in detail.", {"max_new_tokens": 384}),
 }
 
+STATS_DIGITS = {  # fields of Stats that --json prints, and how they are rounded
+    "prompt_tokens": None, "new_tokens": None, "first_token_s": 4, "total_s": 4, "tokens_per_s": 1, "cache_bytes": None,
+    "cache_bytes_allocated": None,
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class PrintOptions:
@@ -324,15 +329,7 @@ def standard_input() -> BinaryIO:
 
 def stats_fields(stats: "Stats") -> dict[str, float]:
     """Token counts and seconds of one image, all prompts together, as --json prints them."""
-    return {
-        "prompt_tokens": stats.prompt_tokens,
-        "new_tokens": stats.new_tokens,
-        "first_token_s": round(stats.first_token_s, 4),
-        "total_s": round(stats.total_s, 4),
-        "tokens_per_s": round(stats.tokens_per_s, 1),
-        "cache_bytes": stats.cache_bytes,
-        "cache_bytes_allocated": stats.cache_bytes_allocated,
-    }
+    return {name: round(getattr(stats, name), digits) for name, digits in STATS_DIGITS.items()}
 
 
 def format_stats(stats: "Stats", load_seconds: float, device: "torch.device") -> str:

@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 
 from nanovlm.cli.export import check_out
-from nanovlm.errors import InputError, UsageError
+from nanovlm.cli.options import as_usage_error
+from nanovlm.errors import UsageError
 
 HELP = "Merge a checkpoint of a sharded training run (--fsdp) into a model that every verb reads."
 EXAMPLE = "nanovlm merge out/mine/checkpoints/step-500 --out out/step-500"
@@ -35,8 +36,6 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if (out / WEIGHTS).exists():
         raise UsageError(f"--out {out} holds a model already; name another folder")
-    try:
+    with as_usage_error():
         merge_checkpoint(Path(args.checkpoint), out, getattr(torch, args.dtype))
-    except InputError as error:
-        raise UsageError(str(error)) from error
     return 0

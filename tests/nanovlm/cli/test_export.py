@@ -138,7 +138,7 @@ def test_adapters_of_another_base_model_are_refused(lora_run, model_folder, tmp_
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": None}))
     for folder, flags, words in (
         (lora_run, ["--adapters", "--base", str(model_folder)], f"were not trained on {model_folder}, whose"),
-        (lora_run, ["--base", str(model_folder)], "--base has no effect without --adapters"),
+        (lora_run, ["--base", str(model_folder)], "--base needs --adapters"),
         (path.parent, ["--adapters"], "names no base model; pass --base"),
     ):
         assert cli.main(["export", str(folder), "--out", str(tmp_path / "out"), *flags]) == 2
