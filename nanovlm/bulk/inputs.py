@@ -23,11 +23,6 @@ class ImageList:
     left_out: Counter[str] = field(default_factory=Counter)  # images that cannot be read here, by extension
 
 
-def is_pattern(name: str) -> bool:
-    """Whether a name is a glob pattern and not an existing file: a file may be named [1].png."""
-    return glob.has_magic(name) and not os.path.lexists(name)
-
-
 def find_images(names: Sequence[str], recursive: bool = True, extensions: Collection[str] | None = None) -> ImageList:
     """Find the images that files, folders and patterns name; an image named twice is found once.
 
@@ -47,7 +42,7 @@ def find_images(names: Sequence[str], recursive: bool = True, extensions: Collec
 def _images_of(name: str, images: ImageList, recursive: bool, wanted: Collection[str] | None) -> list[str]:
     if os.path.isdir(name):
         return _images_in(name, images, recursive, wanted)
-    if not is_pattern(name):
+    if not glob.has_magic(name) or os.path.lexists(name):  # a file may be named [1].png
         return [name]
     matches = sorted(glob.glob(name, recursive=True))
     extensions = {match: os.path.splitext(match)[1].lower() for match in matches}
@@ -69,8 +64,10 @@ def _images_in(folder: str, images: ImageList, recursive: bool, wanted: Collecti
     return [os.path.join(folder, path) for path in found]
 
 
-def read_names(file: str | os.PathLike) -> list[str]:
-    """Read names from a file, or from standard input (-): one a line, or each ended by a zero byte."""
+def read_names(file: str | os.PathLike | None) -> list[str]:
+    """Read names from a file, if any, or from standard input (-): one a line, or each ended by a zero byte."""
+    if file is None:
+        return []
     if file == "-" and sys.stdin is None:
         raise UsageError("the list of names is -, but standard input is closed; name a file")
     try:

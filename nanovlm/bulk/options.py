@@ -146,12 +146,12 @@ class BulkReport:
     remaining: int  # images that a limit left for the next run
     failed: int
     empty: int  # of the failed, images for which the model's caption was empty
-    repeated: int  # captions that were ended because they repeated themselves
     left_out: dict[str, int]  # images that cannot be read here, by extension
-    seconds: float  # spent on captioning
-    utilization: float  # share of that time in which the model ran, mean over workers
     failures: Path | str | None  # the file that lists them, or its URI
-    resume_log: Path | None  # what remembers that append or prepend was done
+    repeated: int = 0  # captions that were ended because they repeated themselves
+    seconds: float = 0.0  # spent on captioning
+    utilization: float = 0.0  # share of that time in which the model ran, mean over workers; unknown on a cluster
+    resume_log: Path | None = None  # what remembers that append or prepend was done
 
     @property
     def per_minute(self) -> float:

@@ -42,10 +42,14 @@ NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")  # characters 
 class Output:
     """Where the captions of a run go; folder is that of the run's own files."""
 
-    resume_log: Path | None = None
+    log: ResumeLog | None = None
 
     def __init__(self, folder: Path):
         self.folder = folder
+
+    @property
+    def resume_log(self) -> Path | None:
+        return None if self.log is None else self.log.path
 
     def target(self, image: str) -> Path:
         """The file that the caption of an image goes into."""
@@ -87,9 +91,7 @@ def open_output(
 
 def combine(existing: str, old: str, new: str) -> str:
     """The caption to write where there is an old one."""
-    if existing == "append":
-        return f"{old} {new}".strip()
-    return f"{new} {old}".strip() if existing == "prepend" else new
+    return {"append": f"{old} {new}".strip(), "prepend": f"{new} {old}".strip()}.get(existing, new)
 
 
 class Stream(Output):
@@ -113,10 +115,8 @@ class Sidecars(Output):
         super().__init__(folder)
         self.existing, self.extension = options.existing, options.extension
         self.owners: dict[str, str] = {}  # the image of each .txt
-        self.log: ResumeLog | None = None
         if self.existing != "skip":
             self.log = ResumeLog(folder / "captions.run", settings, read_only)
-            self.resume_log = self.log.path
             if self.log.is_of_other_run:
                 self.log.start_over()
             if not read_only:
@@ -201,8 +201,7 @@ class Table(Output):
         self.path, self.existing, self.read_only = path, existing, read_only
         if not read_only or path.parent.exists():  # the folder is made before a run
             _check_writable(path)
-        self.log = ResumeLog(path.with_name(f"{path.name}.run"), settings, read_only)
-        self.resume_log = self.log.path
+        self.log: ResumeLog = ResumeLog(path.with_name(f"{path.name}.run"), settings, read_only)
         self._read()
         is_skip, has_texts = existing == "skip", all(row.get("text") for row in self.rows.values())
         self.appends_lines = path.suffix == ".jsonl" and is_skip and has_texts

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
-from nanovlm.bulk.inputs import ImageList, read_names
+from nanovlm.bulk.inputs import read_names
 from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions, Plan
 from nanovlm.bulk.prompt_template import TAGS
 from nanovlm.bulk.remote_inputs import RemoteImage, find_remote, is_container, read_images
@@ -107,7 +107,7 @@ def caption_on_ray(
         raise UsageError(f"{TAGS} is read from files beside images; caption on one machine")
     folder = ShardFolder(os.fspath(ray_options.out), ray_options.shard_format)
     settings = load, options, output, folder
-    files, others = _find(names, names_file, recursive, folder)
+    files, others = find_remote([*names, *read_names(names_file)], recursive, exclude=folder.uri)
     folder.create()
     with file_lock(Path(folder.path, ".captions.lock"), folder.uri) if folder.is_local else nullcontext():
         folder.check_settings(run_settings(options, output, model_settings or {}))
@@ -130,9 +130,7 @@ def caption_on_ray(
         repeated=sum(report.repeated for report in reports),
         left_out=dict(others.left_out),
         seconds=time.perf_counter() - started if captioned else 0.0,
-        utilization=0.0,
         failures=f"{folder.uri}/{FAILURES}" if failures else None,
-        resume_log=None,
     )
 
 
@@ -146,17 +144,10 @@ def plan_on_ray(
 ) -> Plan:
     """The work of a `caption_on_ray` call with the same arguments, by files; neither writes nor needs a cluster."""
     folder = ShardFolder(os.fspath(ray_options.out), ray_options.shard_format)
-    files, others = _find(names, names_file, recursive, folder)
+    files, others = find_remote([*names, *read_names(names_file)], recursive, exclude=folder.uri)
     done = folder.done() if folder.filesystem.isdir(folder.path) else {}
     todo = _todo(files, done)
     return Plan(todo, limit, len(files) - len(todo), others.missing, dict(others.left_out))
-
-
-def _find(
-    names: Sequence[str], names_file: str | os.PathLike | None, recursive: bool, folder: ShardFolder
-) -> tuple[Files, ImageList]:
-    names = [*names, *(read_names(names_file) if names_file is not None else [])]
-    return find_remote(names, recursive, exclude=folder.uri)
 
 
 def _todo(files: Files, done: Done) -> list[str]:

@@ -101,8 +101,7 @@ def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Ma
 def _find(
     names: Sequence[str], names_file: str | os.PathLike | None, recursive: bool, options: BulkOptions
 ) -> ImageList:
-    names = [*names, *(read_names(names_file) if names_file is not None else [])]
-    images = find_images(names, recursive, options.extensions)
+    images = find_images([*names, *read_names(names_file)], recursive, options.extensions)
     if images.missing and not images.paths and not images.left_out:  # nothing to do, and nothing to write
         name, reason = images.missing[0]
         raise UsageError(f"{printable(name)}: {reason}")
