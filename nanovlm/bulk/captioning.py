@@ -5,7 +5,6 @@ A large model has one worker. A small model on a CPU has a worker per core, each
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -16,6 +15,7 @@ import torch
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.requests import LogitsProcessor, PrefillError, TokenOutput
 from models.inference.serving_caches import TiledImage
+from nanovlm.bulk.inputs import check_file
 from nanovlm.bulk.options import BulkOptions
 from nanovlm.bulk.prefetch import Prefetch, merge_iterators
 from nanovlm.captioner import Captioner, ImageInput
@@ -119,13 +119,6 @@ class BulkCaptioner:
         prompts = [ids + self.start_ids for ids, _ in encoded]
         self.captioner.inference.validate_length(max(map(len, prompts)), self.options.max_new_tokens)
         return prompts, TiledImage(torch.cat(encoded[0][1]))
-
-
-def check_file(path: str) -> str:
-    """The path, unless it is a folder or a pipe."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ImageError("not a file")  # opening a pipe may block forever
-    return path
 
 
 def default_workers(captioner: Captioner, cores: int | None = None) -> int:

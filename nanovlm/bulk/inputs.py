@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanovlm.data.folders import list_images
-from nanovlm.errors import UsageError
+from nanovlm.errors import ImageError, UsageError
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
 
@@ -62,6 +62,13 @@ def _images_in(folder: str, images: ImageList, recursive: bool, wanted: Collecti
     if not found and not unreadable:
         images.missing.append((folder, "a folder without images"))
     return [os.path.join(folder, path) for path in found]
+
+
+def check_file(path: str) -> str:
+    """The path. ImageError if it is a folder or a pipe, of which opening may block forever."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ImageError("not a file")
+    return path
 
 
 def read_names(file: str | os.PathLike | None) -> list[str]:

@@ -7,7 +7,6 @@ find what is new in them, and failures.jsonl lists the failures of the last run 
 
 import logging
 import os
-import pickle
 import re
 import socket
 import time
@@ -174,22 +173,24 @@ def _failure_row(file_name: str, member: str | None, reason: str) -> dict[str, A
     return {"file_name": file_name, **({} if member is None else {"member": member}), "reason": reason}
 
 
+@dataclass
 class Worker:
     """An actor, which captions shards with one model, at most `size` images at once."""
 
-    def __init__(self, shards: Sequence[Shard], settings: Settings, size: int, cores: int):
-        self.shards, self.size, self.cores = shards, size, cores
-        self.load, self.options, self.output, self.folder = settings
-        self.captioner: Captioner | None = None
+    shards: Sequence[Shard]
+    settings: Settings
+    size: int
+    cores: int
+    captioner: Captioner | None = None
 
-    def __call__(self, batch: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
+    def __call__(self, batch: Mapping[str, Sequence[int]]) -> dict[str, list[ShardReport]]:
         number = int(batch["shard"][0])
         try:
             report = self.caption(number)
         except Exception as error:  # raised again where the run was started
             error.add_note(f"in a worker:\n{traceback.format_exc()}")
             report = ShardReport(number, error=error)
-        return {"report": [pickle.dumps(report)]}
+        return {"report": [report]}
 
     def caption(self, number: int) -> ShardReport:
         """Caption the images of a shard and write them to the folder, in their order."""
@@ -201,10 +202,11 @@ class Worker:
 
     def _caption_group(self, images: Iterable[RemoteImage], report: ShardReport) -> None:
         group: dict[str, RemoteImage] = {}
-        self.captioner = self.captioner or self.load()
+        load, options, output, folder = self.settings
+        self.captioner = self.captioner or load()
         bulk = BulkCaptioner(
             self.captioner,
-            self.options,
+            options,
             cores=self.cores,
             read=lambda name: group[name].open(),
             row=lambda name: group[name].row,
@@ -212,7 +214,7 @@ class Worker:
         for name, result in bulk.captions(group.setdefault(image.name, image).name for image in images):
             group[name].content, group[name].result = b"", result
         captioned = [image for image in group.values() if isinstance(image.result, str)]
-        self.folder.write_shard(list(group), captioned, self.output.decorate)
+        folder.write_shard(list(group), captioned, output.decorate)
         report.captioned += len(captioned)
         report.repeated += sum(bulk.repetitions)
         for name, image in group.items():
@@ -292,7 +294,7 @@ def _run(
                     max_task_retries=MAX_ATTEMPTS // ROUNDS - 1,
                 )
                 for row in reports.iter_rows():
-                    report = pickle.loads(row["report"])
+                    report = row["report"]
                     if report.error:
                         raise report.error
                     del lost[report.number]

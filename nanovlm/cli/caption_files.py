@@ -133,7 +133,9 @@ def summary(report: BulkReport, existing: str) -> str:
     """One line for people: what was captioned, what was done already, what failed, what was left out."""
     parts = []
     if report.captioned or report.seconds:
-        parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s{_rate(report)}")
+        is_rated = report.captioned >= MIN_RATED_CAPTIONS and report.seconds >= MIN_RATED_SECONDS
+        rate = f" ({report.per_minute:,.0f} a minute)" if is_rated else ""
+        parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s{rate}")
     if report.repeated:
         parts.append(f"{report.repeated:,} ended early as they repeated themselves")
     if report.already_done and existing == "skip":
@@ -151,14 +153,5 @@ def summary(report: BulkReport, existing: str) -> str:
 
 
 def _left_out(plan: Plan | BulkReport) -> list[str]:
-    return [f"{count:,} {extension} left out" + _hint(extension) for extension, count in plan.left_out.items()]
-
-
-def _rate(report: BulkReport) -> str:
-    """The number of captions a minute, unless there were too few to tell."""
-    is_known = report.captioned >= MIN_RATED_CAPTIONS and report.seconds >= MIN_RATED_SECONDS
-    return f" ({report.per_minute:,.0f} a minute)" if is_known else ""
-
-
-def _hint(extension: str) -> str:
-    return f" (to read them: {INSTALL_HEIC})" if extension in HEIF_EXTENSIONS else ""
+    hints = dict.fromkeys(HEIF_EXTENSIONS, f" (to read them: {INSTALL_HEIC})")
+    return [f"{count:,} {extension} left out{hints.get(extension, '')}" for extension, count in plan.left_out.items()]

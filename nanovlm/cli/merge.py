@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from nanovlm.cli.export import check_out
+from nanovlm.cli.export import add_dtype_flag, check_out
 from nanovlm.cli.options import as_usage_error
 from nanovlm.errors import UsageError
 
@@ -15,12 +15,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="FOLDER/checkpoints/step-N of a run with --fsdp")
     add("--out", required=True, metavar="FOLDER", help="folder for the model")
-    add(
-        "--dtype",
-        default="float32",
-        choices=("float32", "bfloat16", "float16"),
-        help="dtype of the weights (default: float32)",
-    )
+    add_dtype_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:

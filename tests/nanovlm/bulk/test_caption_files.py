@@ -631,6 +631,7 @@ def test_a_name_without_an_image_is_wrong_use_and_writes_nothing(generate, folde
     assert snapshot(Path()) == before
 
 
+TWO_PROMPTS = ["--prompt", "What?", "--prompt", "Where?"]
 FLAGS_OF_FILES = [
     "--limit 1", "--prompt-template {tags}", "--dry-run", "--recursive", "--extension x", "--existing skip",
     "--prefix x", "--suffix x", "--batch-size 2",
@@ -655,7 +656,10 @@ FLAGS_OF_FILES = [
         (["images", "--out", "all.xml"], ".jsonl, .csv, .parquet"),
         (["images", "--prefix", "\udcff"], "not valid Unicode"),
         (["images", "--existing", "burn"], "--existing"),
-        (["images", "--prompt", "What?", "--length", "short"], "--length"),
+        (["images", "--prompt", "What?", "--length", "short"], "--length: not allowed with argument --prompt"),
+        (["good.png", *TWO_PROMPTS, "--samples", "2"], "--samples 2 of 2 prompts; ask for samples of one at a time"),
+        (["images", *TWO_PROMPTS, "--suffix", "."], "--prompt: answers to several are JSON, to which no text"),
+        (["images", *TWO_PROMPTS, "--prompt", "What?"], "--prompt is given twice, or is file_name or text"),
         (["--out", "all.csv"], "no images"),
         (["--from-file", "nowhere"], "No such file"),
         (["--from-file", ""], "Is a directory"),

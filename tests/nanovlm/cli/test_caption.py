@@ -81,20 +81,6 @@ def test_several_prompts_are_answered_in_order(generate, captions_of):
     assert results == [[name, prompt, line] for name, found in lines.items() for prompt, line in zip(prompts, found)]
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--samples", "2", "--temperature", "1"], "--samples 2 of 2 prompts; ask for samples of one at a time"),
-        (["--out", "captions.jsonl", "--suffix", "."], "--prompt: answers to several are JSON, to which no text"),
-        (["--out", "captions.jsonl", "--prompt", "What?"], "--prompt is given twice, or is file_name or text"),
-        (["--length", "short"], "not allowed with argument --prompt"),
-    ],
-)
-def test_flags_that_need_one_prompt_refuse_several(generate, flags, words):
-    assert_usage_error(generate("good.png", "--prompt", "What?", "--prompt", "Where?", *flags), words)
-    assert not Path("captions.jsonl").exists()
-
-
 @pytest.mark.parametrize("length", ["short", "long"])
 def test_a_length_is_refused_where_the_card_lists_other_prompts(generate, captions_of, length):
     card = Path(shutil.copytree(EMBEDDED, "other"), "README.md")

@@ -24,6 +24,7 @@ from support.cli import FAST_FLAGS, assert_usage_error, flag_names, run_program,
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
+NO_MODEL = "must be a folder with config.json, or a Hub id"
 
 WRONG_FLAGS = [
     "--samples 0", "--samples -1", "--samples x", "--samples 2", "--samples 2 --temperature 0",
@@ -193,16 +194,17 @@ def test_missing_device_is_one_error_line(generate, monkeypatch, device):
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("flag", "value", "words"),
     [
-        (["--prompt", "word " * 1100], "lm_max_position_embeddings=1024"),
-        (["--max-new-tokens", "1020"], "lm_max_position_embeddings=1024"),
-        (["--prompt", "a\udcff"], "not valid Unicode text"),
+        ("--prompt", "word " * 1100, "lm_max_position_embeddings=1024"),  # too long for any image
+        ("--max-new-tokens", "1020", "lm_max_position_embeddings=1024"),
+        ("--prompt", "a\udcff", "not valid Unicode text"),
+        *[("--model", name, NO_MODEL) for name in ("nowhere", "./no/where", "/no/where", "good.png", "two\nlines")],
     ],
-    ids=["too long", "too many new tokens", "no text"],
+    ids=lambda text: text[:12],
 )
-def test_prompt_too_long_for_any_image_is_one_error_line(generate, argv, words):
-    assert_usage_error(generate("good.png", *argv), words)
+def test_a_value_that_no_model_takes_is_one_error_line(generate, flag, value, words):
+    assert_usage_error(generate("good.png", flag, value), words)
 
 
 def edit_config(folder, **settings):
@@ -218,7 +220,7 @@ def resize_a_tensor(folder):
 
 
 BAD_MODELS = {  # one of each kind of file; tests/models and test_tokenizer.py have the others
-    "no config": (lambda folder: (folder / "config.json").unlink(), ["must be a folder with config.json"]),
+    "no config": (lambda folder: (folder / "config.json").unlink(), [NO_MODEL]),
     "misfit": (resize_a_tensor, ["decoder.blocks.1.mlp.up_proj.weight", "(3, 5)", "(512, 192)"]),
     "broken tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{\n"), ["tokenizer.json"]),
     "failing template": (lambda folder: edit_config(folder, lm_chat_template="{{ 1 / 0 }}"), ["lm_chat_template"]),
@@ -231,11 +233,6 @@ def test_broken_model_folder_is_one_error_line(generate, model_folder, tmp_path,
     spoil, words = BAD_MODELS[what]
     spoil(folder)
     assert_usage_error(generate("good.png", model=folder), *words)
-
-
-@pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "good.png", "two\nlines"])
-def test_missing_model_is_one_error_line(generate, name):
-    assert_usage_error(generate("good.png", model=name), "must be a folder with config.json, or a Hub id")
 
 
 @pytest.mark.full
