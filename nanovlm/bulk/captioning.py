@@ -169,7 +169,7 @@ class _Worker:
             try:
                 prompts, image = future.result()
             except Exception as error:
-                yield [(path, _image_failure(error))]
+                yield [(path, image_failure(error))]
                 continue
             grammar: LogitsProcessor | None = None
             if self.options.schema is not None:
@@ -196,7 +196,7 @@ class _Worker:
             yield finished
         for path, error in failures.items():
             self._remove(path)
-            yield [(path, _image_failure(error))]
+            yield [(path, image_failure(error))]
 
     def _remove(self, path: str) -> None:
         """Take all sequences of an image out of the batch."""
@@ -287,16 +287,11 @@ class BatchLimit:
                 self.size, self.successes = min(2 * self.size, self.maximum), 0
 
 
-def is_image_failure(error: BaseException | None) -> bool:
-    """Whether an error concerns one image, its file or its size; any other is a bug."""
-    return isinstance(error, (NanoVLMError, OSError)) or (error is not None and is_out_of_memory(error))
-
-
-def _image_failure(error: BaseException | None) -> Exception:
-    """The error, if it concerns one image; any other is raised."""
-    if not isinstance(error, Exception) or not is_image_failure(error):
-        raise error or RuntimeError("an image failed without an error")
-    return error
+def image_failure(error: BaseException | None) -> Exception:
+    """The error, if it concerns one image, its file or its size; any other is a bug, and raised."""
+    if isinstance(error, Exception) and (isinstance(error, (NanoVLMError, OSError)) or is_out_of_memory(error)):
+        return error
+    raise error or RuntimeError("an image failed without an error")
 
 
 def failure_reason(error: Exception, path: str) -> str:

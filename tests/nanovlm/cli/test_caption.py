@@ -14,7 +14,6 @@ from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.cli import main as cli
 from nanovlm.cli.caption import PrintOptions, names_several, print_caption
 from nanovlm.options import GenerationOptions
-from nanovlm.processing.processor import Processor
 from support import ROOT, png
 from support.cli import FAST_FLAGS, FakeTerminal, assert_usage_error, run_program, set_stdin
 
@@ -206,21 +205,16 @@ def test_folders_and_patterns_name_several_images():
     assert not any(names_several(name) for name in ("good.png", "[1].png", "missing.png"))
 
 
-def test_an_image_is_loaded_once_and_a_prompt_encoded_once(model_and_processor, capsys):
-    calls = []
+def test_an_image_is_loaded_once_and_a_prompt_encoded_once(model_and_processor, capsys, monkeypatch):
+    calls, captioner = [], Captioner(*model_and_processor)
+    load_image, encode_prompt = captioner.load_image, captioner.processor.encode_prompt
 
-    class Counting(Captioner):
-        def load_image(self, source):
-            calls.append(source)
-            return super().load_image(source)
+    def counted_prompt(grids, question, *args, **options):
+        calls.append(question)
+        return encode_prompt(grids, question, *args, **options)
 
-    class CountingProcessor(Processor):
-        def encode_prompt(self, grids, question, *args, **options):
-            calls.append(question)
-            return super().encode_prompt(grids, question, *args, **options)
-
-    model, processor = model_and_processor
-    captioner = Counting(model, CountingProcessor(processor.cfg, processor.tokenizer))
+    monkeypatch.setattr(captioner, "load_image", lambda source: calls.append(source) or load_image(source))
+    monkeypatch.setattr(captioner.processor, "encode_prompt", counted_prompt)
     print_caption(PrintOptions(["good.png"], ["What?"]), captioner, GenerationOptions(max_new_tokens=2), "good.png")
     assert calls == ["good.png", "What?"] and capsys.readouterr().out
 
