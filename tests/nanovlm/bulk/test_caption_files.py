@@ -458,7 +458,7 @@ def test_images_that_fail_are_listed_and_do_not_stop_the_run(generate, folder, f
     words = {
         "torn.png": "cannot be decoded", "words.jpg": "not an image", "empty.webp": "an empty file",
         "thread.bmp": "crop it", "nowhere.png": "No such file", "pipe.png": "not a file",
-        "none": "without images", "gone.png": "No such file", "x*.png": "a pattern that matches no image",
+        "none": "a folder without images", "gone.png": "No such file", "x*.png": "a pattern that matches no image",
     }  # fmt: skip
     assert reasons.keys() == words.keys() and all(words[name] in reason for name, reason in reasons.items())
     assert files.texts() == texts
@@ -661,7 +661,7 @@ FLAGS_OF_FILES = [
         (["images", *TWO_PROMPTS, "--suffix", "."], "--prompt: answers to several are JSON, to which no text"),
         (["images", *TWO_PROMPTS, "--prompt", "What?"], "--prompt is given twice, or is file_name or text"),
         (["--out", "all.csv"], "no images"),
-        (["--from-file", "nowhere"], "No such file"),
+        (["--from-file", "nowhere"], "list of names 'nowhere': No such file"),
         (["--from-file", ""], "Is a directory"),
         (["images", "--out", ""], "is none of .jsonl"),
         (["images", "--extension", ".xmp", "--existing", "overwrite"], "would change an .xmp of other programs"),
