@@ -54,7 +54,7 @@ def caption_images(
             stack.enter_context(file_lock(lock, target))
         settings = run_settings(options, output, model_settings or {})
         opened = open_output(output, Path(folders[0]), settings)
-        return _caption_found(captioner, images, make_plan(images, opened, limit), options, output, opened)
+        return _caption_found(captioner, images, make_plan(images, opened, limit), options, opened)
 
 
 def plan_images(
@@ -132,10 +132,9 @@ def _caption_found(
     images: ImageList,
     plan: Plan,
     options: BulkOptions,
-    output_options: OutputOptions,
     output: Output,
 ) -> BulkReport:
-    failures = FailureLog(None if output_options.is_stream else output.folder)
+    failures = FailureLog(None if output.options.is_stream else output.folder)
     for name, reason in plan.failed:
         failures.add(name, reason)
     captioned, tried, bulk = 0, 0, None
@@ -144,7 +143,7 @@ def _caption_found(
         bulk = BulkCaptioner(captioner if isinstance(captioner, Captioner) else captioner(), options, row=output.row)
     while bulk and captioned < limit and tried < len(plan.todo):  # images that fail do not count
         paths = plan.todo[tried : tried + limit - captioned]
-        captioned += _write_captions(bulk, paths, output_options, output, failures)
+        captioned += _write_captions(bulk, paths, output, failures)
         tried += len(paths)
     remaining = len(plan.todo) - tried
     try:
@@ -167,15 +166,13 @@ def _caption_found(
     )
 
 
-def _write_captions(
-    bulk: BulkCaptioner, paths: Sequence[str], options: OutputOptions, output: Output, failures: FailureLog
-) -> int:
+def _write_captions(bulk: BulkCaptioner, paths: Sequence[str], output: Output, failures: FailureLog) -> int:
     """Write the caption of each image as soon as it is finished; returns how many were written."""
     captioned, already_failed = 0, failures.count
     with Progress(len(paths)) as progress, closing(bulk.captions(paths)) as results:
         try:
             for path, result in results:
-                error = result if isinstance(result, Exception) else _write(output, path, options.decorate(result))
+                error = result if isinstance(result, Exception) else _write(output, path, result)
                 if error is None:
                     captioned += 1
                 else:
@@ -196,7 +193,7 @@ def _write_captions(
 def _write(output: Output, path: str, caption: str) -> Exception | None:
     """Write a caption; returns the error if it concerns this image alone."""
     try:
-        output.write(path, caption)
+        output.write(path, output.options.decorate(caption))
     except (NanoVLMError, OSError) as error:
         if isinstance(error, OSError) and (not isinstance(output, Sidecars) or error.errno in NOT_OF_ONE_IMAGE):
             raise
