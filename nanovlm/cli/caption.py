@@ -205,9 +205,7 @@ def run(args: argparse.Namespace) -> int:
         return caption_files(args, generation)
     if report_missing(args.images):
         return 1
-    return print_captions(
-        PrintOptions(args.images, args.prompts, args.samples, args.json, args.stats, args.quiet), generation, model
-    )
+    return print_captions(from_args(PrintOptions, args), generation, model)
 
 
 def names_several(name: str) -> bool:

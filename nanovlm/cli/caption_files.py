@@ -7,12 +7,11 @@ from nanovlm.bulk import BulkOptions, BulkReport, OutputOptions, Plan, caption_i
 from nanovlm.bulk.options import SIDECARS, STREAM
 from nanovlm.bulk.prompt_template import TAGS, TAGS_EXTENSION
 from nanovlm.captioner import Captioner
-from nanovlm.cli.options import load_captioner, model_options
+from nanovlm.cli.options import from_args, load_captioner, model_options
 from nanovlm.console import print_error
 from nanovlm.device import choose_device, peak_memory
 from nanovlm.errors import UsageError
 from nanovlm.options import GenerationOptions
-from nanovlm.processing import MAX_FRAMES
 from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC, printable
 
 MODEL_SETTINGS = ("model", "adapter", "revision", "max_tiles", "upscale")  # that a resumed run shares
@@ -53,14 +52,8 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
 
 def bulk_options(args: argparse.Namespace, generation: GenerationOptions) -> BulkOptions:
     """The settings of the parsed flags for each image."""
-    return BulkOptions(
-        args.prompts[0] if len(args.prompts) == 1 else tuple(args.prompts),
-        **vars(generation),
-        prompt_template=args.prompt_template or "",
-        batch_size=args.batch_size,
-        as_video=args.as_video,
-        max_frames=MAX_FRAMES if args.max_frames is None else args.max_frames,
-    )
+    prompt = args.prompts[0] if len(args.prompts) == 1 else tuple(args.prompts)
+    return from_args(BulkOptions, args, **vars(generation), prompt=prompt)
 
 
 def output_options(args: argparse.Namespace, schema: Any) -> OutputOptions:
