@@ -187,7 +187,7 @@ def test_an_error_of_one_iterator_stops_the_others(error):
             yield i, breaks
 
     with pytest.raises(type(error)) as raised:
-        for item in merge_iterators([iterator(False), iterator(True), iterator(False)], 4):
+        for item in merge_iterators([iterator(False), iterator(False), iterator(True)], 4):
             items.append(item)
     assert raised.value is error and len(threads) == 3 and not alive(threads)
     assert [i for i, breaks in items if breaks] == [0, 1, 2], "what was finished before is not lost"
