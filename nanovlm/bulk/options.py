@@ -12,7 +12,7 @@ from nanovlm.bulk.prompt_template import check_template, fill_template
 from nanovlm.data.source import INSTALL_DATA
 from nanovlm.embedded import PROMPT
 from nanovlm.errors import UsageError
-from nanovlm.options import GenerationOptions
+from nanovlm.options import GenerationOptions, check_positive
 from nanovlm.processing import ANIMATION_EXTENSIONS, MAX_FRAMES, VIDEO_EXTENSIONS
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
@@ -36,10 +36,7 @@ class BulkOptions(GenerationOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_size is not None and self.batch_size < 1:
-            raise UsageError(f"batch size {self.batch_size} is less than 1")
-        if self.max_frames < 1:
-            raise UsageError(f"max_frames={self.max_frames} is less than 1")
+        check_positive({"batch size": self.batch_size, "max_frames": self.max_frames})
         if (self.schema is not None or self.prompt_template) and not isinstance(self.prompt, str):
             raise UsageError(f"{len(self.prompt)} prompts with a JSON schema or a template, which are for one; ask one")
         check_template(self.prompt_template)

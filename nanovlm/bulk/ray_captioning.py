@@ -29,6 +29,7 @@ from nanovlm.bulk.run import Progress, run_settings
 from nanovlm.bulk.shards import Done, ShardFolder
 from nanovlm.captioner import Captioner
 from nanovlm.errors import MissingExtraError, NanoVLMError, UsageError
+from nanovlm.options import check_positive
 from nanovlm.processing.image_loading import printable
 
 if TYPE_CHECKING:
@@ -60,10 +61,7 @@ class RayOptions:
     device: str = "auto"  # auto: GPUs if the cluster has any
 
     def __post_init__(self) -> None:
-        for name in ("shard_size", "cpus_per_worker"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name.replace('_', ' ')} {value} is less than 1")
+        check_positive({"shard size": self.shard_size, "cpus per worker": self.cpus_per_worker})
         if self.shard_format not in ("parquet", "jsonl"):
             raise UsageError(f"shard format {self.shard_format!r} is none of parquet, jsonl")
 

@@ -17,6 +17,7 @@ from nanovlm.bulk.resume_log import FailureLog, file_lock
 from nanovlm.captioner import Captioner
 from nanovlm.console import progress_bar
 from nanovlm.errors import NanoVLMError, OutputError, UsageError
+from nanovlm.options import check_positive
 from nanovlm.processing.image_loading import printable
 
 logger = logging.getLogger(__name__)
@@ -76,8 +77,7 @@ def plan_images(
 
 def make_plan(images: ImageList, output: Output, limit: int | None = None) -> Plan:
     """Sort images into those that need a caption, those that have one, and those that can have none."""
-    if limit is not None and limit < 1:
-        raise UsageError(f"limit {limit} is less than 1")
+    check_positive({"limit": limit})
     rejected = [(path, reason) for path in images.paths if (reason := output.reject_reason(path))]
     failed = {name for name, _ in rejected}
     accepted = [path for path in images.paths if path not in failed]

@@ -21,10 +21,10 @@ from nanovlm.cli.options import (
     refuse_flags,
     report_missing,
 )
-from nanovlm.console import TileProgress, for_terminal, print_error, print_remedy
+from nanovlm.console import TileProgress, for_terminal, is_terminal, print_error, print_remedy
 from nanovlm.embedded import PROMPT, SAMPLE, trained_prompts
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
-from nanovlm.options import GenerationOptions, ModelOptions
+from nanovlm.options import GenerationOptions, ModelOptions, check_positive
 from nanovlm.processing import VIDEO_EXTENSIONS
 
 if TYPE_CHECKING:
@@ -227,8 +227,7 @@ def names_video(args: argparse.Namespace) -> bool:
 
 def check_samples(n: int, n_prompts: int, generation: GenerationOptions) -> None:
     """Refuse numbers of samples that make no sense."""
-    if n < 1:
-        raise UsageError(f"--samples {n} is less than 1")
+    check_positive({"--samples": n})
     if n > 1 and n_prompts > 1:
         raise UsageError(f"--samples {n} of {n_prompts} prompts; ask for samples of one at a time")
     if n > 1 and generation.temperature == 0:
@@ -288,8 +287,7 @@ def print_caption(
 
     image, stats, prompts, n = standard_input() if name == "-" else name, Stats(), options.prompts, options.samples
     label = f"{printable(name)}: " if len(options.images) > 1 else ""
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    if is_terminal and not options.json and not generation.trim_incomplete and n == len(prompts) == 1:
+    if is_terminal(sys.stdout) and not options.json and not generation.trim_incomplete and n == len(prompts) == 1:
         return stats, [stream_caption(captioner.stream(image, prompts[0], options=generation, stats=stats), label)]
     if len(prompts) > 1:
         texts = captioner.ask(image, prompts, options=generation, stats=stats)

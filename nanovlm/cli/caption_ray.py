@@ -11,7 +11,7 @@ from nanovlm.cli.options import EMBEDDED_NOTE, from_args, load_captioner, model_
 from nanovlm.console import print_error
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import UsageError
-from nanovlm.options import GenerationOptions
+from nanovlm.options import GenerationOptions, check_positive
 
 ADDRESS = re.compile(r"auto|local|ray://.+|[^/\s]+:\d+")
 NOT_HERE = ("json", "existing", "extension", "as_video")  # flags of one machine
@@ -47,8 +47,7 @@ def check_ray_flags(args: argparse.Namespace) -> None:
     for flag in NOT_HERE:
         if getattr(args, flag) not in (None, False):
             raise UsageError(f"--{flag.replace('_', '-')} is for one machine; leave it or --ray away")
-    if args.limit is not None and args.limit < 1:
-        raise UsageError(f"--limit {args.limit} is less than 1")
+    check_positive({"--limit": args.limit})
     if args.out is None or args.out in ("txt", "-") or re.search(r"\.(jsonl|csv|parquet)$", args.out):
         given = "missing" if args.out is None else args.out
         raise UsageError(f"--out {given} with --ray must be a folder, or the URI of one, for the shards")

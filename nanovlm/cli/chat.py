@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from models.config import SamplingParams
 from nanovlm.cli.options import add_flags as add_record_flags
@@ -22,7 +22,7 @@ from nanovlm.cli.options import (
     model_options,
     report_missing,
 )
-from nanovlm.console import TileProgress, bold, for_terminal, print_error
+from nanovlm.console import TileProgress, bold, for_terminal, is_terminal, print_error
 from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions
 
@@ -186,10 +186,6 @@ def load_images(paths: Sequence[str]) -> list["Image.Image | Video"]:
     from nanovlm.processing.video import load_image_or_video
 
     return [load_image_or_video(path) for path in paths]
-
-
-def is_terminal(file: TextIO | None) -> bool:
-    return file is not None and file.isatty()
 
 
 def read_lines(interactive: bool) -> Iterator[str]:

@@ -18,7 +18,7 @@ from nanovlm.cli.options import (
 )
 from nanovlm.console import print_error
 from nanovlm.errors import UsageError
-from nanovlm.options import EVALUATION_MAX_NEW_TOKENS
+from nanovlm.options import EVALUATION_MAX_NEW_TOKENS, check_positive
 
 if TYPE_CHECKING:
     from nanovlm.evaluation import Evaluation
@@ -87,10 +87,8 @@ def run(args: argparse.Namespace) -> int:
 def check_flags(args: argparse.Namespace) -> None:
     """UsageError for a value out of range."""
     check_validation(args.validation)
-    for name in ("limit", "batch_size", "max_new_tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value} is less than 1")
+    numbers = {"--limit": args.limit, "--batch-size": args.batch_size, "--max-new-tokens": args.max_new_tokens}
+    check_positive(numbers)
     if args.report and Path(args.report).suffix.lower() != ".html":
         raise UsageError(f"--report {args.report}: name an .html file")
     if args.report and not Path(args.report).absolute().parent.is_dir():
