@@ -44,9 +44,14 @@ def warnings_as_notes() -> Iterator[None]:
         yield
 
 
+def is_terminal(file: TextIO | None) -> bool:
+    """Whether a file is a terminal; None is a standard file that is closed."""
+    return file is not None and file.isatty()
+
+
 def has_terminal() -> bool:
     """Whether standard error is a terminal that can draw."""
-    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    return is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
 
 
 def progress_bar(total: int, unit: str, desc: str | None = None, **options: Any) -> "tqdm":
@@ -84,7 +89,7 @@ def print_remedy(seconds: float, ways: Sequence[str]) -> None:
 
 def for_terminal(text: str, file: TextIO | None) -> str:
     """Text without control characters, which would command a terminal; unchanged for files and pipes."""
-    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text) if file is not None and file.isatty() else text
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text) if is_terminal(file) else text
 
 
 def bold(text: str, file: TextIO) -> str:

@@ -2,21 +2,10 @@
 
 import re
 
-from models.errors import CheckpointError, InputError, NanoVLMError, is_out_of_memory
-
-__all__ = [
-    "CheckpointError",
-    "DataError",
-    "ImageError",
-    "InputError",
-    "MissingExtraError",
-    "NanoVLMError",
-    "OutputError",
-    "TrainingError",
-    "UsageError",
-    "is_out_of_memory",
-    "usage_error",
-]
+from models.errors import CheckpointError as CheckpointError
+from models.errors import InputError as InputError
+from models.errors import NanoVLMError as NanoVLMError
+from models.errors import is_out_of_memory as is_out_of_memory
 
 
 class UsageError(NanoVLMError):

@@ -20,7 +20,7 @@ from models.config import (
     setting,
 )
 from nanovlm.embedded import EMBEDDED, PROMPT
-from nanovlm.errors import InputError
+from nanovlm.errors import InputError, UsageError
 
 Record = TypeVar("Record")
 
@@ -189,6 +189,13 @@ def is_model_name(name: str | Path) -> bool:
     """Whether it is a folder with config.json, or else a name that a Hub repository may have."""
     is_folder = Path(name).is_dir()
     return Path(name, "config.json").is_file() if is_folder else HUB_ID.fullmatch(str(name)) is not None
+
+
+def check_positive(numbers: Mapping[str, int | None]) -> None:
+    """UsageError for a number, by its name, that is less than 1; None is not given."""
+    for name, n in numbers.items():
+        if n is not None and n < 1:
+            raise UsageError(f"{name} {n} is less than 1")
 
 
 def check_output_folder(folder: str | os.PathLike, n_bytes: int = 0) -> None:

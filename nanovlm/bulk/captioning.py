@@ -5,7 +5,6 @@ A large model has one worker. A small model on a CPU has a worker per core, each
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -16,6 +15,7 @@ import torch
 from models.inference.continuous_batching import ContinuousBatch
 from models.inference.requests import LogitsProcessor, PrefillError, TokenOutput
 from models.inference.serving_caches import TiledImage
+from nanovlm.bulk.inputs import check_file
 from nanovlm.bulk.options import BulkOptions
 from nanovlm.bulk.prefetch import Prefetch, merge_iterators
 from nanovlm.captioner import Captioner, ImageInput
@@ -121,13 +121,6 @@ class BulkCaptioner:
         return prompts, TiledImage(torch.cat(encoded[0][1]))
 
 
-def check_file(path: str) -> str:
-    """The path, unless it is a folder or a pipe."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ImageError("not a file")  # opening a pipe may block forever
-    return path
-
-
 def default_workers(captioner: Captioner, cores: int | None = None) -> int:
     """One worker, or for a small model on a CPU one for each of some cores."""
     model = captioner.inference
@@ -176,7 +169,7 @@ class _Worker:
             try:
                 prompts, image = future.result()
             except Exception as error:
-                yield [(path, _image_failure(error))]
+                yield [(path, image_failure(error))]
                 continue
             grammar: LogitsProcessor | None = None
             if self.options.schema is not None:
@@ -203,7 +196,7 @@ class _Worker:
             yield finished
         for path, error in failures.items():
             self._remove(path)
-            yield [(path, _image_failure(error))]
+            yield [(path, image_failure(error))]
 
     def _remove(self, path: str) -> None:
         """Take all sequences of an image out of the batch."""
@@ -294,16 +287,11 @@ class BatchLimit:
                 self.size, self.successes = min(2 * self.size, self.maximum), 0
 
 
-def is_image_failure(error: BaseException | None) -> bool:
-    """Whether an error concerns one image, its file or its size; any other is a bug."""
-    return isinstance(error, (NanoVLMError, OSError)) or (error is not None and is_out_of_memory(error))
-
-
-def _image_failure(error: BaseException | None) -> Exception:
-    """The error, if it concerns one image; any other is raised."""
-    if not isinstance(error, Exception) or not is_image_failure(error):
-        raise error or RuntimeError("an image failed without an error")
-    return error
+def image_failure(error: BaseException | None) -> Exception:
+    """The error, if it concerns one image, its file or its size; any other is a bug, and raised."""
+    if isinstance(error, Exception) and (isinstance(error, (NanoVLMError, OSError)) or is_out_of_memory(error)):
+        return error
+    raise error or RuntimeError("an image failed without an error")
 
 
 def failure_reason(error: Exception, path: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanovlm.data.folders import list_images
-from nanovlm.errors import UsageError
+from nanovlm.errors import ImageError, UsageError
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
 
@@ -21,11 +21,6 @@ class ImageList:
     paths: list[str] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)  # names that gave no image, with the reason
     left_out: Counter[str] = field(default_factory=Counter)  # images that cannot be read here, by extension
-
-
-def is_pattern(name: str) -> bool:
-    """Whether a name is a glob pattern and not an existing file: a file may be named [1].png."""
-    return glob.has_magic(name) and not os.path.lexists(name)
 
 
 def find_images(names: Sequence[str], recursive: bool = True, extensions: Collection[str] | None = None) -> ImageList:
@@ -47,7 +42,7 @@ def find_images(names: Sequence[str], recursive: bool = True, extensions: Collec
 def _images_of(name: str, images: ImageList, recursive: bool, wanted: Collection[str] | None) -> list[str]:
     if os.path.isdir(name):
         return _images_in(name, images, recursive, wanted)
-    if not is_pattern(name):
+    if not glob.has_magic(name) or os.path.lexists(name):  # a file may be named [1].png
         return [name]
     matches = sorted(glob.glob(name, recursive=True))
     extensions = {match: os.path.splitext(match)[1].lower() for match in matches}
@@ -69,8 +64,17 @@ def _images_in(folder: str, images: ImageList, recursive: bool, wanted: Collecti
     return [os.path.join(folder, path) for path in found]
 
 
-def read_names(file: str | os.PathLike) -> list[str]:
-    """Read names from a file, or from standard input (-): one a line, or each ended by a zero byte."""
+def check_file(path: str) -> str:
+    """The path. ImageError if it is a folder or a pipe, of which opening may block forever."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ImageError("not a file")
+    return path
+
+
+def read_names(file: str | os.PathLike | None) -> list[str]:
+    """Read names from a file, if any, or from standard input (-): one a line, or each ended by a zero byte."""
+    if file is None:
+        return []
     if file == "-" and sys.stdin is None:
         raise UsageError("the list of names is -, but standard input is closed; name a file")
     try:

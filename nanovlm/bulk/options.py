@@ -12,7 +12,7 @@ from nanovlm.bulk.prompt_template import check_template, fill_template
 from nanovlm.data.remote import INSTALL_DATA
 from nanovlm.embedded import PROMPT
 from nanovlm.errors import UsageError
-from nanovlm.options import GenerationOptions
+from nanovlm.options import GenerationOptions, check_positive
 from nanovlm.processing import ANIMATION_EXTENSIONS, MAX_FRAMES, VIDEO_EXTENSIONS
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
@@ -36,10 +36,7 @@ class BulkOptions(GenerationOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_size is not None and self.batch_size < 1:
-            raise UsageError(f"batch size {self.batch_size} is less than 1")
-        if self.max_frames < 1:
-            raise UsageError(f"max_frames={self.max_frames} is less than 1")
+        check_positive({"batch size": self.batch_size, "max_frames": self.max_frames})
         if (self.schema is not None or self.prompt_template) and not isinstance(self.prompt, str):
             raise UsageError(f"{len(self.prompt)} prompts with a JSON schema or a template, which are for one; ask one")
         check_template(self.prompt_template)
@@ -146,12 +143,12 @@ class BulkReport:
     remaining: int  # images that a limit left for the next run
     failed: int
     empty: int  # of the failed, images for which the model's caption was empty
-    repeated: int  # captions that were ended because they repeated themselves
     left_out: dict[str, int]  # images that cannot be read here, by extension
-    seconds: float  # spent on captioning
-    utilization: float  # share of that time in which the model ran, mean over workers
     failures: Path | str | None  # the file that lists them, or its URI
-    resume_log: Path | None  # what remembers that append or prepend was done
+    repeated: int = 0  # captions that were ended because they repeated themselves
+    seconds: float = 0.0  # spent on captioning
+    utilization: float = 0.0  # share of that time in which the model ran, mean over workers; unknown on a cluster
+    resume_log: Path | None = None  # what remembers that append or prepend was done
 
     @property
     def per_minute(self) -> float:

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType
@@ -42,10 +42,14 @@ NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")  # characters 
 class Output:
     """Where the captions of a run go; folder is that of the run's own files."""
 
-    resume_log: Path | None = None
+    log: ResumeLog | None = None
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, options: OutputOptions):
+        self.folder, self.options, self.existing = folder, options, options.existing
+
+    @property
+    def resume_log(self) -> Path | None:
+        return None if self.log is None else self.log.path
 
     def target(self, image: str) -> Path:
         """The file that the caption of an image goes into."""
@@ -69,6 +73,8 @@ class Output:
 
     def finish(self, images: Sequence[str] = (), is_whole: bool = True) -> None:
         """Complete the run, and sort a table's rows in the order of images; is_whole: none is left for a later run."""
+        if self.log is not None and is_whole:
+            self.log.finish(keep_names=self.existing in ADDING)
 
 
 def open_output(
@@ -79,44 +85,35 @@ def open_output(
     read_only changes no file: it is for finding out which captions are there.
     """
     if options.is_stream:
-        return Stream(folder, options.name_key)
+        return Stream(folder, options)
     if options.table is not None:
-        return Table(options.table, options.existing, settings, read_only, options.fields)
+        return Table(options.table, options, settings, read_only)
     return Sidecars(folder, options, settings, read_only)
 
 
 def combine(existing: str, old: str, new: str) -> str:
     """The caption to write where there is an old one."""
-    if existing == "append":
-        return f"{old} {new}".strip()
-    return f"{new} {old}".strip() if existing == "prepend" else new
+    return {"append": f"{old} {new}".strip(), "prepend": f"{new} {old}".strip()}.get(existing, new)
 
 
 class Stream(Output):
     """JSON lines on standard output, with the image's name and its text, each as soon as the caption is there."""
 
-    def __init__(self, folder: Path, name_key: str):
-        super().__init__(folder)
-        self.name_key = name_key
-
     def target(self, image: str) -> Path:
         return Path("standard output")
 
     def write(self, image: str, caption: str) -> None:
-        print(json.dumps({self.name_key: image, "text": caption}), flush=True)
+        print(json.dumps({self.options.name_key: image, "text": caption}), flush=True)
 
 
 class Sidecars(Output):
     """A .txt, or a file with another extension, of the same name beside each image."""
 
     def __init__(self, folder: Path, options: OutputOptions, settings: Mapping[str, str], read_only: bool):
-        super().__init__(folder)
-        self.existing, self.extension = options.existing, options.extension
+        super().__init__(folder, options)
         self.owners: dict[str, str] = {}  # the image of each .txt
-        self.log: ResumeLog | None = None
         if self.existing != "skip":
             self.log = ResumeLog(folder / "captions.run", settings, read_only)
-            self.resume_log = self.log.path
             if self.log.is_of_other_run:
                 self.log.start_over()
             if not read_only:
@@ -130,7 +127,7 @@ class Sidecars(Output):
                 log.discard(name)
 
     def target(self, image: str) -> Path:
-        return Path(image).with_suffix(self.extension)
+        return Path(image).with_suffix(self.options.extension)
 
     def reject_reason(self, image: str) -> str | None:
         target = self.target(image)
@@ -152,7 +149,9 @@ class Sidecars(Output):
         old = _read_bytes(target)
         if self.log is None:
             if old is None:
-                text = XMP.format(escape(NOT_XML.sub("", caption))) if self.extension == ".xmp" else f"{caption}\n"
+                text = (
+                    XMP.format(escape(NOT_XML.sub("", caption))) if self.options.extension == ".xmp" else f"{caption}\n"
+                )
                 write_atomically(target, text.encode())
             else:
                 logger.warning("%s was written by somebody else during this run; it is kept", target)
@@ -166,10 +165,6 @@ class Sidecars(Output):
             with suppress(OSError):  # of a full disk; the next run discards the last entry
                 self.log.discard(name)
             raise
-
-    def finish(self, images: Sequence[str] = (), is_whole: bool = True) -> None:
-        if self.log is not None and is_whole:
-            self.log.finish(keep_names=self.existing in ADDING)
 
     def _decode(self, old: bytes | None, target: Path) -> str:
         """The old caption, where the new one is added to it."""
@@ -188,23 +183,14 @@ class Table(Output):
     several rows with one file_name the first is used.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        existing: str,
-        settings: Mapping[str, str],
-        read_only: bool = False,
-        fields: Callable[[str], dict[str, Any]] = lambda text: {},
-    ):
-        super().__init__(path.parent)
-        self.fields = fields  # of a text, for further columns
-        self.path, self.existing, self.read_only = path, existing, read_only
+    def __init__(self, path: Path, options: OutputOptions, settings: Mapping[str, str], read_only: bool):
+        super().__init__(path.parent, options)
+        self.path, self.read_only = path, read_only
         if not read_only or path.parent.exists():  # the folder is made before a run
             _check_writable(path)
-        self.log = ResumeLog(path.with_name(f"{path.name}.run"), settings, read_only)
-        self.resume_log = self.log.path
+        self.log: ResumeLog = ResumeLog(path.with_name(f"{path.name}.run"), settings, read_only)
         self._read()
-        is_skip, has_texts = existing == "skip", all(row.get("text") for row in self.rows.values())
+        is_skip, has_texts = self.existing == "skip", all(row.get("text") for row in self.rows.values())
         self.appends_lines = path.suffix == ".jsonl" and is_skip and has_texts
         self.done: set[str] = set()
         if not (self.log.is_of_other_run or self.appends_lines):
@@ -237,7 +223,7 @@ class Table(Output):
     def write(self, image: str, caption: str) -> None:
         name = relative(image, self.folder)
         if self.appends_lines:
-            append_row(self.path, {"file_name": name, "text": caption, **self.fields(caption)})
+            append_row(self.path, {"file_name": name, "text": caption, **self.options.fields(caption)})
         else:
             old = _text(self.rows.get(name, {}))
             self.log.add(name, before=old, text=combine(self.existing, old, caption))
@@ -248,8 +234,7 @@ class Table(Output):
             self._replace_sorted(images)
             return
         self._merge(images)
-        if is_whole:
-            self.log.finish(keep_names=self.existing in ADDING)
+        super().finish(images, is_whole)
 
     def _read(self) -> None:
         """Read the rows. UsageError if they are not those of a table of captions."""
@@ -280,10 +265,10 @@ class Table(Output):
         for name, entry in pending.items():
             row = self.rows.get(name)
             if row is None:
-                self.rows[name] = {"file_name": name, "text": entry["text"], **self.fields(entry["text"])}
+                self.rows[name] = {"file_name": name, "text": entry["text"], **self.options.fields(entry["text"])}
                 self.all_rows.append(self.rows[name])
             elif _text(row) == entry.get("before", ""):
-                row |= {"text": entry["text"], **self.fields(entry["text"])}
+                row |= {"text": entry["text"], **self.options.fields(entry["text"])}
             elif _text(row) != entry["text"]:
                 changed.append(name)
         if changed:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from queue import SimpleQueue
-from threading import Event, Lock, Semaphore, Thread
+from threading import Event, Lock, Semaphore
 from typing import Generic, TypeVar
 
 Prepared = TypeVar("Prepared")
@@ -45,42 +45,37 @@ def merge_iterators(iterators: Sequence[Iterator[Item]], max_pending: int) -> Ge
     At most max_pending items wait for the consumer, so a run that is stopped loses little. An error of one iterator
     stops the others, and is raised after the items that all of them have finished.
     """
-    queue: SimpleQueue[tuple[Item] | BaseException | None] = SimpleQueue()  # (item,), and how the iterator ended
+    queue: SimpleQueue[tuple[Item] | Future[None]] = SimpleQueue()  # (item,), and the future of an ended iterator
     free, stopped = Semaphore(max_pending), Event()
-    threads = [Thread(target=_consume, args=(iterator, queue, free, stopped)) for iterator in iterators]
-    for thread in threads:
-        thread.start()
-    running, first_error = len(threads), None
-    try:
-        while running:
-            entry = queue.get()
-            if isinstance(entry, tuple):
-                yield entry[0]
-                free.release()
-                continue
-            running -= 1
-            if entry is not None:
-                first_error = first_error or entry
-                stopped.set()
-                free.release(len(threads))
-    finally:
-        stopped.set()
-        free.release(len(threads))
-        for thread in threads:
-            thread.join()
-    if first_error is not None:
-        raise first_error
 
-
-def _consume(iterator: Iterator[Item], queue: SimpleQueue, free: Semaphore, stopped: Event) -> None:
-    """Put the items of an iterator into a queue, then None or the error that ended it."""
-    end = None
-    try:
+    def consume(iterator: Iterator[Item]) -> None:
         for item in iterator:
             free.acquire()
             queue.put((item,))
             if stopped.is_set():
-                break
-    except BaseException as error:
-        end = error
-    queue.put(end)
+                return
+
+    def stop() -> None:
+        stopped.set()
+        free.release(len(iterators))
+
+    first_error: BaseException | None = None
+    with ThreadPoolExecutor(len(iterators)) as pool:
+        running = [pool.submit(consume, iterator) for iterator in iterators]
+        for future in running:
+            future.add_done_callback(queue.put)
+        try:
+            while running:
+                entry = queue.get()
+                if isinstance(entry, tuple):
+                    yield entry[0]
+                    free.release()
+                    continue
+                running.remove(entry)
+                if error := entry.exception():
+                    first_error = first_error or error
+                    stop()
+        finally:
+            stop()
+    if first_error is not None:
+        raise first_error

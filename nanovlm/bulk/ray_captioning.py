@@ -7,7 +7,6 @@ find what is new in them, and failures.jsonl lists the failures of the last run 
 
 import logging
 import os
-import pickle
 import re
 import socket
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
-from nanovlm.bulk.inputs import ImageList, read_names
+from nanovlm.bulk.inputs import read_names
 from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions, Plan
 from nanovlm.bulk.prompt_template import TAGS
 from nanovlm.bulk.remote_inputs import RemoteImage, find_remote, is_container, read_images
@@ -30,6 +29,7 @@ from nanovlm.bulk.run import Progress, run_settings
 from nanovlm.bulk.shards import Done, ShardFolder
 from nanovlm.captioner import Captioner
 from nanovlm.errors import MissingExtraError, NanoVLMError, UsageError
+from nanovlm.options import check_positive
 from nanovlm.processing.image_loading import printable
 
 if TYPE_CHECKING:
@@ -61,10 +61,7 @@ class RayOptions:
     device: str = "auto"  # auto: GPUs if the cluster has any
 
     def __post_init__(self) -> None:
-        for name in ("shard_size", "cpus_per_worker"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name.replace('_', ' ')} {value} is less than 1")
+        check_positive({"shard size": self.shard_size, "cpus per worker": self.cpus_per_worker})
         if self.shard_format not in ("parquet", "jsonl"):
             raise UsageError(f"shard format {self.shard_format!r} is none of parquet, jsonl")
 
@@ -107,7 +104,7 @@ def caption_on_ray(
         raise UsageError(f"{TAGS} is read from files beside images; caption on one machine")
     folder = ShardFolder(os.fspath(ray_options.out), ray_options.shard_format)
     settings = load, options, output, folder
-    files, others = _find(names, names_file, recursive, folder)
+    files, others = find_remote([*names, *read_names(names_file)], recursive, exclude=folder.uri)
     folder.create()
     with file_lock(Path(folder.path, ".captions.lock"), folder.uri) if folder.is_local else nullcontext():
         folder.check_settings(run_settings(options, output, model_settings or {}))
@@ -130,9 +127,7 @@ def caption_on_ray(
         repeated=sum(report.repeated for report in reports),
         left_out=dict(others.left_out),
         seconds=time.perf_counter() - started if captioned else 0.0,
-        utilization=0.0,
         failures=f"{folder.uri}/{FAILURES}" if failures else None,
-        resume_log=None,
     )
 
 
@@ -146,17 +141,10 @@ def plan_on_ray(
 ) -> Plan:
     """The work of a `caption_on_ray` call with the same arguments, by files; neither writes nor needs a cluster."""
     folder = ShardFolder(os.fspath(ray_options.out), ray_options.shard_format)
-    files, others = _find(names, names_file, recursive, folder)
+    files, others = find_remote([*names, *read_names(names_file)], recursive, exclude=folder.uri)
     done = folder.done() if folder.filesystem.isdir(folder.path) else {}
     todo = _todo(files, done)
     return Plan(todo, limit, len(files) - len(todo), others.missing, dict(others.left_out))
-
-
-def _find(
-    names: Sequence[str], names_file: str | os.PathLike | None, recursive: bool, folder: ShardFolder
-) -> tuple[Files, ImageList]:
-    names = [*names, *(read_names(names_file) if names_file is not None else [])]
-    return find_remote(names, recursive, exclude=folder.uri)
 
 
 def _todo(files: Files, done: Done) -> list[str]:
@@ -183,22 +171,24 @@ def _failure_row(file_name: str, member: str | None, reason: str) -> dict[str, A
     return {"file_name": file_name, **({} if member is None else {"member": member}), "reason": reason}
 
 
+@dataclass
 class Worker:
     """An actor, which captions shards with one model, at most `size` images at once."""
 
-    def __init__(self, shards: Sequence[Shard], settings: Settings, size: int, cores: int):
-        self.shards, self.size, self.cores = shards, size, cores
-        self.load, self.options, self.output, self.folder = settings
-        self.captioner: Captioner | None = None
+    shards: Sequence[Shard]
+    settings: Settings
+    size: int
+    cores: int
+    captioner: Captioner | None = None
 
-    def __call__(self, batch: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
+    def __call__(self, batch: Mapping[str, Sequence[int]]) -> dict[str, list[ShardReport]]:
         number = int(batch["shard"][0])
         try:
             report = self.caption(number)
         except Exception as error:  # raised again where the run was started
             error.add_note(f"in a worker:\n{traceback.format_exc()}")
             report = ShardReport(number, error=error)
-        return {"report": [pickle.dumps(report)]}
+        return {"report": [report]}
 
     def caption(self, number: int) -> ShardReport:
         """Caption the images of a shard and write them to the folder, in their order."""
@@ -210,10 +200,11 @@ class Worker:
 
     def _caption_group(self, images: Iterable[RemoteImage], report: ShardReport) -> None:
         group: dict[str, RemoteImage] = {}
-        self.captioner = self.captioner or self.load()
+        load, options, output, folder = self.settings
+        self.captioner = self.captioner or load()
         bulk = BulkCaptioner(
             self.captioner,
-            self.options,
+            options,
             cores=self.cores,
             read=lambda name: group[name].open(),
             row=lambda name: group[name].row,
@@ -221,7 +212,7 @@ class Worker:
         for name, result in bulk.captions(group.setdefault(image.name, image).name for image in images):
             group[name].content, group[name].result = b"", result
         captioned = [image for image in group.values() if isinstance(image.result, str)]
-        self.folder.write_shard(list(group), captioned, self.output.decorate)
+        folder.write_shard(list(group), captioned, output.decorate)
         report.captioned += len(captioned)
         report.repeated += sum(bulk.repetitions)
         for name, image in group.items():
@@ -301,7 +292,7 @@ def _run(
                     max_task_retries=MAX_ATTEMPTS // ROUNDS - 1,
                 )
                 for row in reports.iter_rows():
-                    report = pickle.loads(row["report"])
+                    report = row["report"]
                     if report.error:
                         raise report.error
                     del lost[report.number]

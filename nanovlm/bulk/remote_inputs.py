@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from models.checkpoint import WEIGHTS
-from nanovlm.bulk.inputs import ImageList
+from nanovlm.bulk.inputs import ImageList, check_file
 from nanovlm.data.formats import record_images
 from nanovlm.data.remote import first_line
 from nanovlm.errors import DataError, ImageError, UsageError
@@ -52,8 +52,7 @@ class RemoteImage:
         if isinstance(content := self.content, Exception):
             raise content
         if not isinstance(content, bytes):
-            if os.path.exists(self.file_name) and not os.path.isfile(self.file_name):
-                raise ImageError("not a file")  # opening a pipe may block forever
+            check_file(self.file_name)
             content = content.fs.cat_file(content.path)
         return load_image(content, self.name)
 

@@ -17,6 +17,7 @@ from nanovlm.bulk.resume_log import FailureLog, file_lock
 from nanovlm.captioner import Captioner
 from nanovlm.console import progress_bar
 from nanovlm.errors import NanoVLMError, OutputError, UsageError
+from nanovlm.options import check_positive
 from nanovlm.processing.image_loading import printable
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def caption_images(
             stack.enter_context(file_lock(lock, target))
         settings = run_settings(options, output, model_settings or {})
         opened = open_output(output, Path(folders[0]), settings)
-        return _caption_found(captioner, images, make_plan(images, opened, limit), options, output, opened)
+        return _caption_found(captioner, images, make_plan(images, opened, limit), options, opened)
 
 
 def plan_images(
@@ -76,8 +77,7 @@ def plan_images(
 
 def make_plan(images: ImageList, output: Output, limit: int | None = None) -> Plan:
     """Sort images into those that need a caption, those that have one, and those that can have none."""
-    if limit is not None and limit < 1:
-        raise UsageError(f"limit {limit} is less than 1")
+    check_positive({"limit": limit})
     rejected = [(path, reason) for path in images.paths if (reason := output.reject_reason(path))]
     failed = {name for name, _ in rejected}
     accepted = [path for path in images.paths if path not in failed]
@@ -101,8 +101,7 @@ def run_settings(options: BulkOptions, output: OutputOptions, model_settings: Ma
 def _find(
     names: Sequence[str], names_file: str | os.PathLike | None, recursive: bool, options: BulkOptions
 ) -> ImageList:
-    names = [*names, *(read_names(names_file) if names_file is not None else [])]
-    images = find_images(names, recursive, options.extensions)
+    images = find_images([*names, *read_names(names_file)], recursive, options.extensions)
     if images.missing and not images.paths and not images.left_out:  # nothing to do, and nothing to write
         name, reason = images.missing[0]
         raise UsageError(f"{printable(name)}: {reason}")
@@ -133,10 +132,9 @@ def _caption_found(
     images: ImageList,
     plan: Plan,
     options: BulkOptions,
-    output_options: OutputOptions,
     output: Output,
 ) -> BulkReport:
-    failures = FailureLog(None if output_options.is_stream else output.folder)
+    failures = FailureLog(None if output.options.is_stream else output.folder)
     for name, reason in plan.failed:
         failures.add(name, reason)
     captioned, tried, bulk = 0, 0, None
@@ -145,7 +143,7 @@ def _caption_found(
         bulk = BulkCaptioner(captioner if isinstance(captioner, Captioner) else captioner(), options, row=output.row)
     while bulk and captioned < limit and tried < len(plan.todo):  # images that fail do not count
         paths = plan.todo[tried : tried + limit - captioned]
-        captioned += _write_captions(bulk, paths, output_options, output, failures)
+        captioned += _write_captions(bulk, paths, output, failures)
         tried += len(paths)
     remaining = len(plan.todo) - tried
     try:
@@ -168,15 +166,13 @@ def _caption_found(
     )
 
 
-def _write_captions(
-    bulk: BulkCaptioner, paths: Sequence[str], options: OutputOptions, output: Output, failures: FailureLog
-) -> int:
+def _write_captions(bulk: BulkCaptioner, paths: Sequence[str], output: Output, failures: FailureLog) -> int:
     """Write the caption of each image as soon as it is finished; returns how many were written."""
     captioned, already_failed = 0, failures.count
     with Progress(len(paths)) as progress, closing(bulk.captions(paths)) as results:
         try:
             for path, result in results:
-                error = result if isinstance(result, Exception) else _write(output, path, options.decorate(result))
+                error = result if isinstance(result, Exception) else _write(output, path, result)
                 if error is None:
                     captioned += 1
                 else:
@@ -197,7 +193,7 @@ def _write_captions(
 def _write(output: Output, path: str, caption: str) -> Exception | None:
     """Write a caption; returns the error if it concerns this image alone."""
     try:
-        output.write(path, caption)
+        output.write(path, output.options.decorate(caption))
     except (NanoVLMError, OSError) as error:
         if isinstance(error, OSError) and (not isinstance(output, Sidecars) or error.errno in NOT_OF_ONE_IMAGE):
             raise

@@ -21,10 +21,10 @@ from nanovlm.cli.options import (
     refuse_flags,
     report_missing,
 )
-from nanovlm.console import TileProgress, for_terminal, print_error, print_remedy
+from nanovlm.console import TileProgress, for_terminal, is_terminal, print_error, print_remedy
 from nanovlm.embedded import PROMPT, SAMPLE, trained_prompts
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
-from nanovlm.options import GenerationOptions, ModelOptions
+from nanovlm.options import GenerationOptions, ModelOptions, check_positive
 from nanovlm.processing import VIDEO_EXTENSIONS
 
 if TYPE_CHECKING:
@@ -44,6 +44,11 @@ LENGTHS: dict[str, tuple[str, dict[str, int]]] = {  # prompt, and how long its a
     "normal": (PROMPT, {}),
     "long": ("Describe this picture in detail.", {"max_new_tokens": 384}),
 }
+
+STATS_DIGITS = {  # fields of Stats that --json prints, and how they are rounded
+    "prompt_tokens": None, "new_tokens": None, "first_token_s": 4, "total_s": 4, "tokens_per_s": 1, "cache_bytes": None,
+    "cache_bytes_allocated": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -200,9 +205,7 @@ def run(args: argparse.Namespace) -> int:
         return caption_files(args, generation)
     if report_missing(args.images):
         return 1
-    return print_captions(
-        PrintOptions(args.images, args.prompts, args.samples, args.json, args.stats, args.quiet), generation, model
-    )
+    return print_captions(from_args(PrintOptions, args), generation, model)
 
 
 def names_several(name: str) -> bool:
@@ -224,8 +227,7 @@ def names_video(args: argparse.Namespace) -> bool:
 
 def check_samples(n: int, n_prompts: int, generation: GenerationOptions) -> None:
     """Refuse numbers of samples that make no sense."""
-    if n < 1:
-        raise UsageError(f"--samples {n} is less than 1")
+    check_positive({"--samples": n})
     if n > 1 and n_prompts > 1:
         raise UsageError(f"--samples {n} of {n_prompts} prompts; ask for samples of one at a time")
     if n > 1 and generation.temperature == 0:
@@ -285,8 +287,7 @@ def print_caption(
 
     image, stats, prompts, n = standard_input() if name == "-" else name, Stats(), options.prompts, options.samples
     label = f"{printable(name)}: " if len(options.images) > 1 else ""
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    if is_terminal and not options.json and not generation.trim_incomplete and n == len(prompts) == 1:
+    if is_terminal(sys.stdout) and not options.json and not generation.trim_incomplete and n == len(prompts) == 1:
         return stats, [stream_caption(captioner.stream(image, prompts[0], options=generation, stats=stats), label)]
     if len(prompts) > 1:
         texts = captioner.ask(image, prompts, options=generation, stats=stats)
@@ -324,15 +325,7 @@ def standard_input() -> BinaryIO:
 
 def stats_fields(stats: "Stats") -> dict[str, float]:
     """Token counts and seconds of one image, all prompts together, as --json prints them."""
-    return {
-        "prompt_tokens": stats.prompt_tokens,
-        "new_tokens": stats.new_tokens,
-        "first_token_s": round(stats.first_token_s, 4),
-        "total_s": round(stats.total_s, 4),
-        "tokens_per_s": round(stats.tokens_per_s, 1),
-        "cache_bytes": stats.cache_bytes,
-        "cache_bytes_allocated": stats.cache_bytes_allocated,
-    }
+    return {name: round(getattr(stats, name), digits) for name, digits in STATS_DIGITS.items()}
 
 
 def format_stats(stats: "Stats", load_seconds: float, device: "torch.device") -> str:

@@ -7,12 +7,11 @@ from nanovlm.bulk import BulkOptions, BulkReport, OutputOptions, Plan, caption_i
 from nanovlm.bulk.options import SIDECARS, STREAM
 from nanovlm.bulk.prompt_template import TAGS, TAGS_EXTENSION
 from nanovlm.captioner import Captioner
-from nanovlm.cli.options import load_captioner, model_options
+from nanovlm.cli.options import from_args, load_captioner, model_options
 from nanovlm.console import print_error
 from nanovlm.device import choose_device, peak_memory
 from nanovlm.errors import UsageError
 from nanovlm.options import GenerationOptions
-from nanovlm.processing import MAX_FRAMES
 from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC, printable
 
 MODEL_SETTINGS = ("model", "adapter", "revision", "max_tiles", "upscale")  # that a resumed run shares
@@ -53,14 +52,8 @@ def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> in
 
 def bulk_options(args: argparse.Namespace, generation: GenerationOptions) -> BulkOptions:
     """The settings of the parsed flags for each image."""
-    return BulkOptions(
-        args.prompts[0] if len(args.prompts) == 1 else tuple(args.prompts),
-        **vars(generation),
-        prompt_template=args.prompt_template or "",
-        batch_size=args.batch_size,
-        as_video=args.as_video,
-        max_frames=MAX_FRAMES if args.max_frames is None else args.max_frames,
-    )
+    prompt = args.prompts[0] if len(args.prompts) == 1 else tuple(args.prompts)
+    return from_args(BulkOptions, args, **vars(generation), prompt=prompt)
 
 
 def output_options(args: argparse.Namespace, schema: Any) -> OutputOptions:
@@ -133,7 +126,9 @@ def summary(report: BulkReport, existing: str) -> str:
     """One line for people: what was captioned, what was done already, what failed, what was left out."""
     parts = []
     if report.captioned or report.seconds:
-        parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s{_rate(report)}")
+        is_rated = report.captioned >= MIN_RATED_CAPTIONS and report.seconds >= MIN_RATED_SECONDS
+        rate = f" ({report.per_minute:,.0f} a minute)" if is_rated else ""
+        parts.append(f"{report.captioned:,} captioned in {report.seconds:.0f} s{rate}")
     if report.repeated:
         parts.append(f"{report.repeated:,} ended early as they repeated themselves")
     if report.already_done and existing == "skip":
@@ -151,14 +146,5 @@ def summary(report: BulkReport, existing: str) -> str:
 
 
 def _left_out(plan: Plan | BulkReport) -> list[str]:
-    return [f"{count:,} {extension} left out" + _hint(extension) for extension, count in plan.left_out.items()]
-
-
-def _rate(report: BulkReport) -> str:
-    """The number of captions a minute, unless there were too few to tell."""
-    is_known = report.captioned >= MIN_RATED_CAPTIONS and report.seconds >= MIN_RATED_SECONDS
-    return f" ({report.per_minute:,.0f} a minute)" if is_known else ""
-
-
-def _hint(extension: str) -> str:
-    return f" (to read them: {INSTALL_HEIC})" if extension in HEIF_EXTENSIONS else ""
+    hints = dict.fromkeys(HEIF_EXTENSIONS, f" (to read them: {INSTALL_HEIC})")
+    return [f"{count:,} {extension} left out{hints.get(extension, '')}" for extension, count in plan.left_out.items()]

@@ -7,11 +7,11 @@ from functools import partial
 from nanovlm.bulk.options import OutputOptions
 from nanovlm.bulk.ray_captioning import RayOptions, caption_on_ray, plan_on_ray
 from nanovlm.cli.caption_files import MODEL_SETTINGS, bulk_options, print_plan, summary
-from nanovlm.cli.options import EMBEDDED_NOTE, load_captioner, model_options
+from nanovlm.cli.options import EMBEDDED_NOTE, from_args, load_captioner, model_options
 from nanovlm.console import print_error
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import UsageError
-from nanovlm.options import GenerationOptions
+from nanovlm.options import GenerationOptions, check_positive
 
 ADDRESS = re.compile(r"auto|local|ray://.+|[^/\s]+:\d+")
 NOT_HERE = ("json", "existing", "extension", "as_video")  # flags of one machine
@@ -21,14 +21,7 @@ def caption_ray(args: argparse.Namespace, generation: GenerationOptions) -> int:
     """Caption what args name into shards; 1 if an image failed, after the others are done."""
     check_ray_flags(args)
     model = model_options(args)
-    ray_options = RayOptions(
-        args.out,
-        address=args.ray or None,
-        shard_format=args.shard_format or "parquet",
-        shard_size=args.shard_size,
-        cpus_per_worker=args.cpus_per_worker,
-        device=model.device,
-    )
+    ray_options = from_args(RayOptions, args, address=args.ray or None)
     selection = {"names_file": args.from_file, "recursive": args.recursive is not False, "limit": args.limit}
     if args.dry_run:
         return print_plan(plan_on_ray(args.images, ray_options, **selection))
@@ -54,8 +47,7 @@ def check_ray_flags(args: argparse.Namespace) -> None:
     for flag in NOT_HERE:
         if getattr(args, flag) not in (None, False):
             raise UsageError(f"--{flag.replace('_', '-')} is for one machine; leave it or --ray away")
-    if args.limit is not None and args.limit < 1:
-        raise UsageError(f"--limit {args.limit} is less than 1")
+    check_positive({"--limit": args.limit})
     if args.out is None or args.out in ("txt", "-") or re.search(r"\.(jsonl|csv|parquet)$", args.out):
         given = "missing" if args.out is None else args.out
         raise UsageError(f"--out {given} with --ray must be a folder, or the URI of one, for the shards")

@@ -7,15 +7,14 @@ import sys
 from nanovlm.cli.options import load_captioner, report_missing
 from nanovlm.console import TileProgress, for_terminal, print_error
 from nanovlm.errors import ImageError, UsageError
-from nanovlm.options import GenerationOptions, ModelOptions
+from nanovlm.options import GenerationOptions, ModelOptions, check_positive
 
 
 def caption_videos(args: argparse.Namespace, generation: GenerationOptions, model: ModelOptions) -> int:
     """Print an answer for each prompt about each video; 1 if one failed, after the others are done."""
     if not args.images or args.samples != 1:
         raise UsageError("--as-video needs names of frames or videos, and goes without --samples")
-    if args.max_frames is not None and args.max_frames < 1:
-        raise UsageError(f"--max-frames {args.max_frames} is less than 1")
+    check_positive({"--max-frames": args.max_frames})
     if report_missing(args.images):
         return 1
     are_frames = args.as_video and len(args.images) > 1

@@ -10,13 +10,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from models.config import SamplingParams
 from nanovlm.cli.options import add_flags as add_record_flags
-from nanovlm.cli.options import add_model_flags, from_args, load_captioner, model_options, report_missing
-from nanovlm.console import TileProgress, bold, for_terminal, print_error
-from nanovlm.errors import ImageError, InputError, NanoVLMError, UsageError, is_out_of_memory
+from nanovlm.cli.options import (
+    add_model_flags,
+    as_usage_error,
+    from_args,
+    load_captioner,
+    model_options,
+    report_missing,
+)
+from nanovlm.console import TileProgress, bold, for_terminal, is_terminal, print_error
+from nanovlm.errors import ImageError, NanoVLMError, UsageError, is_out_of_memory
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions
 
 if TYPE_CHECKING:
@@ -58,11 +65,10 @@ def run(args: argparse.Namespace) -> int:
         print_error(str(error))
         return 1
     captioner = load_captioner(model, own_images=bool(args.images))
-    try:
-        check_chat_template(captioner)
+    with as_usage_error():
+        # raises for a model that has no template for a chat of several turns
+        captioner.tokenizer.encode_chat([{"role": role, "content": "?"} for role in ("user", "assistant", "user")])
         chat = Chat(captioner, generation, args.images, images)
-    except InputError as error:
-        raise UsageError(str(error)) from error
     interactive = is_terminal(sys.stdin) and is_terminal(sys.stdout)
     if interactive:
         captioner.inference.on_tile = TileProgress()
@@ -126,7 +132,8 @@ class Chat:
         elif command == "/save":
             self.save(argument)
         elif command == "/help":
-            print_lines(COMMANDS)
+            for help_line in COMMANDS.splitlines():
+                print_error(help_line)
         else:
             raise UsageError(f"{command} is not a command; /help lists the commands")
 
@@ -179,20 +186,6 @@ def load_images(paths: Sequence[str]) -> list["Image.Image | Video"]:
     from nanovlm.processing.video import load_image_or_video
 
     return [load_image_or_video(path) for path in paths]
-
-
-def check_chat_template(captioner: "Captioner") -> None:
-    """Raise a NanoVLMError if the model has no template for a chat of several turns."""
-    captioner.tokenizer.encode_chat([{"role": role, "content": "?"} for role in ("user", "assistant", "user")])
-
-
-def is_terminal(file: TextIO | None) -> bool:
-    return file is not None and file.isatty()
-
-
-def print_lines(text: str) -> None:
-    for line in text.splitlines():
-        print_error(line)
 
 
 def read_lines(interactive: bool) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nanovlm.cli.options import (
     add_model_flags,
     add_read_flags,
+    as_usage_error,
     check_data_names,
     check_validation,
     load_captioner,
@@ -16,8 +17,8 @@ from nanovlm.cli.options import (
     read_options_from_args,
 )
 from nanovlm.console import print_error
-from nanovlm.errors import InputError, UsageError
-from nanovlm.options import EVALUATION_MAX_NEW_TOKENS
+from nanovlm.errors import UsageError
+from nanovlm.options import EVALUATION_MAX_NEW_TOKENS, check_positive
 
 if TYPE_CHECKING:
     from nanovlm.evaluation import Evaluation
@@ -86,10 +87,8 @@ def run(args: argparse.Namespace) -> int:
 def check_flags(args: argparse.Namespace) -> None:
     """UsageError for a value out of range."""
     check_validation(args.validation)
-    for name in ("limit", "batch_size", "max_new_tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value} is less than 1")
+    numbers = {"--limit": args.limit, "--batch-size": args.batch_size, "--max-new-tokens": args.max_new_tokens}
+    check_positive(numbers)
     if args.report and Path(args.report).suffix.lower() != ".html":
         raise UsageError(f"--report {args.report}: name an .html file")
     if args.report and not Path(args.report).absolute().parent.is_dir():
@@ -101,10 +100,8 @@ def metrics_from_args(names: Sequence[str] | None) -> "dict[str, Metric]":
     from nanovlm.evaluation.metrics import METRICS, default_metrics, load_metric
 
     if names:
-        try:
+        with as_usage_error("--metric: "):
             return dict(load_metric(name) for name in names)
-        except InputError as error:
-            raise UsageError(f"--metric: {error}") from None
     metrics = default_metrics()
     if missing := METRICS.keys() - metrics.keys():
         print_error(f"note: without {', '.join(sorted(missing))}, which needs pip install 'nanovlm[metrics]'")
@@ -114,20 +111,11 @@ def metrics_from_args(names: Sequence[str] | None) -> "dict[str, Metric]":
 def as_json(model: str, result: "Evaluation") -> str:
     """The scores of all answers, of each source and prompt, and every answer, as a JSON object."""
     answers = [
-        {
-            "source": answer.question.source,
-            "name": answer.question.name,
-            "prompt": answer.question.prompt,
-            "answer": answer.text,
-            "references": list(answer.question.references),
-            "scores": dict(answer.scores),
-        }
+        {name: getattr(answer.question, name) for name in ("source", "name", "prompt")}
+        | {"answer": answer.text, "references": list(answer.question.references), "scores": dict(answer.scores)}
         for answer in result.answers
     ]
-    groups = [
-        {"source": group.source, "prompt": group.prompt, "questions": group.questions, "scores": dict(group.scores)}
-        for group in result.groups(max_prompts=len(answers))
-    ]
+    groups = [vars(group) | {"scores": dict(group.scores)} for group in result.groups(max_prompts=len(answers))]
     fields: dict[str, Any] = {"model": model, "questions": len(answers), "scores": result.scores, "groups": groups}
     return json.dumps(fields | {"answers": answers, "skipped": list(result.skipped)}, ensure_ascii=False, indent=2)
 

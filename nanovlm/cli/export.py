@@ -4,7 +4,8 @@ import argparse
 import logging
 from pathlib import Path
 
-from nanovlm.errors import InputError, UsageError
+from nanovlm.cli.options import as_usage_error
+from nanovlm.errors import UsageError
 from nanovlm.options import check_output_folder, is_model_name
 
 HELP = "Write a model in the layout of transformers' SmolVLM, or as GGUF files for llama.cpp."
@@ -24,12 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="of a LoRA run: export the base model, and for PEFT the adapters in FOLDER/adapter, not both merged",
     )
     add("--base", metavar="MODEL", help="with --adapters: the base model (default: the one that the run recorded)")
-    add(
-        "--dtype",
-        default="float32",
-        choices=("float32", "bfloat16", "float16"),
-        help="dtype of the weights (default: float32)",
-    )
+    add_dtype_flag(parser)
     add("--onnx", action="store_true", help="also write ONNX graphs to FOLDER/onnx, for ONNX Runtime and OpenVINO")
     add(
         "--onnx-dtype",
@@ -46,6 +42,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_dtype_flag(parser: argparse.ArgumentParser) -> None:
+    choices = "float32", "bfloat16", "float16"
+    parser.add_argument("--dtype", default=choices[0], choices=choices, help="dtype of the weights (default: float32)")
+
+
 def run(args: argparse.Namespace) -> int:
     check_out(args.out)
     if Path(args.model).is_dir() and Path(args.model).resolve() == Path(args.out).resolve():
@@ -59,26 +60,23 @@ def run(args: argparse.Namespace) -> int:
     from nanovlm.export.onnx import check_onnx_extra, export_onnx
     from nanovlm.export.transformers import export_notes, export_smolvlm
 
-    if args.onnx_dtype and not args.onnx:
-        raise UsageError("--onnx-dtype needs --onnx")
-    if args.base and not args.adapters:
-        raise UsageError("--base has no effect without --adapters")
-    if args.gguf_type and not args.gguf:
-        raise UsageError("--gguf-type needs --gguf")
-    if args.gguf:
-        return run_gguf(args)
+    check_flags(args)
     if args.onnx:
         check_onnx_extra()
-    try:
+    if args.gguf:
+        from nanovlm.export.gguf import export_gguf  # which needs the extra gguf
+    with as_usage_error():
         if args.adapters:
             captioner = export_with_adapters(args.model, args.out, args.base, args.dtype)
         else:
             captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, revision=args.revision)
+        if args.gguf:
+            export_gguf(captioner, args.out, Path(args.model).resolve().name, args.gguf_type or "f16")
+            return 0
+        if not args.adapters:
             export_smolvlm(captioner, args.out)
         if args.onnx:
             export_onnx(captioner, args.out, args.onnx_dtype or ["float32"])
-    except InputError as error:
-        raise UsageError(str(error)) from error
     if not args.adapters and (adapter_folder(Path(args.model)) / ADAPTER_CONFIG).exists():
         logger.warning("note: the LoRA adapters are merged into the weights; --adapters exports them for PEFT")
     for note in export_notes(captioner.model.cfg):
@@ -88,21 +86,18 @@ def run(args: argparse.Namespace) -> int:
 
 def check_out(out: str) -> None:
     """UsageError for an output folder that cannot be written, before any work."""
-    try:
+    with as_usage_error("--out "):
         check_output_folder(out)
-    except InputError as error:
-        raise UsageError(f"--out {error}") from None
 
 
-def run_gguf(args: argparse.Namespace) -> int:
-    if args.onnx or args.adapters:
+def check_flags(args: argparse.Namespace) -> None:
+    """UsageError for flags that need another one, or that contradict each other."""
+    for flag, needed, is_missing in (
+        ("--onnx-dtype", "--onnx", args.onnx_dtype and not args.onnx),
+        ("--base", "--adapters", args.base and not args.adapters),
+        ("--gguf-type", "--gguf", args.gguf_type and not args.gguf),
+    ):
+        if is_missing:
+            raise UsageError(f"{flag} needs {needed}")
+    if args.gguf and (args.onnx or args.adapters):
         raise UsageError("--gguf writes no SmolVLM folder, which --onnx and --adapters add to; run the command twice")
-    from nanovlm.captioner import Captioner
-    from nanovlm.export.gguf import export_gguf
-
-    try:
-        captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, revision=args.revision)
-        export_gguf(captioner, args.out, Path(args.model).resolve().name, args.gguf_type or "f16")
-    except InputError as error:
-        raise UsageError(str(error)) from error
-    return 0

@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
-from nanovlm.cli.export import check_out
-from nanovlm.errors import InputError, UsageError
+from nanovlm.cli.export import add_dtype_flag, check_out
+from nanovlm.cli.options import as_usage_error
+from nanovlm.errors import UsageError
 
 HELP = "Merge a checkpoint of a sharded training run (--fsdp) into a model that every verb reads."
 EXAMPLE = "nanovlm merge out/mine/checkpoints/step-500 --out out/step-500"
@@ -14,12 +15,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="FOLDER/checkpoints/step-N of a run with --fsdp")
     add("--out", required=True, metavar="FOLDER", help="folder for the model")
-    add(
-        "--dtype",
-        default="float32",
-        choices=("float32", "bfloat16", "float16"),
-        help="dtype of the weights (default: float32)",
-    )
+    add_dtype_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,8 +31,6 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if (out / WEIGHTS).exists():
         raise UsageError(f"--out {out} holds a model already; name another folder")
-    try:
+    with as_usage_error():
         merge_checkpoint(Path(args.checkpoint), out, getattr(torch, args.dtype))
-    except InputError as error:
-        raise UsageError(str(error)) from error
     return 0

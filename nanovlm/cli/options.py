@@ -2,7 +2,8 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -88,6 +89,15 @@ def add_read_flags(parser: argparse.ArgumentParser) -> None:
     add("--on-error", choices=("skip", "stop"), help="what to do with an unusable example (default: stop)")
 
 
+@contextmanager
+def as_usage_error(flag: str = "") -> Iterator[None]:
+    """Raise an InputError of the block as a UsageError, which flag begins."""
+    try:
+        yield
+    except InputError as error:
+        raise UsageError(f"{flag}{error}") from error
+
+
 def load_captioner(
     options: ModelOptions, prompts: Sequence[str] = (), max_new_tokens: int = 1, *, own_images: bool = False
 ) -> "Captioner":
@@ -97,10 +107,8 @@ def load_captioner(
     """
     from nanovlm.captioner import Captioner
 
-    try:
+    with as_usage_error():
         captioner = Captioner.load(options)
-    except InputError as error:
-        raise UsageError(str(error)) from error
     check_prompts(captioner, prompts, max_new_tokens)
     if options.model == EMBEDDED and options.adapter is None and own_images:
         print_error(EMBEDDED_NOTE)
@@ -109,11 +117,9 @@ def load_captioner(
 
 def check_prompts(captioner: "Captioner", prompts: Sequence[str], max_new_tokens: int) -> None:
     """Raise UsageError for a prompt that even without an image exceeds the model's context."""
-    try:
+    with as_usage_error():
         for prompt in prompts:
             captioner.check_prompt(prompt, max_new_tokens)
-    except InputError as error:
-        raise UsageError(str(error)) from error
 
 
 def check_validation(n: float | None) -> None:

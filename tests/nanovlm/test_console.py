@@ -20,6 +20,19 @@ from nanovlm.console import (
     warnings_as_notes,
 )
 from support import ROOT
+from support.cli import FakeTerminal
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Say that standard output and standard error are terminals that can draw, when it is called."""
+
+    def become():
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        monkeypatch.setenv("TERM", "xterm")
+
+    return become
 
 
 def test_errors_and_log_lines_appear_once_on_stderr(capsys):
@@ -37,12 +50,11 @@ def test_warnings_become_notes(capsys):
     assert capsys.readouterr().err == "note: odd key\n"
 
 
-def test_progress_bar_draws_on_terminals_only(capsys, monkeypatch):
+def test_progress_bar_draws_on_terminals_only(capsys, terminal):
     with progress_bar(3, "image") as bar:
         bar.update(3)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
+    terminal()
     with progress_bar(3, "image", desc="captions") as bar:
         bar.update(3)
         print_error("one failed")
@@ -51,7 +63,7 @@ def test_progress_bar_draws_on_terminals_only(capsys, monkeypatch):
 
 
 @pytest.mark.full  # a second, after which the bar appears
-def test_a_slow_image_shows_its_tiles_and_a_remedy_on_terminals_only(capsys, monkeypatch):
+def test_a_slow_image_shows_its_tiles_and_a_remedy_on_terminals_only(capsys, terminal):
     def encode():
         tell = TileProgress()
         tell(0, 13)
@@ -63,8 +75,7 @@ def test_a_slow_image_shows_its_tiles_and_a_remedy_on_terminals_only(capsys, mon
 
     encode()
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
+    terminal()
     encode()
     err = capsys.readouterr().err
     assert "1/13" in err and "--max-tiles 4: 5 s" in err
@@ -74,18 +85,12 @@ def test_a_slow_image_shows_its_tiles_and_a_remedy_on_terminals_only(capsys, mon
 
 @pytest.mark.full
 def test_import_configures_no_logging():
-    code = (
-        "import logging, nanovlm.captioner; print(logging.getLogger().handlers, logging.getLogger('nanovlm').handlers)"
-    )
+    code = "import logging as l, nanovlm.captioner; print(l.getLogger().handlers, l.getLogger('nanovlm').handlers)"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert out == "[] []\n"
 
 
 def test_bold_only_on_terminals_without_no_color(monkeypatch):
-    class FakeTerminal:
-        def isatty(self):
-            return True
-
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     assert bold("x", FakeTerminal()) == "\033[1mx\033[0m" and bold("x", io.StringIO()) == "x"
@@ -96,12 +101,11 @@ def test_bold_only_on_terminals_without_no_color(monkeypatch):
     assert bold("x", FakeTerminal()) == "x"
 
 
-def test_control_characters_reach_files_but_no_terminal(capsys, monkeypatch):
+def test_control_characters_reach_files_but_no_terminal(capsys, terminal):
     answer = "a\x1b]0;title\x07b\tc\x9bd\n"
     assert for_terminal(answer, sys.stdout) == answer, "a pipe"
     print_error("e\x1b[2J")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    terminal()
     assert for_terminal(answer, sys.stdout) == "a\N{REPLACEMENT CHARACTER}]0;title\N{REPLACEMENT CHARACTER}b\tc" + (
         "\N{REPLACEMENT CHARACTER}d\n"
     )

@@ -39,12 +39,10 @@ def test_fields_of_sampling_are_keywords(random_captioner):
 def test_wrong_keywords_are_named(captioner):
     with pytest.raises(TypeError, match="'temprature'; GenerationOptions takes .*temperature, .*max_new_tokens"):
         captioner.caption(SAMPLE, temprature=0.5)
-    with pytest.raises(InputError, match="temperature=-1"):
-        captioner.caption(SAMPLE, temperature=-1)
-    with pytest.raises(InputError, match="start_with=3 must be a text"):
-        captioner.caption(SAMPLE, start_with=3)
-    with pytest.raises(InputError, match="max_new_tokens=0 must be 1 or more"):
-        captioner.caption(SAMPLE, max_new_tokens=0)
+    wrong = {"temperature": (-1, "0"), "start_with": (3, "a text"), "max_new_tokens": (0, "1 or more")}
+    for name, (value, limits) in wrong.items():
+        with pytest.raises(InputError, match=f"{name}={value} must be {limits}"):
+            captioner.caption(SAMPLE, **{name: value})
     with pytest.raises(InputError, match="a chat has neither"):
         next(ChatSession(captioner).ask("?", start_with="A"))
     with pytest.raises(TypeError, match="'max_tile'; ModelOptions takes model, .*max_tiles"):
@@ -74,9 +72,8 @@ def test_the_model_continues_the_start(random_captioner):
     start = "A photo of two"
     row, tiles = random_captioner.processor.encode([load_image(SAMPLE)], PROMPT)
     start_ids = random_captioner.tokenizer.encode(start)
-    ids = random_captioner.model.generate(torch.tensor([row + start_ids]), torch.cat(tiles), max_new_tokens=9)[
-        0
-    ].tolist()
+    prompt_ids = torch.tensor([row + start_ids])
+    (ids,) = random_captioner.model.generate(prompt_ids, torch.cat(tiles), max_new_tokens=9).tolist()
     eos = random_captioner.tokenizer.eos_token_id
     ids = ids[: ids.index(eos)] if eos in ids else ids
     expected = random_captioner.tokenizer.decode(start_ids + ids)

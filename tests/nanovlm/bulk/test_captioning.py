@@ -15,7 +15,7 @@ from nanovlm.bulk.captioning import (
     BulkCaptioner,
     default_workers,
     failure_reason,
-    is_image_failure,
+    image_failure,
     merge_iterators,
 )
 from nanovlm.bulk.options import BulkOptions
@@ -30,6 +30,11 @@ pytestmark = pytest.mark.usefixtures("workdir")
 @pytest.fixture
 def captioner(model_folder):
     return Captioner.from_pretrained(model_folder, "cpu", "float32")
+
+
+def caption(captioner, images, max_new_tokens=2, batch_size=5):
+    """What one worker gives for each image."""
+    return dict(BulkCaptioner(captioner, options(max_new_tokens, batch_size), workers=1).captions(images))
 
 
 @pytest.fixture
@@ -182,7 +187,7 @@ def test_an_error_of_one_iterator_stops_the_others(error):
             yield i, breaks
 
     with pytest.raises(type(error)) as raised:
-        for item in merge_iterators([iterator(False), iterator(True), iterator(False)], 4):
+        for item in merge_iterators([iterator(False), iterator(False), iterator(True)], 4):
             items.append(item)
     assert raised.value is error and len(threads) == 3 and not alive(threads)
     assert [i for i, breaks in items if breaks] == [0, 1, 2], "what was finished before is not lost"
@@ -209,24 +214,14 @@ def test_a_consumer_that_stops_ends_the_iterators_and_has_missed_little():
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: 9 bytes"
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (ImageError("not an image"), True),
-        (InputError("too long"), True),
-        (FileNotFoundError(2, "No such file"), True),
-        (MemoryError(), True),
-        (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (RuntimeError(ALLOCATOR), True),
-        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."), True),
-        (RuntimeError("shape '[2]' is invalid for input of size 3"), False),
-        (TypeError("NoneType"), False),
-        (ValueError("of our own"), False),
-        (KeyError("x"), False),
-    ],
-)
-def test_only_errors_of_an_image_or_of_memory_are_failures_of_one_image(error, expected):
-    assert is_image_failure(error) is expected
+def test_only_errors_of_an_image_or_of_memory_are_failures_of_one_image():
+    of_memory = [ALLOCATOR, "DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."]
+    of_memory = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), *map(RuntimeError, of_memory)]
+    for error in (ImageError("not an image"), InputError("too long"), FileNotFoundError(2, "No such file"), *of_memory):
+        assert image_failure(error) is error
+    for error in (RuntimeError("shape '[2]' is invalid"), TypeError("NoneType"), ValueError("of our own"), KeyError()):
+        with pytest.raises(type(error)):
+            image_failure(error)
 
 
 def test_reasons_are_one_line_without_the_name_of_the_image():
@@ -238,34 +233,26 @@ def test_reasons_are_one_line_without_the_name_of_the_image():
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_bug_stops_the_run_after_the_captions_that_were_finished(captioner, images, monkeypatch, workers):
     prepare, results, error = captioner.prepare, [], RuntimeError("a bug")
-    last = many(images[0], 8)[-1]
+    *_, last = paths = many(images[0], 8)
 
-    def broken(image, prompt):
-        if image == last:
+    def broken(image=None, prompt=None):
+        if image in (None, last):
             raise error
         return prepare(image, prompt)
 
     monkeypatch.setattr(captioner, "prepare", broken)
-    with pytest.raises(type(error)) as raised:
-        for result in BulkCaptioner(captioner, options(), workers=workers).captions(many(images[0], 8)):
+    with pytest.raises(RuntimeError) as raised:
+        for result in BulkCaptioner(captioner, options(), workers=workers).captions(paths):
             results.append(result)
     assert raised.value is error and len(results) >= 4 and not any(isinstance(text, Exception) for _, text in results)
-
-
-def test_a_bug_in_the_prefill_stops_the_run_with_its_own_error(captioner, images, monkeypatch):
-    error = RuntimeError("a bug")
-
-    def broken(*args):
-        raise error
-
-    monkeypatch.setattr(captioner.inference, "encode_images", broken)
-    with pytest.raises(type(error)) as raised:
-        list(BulkCaptioner(captioner, options(), workers=1).captions(images))
+    monkeypatch.setattr(captioner.inference, "encode_images", lambda *args: broken())  # in the prefill
+    with pytest.raises(RuntimeError) as raised:
+        caption(captioner, images)
     assert raised.value is error
 
 
 def test_an_image_too_large_for_memory_does_not_stop_the_run(captioner, images, monkeypatch):
-    expected = dict(BulkCaptioner(captioner, options(), workers=1).captions(images))
+    expected = caption(captioner, images, batch_size=2)
     prepare, encode = captioner.prepare, captioner.inference.encode_images
 
     def mark(path, prompt):
@@ -279,7 +266,7 @@ def test_an_image_too_large_for_memory_does_not_stop_the_run(captioner, images, 
 
     monkeypatch.setattr(captioner, "prepare", mark)
     monkeypatch.setattr(captioner.inference, "encode_images", small_memory)
-    results = dict(BulkCaptioner(captioner, options(batch_size=5), workers=1).captions(images))
+    results = caption(captioner, images)
     assert "can't allocate memory" in str(results.pop(images[4]))
     assert results == {path: text for path, text in expected.items() if path != images[4]}
 
@@ -288,7 +275,7 @@ def test_an_image_too_large_for_memory_does_not_stop_the_run(captioner, images, 
 
 
 def test_running_out_of_memory_halves_the_batch(captioner, images, monkeypatch):
-    expected = dict(BulkCaptioner(captioner, options(6), workers=1).captions(images))
+    expected = caption(captioner, images, 6, batch_size=2)
     sizes = []
 
     def small_memory(batch):
@@ -297,13 +284,12 @@ def test_running_out_of_memory_halves_the_batch(captioner, images, monkeypatch):
             raise RuntimeError(ALLOCATOR)
 
     before_each_step(monkeypatch, small_memory)
-    bulk = BulkCaptioner(captioner, options(6, batch_size=5), workers=1)
-    assert dict(bulk.captions(images)) == expected and sum(size > 2 for size in sizes) == 1
+    assert caption(captioner, images, 6) == expected and sum(size > 2 for size in sizes) == 1
 
 
 def test_an_image_that_does_not_fit_beside_others_is_captioned_later(captioner, images, monkeypatch):
     """Prefilling runs out of memory as long as two others are in the batch."""
-    expected = dict(BulkCaptioner(captioner, options(6), workers=1).captions(images))
+    expected = caption(captioner, images, 6, batch_size=2)
     encode, batches, failed = captioner.inference.encode_images, [], []
     before_each_step(monkeypatch, batches.append)
 
@@ -314,7 +300,7 @@ def test_an_image_that_does_not_fit_beside_others_is_captioned_later(captioner, 
         return encode(tiles)
 
     monkeypatch.setattr(captioner.inference, "encode_images", small_memory)
-    assert dict(BulkCaptioner(captioner, options(6, batch_size=5), workers=1).captions(images)) == expected and failed
+    assert caption(captioner, images, 6) == expected and failed
 
 
 def test_an_image_that_is_alone_in_the_batch_fails(captioner, images, monkeypatch):
@@ -322,8 +308,7 @@ def test_an_image_that_is_alone_in_the_batch_fails(captioner, images, monkeypatc
         raise MemoryError
 
     before_each_step(monkeypatch, no_memory)
-    results = dict(BulkCaptioner(captioner, options(batch_size=5), workers=1).captions(images))
-    assert len(results) == 5 and all(isinstance(error, MemoryError) for error in results.values())
+    assert [type(error) for error in caption(captioner, images).values()] == [MemoryError] * 5
 
 
 def test_a_reduced_batch_grows_back(captioner, images, monkeypatch):
@@ -335,7 +320,7 @@ def test_a_reduced_batch_grows_back(captioner, images, monkeypatch):
             raise MemoryError
 
     before_each_step(monkeypatch, fails_once)
-    captions = dict(BulkCaptioner(captioner, options(3, batch_size=4), workers=1).captions(paths))
+    captions = caption(captioner, paths, 3, batch_size=4)
     assert len(captions) == 60 and len(set(captions.values())) == 1
     failed = next(i for i, size in enumerate(sizes) if size > 2)
     assert max(sizes[failed + 1 : failed + 10]) <= 2 and max(sizes[failed + 10 :]) > 2

@@ -3,27 +3,14 @@
 import logging
 import sys
 
-import pytest
-
-from nanovlm import Captioner
 from nanovlm.bulk import BulkOptions, OutputOptions, caption_images
 from nanovlm.bulk.run import Progress, run_settings
 from nanovlm.data.jsonl import read_jsonl
-from nanovlm.errors import UsageError
 from support.cli import IMAGE_NAMES, FakeTerminal
 
 
-@pytest.fixture
-def captioner(model_folder):
-    return Captioner.from_pretrained(model_folder, "cpu", "float32")
-
-
-@pytest.fixture
-def folder(image_folder):
-    return image_folder
-
-
-def test_a_folder_is_captioned_from_python(captioner, folder, captions_of):
+def test_a_folder_is_captioned_from_python(image_folder, captions_of):
+    folder, captioner = image_folder, captions_of.captioner
     output = OutputOptions(folder / "metadata.jsonl", prefix="foo ", suffix=".")
     (folder / "bad.png").write_text("hello")
     report = caption_images(captioner, [str(folder)], BulkOptions(max_new_tokens=6), output)
@@ -34,39 +21,16 @@ def test_a_folder_is_captioned_from_python(captioner, folder, captions_of):
     assert [row["file_name"] for row in read_jsonl(report.failures)] == ["bad.png"]
 
 
-def test_the_model_is_loaded_only_if_an_image_has_no_caption(captioner, folder):
-    loaded = []
-
-    def load():
-        loaded.append(1)
-        return captioner
-
-    for _ in range(2):
-        report = caption_images(load, [str(folder)], BulkOptions(max_new_tokens=2))
-    assert len(loaded) == 1 and (report.captioned, report.already_done, report.seconds) == (0, 5, 0.0)
-
-
-def test_a_batch_size_below_one_is_refused():
-    with pytest.raises(UsageError, match="batch size 0"):
-        BulkOptions(batch_size=0)
-
-
 def test_runs_are_the_same_whatever_the_batch_size():
     def settings(model="a", **options):
         return run_settings(BulkOptions(**options), OutputOptions(), {"model": model})
 
-    assert settings(batch_size=1) == settings(batch_size=2)
+    assert settings(batch_size=1) == settings(batch_size=2) and "batch_size" not in settings()
     others = [
-        settings(prompt="?"),
-        settings("b"),
-        settings(seed=1),
-        settings(max_new_tokens=3),
-        settings(start_with="A"),
-        settings(prompt_template="{name}"),
-        settings(trim_incomplete=True),
-    ]
-    assert "batch_size" not in settings()
-    assert all(other != settings() for other in others)
+        {"prompt": "?"}, {"model": "b"}, {"seed": 1}, {"max_new_tokens": 3}, {"start_with": "A"},
+        {"prompt_template": "{name}"}, {"trim_incomplete": True},
+    ]  # fmt: skip
+    assert all(settings(**other) != settings() for other in others)
 
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(caplog):

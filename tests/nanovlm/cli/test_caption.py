@@ -9,44 +9,33 @@ import sys
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from nanovlm import EMBEDDED, SAMPLE, Captioner
 from nanovlm.cli import main as cli
-from nanovlm.cli.caption import PrintOptions, names_several, print_caption
+from nanovlm.cli.caption import PrintOptions, print_caption
 from nanovlm.options import GenerationOptions
-from nanovlm.processing.processor import Processor
 from support import ROOT, png
-from support.cli import FAST_FLAGS, FakeTerminal, assert_usage_error, read_or_eof, run_program, set_stdin
+from support.cli import FAST_FLAGS, FakeTerminal, assert_usage_error, run_program, set_stdin
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
 MAX_FILES_OF_A_CAPTION = 28  # beside generate.py and the packages' __init__.py
 
 
-def test_one_image_is_one_line(generate, captions_of):
-    code, out, err = generate("good.png")
-    assert (code, out, err) == (0, f"{captions_of('good.png')[0]}\n", "")
-
-
-def test_several_images_are_labelled_lines(generate, captions_of):
-    code, out, err = generate("good.png", "fine.jpg", "--prompt", "What?")
-    assert (code, err) == (0, "")
-    assert out == f"good.png: {captions_of('good.png', 'What?')[0]}\nfine.jpg: {captions_of('fine.jpg', 'What?')[0]}\n"
-
-
-def test_caption_verb_equals_generate_py(generate, model_folder, capsys):
+def test_one_image_is_one_line_of_generate_py_and_of_the_verb(generate, captions_of, model_folder, capsys):
+    expected = 0, f"{captions_of('good.png')[0]}\n", ""
+    assert generate("good.png") == expected
     code = cli.main(["caption", "good.png", "--model", str(model_folder), *FAST_FLAGS])
-    assert (code, *capsys.readouterr()) == generate("good.png")
+    assert (code, *capsys.readouterr()) == expected
 
 
 def test_unusual_names_stay_on_one_line(generate, captions_of):
-    names = ["two words.png", "ünï-漢字-🙂.png", "two\nlines.png", "-dash.png", "tab\t.png", "%s.png"]
+    names = ["two words.png", "ünï-漢字-🙂.png", "two\nlines.png", "-dash.png", "tab\t.png", "%s.png", "[1].png"]
     for name in names:
         Path(name).write_bytes(Path("good.png").read_bytes())
     code, out, err = generate("--", *names)
     text = captions_of("good.png")[0]
-    labels = ["two words.png", "ünï-漢字-🙂.png", r"'two\nlines.png'", "-dash.png", r"'tab\t.png'", "%s.png"]
+    labels = ["two words.png", "ünï-漢字-🙂.png", r"'two\nlines.png'", "-dash.png", r"'tab\t.png'", *names[-2:]]
     assert (code, err) == (0, "") and out == "".join(f"{label}: {text}\n" for label in labels)
     _, out, _ = generate("--json", "--", *names)
     assert [json.loads(line)["image"] for line in out.splitlines()] == names
@@ -57,14 +46,9 @@ def test_json_is_one_object_per_image(generate, captions_of):
     assert (code, err) == (0, "")
     records = [json.loads(line) for line in out.split("\n")[:-1]]
     assert [record["image"] for record in records] == ["good.png", "fine.jpg"]
-    kinds = {"image": str, "prompt": str, "text": str, "finish_reason": str, "prompt_tokens": int, "new_tokens": int}
-    kinds |= {
-        "first_token_s": float,
-        "total_s": float,
-        "tokens_per_s": float,
-        "cache_bytes": int,
-        "cache_bytes_allocated": int,
-    }
+    kinds = dict.fromkeys(["image", "prompt", "text", "finish_reason"], str)
+    kinds |= dict.fromkeys(["prompt_tokens", "new_tokens", "cache_bytes", "cache_bytes_allocated"], int)
+    kinds |= dict.fromkeys(["first_token_s", "total_s", "tokens_per_s"], float)
     for record in records:
         assert {name: type(value) for name, value in record.items()} == kinds
         assert record["prompt"] == "Où? 🙂" and record["text"] == captions_of(record["image"], "Où? 🙂")[0]
@@ -96,20 +80,6 @@ def test_several_prompts_are_answered_in_order(generate, captions_of):
     assert results == [[name, prompt, line] for name, found in lines.items() for prompt, line in zip(prompts, found)]
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--samples", "2", "--temperature", "1"], "--samples 2 of 2 prompts; ask for samples of one at a time"),
-        (["--out", "captions.jsonl", "--suffix", "."], "--prompt: answers to several are JSON, to which no text"),
-        (["--out", "captions.jsonl", "--prompt", "What?"], "--prompt is given twice, or is file_name or text"),
-        (["--length", "short"], "not allowed with argument --prompt"),
-    ],
-)
-def test_flags_that_need_one_prompt_refuse_several(generate, flags, words):
-    assert_usage_error(generate("good.png", "--prompt", "What?", "--prompt", "Where?", *flags), words)
-    assert not Path("captions.jsonl").exists()
-
-
 @pytest.mark.parametrize("length", ["short", "long"])
 def test_a_length_is_refused_where_the_card_lists_other_prompts(generate, captions_of, length):
     card = Path(shutil.copytree(EMBEDDED, "other"), "README.md")
@@ -131,10 +101,8 @@ def test_stats_are_one_line_per_image_on_stderr(generate):
     _, plain, _ = generate("good.png", "fine.jpg")
     code, out, err = generate("good.png", "fine.jpg", "--stats")
     assert code == 0 and out == plain and len(err.splitlines()) == 2
-    for line in err.splitlines():
-        assert all(
-            words in line for words in ("model loaded in", "tokens/s", "KV cache", "allocated", "peak memory", "MiB")
-        )
+    words = ("model loaded in", "tokens/s", "KV cache", "allocated", "peak memory", "MiB")
+    assert all(word in line for line in err.splitlines() for word in words)
 
 
 def test_dash_reads_an_image_from_stdin(generate, captions_of, monkeypatch):
@@ -158,50 +126,39 @@ def test_stdin_without_an_image_is_one_error_line(generate, monkeypatch, stdin):
     assert {"nothing": "an empty file", "words": "not an image"}.get(stdin, "standard input") in err
 
 
-BAD_IMAGES = {
+BAD_IMAGES = {  # name: what is in it, and words of the error
     "missing.png": (None, "No such file"),
     "text.png": (b"hello\n" * 50, "not an image"),
     "empty.png": (b"", "an empty file"),
-    "truncated.png": ("good.png", "good.png"),
-    "truncated.jpg": ("fine.jpg", "fine.jpg"),
+    "truncated.png": (lambda: half_of("good.png"), ""),
+    "truncated.jpg": (lambda: half_of("fine.jpg"), ""),
     "bomb.png": (png(60_000, 60_000), "pixels; scale it down"),
     "flat.png": (png(0, 40), ""),
-    "thread.png": (Image.new("RGB", (1, 5000)), "crop it"),
+    "thread.png": (png(1, 5000), "crop it"),
     "two\nlines.png": (None, r"two\nlines.png"),
 }
 
 
-def make_bad_image(name):
-    content, words = BAD_IMAGES[name]
-    if isinstance(content, Image.Image):
-        content.save(name)
-    elif isinstance(content, str):
-        whole = Path(content).read_bytes()
-        Path(name).write_bytes(whole[: len(whole) // 2])
-        return name
-    elif content is not None:
-        Path(name).write_bytes(content)
-    return words
+def half_of(name):
+    whole = Path(name).read_bytes()
+    return whole[: len(whole) // 2]
 
 
-@pytest.mark.parametrize("name", BAD_IMAGES)
 @pytest.mark.parametrize("form", [[], ["--json"]])
-def test_unreadable_image_is_one_error_line(generate, name, form):
-    words = make_bad_image(name)
-    code, out, err = generate(name, *form)
-    assert (code, out) == (1, "") and len(err.splitlines()) == 1
-    assert err.startswith(name if name.isprintable() else repr(name)) and words in err
-
-
-def test_other_images_are_captioned_after_an_error(generate, captions_of):
-    for name in BAD_IMAGES:
-        make_bad_image(name)
+def test_unreadable_images_are_one_error_line_each_and_others_are_captioned(generate, captions_of, form):
+    for name, (content, _) in BAD_IMAGES.items():
+        if content is not None:
+            Path(name).write_bytes(content() if callable(content) else content)
     first, *rest = BAD_IMAGES
-    code, out, err = generate(first, "good.png", *rest, "fine.jpg")
-    assert out == f"good.png: {captions_of('good.png')[0]}\nfine.jpg: {captions_of('fine.jpg')[0]}\n"
-    assert code == 1 and [line.split(": ")[0] for line in err.splitlines()] == [
-        name if name.isprintable() else repr(name) for name in BAD_IMAGES
-    ]
+    code, out, err = generate(first, "good.png", *rest, "fine.jpg", *form)
+    texts = {name: captions_of(name)[0] for name in ("good.png", "fine.jpg")}
+    if form:
+        assert {row["image"]: row["text"] for row in map(json.loads, out.splitlines())} == texts
+    else:
+        assert out == "".join(f"{name}: {text}\n" for name, text in texts.items())
+    assert code == 1 and len(err.splitlines()) == len(BAD_IMAGES)
+    for line, (name, (_, words)) in zip(err.splitlines(), BAD_IMAGES.items()):
+        assert line.startswith(f"{name if name.isprintable() else repr(name)}: ") and words in line
 
 
 def test_prompt_too_long_with_the_image_is_an_error_per_image(generate):
@@ -217,21 +174,6 @@ def test_terminal_shows_text_as_it_is_generated(generate, monkeypatch):
     assert generate("good.png", "missing.png", "fine.jpg")[0] == 1
     assert terminal.getvalue() == piped
     assert len(set(terminal.shown)) > 4 and all(piped.startswith(shown) for shown in terminal.shown)
-
-
-@pytest.mark.full
-def test_pseudo_terminal_shows_the_same_text_as_a_pipe(generate, model_folder):
-    pty = pytest.importorskip("pty")
-    _, piped, _ = generate("good.png", "fine.jpg")
-    master, slave = pty.openpty()
-    run = run_program("good.png", "fine.jpg", "--model", model_folder, *FAST_FLAGS, stdin=slave, stdout=slave)
-    os.close(slave)
-    shown = b""
-    while chunk := read_or_eof(master):
-        shown += chunk
-    os.close(master)
-    assert (run.returncode, run.stderr) == (0, b"")
-    assert shown.decode().replace("\r\n", "\n") == piped
 
 
 def test_captions_on_stdout_and_errors_on_stderr(generate, model_folder, captions_of):
@@ -257,27 +199,16 @@ def test_characters_missing_in_the_encoding_are_escaped(generate, monkeypatch):
     assert (record["image"], record["prompt"]) == ("ü🙂.png", "é🙂")
 
 
-def test_folders_and_patterns_name_several_images():
-    Path("[1].png").write_bytes(b"")
-    assert all(names_several(name) for name in (".", "*.png", "im[ab].png"))
-    assert not any(names_several(name) for name in ("good.png", "[1].png", "missing.png"))
+def test_an_image_is_loaded_once_and_a_prompt_encoded_once(model_and_processor, capsys, monkeypatch):
+    calls, captioner = [], Captioner(*model_and_processor)
+    load_image, encode_prompt = captioner.load_image, captioner.processor.encode_prompt
 
+    def counted_prompt(grids, question, *args, **options):
+        calls.append(question)
+        return encode_prompt(grids, question, *args, **options)
 
-def test_an_image_is_loaded_once_and_a_prompt_encoded_once(model_and_processor, capsys):
-    calls = []
-
-    class Counting(Captioner):
-        def load_image(self, source):
-            calls.append(source)
-            return super().load_image(source)
-
-    class CountingProcessor(Processor):
-        def encode_prompt(self, grids, question, *args, **options):
-            calls.append(question)
-            return super().encode_prompt(grids, question, *args, **options)
-
-    model, processor = model_and_processor
-    captioner = Counting(model, CountingProcessor(processor.cfg, processor.tokenizer))
+    monkeypatch.setattr(captioner, "load_image", lambda source: calls.append(source) or load_image(source))
+    monkeypatch.setattr(captioner.processor, "encode_prompt", counted_prompt)
     print_caption(PrintOptions(["good.png"], ["What?"]), captioner, GenerationOptions(max_new_tokens=2), "good.png")
     assert calls == ["good.png", "What?"] and capsys.readouterr().out
 

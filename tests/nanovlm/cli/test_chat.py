@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -108,28 +109,21 @@ def test_failed_line_is_one_error_line_and_the_chat_continues(chat, lines, words
 
 def test_chat_that_cannot_start_is_one_error_line(chat, model_folder, tmp_path):
     assert chat("?\n", "missing.png") == (1, "", "missing.png: No such file or directory\n")
-    for flags, words in (
-        (["--max-new-tokens", "0"], "--max-new-tokens 0 must be 1 or more"),
-        (["--top-p", "2"], "--top-p 2.0"),
-    ):
-        assert_usage_error(chat("?\n", *flags), words, program="nanovlm chat")
+    assert_usage_error(chat("?\n", "--max-new-tokens", "0"), "0 must be 1 or more", program="nanovlm chat")
     assert_usage_error(chat("?\n", "--nonsense"), "--nonsense", program="nanovlm")
-    (folder := tmp_path / "model").mkdir()
-    for path in model_folder.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder = shutil.copytree(model_folder, tmp_path / "model")
     raw = json.loads((folder / "config.json").read_text())
     del raw["lm_chat_template"]
     (folder / "config.json").write_text(json.dumps(raw))
-    assert_usage_error(
-        chat("?\n", "good.png", model=folder), "no lm_chat_template", "one at a time", program="nanovlm chat"
-    )
+    result = chat("?\n", "good.png", model=folder)
+    assert_usage_error(result, "no lm_chat_template", "one at a time", program="nanovlm chat")
 
 
 @pytest.mark.full
 def test_terminal_has_prompt_history_and_exit(model_folder, tmp_path):
     pty = pytest.importorskip("pty")
     master, slave = pty.openpty()
-    program = "import sys; from nanovlm.cli.main import main; sys.exit(main())"
+    program = "from nanovlm.cli.main import main; main()"
     command = [sys.executable, "-c", program, "chat", "good.png", "--model", str(model_folder), *FAST_FLAGS]
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"}

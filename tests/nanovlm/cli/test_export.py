@@ -49,9 +49,9 @@ def test_unsupported_config_is_one_error_line(tmp_path, tiled, capsys):
     assert "lm_attn_scaling=1.5" in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("argv", [["nowhere/at-all/x", "--out", "x"], [str(SAMPLE), "--out", "x"]])
-def test_missing_model_is_one_error_line(argv, capsys):
-    assert cli.main(["export", *argv]) == 2
+@pytest.mark.parametrize("model", ["nowhere/at-all/x", str(SAMPLE)])
+def test_missing_model_is_one_error_line(model, capsys):
+    assert cli.main(["export", model, "--out", "x"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -74,85 +74,75 @@ def lora_run(tmp_path_factory):
     return run_lora(tmp_path_factory.mktemp("lora"), EMBEDDED)
 
 
+def their_model(folder, adapter=None):
+    """What transformers loads from a folder, in float32, with PEFT's adapter of another one."""
+    transformers, peft = map(pytest.importorskip, ("transformers", "peft"))
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    return model if adapter is None else peft.PeftModel.from_pretrained(model, adapter)
+
+
 @pytest.mark.full
 @torch.no_grad()
-@pytest.mark.full
 def test_adapters_are_exported_beside_their_base_model(lora_run, tmp_path, capsys):
     """transformers and PEFT compute from base and adapters what the merged model of the run computes."""
-    transformers = pytest.importorskip("transformers")
-    peft = pytest.importorskip("peft")
     assert cli.main(["export", str(lora_run), "--adapters", "--out", str(tmp_path / "out")]) == 0
-    exported = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
     inputs = (run := Captioner.from_pretrained(lora_run, "cpu", "float32")).processor([[load_image(SAMPLE)]], [PROMPT])
     embedded = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
-    assert_same_logits(embedded.model, exported, inputs["input_ids"], inputs["images"])
-    adapted = peft.PeftModel.from_pretrained(exported, tmp_path / "out" / "adapter")
+    arguments = inputs["input_ids"], inputs["images"]
+    assert_same_logits(embedded.model, their_model(tmp_path / "out"), *arguments)
+    adapted = their_model(tmp_path / "out", tmp_path / "out" / "adapter")
     with pytest.raises(AssertionError):
-        assert_same_logits(embedded.model, adapted, inputs["input_ids"], inputs["images"], tolerance=0.1)
-    assert_same_logits(run.model, adapted, inputs["input_ids"], inputs["images"], tolerance=1e-2)  # stored as float16
+        assert_same_logits(embedded.model, adapted, *arguments, tolerance=0.1)
+    assert_same_logits(run.model, adapted, *arguments, tolerance=1e-2)  # stored as float16
     read_adapters(lora_run, embedded.model)
-    assert_same_logits(embedded.model, adapted, inputs["input_ids"], inputs["images"])
+    assert_same_logits(embedded.model, adapted, *arguments)
     config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str((tmp_path / "out").resolve())
     assert "merged" not in capsys.readouterr().err
     assert cli.main(["export", str(lora_run), "--out", str(tmp_path / "merged")]) == 0
-    merged = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
-    assert_same_logits(run.model, merged, inputs["input_ids"], inputs["images"])
+    assert_same_logits(run.model, their_model(tmp_path / "merged"), *arguments)
     assert "merged into the weights; --adapters" in capsys.readouterr().err
 
 
 @pytest.mark.full
 @torch.no_grad()
-@pytest.mark.full
 def test_adapters_of_a_smolvlm_are_exported_beside_it(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    peft = pytest.importorskip("peft")
     theirs, processor = write_folder(tmp_path / "base")
     run = run_lora(tmp_path, tmp_path / "base")
     assert cli.main(["export", str(run), "--adapters", "--out", str(tmp_path / "out")]) == 0
     inputs = their_inputs(processor, [load_image(SAMPLE)], ["What is this?"])
-    exported = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
-    assert torch.equal(exported(**inputs).logits, theirs(**inputs).logits)
-    adapted = peft.PeftModel.from_pretrained(exported, tmp_path / "out" / "adapter")
-    merged = transformers.AutoModelForImageTextToText.from_pretrained(run).eval()
-    expected = merged(**inputs).logits
+    assert torch.equal(their_model(tmp_path / "out")(**inputs).logits, theirs(**inputs).logits)
+    adapted = their_model(tmp_path / "out", tmp_path / "out" / "adapter")
+    expected = their_model(run)(**inputs).logits
     torch.testing.assert_close(adapted(**inputs).logits, expected, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(theirs(**inputs).logits, expected, atol=1e-2)
 
 
 @pytest.mark.full
 @torch.no_grad()
-@pytest.mark.full
 def test_adapters_of_a_run_in_another_layout_have_their_base_model(tmp_path):
     """train --format smolvlm makes a new model, which the run's folder keeps."""
-    transformers = pytest.importorskip("transformers")
-    peft = pytest.importorskip("peft")
     run = run_lora(tmp_path, EMBEDDED, "--format", "smolvlm")
     assert cli.main(["export", str(run), "--adapters", "--out", str(tmp_path / "out")]) == 0
     inputs = Captioner.from_pretrained(run, "cpu", "float32").processor([[load_image(SAMPLE)]], [PROMPT])
     arguments = {"input_ids": inputs["input_ids"], "pixel_values": inputs["images"][None]}
-    exported = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    before = exported(**arguments).logits
-    adapted = peft.PeftModel.from_pretrained(exported, tmp_path / "out" / "adapter")(**arguments).logits
-    merged = (
-        transformers.AutoModelForImageTextToText.from_pretrained(run, dtype=torch.float32).eval()(**arguments).logits
-    )
+    before = their_model(tmp_path / "out")(**arguments).logits
+    adapted = their_model(tmp_path / "out", tmp_path / "out" / "adapter")(**arguments).logits
+    merged = their_model(run)(**arguments).logits
     assert (adapted - merged).abs().max() <= 1e-2 * merged.abs().max() < 0.1 * (before - merged).abs().max()
 
 
 @pytest.mark.full
 def test_adapters_of_another_base_model_are_refused(lora_run, model_folder, tmp_path, capsys):
-    argv = ["export", str(lora_run), "--out", str(tmp_path / "out")]
-    assert cli.main([*argv, "--adapters", "--base", str(model_folder)]) == 2
-    assert f"were not trained on {model_folder}, whose" in capsys.readouterr().err
-    assert cli.main([*argv, "--base", str(model_folder)]) == 2
-    assert "--base has no effect without --adapters" in capsys.readouterr().err
-    shutil.copytree(lora_run, tmp_path / "unnamed")
-    path = tmp_path / "unnamed" / "adapter_config.json"
+    path = Path(shutil.copytree(lora_run, tmp_path / "unnamed"), "adapter_config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": None}))
-    assert cli.main(["export", str(path.parent), "--adapters", "--out", str(tmp_path / "out")]) == 2
-    assert "names no base model; pass --base" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    for folder, flags, words in (
+        (lora_run, ["--adapters", "--base", str(model_folder)], f"were not trained on {model_folder}, whose"),
+        (lora_run, ["--base", str(model_folder)], "--base needs --adapters"),
+        (path.parent, ["--adapters"], "names no base model; pass --base"),
+    ):
+        assert cli.main(["export", str(folder), "--out", str(tmp_path / "out"), *flags]) == 2
+        assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.full
@@ -162,12 +152,8 @@ def test_stock_nanovlm_finds_the_tokenizer_of_a_trained_folder(lora_run, tmp_pat
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     cfg = json.loads((lora_run / "config.json").read_text())
-    stock = transformers.AutoTokenizer.from_pretrained(
-        cfg["lm_tokenizer"],
-        use_fast=True,
-        extra_special_tokens=cfg["vlm_extra_tokens"],
-        chat_template=cfg["lm_chat_template"],
-    )
+    more = {"extra_special_tokens": cfg["vlm_extra_tokens"], "chat_template": cfg["lm_chat_template"]}
+    stock = transformers.AutoTokenizer.from_pretrained(cfg["lm_tokenizer"], use_fast=True, **more)
     ours = Captioner.from_pretrained(lora_run, "cpu", "float32").tokenizer
     chat = [{"role": "user", "content": "What is this?"}]
     assert stock.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) == ours.encode_chat(chat)
@@ -176,10 +162,10 @@ def test_stock_nanovlm_finds_the_tokenizer_of_a_trained_folder(lora_run, tmp_pat
 
 
 def test_a_model_is_not_exported_onto_itself(model_folder, capsys):
-    before = {path.name: path.read_bytes() for path in Path(model_folder).iterdir()}
+    before = {path.name: path.read_bytes() for path in model_folder.iterdir()}
     assert cli.main(["export", str(model_folder), "--out", f"{model_folder}/."]) == 2
     assert "is the model's own folder" in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in Path(model_folder).iterdir()} == before
+    assert {path.name: path.read_bytes() for path in model_folder.iterdir()} == before
 
 
 def test_an_older_export_leaves_no_files_that_readers_take_for_new_ones(model_folder, tmp_path):

@@ -17,14 +17,16 @@ from support.cli import FAST_FLAGS, assert_usage_error, run_program
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
+OF_COMPILING = ["compile", "caption --compile", "chat --no-compile"]  # verbs and flags of earlier commits
 
-@pytest.mark.parametrize("argv", [[], ["paint"], ["--unknown"], ["caption", "--unknown"], ["train", "--recipe", "x"]])
-def test_wrong_verb_is_one_error_line(argv, capsys):
+
+@pytest.mark.parametrize("command", ["", "paint", "--unknown", "caption --unknown", "train --recipe x", *OF_COMPILING])
+def test_wrong_verbs_and_flags_are_one_error_line(command, capsys):
     with pytest.raises(SystemExit) as end:
-        cli.main(argv)
-    assert_usage_error(
-        (end.value.code, *capsys.readouterr()), program="nanovlm train" if "train" in argv else "nanovlm"
-    )
+        cli.main(command.split())
+    words = ["nothing is compiled by you any more"] * (command in OF_COMPILING)
+    program = "nanovlm train" if "train" in command else "nanovlm"
+    assert_usage_error((end.value.code, *capsys.readouterr()), *words, program=program)
 
 
 @pytest.mark.parametrize("argv", [["generate.py"], ["train.py"], ["-m", "nanovlm"]])
@@ -53,14 +55,6 @@ def test_threads_spin_briefly_unless_the_environment_says_otherwise(monkeypatch,
     monkeypatch.delitem(sys.modules, "torch")
     cli.limit_spinning()
     assert os.environ.get("GOMP_SPINCOUNT") == spins
-
-
-@pytest.mark.parametrize("argv", [["compile"], ["caption", "--compile"], ["chat", "--no-compile"]])
-def test_who_still_compiles_is_told_that_it_is_not_needed(argv, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(argv)
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and error.count("\n") == 1 and "nothing is compiled by you any more" in error
 
 
 def test_version(capsys):
@@ -127,25 +121,16 @@ def failing(generate, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("error", [UsageError("bad flag"), DataError("bad row"), CheckpointError("no model")])
-def test_user_errors_are_one_line_and_their_exit_code(failing, error):
-    assert failing(error) == (error.exit_code, "", f"generate.py: {error}\n")
-
-
-def test_input_and_image_errors_exit_with_1():
-    assert (InputError.exit_code, ImageError.exit_code) == (1, 1)
-
-
 @pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
-    ],
+    ("error", "code"),
+    [(UsageError, 2), (DataError, 2), (CheckpointError, CheckpointError.exit_code), (ImageError, 1)],
 )
-def test_out_of_memory_is_one_line_with_a_way_out(failing, error):
-    code, out, err = failing(error)
+def test_user_errors_are_one_line_and_their_exit_code(failing, error, code):
+    assert failing(error("bad")) == (code, "", "generate.py: bad\n") and InputError.exit_code == 1
+
+
+def test_out_of_memory_is_one_line_with_a_way_out(failing):
+    code, out, err = failing(torch.OutOfMemoryError("CUDA out of memory"))
     assert (code, out) == (1, "") and len(err.splitlines()) == 1
     assert "not enough memory" in err and "--dtype bfloat16" in err
 
