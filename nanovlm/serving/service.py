@@ -42,8 +42,8 @@ from nanovlm.serving.chat_format import (
 )
 from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import APIError, as_api_error
-from nanovlm.serving.limits import Limits
 from nanovlm.serving.metrics import Metrics
+from nanovlm.serving.options import Limits
 from nanovlm.serving.protocol import ContentPart, Dialect, GenerationRequest, VideoPart
 from nanovlm.serving.response_formats import ChatFormat, TextDelta
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
@@ -62,7 +62,7 @@ class Caches:
 
     @classmethod
     def from_limits(cls, limits: Limits) -> "Caches":
-        images, prefixes = limits.image_cache_bytes, limits.prefix_cache_bytes
+        images, prefixes = limits.image_cache, limits.prefix_cache
         return cls(ImageCache(images) if images else None, PrefixCache(prefixes) if prefixes else None)
 
 
@@ -99,7 +99,7 @@ class ChatService:
         self.metrics = Metrics(self.engine, lambda: self.num_waiting, self.caches.images, self.caches.prefixes)
         image_bytes = captioner.processor.max_tiles_per_image * 3 * captioner.processor.cfg.vit_img_size**2 * 4
         self.pixel_budget = Budget(max(1, pixel_budget_bytes // image_bytes), reserved=1)
-        self.body_budget = Budget(self.limits.max_body_bytes * capacity, self.limits.max_body_bytes * (capacity // 16))
+        self.body_budget = Budget(self.limits.max_body * capacity, self.limits.max_body * (capacity // 16))
         self.decoding_budget = Budget(self.limits.max_num_seqs, reserved=self.limits.max_num_seqs // 16)
         self.threads = FairThreads(max(2, min(4, os.cpu_count() or 1)))
         self.context = captioner.processor.cfg.lm_max_position_embeddings
@@ -134,11 +134,11 @@ class ChatService:
     async def _complete(self, http_request: Request, dialect: type[Dialect], make_format: type[ChatFormat]) -> Response:
         loop = asyncio.get_running_loop()
         arrival, client = loop.time(), http_request.client.host if http_request.client else ""
-        deadline = partial(request_deadline, arrival + self.limits.timeout_s, self.limits.timeout_s)
+        deadline = partial(request_deadline, arrival + self.limits.timeout, self.limits.timeout)
         async with AsyncExitStack() as request_scope:  # what it holds is released when the response ends
             async with deadline():
                 self.admission.check(client)  # a body that is whole takes a place: half of one keeps nobody out
-                body = await read_body(http_request, self.limits.max_body_bytes, self.body_budget, client)
+                body = await read_body(http_request, self.limits.max_body, self.body_budget, client)
                 self.admission.acquire(client, 1, request_scope)
                 request = await self.threads.run(client, dialect.parse, body)
                 request.client = client
@@ -263,7 +263,7 @@ class ChatService:
                     continue
                 name, number = f"video {number + 1}", number + 1
                 try:
-                    file = await self._file(part.video_url.url, name, self.limits.max_body_bytes)
+                    file = await self._file(part.video_url.url, name, self.limits.max_body)
                     content += await self.threads.run(request.client, video_parts, name, file, with_times)
                 except NanoVLMError as error:
                     raise APIError(400, str(error), "invalid_video", request.prompt_field) from None
@@ -294,7 +294,7 @@ class ChatService:
     async def _fetch_images(self, chat: Chat) -> list[str | bytes]:
         """The files of remote images; data URLs remain as they are, since a thread decodes them faster."""
         files: list[str | bytes] = []
-        free_bytes = self.limits.max_body_bytes
+        free_bytes = self.limits.max_body
         for number, image in enumerate(chat.image_urls, 1):
             try:
                 files.append(await self._file(image.url, f"image {number}", free_bytes))

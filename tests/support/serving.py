@@ -15,7 +15,7 @@ from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE
 from nanovlm.serving.app import make_app
 from nanovlm.serving.engine import Engine
-from nanovlm.serving.limits import Limits
+from nanovlm.serving.options import Limits
 from nanovlm.serving.server import DrainingServer
 from nanovlm.serving.service import Caches, ChatService
 

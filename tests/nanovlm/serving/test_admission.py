@@ -14,7 +14,7 @@ from nanovlm import Captioner
 from nanovlm.processing.processor import Processor
 from nanovlm.serving.admission import Budget, read_body
 from nanovlm.serving.errors import APIError
-from nanovlm.serving.limits import Limits
+from nanovlm.serving.options import Limits
 from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, http, until, user_message
 
 GREEDY = {"x-forwarded-for": "192.0.2.1"}  # as a proxy on this machine names its client

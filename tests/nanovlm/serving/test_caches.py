@@ -8,7 +8,7 @@ from models.inference.serving_caches import ImageCache, PrefixCache
 from nanovlm import SAMPLE, Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.processing.processor import Processor
-from nanovlm.serving.limits import Limits
+from nanovlm.serving.options import Limits
 from nanovlm.serving.service import Caches
 from nanovlm.synthetic import draw, random_scene
 from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, data_url, user_message
@@ -93,9 +93,9 @@ def test_another_image_is_never_mistaken(embedded):
 
 
 def test_caches_are_as_large_as_the_limits_say():
-    caches = Caches.from_limits(Limits(image_cache_bytes=0, prefix_cache_bytes=5000))
+    caches = Caches.from_limits(Limits(image_cache=0, prefix_cache=5000))
     assert caches.images is None and caches.prefixes is not None
-    assert Caches.from_limits(Limits(prefix_cache_bytes=0)).prefixes is None
+    assert Caches.from_limits(Limits(prefix_cache=0)).prefixes is None
 
 
 def test_server_without_caches_counts_nothing(embedded):

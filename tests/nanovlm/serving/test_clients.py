@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nanovlm import SAMPLE
-from nanovlm.serving.limits import Limits
+from nanovlm.serving.options import Limits
 from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, http, until, user_message
 
 pytestmark = pytest.mark.full
@@ -30,7 +30,7 @@ def test_openai(openai_client):
 
 def test_openai_reads_errors(embedded):
     openai = pytest.importorskip("openai")
-    limits = Limits(max_body_bytes=50_000)
+    limits = Limits(max_body=50_000)
     with RunningServer(embedded, limits, api_key="right") as server:
         with pytest.raises(openai.AuthenticationError, match="API key"):
             server.openai_client(api_key="wrong").models.list()

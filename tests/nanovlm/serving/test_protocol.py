@@ -5,7 +5,7 @@ import io
 import pytest
 from PIL import Image
 
-from nanovlm.serving.limits import Limits
+from nanovlm.serving.options import Limits
 from support.serving import SAMPLE_URL, RunningServer, data_url, http, user_message
 
 TEXT_PART = {"type": "text", "text": "?"}
@@ -142,7 +142,7 @@ def test_error_of_a_response_names_its_fields(served):
 
 
 def test_body_that_is_too_long_gets_413(embedded):
-    with RunningServer(embedded, Limits(max_body_bytes=50_000)) as server:
+    with RunningServer(embedded, Limits(max_body=50_000)) as server:
         for body in (b"x" * 100_000, {"model": "nanovlm", "messages": user_message("?" * 60_000)}):
             response = server.post(body)
             assert response.status_code == 413 and "more than 50,000 bytes" in response.json()["error"]["message"]

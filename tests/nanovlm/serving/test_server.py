@@ -12,7 +12,8 @@ import pytest
 
 from nanovlm import SAMPLE, Captioner
 from nanovlm.errors import UsageError
-from nanovlm.serving.server import ServerOptions, listen
+from nanovlm.serving.options import ServerOptions
+from nanovlm.serving.server import listen
 from support import ROOT
 from support.serving import QUESTIONS, SAMPLE_URL, PlainClient, RunningServer, http, until, user_message
 
@@ -21,7 +22,8 @@ import time
 from nanovlm import Captioner
 from nanovlm.console import configure_logging
 from nanovlm.serving.engine import Engine
-from nanovlm.serving.server import ServerOptions, listen, serve
+from nanovlm.serving.options import ServerOptions
+from nanovlm.serving.server import listen, serve
 from nanovlm.serving.service import ChatService
 from support.serving import WatchedBatch, http
 
@@ -110,10 +112,10 @@ def test_other_machines_need_a_key(host):
 
 def test_loopback_names_and_further_ones_are_served():
     assert ServerOptions().allowed_hosts == {"127.0.0.1", "localhost", "::1"}
-    assert ServerOptions(host="127.0.0.2", allow_hosts=("Proxy.example",)).allowed_hosts == {
+    assert ServerOptions(host="127.0.0.2", allow_host=("Proxy.example",)).allowed_hosts == {
         "127.0.0.1", "localhost", "::1", "127.0.0.2", "proxy.example",
     }  # fmt: skip
-    options = ServerOptions(host="0.0.0.0", api_key="x", allow_hosts=("name.example",))
+    options = ServerOptions(host="0.0.0.0", api_key="x", allow_host=("name.example",))
     assert "name.example" in options.allowed_hosts
 
 

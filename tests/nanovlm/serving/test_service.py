@@ -18,7 +18,7 @@ from nanovlm import SAMPLE, Captioner
 from nanovlm.captioner import NO_IMAGE
 from nanovlm.chat_session import ChatSession
 from nanovlm.processing.processor import Processor
-from nanovlm.serving.limits import Limits
+from nanovlm.serving.options import Limits
 from nanovlm.synthetic import draw, random_scene
 from support import ROOT
 from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, data_url, http, until, user_message
@@ -236,7 +236,7 @@ def test_client_that_leaves_a_stream_frees_its_slot(embedded, slow):
 
 
 def test_request_that_takes_too_long_gets_504(embedded, gate):
-    with RunningServer(embedded, Limits(timeout_s=0.4), batch=gate.batch) as server:
+    with RunningServer(embedded, Limits(timeout=0.4), batch=gate.batch) as server:
         for stream in (False, True):
             response = server.post({"model": "nanovlm", "messages": user_message("?", SAMPLE_URL), "stream": stream})
             assert response.status_code == 504 and "within 0.4 s" in response.json()["error"]["message"]
@@ -245,7 +245,7 @@ def test_request_that_takes_too_long_gets_504(embedded, gate):
 
 
 def test_stream_that_takes_too_long_ends_with_an_error(embedded, slow):
-    with RunningServer(embedded, Limits(timeout_s=0.5), batch=slow) as server:
+    with RunningServer(embedded, Limits(timeout=0.5), batch=slow) as server:
         *chunks, last = server.client().chat.completions.create(messages=ASKED, stream=True)
         assert len(chunks) > 2 and "within 0.5 s" in last.error.message
         until(lambda: server.idle)
@@ -295,7 +295,7 @@ def test_pixel_budget_is_held_until_decoding_threads_return(embedded):
     processor = WatchedProcessor(embedded.processor, lambda: decoding.set() or go_on.wait(30))
     captioner = Captioner(embedded.model, processor)
     body = {"model": "nanovlm", "messages": user_message("?", SAMPLE_URL), "max_tokens": 3}
-    with RunningServer(captioner, Limits(timeout_s=0.3), pixel_budget_bytes=1) as server:
+    with RunningServer(captioner, Limits(timeout=0.3), pixel_budget_bytes=1) as server:
         assert server.post(body).status_code == 504
         assert decoding.is_set() and server.idle
         assert server.service.pixel_budget.n_free == 0, "a thread still decodes the image"
