@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class SequenceRequest:
-    """A prompt and how to continue it; see `ContinuousBatch.add`."""
+    """A prompt and how to continue it: the arguments of `ContinuousBatch.add`."""
 
     input_ids: Tensor  # (T,)
     images: Sequence[TiledImage]
@@ -172,19 +172,8 @@ class Engine:
             self._add_to_batch(sequence)
 
     def _add_to_batch(self, sequence: _Sequence) -> None:
-        request = sequence.request
         try:
-            self.batch.add(
-                sequence.id,
-                request.input_ids,
-                request.images,
-                max_new_tokens=request.max_new_tokens,
-                sampling=request.sampling,
-                logits_processor=request.logits_processor,
-                top_logprobs=request.top_logprobs,
-                client=request.client,
-                model=request.model,
-            )
+            self.batch.add(sequence.id, **vars(sequence.request))
         except BaseException as error:
             self._fail(sequence, error)
 

@@ -6,7 +6,6 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 
 from starlette.requests import Request
@@ -53,25 +52,11 @@ logger = logging.getLogger(__name__)
 PIXEL_BUDGET_BYTES = 2**28  # of images that are decoded and not prefilled yet, as float32
 
 
-@dataclass(frozen=True)
-class Caches:
-    """What is kept between requests; None is no cache."""
-
-    images: ImageCache | None = None
-    prefixes: PrefixCache | None = None
-
-    @classmethod
-    def from_limits(cls, limits: Limits) -> "Caches":
-        images, prefixes = limits.image_cache, limits.prefix_cache
-        return cls(ImageCache(images) if images else None, PrefixCache(prefixes) if prefixes else None)
-
-
 class ChatService:
     """Answers requests with a model and, by their names, with its adapters, which `with_adapter` made of it.
 
     A request that names none of them, which strict_model refuses, is answered by the first adapter or else the model.
-    fetcher, engine, pixel_budget_bytes and caches replace the defaults: no remote images, an engine of the captioner's
-    model with caches as large as the limits say.
+    fetcher, batch_type and pixel_budget_bytes replace the defaults; without a fetcher remote images are refused.
     """
 
     def __init__(
@@ -81,22 +66,28 @@ class ChatService:
         limits: Limits | None = None,
         *,
         fetcher: ImageFetcher | None = None,
-        engine: Engine | None = None,
+        batch_type: Callable[..., ContinuousBatch] = ContinuousBatch,
         pixel_budget_bytes: int = PIXEL_BUDGET_BYTES,
         strict_model: bool = False,
-        caches: Caches | None = None,
         adapters: Mapping[str, InferenceModel] | None = None,
     ):
         self.strict_model, self._warned_of_no_image = strict_model, False
         self.captioner, self.base_name, self.limits = captioner, name, limits or Limits()
         self.adapters = adapters or {}
         self.names = [*self.adapters, name]
-        self.caches = caches or Caches.from_limits(self.limits)
-        self.engine = engine or Engine(lambda: new_batch(captioner, self.limits.max_num_seqs, self.caches))
+        new_batch = partial(
+            batch_type,
+            captioner.inference,
+            max_num_seqs=self.limits.max_num_seqs,
+            eos_token_id=captioner.tokenizer.eos_token_ids,
+            image_cache=ImageCache(self.limits.image_cache) if self.limits.image_cache else None,
+            prefix_cache=PrefixCache(self.limits.prefix_cache) if self.limits.prefix_cache else None,
+        )
+        self.engine = Engine(new_batch)
         self.fetcher = fetcher or ImageFetcher()
         capacity = self.limits.max_num_seqs + self.limits.max_pending
         self.admission = Admission(capacity)
-        self.metrics = Metrics(self.engine, lambda: self.num_waiting, self.caches.images, self.caches.prefixes)
+        self.metrics = Metrics(self.engine, lambda: self.num_waiting)
         image_bytes = captioner.processor.max_tiles_per_image * 3 * captioner.processor.cfg.vit_img_size**2 * 4
         self.pixel_budget = Budget(max(1, pixel_budget_bytes // image_bytes), reserved=1)
         self.body_budget = Budget(self.limits.max_body * capacity, self.limits.max_body * (capacity // 16))
@@ -241,7 +232,7 @@ class ChatService:
         request_scope.callback(reservation.release)
         await reservation.acquire(len(files))
         processor, encoder = self.captioner.processor, self.model_name(request.model)
-        options = self.limits.max_pixels, self.caches.images, encoder
+        options = self.limits.max_pixels, self.engine.batch.image_cache, encoder
         images: list[TiledImage] = []
         for number, file in enumerate(files, 1):
             try:
@@ -325,13 +316,3 @@ class ChatService:
     def _count_tokens(self, stream: ResponseStream) -> None:
         self.metrics.prompt_tokens.inc(stream.num_prompt_tokens)
         self.metrics.answer_tokens.inc(stream.num_tokens)
-
-
-def new_batch(captioner: Captioner, max_num_seqs: int, caches: Caches) -> ContinuousBatch:
-    return ContinuousBatch(
-        captioner.inference,
-        max_num_seqs=max_num_seqs,
-        eos_token_id=captioner.tokenizer.eos_token_ids,
-        image_cache=caches.images,
-        prefix_cache=caches.prefixes,
-    )

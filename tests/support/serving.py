@@ -5,6 +5,8 @@ import io
 import json
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 
 import httpx
 import uvicorn
@@ -14,10 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE
 from nanovlm.serving.app import make_app
-from nanovlm.serving.engine import Engine
 from nanovlm.serving.options import Limits
 from nanovlm.serving.server import DrainingServer
-from nanovlm.serving.service import Caches, ChatService
+from nanovlm.serving.service import ChatService
 
 # One for all tests: each new client would read all certificates. It keeps no connection: ports change their servers.
 http = httpx.Client(timeout=60, verify=False, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
@@ -26,9 +27,8 @@ http = httpx.Client(timeout=60, verify=False, trust_env=False, limits=httpx.Limi
 class WatchedBatch(ContinuousBatch):
     """Calls before_step() before each step, and on_add(key, images) for each prompt."""
 
-    def __init__(self, captioner, max_num_seqs=32, before_step=lambda: None, on_add=lambda key, images: None, **caches):
-        eos_token_id = captioner.tokenizer.eos_token_id
-        super().__init__(captioner.inference, max_num_seqs=max_num_seqs, eos_token_id=eos_token_id, **caches)
+    def __init__(self, model, before_step=lambda: None, on_add=lambda key, images: None, **options):
+        super().__init__(model, **options)
         self.before_step, self.on_add = before_step, on_add
 
     def add(self, key, input_ids, images=None, **options):
@@ -41,7 +41,7 @@ class WatchedBatch(ContinuousBatch):
 
 
 class RunningServer:
-    """A server of its own on a free port, in a thread; more options are those of WatchedBatch."""
+    """A server of its own on a free port, in a thread; batch are options of WatchedBatch, caches the caches' bytes."""
 
     def __init__(
         self,
@@ -50,18 +50,14 @@ class RunningServer:
         *,
         allowed_hosts=None,
         api_key=None,
-        make_batch=None,
-        batch=None,
+        batch=(),
         allowed_origins=(),
-        caches=None,
+        caches=(0, 0),
         **service_options,
     ):
-        limits = limits or Limits()
-        caches = caches or Caches()
-        batch = {"image_cache": caches.images, "prefix_cache": caches.prefixes} | (batch or {})
-        make_batch = make_batch or (lambda: WatchedBatch(captioner, limits.max_num_seqs, **batch))
-        options = {"engine": Engine(make_batch), "caches": caches} | service_options
-        self.service = ChatService(captioner, "nanovlm", limits, **options)
+        limits = replace(limits or Limits(), image_cache=caches[0], prefix_cache=caches[1])
+        batch_type = partial(WatchedBatch, **dict(batch))
+        self.service = ChatService(captioner, "nanovlm", limits, batch_type=batch_type, **service_options)
         app = make_app(self.service, allowed_hosts, api_key, allowed_origins=allowed_origins)
         config = uvicorn.Config(app, port=0, log_level="warning", ws="none", http="h11")
         self.server = DrainingServer(config, self.service)

@@ -19,9 +19,9 @@ from support.serving import QUESTIONS, SAMPLE_URL, PlainClient, RunningServer, h
 
 SLOW_SERVER = """
 import time
+from functools import partial
 from nanovlm import Captioner
 from nanovlm.console import configure_logging
-from nanovlm.serving.engine import Engine
 from nanovlm.serving.options import ServerOptions
 from nanovlm.serving.server import listen, serve
 from nanovlm.serving.service import ChatService
@@ -29,9 +29,9 @@ from support.serving import WatchedBatch, http
 
 configure_logging()
 captioner, options = Captioner.from_pretrained(device="cpu"), ServerOptions(port=0)
-engine = Engine(lambda: WatchedBatch(captioner, before_step=lambda: time.sleep(0.1)))
+batch_type = partial(WatchedBatch, before_step=lambda: time.sleep(0.1))
 with listen(options) as listening_socket:
-    serve(ChatService(captioner, "nanovlm", engine=engine), listening_socket, options)
+    serve(ChatService(captioner, "nanovlm", batch_type=batch_type), listening_socket, options)
 """
 
 
