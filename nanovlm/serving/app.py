@@ -13,8 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from nanovlm.embedded import SAMPLE
 from nanovlm.serving.errors import APIError, internal_error
-from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, Dialect, ResponsesRequest
-from nanovlm.serving.response_formats import ChatFormat, CompletionFormat, ResponsesFormat
+from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, ResponsesRequest
 from nanovlm.serving.security import BrowserSecurityMiddleware, require_api_key
 from nanovlm.serving.service import ChatService
 
@@ -25,10 +24,10 @@ PAGE_FILES = {
     "/page.js": STATIC / "page.js",
     "/sample.png": SAMPLE,
 }
-POST_ROUTES: dict[str, tuple[type[Dialect], type[ChatFormat]]] = {
-    "/chat/completions": (ChatCompletionRequest, ChatFormat),
-    "/completions": (CompletionRequest, CompletionFormat),
-    "/responses": (ResponsesRequest, ResponsesFormat),
+POST_ROUTES: dict[str, type[GenerationRequest]] = {
+    "/chat/completions": ChatCompletionRequest,
+    "/completions": CompletionRequest,
+    "/responses": ResponsesRequest,
 }
 GET = ["GET", "HEAD"]
 
@@ -81,9 +80,9 @@ def api_routes(service: ChatService, description: str) -> APIRouter:
         for name in service.names
     }
 
-    def post_route(*dialect: Any) -> Callable[[Request], Awaitable[Response]]:
+    def post_route(dialect: type[GenerationRequest]) -> Callable[[Request], Awaitable[Response]]:
         async def create(request: Request) -> Response:
-            return await service.complete(request, *dialect)
+            return await service.complete(request, dialect)
 
         return create
 
@@ -100,7 +99,7 @@ def api_routes(service: ChatService, description: str) -> APIRouter:
 
     for prefix in ("/v1", ""):  # some clients leave it out, as llama.cpp's server allows
         for path, dialect in POST_ROUTES.items():
-            router.add_api_route(prefix + path, post_route(*dialect), methods=["POST"])
+            router.add_api_route(prefix + path, post_route(dialect), methods=["POST"])
         router.add_api_route(f"{prefix}/models", list_models, methods=GET)
         router.add_api_route(f"{prefix}/models/{{name:path}}", retrieve_model, methods=GET)
     router.add_api_route("/metrics", metrics, methods=GET)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from models.inference.serving_caches import ImageCache, TiledImage
 from nanovlm.embedded import PROMPT
-from nanovlm.errors import ImageError, NanoVLMError
+from nanovlm.errors import ImageError
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.image_urls import decode_data_url
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
-from nanovlm.serving.errors import APIError
+from nanovlm.serving.errors import APIError, refusing
 from nanovlm.serving.protocol import ContentPart, ImagePart, MediaURL, Message, TextPart
 
 
@@ -116,15 +116,13 @@ def _unchanged_turns(messages: Sequence[Message], is_asked: bool) -> tuple[list[
 def prepare_inputs(chat: Chat, images: list[TiledImage], processor: Processor) -> ModelInputs:
     """The tokens of a chat about preprocessed images. Threads may do it."""
     grids = [image.grid for image in images if image.grid is not None]
-    try:
+    tokenizer = processor.tokenizer
+    with refusing(chat.param):  # the model has no chat template, or the template refuses this chat
         if chat.turns is None:
             ids = processor.encode_prompt(grids, chat.question, chat.history)
         else:
             ids = processor.encode_turns(grids, chat.turns)
-        tokenizer = processor.tokenizer
         continued_ids = tokenizer.encode(tokenizer.answer_prefix + chat.answer) if chat.answer else []
-    except NanoVLMError as error:  # the model has no chat template, or the template refuses this chat
-        raise APIError(400, str(error), param=chat.param) from None
     return ModelInputs(torch.tensor(ids + continued_ids), images, continued_ids)
 
 
@@ -192,10 +190,6 @@ def video_parts(name: str, file: str | bytes, with_times: bool) -> list[ContentP
         parts += [TextPart(type="text", text=label)] if with_times else []
         parts.append(ImagePart(type="image_url", image_url=MediaURL(url=url, detail="low")))
     return [*parts, TextPart(type="text", text=end)] if with_times else parts
-
-
-def invalid_image(message: str, param: str) -> APIError:
-    return APIError(400, message, "invalid_image", param)
 
 
 def check_image_tokens(images: Sequence[TiledImage], processor: Processor, param: str) -> None:

@@ -92,7 +92,7 @@ def test_half_sent_bodies_keep_nobody_out(served):
     body = json.dumps({"messages": user_message("?"), "max_tokens": 2}).encode()
     host, port = served.url.removeprefix("http://").split(":")
     with contextlib.ExitStack() as sockets:
-        for _ in range(served.service.admission.capacity + 1):
+        for _ in range(served.service.admission.size + 1):
             half = sockets.enter_context(socket.create_connection((host, int(port))))
             half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n{" % len(body))
         assert served.service.admission.count == 0
