@@ -181,11 +181,6 @@ def assert_events_are(text, events):
     assert "".join(one.token for one in final.output[0].content[0].logprobs) == text
 
 
-def test_response_of_a_stored_conversation_is_refused(served):
-    error = served.post({"input": "?", "previous_response_id": "resp_1"}, "/v1/responses").json()["error"]
-    assert "previous_response_id is not supported" in error["message"]
-
-
 # ----------------------------------------------------------------------------------------------------------- penalties
 
 
