@@ -6,27 +6,16 @@ import pytest
 
 from nanovlm import SAMPLE, Captioner
 from nanovlm.chat_session import ChatSession
-from nanovlm.processing.processor import Processor
 from nanovlm.synthetic import draw, random_scene
-from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, data_url, user_message
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, WatchedProcessor, answer_of, data_url, user_message
 
 LARGE = 2**26
-
-
-class CountingProcessor(Processor):
-    def __init__(self, processor):
-        super().__init__(processor.cfg, processor.tokenizer)
-        self.n_images = 0
-
-    def preprocess(self, image, max_tiles=None):
-        self.n_images += 1
-        return super().preprocess(image, max_tiles)
 
 
 @pytest.fixture
 def counted(embedded):
     """A captioner that counts the images it preprocesses and the tiles it encodes."""
-    captioner, tiles = Captioner(embedded.model, CountingProcessor(embedded.processor)), []
+    captioner, tiles = Captioner(embedded.model, WatchedProcessor(embedded.processor)), []
     encoder = captioner.model.vision_encoder
     hook = encoder.register_forward_pre_hook(lambda module, args: tiles.append(len(args[0])))
     yield captioner, tiles

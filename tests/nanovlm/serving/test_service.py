@@ -17,11 +17,20 @@ from models.decoding import SamplingParams
 from nanovlm import SAMPLE, Captioner
 from nanovlm.captioner import NO_IMAGE
 from nanovlm.chat_session import ChatSession
-from nanovlm.processing.processor import Processor
 from nanovlm.serving.options import Limits
 from nanovlm.synthetic import draw, random_scene
 from support import ROOT
-from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, data_url, http, until, user_message
+from support.serving import (
+    QUESTIONS,
+    SAMPLE_URL,
+    RunningServer,
+    WatchedProcessor,
+    answer_of,
+    data_url,
+    http,
+    until,
+    user_message,
+)
 
 ASKED = user_message(QUESTIONS[0], SAMPLE_URL)
 
@@ -251,19 +260,6 @@ def test_stream_that_takes_too_long_ends_with_an_error(embedded, slow):
         until(lambda: server.idle)
 
 
-class WatchedProcessor(Processor):
-    """Counts the images it has preprocessed; may wait before each."""
-
-    def __init__(self, processor, before_image=lambda: None):
-        super().__init__(processor.cfg, processor.tokenizer)
-        self.n_images, self.before_image = 0, before_image
-
-    def preprocess(self, image, max_tiles=None):
-        self.before_image()
-        self.n_images += 1
-        return super().preprocess(image, max_tiles)
-
-
 def test_waiting_requests_hold_encoded_images_only(embedded, gate):
     """At most two images are in memory as pixels, or those of one request that shows more."""
     processor = WatchedProcessor(embedded.processor)
@@ -331,12 +327,11 @@ def test_question_without_an_image_is_logged_once(embedded, caplog):
 
 
 def test_unexpected_exception_is_logged_and_answered_without_details(embedded, caplog):
-    class BrokenProcessor(Processor):
-        def encode_prompt(self, *args):
-            raise KeyError("a secret path")
+    def fail(question):
+        raise KeyError("a secret path")
 
-    captioner = Captioner(embedded.model, BrokenProcessor(embedded.processor.cfg, embedded.tokenizer))
-    with RunningServer(captioner) as server:
+    processor = WatchedProcessor(embedded.processor, before_prompt=fail)
+    with RunningServer(Captioner(embedded.model, processor)) as server:
         response = server.post({"model": "nanovlm", "messages": user_message("?", SAMPLE_URL)})
         assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
         assert "secret" not in response.text
