@@ -1,6 +1,6 @@
 """The routes of the server: OpenAI's API at /v1, health, metrics and the page."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from nanovlm.embedded import SAMPLE
 from nanovlm.serving.errors import APIError, internal_error
+from nanovlm.serving.options import ServerOptions
 from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, ResponsesRequest
 from nanovlm.serving.security import BrowserSecurityMiddleware, require_api_key
 from nanovlm.serving.service import ChatService
@@ -32,19 +33,8 @@ POST_ROUTES: dict[str, type[GenerationRequest]] = {
 GET = ["GET", "HEAD"]
 
 
-def make_app(
-    service: ChatService,
-    allowed_hosts: Collection[str] | None = None,
-    api_key: str | None = None,
-    description: str = "",
-    allowed_origins: Sequence[str] = (),
-) -> FastAPI:
-    """The server as an ASGI app.
-
-    allowed_hosts are the names it serves (None: all), api_key is what clients must send (None: nothing), description
-    is what /v1/models and the page say about the model. allowed_origins are further origins whose pages may use it,
-    for example http://localhost:3000, or "*" for all.
-    """
+def make_app(service: ChatService, options: ServerOptions, description: str = "") -> FastAPI:
+    """The server as an ASGI app; description is what /v1/models and the page say about the model."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -53,16 +43,16 @@ def make_app(
         service.close()
 
     app = FastAPI(title="nanoVLM", lifespan=lifespan, openapi_url=None)
-    if allowed_origins:
+    if options.allow_origin:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=allowed_origins,
+            allow_origins=options.allow_origin,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
-    app.add_middleware(BrowserSecurityMiddleware, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins)
-    app.include_router(api_routes(service, description), dependencies=[Depends(require_api_key(api_key))])
+    app.add_middleware(BrowserSecurityMiddleware, options=options)
+    app.include_router(api_routes(service, description), dependencies=[Depends(require_api_key(options.api_key))])
     app.add_api_route("/health", health_route(service), methods=GET)
     for path, file in PAGE_FILES.items():
         app.add_api_route(path, file_route(file), methods=GET)

@@ -30,7 +30,7 @@ def listen(options: ServerOptions) -> socket.socket:
 
 def serve(service: ChatService, listening_socket: socket.socket, options: ServerOptions, description: str = "") -> None:
     """Serve until SIGINT or SIGTERM; running answers are finished first."""
-    app = make_app(service, options.allowed_hosts, options.api_key, description, options.allow_origin)
+    app = make_app(service, options, description)
     port, host = listening_socket.getsockname()[1], f"[{options.host}]" if ":" in options.host else options.host
     logger.info(
         "http://%s:%d serves %s: a page, and OpenAI's API at /v1; stop it with ctrl-c",

@@ -17,7 +17,7 @@ from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE
 from nanovlm.processing.processor import Processor
 from nanovlm.serving.app import make_app
-from nanovlm.serving.options import Limits
+from nanovlm.serving.options import Limits, ServerOptions
 from nanovlm.serving.server import DrainingServer
 from nanovlm.serving.service import ChatService
 
@@ -66,18 +66,17 @@ class RunningServer:
         captioner,
         limits=None,
         *,
-        allowed_hosts=None,
-        api_key=None,
+        options=None,
         batch=(),
-        allowed_origins=(),
         caches=(0, 0),
         **service_options,
     ):
         limits = replace(limits or Limits(), image_cache=caches[0], prefix_cache=caches[1])
         batch_type = partial(WatchedBatch, **dict(batch))
         self.service = ChatService(captioner, "nanovlm", limits, batch_type=batch_type, **service_options)
-        app = make_app(self.service, allowed_hosts, api_key, allowed_origins=allowed_origins)
-        config = uvicorn.Config(app, port=0, log_level="warning", ws="none", http="h11")
+        config = uvicorn.Config(
+            make_app(self.service, options or ServerOptions()), port=0, log_level="warning", ws="none", http="h11"
+        )
         self.server = DrainingServer(config, self.service)
         self.thread = threading.Thread(target=self.server.run)
 

@@ -84,7 +84,9 @@ def test_half_sent_bodies_keep_nobody_out(served):
     with contextlib.ExitStack() as sockets:
         for _ in range(served.service.admission.size + 1):
             half = sockets.enter_context(socket.create_connection((host, int(port))))
-            half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n{" % len(body))
+            half.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n{" % len(body)
+            )
         assert served.service.admission.count == 0
         assert served.post(body).status_code == 200
         half.sendall(body[1:])

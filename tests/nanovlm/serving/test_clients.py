@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nanovlm import SAMPLE
-from nanovlm.serving.options import Limits
+from nanovlm.serving.options import Limits, ServerOptions
 from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, http, until, user_message
 
 pytestmark = pytest.mark.full
@@ -31,7 +31,7 @@ def test_openai(openai_client):
 def test_openai_reads_errors(embedded):
     openai = pytest.importorskip("openai")
     limits = Limits(max_body=50_000)
-    with RunningServer(embedded, limits, api_key="right") as server:
+    with RunningServer(embedded, limits, options=ServerOptions(api_key="right")) as server:
         with pytest.raises(openai.AuthenticationError, match="API key"):
             server.openai_client(api_key="wrong").models.list()
         with pytest.raises(openai.APIStatusError, match="more than 50,000 bytes"):
@@ -120,7 +120,7 @@ def test_llm(served, embedded, tmp_path, monkeypatch):
 def test_open_webui(embedded):
     """The list of models, a streamed chat, and the title and tags that it asks for in the background."""
     front_end = {"origin": "http://localhost:3000"}  # "direct connections" come from the browser
-    with RunningServer(embedded, allowed_origins=["http://localhost:3000"]) as server:
+    with RunningServer(embedded, options=ServerOptions(allow_origin=("http://localhost:3000",))) as server:
         models = http.get(f"{server.url}/v1/models", headers=front_end | {"authorization": "Bearer none"}).json()
         model = models["data"][0]["id"]
         parts = [

@@ -12,6 +12,7 @@ from PIL import Image
 from models.decoding import SamplingParams
 from nanovlm import SAMPLE
 from nanovlm.chat_session import ChatSession
+from nanovlm.serving.options import ServerOptions
 from nanovlm.synthetic import draw, random_scene
 from support.serving import QUESTIONS, RunningServer, data_url, until
 
@@ -269,7 +270,7 @@ COLOR = """(name) => {
 
 
 def test_page_asks_for_the_key_of_a_server_that_needs_one(embedded, open_page):
-    with RunningServer(embedded, api_key="secret") as server:
+    with RunningServer(embedded, options=ServerOptions(api_key="secret")) as server:
         page = open_page(server)
         sync_api.expect(page.get_by_label("This server needs an API key")).to_be_focused()
         page.keyboard.type("wrong\n")
@@ -335,7 +336,8 @@ ASK = """(url) => fetch(`${url}/v1/chat/completions`, { method: "POST", headers:
 
 
 def test_pages_of_an_allowed_origin_ask_as_well(embedded, browser):
-    with RunningServer(embedded, allowed_origins=["null"]) as server, browser.new_context() as context:
+    options = ServerOptions(allow_origin=("null",))
+    with RunningServer(embedded, options=options) as server, browser.new_context() as context:
         page = context.new_page()  # about:blank, whose origin is null
         assert page.evaluate(ASK, server.url)["object"] == "chat.completion"
 
