@@ -61,22 +61,12 @@ class WatchedProcessor(Processor):
 class RunningServer:
     """A server of its own on a free port, in a thread; batch are options of WatchedBatch, caches the caches' bytes."""
 
-    def __init__(
-        self,
-        captioner,
-        limits=None,
-        *,
-        options=None,
-        batch=(),
-        caches=(0, 0),
-        **service_options,
-    ):
+    def __init__(self, captioner, limits=None, *, options=None, batch=(), caches=(0, 0), **service_options):
         limits = replace(limits or Limits(), image_cache=caches[0], prefix_cache=caches[1])
         batch_type = partial(WatchedBatch, **dict(batch))
         self.service = ChatService(captioner, "nanovlm", limits, batch_type=batch_type, **service_options)
-        config = uvicorn.Config(
-            make_app(self.service, options or ServerOptions()), port=0, log_level="warning", ws="none", http="h11"
-        )
+        app = make_app(self.service, options or ServerOptions())
+        config = uvicorn.Config(app, port=0, log_level="warning", ws="none", http="h11")
         self.server = DrainingServer(config, self.service)
         self.thread = threading.Thread(target=self.server.run)
 
@@ -95,9 +85,8 @@ class RunningServer:
     @property
     def idle(self):
         """Whether no request is left anywhere."""
-        return (
-            self.service.admission.count == self.service.engine.batch.running == self.service.engine.batch.waiting == 0
-        )
+        batch = self.service.engine.batch
+        return self.service.admission.count == batch.running == batch.waiting == 0
 
     def post(self, body, path="/v1/chat/completions", **options):
         return http.post(self.url + path, **body_of(body), **options)

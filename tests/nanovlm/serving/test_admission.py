@@ -80,13 +80,12 @@ def test_places_are_not_taken_by_one_client(embedded, gate):
 
 def test_half_sent_bodies_keep_nobody_out(served):
     body = json.dumps({"messages": user_message("?"), "max_tokens": 2}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
     host, port = served.url.removeprefix("http://").split(":")
     with contextlib.ExitStack() as sockets:
         for _ in range(served.service.admission.size + 1):
             half = sockets.enter_context(socket.create_connection((host, int(port))))
-            half.sendall(
-                b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n{" % len(body)
-            )
+            half.sendall(head + body[:1])
         assert served.service.admission.count == 0
         assert served.post(body).status_code == 200
         half.sendall(body[1:])
