@@ -176,6 +176,12 @@ def user_message(question, *urls):
     return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
 
 
+def chat(client, messages=None, **options):
+    """A chat completion of a client, about the sample image without messages."""
+    messages = user_message(QUESTIONS[0], SAMPLE_URL) if messages is None else messages
+    return client.chat.completions.create(model="nanovlm", messages=messages, **options)
+
+
 def answer_of(response):
     return response.json()["choices"][0]["message"]["content"]
 

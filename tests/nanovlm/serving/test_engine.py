@@ -232,7 +232,7 @@ def test_clients_of_a_failing_model_are_told_no_details_and_the_next_is_answered
             raise failures.pop()
 
     with RunningServer(embedded, batch={"before_step": fail}) as server:
-        body = {"model": "nanovlm", "messages": user_message("?", SAMPLE_URL)}
+        body = {"messages": user_message("?", SAMPLE_URL)}
         response = server.post(body)
         assert response.status_code == 500 and "secret" not in response.text
         assert "the model failed" in response.json()["error"]["message"]
@@ -247,5 +247,5 @@ def test_health_says_when_the_engine_has_stopped(embedded):
         server.service.engine.close()
         health = http.get(f"{server.url}/health")
         assert (health.status_code, health.json()["status"]) == (503, "stopped")
-        response = server.post({"model": "nanovlm", "messages": user_message("?")})
+        response = server.post({"messages": user_message("?")})
         assert response.status_code == 503 and "does not run" in response.json()["error"]["message"]

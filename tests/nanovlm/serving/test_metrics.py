@@ -5,7 +5,7 @@ from support.serving import SAMPLE_URL, RunningServer, http, user_message
 
 def test_metrics_count_requests_and_tokens(embedded):
     with RunningServer(embedded, strict_model=True) as server:
-        usage = server.post({"model": "nanovlm", "messages": user_message("?", SAMPLE_URL), "n": 2}).json()["usage"]
+        usage = server.post({"messages": user_message("?", SAMPLE_URL), "n": 2}).json()["usage"]
         assert server.post({"model": "other", "messages": user_message("?")}).status_code == 404
         sums = server.metrics()
         assert 'nanovlm_requests_total{status="404"} 1.0' in http.get(f"{server.url}/metrics").text

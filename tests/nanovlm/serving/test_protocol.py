@@ -83,7 +83,7 @@ INVALID["the second image"] = ({"messages": user_message("?", SAMPLE_URL, data_u
 @pytest.mark.parametrize("name", INVALID)
 def test_invalid_request_gets_one_sentence(served, name):
     change, message = INVALID[name]
-    response = served.post({"model": "nanovlm", "messages": user_message("?")} | change)
+    response = served.post({"messages": user_message("?")} | change)
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (400, "invalid_request_error") and message in error["message"]
     assert len(error["message"].splitlines()) == 1 and len(error["message"]) < 300
@@ -114,7 +114,7 @@ def test_body_that_is_no_request_is_refused(served, body):
     ],
 )
 def test_error_names_the_path_of_the_clients_field(served, change, param):
-    error = served.post({"model": "nanovlm", "messages": user_message("?")} | change).json()["error"]
+    error = served.post({"messages": user_message("?")} | change).json()["error"]
     assert error["param"] == param
 
 
@@ -128,7 +128,7 @@ def test_error_of_a_response_names_its_fields(served):
 
 def test_body_that_is_too_long_gets_413(embedded):
     with RunningServer(embedded, Limits(max_body=50_000)) as server:
-        for body in (b"x" * 100_000, {"model": "nanovlm", "messages": user_message("?" * 60_000)}):
+        for body in (b"x" * 100_000, {"messages": user_message("?" * 60_000)}):
             response = server.post(body)
             assert response.status_code == 413 and "more than 50,000 bytes" in response.json()["error"]["message"]
         chunks = (b"x" * 1000 for _ in range(100))  # without a Content-Length
