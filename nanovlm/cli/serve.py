@@ -1,6 +1,7 @@
 """`nanovlm serve`: a web page and OpenAI's chat completions API."""
 
 import argparse
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -78,7 +79,7 @@ def run_batch(
     if todo:
         options = replace(options, limits=replace(options.limits, timeout=TIMEOUT_S))
         service = make_service(model, adapters, options)
-        n_failed = answer_batch(service, make_app(service, ServerOptions()), requests, todo, results)
+        n_failed = asyncio.run(answer_batch(service, make_app(service, ServerOptions()), requests, todo, results))
     print_error(f"{len(todo) - n_failed:,} requests answered")
     if n_failed:
         print_error(f"{n_failed:,} requests failed; {args.out} says why, and the same command tries them again")

@@ -117,15 +117,12 @@ def file_route(file: Path) -> Callable[[], FileResponse]:
 def add_exception_handlers(app: FastAPI) -> None:
     """Give every error OpenAI's shape."""
 
-    @app.exception_handler(APIError)
-    async def send_api_error(request: Request, error: APIError) -> JSONResponse:
+    async def send_error(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException):
+            error = APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        elif not isinstance(error, APIError):
+            error = internal_error()  # starlette raises the other one again, and uvicorn logs it
         return JSONResponse(error.body(), error.status, error.headers)
 
-    @app.exception_handler(HTTPException)
-    async def send_http_error(request: Request, error: HTTPException) -> JSONResponse:
-        api_error = APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        return JSONResponse(api_error.body(), api_error.status, error.headers)
-
-    @app.exception_handler(Exception)
-    async def send_internal_error(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(internal_error().body(), 500)  # starlette raises the error again, and uvicorn logs it
+    for kind in (APIError, HTTPException, Exception):
+        app.add_exception_handler(kind, send_error)

@@ -25,19 +25,14 @@ class Limits:
     max_pending: int = limit(64, "N", "sequences that may wait, --max-body each; clients of more get 429", 0)
     max_body: int = limit(20 * MiB, "BYTES", "size of a request, and of its remote images", default_text="20 MiB")
     image_cache: int = limit(
-        128 * MiB,
-        "BYTES",
-        "memory for encoded images, which are not encoded again; 0 keeps none",
-        0,
+        128 * MiB, "BYTES", "memory for encoded images, which are not encoded again; 0 keeps none", 0,
         default_text="128 MiB",
-    )
+    )  # fmt: skip
     prefix_cache: int = limit(
-        256 * MiB,
-        "BYTES",
-        "memory for keys and values of earlier chats, whose next turn computes only what is new; 0 keeps none",
-        0,
+        256 * MiB, "BYTES",
+        "memory for keys and values of earlier chats, whose next turn computes only what is new; 0 keeps none", 0,
         default_text="256 MiB",
-    )
+    )  # fmt: skip
     max_pixels: int = limit(40_000_000, "N", "pixels of an image", default_text="40,000,000")
     timeout: float = limit(120.0, "S", "seconds for a request, waiting included")
 
@@ -47,16 +42,12 @@ class ServerOptions:
     """Where a server listens and whom it serves. InputError or UsageError for a value that is not possible."""
 
     host: str = setting(
-        "127.0.0.1",
-        "address of this machine to listen on; one that other machines can reach needs a key",
+        "127.0.0.1", "address of this machine to listen on; one that other machines can reach needs a key"
     )
     port: int = setting(
-        8000,
-        "port to listen on; 0 is any free one",
-        "from 0 to 65535; 0 takes any free port",
-        lambda port: 0 <= port <= 65535,
-        metavar="N",
-    )
+        8000, "port to listen on; 0 is any free one",
+        "from 0 to 65535; 0 takes any free port", lambda port: 0 <= port <= 65535, metavar="N",
+    )  # fmt: skip
     api_key: str | None = setting(
         None, "key that clients must send; ps does not show it in NANOVLM_API_KEY", metavar="KEY"
     )
@@ -64,11 +55,9 @@ class ServerOptions:
         (), "further host name to serve, for example a proxy's", action="append", metavar="NAME"
     )
     allow_origin: tuple[str, ...] = setting(
-        (),
-        "origin whose pages may use the server from a browser, for example http://localhost:3000; '*' is all",
-        action="append",
-        metavar="ORIGIN",
-    )
+        (), "origin whose pages may use the server from a browser, for example http://localhost:3000; '*' is all",
+        action="append", metavar="ORIGIN",
+    )  # fmt: skip
     strict_model: bool = setting(False, "refuse requests for another model's name")
     allow_remote: bool = setting(False, "fetch images from http(s) URLs of public addresses")
     limits: Limits = field(default_factory=Limits)

@@ -240,9 +240,9 @@ class ChatCompletionRequest(GenerationRequest):
     prompt_field = "messages"
     max_tokens_fields: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens")
     unsupported = NO_TOOLS | {
-        "audio": [],
-        "function_call": ["none", "auto"],
         "functions": [[]],
+        "function_call": ["none", "auto"],
+        "audio": [],
         "modalities": [["text"]],
     }
 

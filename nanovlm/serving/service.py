@@ -259,11 +259,7 @@ class ChatService:
         for prompt in request.texts:
             unit, limit = ("characters", self.max_chars) if isinstance(prompt, str) else ("ids", self.context)
             if len(prompt) > limit:
-                message = (
-                    f"{request.prompt_field} holds {len(prompt):,} {unit}, more than the model's context "
-                    f"(lm_max_position_embeddings={self.context}) can; shorten it"
-                )
-                raise APIError(400, message, "context_length_exceeded", request.prompt_field)
+                raise self._too_long(request, f"{len(prompt):,} {unit}")
 
     def model_name(self, asked: str | None) -> str:
         """The name of the model that answers a request for one of this name."""
@@ -299,10 +295,13 @@ class ChatService:
         """
         room = self.context - prompt_tokens + 1  # the last token is never read
         if room < 1:
-            limit = f"the model's context (lm_max_position_embeddings={self.context})"
-            message = f"a prompt of {prompt_tokens} tokens exceeds {limit}; shorten {request.prompt_field}"
-            raise APIError(400, message, "context_length_exceeded", request.prompt_field)
+            raise self._too_long(request, f"a prompt of {prompt_tokens} tokens")
         return room if request.max_tokens is None else min(request.max_tokens, room)
+
+    def _too_long(self, request: GenerationRequest, what: str) -> APIError:
+        limit, field = f"the model's context (lm_max_position_embeddings={self.context})", request.prompt_field
+        message = f"{field} holds {what}, more than {limit} has room for; shorten it"
+        return APIError(400, message, "context_length_exceeded", field)
 
     def _count_tokens(self, stream: ResponseStream) -> None:
         self.metrics.prompt_tokens.inc(stream.num_prompt_tokens)

@@ -32,6 +32,8 @@ def parse(*argv):
     [
         (["--host", "0.0.0.0"], "set --api-key or, hidden from ps, NANOVLM_API_KEY"),
         (["--host", "::"], "needs a key"),
+        (["--host", "192.168.1.7"], "needs a key"),
+        (["--host", "example.com"], "needs a key"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0 must be 1 or more"),
         (["--max-pending", "-1"], "--max-pending -1 must be 0 or more"),
         (["--image-cache", "-1"], "--image-cache -1 must be 0 or more"),

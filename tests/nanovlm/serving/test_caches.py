@@ -76,12 +76,3 @@ def test_another_image_is_never_mistaken(embedded):
         for _ in range(2):
             for scene, caption in zip(scenes, expected):
                 assert answer_of(server.post({"messages": user_message(QUESTIONS[0], data_url(scene))})) == caption
-
-
-def test_server_without_caches_counts_nothing(embedded):
-    with RunningServer(embedded) as server:
-        for _ in range(2):
-            server.post({"messages": user_message("?", SAMPLE_URL), "max_tokens": 2})
-        sums = server.metrics()
-    for name in ("image_cache_hits_total", "prefix_cache_hit_tokens_total", "image_cache_used_bytes"):
-        assert sums[f"nanovlm_{name}"] == 0

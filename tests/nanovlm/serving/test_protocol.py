@@ -71,13 +71,18 @@ INVALID_IMAGES = {
     "data:image/png;base64,abc": "invalid base64",
     "data:image/png;base64,": "image 1: an empty file",
     data_url(b"hello"): "image 1: not an image",
+    "aGVsbG8=": "image 1: ",
+    "abcd" * 30: "image 1: ",
+    " " * 10**6 + "!": "image 1: ",  # in no more time than others
     SAMPLE_URL[: len(SAMPLE_URL) // 2 // 4 * 4]: "image 1: ",
     data_url(png_of(9000, 9000)): "more than 40,000,000 pixels",
     data_url(png_of(9000, 3)): "one side is more than",
 }
-INVALID |= {url[:40]: ({"messages": user_message("?", url)}, message) for url, message in INVALID_IMAGES.items()}
+INVALID |= {
+    f"image {url[:40]}": ({"messages": user_message("?", url)}, message) for url, message in INVALID_IMAGES.items()
+}
 INVALID["a hundred images"] = ({"messages": user_message("?", *[SAMPLE_URL] * 100)}, "show fewer")
-INVALID["the second image"] = ({"messages": user_message("?", SAMPLE_URL, data_url(b"hello"))}, "image 2: ")
+INVALID["image 2"] = ({"messages": user_message("?", SAMPLE_URL, data_url(b"hello"))}, "image 2: ")
 
 
 @pytest.mark.parametrize("name", INVALID)
@@ -87,6 +92,7 @@ def test_invalid_request_gets_one_sentence(served, name):
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (400, "invalid_request_error") and message in error["message"]
     assert len(error["message"].splitlines()) == 1 and len(error["message"]) < 300
+    assert error["code"] == "invalid_image" or not name.startswith("image")
     assert error["param"].partition(".")[0] in change and "max_new_tokens" not in error["message"]
 
 
