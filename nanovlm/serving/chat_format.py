@@ -68,8 +68,8 @@ def parse_messages(messages: Sequence[Message], param: str = "messages", images_
         if message.role != "user" and message.image_urls:
             raise APIError(400, f"only user messages may contain images, not {message.role} ones", param=param)
     system = [message.text for message in messages if message.role in ("system", "developer")]
-    said = [message for message in messages if message.role in ("user", "assistant")]
-    turns = [_Turn.join(role, group) for role, group in groupby(said, lambda message: message.role)]
+    dialogue = [message for message in messages if message.role in ("user", "assistant")]
+    turns = [_Turn.join(role, group) for role, group in groupby(dialogue, lambda message: message.role)]
     if not turns:
         raise APIError(400, f"{param} holds no message of a user; ask something", param=param)
     if turns[0].role == "assistant":
