@@ -158,10 +158,6 @@ class GenerationRequest(StrictModel, ABC):
     _client: str = ""
     model: str | None = None
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    response_format: ResponseFormat = ResponseFormat()
-    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS
-    top_logprobs: int | None = None  # how many likely tokens to report beside each token; None for no logprobs at all
     n: int = Field(1, ge=1, le=MAX_N)
     stop: Annotated[list[str], text_as(lambda text: [text])] = Field([], max_length=MAX_STOP_STRINGS)
     temperature: float = 0.0
@@ -178,6 +174,10 @@ class GenerationRequest(StrictModel, ABC):
     no_repeat_ngram_size: int = 0
     bad_words: list[Annotated[str, Field(pattern=r"\S", max_length=MAX_BAD_WORD)]] = Field([], max_length=MAX_BAD_WORDS)
     repetition_detection: RepetitionDetection | None = None
+    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS
+    stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat = ResponseFormat()
+    top_logprobs: int | None = None  # how many likely tokens to report beside each token; None for no logprobs at all
 
     @model_validator(mode="before")
     @classmethod
@@ -310,6 +310,7 @@ class ResponsesRequest(ChatCompletionRequest):
     instructions: str = ""
     max_tokens: MaxTokens = Field(DEFAULT_MAX_TOKENS, validation_alias="max_output_tokens")
     response_format: ResponseText = Field(ResponseText(), validation_alias="text")
+    stream_options: Annotated[StreamOptions, BeforeValidator(lambda _: StreamOptions())] = StreamOptions()  # ignored
     include: list[str] = Field([], fail_fast=True)
     n: Literal[1] = 1
 
