@@ -146,9 +146,10 @@ def requests(folder: Path) -> Target:
         kinds = {b'"prompt"': CompletionRequest, b'"input"': ResponsesRequest}
         kind = next((kind for key, kind in kinds.items() if key in data), ChatCompletionRequest)
         request = kind.parse(data)
-        if request.schema is not None:
-            structured.make_processors(request.schema, 1)
-        if request.messages:
+        request.sampling()
+        if (schema := request.response_format.required_schema()) is not None:
+            structured.make_processors(schema, 1)
+        if isinstance(request, ChatCompletionRequest):
             for layout in (False, True):
                 parsed = parse_messages(request.messages, "messages", layout)
                 if not parsed.image_urls and parsed.turns is None:

@@ -1,21 +1,22 @@
 """`nanovlm serve`: a web page and OpenAI's chat completions API."""
 
 import argparse
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovlm import EMBEDDED, PROMPT
-from nanovlm.cli.options import EMBEDDED_LIMITS, add_model_flags, load_captioner, model_options
+from nanovlm.cli.options import EMBEDDED_LIMITS, add_model_flags, from_args, load_captioner, model_options
+from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.console import print_error
 from nanovlm.errors import InputError, MissingExtraError, UsageError, usage_error
 from nanovlm.options import ModelOptions
-from nanovlm.serving.limits import Limits
+from nanovlm.serving.options import Limits, ServerOptions
 
 if TYPE_CHECKING:
-    from nanovlm.serving.server import ServerOptions
     from nanovlm.serving.service import ChatService
 
 HELP = "Serve a web page and OpenAI's chat completions API."
@@ -24,29 +25,7 @@ EXAMPLE = "nanovlm serve --port 8000"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--host",
-        default="127.0.0.1",
-        help="address of this machine to listen on; one that other machines can reach needs a key (default: 127.0.0.1)",
-    )
-    add("--port", type=int, default=8000, metavar="N", help="port to listen on; 0 is any free one (default: 8000)")
-    add("--api-key", metavar="KEY", help="key that clients must send; ps does not show it in NANOVLM_API_KEY")
-    add(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="further host name to serve, for example a proxy's",
-    )
-    add(
-        "--allow-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="origin whose pages may use the server from a browser, for example http://localhost:3000; '*' is all",
-    )
-    add("--strict-model", action="store_true", help="refuse requests for another model's name")
-    add("--allow-remote", action="store_true", help="fetch images from http(s) URLs of public addresses")
+    add_record_flags(parser, ServerOptions)
     add(
         "--batch-file",
         metavar="FILE",
@@ -54,9 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "command resumes",
     )
     add("--out", metavar="FILE", help="results of --batch-file, a .jsonl file")
-    for f in fields(Limits):
-        options = {"type": type(f.default), "default": f.default, "metavar": f.metadata["metavar"]}
-        add(Limits.flag(f.name), dest=f.name, help=f.metadata["help"], **options)
+    add_record_flags(parser, Limits)
     add_model_flags(parser, without=["adapter"])
     add(
         "--adapter",
@@ -72,15 +49,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     adapters = adapter_folders(args.adapters)
     model = with_recorded_base(model_options(args), list(adapters.values()))
-    if not 0 <= args.port <= 65535:
-        raise UsageError(f"--port {args.port} is not from 0 to 65535; 0 takes any free port")
+    options = server_options(args)
     try:
         from nanovlm.serving.server import listen, serve
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in ("models", "nanovlm"):
             raise
         raise MissingExtraError(f"{error.name} is missing; pip install 'nanovlm[serve]'") from None
-    options = server_options(args)
     if args.batch_file is not None or args.out is not None:
         return run_batch(args, model, adapters, options)
     with listen(options) as listening_socket:  # a port in use is reported before the model is loaded
@@ -91,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_batch(
-    args: argparse.Namespace, model: ModelOptions, adapters: Mapping[str, str], options: "ServerOptions"
+    args: argparse.Namespace, model: ModelOptions, adapters: Mapping[str, str], options: ServerOptions
 ) -> int:
     """Answer a file of requests; 1 if one failed, after the others are done."""
     from nanovlm.serving.app import make_app
@@ -102,16 +77,16 @@ def run_batch(
     requests, results = Path(args.batch_file), Path(args.out)
     todo, n_failed = unanswered(requests, results), 0
     if todo:
-        options = replace(options, limits=replace(options.limits, timeout_s=TIMEOUT_S))
+        options = replace(options, limits=replace(options.limits, timeout=TIMEOUT_S))
         service = make_service(model, adapters, options)
-        n_failed = answer_batch(service, make_app(service), requests, todo, results)
+        n_failed = asyncio.run(answer_batch(service, make_app(service, ServerOptions()), requests, todo, results))
     print_error(f"{len(todo) - n_failed:,} requests answered")
     if n_failed:
         print_error(f"{n_failed:,} requests failed; {args.out} says why, and the same command tries them again")
     return 1 if n_failed else 0
 
 
-def make_service(model: ModelOptions, adapters: Mapping[str, str], options: "ServerOptions") -> "ChatService":
+def make_service(model: ModelOptions, adapters: Mapping[str, str], options: ServerOptions) -> "ChatService":
     """The service of a model and its adapters, by their names and folders."""
     from models.inference.adapters import with_adapter
     from nanovlm.processing.image_urls import ImageFetcher
@@ -158,23 +133,10 @@ def with_recorded_base(model: ModelOptions, adapters: Sequence[str]) -> ModelOpt
     return bases[0] if bases else model
 
 
-def server_options(args: argparse.Namespace) -> "ServerOptions":
-    from nanovlm.serving.server import ServerOptions
-
-    limits = {f.name: getattr(args, f.name) for f in fields(Limits)}
-    for f in fields(Limits):
-        if not limits[f.name] >= f.metadata["minimum"]:  # true for nan as well
-            raise UsageError(f"{Limits.flag(f.name)} {limits[f.name]} is less than {f.metadata['minimum']}")
-    return ServerOptions(
-        host=args.host,
-        port=args.port,
-        api_key=args.api_key or os.environ.get("NANOVLM_API_KEY") or None,
-        allow_hosts=tuple(args.allow_host),
-        allow_origins=tuple(args.allow_origin),
-        allow_remote=args.allow_remote,
-        strict_model=args.strict_model,
-        limits=Limits(**limits),
-    )
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    api_key = getattr(args, "api_key", None) or os.environ.get("NANOVLM_API_KEY") or None
+    given = argparse.Namespace(**vars(args) | {"api_key": api_key})
+    return from_args(ServerOptions, given, limits=from_args(Limits, args))
 
 
 def model_name(model: str | Path) -> str:

@@ -77,35 +77,26 @@ class Budget:
                 return  # what is free is kept until it is enough
 
 
-class Admission:
+class Admission(Budget):
     """Places for the sequences that run or wait; refuses those beyond them, or all new ones while draining."""
 
-    def __init__(self, capacity: int):
-        self.capacity, self.draining = capacity, False
-        self._places = Budget(capacity, reserved=capacity // 16)
+    draining = False
 
     @property
     def count(self) -> int:
-        return self.capacity - self._places.n_free
+        return self.size - self.n_free
 
-    @property
-    def share(self) -> int:
-        """How many places one client may have."""
-        return self._places.share
-
-    def check(self, client: str) -> None:
-        """APIError 503 or 429 if a request of one sequence cannot be admitted now."""
-        with ExitStack() as scope:
-            self.acquire(client, 1, scope)
-
-    def acquire(self, client: str, n: int, request_scope: ExitStack | AsyncExitStack) -> None:
+    def admit(self, client: str, n: int, request_scope: ExitStack | AsyncExitStack) -> None:
         """Admit a request of n sequences until request_scope closes; APIError 503 or 429 if that is impossible now."""
         if self.draining:
             raise APIError(503, "the server is stopping; try again when it is back", headers={"Retry-After": "5"})
-        if not self._places.take(client, n):
-            message = f"all {self.share} places for running and waiting answers are taken; try again in a second"
-            raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
-        request_scope.callback(self._places.release, client, n)
+        if not self.take(client, n):
+            raise busy(f"all {self.share} places for running and waiting answers are taken")
+        request_scope.callback(self.release, client, n)
+
+
+def busy(message: str) -> APIError:
+    return APIError(429, f"{message}; try again in a second", "rate_limit_exceeded", headers={"Retry-After": "1"})
 
 
 class FairThreads:
@@ -144,7 +135,8 @@ class PixelReservation:
 
     def __init__(self, budget: Budget, client: str):
         self.budget, self.client = budget, client
-        self._size, self._threads, self._released = 0, 0, False
+        self._size = 0
+        self._holders: set[Future[Any] | None] = {None}  # threads, and None until it is released
 
     async def acquire(self, n_images: int) -> None:
         """Wait for room for n_images, at most the client's share of the budget."""
@@ -153,22 +145,15 @@ class PixelReservation:
     async def run(self, threads: FairThreads, function: Callable[..., T], *args: Any) -> T:
         """Call function(*args) in a thread."""
         future, loop = await threads.submit(self.client, function, *args), asyncio.get_running_loop()
-        self._threads += 1
-        future.add_done_callback(lambda _: call_soon(loop, self._thread_done))
+        self._holders.add(future)
+        future.add_done_callback(lambda _: call_soon(loop, self.release, future))
         return await asyncio.wrap_future(future)
 
-    def release(self) -> None:
-        self._released = True
-        self._give_back()
-
-    def _thread_done(self) -> None:
-        self._threads -= 1
-        self._give_back()
-
-    def _give_back(self) -> None:
-        if self._released and self._size and not self._threads:
-            size, self._size = self._size, 0
-            self.budget.release(self.client, size)
+    def release(self, holder: Future[Any] | None = None) -> None:
+        self._holders.discard(holder)
+        if self._size and not self._holders:
+            self.budget.release(self.client, self._size)
+            self._size = 0
 
 
 async def read_body(
@@ -187,8 +172,7 @@ async def read_body(
                 timeout.reschedule(start + grace_s + length / MIN_BODY_RATE)
                 if length <= max_bytes:
                     if not budget.take(client, len(chunk)):
-                        message = "too many large requests are being sent; try again in a second"
-                        raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+                        raise busy("too many large requests are being sent")
                     held += len(chunk)
                     body += chunk
                 elif length > 8 * max_bytes:

@@ -1,6 +1,6 @@
 """The routes of the server: OpenAI's API at /v1, health, metrics and the page."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from nanovlm.embedded import SAMPLE
 from nanovlm.serving.errors import APIError, internal_error
-from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, Dialect, ResponsesRequest
-from nanovlm.serving.response_formats import ChatFormat, CompletionFormat, ResponsesFormat
+from nanovlm.serving.options import ServerOptions
+from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, ResponsesRequest
 from nanovlm.serving.security import BrowserSecurityMiddleware, require_api_key
 from nanovlm.serving.service import ChatService
 
@@ -25,27 +25,16 @@ PAGE_FILES = {
     "/page.js": STATIC / "page.js",
     "/sample.png": SAMPLE,
 }
-POST_ROUTES: dict[str, tuple[type[Dialect], type[ChatFormat]]] = {
-    "/chat/completions": (ChatCompletionRequest, ChatFormat),
-    "/completions": (CompletionRequest, CompletionFormat),
-    "/responses": (ResponsesRequest, ResponsesFormat),
+POST_ROUTES: dict[str, type[GenerationRequest]] = {
+    "/chat/completions": ChatCompletionRequest,
+    "/completions": CompletionRequest,
+    "/responses": ResponsesRequest,
 }
 GET = ["GET", "HEAD"]
 
 
-def make_app(
-    service: ChatService,
-    allowed_hosts: Collection[str] | None = None,
-    api_key: str | None = None,
-    description: str = "",
-    allowed_origins: Sequence[str] = (),
-) -> FastAPI:
-    """The server as an ASGI app.
-
-    allowed_hosts are the names it serves (None: all), api_key is what clients must send (None: nothing), description
-    is what /v1/models and the page say about the model. allowed_origins are further origins whose pages may use it,
-    for example http://localhost:3000, or "*" for all.
-    """
+def make_app(service: ChatService, options: ServerOptions, description: str = "") -> FastAPI:
+    """The server as an ASGI app; description is what /v1/models and the page say about the model."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -54,16 +43,16 @@ def make_app(
         service.close()
 
     app = FastAPI(title="nanoVLM", lifespan=lifespan, openapi_url=None)
-    if allowed_origins:
+    if options.allow_origin:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=allowed_origins,
+            allow_origins=options.allow_origin,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
-    app.add_middleware(BrowserSecurityMiddleware, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins)
-    app.include_router(api_routes(service, description), dependencies=[Depends(require_api_key(api_key))])
+    app.add_middleware(BrowserSecurityMiddleware, options=options)
+    app.include_router(api_routes(service, description), dependencies=[Depends(require_api_key(options.api_key))])
     app.add_api_route("/health", health_route(service), methods=GET)
     for path, file in PAGE_FILES.items():
         app.add_api_route(path, file_route(file), methods=GET)
@@ -81,9 +70,9 @@ def api_routes(service: ChatService, description: str) -> APIRouter:
         for name in service.names
     }
 
-    def post_route(*dialect: Any) -> Callable[[Request], Awaitable[Response]]:
+    def post_route(dialect: type[GenerationRequest]) -> Callable[[Request], Awaitable[Response]]:
         async def create(request: Request) -> Response:
-            return await service.complete(request, *dialect)
+            return await service.complete(request, dialect)
 
         return create
 
@@ -100,7 +89,7 @@ def api_routes(service: ChatService, description: str) -> APIRouter:
 
     for prefix in ("/v1", ""):  # some clients leave it out, as llama.cpp's server allows
         for path, dialect in POST_ROUTES.items():
-            router.add_api_route(prefix + path, post_route(*dialect), methods=["POST"])
+            router.add_api_route(prefix + path, post_route(dialect), methods=["POST"])
         router.add_api_route(f"{prefix}/models", list_models, methods=GET)
         router.add_api_route(f"{prefix}/models/{{name:path}}", retrieve_model, methods=GET)
     router.add_api_route("/metrics", metrics, methods=GET)
@@ -128,15 +117,12 @@ def file_route(file: Path) -> Callable[[], FileResponse]:
 def add_exception_handlers(app: FastAPI) -> None:
     """Give every error OpenAI's shape."""
 
-    @app.exception_handler(APIError)
-    async def send_api_error(request: Request, error: APIError) -> JSONResponse:
+    async def send_error(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException):
+            error = APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        elif not isinstance(error, APIError):
+            error = internal_error()  # starlette raises the other one again, and uvicorn logs it
         return JSONResponse(error.body(), error.status, error.headers)
 
-    @app.exception_handler(HTTPException)
-    async def send_http_error(request: Request, error: HTTPException) -> JSONResponse:
-        api_error = APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        return JSONResponse(api_error.body(), api_error.status, error.headers)
-
-    @app.exception_handler(Exception)
-    async def send_internal_error(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(internal_error().body(), 500)  # starlette raises the error again, and uvicorn logs it
+    for kind in (APIError, HTTPException, Exception):
+        app.add_exception_handler(kind, send_error)

@@ -34,11 +34,6 @@ def unanswered(requests: Path, results: Path) -> set[int]:
     return {number for custom_id, number in lines.items() if custom_id not in done}
 
 
-def answer_batch(service: ChatService, app: FastAPI, requests: Path, todo: set[int], results: Path) -> int:
-    """Answer the requests in these lines; how many have failed. The service's limit on time must be TIMEOUT_S."""
-    return asyncio.run(_answer(service, app, requests, todo, results))
-
-
 def _read_requests(path: Path) -> dict[str, int]:
     """The line of each request by its custom_id; the requests themselves stay in the file, as they may hold images."""
     numbers: dict[str, int] = {}
@@ -88,7 +83,8 @@ def _finished(path: Path) -> set[str]:
         raise UsageError(f"--out {path} holds other rows than results of a batch; name another file") from None
 
 
-async def _answer(service: ChatService, app: FastAPI, requests: Path, todo: set[int], results: Path) -> int:
+async def answer_batch(service: ChatService, app: FastAPI, requests: Path, todo: set[int], results: Path) -> int:
+    """Answer the requests in these lines; how many have failed. The service's limit on time must be TIMEOUT_S."""
     n_failed, places = 0, asyncio.Semaphore(service.limits.max_num_seqs)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=None)

@@ -5,6 +5,7 @@ import hashlib
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,12 +14,12 @@ from torch import Tensor
 
 from models.inference.serving_caches import ImageCache, TiledImage
 from nanovlm.embedded import PROMPT
-from nanovlm.errors import ImageError, NanoVLMError
+from nanovlm.errors import ImageError
 from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.image_urls import decode_data_url
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
-from nanovlm.serving.errors import APIError
+from nanovlm.serving.errors import APIError, refusing
 from nanovlm.serving.protocol import ContentPart, ImagePart, MediaURL, Message, TextPart
 
 
@@ -47,17 +48,12 @@ class _Turn:
 
     role: str
     text: str
-    n_images: int = 0
+    has_images: bool = False
 
     @classmethod
-    def join(cls, messages: Iterable[Message]) -> "list[_Turn]":
-        turns: list[_Turn] = []
-        for message in messages:
-            if not turns or turns[-1].role != message.role:
-                turns.append(cls(message.role, ""))
-            turns[-1].text = "\n".join(filter(None, (turns[-1].text, message.text)))
-            turns[-1].n_images += len(message.image_urls)
-        return turns
+    def join(cls, role: str, messages: Iterable[Message]) -> "_Turn":
+        joined = list(messages)
+        return cls(role, "\n".join(filter(None, (one.text for one in joined))), any(one.image_urls for one in joined))
 
 
 def parse_messages(messages: Sequence[Message], param: str = "messages", images_in_turns: bool = False) -> Chat:
@@ -72,7 +68,8 @@ def parse_messages(messages: Sequence[Message], param: str = "messages", images_
         if message.role != "user" and message.image_urls:
             raise APIError(400, f"only user messages may contain images, not {message.role} ones", param=param)
     system = [message.text for message in messages if message.role in ("system", "developer")]
-    turns = _Turn.join(message for message in messages if message.role in ("user", "assistant"))
+    dialogue = [message for message in messages if message.role in ("user", "assistant")]
+    turns = [_Turn.join(role, group) for role, group in groupby(dialogue, lambda message: message.role)]
     if not turns:
         raise APIError(400, f"{param} holds no message of a user; ask something", param=param)
     if turns[0].role == "assistant":
@@ -80,11 +77,11 @@ def parse_messages(messages: Sequence[Message], param: str = "messages", images_
     answer = turns.pop().text if turns[-1].role == "assistant" else ""
     is_asked = bool(turns[-1].text.strip() or answer)
     for turn in turns:
-        if turn.n_images and not turn.text.strip():
+        if turn.has_images and not turn.text.strip():
             turn.text = PROMPT
     texts = [turn.text for turn in turns]
     if not is_asked:
-        if not any(turn.n_images for turn in turns):
+        if not any(turn.has_images for turn in turns):
             raise APIError(400, "the last user message is empty; ask something", param=param)
         texts[-1] = PROMPT
     image_urls = [url for message in messages for url in message.image_urls]
@@ -116,15 +113,13 @@ def _unchanged_turns(messages: Sequence[Message], is_asked: bool) -> tuple[list[
 def prepare_inputs(chat: Chat, images: list[TiledImage], processor: Processor) -> ModelInputs:
     """The tokens of a chat about preprocessed images. Threads may do it."""
     grids = [image.grid for image in images if image.grid is not None]
-    try:
+    tokenizer = processor.tokenizer
+    with refusing(chat.param):  # the model has no chat template, or the template refuses this chat
         if chat.turns is None:
             ids = processor.encode_prompt(grids, chat.question, chat.history)
         else:
             ids = processor.encode_turns(grids, chat.turns)
-        tokenizer = processor.tokenizer
         continued_ids = tokenizer.encode(tokenizer.answer_prefix + chat.answer) if chat.answer else []
-    except NanoVLMError as error:  # the model has no chat template, or the template refuses this chat
-        raise APIError(400, str(error), param=chat.param) from None
     return ModelInputs(torch.tensor(ids + continued_ids), images, continued_ids)
 
 
@@ -192,10 +187,6 @@ def video_parts(name: str, file: str | bytes, with_times: bool) -> list[ContentP
         parts += [TextPart(type="text", text=label)] if with_times else []
         parts.append(ImagePart(type="image_url", image_url=MediaURL(url=url, detail="low")))
     return [*parts, TextPart(type="text", text=end)] if with_times else parts
-
-
-def invalid_image(message: str, param: str) -> APIError:
-    return APIError(400, message, "invalid_image", param)
 
 
 def check_image_tokens(images: Sequence[TiledImage], processor: Processor, param: str) -> None:

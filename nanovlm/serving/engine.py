@@ -5,7 +5,6 @@ and no other; the thread itself ends only by `close`.
 """
 
 import asyncio
-import itertools
 import logging
 import queue
 import threading
@@ -26,10 +25,12 @@ from nanovlm.serving.errors import EngineError, EngineStoppedError
 
 logger = logging.getLogger(__name__)
 
+Result = TokenOutput | BaseException
+
 
 @dataclass(eq=False)
 class SequenceRequest:
-    """A prompt and how to continue it; see `ContinuousBatch.add`."""
+    """A prompt and how to continue it: the arguments of `ContinuousBatch.add`."""
 
     input_ids: Tensor  # (T,)
     images: Sequence[TiledImage]
@@ -41,13 +42,15 @@ class SequenceRequest:
     model: InferenceModel | None = None  # the batch's own, or one with an adapter
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Sequence:
-    """One requested sequence, as the engine thread keeps track of it."""
+    """One requested sequence; it is its own key in the batch."""
 
-    id: int
+    index: int  # in its request
+    handle: "RequestHandle"
     request: SequenceRequest  # of its own; without images once they are prefilled
-    started: bool = False
+    ended: bool = False  # cancelled, or nothing more is to be delivered; only the event loop's thread sets this
+    started: bool = False  # only the engine's thread uses these two
     retried: bool = False
 
 
@@ -56,8 +59,8 @@ class RequestHandle:
     """The outputs of one submitted request; for the event loop that called `submit`."""
 
     engine: "Engine"
-    sequence_ids: list[int] = field(default_factory=list)
-    queue: asyncio.Queue[tuple[int, TokenOutput | BaseException]] = field(default_factory=asyncio.Queue)
+    sequences: list[_Sequence] = field(default_factory=list)
+    queue: asyncio.Queue[tuple[int, Result]] = field(default_factory=asyncio.Queue)
 
     async def outputs(self) -> list[TokenOutput]:
         """All new outputs, at least one; a key is the sequence's index.
@@ -77,9 +80,9 @@ class RequestHandle:
         return outputs
 
     def cancel(self, index: int | None = None) -> None:
-        """Stop one sequence, or all of them; those that have ended are no error."""
-        for sequence_id in self.sequence_ids if index is None else [self.sequence_ids[index]]:
-            self.engine.cancel(sequence_id)
+        """Stop one sequence, or all of them, before the next step; those that have ended are no error."""
+        for sequence in self.sequences if index is None else [self.sequences[index]]:
+            self.engine.cancel(sequence)
 
 
 class Engine:
@@ -91,10 +94,9 @@ class Engine:
     def __init__(self, make_batch: Callable[[], ContinuousBatch]):
         self._make_batch = make_batch
         self.batch = make_batch()
-        self._commands: queue.SimpleQueue[_Sequence | int | None] = queue.SimpleQueue()  # add, cancel by id, or stop
-        self._ids = itertools.count()
-        self._handles: dict[int, tuple[int, RequestHandle]] = {}  # only the event loop's thread uses these
-        self._active: dict[Hashable, _Sequence] = {}  # by id; only the engine's thread uses these two
+        # A sequence is to be added or, if it has ended, cancelled; None is to stop.
+        self._commands: queue.SimpleQueue[_Sequence | None] = queue.SimpleQueue()
+        self._active: dict[Hashable, _Sequence] = {}  # by itself; only the engine's thread uses these two
         self._retries: deque[_Sequence] = deque()
         self._thread = threading.Thread(target=self._run, name="nanovlm-engine", daemon=True)
 
@@ -116,17 +118,15 @@ class Engine:
         if not self.alive:
             raise EngineStoppedError("the engine does not run")
         handle = RequestHandle(self)
-        for index, request in enumerate(requests):
-            sequence_id = next(self._ids)
-            handle.sequence_ids.append(sequence_id)
-            self._handles[sequence_id] = index, handle
-            self._commands.put(_Sequence(sequence_id, replace(request)))
+        handle.sequences = [_Sequence(index, handle, replace(request)) for index, request in enumerate(requests)]
+        for sequence in handle.sequences:
+            self._commands.put(sequence)
         return handle
 
-    def cancel(self, sequence_id: int) -> None:
-        """Free the sequence's slot before the next step; no error if it has ended."""
-        if self._handles.pop(sequence_id, None):
-            self._commands.put(sequence_id)
+    def cancel(self, sequence: _Sequence) -> None:
+        if not sequence.ended:
+            sequence.ended = True
+            self._commands.put(sequence)
 
     def _run(self) -> None:
         """The thread: take commands and step the batch until `close`."""
@@ -144,47 +144,32 @@ class Engine:
 
     def _take_commands(self) -> bool:
         """Process all commands, waiting for one if there is nothing to do; False means stop."""
-        while True:
-            try:
-                command = self._commands.get(block=not self._active)
-            except queue.Empty:
-                break
+        while not (self._active and self._commands.empty()):
+            command = self._commands.get()
             if command is None:
                 return False
-            if isinstance(command, _Sequence):
+            if not command.ended:
                 self._add(command)
-            elif self._active.pop(command, None):
+            elif self._drop(command):
                 self.batch.cancel(command)
-            del command  # or its images would stay in memory until the next one
         # After a failure of the whole batch, run its sequences one by one to isolate the one that caused it.
         if self._retries and not (self.batch.running or self.batch.waiting):
             sequence = self._retries.popleft()
-            if sequence.id in self._active:
+            if sequence in self._active:
                 sequence.retried = True
                 self._add_to_batch(sequence)
         return True
 
     def _add(self, sequence: _Sequence) -> None:
-        self._active[sequence.id] = sequence
+        self._active[sequence] = sequence
         if self._retries:
             self._retries.append(sequence)
         else:
             self._add_to_batch(sequence)
 
     def _add_to_batch(self, sequence: _Sequence) -> None:
-        request = sequence.request
         try:
-            self.batch.add(
-                sequence.id,
-                request.input_ids,
-                request.images,
-                max_new_tokens=request.max_new_tokens,
-                sampling=request.sampling,
-                logits_processor=request.logits_processor,
-                top_logprobs=request.top_logprobs,
-                client=request.client,
-                model=request.model,
-            )
+            self.batch.add(sequence, **vars(sequence.request))
         except BaseException as error:
             self._fail(sequence, error)
 
@@ -200,13 +185,13 @@ class Engine:
             started = [sequence for sequence in self._active.values() if sequence.started]
             if not is_out_of_memory(error) or not started:
                 raise
-            self.batch.cancel(started[-1].id)
+            self.batch.cancel(started[-1])
             self._fail(started[-1], error)
             return
         self._handle_outputs(outputs)
 
     def _handle_outputs(self, outputs: Sequence[TokenOutput]) -> None:
-        results: list[tuple[int, TokenOutput | BaseException]] = []
+        results: list[tuple[_Sequence, Result]] = []
         for output in outputs:
             sequence = self._active.get(output.key)
             if sequence is None:
@@ -216,8 +201,8 @@ class Engine:
                 continue
             sequence.started, sequence.request.images = True, ()
             if output.finished:
-                del self._active[sequence.id]
-            results.append((sequence.id, output))
+                del self._active[sequence]
+            results.append((sequence, output))
         self._publish(results)
 
     def _recover(self, error: BaseException) -> None:
@@ -236,35 +221,31 @@ class Engine:
 
     def _fail(self, sequence: _Sequence, error: BaseException) -> None:
         if not isinstance(error, NanoVLMError):
-            logger.error("sequence %d failed", sequence.id, exc_info=error)
-        self._active.pop(sequence.id, None)
-        self._publish([(sequence.id, error)])
+            logger.error("a sequence failed", exc_info=error)
+        self._drop(sequence)
+        self._publish([(sequence, error)])
+
+    def _drop(self, sequence: _Sequence) -> bool:
+        """Forget a sequence and its images; whether it was active."""
+        sequence.request.images = ()
+        return self._active.pop(sequence, None) is not None
 
     def _fail_all(self, error: BaseException) -> None:
-        results: list[tuple[int, TokenOutput | BaseException]] = [
-            (sequence.id, error) for sequence in self._active.values()
-        ]
-        while True:  # those that arrived after the last step
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                break
-            if isinstance(command, _Sequence):
-                results.append((command.id, error))
+        sequences = list(self._active.values())
+        while not self._commands.empty():  # those that arrived after the last step
+            if command := self._commands.get():
+                sequences.append(command)
         self._active.clear()
-        self._publish(results)
+        self._publish([(sequence, error) for sequence in sequences])
 
-    def _publish(self, results: Sequence[tuple[int, TokenOutput | BaseException]]) -> None:
+    def _publish(self, results: Sequence[tuple[_Sequence, Result]]) -> None:
         if results:
             with suppress(RuntimeError):  # the event loop is closed: nobody reads
                 self._loop.call_soon_threadsafe(self._deliver, results)
 
-    def _deliver(self, results: Sequence[tuple[int, TokenOutput | BaseException]]) -> None:
+    def _deliver(self, results: Sequence[tuple[_Sequence, Result]]) -> None:
         """In the event loop: hand results to the handles that wait for them."""
-        for sequence_id, result in results:
-            if sequence_id not in self._handles:  # cancelled meanwhile
-                continue
-            index, handle = self._handles[sequence_id]
-            if isinstance(result, BaseException) or result.finished:
-                del self._handles[sequence_id]
-            handle.queue.put_nowait((index, result))
+        for sequence, result in results:
+            if not sequence.ended:
+                sequence.ended = isinstance(result, BaseException) or result.finished is not None
+                sequence.handle.queue.put_nowait((sequence.index, result))

@@ -1,6 +1,8 @@
 """The errors that clients see, and how every other error becomes one of them."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -38,6 +40,15 @@ class EngineError(Exception):
 
 class EngineStoppedError(EngineError):
     """The engine does not run."""
+
+
+@contextmanager
+def refusing(param: str, code: str | None = None) -> Iterator[None]:
+    """What the value of the client's field causes inside becomes an APIError that names the field."""
+    try:
+        yield
+    except NanoVLMError as error:
+        raise APIError(400, str(error), code, param) from None
 
 
 def as_api_error(error: Exception) -> APIError:

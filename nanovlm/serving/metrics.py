@@ -15,15 +15,8 @@ LATENCY_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 class Metrics(Collector):
     """Counts requests and tokens, and reads the engine and the caches; without a cache its numbers are 0."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        count_waiting: Callable[[], int],
-        image_cache: ImageCache | None = None,
-        prefix_cache: PrefixCache | None = None,
-    ):
+    def __init__(self, engine: Engine, count_waiting: Callable[[], int]):
         self.engine, self.count_waiting = engine, count_waiting
-        self.images, self.prefixes = image_cache or ImageCache(0), prefix_cache or PrefixCache(0)
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         registry.register(self)
@@ -41,7 +34,8 @@ class Metrics(Collector):
         )
 
     def collect(self) -> Iterator[Metric]:
-        batch, images, prefixes = self.engine.batch, self.images, self.prefixes
+        batch = self.engine.batch
+        images, prefixes = batch.image_cache or ImageCache(0), batch.prefix_cache or PrefixCache(0)
         for name, what, number in (
             ("answers_running", "Sequences being decoded.", batch.running),
             ("answers_waiting", "Sequences that wait.", self.count_waiting()),

@@ -1,16 +1,26 @@
-"""What clients send: OpenAI's chat completions, completions and responses, each read into one `GenerationRequest`."""
+"""What clients send: OpenAI's chat completions, completions and responses, each one a `GenerationRequest`."""
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from nanovlm.errors import InputError
 from nanovlm.options import GenerationOptions
 from nanovlm.serving.errors import APIError
+from nanovlm.serving.response_formats import ChatFormat, CompletionFormat, ResponsesFormat
 
 MAX_MESSAGES = 1000
 MAX_PROMPTS = 64
@@ -21,6 +31,7 @@ MAX_BAD_WORDS = 64
 MAX_BAD_WORD = 100  # characters
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
+DEFAULT_MAX_TOKENS = 256  # mlx-vlm's
 NO_LIMIT = -1  # as max_tokens
 ANY_OBJECT = {"type": "object"}  # a JSON schema
 NO_TOOLS: dict[str, list[Any]] = {"tools": [[]], "tool_choice": ["none", "auto"]}
@@ -88,33 +99,6 @@ class Message(StrictModel):
         return [part.image_url for part in self.content if isinstance(part, ImagePart)]
 
 
-# -------------------------------------------------------------------------------------------------------- the request
-
-
-@dataclass
-class GenerationRequest:
-    """What is to be generated, whichever way a client has said it; the *_field are its own names, for errors."""
-
-    prompt_field: str
-    sampling: list[GenerationOptions]  # one for each of n answers
-    max_tokens: int | None  # None: as many as the context has room for
-    messages: list[Message] = field(default_factory=list)
-    prompts: list[str | list[int]] = field(default_factory=list)  # texts laid out by the client, instead of messages
-    model: str | None = None
-    client: str = ""  # its address; clients get fair shares
-    stop: list[str] = field(default_factory=list)
-    logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits of these ids
-    top_logprobs: int | None = None  # how many likely tokens to report beside each token; None for no logprobs at all
-    schema: Any = None  # the JSON schema that the answer must follow; None for free text
-    schema_field: str = "response_format"
-    stream: bool = False
-    include_usage: bool = True  # at the end of a stream
-
-    @property
-    def n_sequences(self) -> int:
-        return len(self.sampling) * max(1, len(self.prompts))
-
-
 class JSONSchemaFormat(StrictModel):
     json_schema: dict[str, Any] | bool = Field(alias="schema", default=ANY_OBJECT)
 
@@ -148,17 +132,30 @@ class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
-class Dialect(StrictModel, ABC):
-    """What all requests have in common, with vLLM's top_k, min_p, repetition_penalty, repetition_detection
-    and bad_words, and transformers' no_repeat_ngram_size, beside OpenAI's fields.
+def _as_max_tokens(limit: int) -> int | None:
+    if limit < 1 and limit != NO_LIMIT:
+        raise ValueError("Input should be greater than or equal to 1, or -1 for no limit")
+    return None if limit == NO_LIMIT else limit
 
-    Greedy by default, unlike OpenAI's temperature of 1, at which small models lose the thread.
+
+MaxTokens = Annotated[int | None, AfterValidator(_as_max_tokens)]  # None: as many as the context has room for
+
+
+class GenerationRequest(StrictModel, ABC):
+    """What is to be generated, whichever way a client has said it: each dialect gives fields their names in its JSON.
+
+    Beside OpenAI's fields there are vLLM's top_k, min_p, repetition_penalty, repetition_detection and bad_words, and
+    transformers' no_repeat_ngram_size. Greedy by default, unlike OpenAI's temperature of 1, at which small models lose
+    the thread.
     """
 
-    max_tokens_fields: ClassVar[tuple[str, ...]]  # the client's names of the limit; the first that is given counts
-    default_max_tokens: ClassVar[int] = 256  # mlx-vlm's
+    prompt_field: ClassVar[str]  # the client's names, for errors
+    schema_field: ClassVar[str] = "response_format"
+    output_format: ClassVar[type[ChatFormat]] = ChatFormat
+    max_tokens_fields: ClassVar[tuple[str, ...]] = ("max_tokens",)  # the first that is given counts
     unsupported: ClassVar[dict[str, list[Any]]]  # fields that the server refuses, unless they have one of these values
 
+    _client: str = ""
     model: str | None = None
     stream: bool = False
     n: int = Field(1, ge=1, le=MAX_N)
@@ -177,6 +174,10 @@ class Dialect(StrictModel, ABC):
     no_repeat_ngram_size: int = 0
     bad_words: list[Annotated[str, Field(pattern=r"\S", max_length=MAX_BAD_WORD)]] = Field([], max_length=MAX_BAD_WORDS)
     repetition_detection: RepetitionDetection | None = None
+    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS
+    stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat = ResponseFormat()
+    top_logprobs: int | None = None  # how many likely tokens to report beside each token; None for no logprobs at all
 
     @model_validator(mode="before")
     @classmethod
@@ -187,32 +188,35 @@ class Dialect(StrictModel, ABC):
         for name, harmless in cls.unsupported.items():
             if data.get(name) is not None and data[name] not in harmless:
                 raise APIError(400, f"{name} is not supported by this server; leave it out", param=name)
-        names = cls.max_tokens_fields
-        is_limited = any(data.get(name) is not None for name in names)
-        return data if is_limited else data | {name: NO_LIMIT for name in names if name in data}
+        limits = {name: data[name] for name in cls.max_tokens_fields if name in data}
+        return data if any(limit is not None for limit in limits.values()) else data | dict.fromkeys(limits, NO_LIMIT)
 
     @classmethod
-    def parse(cls, body: bytes) -> GenerationRequest:
-        """The request in a JSON body; APIError 400 names the first field that is wrong."""
+    def parse(cls, body: bytes, client: str = "") -> Self:
+        """The request in a client's JSON body; APIError 400 names the first field that is wrong."""
         try:
-            return cls.model_validate_json(body).request()
+            request = cls.model_validate_json(body)
+            request._client = client
+            return request
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False)[0]
             raise _as_api_error(first, body) from None
 
+    @property
+    def client(self) -> str:
+        """Its address; clients get fair shares."""
+        return self._client
+
+    @property
     @abstractmethod
-    def request(self) -> GenerationRequest: ...
+    def texts(self) -> list[str | list[int]]:
+        """All that is to be read, as texts or ids."""
 
-    def _request(self, prompt_field: str, **options: Any) -> GenerationRequest:
-        given = {name: limit for name in self.max_tokens_fields if (limit := getattr(self, name)) is not None}
-        name, limit = next(iter(given.items()), ("", self.default_max_tokens))
-        if limit < 1 and limit != NO_LIMIT:
-            message = f"{name}: Input should be greater than or equal to 1, or -1 for no limit"
-            raise APIError(400, message, param=name)
-        options |= {"model": self.model, "stop": self.stop, "stream": self.stream, "logit_bias": self.logit_bias}
-        return GenerationRequest(prompt_field, self._sampling(), None if limit == NO_LIMIT else limit, **options)
+    @property
+    def n_sequences(self) -> int:
+        return self.n
 
-    def _sampling(self) -> list[GenerationOptions]:
+    def sampling(self) -> list[GenerationOptions]:
         """One for each of n answers. With a seed each has its own, and the first is that of n=1."""
         names = GenerationOptions.__dataclass_fields__.keys() & type(self).model_fields.keys()
         options = {name: getattr(self, name) for name in names}
@@ -230,41 +234,33 @@ class Dialect(StrictModel, ABC):
 # ------------------------------------------------------------------------------------------------------- the dialects
 
 
-class CompletionFields(Dialect):
-    """What the two older kinds of requests have in common."""
-
-    max_tokens: int | None = None
-    stream_options: StreamOptions = StreamOptions()
-    response_format: ResponseFormat = ResponseFormat()
-
-    def _request(self, prompt_field: str, **options: Any) -> GenerationRequest:
-        usage = self.stream_options.include_usage
-        return super()._request(
-            prompt_field, schema=self.response_format.required_schema(), include_usage=usage, **options
-        )
-
-
-class ChatCompletionRequest(CompletionFields):
+class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    max_tokens_fields = ("max_completion_tokens", "max_tokens")
+    prompt_field = "messages"
+    max_tokens_fields: ClassVar[tuple[str, ...]] = ("max_completion_tokens", "max_tokens")
     unsupported = NO_TOOLS | {
-        "audio": [],
-        "function_call": ["none", "auto"],
         "functions": [[]],
+        "function_call": ["none", "auto"],
+        "audio": [],
         "modalities": [["text"]],
     }
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = None
+    max_tokens: MaxTokens = Field(DEFAULT_MAX_TOKENS, validation_alias=AliasChoices(*max_tokens_fields))
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
-    def request(self) -> GenerationRequest:
+    @model_validator(mode="after")
+    def _finish(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise APIError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._request("messages", messages=self.messages, top_logprobs=top_logprobs)
+        self.top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        return ["".join(message.text for message in self.messages)]
 
 
 def _as_prompts(value: Any) -> Any:
@@ -273,50 +269,59 @@ def _as_prompts(value: Any) -> Any:
     return [value] if one else value
 
 
-class CompletionRequest(CompletionFields):
-    """POST /v1/completions: the model continues a text, which the client lays out by itself."""
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions: the model continues texts, which the client lays out by itself."""
 
-    max_tokens_fields = ("max_tokens",)
+    prompt_field, output_format = "prompt", CompletionFormat
     unsupported = {"echo": [False], "best_of": [1], "suffix": [""]}
-    default_max_tokens = 16  # OpenAI's and vLLM's; such texts rarely end by themselves
 
     prompt: Annotated[list[str | Annotated[list[int], Field(fail_fast=True)]], BeforeValidator(_as_prompts)] = Field(
         min_length=1, max_length=MAX_PROMPTS
     )
-    logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
+    max_tokens: MaxTokens = 16  # OpenAI's and vLLM's; such texts rarely end by themselves
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS, validation_alias="logprobs")
 
-    def request(self) -> GenerationRequest:
-        return self._request("prompt", prompts=self.prompt, top_logprobs=self.logprobs)
+    @property
+    def texts(self) -> list[str | list[int]]:
+        return self.prompt
+
+    @property
+    def n_sequences(self) -> int:
+        return self.n * len(self.prompt)
 
 
-class ResponseText(StrictModel):
+class ResponseText(ResponseFormat):
     format: ResponseFormat = ResponseFormat()
 
+    def required_schema(self) -> Any:
+        return self.format.required_schema()
 
-class ResponsesRequest(Dialect):
+
+class ResponsesRequest(ChatCompletionRequest):
     """POST /v1/responses. The server stores nothing: send earlier turns as input."""
 
+    prompt_field, schema_field, output_format = "input", "text.format", ResponsesFormat
     max_tokens_fields = ("max_output_tokens",)
     unsupported = NO_TOOLS | {"background": [False], "conversation": [], "previous_response_id": [], "prompt": []}
 
-    input: Annotated[list[Message], text_as(lambda text: [{"role": "user", "content": text}])] = Field(
-        min_length=1, max_length=MAX_MESSAGES
+    messages: Annotated[list[Message], text_as(lambda text: [{"role": "user", "content": text}])] = Field(
+        min_length=1, max_length=MAX_MESSAGES, validation_alias="input"
     )
     instructions: str = ""
-    max_output_tokens: int | None = None
-    text: ResponseText = ResponseText()
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    max_tokens: MaxTokens = Field(DEFAULT_MAX_TOKENS, validation_alias="max_output_tokens")
+    response_format: ResponseText = Field(ResponseText(), validation_alias="text")
+    stream_options: Annotated[StreamOptions, BeforeValidator(lambda _: StreamOptions())] = StreamOptions()  # ignored
     include: list[str] = Field([], fail_fast=True)
     n: Literal[1] = 1
 
-    def request(self) -> GenerationRequest:
-        instructions = TextPart(type="text", text=self.instructions)
-        system = [Message(role="system", content=[instructions])] if self.instructions else []
-        top_logprobs = self.top_logprobs
-        if top_logprobs is None and "message.output_text.logprobs" in self.include:
-            top_logprobs = 0
-        schema = {"schema": self.text.format.required_schema(), "schema_field": "text.format"}
-        return self._request("input", messages=system + self.input, top_logprobs=top_logprobs, **schema)
+    @model_validator(mode="after")
+    def _finish(self) -> Self:
+        if self.instructions:
+            instructions = TextPart(type="text", text=self.instructions)
+            self.messages.insert(0, Message(role="system", content=[instructions]))
+        if self.top_logprobs is None and "message.output_text.logprobs" in self.include:
+            self.top_logprobs = 0
+        return self
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

@@ -1,7 +1,7 @@
 """Who may use the server. Any web page in a browser can send requests to a server on the same machine."""
 
 import hmac
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovlm.serving.errors import APIError
+from nanovlm.serving.options import ServerOptions
 
 SECURITY_HEADERS = {  # on every response; the page loads nothing from elsewhere
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
@@ -25,13 +26,12 @@ SECURITY_HEADERS = {  # on every response; the page loads nothing from elsewhere
 class BrowserSecurityMiddleware:
     """Refuses requests for foreign host names (DNS rebinding) and from pages of other origins; adds security headers.
 
-    allowed_hosts None admits every name; allowed_origins are further origins, "*" is all. Starlette's
-    TrustedHostMiddleware checks names as well, but its plain text is not an error that OpenAI's clients understand, and
-    does not name the way out.
+    Starlette's TrustedHostMiddleware checks names as well, but its plain text is not an error that OpenAI's clients
+    understand, and does not name the way out.
     """
 
-    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] | None, allowed_origins: Collection[str] = ()):
-        self.app, self.allowed_hosts, self.allowed_origins = app, allowed_hosts, allowed_origins
+    def __init__(self, app: ASGIApp, options: ServerOptions):
+        self.app, self.allowed_hosts, self.allowed_origins = app, options.allowed_hosts, options.allow_origin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

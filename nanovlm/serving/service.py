@@ -5,8 +5,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from functools import partial
 
 from starlette.requests import Request
@@ -17,7 +16,7 @@ from models.inference.inference_model import InferenceModel
 from models.inference.requests import LogitsProcessor
 from models.inference.serving_caches import ImageCache, PrefixCache, TiledImage
 from nanovlm.captioner import NO_IMAGE, Captioner
-from nanovlm.errors import ImageError, NanoVLMError
+from nanovlm.errors import ImageError
 from nanovlm.processing.image_urls import ImageFetcher, is_data_url
 from nanovlm.processing.structured_output import BiasProcessor, GrammarProcessor
 from nanovlm.serving.admission import (
@@ -33,7 +32,6 @@ from nanovlm.serving.chat_format import (
     Chat,
     ModelInputs,
     check_image_tokens,
-    invalid_image,
     parse_messages,
     prepare_completion,
     prepare_inputs,
@@ -41,10 +39,10 @@ from nanovlm.serving.chat_format import (
     video_parts,
 )
 from nanovlm.serving.engine import Engine, SequenceRequest
-from nanovlm.serving.errors import APIError, as_api_error
-from nanovlm.serving.limits import Limits
+from nanovlm.serving.errors import APIError, as_api_error, refusing
 from nanovlm.serving.metrics import Metrics
-from nanovlm.serving.protocol import ContentPart, Dialect, GenerationRequest, VideoPart
+from nanovlm.serving.options import Limits
+from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, ContentPart, GenerationRequest, VideoPart
 from nanovlm.serving.response_formats import ChatFormat, TextDelta
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
 
@@ -53,25 +51,11 @@ logger = logging.getLogger(__name__)
 PIXEL_BUDGET_BYTES = 2**28  # of images that are decoded and not prefilled yet, as float32
 
 
-@dataclass(frozen=True)
-class Caches:
-    """What is kept between requests; None is no cache."""
-
-    images: ImageCache | None = None
-    prefixes: PrefixCache | None = None
-
-    @classmethod
-    def from_limits(cls, limits: Limits) -> "Caches":
-        images, prefixes = limits.image_cache_bytes, limits.prefix_cache_bytes
-        return cls(ImageCache(images) if images else None, PrefixCache(prefixes) if prefixes else None)
-
-
 class ChatService:
     """Answers requests with a model and, by their names, with its adapters, which `with_adapter` made of it.
 
     A request that names none of them, which strict_model refuses, is answered by the first adapter or else the model.
-    fetcher, engine, pixel_budget_bytes and caches replace the defaults: no remote images, an engine of the captioner's
-    model with caches as large as the limits say.
+    fetcher, batch_type and pixel_budget_bytes replace the defaults; without a fetcher remote images are refused.
     """
 
     def __init__(
@@ -81,25 +65,31 @@ class ChatService:
         limits: Limits | None = None,
         *,
         fetcher: ImageFetcher | None = None,
-        engine: Engine | None = None,
+        batch_type: Callable[..., ContinuousBatch] = ContinuousBatch,
         pixel_budget_bytes: int = PIXEL_BUDGET_BYTES,
         strict_model: bool = False,
-        caches: Caches | None = None,
         adapters: Mapping[str, InferenceModel] | None = None,
     ):
         self.strict_model, self._warned_of_no_image = strict_model, False
         self.captioner, self.base_name, self.limits = captioner, name, limits or Limits()
         self.adapters = adapters or {}
         self.names = [*self.adapters, name]
-        self.caches = caches or Caches.from_limits(self.limits)
-        self.engine = engine or Engine(lambda: new_batch(captioner, self.limits.max_num_seqs, self.caches))
+        new_batch = partial(
+            batch_type,
+            captioner.inference,
+            max_num_seqs=self.limits.max_num_seqs,
+            eos_token_id=captioner.tokenizer.eos_token_ids,
+            image_cache=ImageCache(self.limits.image_cache) if self.limits.image_cache else None,
+            prefix_cache=PrefixCache(self.limits.prefix_cache) if self.limits.prefix_cache else None,
+        )
+        self.engine = Engine(new_batch)
         self.fetcher = fetcher or ImageFetcher()
         capacity = self.limits.max_num_seqs + self.limits.max_pending
-        self.admission = Admission(capacity)
-        self.metrics = Metrics(self.engine, lambda: self.num_waiting, self.caches.images, self.caches.prefixes)
+        self.admission = Admission(capacity, reserved=capacity // 16)
+        self.metrics = Metrics(self.engine, lambda: self.num_waiting)
         image_bytes = captioner.processor.max_tiles_per_image * 3 * captioner.processor.cfg.vit_img_size**2 * 4
         self.pixel_budget = Budget(max(1, pixel_budget_bytes // image_bytes), reserved=1)
-        self.body_budget = Budget(self.limits.max_body_bytes * capacity, self.limits.max_body_bytes * (capacity // 16))
+        self.body_budget = Budget(self.limits.max_body * capacity, self.limits.max_body * (capacity // 16))
         self.decoding_budget = Budget(self.limits.max_num_seqs, reserved=self.limits.max_num_seqs // 16)
         self.threads = FairThreads(max(2, min(4, os.cpu_count() or 1)))
         self.context = captioner.processor.cfg.lm_max_position_embeddings
@@ -120,10 +110,10 @@ class ChatService:
             self.engine.close()
         self.threads.shutdown()
 
-    async def complete(self, http_request: Request, dialect: type[Dialect], make_format: type[ChatFormat]) -> Response:
+    async def complete(self, http_request: Request, dialect: type[GenerationRequest]) -> Response:
         """The response to one request. Whatever goes wrong is an APIError, and counted in the metrics."""
         try:
-            response = await self._complete(http_request, dialect, make_format)
+            response = await self._complete(http_request, dialect)
         except Exception as error:
             api_error = as_api_error(error)
             self.metrics.requests.labels(api_error.status).inc()
@@ -131,20 +121,20 @@ class ChatService:
         self.metrics.requests.labels(response.status_code).inc()
         return response
 
-    async def _complete(self, http_request: Request, dialect: type[Dialect], make_format: type[ChatFormat]) -> Response:
+    async def _complete(self, http_request: Request, dialect: type[GenerationRequest]) -> Response:
         loop = asyncio.get_running_loop()
         arrival, client = loop.time(), http_request.client.host if http_request.client else ""
-        deadline = partial(request_deadline, arrival + self.limits.timeout_s, self.limits.timeout_s)
+        deadline = partial(request_deadline, arrival + self.limits.timeout, self.limits.timeout)
         async with AsyncExitStack() as request_scope:  # what it holds is released when the response ends
             async with deadline():
-                self.admission.check(client)  # a body that is whole takes a place: half of one keeps nobody out
-                body = await read_body(http_request, self.limits.max_body_bytes, self.body_budget, client)
-                self.admission.acquire(client, 1, request_scope)
-                request = await self.threads.run(client, dialect.parse, body)
-                request.client = client
+                with ExitStack() as place:  # a body that is whole takes a place: half of one keeps nobody out
+                    self.admission.admit(client, 1, place)
+                body = await read_body(http_request, self.limits.max_body, self.body_budget, client)
+                self.admission.admit(client, 1, request_scope)
+                request = await self.threads.run(client, dialect.parse, body, client)
                 del body  # it may hold megabytes of images, as the request does
                 name, decode = self.model_name(request.model), self.captioner.tokenizer.decode_raw
-                output_format = make_format(uuid.uuid4().hex, name, decode)
+                output_format = dialect.output_format(uuid.uuid4().hex, name, decode)
                 work = self._respond(request, output_format, request_scope, arrival, deadline)
                 response = await cancel_on_disconnect(http_request, work)
             if isinstance(response, EventStreamResponse):
@@ -168,7 +158,7 @@ class ChatService:
         request_scope.callback(lambda: self.metrics.answer.observe(now() - arrival))
         if request.stream:
             return EventStreamResponse(
-                stream_events(stream, output_format, first, texts, request.include_usage, deadline)
+                stream_events(stream, output_format, first, texts, request.stream_options.include_usage, deadline)
             )
         answers = [first.get(index, TextDelta()) for index in range(request.n_sequences)]
         async for new in texts:
@@ -181,19 +171,17 @@ class ChatService:
         model = self.model_name(request.model)
         self._admit_sequences(request, request_scope)
         processors: Iterator[GrammarProcessor] = iter(())
-        if request.schema is not None:
-            wanted = request.schema, request.n_sequences, request.schema_field
-            try:
+        if (schema := request.response_format.required_schema()) is not None:
+            wanted = schema, request.n_sequences, request.schema_field
+            with refusing(request.schema_field):
                 made = await self.threads.run(request.client, self.captioner.structured_output.make_processors, *wanted)
-            except NanoVLMError as error:
-                raise APIError(400, str(error), param=request.schema_field) from None
             processors = iter(made)
         if (highest := max(request.logit_bias, default=0)) >= (size := self.captioner.processor.cfg.lm_vocab_size):
             raise APIError(
                 400, f"logit_bias: {highest} is not an id below {size}, the vocabulary's", param="logit_bias"
             )
         run = partial(self.threads.run, request.client)
-        samplings = [await run(each.sampling, self.captioner.tokenizer.encode) for each in request.sampling]
+        samplings = [await run(each.sampling, self.captioner.tokenizer.encode) for each in request.sampling()]
         prompts, on_prefilled = await self._prepare(request, request_scope)
         sequences, streamers = [], []
         for inputs in prompts:
@@ -213,22 +201,23 @@ class ChatService:
 
     def _admit_sequences(self, request: GenerationRequest, request_scope: AsyncExitStack) -> None:
         """Take the places of all sequences but the first, which has its place already."""
-        n, n_total = len(request.sampling), request.n_sequences
+        n, n_total = request.n, request.n_sequences
         if n_total > self.admission.share:
             asked = f"n={n}" + (f" for {n_total // n} prompts" if n_total > n else "")
             message = f"{asked} is more than the {self.admission.share} answers that this server has places for"
             raise APIError(400, message, param="n" if n > 1 else "prompt")
-        self.admission.acquire(request.client, n_total - 1, request_scope)
+        self.admission.admit(request.client, n_total - 1, request_scope)
 
     async def _prepare(
         self, request: GenerationRequest, request_scope: AsyncExitStack
     ) -> tuple[list[ModelInputs], Callable[[], None]]:
         """The request's prompts, and what to call once they are prefilled; each step in a thread is short."""
         self._check_length(request)
-        if request.prompts:
+        if isinstance(request, CompletionRequest):
             tokenizer = self.captioner.tokenizer
             run = partial(self.threads.run, request.client, prepare_completion)
-            return [await run(prompt, tokenizer) for prompt in request.prompts], lambda: None
+            return [await run(prompt, tokenizer) for prompt in request.prompt], lambda: None
+        assert isinstance(request, ChatCompletionRequest)
         in_turns = self.captioner.processor.layout.images_in_turns
         await self._replace_videos(request, in_turns)
         chat = parse_messages(request.messages, request.prompt_field, in_turns)
@@ -241,18 +230,16 @@ class ChatService:
         request_scope.callback(reservation.release)
         await reservation.acquire(len(files))
         processor, encoder = self.captioner.processor, self.model_name(request.model)
-        options = self.limits.max_pixels, self.caches.images, encoder
+        options = self.limits.max_pixels, self.engine.batch.image_cache, encoder
         images: list[TiledImage] = []
         for number, file in enumerate(files, 1):
-            try:
-                arguments = f"image {number}", file, processor, *options, chat.image_urls[number - 1].detail
+            arguments = f"image {number}", file, processor, *options, chat.image_urls[number - 1].detail
+            with refusing(chat.param, "invalid_image"):
                 images.append(await reservation.run(self.threads, preprocess, *arguments))
-            except ImageError as error:  # begins with the name
-                raise invalid_image(str(error), chat.param) from None
             check_image_tokens(images, processor, chat.param)
         return [await self.threads.run(request.client, prepare_inputs, chat, images, processor)], reservation.release
 
-    async def _replace_videos(self, request: GenerationRequest, with_times: bool) -> None:
+    async def _replace_videos(self, request: ChatCompletionRequest, with_times: bool) -> None:
         """Put the frames of videos in their places."""
         number = 0
         for message in request.messages:
@@ -262,24 +249,17 @@ class ChatService:
                     content.append(part)
                     continue
                 name, number = f"video {number + 1}", number + 1
-                try:
-                    file = await self._file(part.video_url.url, name, self.limits.max_body_bytes)
+                with refusing(request.prompt_field, "invalid_video"):
+                    file = await self._file(part.video_url.url, name, self.limits.max_body)
                     content += await self.threads.run(request.client, video_parts, name, file, with_times)
-                except NanoVLMError as error:
-                    raise APIError(400, str(error), "invalid_video", request.prompt_field) from None
             message.content = content
 
     def _check_length(self, request: GenerationRequest) -> None:
         """Refuse what cannot fit into the context whatever its tokens are, before it is tokenized."""
-        prompts = request.prompts or ["".join(message.text for message in request.messages)]
-        for prompt in prompts:
+        for prompt in request.texts:
             unit, limit = ("characters", self.max_chars) if isinstance(prompt, str) else ("ids", self.context)
             if len(prompt) > limit:
-                message = (
-                    f"{request.prompt_field} holds {len(prompt):,} {unit}, more than the model's context "
-                    f"(lm_max_position_embeddings={self.context}) can; shorten it"
-                )
-                raise APIError(400, message, "context_length_exceeded", request.prompt_field)
+                raise self._too_long(request, f"{len(prompt):,} {unit}")
 
     def model_name(self, asked: str | None) -> str:
         """The name of the model that answers a request for one of this name."""
@@ -294,12 +274,10 @@ class ChatService:
     async def _fetch_images(self, chat: Chat) -> list[str | bytes]:
         """The files of remote images; data URLs remain as they are, since a thread decodes them faster."""
         files: list[str | bytes] = []
-        free_bytes = self.limits.max_body_bytes
+        free_bytes = self.limits.max_body
         for number, image in enumerate(chat.image_urls, 1):
-            try:
+            with refusing(chat.param, "invalid_image"):
                 files.append(await self._file(image.url, f"image {number}", free_bytes))
-            except ImageError as error:
-                raise invalid_image(str(error), chat.param) from None
             free_bytes -= len(files[-1]) if isinstance(files[-1], bytes) else 0
         return files
 
@@ -317,21 +295,14 @@ class ChatService:
         """
         room = self.context - prompt_tokens + 1  # the last token is never read
         if room < 1:
-            limit = f"the model's context (lm_max_position_embeddings={self.context})"
-            message = f"a prompt of {prompt_tokens} tokens exceeds {limit}; shorten {request.prompt_field}"
-            raise APIError(400, message, "context_length_exceeded", request.prompt_field)
+            raise self._too_long(request, f"a prompt of {prompt_tokens} tokens")
         return room if request.max_tokens is None else min(request.max_tokens, room)
+
+    def _too_long(self, request: GenerationRequest, what: str) -> APIError:
+        limit, field = f"the model's context (lm_max_position_embeddings={self.context})", request.prompt_field
+        message = f"{field} holds {what}, more than {limit} has room for; shorten it"
+        return APIError(400, message, "context_length_exceeded", field)
 
     def _count_tokens(self, stream: ResponseStream) -> None:
         self.metrics.prompt_tokens.inc(stream.num_prompt_tokens)
         self.metrics.answer_tokens.inc(stream.num_tokens)
-
-
-def new_batch(captioner: Captioner, max_num_seqs: int, caches: Caches) -> ContinuousBatch:
-    return ContinuousBatch(
-        captioner.inference,
-        max_num_seqs=max_num_seqs,
-        eos_token_id=captioner.tokenizer.eos_token_ids,
-        image_cache=caches.images,
-        prefix_cache=caches.prefixes,
-    )

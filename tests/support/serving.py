@@ -5,6 +5,8 @@ import io
 import json
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 
 import httpx
 import uvicorn
@@ -13,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE
+from nanovlm.processing.processor import Processor
 from nanovlm.serving.app import make_app
-from nanovlm.serving.engine import Engine
-from nanovlm.serving.limits import Limits
+from nanovlm.serving.options import Limits, ServerOptions
 from nanovlm.serving.server import DrainingServer
-from nanovlm.serving.service import Caches, ChatService
+from nanovlm.serving.service import ChatService
 
 # One for all tests: each new client would read all certificates. It keeps no connection: ports change their servers.
 http = httpx.Client(timeout=60, verify=False, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
@@ -26,9 +28,8 @@ http = httpx.Client(timeout=60, verify=False, trust_env=False, limits=httpx.Limi
 class WatchedBatch(ContinuousBatch):
     """Calls before_step() before each step, and on_add(key, images) for each prompt."""
 
-    def __init__(self, captioner, max_num_seqs=32, before_step=lambda: None, on_add=lambda key, images: None, **caches):
-        eos_token_id = captioner.tokenizer.eos_token_id
-        super().__init__(captioner.inference, max_num_seqs=max_num_seqs, eos_token_id=eos_token_id, **caches)
+    def __init__(self, model, before_step=lambda: None, on_add=lambda key, images: None, **options):
+        super().__init__(model, **options)
         self.before_step, self.on_add = before_step, on_add
 
     def add(self, key, input_ids, images=None, **options):
@@ -40,29 +41,31 @@ class WatchedBatch(ContinuousBatch):
         return super().step()
 
 
-class RunningServer:
-    """A server of its own on a free port, in a thread; more options are those of WatchedBatch."""
+class WatchedProcessor(Processor):
+    """Counts the images it preprocesses; calls before_image() before each, and before_prompt(question)."""
 
-    def __init__(
-        self,
-        captioner,
-        limits=None,
-        *,
-        allowed_hosts=None,
-        api_key=None,
-        make_batch=None,
-        batch=None,
-        allowed_origins=(),
-        caches=None,
-        **service_options,
-    ):
-        limits = limits or Limits()
-        caches = caches or Caches()
-        batch = {"image_cache": caches.images, "prefix_cache": caches.prefixes} | (batch or {})
-        make_batch = make_batch or (lambda: WatchedBatch(captioner, limits.max_num_seqs, **batch))
-        options = {"engine": Engine(make_batch), "caches": caches} | service_options
-        self.service = ChatService(captioner, "nanovlm", limits, **options)
-        app = make_app(self.service, allowed_hosts, api_key, allowed_origins=allowed_origins)
+    def __init__(self, processor, before_image=lambda: None, before_prompt=lambda question: None):
+        super().__init__(processor.cfg, processor.tokenizer)
+        self.n_images, self.before_image, self.before_prompt = 0, before_image, before_prompt
+
+    def preprocess(self, image, max_tiles=None):
+        self.before_image()
+        self.n_images += 1
+        return super().preprocess(image, max_tiles)
+
+    def encode_prompt(self, grids, question, *args):
+        self.before_prompt(question)
+        return super().encode_prompt(grids, question, *args)
+
+
+class RunningServer:
+    """A server of its own on a free port, in a thread; batch are options of WatchedBatch, caches the caches' bytes."""
+
+    def __init__(self, captioner, limits=None, *, options=None, batch=(), caches=(0, 0), **service_options):
+        limits = replace(limits or Limits(), image_cache=caches[0], prefix_cache=caches[1])
+        batch_type = partial(WatchedBatch, **dict(batch))
+        self.service = ChatService(captioner, "nanovlm", limits, batch_type=batch_type, **service_options)
+        app = make_app(self.service, options or ServerOptions())
         config = uvicorn.Config(app, port=0, log_level="warning", ws="none", http="h11")
         self.server = DrainingServer(config, self.service)
         self.thread = threading.Thread(target=self.server.run)
@@ -82,9 +85,8 @@ class RunningServer:
     @property
     def idle(self):
         """Whether no request is left anywhere."""
-        return (
-            self.service.admission.count == self.service.engine.batch.running == self.service.engine.batch.waiting == 0
-        )
+        batch = self.service.engine.batch
+        return self.service.admission.count == batch.running == batch.waiting == 0
 
     def post(self, body, path="/v1/chat/completions", **options):
         return http.post(self.url + path, **body_of(body), **options)
@@ -172,6 +174,12 @@ def user_message(question, *urls):
     """Messages of one user turn that shows images and asks a question."""
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
+
+
+def chat(client, messages=None, **options):
+    """A chat completion of a client, about the sample image without messages."""
+    messages = user_message(QUESTIONS[0], SAMPLE_URL) if messages is None else messages
+    return client.chat.completions.create(model="nanovlm", messages=messages, **options)
 
 
 def answer_of(response):

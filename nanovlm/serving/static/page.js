@@ -4,9 +4,9 @@ const byId = (id) => document.getElementById(id);
 const create = (parent, tag, fields = {}) => parent.appendChild(Object.assign(document.createElement(tag), fields));
 const on = (id, type, listener) => byId(id).addEventListener(type, listener);
 const DEFAULT_QUESTION = byId("question").placeholder; // asked if the first question about an image is left empty
-// images: { url: data URL, turn: index of the turn that shows it, null for the next one, remove: its button };
-// turns: [question, answer]; camera: its stream, whose newest frame is what the next question is about
-const chat = { model: null, images: [], turns: [], generation: null, camera: null, apiKey: sessionStorage.getItem("key") ?? "" };
+// images: { url: data URL, remove: its button } of those that the next question shows; messages: those before it;
+// camera: its stream, whose newest frame is what the next question is about
+const chat = { model: null, images: [], messages: [], generation: null, camera: null, apiKey: sessionStorage.getItem("key") ?? "" };
 
 async function request(path, options = {}) {
   const headers = { "Content-Type": "application/json", ...(chat.apiKey && { Authorization: `Bearer ${chat.apiKey}` }) };
@@ -57,22 +57,17 @@ async function addImages(files) {
   try {
     for (const file of files) {
       const url = await readFile(file);
-      if (isText(url)) throw new Error(`The file ${file.name} is not an image.`);
+      const isText = /^[\t-\r -~]*$/.test(atob(url.slice(url.indexOf(",") + 1, url.indexOf(",") + 65)));
+      if (isText) throw new Error(`The file ${file.name} is not an image.`);
       addImage(file, url);
     }
   } catch (error) {
-    showImages();
     return showError(error.message);
   }
   if (!files.length) return;
   showError("");
-  showImages();
   byId("announcement").textContent = "The image is loaded; ask about it.";
   byId("question").focus();
-}
-
-function isText(url) {
-  return /^[\t-\r -~]*$/.test(atob(url.slice(url.indexOf(",") + 1, url.indexOf(",") + 65)));
 }
 
 function addImage(file, url) {
@@ -84,24 +79,26 @@ function addImage(file, url) {
   });
   const remove = create(item, "button", { type: "button", textContent: "×" });
   remove.setAttribute("aria-label", `Remove ${file.name || "the image"}`);
-  const image = { url, turn: null, remove };
-  chat.images.push(image);
   remove.addEventListener("click", () => {
-    URL.revokeObjectURL(shown.src);
     item.remove();
-    chat.images.splice(chat.images.indexOf(image), 1);
+    chat.images = chat.images.filter((image) => image.remove !== remove);
     showImages();
-    byId(chat.images.length ? "question" : "file").focus();
+    byId(hasImages() ? "question" : "file").focus();
   });
+  chat.images.push({ url, remove });
+  showImages();
+}
+
+function hasImages() {
+  return byId("images").hasChildNodes();
 }
 
 function showImages() {
-  const any = chat.images.length > 0 || chat.camera !== null;
+  const any = hasImages() || chat.camera !== null;
   for (const id of ["images", "add-image"]) byId(id).hidden = !any || chat.camera !== null;
   for (const id of ["file", "drop-zone", "sample"]) byId(id).hidden = any;
   byId("camera").hidden = chat.camera === null;
-  for (const { remove, turn } of chat.images) remove.hidden = turn !== null; // the answers are about it
-  byId("start-over").hidden = !any && !chat.turns.length;
+  byId("start-over").hidden = !any;
 }
 
 async function openCamera() {
@@ -116,18 +113,8 @@ async function openCamera() {
   byId("question").focus();
 }
 
-async function showFrame() {
-  const video = byId("viewfinder"), canvas = document.createElement("canvas");
-  Object.assign(canvas, { width: video.videoWidth, height: video.videoHeight });
-  canvas.getContext("2d").drawImage(video, 0, 0);
-  forget();
-  const file = await new Promise((resolve) => canvas.toBlob(resolve, "image/jpeg", 0.9));
-  addImage(file, await readFile(file));
-}
-
 function forget() {
-  for (const shown of byId("images").querySelectorAll("img")) URL.revokeObjectURL(shown.src);
-  Object.assign(chat, { images: [], turns: [] });
+  Object.assign(chat, { images: [], messages: [] });
   for (const id of ["images", "conversation"]) byId(id).replaceChildren();
 }
 
@@ -141,16 +128,6 @@ function startOver() {
   showImages();
   showError("");
   byId("file").focus();
-}
-
-function buildMessages(question) {
-  const turns = [...chat.turns, [question]].map(([asked, answer], number) => {
-    const images = chat.images.filter(({ turn }) => (turn ?? chat.turns.length) === number);
-    const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
-    const content = parts.length ? [...parts, { type: "text", text: asked }] : asked;
-    return [{ role: "user", content }, { role: "assistant", content: answer }];
-  });
-  return turns.flat().slice(0, -1);
 }
 
 function readSettings() {
@@ -169,8 +146,11 @@ async function copyText(element, button) {
   setTimeout(() => (button.textContent = "Copy"), 1500);
 }
 
-async function* streamText(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+async function* streamAnswer(messages, signal) {
+  if (!chat.model) await loadModel();
+  const body = JSON.stringify({ model: chat.model, messages, stream: true, ...readSettings() });
+  const response = await request("/v1/chat/completions", { method: "POST", body, signal });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader(); // Safari has no for await of it
   let buffer = "";
   for (;;) {
     const { value, done } = await reader.read();
@@ -187,13 +167,6 @@ async function* streamText(response) {
   }
 }
 
-async function generate(question, signal, onText) {
-  if (!chat.model) await loadModel();
-  const asked = { model: chat.model, messages: buildMessages(question), stream: true, ...readSettings() };
-  const response = await request("/v1/chat/completions", { method: "POST", body: JSON.stringify(asked), signal });
-  for await (const text of streamText(response)) onText(text);
-}
-
 async function ask(question) {
   const turn = create(byId("conversation"), "li");
   create(turn, "p", { className: "question", textContent: question });
@@ -205,42 +178,49 @@ async function ask(question) {
   const stage = () => (answer.dataset.stage = `Reading the image and question, ${Math.round((Date.now() - start) / 1000)} s`);
   const timer = setInterval(() => (answer.textContent ? clearInterval(timer) : stage()), 1000);
   stage();
-  const generation = (chat.generation = new AbortController());
+  const generation = new AbortController();
+  setGeneration(generation);
   showError("");
-  setBusy(true);
+  const images = chat.images.splice(0);
+  const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  const asked = { role: "user", content: parts.length ? [...parts, { type: "text", text: question }] : question };
+  for (const { remove } of images) remove.hidden = true; // the answer is about it
   try {
-    await generate(question, generation.signal, (text) => {
+    for await (const text of streamAnswer([...chat.messages, asked], generation.signal)) {
       answer.textContent += text;
       if (text) delete answer.dataset.stage;
       showEnd();
-    });
+    }
     if (!answer.textContent) showError("The answer is empty; ask differently.");
   } catch (error) {
     if (!generation.signal.aborted) showFailure(error);
   }
   clearInterval(timer);
   answer.classList.remove("generating");
-  chat.generation = null;
-  setBusy(false);
+  setGeneration(null);
   if (!turn.isConnected) return; // started over meanwhile
   if (answer.textContent) {
-    for (const image of chat.images) image.turn ??= chat.turns.length;
-    chat.turns.push([question, answer.textContent]);
-    showImages();
+    chat.messages.push(asked, { role: "assistant", content: answer.textContent });
     copy.hidden = false;
     showEnd();
     if (!chat.camera) byId("question").placeholder = "Ask something else.";
     byId("announcement").textContent = answer.textContent; // at once: screen readers interrupt text that changes
   } else {
+    for (const { remove } of images) remove.hidden = false;
+    chat.images.unshift(...images);
     turn.remove();
     byId("question").value ||= question;
   }
 }
 
 async function askCamera(question) {
+  const video = byId("viewfinder"), canvas = document.createElement("canvas");
   do {
     const start = Date.now();
-    await showFrame();
+    Object.assign(canvas, { width: video.videoWidth, height: video.videoHeight });
+    canvas.getContext("2d").drawImage(video, 0, 0);
+    forget();
+    chat.images = [{ url: canvas.toDataURL("image/jpeg", 0.9), remove: {} }];
     await ask(question);
     if (byId("error").textContent) return;
     await new Promise((resolve) => setTimeout(resolve, 1000 - (Date.now() - start)));
@@ -251,21 +231,21 @@ function showEnd() {
   scrollTo({ top: document.documentElement.scrollHeight }); // the composer sticks to the end and covers nothing there
 }
 
-function setBusy(busy) {
-  byId("send").hidden = busy;
-  byId("stop").hidden = !busy;
+function setGeneration(generation) {
+  chat.generation = generation;
+  byId("send").hidden = generation !== null;
+  byId("stop").hidden = generation === null;
 }
 
 on("ask-form", "submit", (event) => {
   event.preventDefault();
   if (chat.generation) return;
-  if (!chat.images.length && !chat.camera) return showError("There is no image to ask about; choose one first.");
+  if (!hasImages() && !chat.camera) return showError("There is no image to ask about; choose one first.");
   if (!byId("settings-form").checkValidity()) {
     byId("settings").open = true;
     return void byId("settings-form").reportValidity();
   }
-  const isNew = chat.camera || chat.images.some(({ turn }) => turn === null);
-  const question = byId("question").value.trim() || (isNew ? DEFAULT_QUESTION : "");
+  const question = byId("question").value.trim() || (chat.camera || chat.images.length ? DEFAULT_QUESTION : "");
   if (!question) return showError("Ask something.");
   byId("question").value = "";
   chat.camera ? askCamera(question) : ask(question);

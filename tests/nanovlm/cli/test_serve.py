@@ -10,8 +10,7 @@ from nanovlm import EMBEDDED
 from nanovlm.cli import main as cli
 from nanovlm.cli.serve import adapter_folders, add_flags, model_name, server_options, with_recorded_base
 from nanovlm.options import ModelOptions
-from nanovlm.serving.limits import Limits
-from nanovlm.serving.server import ServerOptions
+from nanovlm.serving.options import Limits, ServerOptions
 
 
 def run_serve(*argv):
@@ -33,17 +32,19 @@ def parse(*argv):
     [
         (["--host", "0.0.0.0"], "set --api-key or, hidden from ps, NANOVLM_API_KEY"),
         (["--host", "::"], "needs a key"),
-        (["--max-num-seqs", "0"], "--max-num-seqs 0 is less than 1"),
-        (["--max-pending", "-1"], "--max-pending -1 is less than 0"),
-        (["--image-cache", "-1"], "--image-cache -1 is less than 0"),
-        (["--prefix-cache", "-1"], "--prefix-cache -1 is less than 0"),
+        (["--host", "192.168.1.7"], "needs a key"),
+        (["--host", "example.com"], "needs a key"),
+        (["--max-num-seqs", "0"], "--max-num-seqs 0 must be 1 or more"),
+        (["--max-pending", "-1"], "--max-pending -1 must be 0 or more"),
+        (["--image-cache", "-1"], "--image-cache -1 must be 0 or more"),
+        (["--prefix-cache", "-1"], "--prefix-cache -1 must be 0 or more"),
         (
             ["--allow-origin", "localhost"],
             "--allow-origin 'localhost' is no origin; give for example http://localhost:",
         ),
         (["--allow-origin", "http://localhost:3000/"], "is no origin"),
-        (["--timeout", "0"], "--timeout 0.0 is less than 1"),
-        (["--timeout", "nan"], "--timeout nan is less than 1"),
+        (["--timeout", "0"], "--timeout 0.0 must be 1 or more"),
+        (["--timeout", "nan"], "--timeout nan must be 1 or more"),
         (["--host", "nowhere.invalid", "--api-key", "x"], "--host nowhere.invalid --port 0: "),
         (["--port", "70000"], "--port 70000"),
         (["--model", "no/such/folder"], "no/such/folder"),
@@ -66,11 +67,11 @@ def test_flags_become_options(monkeypatch):
     monkeypatch.setenv("NANOVLM_API_KEY", "secret")
     options = parse("--max-num-seqs", "3", "--max-pending", "0", "--allow-host", "a", "--allow-host", "b")
     assert options.limits == Limits(max_num_seqs=3, max_pending=0)
-    assert (options.allow_hosts, options.api_key) == (("a", "b"), "secret")
+    assert (options.allow_host, options.api_key) == (["a", "b"], "secret")
     assert parse("--api-key", "other").api_key == "other"
     options = parse("--allow-origin", "http://a:3000", "--allow-origin", "*", "--strict-model", "--image-cache", "0")
-    assert (options.allow_origins, options.strict_model) == (("http://a:3000", "*"), True)
-    assert options.limits == Limits(image_cache_bytes=0)
+    assert (options.allow_origin, options.strict_model) == (["http://a:3000", "*"], True)
+    assert options.limits == Limits(image_cache=0)
 
 
 def test_folder_names_the_model_by_whatever_path(tmp_path, monkeypatch):

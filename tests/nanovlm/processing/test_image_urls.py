@@ -18,7 +18,7 @@ from nanovlm import SAMPLE
 from nanovlm.errors import ImageError
 from nanovlm.processing.image_loading import is_url
 from nanovlm.processing.image_urls import ImageFetcher, fetch_image, is_public
-from nanovlm.serving.limits import Limits
+from nanovlm.serving.options import Limits
 from support.serving import QUESTIONS, RunningServer, answer_of, user_message
 
 
@@ -185,7 +185,7 @@ def test_remote_images_are_answered_where_allowed(embedded, site):
 
 def test_remote_images_share_the_size_limit_of_a_request(embedded, site):
     size = len(SAMPLE.read_bytes())
-    with RunningServer(embedded, Limits(max_body_bytes=2 * size + 9), fetcher=local_fetcher()) as server:
+    with RunningServer(embedded, Limits(max_body=2 * size + 9), fetcher=local_fetcher()) as server:
         for n, status in ((2, 200), (3, 400)):
             messages = user_message("?", *[f"{site.url}/sample.png?x=1"] * n)
             response = server.post({"model": "nanovlm", "messages": messages, "max_tokens": 1})

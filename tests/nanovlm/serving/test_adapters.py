@@ -5,10 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from models.inference.serving_caches import ImageCache, PrefixCache
 from models.lora import adapt, adapters, merge, write_adapters
 from nanovlm import SAMPLE, Captioner
-from nanovlm.serving.service import Caches
 from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, http, user_message
 
 MODELS = ("first", "second", "nanovlm")
@@ -35,9 +33,7 @@ def captioners(embedded, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(embedded, captioners):
     adapted = {name: embedded.with_adapter(folder).inference for name, folder in captioners[1].items()}
-    with RunningServer(
-        embedded, adapters=adapted, strict_model=True, caches=Caches(ImageCache(2**24), PrefixCache(2**24))
-    ) as server:
+    with RunningServer(embedded, adapters=adapted, strict_model=True, caches=(2**24, 2**24)) as server:
         yield server
 
 

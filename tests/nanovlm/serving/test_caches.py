@@ -4,32 +4,18 @@ from random import Random
 
 import pytest
 
-from models.inference.serving_caches import ImageCache, PrefixCache
 from nanovlm import SAMPLE, Captioner
 from nanovlm.chat_session import ChatSession
-from nanovlm.processing.processor import Processor
-from nanovlm.serving.limits import Limits
-from nanovlm.serving.service import Caches
 from nanovlm.synthetic import draw, random_scene
-from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, data_url, user_message
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, WatchedProcessor, answer_of, data_url, user_message
 
 LARGE = 2**26
-
-
-class CountingProcessor(Processor):
-    def __init__(self, processor):
-        super().__init__(processor.cfg, processor.tokenizer)
-        self.n_images = 0
-
-    def preprocess(self, image, max_tiles=None):
-        self.n_images += 1
-        return super().preprocess(image, max_tiles)
 
 
 @pytest.fixture
 def counted(embedded):
     """A captioner that counts the images it preprocesses and the tiles it encodes."""
-    captioner, tiles = Captioner(embedded.model, CountingProcessor(embedded.processor)), []
+    captioner, tiles = Captioner(embedded.model, WatchedProcessor(embedded.processor)), []
     encoder = captioner.model.vision_encoder
     hook = encoder.register_forward_pre_hook(lambda module, args: tiles.append(len(args[0])))
     yield captioner, tiles
@@ -42,7 +28,7 @@ def test_second_request_about_an_image_does_not_encode_it(counted, embedded):
     expected = [embedded.caption(SAMPLE, question) for question in QUESTIONS]
     expected_both = embedded.caption([SAMPLE, other], "?", max_new_tokens=5)
     tiles.clear()
-    with RunningServer(captioner, caches=Caches(images=ImageCache(LARGE))) as server:
+    with RunningServer(captioner, caches=(LARGE, 0)) as server:
         for question, answer in zip(QUESTIONS, expected):
             asked = server.post({"messages": user_message(question, SAMPLE_URL), "n": 2})
             assert answer_of(asked) == answer
@@ -64,7 +50,7 @@ def test_next_turn_reuses_the_turns_before(counted, embedded):
     session = ChatSession(embedded, [SAMPLE])
     expected = ["".join(session.ask(question)) for question in QUESTIONS]
     tiles.clear()
-    with RunningServer(captioner, caches=Caches(ImageCache(LARGE), PrefixCache(LARGE))) as server:
+    with RunningServer(captioner, caches=(LARGE, LARGE)) as server:
         messages, hits = [], 0
         for question, answer in zip(QUESTIONS, expected):
             messages += user_message(question, *([] if messages else [SAMPLE_URL]))
@@ -86,22 +72,7 @@ def test_another_image_is_never_mistaken(embedded):
     scenes = [draw(random_scene(Random(seed)), 160, 120) for seed in range(6)]
     expected = [embedded.caption(scene) for scene in scenes]
     assert len(set(expected)) > 1
-    with RunningServer(embedded, caches=Caches(ImageCache(LARGE), PrefixCache(LARGE))) as server:
+    with RunningServer(embedded, caches=(LARGE, LARGE)) as server:
         for _ in range(2):
             for scene, caption in zip(scenes, expected):
                 assert answer_of(server.post({"messages": user_message(QUESTIONS[0], data_url(scene))})) == caption
-
-
-def test_caches_are_as_large_as_the_limits_say():
-    caches = Caches.from_limits(Limits(image_cache_bytes=0, prefix_cache_bytes=5000))
-    assert caches.images is None and caches.prefixes is not None
-    assert Caches.from_limits(Limits(prefix_cache_bytes=0)).prefixes is None
-
-
-def test_server_without_caches_counts_nothing(embedded):
-    with RunningServer(embedded) as server:
-        for _ in range(2):
-            server.post({"messages": user_message("?", SAMPLE_URL), "max_tokens": 2})
-        sums = server.metrics()
-    for name in ("image_cache_hits_total", "prefix_cache_hit_tokens_total", "image_cache_used_bytes"):
-        assert sums[f"nanovlm_{name}"] == 0

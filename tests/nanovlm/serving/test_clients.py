@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nanovlm import SAMPLE
-from nanovlm.serving.limits import Limits
+from nanovlm.serving.options import Limits, ServerOptions
 from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, http, until, user_message
 
 pytestmark = pytest.mark.full
@@ -17,25 +17,22 @@ OPTIONS = {"temperature": 0, "max_tokens": 100}
 # ----------------------------------------------------------------------------------------------------------- libraries
 
 
-def test_openai(openai_client):
-    """The models; requests, answers and streams are in test_service.py and test_response_formats.py."""
+def test_openai(embedded):
+    """The models and errors; requests, answers and streams are in test_service.py and test_response_formats.py."""
     openai = pytest.importorskip("openai")
-    assert [model.id for model in openai_client.models.list()] == ["nanovlm"]
-    assert openai_client.models.retrieve("nanovlm").id == "nanovlm"
-    with pytest.raises(openai.NotFoundError, match="no model 'gpt-4o' here, only 'nanovlm'"):
-        openai_client.models.retrieve("gpt-4o")
-    with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
-        openai_client.responses.create(model="nanovlm", input="?", previous_response_id="resp_1")
-
-
-def test_openai_reads_errors(embedded):
-    openai = pytest.importorskip("openai")
-    limits = Limits(max_body_bytes=50_000)
-    with RunningServer(embedded, limits, api_key="right") as server:
+    limits, options = Limits(max_body=50_000), ServerOptions(api_key="right")
+    with RunningServer(embedded, limits, options=options) as server:
+        client = server.openai_client(api_key="right")
+        assert [model.id for model in client.models.list()] == ["nanovlm"]
+        assert client.models.retrieve("nanovlm").id == "nanovlm"
+        with pytest.raises(openai.NotFoundError, match="no model 'gpt-4o' here, only 'nanovlm'"):
+            client.models.retrieve("gpt-4o")
+        with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
+            client.responses.create(model="nanovlm", input="?", previous_response_id="resp_1")
+        with pytest.raises(openai.APIStatusError, match="more than 50,000 bytes"):
+            client.completions.create(model="nanovlm", prompt="?" * 60_000)
         with pytest.raises(openai.AuthenticationError, match="API key"):
             server.openai_client(api_key="wrong").models.list()
-        with pytest.raises(openai.APIStatusError, match="more than 50,000 bytes"):
-            server.openai_client(api_key="right").completions.create(model="nanovlm", prompt="?" * 60_000)
 
 
 def test_openai_waits_for_a_full_server(embedded, gate):
@@ -87,14 +84,9 @@ def test_langchain_structured_output(served):
     langchain = pytest.importorskip("langchain_openai")
     pytest.importorskip("llguidance")
     chat = langchain.ChatOpenAI(model="gpt-4o-mini", base_url=f"{served.url}/v1", api_key="none", temperature=0)
-    schema = {
-        "title": "Image",
-        "description": "What is in it.",
-        "type": "object",
-        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
-        "required": ["n"],
-        "additionalProperties": False,
-    }
+    n = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {"title": "Image", "description": "What is in it.", "type": "object", "properties": {"n": n}}
+    schema |= {"required": ["n"], "additionalProperties": False}
     found = chat.with_structured_output(schema, method="json_schema").invoke("How many?")
     assert set(found) == {"n"} and 0 <= found["n"] <= 9
 
@@ -120,67 +112,45 @@ def test_llm(served, embedded, tmp_path, monkeypatch):
 def test_open_webui(embedded):
     """The list of models, a streamed chat, and the title and tags that it asks for in the background."""
     front_end = {"origin": "http://localhost:3000"}  # "direct connections" come from the browser
-    with RunningServer(embedded, allowed_origins=["http://localhost:3000"]) as server:
+    with RunningServer(embedded, options=ServerOptions(allow_origin=("http://localhost:3000",))) as server:
         models = http.get(f"{server.url}/v1/models", headers=front_end | {"authorization": "Bearer none"}).json()
         model = models["data"][0]["id"]
-        parts = [
-            {"type": "text", "text": QUESTIONS[0]},
-            {"type": "image_url", "image_url": {"url": SAMPLE_URL}},
-        ]
-        chat = {
-            "stream": True,
-            "model": model,
-            "messages": [{"role": "user", "content": parts}],
-            "stream_options": {"include_usage": True},
-        }
+        chat = {"stream": True, "model": model, "messages": user_message(QUESTIONS[0], SAMPLE_URL)}
+        chat["stream_options"] = {"include_usage": True}
         events = server.post(chat, headers=front_end).text.split("\n\n")
         chunks = [json.loads(event.removeprefix("data: ")) for event in events if "{" in event]
         text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
         assert text == embedded.caption(SAMPLE) and chunks[-1]["usage"]["total_tokens"]
         task = {
             "model": model,
-            "messages": [{"role": "user", "content": "### Task:\nGenerate a concise, 3-5 word title."}],
+            "messages": user_message("### Task:\nGenerate a concise, 3-5 word title."),
             "stream": False,
-            "max_completion_tokens": 1000,
         }
+        task["max_completion_tokens"] = 1000
         assert server.post(task).status_code == 200, "the context has no room for 1,000 tokens more"
 
 
 def test_sillytavern(served):
     """A card's greeting, a system message at the end, many samplers, and a reply to be continued."""
+    image = {"type": "image_url", "image_url": {"url": SAMPLE_URL, "detail": "low"}}
+    messages = [
+        {"role": "system", "content": "Write the Guide's next reply in a chat between the Guide and You."},
+        {"role": "system", "content": "[Start a new Chat]"},
+        {"role": "assistant", "content": "Welcome to the gallery."},
+        {"role": "user", "content": [{"type": "text", "text": QUESTIONS[0]}, image]},
+        {"role": "system", "content": "Stay in character."},
+    ]
     body = {
-        "messages": [
-            {"role": "system", "content": "Write the Guide's next reply in a chat between the Guide and You."},
-            {"role": "system", "content": "[Start a new Chat]"},
-            {"role": "assistant", "content": "Welcome to the gallery."},
-            {
-                "role": "user",
-                "content": [
-                    {"type": "text", "text": QUESTIONS[0]},
-                    {"type": "image_url", "image_url": {"url": SAMPLE_URL, "detail": "low"}},
-                ],
-            },
-            {"role": "system", "content": "Stay in character."},
-        ],
+        "messages": messages,
         "model": "gpt-4-turbo",
-        "temperature": 1,
         "max_tokens": 5000,
         "stream": False,
-        "presence_penalty": 0.3,
-        "frequency_penalty": 0.2,
-        "top_p": 0.9,
-        "top_k": 0,
-        "min_p": 0,
-        "repetition_penalty": 1,
         "stop": ["\nYou:"],
-        "seed": 7,
         "n": 1,
-        "logit_bias": {},
-        "user_name": "You",
-        "char_name": "the Guide",
-        "type": "quiet",
-        "chat_completion_source": "custom",
     }
+    body |= {"temperature": 1, "presence_penalty": 0.3, "frequency_penalty": 0.2, "top_p": 0.9, "top_k": 0, "min_p": 0}
+    body |= {"repetition_penalty": 1, "seed": 7, "logit_bias": {}, "user_name": "You", "char_name": "the Guide"}
+    body |= {"n": 1, "type": "quiet", "chat_completion_source": "custom"}
     reply = served.post(body, "/v1/chat/completions")
     assert reply.status_code == 200 and answer_of(reply)
     body["messages"] += [{"role": "assistant", "content": answer_of(reply)[:9]}]

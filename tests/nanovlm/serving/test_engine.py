@@ -15,7 +15,7 @@ from models.inference.serving_caches import TiledImage
 from nanovlm import SAMPLE
 from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import EngineError, EngineStoppedError
-from support.serving import SAMPLE_URL, RunningServer, answer_of, http, until, user_message
+from support.serving import SAMPLE_URL, RunningServer, WatchedBatch, answer_of, http, until, user_message
 
 
 class UnprintableError(Exception):
@@ -144,13 +144,11 @@ def test_sequences_without_tokens_are_tried_again_when_their_batch_fails(tiny_mo
 def test_sequences_that_had_tokens_fail_with_their_batch(tiny_model):
     model, fail = tiny_model(), threading.Event()
 
-    class FailingLater(ContinuousBatch):
-        def step(self):
-            time.sleep(0.01)  # or all tokens may come before the failure
-            if fail.is_set():
-                fail.clear()
-                raise ValueError("the cache is gone")
-            return super().step()
+    def before_step():
+        time.sleep(0.01)  # or all tokens may come before the failure
+        if fail.is_set():
+            fail.clear()
+            raise ValueError("the cache is gone")
 
     async def main(engine):
         handle = engine.submit([SequenceRequest(PROMPTS[0], (), 50)])
@@ -160,7 +158,7 @@ def test_sequences_that_had_tokens_fail_with_their_batch(tiny_model):
             await collect(handle)
         return await collect(engine.submit([SequenceRequest(PROMPTS[0], (), 5)]))
 
-    assert run_engine(lambda: FailingLater(model, max_num_seqs=4), main) == expected_tokens(model, 5)[0]
+    assert run_engine(lambda: WatchedBatch(model, before_step, max_num_seqs=4), main) == expected_tokens(model, 5)[0]
 
 
 def test_without_memory_for_all_the_newest_sequence_fails(tiny_model):
@@ -190,13 +188,8 @@ def test_error_of_the_users_reaches_the_request_as_it_is(tiny_model, caplog):
 
 
 def test_closed_engine_fails_its_requests_at_once(tiny_model):
-    class SlowBatch(ContinuousBatch):
-        def step(self):
-            time.sleep(0.01)
-            return super().step()
-
     async def run():
-        engine = Engine(lambda: SlowBatch(tiny_model(), max_num_seqs=1))
+        engine = Engine(lambda: WatchedBatch(tiny_model(), lambda: time.sleep(0.01), max_num_seqs=1))
         with pytest.raises(EngineStoppedError):
             engine.submit([SequenceRequest(PROMPTS[0], (), 5)])
         engine.start()
@@ -239,7 +232,7 @@ def test_clients_of_a_failing_model_are_told_no_details_and_the_next_is_answered
             raise failures.pop()
 
     with RunningServer(embedded, batch={"before_step": fail}) as server:
-        body = {"model": "nanovlm", "messages": user_message("?", SAMPLE_URL)}
+        body = {"messages": user_message("?", SAMPLE_URL)}
         response = server.post(body)
         assert response.status_code == 500 and "secret" not in response.text
         assert "the model failed" in response.json()["error"]["message"]
@@ -254,5 +247,5 @@ def test_health_says_when_the_engine_has_stopped(embedded):
         server.service.engine.close()
         health = http.get(f"{server.url}/health")
         assert (health.status_code, health.json()["status"]) == (503, "stopped")
-        response = server.post({"model": "nanovlm", "messages": user_message("?")})
+        response = server.post({"messages": user_message("?")})
         assert response.status_code == 503 and "does not run" in response.json()["error"]["message"]

@@ -9,9 +9,7 @@ from models.decoding import SamplingParams
 from models.inference.requests import TokenLogprobs
 from nanovlm import SAMPLE
 from nanovlm.serving.response_formats import ChatFormat, CompletionFormat, TextDelta, Usage
-from support.serving import QUESTIONS, SAMPLE_URL, user_message
-
-ASKED = {"model": "nanovlm", "messages": user_message(QUESTIONS[0], SAMPLE_URL)}
+from support.serving import QUESTIONS, SAMPLE_URL, chat, user_message
 
 
 def expected_logprobs(embedded, token_ids, n_top):
@@ -25,7 +23,7 @@ def expected_logprobs(embedded, token_ids, n_top):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_are_the_models(client, embedded, stream):
-    response = client.chat.completions.create(**ASKED, logprobs=True, top_logprobs=3, max_tokens=12, stream=stream)
+    response = chat(client, logprobs=True, top_logprobs=3, max_tokens=12, stream=stream)
     choices = [chunk.choices[0] for chunk in response] if stream else response.choices
     tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
     text = embedded.caption(SAMPLE, max_new_tokens=12)
@@ -39,10 +37,10 @@ def test_logprobs_are_the_models(client, embedded, stream):
 
 
 def test_logprobs_end_with_the_text(client):
-    whole = client.chat.completions.create(**ASKED, logprobs=True).choices[0]
+    whole = chat(client, logprobs=True).choices[0]
     assert "".join(token.token for token in whole.logprobs.content) == whole.message.content
     assert all(token.top_logprobs == [] for token in whole.logprobs.content)
-    assert client.chat.completions.create(**ASKED, max_tokens=2).choices[0].logprobs is None
+    assert chat(client, max_tokens=2).choices[0].logprobs is None
 
 
 def test_impossible_token_has_a_number_in_json():
@@ -139,7 +137,7 @@ RESPONSES_INPUT = [
 def test_response_is_the_same_answer(client, embedded):
     response = client.responses.create(model="nanovlm", input=RESPONSES_INPUT)
     assert response.output_text == embedded.caption(SAMPLE) and response.status == "completed"
-    usage = client.chat.completions.create(**ASKED).usage
+    usage = chat(client).usage
     assert (response.usage.input_tokens, response.usage.output_tokens) == (usage.prompt_tokens, usage.completion_tokens)
     text = client.responses.create(model="nanovlm", input="Hello?", max_output_tokens=1)
     assert text.output_text == embedded.caption(None, "Hello?", max_new_tokens=1)
@@ -152,12 +150,11 @@ def test_response_continues_a_conversation(client):
     second = client.responses.create(model="nanovlm", input=more, instructions="Be brief.")
     messages = [
         {"role": "system", "content": "Be brief."},
-        *ASKED["messages"],
+        *user_message(QUESTIONS[0], SAMPLE_URL),
         {"role": "assistant", "content": first.output_text},
         *user_message(QUESTIONS[1]),
     ]
-    chat = client.chat.completions.create(model="nanovlm", messages=messages)
-    assert second.output_text == chat.choices[0].message.content
+    assert second.output_text == chat(client, messages).choices[0].message.content
 
 
 def test_response_is_streamed_as_events(served, embedded):
@@ -181,26 +178,20 @@ def assert_events_are(text, events):
     assert "".join(one.token for one in final.output[0].content[0].logprobs) == text
 
 
-def test_response_of_a_stored_conversation_is_refused(served):
-    error = served.post({"input": "?", "previous_response_id": "resp_1"}, "/v1/responses").json()["error"]
-    assert "previous_response_id is not supported" in error["message"]
-
-
 # ----------------------------------------------------------------------------------------------------------- penalties
 
 
 def test_penalties_are_the_models(client, embedded):
     options = {"frequency_penalty": 2.0, "presence_penalty": 2.0}
     messages = user_message("Stop.", SAMPLE_URL)  # no prompt of the training: the answer repeats itself
-    response = client.chat.completions.create(model="nanovlm", messages=messages, **options)
+    response = chat(client, messages, **options)
     expected = embedded.caption(SAMPLE, "Stop.", max_new_tokens=256, sampling=SamplingParams(**options))
     assert response.choices[0].message.content == expected != embedded.caption(SAMPLE, "Stop.")
 
 
 def test_bad_words_and_biases_exclude_and_favor_tokens(client, embedded):
     def answer(**options):
-        response = client.chat.completions.create(**ASKED, max_tokens=12, **options)
-        return response.choices[0].message.content
+        return chat(client, max_tokens=12, **options).choices[0].message.content
 
     tokenizer, free = embedded.tokenizer, answer()
     assert "green" in free and "green" not in answer(extra_body={"bad_words": ["green"]})
@@ -217,7 +208,7 @@ def test_bad_words_and_biases_exclude_and_favor_tokens(client, embedded):
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_repeats_itself_stops_and_says_why(client, stream):
     heart = {"logit_bias": {"5": 100}, "repetition_detection": {"max_pattern_size": 3, "min_count": 4}}
-    response = client.chat.completions.create(**ASKED, extra_body=heart, stream=stream, logprobs=True)
+    response = chat(client, extra_body=heart, stream=stream, logprobs=True)
     chunks = list(response) if stream else [response]
     last = chunks[-1].choices[0]
     assert (last.finish_reason, last.stop_reason) == ("stop", "repetition")

@@ -1,10 +1,11 @@
 """Who may use the server: host names, origins and keys."""
 
+from nanovlm.serving.options import ServerOptions
 from support.serving import RunningServer, http, user_message
 
 
 def test_foreign_web_pages_cannot_use_a_local_server(embedded):
-    with RunningServer(embedded, allowed_hosts={"127.0.0.1", "localhost", "::1"}) as server:
+    with RunningServer(embedded) as server:
 
         def status(**headers):
             return http.get(f"{server.url}/v1/models", headers=headers).status_code
@@ -16,10 +17,8 @@ def test_foreign_web_pages_cannot_use_a_local_server(embedded):
         assert status(host="127.0.0.1.evil.example") == status(host="[") == status(host="") == 403
         assert status(origin="https://evil.example") == status(origin="null") == 403
         assert status(origin=f"http://localhost:{port}") == 403, "another origin, though on the same machine"
-        simple = {
-            "origin": "https://evil.example",
-            "content-type": "text/plain",
-        }  # browsers send it without a preflight
+        # Browsers send it without a preflight.
+        simple = {"origin": "https://evil.example", "content-type": "text/plain"}
         refused = server.post({"model": "nanovlm", "messages": user_message("?")}, headers=simple)
         assert refused.status_code == 403 and "evil.example" in refused.json()["error"]["message"]
         preflight = http.options(f"{server.url}/v1/chat/completions", headers={"origin": "https://evil.example"})
@@ -28,7 +27,7 @@ def test_foreign_web_pages_cannot_use_a_local_server(embedded):
 
 
 def test_key_is_required_where_one_is_set(embedded):
-    with RunningServer(embedded, api_key="schlüssel") as server:
+    with RunningServer(embedded, options=ServerOptions(api_key="schlüssel")) as server:
         for header in (None, "Bearer wrong", "schlüssel", "Basic schlüssel", "Bearer"):
             headers = {} if header is None else {"authorization": header.encode("utf-8")}
             for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("GET", "/metrics")):
@@ -42,9 +41,10 @@ def test_key_is_required_where_one_is_set(embedded):
 
 
 def test_allowed_origins_may_use_the_server_from_a_browser(embedded):
-    front_end, options = "http://localhost:3000", {"allowed_hosts": {"127.0.0.1"}, "api_key": "secret"}
+    front_end = "http://localhost:3000"
+    options = ServerOptions(api_key="secret", allow_origin=(front_end,))
     body = {"messages": user_message("?"), "max_tokens": 2}
-    with RunningServer(embedded, allowed_origins=[front_end], **options) as server:
+    with RunningServer(embedded, options=options) as server:
 
         def preflight(origin):
             asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
@@ -63,6 +63,6 @@ def test_allowed_origins_may_use_the_server_from_a_browser(embedded):
             assert preflight(origin).status_code == 403 and "--allow-origin" in preflight(origin).text
             assert server.post(body, headers=with_key | {"origin": origin}).status_code == 403
         assert server.post(body, headers=with_key | {"host": "evil.example"}).status_code == 403
-    with RunningServer(embedded, allowed_origins=["*"]) as server:
+    with RunningServer(embedded, options=ServerOptions(allow_origin=("*",))) as server:
         response = server.post(body, headers={"origin": "https://anywhere.example"})
         assert response.status_code == 200 and response.headers["access-control-allow-origin"] == "*"

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from nanovlm import SAMPLE
-from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, user_message
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, chat, user_message
 
 pytest.importorskip("llguidance", reason="no llguidance; pip install 'nanovlm[structured]'")
 
@@ -53,7 +53,7 @@ def test_other_requests_of_the_batch_are_free(embedded):
     with RunningServer(embedded) as server:
         client = server.client()
         stream = client.chat.completions.create(**ASKED, response_format=FORMAT, stream=True)
-        free = client.chat.completions.create(model="nanovlm", messages=user_message(QUESTIONS[0], SAMPLE_URL))
+        free = chat(client)
         assert free.choices[0].message.content == embedded.caption(SAMPLE)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
         assert_fits(json.loads(text))

@@ -1,0 +1,89 @@
+"""Where a server listens, whom it serves and how much it accepts; each setting is a flag of `nanovlm serve`."""
+
+import ipaddress
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from models.config import check_settings, setting
+from nanovlm.errors import UsageError
+
+MiB = 2**20
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
+
+
+def limit(default: Any, metavar: str, help: str, minimum: int = 1, **flag: Any) -> Any:
+    """A number with a minimum."""
+    return setting(default, help, f"{minimum} or more", lambda n: n >= minimum, metavar=metavar, **flag)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much a server accepts."""
+
+    max_num_seqs: int = limit(32, "N", "sequences decoded at once")
+    max_pending: int = limit(64, "N", "sequences that may wait, --max-body each; clients of more get 429", 0)
+    max_body: int = limit(20 * MiB, "BYTES", "size of a request, and of its remote images", default_text="20 MiB")
+    image_cache: int = limit(
+        128 * MiB, "BYTES", "memory for encoded images, which are not encoded again; 0 keeps none", 0,
+        default_text="128 MiB",
+    )  # fmt: skip
+    prefix_cache: int = limit(
+        256 * MiB, "BYTES",
+        "memory for keys and values of earlier chats, whose next turn computes only what is new; 0 keeps none", 0,
+        default_text="256 MiB",
+    )  # fmt: skip
+    max_pixels: int = limit(40_000_000, "N", "pixels of an image", default_text="40,000,000")
+    timeout: float = limit(120.0, "S", "seconds for a request, waiting included")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where a server listens and whom it serves. InputError or UsageError for a value that is not possible."""
+
+    host: str = setting(
+        "127.0.0.1", "address of this machine to listen on; one that other machines can reach needs a key"
+    )
+    port: int = setting(
+        8000, "port to listen on; 0 is any free one",
+        "from 0 to 65535; 0 takes any free port", lambda port: 0 <= port <= 65535, metavar="N",
+    )  # fmt: skip
+    api_key: str | None = setting(
+        None, "key that clients must send; ps does not show it in NANOVLM_API_KEY", metavar="KEY"
+    )
+    allow_host: tuple[str, ...] = setting(
+        (), "further host name to serve, for example a proxy's", action="append", metavar="NAME"
+    )
+    allow_origin: tuple[str, ...] = setting(
+        (), "origin whose pages may use the server from a browser, for example http://localhost:3000; '*' is all",
+        action="append", metavar="ORIGIN",
+    )  # fmt: skip
+    strict_model: bool = setting(False, "refuse requests for another model's name")
+    allow_remote: bool = setting(False, "fetch images from http(s) URLs of public addresses")
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        for record in (self, self.limits):
+            check_settings(record)
+        if not is_loopback(self.host) and self.api_key is None:
+            raise UsageError(
+                f"--host {self.host} is reachable from other machines and needs a key; set --api-key or, hidden from "
+                "ps, NANOVLM_API_KEY"
+            )
+        for origin in self.allow_origin:
+            if origin not in ("*", "null") and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise UsageError(f"--allow-origin {origin!r} is no origin; give for example http://localhost:3000")
+
+    @property
+    def allowed_hosts(self) -> set[str] | None:
+        """The host names that are served; None is all of them, if other machines may connect: the key protects it."""
+        if not is_loopback(self.host) and not self.allow_host:
+            return None
+        return {name.lower() for name in (*LOOPBACK_NAMES, self.host, *self.allow_host)}
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
