@@ -73,6 +73,7 @@ async function addImages(files) {
 function addImage(file, url) {
   const item = create(byId("images"), "li");
   const shown = create(item, "img", { src: URL.createObjectURL(file), alt: `Your image, ${file.name}` });
+  shown.addEventListener("load", () => URL.revokeObjectURL(shown.src));
   shown.addEventListener("error", () => {
     const textContent = `Browsers cannot show ${file.name || "this image"}, but you can ask about it.`;
     shown.replaceWith(create(item, "p", { textContent }));
