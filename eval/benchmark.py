@@ -16,6 +16,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ def time_step(gpt: GPT, gpt_kv: GPT_kv, idx: Tensor, rounds: int) -> tuple[float
         raise MismatchError(f"with and without a cache, the token after {idx.size(1)} differs")
     contestants = {"no KV": lambda: measure_seconds(uncached_step, idx.device), "KV": time_cached}
     timings = interleave(contestants, rounds, warmup=0)  # the check above has warmed up both
-    return 1000 * timings["no KV"].median, 1000 * timings["KV"].median
+    return 1000 * median(timings["no KV"]), 1000 * median(timings["KV"])
 
 
 def benchmark(

@@ -34,13 +34,11 @@ from statistics import mean
 import torch
 
 from eval.lib.accuracy import relative_error
-from eval.lib.command import add_device_flags, make_parser, positive, progress, report
+from eval.lib.command import add_device_flags, add_save_flag, make_parser, positive, progress, report, table
 from eval.lib.cpu_levels import at_level, levels_here
 from eval.lib.hardware import environment
 from eval.lib.prompt_variants import measure_prompt_variants
-from eval.lib.results import add_save_flag
 from eval.lib.scene_splits import RENDERERS, SPLITS, Renderer, count_by_row, make_splits, png
-from eval.lib.tables import table
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession

@@ -41,14 +41,12 @@ from statistics import median
 import torch
 
 from eval.lib.accuracy import inexact_engines, stage_errors
-from eval.lib.command import make_parser, positive, progress, report
+from eval.lib.command import add_save_flag, make_parser, positive, progress, report, table
 from eval.lib.cpu_levels import current_level, level_here, lowering, peers_note
 from eval.lib.hardware import environment, matmul_flops, memory_bandwidth
 from eval.lib.random_model import random_model_folder
-from eval.lib.results import add_save_flag
 from eval.lib.roofline import stage_costs
 from eval.lib.shapes import SHAPES
-from eval.lib.tables import table
 from eval.lib.timing import competing_processes, interleave, measure_seconds
 from eval.peers.engines import BASELINES, Engine, EngineOptions, ImageEngine, NanoVLMEngine, make_engines, plain_engine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
@@ -175,11 +173,11 @@ def measure(
     for stage in stages:
         for title, contestants in stage_contestants(stage, engines, inputs, tokens, folder):
             progress(f"{title}: {', '.join(contestants)}")
-            for name, timing in interleave(contestants, rounds, warmup=0 if stage == "cold-start" else 1).items():
+            for name, seconds in interleave(contestants, rounds, warmup=0 if stage == "cold-start" else 1).items():
                 roofline_ms = None
                 if title in costs:
                     roofline_ms = 1000 * costs[title].roofline_s(by_name[name].weight_bytes, by_name[name].dtype)
-                results.append(Result(title, name, 1000 * timing.median, 1000 * timing.minimum, roofline_ms))
+                results.append(Result(title, name, 1000 * median(seconds), 1000 * min(seconds), roofline_ms))
     return results
 
 

@@ -49,10 +49,9 @@ from eval.lib.cache_study import (
     language_model_case,
     measure_case,
 )
-from eval.lib.command import add_device_flags, make_parser, positive, report
+from eval.lib.command import add_device_flags, add_save_flag, make_parser, positive, report
 from eval.lib.hardware import environment
 from eval.lib.plot import draw
-from eval.lib.results import add_save_flag
 from eval.lib.shapes import SHAPES
 from eval.lib.sharing_study import measure_sharing, sharing_table
 from eval.lib.speculation import measure_speculation, speculation_table

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from statistics import median
 
 import torch
 from torch import Tensor
 
 from eval.benchmark import MismatchError, make_models
-from eval.lib.command import progress
-from eval.lib.tables import table
+from eval.lib.command import progress, table
 from eval.lib.timing import interleave, measure_seconds
 from models.mingpt import GPT, GPT_kv
 
@@ -63,7 +63,7 @@ def attribute_step(gpt: GPT, gpt_kv: GPT_kv, idx: Tensor, rounds: int) -> Attrib
         return measure_seconds(steps[name], idx.device)
 
     timings = interleave({name: partial(time_step, name) for name in steps}, rounds, warmup=0)
-    return Attribution(idx.size(1), *(round(1000 * timings[name].median, 4) for name in steps))
+    return Attribution(idx.size(1), *(round(1000 * median(timings[name]), 4) for name in steps))
 
 
 def attribute(

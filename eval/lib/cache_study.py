@@ -19,8 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from eval.lib.cache_designs import UNCACHED, Design, Images, Run, Start, encoder_decoder_designs, language_model_designs
-from eval.lib.command import progress
-from eval.lib.tables import table
+from eval.lib.command import progress, table
 from eval.lib.timing import interleave, measure_seconds, synchronize
 from models.cache import storage_bytes
 from models.kv_study.encoder_decoder import EncoderDecoder
@@ -216,7 +215,7 @@ def time_axes(case: Case, rows: Sequence[Row], sizes: Sizes) -> None:
             progress(f"{case.name}: {axis.partition('_')[0]}, {size}")
             timings = interleave({d.name: partial(measure, d, size) for d in case.designs}, sizes.rounds)
             for row in rows:
-                getattr(row, axis).append(round(1000 * timings[row.design].median, 3))
+                getattr(row, axis).append(round(1000 * median(timings[row.design]), 3))
 
 
 @torch.inference_mode()
@@ -225,9 +224,9 @@ def measure_case(case: Case, sizes: Sizes) -> Study:
     rows = time_generations(case, sizes)
     if sizes.prompts:
         time_axes(case, rows, sizes)
-    timing = interleave({"": partial(measure_seconds, case.vision, case.ids.device)}, sizes.rounds)[""]
+    seconds = interleave({"": partial(measure_seconds, case.vision, case.ids.device)}, sizes.rounds)[""]
     parameters = sum(parameter.numel() for parameter in case.model.parameters())
-    return Study(case.name, parameters, case.ids.size(1), round(1000 * timing.median, 3), sizes, rows)
+    return Study(case.name, parameters, case.ids.size(1), round(1000 * median(seconds), 3), sizes, rows)
 
 
 def generations_table(study: Study) -> str:

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eval.lib.cache_answers import Batch
-from eval.lib.command import progress
-from eval.lib.tables import table
+from eval.lib.command import progress, table
 from eval.sort_task import splits
 from models.cache import KVCache
 from models.config import VLMConfig

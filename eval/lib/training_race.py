@@ -9,10 +9,10 @@ from random import Random
 from statistics import mean, median
 from typing import Any, Protocol, cast
 
+from eval.lib.command import table
 from eval.lib.random_model import write_random_model
 from eval.lib.scene_splits import png
 from eval.lib.shapes import SHAPES, SMOLLM2_135M
-from eval.lib.tables import table
 from models.config import VLMConfig
 from nanovlm import EMBEDDED
 from nanovlm.data import Batches

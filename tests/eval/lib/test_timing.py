@@ -14,8 +14,7 @@ def test_contestants_take_turns_after_warming_up():
     contestants = {"a": contestant("a", [6.0, 9.0, 1.0, 50.0]), "b": contestant("b", [2.0, 1.0, 3.0, 50.0])}
     lines = []
     timings = interleave(contestants, rounds=3, warmup=1, log=lines.append)
-    assert calls == ["a", "b"] * 4 and timings["a"].seconds == [1.0, 9.0, 6.0]
-    assert (timings["a"].median, timings["b"].median, timings["a"].minimum) == (6.0, 2.0, 1.0)
+    assert calls == ["a", "b"] * 4 and timings == {"a": [1.0, 9.0, 6.0], "b": [3.0, 1.0, 2.0]}
     assert lines[0] == "round 1/3: a, 1.000 s" and len(lines) == 6
 
 
