@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from eval.lib.cpu_levels import at_level, current_level
+from eval.peers import import_peer
 from eval.peers.llama_cpp_engine import LlamaCppEngine
-from eval.peers.onnxruntime_engine import OnnxRuntimeEngine
+from eval.peers.onnx_engine import OnnxRuntimeEngine
 from eval.peers.openvino_engine import OpenVINOEngine
 from models.decoding import TokenSampler
 from models.formats.smolvlm import SmolVLM
@@ -21,7 +22,6 @@ from models.vision_language_model import PrefillState
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.device import choose_dtype
-from nanovlm.errors import MissingExtraError
 
 BASELINES = ("plain", "transformers", "llama.cpp", "onnxruntime", "openvino")
 GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -103,18 +103,15 @@ class TransformersEngine:
     """The same decoder as transformers' LlamaForCausalLM."""
 
     def __init__(self, decoder: LanguageModel, dtype: torch.dtype):
-        try:
-            from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-        except ImportError:
-            raise MissingExtraError('transformers needs the extra peers: pip install "nanovlm[peers]"') from None
+        transformers = import_peer("transformers", "transformers")
         self.name = f"transformers {str(dtype).removeprefix('torch.')}"
         self.weight_bytes: float = dtype.itemsize
-        self.dtype, self.new_cache, self.logits = dtype, DynamicCache, torch.empty(0)
+        self.dtype, self.new_cache, self.logits = dtype, transformers.DynamicCache, torch.empty(0)
         cfg = decoder.cfg
         settings = {theirs: getattr(cfg, ours) for ours, (theirs, _) in LLAMA_CONFIG.items()}
         settings |= {"vocab_size": cfg.lm_vocab_size, "num_key_value_heads": cfg.lm_n_kv_heads}
         settings["rope_theta"] = cfg.lm_re_base
-        self.model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+        self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
         stored = SmolVLM.to_stored({f"decoder.{name}": weight for name, weight in decoder.state_dict().items()})
         self.model.load_state_dict({name.replace("text_model.", ""): weight for name, weight in stored.items()})
         self.model.to(dtype)
