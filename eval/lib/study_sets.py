@@ -37,11 +37,11 @@ def digits(archives: Path | None, rng: Random) -> tuple[list[Example], list[Exam
     words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     data = load_digits()
     examples = [
-        (Image.fromarray((pixels * 15).astype("uint8")).resize((64, 64), Image.Resampling.NEAREST), words[label])
-        for pixels, label in zip(data.images, data.target)
+        (Image.fromarray((x * 15).astype("uint8")).resize((64, 64), Image.Resampling.NEAREST), f"the digit {words[i]}")
+        for x, i in zip(data.images, data.target)
     ]
     rng.shuffle(examples)
-    return _captioned(examples[:600], "the digit {}"), _captioned(examples[600:], "the digit {}")
+    return examples[:600], examples[600:]
 
 
 def patches(archives: Path | None, rng: Random) -> tuple[list[Example], list[Example]]:
@@ -142,10 +142,6 @@ def read_study_set(folder: Path) -> Iterator[tuple[Path, str]]:
     """The images of a folder and their captions."""
     for path in sorted(folder.glob("*.png")):
         yield path, path.with_suffix(".txt").read_text(encoding="utf-8")
-
-
-def _captioned(examples: list[Example], template: str) -> list[Example]:
-    return [(image, template.format(text)) for image, text in examples]
 
 
 def _placed(drawing: Image.Image, rng: Random, angle: float = 30) -> Image.Image:
