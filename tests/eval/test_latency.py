@@ -7,14 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from eval import latency
-from eval.latency import (
-    Result,
-    cold_start,
-    failures,
-    main,
-    results_table,
-    slowed,
-)
+from eval.latency import Result, cold_start, failures, main, results_table, slowed
 from eval.lib import roofline
 from eval.lib.cpu_levels import current_level, levels_here
 from eval.lib.shapes import SHAPES
@@ -113,9 +106,8 @@ def test_other_tokens_in_float32_are_a_failure():
 
 def test_the_table_shows_speedups_shares_and_ids():
     results = [Result("decode", "a", 4.0, 3.0, 1.0), Result("decode", "b", 2.0, 1.0, 1.0)]
-    lines = results_table(
-        [*results, Result("cold start", "c", 9.0, 9.0, None)], {"a": [[1], [2]], "b": [[1], [3]]}
-    ).split("\n")
+    results.append(Result("cold start", "c", 9.0, 9.0, None))
+    lines = results_table(results, {"a": [[1], [2]], "b": [[1], [3]]}).split("\n")
     assert lines[0].split() == ["decode", "median", "min", "speedup", "of", "roofline", "same", "ids"]
     assert lines[1].split() == ["a", "4.00", "ms", "3.00", "ms", "1.00x", "25%", "2", "of", "2"]
     assert lines[2].split() == ["b", "2.00", "ms", "1.00", "ms", "2.00x", "50%", "1", "of", "2"]

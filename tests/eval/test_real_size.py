@@ -7,20 +7,18 @@ from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from random import Random
 
 import pytest
-import torch
 
 from eval.lib import random_model
 from eval.lib.shapes import SHAPES
 from eval.real_size import failures_of, main, measure, memory_table, sample_private_memory
 from models.config import VLMConfig
-from models.vision_language_model import VisionLanguageModel
+from models.vision_language_model import empty_model
 from nanovlm.synthetic import draw, random_scene
 from support.checkpoints import small
 
 
 def count_parameters(cfg: VLMConfig) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in VisionLanguageModel(cfg, -1).parameters())
+    return sum(parameter.numel() for parameter in empty_model(cfg, -1).parameters())
 
 
 @pytest.fixture
