@@ -43,9 +43,8 @@ import torch
 from eval.lib.accuracy import inexact_engines, stage_errors
 from eval.lib.command import add_save_flag, make_parser, positive, progress, report, table
 from eval.lib.cpu_levels import current_level, level_here, lowering, peers_note
-from eval.lib.hardware import environment, matmul_flops, memory_bandwidth
+from eval.lib.hardware import environment, matmul_flops, memory_bandwidth, stage_costs
 from eval.lib.random_model import random_model_folder
-from eval.lib.roofline import stage_costs
 from eval.lib.shapes import SHAPES
 from eval.lib.timing import competing_processes, interleave, measure_seconds
 from eval.peers.engines import BASELINES, Engine, EngineOptions, ImageEngine, NanoVLMEngine, make_engines, plain_engine

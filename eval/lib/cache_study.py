@@ -97,20 +97,16 @@ class Study:
         ]
 
 
-def language_model_case(
-    model: VisionLanguageModel, ids: Tensor, images: Tensor, sizes: Sizes, *, export: bool = True
+def make_case(
+    model: VisionLanguageModel | EncoderDecoder, ids: Tensor, images: Tensor, sizes: Sizes, *, export: bool = True
 ) -> Case:
-    """The product's model on a prompt, ids (1, T) with image tokens."""
-    designs = language_model_designs(model, sizes.capacity(ids.size(1)), sizes.window, export)
-    return Case("language model on image and text", model, ids, images, lambda: model.encode_images(images), designs)
-
-
-def encoder_decoder_case(
-    model: EncoderDecoder, ids: Tensor, images: Tensor, sizes: Sizes, *, export: bool = True
-) -> Case:
-    """The encoder-decoder on a prompt, ids (1, T), about one image (1, 3, S, S)."""
-    designs = encoder_decoder_designs(model, sizes.capacity(ids.size(1)), export)
-    return Case("encoder-decoder of the same size", model, ids, images, partial(model.encode, images), designs, images)
+    """The product's model on a prompt, ids (1, T) with image tokens, or the encoder-decoder on one about one image."""
+    capacity = sizes.capacity(ids.size(1))
+    if isinstance(model, EncoderDecoder):
+        name, designs = "encoder-decoder of the same size", encoder_decoder_designs(model, capacity, export)
+        return Case(name, model, ids, images, partial(model.encode, images), designs, images)
+    name, designs = "language model on image and text", language_model_designs(model, capacity, sizes.window, export)
+    return Case(name, model, ids, images, partial(model.encode_images, images), designs)
 
 
 def timeline(

@@ -8,7 +8,7 @@ import pytest
 
 from eval import latency
 from eval.latency import Result, cold_start, failures, main, results_table, slowed
-from eval.lib import roofline
+from eval.lib import hardware
 from eval.lib.cpu_levels import current_level, levels_here
 from eval.lib.shapes import SHAPES
 from nanovlm import EMBEDDED
@@ -21,7 +21,7 @@ FAST = ["--rounds", "1", "--tokens", "3", "--dtype", "float32"]
 def small_machine(monkeypatch, small_230m):
     """A small model in the place of the published one, and limits that need no measuring."""
     monkeypatch.setitem(SHAPES, "230M", (small_230m, 0))
-    for module in (roofline, latency):
+    for module in (hardware, latency):
         monkeypatch.setattr(module, "memory_bandwidth", lambda: 1e10)
         monkeypatch.setattr(module, "matmul_flops", lambda dtype: 1e11)
 
