@@ -234,13 +234,8 @@ def make_latency_parser() -> Parser:
     which("--model", metavar="MODEL", help="a folder or a Hub id, instead of --model-size")
     add("--dtype", nargs="+", default=["auto"], choices=("auto", *DTYPES), help="one or several (default: auto)")
     add("--quantize", choices=QUANTIZATIONS, help="also measure quantized weights")
-    add(
-        "--level",
-        nargs="+",
-        type=level_here,
-        metavar="LEVEL",
-        help="avx2, avx2-vnni, vnni, bf16 or amx (default: the highest)",
-    )
+    levels = "avx2, avx2-vnni, vnni, bf16 or amx (default: the highest)"
+    add("--level", nargs="+", type=level_here, metavar="LEVEL", help=levels)
     add("--baselines", nargs="*", default=["plain"], choices=BASELINES, help="other engines (default: plain)")
     add("--stages", nargs="+", default=STAGES, choices=STAGES, help=f"(default: {' '.join(STAGES)})")
     add("--image-size", nargs="+", type=positive, default=[512], metavar="N", help="pixels of a side (default: 512)")

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.lib.attribution import attribute, attribution_table
+from eval.benchmark import attribute, attribution_table
 from eval.lib.cache_answers import answers_table, eviction_answers, make_batches, quantized_answers
 from eval.lib.cache_study import Sizes, Study, designs_table, generations_table, make_case, measure_case
 from eval.lib.command import add_device_flags, add_save_flag, make_parser, positive, report

@@ -27,13 +27,8 @@ def make_parser(name: str, doc: str) -> Parser:
 
 def add_threads_flag(parser: Parser) -> None:
     """--threads, which takes effect when the flags are parsed, here and in processes that are started later."""
-    parser.add_argument(
-        "--threads",
-        type=use_threads,
-        default="auto",
-        metavar="N",
-        help="CPU threads (default: auto, see nanovlm.device)",
-    )
+    what = "CPU threads (default: auto, see nanovlm.device)"
+    parser.add_argument("--threads", type=use_threads, default="auto", metavar="N", help=what)
 
 
 def use_threads(text: str) -> int:

@@ -109,9 +109,8 @@ def doctags(rng: Random) -> list[str]:
 
     def words(low: int, high: int) -> list[str]:
         chosen = [int(WORDS ** rng.random()) for _ in range(rng.randint(low, high))]
-        return [
-            f"w{word}{piece}" for word in chosen for piece in (" " if word < 30 else " -")
-        ]  # rare ones are two tokens
+        pieces = lambda word: " " if word < 30 else " -"  # noqa: E731  rare ones are two tokens
+        return [f"w{word}{piece}" for word in chosen for piece in pieces(word)]
 
     tokens, left, right, bottom = ["<doctag>"], rng.randint(40, 120), rng.randint(380, 460), 50
     for tag in ELEMENTS:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eval import benchmark
-from eval.benchmark import MismatchError, main, make_models, time_step
+from eval.benchmark import MismatchError, attribute, attribute_step, attribution_table, main, make_models, time_step
 
 TINY = ["--sizes", "gpt-nano", "gpt-micro", "--contexts", "3", "64", "128", "--rounds", "3", "--vocabulary", "40"]
 CPU = torch.device("cpu")
@@ -90,3 +90,22 @@ def test_models_that_choose_different_tokens_are_not_compared(tmp_path, capsys, 
     out, err = capsys.readouterr()
     assert not out and "with and without a cache, the token after 3 differs" in err
     assert not list(tmp_path.iterdir())
+
+
+def test_the_factors_of_minGPTs_speedup_multiply_to_the_whole():
+    rows = attribute(CPU, (6, 24), "gpt-nano", rounds=2, vocab=50)
+    assert [row.context for row in rows] == [6, 24]
+    for row in rows:
+        kernel, head, cache, total = row.factors
+        assert kernel * head * cache == pytest.approx(total)
+        assert row.explicit_ms > 0 < row.cached_ms
+    assert "cache alone" in attribution_table(rows) and "vocabulary of 50,257" in attribution_table(rows)
+
+
+def test_a_step_that_computes_something_else_is_an_error():
+    gpt, gpt_kv = make_models("gpt-nano", CPU, 50)
+    with torch.no_grad():
+        gpt.transformer.ln_f.bias += torch.linspace(0, 3, 48)  # the twins share their weights
+        gpt_kv.transformer.ln_f.bias = torch.nn.Parameter(torch.zeros(48))
+    with pytest.raises(MismatchError, match="fused step"):
+        attribute_step(gpt, gpt_kv, torch.arange(8)[None], rounds=1)

@@ -72,12 +72,11 @@ def test_questions_are_counted_by_turn(captioner, monkeypatch):
     assert history == 10 * [0, 0, 1, 2, 1, 2, 3]
 
 
-def test_turns_are_printed_as_a_table_and_as_json(capsys):
-    assert main(["--turns", "2", "--scenes", "2", "--json"]) == 0
+def test_turns_are_printed_as_json_and_kept_as_a_table(capsys, tmp_path):
+    assert main(["--turns", "2", "--scenes", "2", "--json", "--save", str(tmp_path)]) == 0
     results = json.loads(capsys.readouterr().out)
     assert results["of"] == 2 and [len(counts) for counts in results["right"].values()] == [2, 2, 2]
-    assert main(["--turns", "2", "--scenes", "2"]) == 0
-    assert "after a caption" in capsys.readouterr().out
+    assert "after a caption" in next(tmp_path.iterdir()).read_text()
 
 
 @pytest.mark.full
