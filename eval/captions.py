@@ -25,7 +25,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import astuple
 from difflib import SequenceMatcher
 from itertools import zip_longest
 from random import Random
@@ -60,7 +59,7 @@ def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str, *,
     results: dict = {"missed": []}
     for split, examples in make_splits(n_scenes, n_questions, seed, renderer).items():
         started = time.perf_counter()
-        images, prompts, truths, rows = zip(*map(astuple, examples)) if examples else 4 * ((),)
+        images, prompts, truths, rows = zip(*examples) if examples else 4 * ((),)
         answers = list(captioner.captions(images, prompts, batch_size=BATCH_SIZE))
         right = [answer == truth for answer, truth in zip(answers, truths)]
         results[split] = {"right": sum(right), "of": len(right), "rows": count_by_row(rows, right)}

@@ -101,8 +101,9 @@ def measure(args: argparse.Namespace) -> list[Study]:
     ids, images = ids.to(device), images.to(device, model.dtype)
     twin = EncoderDecoder(model.cfg).to(device, model.dtype).eval()
     text = ids[ids != model.image_token_id][None]  # its image is read by cross-attention
-    prompts = ((model, ids, images), (twin, text, images[:1]))
-    return [measure_case(make_case(*prompt, sizes, export=args.export), sizes) for prompt in prompts]
+    cases = [make_case(model, ids, images, sizes, export=args.export)]
+    cases.append(make_case(twin, text, images[:1], sizes, export=args.export))
+    return [measure_case(case, sizes) for case in cases]
 
 
 def measure_quality(args: argparse.Namespace) -> int:
