@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -104,15 +104,12 @@ class Inputs:
         return cls(prompts.tolist(), image, images)
 
 
-@contextmanager
-def model_folder(size: str) -> Iterator[Path]:
+def model_folder(size: str) -> AbstractContextManager[Path]:
     """The embedded model's folder, or a temporary one with random weights of a published size."""
     if size == "embedded":
-        yield EMBEDDED
-        return
+        return nullcontext(EMBEDDED)
     changes = {} if SHAPES[size][0].max_img_size is None else {"max_img_size": MAX_IMAGE_SIZE}
-    with random_model_folder(size, **changes) as folder:
-        yield folder
+    return random_model_folder(size, **changes)
 
 
 def greedy_ids(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
