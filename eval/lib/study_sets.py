@@ -11,7 +11,7 @@ import io
 import json
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -131,10 +131,10 @@ def write_study_set(name: str, archives: Path | None, folder: Path, seed: str = 
     return folder / "train", folder / "test"
 
 
-def read_study_set(folder: Path) -> Iterator[tuple[Path, str]]:
+def read_study_set(folder: Path) -> tuple[list[Path], list[str]]:
     """The images of a folder and their captions."""
-    for path in sorted(folder.glob("*.png")):
-        yield path, path.with_suffix(".txt").read_text(encoding="utf-8")
+    paths = sorted(folder.glob("*.png"))
+    return paths, [path.with_suffix(".txt").read_text(encoding="utf-8") for path in paths]
 
 
 def _renderings(drawings: dict[str, Image.Image], rng: Random, counts: tuple[int, int], angle: float = 30) -> Parts:
