@@ -143,7 +143,6 @@ def test_hook_cache_projects_an_image_once(encoder_decoder):
 
 
 def test_no_state_is_carried_over_from_one_image_to_the_next(encoder_decoder):
-    torch.manual_seed(0)
     first, second = torch.rand(2, 1, 3, 16, 16).unbind(0)
     ids = torch.randint(0, 40, (1, 4))
     alone = [encoder_decoder.generate(ids, image, max_new_tokens=12, use_kv_cache=False) for image in (first, second)]

@@ -14,11 +14,6 @@ def caches(decoder, window, sinks=0):
     return [SlidingWindowKV(window, sinks) for _ in decoder.blocks]
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed():
-    torch.manual_seed(0)
-
-
 @pytest.fixture(scope="module")
 def decoder(tiny_model):
     return tiny_model(seed=2).decoder
