@@ -25,7 +25,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import astuple
 from difflib import SequenceMatcher
 from itertools import zip_longest
 from random import Random
@@ -34,13 +33,11 @@ from statistics import mean
 import torch
 
 from eval.lib.accuracy import relative_error
-from eval.lib.command import add_device_flags, make_parser, positive, progress, report
+from eval.lib.command import add_device_flags, add_save_flag, make_parser, positive, progress, report, table
 from eval.lib.cpu_levels import at_level, levels_here
 from eval.lib.hardware import environment
 from eval.lib.prompt_variants import measure_prompt_variants
-from eval.lib.results import add_save_flag
 from eval.lib.scene_splits import RENDERERS, SPLITS, Renderer, count_by_row, make_splits, png
-from eval.lib.tables import table
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
@@ -62,7 +59,7 @@ def measure(captioner: Captioner, n_scenes: int, n_questions: int, seed: str, *,
     results: dict = {"missed": []}
     for split, examples in make_splits(n_scenes, n_questions, seed, renderer).items():
         started = time.perf_counter()
-        images, prompts, truths, rows = zip(*map(astuple, examples)) if examples else 4 * ((),)
+        images, prompts, truths, rows = zip(*examples) if examples else 4 * ((),)
         answers = list(captioner.captions(images, prompts, batch_size=BATCH_SIZE))
         right = [answer == truth for answer, truth in zip(answers, truths)]
         results[split] = {"right": sum(right), "of": len(right), "rows": count_by_row(rows, right)}

@@ -30,11 +30,10 @@ from pathlib import Path
 
 import torch
 
-from eval.lib.command import add_threads_flag, make_parser, positive, report
+from eval.lib.command import add_threads_flag, make_parser, positive, report, table
 from eval.lib.finetune_study import WAYS, cell, race_study, study
 from eval.lib.hardware import environment
 from eval.lib.study_sets import STUDY_SETS, WITH_PACKAGES
-from eval.lib.tables import table
 from eval.lib.training_profile import profile_training
 from eval.lib.training_race import EMBEDDED_SHAPE, TRAINED_SHAPES, MakeRun, OurRun, TrainingSetup, race, race_table
 from eval.peers.training_peers import NanoVLMRun, TrlRun, check_nanovlm

@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -41,14 +41,11 @@ from statistics import median
 import torch
 
 from eval.lib.accuracy import inexact_engines, stage_errors
-from eval.lib.command import make_parser, positive, progress, report
+from eval.lib.command import add_save_flag, make_parser, positive, progress, report, table
 from eval.lib.cpu_levels import current_level, level_here, lowering, peers_note
-from eval.lib.hardware import environment, matmul_flops, memory_bandwidth
+from eval.lib.hardware import environment, matmul_flops, memory_bandwidth, stage_costs
 from eval.lib.random_model import random_model_folder
-from eval.lib.results import add_save_flag
-from eval.lib.roofline import stage_costs
 from eval.lib.shapes import SHAPES
-from eval.lib.tables import table
 from eval.lib.timing import competing_processes, interleave, measure_seconds
 from eval.peers.engines import BASELINES, Engine, EngineOptions, ImageEngine, NanoVLMEngine, make_engines, plain_engine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
@@ -107,15 +104,12 @@ class Inputs:
         return cls(prompts.tolist(), image, images)
 
 
-@contextmanager
-def model_folder(size: str) -> Iterator[Path]:
+def model_folder(size: str) -> AbstractContextManager[Path]:
     """The embedded model's folder, or a temporary one with random weights of a published size."""
     if size == "embedded":
-        yield EMBEDDED
-        return
+        return nullcontext(EMBEDDED)
     changes = {} if SHAPES[size][0].max_img_size is None else {"max_img_size": MAX_IMAGE_SIZE}
-    with random_model_folder(size, **changes) as folder:
-        yield folder
+    return random_model_folder(size, **changes)
 
 
 def greedy_ids(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -175,11 +169,11 @@ def measure(
     for stage in stages:
         for title, contestants in stage_contestants(stage, engines, inputs, tokens, folder):
             progress(f"{title}: {', '.join(contestants)}")
-            for name, timing in interleave(contestants, rounds, warmup=0 if stage == "cold-start" else 1).items():
+            for name, seconds in interleave(contestants, rounds, warmup=0 if stage == "cold-start" else 1).items():
                 roofline_ms = None
                 if title in costs:
                     roofline_ms = 1000 * costs[title].roofline_s(by_name[name].weight_bytes, by_name[name].dtype)
-                results.append(Result(title, name, 1000 * timing.median, 1000 * timing.minimum, roofline_ms))
+                results.append(Result(title, name, 1000 * median(seconds), 1000 * min(seconds), roofline_ms))
     return results
 
 
@@ -237,13 +231,8 @@ def make_latency_parser() -> Parser:
     which("--model", metavar="MODEL", help="a folder or a Hub id, instead of --model-size")
     add("--dtype", nargs="+", default=["auto"], choices=("auto", *DTYPES), help="one or several (default: auto)")
     add("--quantize", choices=QUANTIZATIONS, help="also measure quantized weights")
-    add(
-        "--level",
-        nargs="+",
-        type=level_here,
-        metavar="LEVEL",
-        help="avx2, avx2-vnni, vnni, bf16 or amx (default: the highest)",
-    )
+    levels = "avx2, avx2-vnni, vnni, bf16 or amx (default: the highest)"
+    add("--level", nargs="+", type=level_here, metavar="LEVEL", help=levels)
     add("--baselines", nargs="*", default=["plain"], choices=BASELINES, help="other engines (default: plain)")
     add("--stages", nargs="+", default=STAGES, choices=STAGES, help=f"(default: {' '.join(STAGES)})")
     add("--image-size", nargs="+", type=positive, default=[512], metavar="N", help="pixels of a side (default: 512)")

@@ -26,12 +26,10 @@ from random import Random
 
 import torch
 
-from eval.lib.command import add_threads_flag, make_parser, one_of, positive, progress, report
+from eval.lib.command import add_save_flag, add_threads_flag, make_parser, one_of, positive, progress, report, table
 from eval.lib.hardware import environment
 from eval.lib.random_model import random_model_folder
-from eval.lib.results import add_save_flag
 from eval.lib.shapes import SHAPES
-from eval.lib.tables import table
 from models.checkpoint import WEIGHTS
 from models.vision_language_model import VisionLanguageModel, empty_model
 from nanovlm import PROMPT

@@ -29,10 +29,9 @@ from typing import Any
 import httpx
 import openai
 
-from eval.lib.command import add_device_flags, make_parser, positive, progress, report
+from eval.lib.command import add_device_flags, make_parser, positive, progress, report, table
 from eval.lib.hardware import environment
 from eval.lib.soak import Soak, plot
-from eval.lib.tables import table
 from nanovlm import PROMPT
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.errors import NanoVLMError, UsageError

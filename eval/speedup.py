@@ -38,21 +38,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.lib.attribution import attribute, attribution_table
+from eval.benchmark import attribute, attribution_table
 from eval.lib.cache_answers import answers_table, eviction_answers, make_batches, quantized_answers
-from eval.lib.cache_study import (
-    Sizes,
-    Study,
-    designs_table,
-    encoder_decoder_case,
-    generations_table,
-    language_model_case,
-    measure_case,
-)
-from eval.lib.command import add_device_flags, make_parser, positive, report
+from eval.lib.cache_study import Sizes, Study, designs_table, generations_table, make_case, measure_case
+from eval.lib.command import add_device_flags, add_save_flag, make_parser, positive, report
 from eval.lib.hardware import environment
 from eval.lib.plot import draw
-from eval.lib.results import add_save_flag
 from eval.lib.shapes import SHAPES
 from eval.lib.sharing_study import measure_sharing, sharing_table
 from eval.lib.speculation import measure_speculation, speculation_table
@@ -110,10 +101,8 @@ def measure(args: argparse.Namespace) -> list[Study]:
     ids, images = ids.to(device), images.to(device, model.dtype)
     twin = EncoderDecoder(model.cfg).to(device, model.dtype).eval()
     text = ids[ids != model.image_token_id][None]  # its image is read by cross-attention
-    cases = (
-        language_model_case(model, ids, images, sizes, export=args.export),
-        encoder_decoder_case(twin, text, images[:1], sizes, export=args.export),
-    )
+    cases = [make_case(model, ids, images, sizes, export=args.export)]
+    cases.append(make_case(twin, text, images[:1], sizes, export=args.export))
     return [measure_case(case, sizes) for case in cases]
 
 

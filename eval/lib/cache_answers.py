@@ -9,9 +9,8 @@ from torch import Tensor
 
 from eval.lib.accuracy import relative_error
 from eval.lib.cache_designs import Run, Start, blocks, evicting
-from eval.lib.command import progress
+from eval.lib.command import progress, table
 from eval.lib.scene_splits import make_splits
-from eval.lib.tables import table
 from models.decoding import GREEDY, MAX_NEW_TOKENS, TokenSampler, collect_tokens, generate_tokens
 from models.kv_study.eviction import POLICIES
 from models.kv_study.quantized_cache import QuantizedKV

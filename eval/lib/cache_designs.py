@@ -92,8 +92,12 @@ def static(programs: Programs, x: Tensor, kv: list[KVPair], cross: Sequence[KVPa
 # The product's language model
 
 
-def embedded(model: VisionLanguageModel, read: Read, ids: Tensor, images: Images) -> Run:
-    return Run(read(model.embed(ids, images)), lambda new: read(model.embed_tokens(new[:, None])))
+def embedded(
+    model: VisionLanguageModel, read: Read, ids: Tensor, images: Images, caches: Sequence[BlockCache] = ()
+) -> Run:
+    """Read the prompt's embeddings and then those of one id after the other."""
+    step = lambda new: read(model.embed_tokens(new[:, None]))  # noqa: E731
+    return Run(read(model.embed(ids, images)), step, partial(sum_bytes, caches))
 
 
 def blocks(model: VisionLanguageModel, make: Callable[[], BlockCache] | None, ids: Tensor, images: Images) -> Run:
@@ -116,20 +120,13 @@ def evicting(model: VisionLanguageModel, policy: Policy, share: float, ids: Tens
             hidden, _ = model.decoder(x, None, block_caches(caches), caches[0].length)
         return model.decoder.head(hidden[:, -1])
 
-    return Run(
-        read(model.embed(ids, images)), lambda new: read(model.embed_tokens(new[:, None])), partial(sum_bytes, caches)
-    )
+    return embedded(model, read, ids, images, caches)
 
 
 def windowed(model: VisionLanguageModel, window: int, ids: Tensor, images: Images) -> Run:
     decoder, kv = model.decoder, [SlidingWindowKV(window) for _ in model.decoder.blocks]
-    hidden = sliding_window.forward(decoder, model.embed(ids, images), window, 0, kv)
-
-    def step(new: Tensor) -> Tensor:
-        hidden, _ = decoder(model.embed_tokens(new[:, None]), None, block_caches(kv), kv[0].length)
-        return decoder.head(hidden[:, -1])
-
-    return Run(decoder.head(hidden[:, -1]), step, lambda: sum_bytes(kv))
+    read = lambda x: decoder.head(sliding_window.forward(decoder, x, window, 0, kv)[:, -1])  # noqa: E731
+    return embedded(model, read, ids, images, kv)
 
 
 def masked(model: VisionLanguageModel, window: int, ids: Tensor, images: Images) -> Run:

@@ -19,8 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from eval.lib.cache_designs import UNCACHED, Design, Images, Run, Start, encoder_decoder_designs, language_model_designs
-from eval.lib.command import progress
-from eval.lib.tables import table
+from eval.lib.command import progress, table
 from eval.lib.timing import interleave, measure_seconds, synchronize
 from models.cache import storage_bytes
 from models.kv_study.encoder_decoder import EncoderDecoder
@@ -98,20 +97,16 @@ class Study:
         ]
 
 
-def language_model_case(
-    model: VisionLanguageModel, ids: Tensor, images: Tensor, sizes: Sizes, *, export: bool = True
+def make_case(
+    model: VisionLanguageModel | EncoderDecoder, ids: Tensor, images: Tensor, sizes: Sizes, *, export: bool = True
 ) -> Case:
-    """The product's model on a prompt, ids (1, T) with image tokens."""
-    designs = language_model_designs(model, sizes.capacity(ids.size(1)), sizes.window, export)
-    return Case("language model on image and text", model, ids, images, lambda: model.encode_images(images), designs)
-
-
-def encoder_decoder_case(
-    model: EncoderDecoder, ids: Tensor, images: Tensor, sizes: Sizes, *, export: bool = True
-) -> Case:
-    """The encoder-decoder on a prompt, ids (1, T), about one image (1, 3, S, S)."""
-    designs = encoder_decoder_designs(model, sizes.capacity(ids.size(1)), export)
-    return Case("encoder-decoder of the same size", model, ids, images, partial(model.encode, images), designs, images)
+    """The product's model on a prompt, ids (1, T) with image tokens, or the encoder-decoder on one about one image."""
+    capacity = sizes.capacity(ids.size(1))
+    if isinstance(model, EncoderDecoder):
+        name, designs = "encoder-decoder of the same size", encoder_decoder_designs(model, capacity, export)
+        return Case(name, model, ids, images, partial(model.encode, images), designs, images)
+    name, designs = "language model on image and text", language_model_designs(model, capacity, sizes.window, export)
+    return Case(name, model, ids, images, partial(model.encode_images, images), designs)
 
 
 def timeline(
@@ -216,7 +211,7 @@ def time_axes(case: Case, rows: Sequence[Row], sizes: Sizes) -> None:
             progress(f"{case.name}: {axis.partition('_')[0]}, {size}")
             timings = interleave({d.name: partial(measure, d, size) for d in case.designs}, sizes.rounds)
             for row in rows:
-                getattr(row, axis).append(round(1000 * timings[row.design].median, 3))
+                getattr(row, axis).append(round(1000 * median(timings[row.design]), 3))
 
 
 @torch.inference_mode()
@@ -225,9 +220,9 @@ def measure_case(case: Case, sizes: Sizes) -> Study:
     rows = time_generations(case, sizes)
     if sizes.prompts:
         time_axes(case, rows, sizes)
-    timing = interleave({"": partial(measure_seconds, case.vision, case.ids.device)}, sizes.rounds)[""]
+    seconds = interleave({"": partial(measure_seconds, case.vision, case.ids.device)}, sizes.rounds)[""]
     parameters = sum(parameter.numel() for parameter in case.model.parameters())
-    return Study(case.name, parameters, case.ids.size(1), round(1000 * timing.median, 3), sizes, rows)
+    return Study(case.name, parameters, case.ids.size(1), round(1000 * median(seconds), 3), sizes, rows)
 
 
 def generations_table(study: Study) -> str:

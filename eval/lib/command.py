@@ -1,16 +1,21 @@
-"""What the evaluation commands share: their parser, progress lines, and the report with its exit code."""
+"""What the evaluation commands share: their parser, progress lines, tables, and the report with its exit code."""
 
 import argparse
 import json
 import os
+import re
+import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from eval.lib.results import append_output
+from eval.lib.cpu_levels import levels_here
+from eval.lib.hardware import cpu_name
 from nanovlm.cli.main import Parser
 from nanovlm.device import DTYPES, set_threads
 from nanovlm.errors import UsageError
+
+RESULTS = Path(__file__).parent.parent / "results"  # CPU.txt, a file for each processor
 
 
 def make_parser(name: str, doc: str) -> Parser:
@@ -22,13 +27,8 @@ def make_parser(name: str, doc: str) -> Parser:
 
 def add_threads_flag(parser: Parser) -> None:
     """--threads, which takes effect when the flags are parsed, here and in processes that are started later."""
-    parser.add_argument(
-        "--threads",
-        type=use_threads,
-        default="auto",
-        metavar="N",
-        help="CPU threads (default: auto, see nanovlm.device)",
-    )
+    what = "CPU threads (default: auto, see nanovlm.device)"
+    parser.add_argument("--threads", type=use_threads, default="auto", metavar="N", help=what)
 
 
 def use_threads(text: str) -> int:
@@ -48,6 +48,12 @@ def add_device_flags(parser: Parser, dtype: str = "auto") -> None:
     devices = ("auto", "cpu", "cuda", "mps")
     parser.add_argument("--device", default="auto", choices=devices, help="where to compute (default: auto)")
     parser.add_argument("--dtype", default=dtype, choices=("auto", *DTYPES), help=f"precision (default: {dtype})")
+
+
+def add_save_flag(parser: Parser) -> None:
+    """--save, None or the folder to append the output in."""
+    what = "append the output to FOLDER/CPU.txt (default: eval/results)"
+    parser.add_argument("--save", nargs="?", type=Path, const=RESULTS, metavar="FOLDER", help=what)
 
 
 def positive(text: str) -> int:
@@ -73,6 +79,16 @@ def progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def table(rows: Sequence[Sequence[str]], gap: int = 2) -> str:
+    """Rows of cells as lines: first column to the left, others to the right, each as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = "".join(f"{'':{gap}}{cell:>{width}}" for cell, width in zip(others, widths[1:]))
+        lines.append(f"{first:{widths[0]}}{cells}".rstrip())
+    return "\n".join(lines)
+
+
 def report(
     results: dict,
     text: str,
@@ -95,3 +111,17 @@ def report(
     for failure in failures:
         print(failure, file=sys.stderr)
     return 1 if failures else 0
+
+
+def append_output(folder: Path, output: str) -> Path:
+    """Append this process's command line and its output to the processor's file in folder, which is returned."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{file_name([cpu_name(), *levels_here()[-1:]])}.txt"
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"$ {shlex.join(['python', *sys.orig_argv[1:]])}\n{output}\n\n")
+    return path
+
+
+def file_name(names: Sequence[str]) -> str:
+    """A processor's model name and highest level, as several may share a name: "AMD EPYC", "bf16" is amd-epyc-bf16."""
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", "", " ".join(names).lower())).strip("-")

@@ -2,8 +2,10 @@
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
 
 from models.inference.kernels.load import FOR_TESTS, available_levels, chosen_level, load_library
 
@@ -35,17 +37,9 @@ def current_level() -> str:
     return level if level is not None and load_library(level) is not None else "none"
 
 
-@contextmanager
-def at_level(level: str) -> Iterator[None]:
+def at_level(level: str) -> AbstractContextManager[Any]:
     """Make InferenceModels at a level, or with "none" of plain modules."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = level
-    try:
-        yield
-    finally:
-        os.environ.pop(VARIABLE)
-        if before is not None:
-            os.environ[VARIABLE] = before
+    return patch.dict(os.environ, {VARIABLE: level})
 
 
 def lowering(levels: Sequence[str]) -> dict[str, str]:

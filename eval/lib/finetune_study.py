@@ -3,8 +3,10 @@
 import tempfile
 import time
 from collections.abc import Iterable
+from operator import eq
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -87,14 +89,9 @@ def race_study(
 def score(model: Path, train: Path, test: Path) -> dict[str, float]:
     """The shares of test images whose answer is right, and whose answer is one of the training captions."""
     captioner = Captioner.from_pretrained(model, dtype="float32")
-    paths, captions = zip(*read_study_set(test))
+    (_, known), (paths, truths) = read_study_set(train), read_study_set(test)
     answers = list(captioner.captions(list(map(str, paths)), batch_size=BATCH_SIZE))
-    known = {caption for _, caption in read_study_set(train)}
-    n = len(answers)
-    return {
-        "exact": sum(answer == caption for answer, caption in zip(answers, captions)) / n,
-        "known": sum(answer in known for answer in answers) / n,
-    }
+    return {"exact": fmean(map(eq, answers, truths)), "known": fmean(answer in known for answer in answers)}
 
 
 def score_scenes(model: Path) -> float:
@@ -102,32 +99,31 @@ def score_scenes(model: Path) -> float:
     captioner, rng = Captioner.from_pretrained(model, dtype="float32"), Random("fresh")
     scenes = [random_scene(rng) for _ in range(FRESH_SCENES)]
     answers = captioner.captions([png(scene, rng) for scene in scenes], batch_size=BATCH_SIZE)
-    return sum(answer == caption(scene) for answer, scene in zip(answers, scenes)) / FRESH_SCENES
+    return fmean(map(eq, answers, map(caption, scenes)))
 
 
 def classify_pixels(train: Path, test: Path) -> dict[str, float]:
     """scikit-learn's support vector machine on 32 x 32 RGB pixels."""
     from sklearn.svm import SVC
 
-    def pixels(folder: Path) -> list[list[float]]:
-        images = (load_image(path).convert("RGB").resize((PIXELS, PIXELS)) for path, _ in read_study_set(folder))
+    def pixels(paths: list[Path]) -> list[list[float]]:
+        images = (load_image(path).convert("RGB").resize((PIXELS, PIXELS)) for path in paths)
         return [[value / 255 for value in image.tobytes()] for image in images]
 
-    model = SVC(C=10).fit(pixels(train), [caption for _, caption in read_study_set(train)])
-    return {"exact": float(model.score(pixels(test), [caption for _, caption in read_study_set(test)]))}
+    (known_paths, known), (paths, truths) = read_study_set(train), read_study_set(test)
+    return {"exact": float(SVC(C=10).fit(pixels(known_paths), known).score(pixels(paths), truths))}
 
 
 def classify_embeddings(train: Path, test: Path) -> dict[str, float]:
     """The nearest neighbor by cosine of the embedded model's image embeddings, without any training."""
     captioner = Captioner.from_pretrained(EMBEDDED, dtype="float32")
 
-    def embeddings(folder: Path) -> torch.Tensor:
-        tiles = [captioner.prepare(str(path))[1][0] for path, _ in read_study_set(folder)]
+    def embeddings(paths: list[Path]) -> torch.Tensor:
+        tiles = [captioner.prepare(str(path))[1][0] for path in paths]
         with torch.no_grad():
             encoded = torch.cat([captioner.model.encode_images(tile).flatten(1) for tile in tiles])
         return torch.nn.functional.normalize(encoded - encoded.mean(), dim=-1)
 
-    known = [caption for _, caption in read_study_set(train)]
-    nearest = (embeddings(test) @ embeddings(train).T).argmax(1).tolist()
-    right = [known[i] == caption for i, (_, caption) in zip(nearest, read_study_set(test))]
-    return {"exact": sum(right) / len(right)}
+    (known_paths, known), (paths, truths) = read_study_set(train), read_study_set(test)
+    nearest = (embeddings(paths) @ embeddings(known_paths).T).argmax(1).tolist()
+    return {"exact": fmean(known[i] == truth for i, truth in zip(nearest, truths))}

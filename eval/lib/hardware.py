@@ -1,17 +1,25 @@
-"""The machine a figure was measured on: its name, and its two speed limits (Williams et al. 2009, "Roofline")."""
+"""The machine a figure was measured on: its name, its two speed limits, and the least time that a stage needs there.
+
+The last is the roofline model's (Williams et al. 2009).
+"""
 
 import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import version
 
 import torch
+from torch import nn
 from torch.nn.functional import linear
+from torch.utils.flop_counter import FlopCounterMode
 
 from eval.lib.cpu_levels import current_level
+from models.config import VLMConfig
 from models.inference.kernels.load import cpu_info
+from models.vision_language_model import PrefillState, VisionLanguageModel
 
 PACKAGES = {  # by the module whose presence says that the package was used
     "transformers": "transformers", "llama_cpp": "llama-cpp-python", "onnxruntime": "onnxruntime",
@@ -63,3 +71,39 @@ def _fastest(function: Callable[[], object], rounds: int = 9) -> float:
         function()
         seconds.append(time.perf_counter() - started)
     return min(seconds)
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Weights that a stage reads once, and its floating-point operations."""
+
+    weights: int
+    flops: int
+
+    def roofline_s(self, weight_bytes: float, dtype: torch.dtype) -> float:
+        """Seconds to read the weights, or to compute in dtype, whichever is longer; weight_bytes is of one entry."""
+        return max(self.weights * weight_bytes / memory_bandwidth(), self.flops / matmul_flops(dtype))
+
+
+@torch.inference_mode()
+def stage_costs(cfg: VLMConfig, prompt_tokens: int, batch_size: int = 1) -> dict[str, StageCost]:
+    """Costs of encoding one image, of prefill and of one decode step, counted by torch on the meta device."""
+    with torch.device("meta"):
+        model = VisionLanguageModel(cfg, -1).eval()
+        image = torch.zeros(1, 3, cfg.vit_img_size, cfg.vit_img_size)
+        ids = torch.ones(batch_size, prompt_tokens, dtype=torch.long)
+        embeddings = model.decoder.token_embedding(ids)
+        state = PrefillState(model.decoder(embeddings)[1])
+    encoder = nn.ModuleList([model.vision_encoder, model.MP])
+    stages: dict[str, tuple[nn.Module, Callable[[], object]]] = {
+        "encode": (encoder, lambda: model.MP(model.vision_encoder(image))),
+        "prefill": (model.decoder, lambda: model.decoder.head(model.decoder(embeddings, last_only=True)[0][:, -1])),
+        "decode": (model.decoder, lambda: model.decode(ids[:, 0], state)),
+    }
+    costs = {}
+    for name, (module, run) in stages.items():
+        with FlopCounterMode(display=False) as counter:
+            run()
+        weights = sum(parameter.numel() for parameter in module.parameters())  # a tied head counts once
+        costs[name] = StageCost(weights, counter.get_total_flops())
+    return costs

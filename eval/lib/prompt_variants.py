@@ -11,33 +11,17 @@ from nanovlm.synthetic.captions import NUMBERS
 from nanovlm.synthetic.recipe import CAPTION_PROMPTS, SHORT_PROMPTS, scene_example
 
 # What people ask. Training may come to use any of these, too: `trained_prompts` says which it does.
-CAPTION_VARIANTS = tuple(
-    dict.fromkeys(
-        (
-            *CAPTION_PROMPTS,
-            *(prompt for prompt, _ in LENGTHS.values()),
-            "Describe the scene.",
-            "Tell me what you see.",
-            "What does this image show?",
-            "What is shown here?",
-            "Give a caption for this picture.",
-            "Please describe this picture.",
-            "Describe everything in the picture.",
-            "What can you see?",
-        )
-    )
-)
+CAPTION_VARIANTS = tuple(dict.fromkeys((
+    *CAPTION_PROMPTS, *(prompt for prompt, _ in LENGTHS.values()),
+    "Describe the scene.", "Tell me what you see.", "What does this image show?", "What is shown here?",
+    "Give a caption for this picture.", "Please describe this picture.", "Describe everything in the picture.",
+    "What can you see?",
+)))  # fmt: skip
 COUNT_VARIANTS = (
-    "How many objects are there?",
-    "How many shapes are there?",
-    "How many shapes?",
-    "how many objects",
-    "How many things do you see?",
-    "How many objects are in the picture?",
-    "How many figures are there?",
-    "Count the shapes.",
-    "What is the number of objects?",
-)
+    "How many objects are there?", "How many shapes are there?", "How many shapes?", "how many objects",
+    "How many things do you see?", "How many objects are in the picture?", "How many figures are there?",
+    "Count the shapes.", "What is the number of objects?",
+)  # fmt: skip
 _N_SAMPLED = 1000  # training examples; a prompt that is in use occurs in at least one of 100
 
 

@@ -4,8 +4,8 @@ import io
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 from PIL import Image
 
@@ -36,8 +36,7 @@ SPLITS = {
 }
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """An image file, a prompt, the right answer, and the row of the results that it counts in."""
 
     image: bytes

@@ -6,9 +6,8 @@ from functools import partial
 
 import torch
 
-from eval.lib.command import progress
+from eval.lib.command import progress, table
 from eval.lib.speculation import DIGITS, small_config, sort_cached, train
-from eval.lib.tables import table
 from eval.sort_task import splits
 from models.kv_study.sharing import CrossLayerModel, LatentAttention
 from models.language_model import LanguageModel

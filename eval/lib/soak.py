@@ -120,16 +120,13 @@ def resident_mib(pid: int) -> float:
 
 def plot(result: dict, file: str) -> None:
     """Latency and memory over time, as a PNG."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, sharex=True, figsize=(8, 5))
+    figure = Figure(figsize=(8, 5))
+    axes = figure.subplots(2, sharex=True)
     at = [row["at"] / 60 for row in result["rows"]]
     axes[0].plot(at, [row["s"] for row in result["rows"]], ".", markersize=2)
     axes[0].set_ylabel("modest client's answer, s")
     axes[1].plot(at, [row["memory"] for row in result["rows"]])
     axes[1].set(ylabel="server's memory, MiB", xlabel="minutes", ylim=(0, None))
     figure.savefig(file, dpi=100, bbox_inches="tight")
-    pyplot.close(figure)

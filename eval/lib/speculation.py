@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eval.lib.cache_answers import Batch
-from eval.lib.command import progress
-from eval.lib.tables import table
+from eval.lib.command import progress, table
 from eval.sort_task import splits
 from models.cache import KVCache
 from models.config import VLMConfig
@@ -110,9 +109,8 @@ def doctags(rng: Random) -> list[str]:
 
     def words(low: int, high: int) -> list[str]:
         chosen = [int(WORDS ** rng.random()) for _ in range(rng.randint(low, high))]
-        return [
-            f"w{word}{piece}" for word in chosen for piece in (" " if word < 30 else " -")
-        ]  # rare ones are two tokens
+        pieces = lambda word: " " if word < 30 else " -"  # noqa: E731  rare ones are two tokens
+        return [f"w{word}{piece}" for word in chosen for piece in pieces(word)]
 
     tokens, left, right, bottom = ["<doctag>"], rng.randint(40, 120), rng.randint(380, 460), 50
     for tag in ELEMENTS:

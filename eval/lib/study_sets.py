@@ -11,7 +11,7 @@ import io
 import json
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -21,34 +21,35 @@ from eval.lib.svg_renderer import rasterize
 from nanovlm.errors import DataError, MissingExtraError
 
 SIDE = 96  # pixels
-ICON_CLASSES, FLAG_RENDERINGS = 40, 3
+ICON_CLASSES = 40
 PHOTOGRAPHS = {
     "astronaut": "an astronaut", "brick": "bricks", "chelsea": "a cat", "coffee": "coffee", "coins": "coins",
     "grass": "grass", "gravel": "gravel", "page": "a page", "rocket": "a rocket", "retina": "a retina",
 }  # fmt: skip
 
 Example = tuple[Image.Image, str]
+Parts = tuple[list[Example], list[Example]]  # to learn from, and to test on
 
 
-def digits(archives: Path | None, rng: Random) -> tuple[list[Example], list[Example]]:
+def digits(archives: Path | None, rng: Random) -> Parts:
     """600 handwritten digits of 8 x 8 pixels, and the 1,197 others."""
     from sklearn.datasets import load_digits
 
     words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
     data = load_digits()
     examples = [
-        (Image.fromarray((pixels * 15).astype("uint8")).resize((64, 64), Image.Resampling.NEAREST), words[label])
-        for pixels, label in zip(data.images, data.target)
+        (Image.fromarray((x * 15).astype("uint8")).resize((64, 64), Image.Resampling.NEAREST), f"the digit {words[i]}")
+        for x, i in zip(data.images, data.target)
     ]
     rng.shuffle(examples)
-    return _captioned(examples[:600], "the digit {}"), _captioned(examples[600:], "the digit {}")
+    return examples[:600], examples[600:]
 
 
-def patches(archives: Path | None, rng: Random) -> tuple[list[Example], list[Example]]:
+def patches(archives: Path | None, rng: Random) -> Parts:
     """Squares cut from the left two thirds of ten photographs, 30 of each, and from their right third, 20 of each."""
     import skimage.data
 
-    parts: tuple[list[Example], list[Example]] = ([], [])
+    parts: Parts = ([], [])
     for name, caption in PHOTOGRAPHS.items():
         (path,) = Path(skimage.data.__file__).parent.glob(f"{name}.*")
         image = Image.open(path).convert("RGB")
@@ -62,7 +63,7 @@ def patches(archives: Path | None, rng: Random) -> tuple[list[Example], list[Exa
     return parts
 
 
-def faces(archives: Path | None, rng: Random) -> tuple[list[Example], list[Example]]:
+def faces(archives: Path | None, rng: Random) -> Parts:
     """100 faces and 100 other images of 25 x 25 pixels, 130 to learn from."""
     import skimage.data
 
@@ -72,20 +73,17 @@ def faces(archives: Path | None, rng: Random) -> tuple[list[Example], list[Examp
     return examples[:130], examples[130:]
 
 
-def icons(archives: Path | None, rng: Random) -> tuple[list[Example], list[Example]]:
+def icons(archives: Path | None, rng: Random) -> Parts:
     """Names of icons, which are rendered in other sizes, rotations and colors: 10 and 5 times each."""
     prefix, suffix = "material/templates/.icons/octicons/", "-24.svg"
     with zipfile.ZipFile(_archive(archives, "mkdocs_material*.whl")) as wheel:
         paths = sorted(path for path in wheel.namelist() if path.startswith(prefix) and path.endswith(suffix))
         chosen = rng.sample([path for path in paths if path.count("-") == 1], ICON_CLASSES)
         drawings = {path[len(prefix) : -len(suffix)]: wheel.read(path).decode() for path in chosen}
-    return tuple(  # type: ignore[return-value]
-        [(_placed(rasterize(svg, 128).convert("RGBA"), rng), name) for name, svg in drawings.items() for _ in range(n)]
-        for n in (10, 5)
-    )
+    return _renderings({name: rasterize(svg, 128) for name, svg in drawings.items()}, rng, (10, 5))
 
 
-def flags(archives: Path | None, rng: Random) -> tuple[list[Example], list[Example]]:
+def flags(archives: Path | None, rng: Random) -> Parts:
     """Names of 250 countries and their flags, in other sizes and rotations: three times each, and one."""
     with tarfile.open(_archive(archives, "flag-icons*.tgz")) as tar:
         countries = json.load(_member(tar, "package/country.json"))
@@ -94,14 +92,10 @@ def flags(archives: Path | None, rng: Random) -> tuple[list[Example], list[Examp
             for country in countries
             if len(country["code"]) == 2
         }
-    images = {name: rasterize(svg, 160).convert("RGBA") for name, svg in drawings.items()}
-    return tuple(  # type: ignore[return-value]
-        [(_placed(image, rng, 10), name) for name, image in images.items() for _ in range(n)]
-        for n in (FLAG_RENDERINGS, 1)
-    )
+    return _renderings({name: rasterize(svg, 160) for name, svg in drawings.items()}, rng, (3, 1), 10)
 
 
-def emoji(archives: Path | None, rng: Random) -> tuple[list[Example], list[Example]]:
+def emoji(archives: Path | None, rng: Random) -> Parts:
     """Categories of 1,200 emoji and of 400 renderings of the same."""
     with tarfile.open(_archive(archives, "emoji-datasource-twitter*.tgz")) as tar:
         entries = [entry for entry in json.load(_member(tar, "package/emoji.json")) if entry["has_img_twitter"]]
@@ -113,12 +107,11 @@ def emoji(archives: Path | None, rng: Random) -> tuple[list[Example], list[Examp
             if info.name in files
         ]
     rng.shuffle(images)
-    return tuple(  # type: ignore[return-value]
-        [(_placed(image, rng), caption) for image, caption in part] for part in (images, images[:400])
-    )
+    train, test = ([(_placed(image, rng), caption) for image, caption in part] for part in (images, images[:400]))
+    return train, test
 
 
-STUDY_SETS: dict[str, Callable[[Path | None, Random], tuple[list[Example], list[Example]]]] = {
+STUDY_SETS: dict[str, Callable[[Path | None, Random], Parts]] = {
     make.__name__: make for make in (digits, patches, faces, icons, flags, emoji)
 }
 WITH_PACKAGES = ("digits", "patches", "faces")
@@ -138,14 +131,19 @@ def write_study_set(name: str, archives: Path | None, folder: Path, seed: str = 
     return folder / "train", folder / "test"
 
 
-def read_study_set(folder: Path) -> Iterator[tuple[Path, str]]:
+def read_study_set(folder: Path) -> tuple[list[Path], list[str]]:
     """The images of a folder and their captions."""
-    for path in sorted(folder.glob("*.png")):
-        yield path, path.with_suffix(".txt").read_text(encoding="utf-8")
+    paths = sorted(folder.glob("*.png"))
+    return paths, [path.with_suffix(".txt").read_text(encoding="utf-8") for path in paths]
 
 
-def _captioned(examples: list[Example], template: str) -> list[Example]:
-    return [(image, template.format(text)) for image, text in examples]
+def _renderings(drawings: dict[str, Image.Image], rng: Random, counts: tuple[int, int], angle: float = 30) -> Parts:
+    """Named drawings, each placed as often as counts say."""
+    train, test = (
+        [(_placed(drawing.convert("RGBA"), rng, angle), name) for name, drawing in drawings.items() for _ in range(n)]
+        for n in counts
+    )
+    return train, test
 
 
 def _placed(drawing: Image.Image, rng: Random, angle: float = 30) -> Image.Image:

@@ -5,27 +5,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from statistics import median
 
 import torch
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of each round of one contestant."""
-
-    seconds: list[float]
-
-    @property
-    def median(self) -> float:
-        return median(self.seconds)
-
-    @property
-    def minimum(self) -> float:
-        return min(self.seconds)
 
 
 def synchronize(device: torch.device) -> None:
@@ -48,20 +31,19 @@ def interleave(
     rounds: int,
     warmup: int = 1,
     log: Callable[[str], None] = lambda line: None,
-) -> dict[str, Timing]:
-    """Call every contestant once per round, after `warmup` calls that do not count.
+) -> dict[str, list[float]]:
+    """Call every contestant once per round, after `warmup` rounds that do not count; the seconds of each round.
 
     A contestant returns the seconds it took, so that it can prepare each call untimed (see `measure_seconds`).
     """
-    for _ in range(warmup):
-        for run in contestants.values():
-            run()
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn in range(1, rounds + 1):
+    for turn in range(1 - warmup, rounds + 1):
         for name, run in contestants.items():
-            seconds[name].append(run())
-            log(f"round {turn}/{rounds}: {name}, {seconds[name][-1]:.3f} s")
-    return {name: Timing(values) for name, values in seconds.items()}
+            elapsed = run()
+            if turn > 0:
+                seconds[name].append(elapsed)
+                log(f"round {turn}/{rounds}: {name}, {elapsed:.3f} s")
+    return seconds
 
 
 @contextmanager

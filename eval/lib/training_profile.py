@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.lib.tables import table
+from eval.lib.command import table
 from eval.lib.training_race import TrainingSetup, started
 from nanovlm.training.loader import Batch
 from nanovlm.training.loop import Trainer

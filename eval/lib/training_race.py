@@ -1,7 +1,7 @@
 """This project's fine-tuning, alone or beside another's, step by step in turns: loss against time and tokens/s."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -9,10 +9,10 @@ from random import Random
 from statistics import mean, median
 from typing import Any, Protocol, cast
 
+from eval.lib.command import table
 from eval.lib.random_model import write_random_model
 from eval.lib.scene_splits import png
 from eval.lib.shapes import SHAPES, SMOLLM2_135M
-from eval.lib.tables import table
 from models.config import VLMConfig
 from nanovlm import EMBEDDED
 from nanovlm.data import Batches
@@ -121,10 +121,7 @@ class OurRun:
         return self.trainer.task.folder
 
 
-class MakeRun(Protocol):
-    """The class of a run, or what stands for it."""
-
-    def __call__(self, setup: TrainingSetup, folder: Path, max_steps: int) -> Run: ...
+MakeRun = Callable[[TrainingSetup, Path, int], Run]  # of the setup, an empty folder and the number of steps
 
 
 @dataclass

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from eval.lib.cpu_levels import at_level, current_level
+from eval.peers import import_peer
 from eval.peers.llama_cpp_engine import LlamaCppEngine
-from eval.peers.onnxruntime_engine import OnnxRuntimeEngine
+from eval.peers.onnx_engine import OnnxRuntimeEngine
 from eval.peers.openvino_engine import OpenVINOEngine
 from models.decoding import TokenSampler
+from models.formats.smolvlm import SmolVLM
+from models.formats.transformers_names import LLAMA_CONFIG
 from models.inference.kernels.load import WITHOUT_BF16_DOT
 from models.language_model import LanguageModel
 from models.vision_language_model import PrefillState
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, ImageInput
 from nanovlm.device import choose_dtype
-from nanovlm.errors import MissingExtraError
 
 BASELINES = ("plain", "transformers", "llama.cpp", "onnxruntime", "openvino")
 GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -101,28 +103,17 @@ class TransformersEngine:
     """The same decoder as transformers' LlamaForCausalLM."""
 
     def __init__(self, decoder: LanguageModel, dtype: torch.dtype):
-        try:
-            from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-        except ImportError:
-            raise MissingExtraError('transformers needs the extra peers: pip install "nanovlm[peers]"') from None
+        transformers = import_peer("transformers", "transformers")
         self.name = f"transformers {str(dtype).removeprefix('torch.')}"
         self.weight_bytes: float = dtype.itemsize
-        self.dtype, self.new_cache, self.logits = dtype, DynamicCache, torch.empty(0)
+        self.dtype, self.new_cache, self.logits = dtype, transformers.DynamicCache, torch.empty(0)
         cfg = decoder.cfg
-        config = LlamaConfig(
-            vocab_size=cfg.lm_vocab_size,
-            hidden_size=cfg.lm_hidden_dim,
-            intermediate_size=cfg.lm_inter_dim,
-            num_hidden_layers=cfg.lm_n_blocks,
-            num_attention_heads=cfg.lm_n_heads,
-            num_key_value_heads=cfg.lm_n_kv_heads,
-            max_position_embeddings=cfg.lm_max_position_embeddings,
-            rms_norm_eps=cfg.lm_rms_eps,
-            rope_theta=cfg.lm_re_base,  # type: ignore[call-arg]  # transformers 5 takes it as transformers 4 did
-            tie_word_embeddings=cfg.lm_tie_weights,
-        )
-        self.model = LlamaForCausalLM(config).eval()
-        self.model.load_state_dict({_transformers_name(name): w for name, w in decoder.state_dict().items()})
+        settings = {theirs: getattr(cfg, ours) for ours, (theirs, _) in LLAMA_CONFIG.items()}
+        settings |= {"vocab_size": cfg.lm_vocab_size, "num_key_value_heads": cfg.lm_n_kv_heads}
+        settings["rope_theta"] = cfg.lm_re_base
+        self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
+        stored = SmolVLM.to_stored({f"decoder.{name}": weight for name, weight in decoder.state_dict().items()})
+        self.model.load_state_dict({name.replace("text_model.", ""): weight for name, weight in stored.items()})
         self.model.to(dtype)
 
     def prefill(self, ids: list[list[int]]) -> list[int]:
@@ -137,20 +128,6 @@ class TransformersEngine:
         output = self.model(torch.tensor(ids), past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.logits = output.logits[:, -1]
         return self.logits.argmax(-1).tolist()
-
-
-def _transformers_name(name: str) -> str:
-    """The name in transformers' Llama of a weight of `models.language_model`."""
-    parts = {
-        "blocks": "layers",
-        "norm1": "input_layernorm",
-        "norm2": "post_attention_layernorm",
-        "attn": "self_attn",
-        "out_proj": "o_proj",
-        "token_embedding": "embed_tokens",
-    }
-    renamed = ".".join(parts.get(part, part) for part in name.split("."))
-    return "lm_head.weight" if name == "head.weight" else f"model.{renamed}"
 
 
 def make_engines(plain: NanoVLMEngine, folder: Path, temporary: Path, options: EngineOptions) -> list[Engine]:

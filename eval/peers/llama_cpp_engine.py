@@ -13,10 +13,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from PIL import Image
 from torch import Tensor
 
+from eval.peers import import_peer
 from models.inference.kernels.load import cpu_info
 from nanovlm import PROMPT
 from nanovlm.captioner import Captioner, ImageInput
-from nanovlm.errors import MissingExtraError
 from nanovlm.processing.image_loading import load_image
 
 BATCH_TOKENS = 512  # of one call of llama_decode
@@ -29,14 +29,10 @@ class LlamaCppEngine:
     """The model of a captioner, exported as gguf_type to a folder and loaded by llama.cpp, on the CPU."""
 
     def __init__(self, captioner: Captioner, gguf_type: str, folder: Path, batch_size: int = 1):
-        try:
-            import llama_cpp
-            from llama_cpp import mtmd_cpp
+        self.lib, self.mtmd = (import_peer(name, "llama.cpp") for name in ("llama_cpp", "llama_cpp.mtmd_cpp"))
+        from nanovlm.export.gguf import export_gguf  # here, as it needs the extra gguf
 
-            from nanovlm.export.gguf import export_gguf
-        except ImportError:
-            raise MissingExtraError('llama.cpp needs the extra peers: pip install "nanovlm[peers]"') from None
-        self.lib, self.mtmd, self.name = llama_cpp, mtmd_cpp, f"llama.cpp {gguf_type}"
+        self.name = f"llama.cpp {gguf_type}"
         self.weight_bytes = WEIGHT_BYTES[gguf_type]
         self.dtype = torch.float32 if gguf_type == "f32" else torch.bfloat16
         self.cfg, self.length = captioner.model.cfg, 0
@@ -44,10 +40,10 @@ class LlamaCppEngine:
         _mute()
         text, mmproj = export_gguf(captioner, folder, "model", gguf_type)
         self.model = self._load_text_model(text, gguf_type)
-        self.vocab = llama_cpp.llama_model_get_vocab(self.model)
+        self.vocab = self.lib.llama_model_get_vocab(self.model)
         self.context = self._make_context(gguf_type, batch_size)
         self.vision = self._load_mmproj(mmproj)
-        self.batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
+        self.batch = self.lib.llama_batch_init(BATCH_TOKENS, 0, 1)
 
     def _load_text_model(self, path: Path, gguf_type: str) -> Any:
         params = self.lib.llama_model_default_params()
@@ -91,10 +87,9 @@ class LlamaCppEngine:
         """The last of mtmd's tiles of an image in SmolVLM's scale: the whole image."""
         pixels = ((image[0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
         with self.tokenized([Image.fromarray(pixels)], PROMPT) as chunks:
-            every = [
-                self.mtmd.mtmd_input_chunks_get(chunks, i) for i in range(self.mtmd.mtmd_input_chunks_size(chunks))
-            ]
+            count, get = self.mtmd.mtmd_input_chunks_size(chunks), self.mtmd.mtmd_input_chunks_get
             kind = self.mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE
+            every = [get(chunks, i) for i in range(count)]
             tiles = [chunk for chunk in every if self.mtmd.mtmd_input_chunk_get_type(chunk) == kind]
             return self.mtmd.mtmd_input_chunk_copy(tiles[-1])
 

@@ -1,7 +1,7 @@
-"""Greedy generation with the ONNX graphs of `nanovlm export --onnx`, in which a subclass per runtime runs them."""
+"""Greedy generation with the ONNX graphs of `nanovlm export --onnx`, run by ONNX Runtime or by another subclass."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eval.peers import import_peer
 from models.checkpoint import atomic_dir
 from models.config import VLMConfig
 from models.vision_language_model import VisionLanguageModel
@@ -19,7 +20,7 @@ from nanovlm.export.onnx import DECODER, SUFFIXES, VISION_ENCODER, check_onnx_ex
 Feeds = dict[str, np.ndarray]
 
 
-class OnnxEngine:
+class OnnxEngine(ABC):
     """Embeds, keeps positions and chooses tokens; a subclass runs the graphs and keeps the cache.
 
     `logits` (B, vocabulary) are those of the last step.
@@ -30,13 +31,13 @@ class OnnxEngine:
         self.cfg, self.embedding = captioner.model.cfg, captioner.model.decoder.token_embedding
         self.length, self.logits = 0, torch.empty(0)
 
+    @abstractmethod
     def run_vision_encoder(self, feeds: Feeds) -> np.ndarray:
         """Image features (N, T, C)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run_decoder(self, feeds: Feeds) -> np.ndarray:
         """Logits (B, 1, vocabulary) after tokens that go to the cache; position 0 starts new sequences."""
-        raise NotImplementedError
 
     def encode_image(self, image: Tensor) -> Tensor:
         """Embeddings (1, T, C) of one preprocessed image (1, 3, S, S)."""
@@ -57,6 +58,37 @@ class OnnxEngine:
         return self.logits.argmax(-1).tolist()
 
 
+class OnnxRuntimeEngine(OnnxEngine):
+    """`precision` is float32 or int8: weights of matrix products in 8 bits, their inputs rounded at run time."""
+
+    def __init__(self, captioner: Captioner, precision: str, folder: Path):
+        runtime = import_peer("onnxruntime", "ONNX Runtime")
+        dtype = torch.int8 if precision == "int8" else torch.float32
+        super().__init__(f"onnxruntime {precision}", captioner, dtype.itemsize, dtype)
+        options = runtime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
+        options.log_severity_level = 3
+        graphs = export_graphs(captioner.model, folder)
+        self.vision, self.decoder = (
+            runtime.InferenceSession(graph_path(graphs, name, precision), options, providers=["CPUExecutionProvider"])
+            for name in (VISION_ENCODER, DECODER)
+        )
+        self.to_value = runtime.OrtValue.ortvalue_from_numpy
+        self.past: dict[str, Any] = {}
+
+    def run_vision_encoder(self, feeds: Feeds) -> np.ndarray:
+        return self.vision.run(["image_features"], feeds)[0]
+
+    def run_decoder(self, feeds: Feeds) -> np.ndarray:
+        names = past_names(self.cfg)
+        if feeds["position_ids"][0, 0] == 0:
+            self.past = dict.fromkeys(names, self.to_value(empty_past(self.cfg, len(feeds["position_ids"]))))
+        values = {name: self.to_value(value) for name, value in feeds.items()} | self.past  # no copy of the cache
+        logits, *present = self.decoder.run_with_ort_values(["logits", *names.values()], values)
+        self.past = dict(zip(names, present))
+        return logits.numpy()
+
+
 def image_feeds(cfg: VLMConfig, image: Tensor) -> Feeds:
     """The vision encoder's inputs for one preprocessed image, scaled as the graph expects."""
     pixels = image * 2 - 1 if cfg.format.unit_pixels else image
@@ -74,19 +106,15 @@ def text_feeds(embeds: np.ndarray, past: int) -> Feeds:
     }
 
 
-def past_names(cfg: VLMConfig) -> list[str]:
-    """The decoder's inputs that hold keys and values, in the order of its outputs `present.*`."""
-    return [f"past_key_values.{i}.{part}" for i in range(cfg.lm_n_blocks) for part in ("key", "value")]
+def past_names(cfg: VLMConfig) -> dict[str, str]:
+    """The decoder's inputs that hold keys and values, each with the output that continues it."""
+    parts = [f"{i}.{part}" for i in range(cfg.lm_n_blocks) for part in ("key", "value")]
+    return {f"past_key_values.{part}": f"present.{part}" for part in parts}
 
 
 def empty_past(cfg: VLMConfig, batch_size: int) -> np.ndarray:
     """Keys or values of a layer before the first token."""
     return np.zeros((batch_size, cfg.lm_n_kv_heads, 0, cfg.lm_head_dim), np.float32)
-
-
-def present_name(past: str) -> str:
-    """The output that continues an input of `past_names`."""
-    return past.replace("past_key_values", "present")
 
 
 def export_graphs(model: VisionLanguageModel, folder: Path) -> Path:
@@ -101,13 +129,12 @@ def export_graphs(model: VisionLanguageModel, folder: Path) -> Path:
         with atomic_dir(graphs) as new:
             write_onnx(model, new, ("float32", "int8"))
             for dtype in ("float32", "int8"):
-                keep_last_logits(new / f"{DECODER}{SUFFIXES[dtype]}.onnx")
+                keep_last_logits(graph_path(new, DECODER, dtype))
     return graphs
 
 
 def graph_path(graphs: Path, name: str, dtype: str) -> Path:
     """The file of VISION_ENCODER or DECODER in float32 or int8."""
-    assert name in (VISION_ENCODER, DECODER)
     return graphs / f"{name}{SUFFIXES[dtype]}.onnx"
 
 
@@ -131,16 +158,11 @@ def keep_last_logits(path: Path) -> None:
     node = producers["logits"]
     while node.op_type not in ("MatMul", "DynamicQuantizeLinear"):  # the latter quantizes a MatMulInteger's input
         node = next(producers[name] for name in node.input if name in producers)
-    names = _constants(graph, {"last_start": [-1], "last_end": [2**31 - 1], "last_axis": [1]})
+    names = {"last_start": [-1], "last_end": [2**31 - 1], "last_axis": [1]}
+    constants = (onnx.numpy_helper.from_array(np.array(value, np.int64), name) for name, value in names.items())
+    graph.initializer.extend(constants)
     slice_node = onnx.helper.make_node("Slice", [node.input[0], *names], ["last_hidden"])
     graph.node.insert(list(graph.node).index(node), slice_node)
     node.input[0] = "last_hidden"
     graph.output[0].type.tensor_type.shape.dim[1].dim_value = 1
     onnx.save(model, path, save_as_external_data=path.with_suffix(".onnx_data").exists())
-
-
-def _constants(graph: Any, values: Mapping[str, Sequence[int]]) -> list[str]:
-    from onnx import numpy_helper
-
-    graph.initializer.extend(numpy_helper.from_array(np.array(value, np.int64), name) for name, value in values.items())
-    return [*values]

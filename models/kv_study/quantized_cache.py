@@ -73,13 +73,8 @@ class QuantizedKV:
         self.length, self._value = 0, QuantizedTokens(bits, group, -1)
         self._key = QuantizedTokens(bits, group, -1 if group == 1 else -2)
 
-    @property
-    def key(self) -> Tensor:
-        return self._key.read()
-
-    @property
-    def value(self) -> Tensor:
-        return self._value.read()
+    key = property(lambda self: self._key.read())
+    value = property(lambda self: self._value.read())
 
     @property
     def bytes_used(self) -> int:

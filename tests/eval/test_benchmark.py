@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from eval import benchmark
-from eval.benchmark import MismatchError, main, make_models, time_step
+from eval.benchmark import MismatchError, attribute, attribute_step, attribution_table, main, make_models, time_step
 
 TINY = ["--sizes", "gpt-nano", "gpt-micro", "--contexts", "3", "64", "128", "--rounds", "3", "--vocabulary", "40"]
 CPU = torch.device("cpu")
 
 
 def test_the_table_has_exactly_its_form_and_speedups_are_ratios(tmp_path, capsys):
-    assert main([*TINY, "--device", "cpu", "--out", str(tmp_path / "results.txt")]) == 0
-    text = (tmp_path / "results.txt").read_text()
+    path = tmp_path / "results.txt"
+    path.write_text("old\n" * 1000)
+    assert main([*TINY, "--device", "cpu", "--out", str(path)]) == 0
+    text = path.read_text()
+    assert "old" not in text and list(tmp_path.iterdir()) == [path], "the file is replaced whole"
     out, err = capsys.readouterr()
     assert out == text and text.endswith("x\n") and "gpt-micro" in err and "torch" in err
 
@@ -89,10 +92,20 @@ def test_models_that_choose_different_tokens_are_not_compared(tmp_path, capsys, 
     assert not list(tmp_path.iterdir())
 
 
-def test_results_replace_the_file_whole(tmp_path):
-    path = tmp_path / "results.txt"
-    path.write_text("old\n" * 1000)
-    flags = ["--sizes", "gpt-nano", "--contexts", "3", "--rounds", "1", "--vocabulary", "40"]
-    assert main([*flags, "--device", "cpu", "--out", str(path)]) == 0
-    assert path.read_text().startswith("device: cpu\n") and "old" not in path.read_text()
-    assert list(tmp_path.iterdir()) == [path]
+def test_the_factors_of_minGPTs_speedup_multiply_to_the_whole():
+    rows = attribute(CPU, (6, 24), "gpt-nano", rounds=2, vocab=50)
+    assert [row.context for row in rows] == [6, 24]
+    for row in rows:
+        kernel, head, cache, total = row.factors
+        assert kernel * head * cache == pytest.approx(total)
+        assert row.explicit_ms > 0 < row.cached_ms
+    assert "cache alone" in attribution_table(rows) and "vocabulary of 50,257" in attribution_table(rows)
+
+
+def test_a_step_that_computes_something_else_is_an_error():
+    gpt, gpt_kv = make_models("gpt-nano", CPU, 50)
+    with torch.no_grad():
+        gpt.transformer.ln_f.bias += torch.linspace(0, 3, 48)  # the twins share their weights
+        gpt_kv.transformer.ln_f.bias = torch.nn.Parameter(torch.zeros(48))
+    with pytest.raises(MismatchError, match="fused step"):
+        attribute_step(gpt, gpt_kv, torch.arange(8)[None], rounds=1)

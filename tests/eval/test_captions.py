@@ -11,11 +11,6 @@ from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
 
 
-@pytest.fixture(scope="module")
-def captioner():
-    return Captioner.from_pretrained(dtype="float32")
-
-
 def test_every_answer_that_is_not_right_is_listed(capsys):
     assert main(["--scenes", "4", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)
@@ -42,7 +37,7 @@ def test_the_table_shows_shares_intervals_and_misses(monkeypatch, capsys):
 
 
 @pytest.mark.full
-def test_the_renderer_draws_every_scene(captioner, monkeypatch, capsys):
+def test_the_renderer_draws_every_scene(monkeypatch, capsys):
     drawn = []
     draw = captions.RENDERERS["svg"]
     monkeypatch.setitem(captions.RENDERERS, "svg", lambda *args: drawn.append(args) or draw(*args))
@@ -61,23 +56,22 @@ def test_prompt_variants_are_told_by_whether_training_uses_them(capsys):
     assert "Describe everything in the picture." in held_out and " of 2, 95% interval" in held_out
 
 
-def test_questions_are_counted_by_turn(captioner, monkeypatch):
+def test_questions_are_counted_by_turn(monkeypatch):
     """Alone, in a conversation, and in one that began with a caption. A first question has no history either way."""
     history, ask = [], ChatSession.ask
     monkeypatch.setattr(ChatSession, "ask", lambda chat, text: history.append(len(chat.history)) or ask(chat, text))
-    right = measure_turns(captioner, 10, 3, "test")
+    right = measure_turns(Captioner.from_pretrained(dtype="float32"), 10, 3, "test")
     assert all(len(counts) == 3 and 0 <= min(counts) <= max(counts) <= 10 for counts in right.values())
     assert min(right["alone"]) >= 8 and right["one after another"][0] == right["alone"][0]
     assert min(right["one after another"]) >= 7 and min(right["after a caption"]) >= 7
     assert history == 10 * [0, 0, 1, 2, 1, 2, 3]
 
 
-def test_turns_are_printed_as_a_table_and_as_json(capsys):
-    assert main(["--turns", "2", "--scenes", "2", "--json"]) == 0
+def test_turns_are_printed_as_json_and_kept_as_a_table(capsys, tmp_path):
+    assert main(["--turns", "2", "--scenes", "2", "--json", "--save", str(tmp_path)]) == 0
     results = json.loads(capsys.readouterr().out)
     assert results["of"] == 2 and [len(counts) for counts in results["right"].values()] == [2, 2, 2]
-    assert main(["--turns", "2", "--scenes", "2"]) == 0
-    assert "after a caption" in capsys.readouterr().out
+    assert "after a caption" in next(tmp_path.iterdir()).read_text()
 
 
 @pytest.mark.full

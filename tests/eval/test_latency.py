@@ -7,15 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from eval import latency
-from eval.latency import (
-    Result,
-    cold_start,
-    failures,
-    main,
-    results_table,
-    slowed,
-)
-from eval.lib import roofline
+from eval.latency import Result, cold_start, failures, main, results_table, slowed
+from eval.lib import hardware
 from eval.lib.cpu_levels import current_level, levels_here
 from eval.lib.shapes import SHAPES
 from nanovlm import EMBEDDED
@@ -28,15 +21,15 @@ FAST = ["--rounds", "1", "--tokens", "3", "--dtype", "float32"]
 def small_machine(monkeypatch, small_230m):
     """A small model in the place of the published one, and limits that need no measuring."""
     monkeypatch.setitem(SHAPES, "230M", (small_230m, 0))
-    for module in (roofline, latency):
+    for module in (hardware, latency):
         monkeypatch.setattr(module, "memory_bandwidth", lambda: 1e10)
         monkeypatch.setattr(module, "matmul_flops", lambda dtype: 1e11)
 
 
-def test_every_stage_of_every_engine_is_reported(capsys):
+def test_every_stage_of_every_engine_is_reported(capsys, tmp_path):
     stages = ["encode", "prefill", "decode", "first-token"]
-    flags = ["--model-size", "230M", "--baselines", "plain", "--image-size", "512", "900"]
-    assert main([*FAST, *flags, "--stages", *stages, "--json"]) == 0
+    flags = ["--model-size", "230M", "--baselines", "plain", "--image-size", "512", "900", "--batch-size", "3"]
+    assert main([*FAST, *flags, "--stages", *stages, "--json", "--save", str(tmp_path)]) == 0
     data = json.loads(capsys.readouterr().out)
     by_stage = {}
     for result in data["results"]:
@@ -49,14 +42,10 @@ def test_every_stage_of_every_engine_is_reported(capsys):
     assert [result["roofline_ms"] is not None for result in data["results"]] == [True] * 6 + [False] * 4
     assert list(data["ids"]) == engines and len({json.dumps(ids) for ids in data["ids"].values()}) == 1
     assert data["bytes_per_s"] == 1e10
-
-
-def test_the_table_names_the_environment_once(capsys):
-    assert main([*FAST, "--model-size", "230M", "--stages", "prefill", "decode", "--batch-size", "3"]) == 0
-    out = capsys.readouterr().out
-    assert out.count(f"level {current_level()}, ") == out.count("; other engines at their best; ") == 1
-    assert "batch size 3" in out and "medians of 1 rounds" in out
-    assert "12 of 12" in out and "1.00x" in out and "of roofline" in out
+    table = next(tmp_path.iterdir()).read_text()
+    assert table.count(f"level {current_level()}, ") == table.count("; other engines at their best; ") == 1
+    assert "batch size 3" in table and "medians of 1 rounds" in table
+    assert "12 of 12" in table and "1.00x" in table and "of roofline" in table
 
 
 @pytest.mark.full
@@ -113,9 +102,8 @@ def test_other_tokens_in_float32_are_a_failure():
 
 def test_the_table_shows_speedups_shares_and_ids():
     results = [Result("decode", "a", 4.0, 3.0, 1.0), Result("decode", "b", 2.0, 1.0, 1.0)]
-    lines = results_table(
-        [*results, Result("cold start", "c", 9.0, 9.0, None)], {"a": [[1], [2]], "b": [[1], [3]]}
-    ).split("\n")
+    results.append(Result("cold start", "c", 9.0, 9.0, None))
+    lines = results_table(results, {"a": [[1], [2]], "b": [[1], [3]]}).split("\n")
     assert lines[0].split() == ["decode", "median", "min", "speedup", "of", "roofline", "same", "ids"]
     assert lines[1].split() == ["a", "4.00", "ms", "3.00", "ms", "1.00x", "25%", "2", "of", "2"]
     assert lines[2].split() == ["b", "2.00", "ms", "1.00", "ms", "2.00x", "50%", "1", "of", "2"]

@@ -2,25 +2,22 @@
 
 import json
 import time
-from dataclasses import replace
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from random import Random
 
 import pytest
-import torch
 
 from eval.lib import random_model
-from eval.lib.shapes import SHAPES
+from eval.lib.shapes import SHAPES, SIGLIP_B16, SMOLVLM_135M, smolvlm
 from eval.real_size import failures_of, main, measure, memory_table, sample_private_memory
 from models.config import VLMConfig
-from models.vision_language_model import VisionLanguageModel
+from models.vision_language_model import empty_model
 from nanovlm.synthetic import draw, random_scene
 from support.checkpoints import small
 
 
 def count_parameters(cfg: VLMConfig) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in VisionLanguageModel(cfg, -1).parameters())
+    return sum(parameter.numel() for parameter in empty_model(cfg, -1).parameters())
 
 
 @pytest.fixture
@@ -107,22 +104,9 @@ def test_failed_checks_are_sentences_and_exit_code_1(small_shapes, capsys, monke
 
 @pytest.mark.full
 def test_a_smolvlm_of_a_published_vocabulary_is_written_and_measured(monkeypatch, capsys):
-    cfg, _ = SHAPES["SmolVLM-256M"]
-    small_cfg = replace(
-        cfg,
-        vit_hidden_dim=24, vit_inter_dim=32, vit_n_heads=2, vit_n_blocks=1,
-        lm_hidden_dim=24, lm_inter_dim=32, lm_n_heads=2, lm_n_kv_heads=1, lm_n_blocks=1,
-    )  # fmt: skip
-    small_cfg = replace(small_cfg, format=replace(cfg.format, config=resized(cfg.to_dict())))
-    monkeypatch.setitem(SHAPES, "SmolVLM-256M", (small_cfg, count_parameters(small_cfg)))
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    cfg = smolvlm(SIGLIP_B16 | sizes, SMOLVLM_135M | sizes | {"num_key_value_heads": 1})
+    monkeypatch.setitem(SHAPES, "SmolVLM-256M", (cfg, count_parameters(cfg)))
     assert main(["SmolVLM-256M", "--json", "--max-new-tokens", "1"]) == 0
     (result,) = json.loads(capsys.readouterr().out)["models"]
     assert (result["format_version"], result["images"]) == (6, 13), "3 x 4 tiles and the whole image"
-
-
-def resized(config):
-    small_sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    for section in ("vision_config", "text_config"):
-        config[section] |= small_sizes
-    config["text_config"]["num_key_value_heads"] = 1
-    return config

@@ -1,16 +1,13 @@
 """eval.sort_task: the split is fixed, accuracy counts held-out inputs, and outputs are compared one by one."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from eval.sort_task import SortTask, accuracy, compare, main, sort_task, splits, time_long_generation
+from eval.sort_task import SortTask, accuracy, compare, cpu_threads, main, sort_task, splits, time_long_generation
 from models.mingpt import GPT, GPT_kv, GPTConfig
-
-
-def quiet(line):
-    """A log that prints nothing."""
 
 
 def test_the_split_covers_all_inputs_and_is_the_same_in_every_run():
@@ -34,14 +31,10 @@ class Oracle:
     generate_kv = generate
 
 
-def test_accuracy_counts_whole_outputs():
+def test_whole_outputs_are_counted_and_so_are_different_ones():
     inputs = torch.cat(splits(3, 3))
     assert accuracy(Oracle(), inputs) == 1
     assert accuracy(Oracle(fails_on=1), inputs) == pytest.approx(2 / 3)
-
-
-def test_different_outputs_are_counted():
-    inputs = torch.cat(splits(3, 3))
     assert compare(Oracle(), Oracle(), inputs, sampled=False)[0] == 27
     assert compare(Oracle(), Oracle(fails_on=2), inputs, sampled=False)[0] == 18
 
@@ -64,37 +57,26 @@ def test_a_short_sorting_task_is_learned_and_keeps_the_random_state():
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    result = sort_task(max_steps=1000, length=3, n_digits=2, log=quiet, rounds=1, n_tokens=4)
+    result = sort_task(max_steps=1000, length=3, n_digits=2, log=lambda line: None, rounds=1, n_tokens=4)
     assert torch.equal(torch.rand(1), expected)
     assert result.accuracy == 1 and not result.failures
     assert result.n_inputs == result.n_identical == result.n_identical_sampled == 8
 
 
-def test_a_failure_is_a_sentence_and_exit_code_1(capsys):
-    import eval.sort_task as module
-
-    def too_short(max_steps, seed, rounds):
-        return sort_task(max_steps, length=3, seed=seed, log=module.progress, rounds=rounds, n_tokens=4)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "sort_task", too_short)
-        assert main(["--steps", "1", "--json"]) == 1
-    out, err = capsys.readouterr()
-    record = json.loads(out)
-    assert record["steps"] == 1 and record["accuracy"] < 1 and "torch" in record["environment"]
-    assert record["n_identical"] == record["n_identical_sampled"] == 27
-    assert "not sorted after 1 steps: raise --steps" in err and "step 1 " in err
-
-
 @pytest.mark.parametrize(
-    ("n_identical", "long_identical", "message"), [(728, True, "728 of 729"), (729, False, "OTHER TOKENS")]
+    ("changes", "message", "failure"),
+    [
+        ({"accuracy": 0.5}, "sorts 50.0% of 193", "not sorted after 300 steps: raise --steps"),
+        ({"n_identical": 728}, "728 of 729", "the cache changes the output"),
+        ({"long_identical": False}, "OTHER TOKENS", "the cache changes the output"),
+    ],
 )
-def test_different_outputs_are_a_sentence_and_exit_code_1(capsys, monkeypatch, n_identical, long_identical, message):
-    result = SortTask(1.0, 300, 193, 729, n_identical, 729, 1.0, 1.0, [1.9, 2.1], [0.5, 0.5], long_identical)
-    monkeypatch.setattr("eval.sort_task.sort_task", lambda *args, **kwargs: result)
+def test_a_failure_is_a_sentence_and_exit_code_1(capsys, monkeypatch, changes, message, failure):
+    result = SortTask(1.0, 300, 193, 729, 729, 729, 1.0, 1.0, [1.9, 2.1], [0.5, 0.5], True)
+    monkeypatch.setattr("eval.sort_task.sort_task", lambda *args, **kwargs: replace(result, **changes))
     assert main([]) == 1
     out, err = capsys.readouterr()
-    assert message in out and "the cache changes the output" in err
+    assert message in out and failure in err and "torch" in out
     assert "without KV caching: 2.000 +- 0.100 s" in out and "with KV caching:    0.500 +- 0.000 s, 4.00x" in out
 
 
@@ -104,21 +86,17 @@ def test_the_long_generation_compares_tokens_and_takes_turns(monkeypatch):
     assert time_long_generation(2, n_tokens=3) == ([4.0, 2.0], [1.0, 3.0], True)
 
 
-def test_it_runs_on_one_thread_and_restores_the_count(monkeypatch):
-    counts, before = [], torch.get_num_threads()
+def test_it_runs_on_one_thread_and_restores_the_count():
+    counts = []
 
-    def interrupted(*args):
+    def interrupt(line):
         counts.append(torch.get_num_threads())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("eval.sort_task.learn", interrupted)
-    try:
-        torch.set_num_threads(2)
+    with cpu_threads(2):
         with pytest.raises(KeyboardInterrupt):
-            sort_task(log=quiet)
+            sort_task(max_steps=1, log=interrupt)
         assert counts == [1] and torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.slow

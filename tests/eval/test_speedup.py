@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from eval.lib.scene_splits import make_splits
-from eval.speedup import main
+from eval.speedup import main, write_page
 from models.checkpoint import load_config
 from nanovlm import EMBEDDED
 from nanovlm.captioner import Captioner
@@ -15,14 +15,15 @@ QUICK = ["--lengths", "3", "6", "--rounds", "1", "--device", "cpu", "--no-export
 QUICK += ["--no-table", "--no-attribute"]
 
 
-def test_the_report_is_one_json_object_and_the_printed_one_is_kept(capsys, tmp_path):
-    assert main([*QUICK, "--json", "--save", str(tmp_path)]) == 0
+def test_the_report_is_one_json_object_and_the_printed_one_is_kept_and_on_the_page(capsys, tmp_path):
+    page, kept = tmp_path / "kv.html", tmp_path / "kept"
+    assert main([*QUICK, "--json", "--save", str(kept), "--html", str(page)]) == 0
     results = json.loads(capsys.readouterr().out)
     assert [len(study["rows"]) for study in results["studies"]] == [6, 4] and results["failures"] == []
     assert "torch" in results["environment"]
-    (path,) = tmp_path.iterdir()
-    kept = path.read_text()
-    assert "6 of 6" in kept and "1.38x" in kept and "hooks" in kept and "medians of 1 rounds" in kept
+    table, text = next(kept.iterdir()).read_text(), page.read_text("utf-8")
+    assert "6 of 6" in table and "1.38x" in table and "hooks" in table and "medians of 1 rounds" in table
+    assert results["environment"] in text and "VALUES" not in text and "http" not in text, "it needs no network"
 
 
 @pytest.mark.full
@@ -80,13 +81,11 @@ def test_without_its_package_a_plot_names_the_extra(capsys, monkeypatch):
     assert "nanovlm[eval]" in capsys.readouterr().err
 
 
-def test_the_page_needs_no_network_and_follows_its_sliders(tmp_path, capsys):
-    assert main([*QUICK, "--html", str(tmp_path / "kv.html")]) == 0
-    text = (tmp_path / "kv.html").read_text("utf-8")
-    assert capsys.readouterr().out.splitlines()[-1] in text and "VALUES" not in text and "http" not in text
+def test_the_page_follows_its_sliders(tmp_path):
     sync_api, chromium = pytest.importorskip("playwright.sync_api"), shutil.which("chromium")
     if chromium is None:
         pytest.skip("no Chromium here; apt-get install chromium")
+    write_page(tmp_path / "kv.html", cfg := load_config(EMBEDDED), "tables")
     with sync_api.sync_playwright() as playwright:
         page = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page()
         problems = []
@@ -95,7 +94,6 @@ def test_the_page_needs_no_network_and_follows_its_sliders(tmp_path, capsys):
         page.locator("#step").fill("6")
         captions = page.locator("figcaption").all_text_contents()
         assert ["21 pairs" in caption for caption in captions] == [True, *[False] * 4] and "6 pairs" in captions[1]
-        cfg = load_config(EMBEDDED)
         page.locator("[name=tokens]").fill("1024")
         n_bytes = 2 * cfg.lm_n_blocks * cfg.lm_n_kv_heads * cfg.lm_head_dim * 1024 * 2
         assert page.locator("#bytes").text_content().startswith(f"1,024 tokens: {n_bytes / 2**20:.1f} MiB")

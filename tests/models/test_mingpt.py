@@ -15,8 +15,6 @@ from safetensors.torch import load_file, save_file
 from models.mingpt import (
     GPT,
     SIZES,
-    Block_kv,
-    CausalSelfAttention_kv,
     GPT_kv,
     GPTConfig,
     KVView,
@@ -65,14 +63,14 @@ def random_pair(rng):
 @pytest.mark.parametrize("seed", range(30))
 def test_generate_kv_matches_generate_within_and_beyond_block_size(seed):
     rng = random.Random(seed)
-    (gpt, gpt_kv), B, T = random_pair(rng), rng.randint(1, 3), rng.randint(1, 15)
+    (gpt, gpt_kv), B, T, n = random_pair(rng), rng.randint(1, 3), rng.randint(1, 15), rng.choice([0, 10, 10])
     options = {"temperature": rng.choice([0.5, 1.0, 2.0]), "do_sample": rng.random() < 0.5}
     options["top_k"] = rng.choice([None, rng.randint(1, VOCAB_SIZE + 5)])
     outputs = []
     for generate in (gpt.generate, gpt_kv.generate, gpt_kv.generate_kv):
         torch.manual_seed(7)
-        outputs.append(generate(ids(B, T), 10, **options))
-    assert outputs[0].shape == (B, T + 10) and torch.equal(outputs[0][:, :T], ids(B, T))
+        outputs.append(generate(ids(B, T), n, **options))
+    assert outputs[0].shape == (B, T + n) and torch.equal(outputs[0][:, :T], ids(B, T))
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
 
 
@@ -91,41 +89,21 @@ def test_logits_of_a_chunked_prefill_match_a_single_pass(seed):
         assert_close(torch.cat(pieces, dim=1), gpt(ids(B, T))[0])
 
 
-def test_loss_and_gradients_match_without_a_cache():
+@pytest.mark.parametrize("past", [0, 6])
+def test_the_loss_covers_the_new_tokens_and_gradients_reach_the_cached_ones(past):
     gpt, gpt_kv = make_pair()
     idx, targets = ids(2, 9), ids(2, 9, seed=1)
     targets[0, :4] = -1
-    loss, loss_kv = gpt(idx, targets)[1], gpt_kv(idx, targets)[1]
+    loss_kv = gpt_kv(idx, targets, read(gpt_kv, idx[:, :past]) if past else None)[1]
+    new = targets.clone()
+    new[:, :past] = -1
+    loss = gpt(idx, new)[1]
     assert_close(loss_kv, loss)
-    log_p = gpt(idx)[0].log_softmax(-1).gather(2, targets.clamp(min=0)[..., None])[..., 0]
-    assert_close(loss, -log_p[targets >= 0].mean())
+    log_p = gpt(idx)[0].log_softmax(-1).gather(2, new.clamp(min=0)[..., None])[..., 0]
+    assert_close(loss, -log_p[new >= 0].mean())
     loss.backward(), loss_kv.backward()
     for p, p_kv in zip(gpt.parameters(), gpt_kv.parameters()):
         assert_close(p_kv.grad, p.grad)
-
-
-def test_with_a_cache_the_loss_covers_the_new_tokens_and_gradients_reach_the_cached_ones():
-    gpt, gpt_kv = make_pair()
-    idx, targets = ids(2, 9), ids(2, 9, seed=1)
-    cache = read(gpt_kv, idx[:, :6])
-    loss_kv = gpt_kv(idx, targets, cache)[1]
-    new_targets = targets.clone()
-    new_targets[:, :6] = -1
-    loss = gpt(idx, new_targets)[1]
-    assert_close(loss_kv, loss)
-    loss.backward(), loss_kv.backward()
-    for p, p_kv in zip(gpt.parameters(), gpt_kv.parameters()):
-        assert_close(p_kv.grad, p.grad)
-
-
-@torch.no_grad()
-def test_compute_first_fills_the_cache_from_scratch():
-    _, gpt_kv = make_pair()
-    stale = read(gpt_kv, ids(2, 5, seed=1))
-    logits, _, cache = gpt_kv(ids(2, 9), kv_cache=stale, compute_first=True)
-    fresh, _, fresh_cache = gpt_kv(ids(2, 9), kv_cache=[None] * 2)
-    assert logits.shape == (2, 9, VOCAB_SIZE) and torch.equal(logits, fresh)
-    assert all(torch.equal(a, b) for x, y in zip(cache, fresh_cache) for a, b in zip(x, y))
 
 
 @pytest.mark.parametrize("n", [1, 2, 9])
@@ -147,37 +125,7 @@ def test_in_bfloat16_both_are_close():
     assert {t.dtype for block in cache for t in block} == {torch.bfloat16}
 
 
-def test_zero_new_tokens_return_the_prompt():
-    for model in make_pair():
-        assert torch.equal(model.generate(ids(2, 3), 0), ids(2, 3))
-    assert torch.equal(model.generate_kv(ids(2, 3), 0), ids(2, 3))
-
-
 # ---- the cache: [k, v], an immutable value --------------------------------------------------------------------------
-
-
-def test_interface_of_attention_and_block():
-    """The cache holds the projections k and v of x as they are, before they are split into heads."""
-    _, gpt_kv = make_pair()
-    block, x = gpt_kv.transformer.h[0], torch.randn(2, 5, 12)
-    attn = block.attn
-    assert isinstance(block, Block_kv) and isinstance(attn, CausalSelfAttention_kv)
-    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        with mode():
-            y, cache = attn(x[:, :3])
-            assert isinstance(cache, list) and [t.shape for t in cache] == [(2, 3, 12)] * 2
-            for t in (3, 4):
-                step, cache = attn(x[:, t : t + 1], kv_cache=cache)
-                y = torch.cat([y, step], dim=1)
-            assert isinstance(cache, list) and [t.shape for t in cache] == [(2, 5, 12)] * 2
-            k, v = cache
-            assert_close(k, F.linear(x, attn.c_attn.weight[12:24], attn.c_attn.bias[12:24]))
-            assert_close(v, F.linear(x, attn.c_attn.weight[24:], attn.c_attn.bias[24:]))
-            assert_close(attn(x)[0], y)
-            out, cache = block(x[:, :4])
-            out_last, cache = block(x[:, 4:], kv_cache=cache)
-            assert [t.shape for t in cache] == [(2, 5, 12)] * 2
-            assert_close(block(x)[0], torch.cat([out, out_last], dim=1))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -5,21 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.benchmark import MismatchError, make_models
-from eval.lib.attribution import attribute, attribute_step, attribution_table
-from eval.lib.cache_study import (
-    Sizes,
-    designs_table,
-    encoder_decoder_case,
-    generations_table,
-    language_model_case,
-    measure_case,
-    timeline,
-)
+from eval.lib.cache_study import Sizes, designs_table, generations_table, make_case, measure_case, timeline
 
-CPU = torch.device("cpu")
 SIZES = Sizes((4, 8, 12), prompts=(8, 20), batches=(1, 3), window=6, rounds=2)
-IDS = torch.tensor([[5, 3, 3, 3, 3, 7, 9]])
+IDS, TWIN_IDS = torch.tensor([[5, 3, 3, 3, 3, 7, 9]]), torch.tensor([[20, 21, 22]])
 EXACT = 2 * 2 * 2 * 4 * 4  # keys and values, blocks, kv heads, channels, bytes of float32
 
 
@@ -30,13 +19,12 @@ def image():
 
 @pytest.fixture(scope="module")
 def study(tiny_model, image):
-    return measure_case(language_model_case(tiny_model(), IDS, image, SIZES, export=False), SIZES)
+    return measure_case(make_case(tiny_model(), IDS, image, SIZES, export=False), SIZES)
 
 
 @pytest.fixture(scope="module")
 def twin_study(encoder_decoder, image):
-    ids = torch.tensor([[20, 21, 22]])
-    return measure_case(encoder_decoder_case(encoder_decoder, ids, image, SIZES, export=False), SIZES)
+    return measure_case(make_case(encoder_decoder, TWIN_IDS, image, SIZES, export=False), SIZES)
 
 
 def test_every_design_chooses_the_ids_that_it_promises(study, twin_study):
@@ -52,7 +40,7 @@ def test_every_design_chooses_the_ids_that_it_promises(study, twin_study):
 
 
 def test_ids_are_not_one_token_again_and_again(tiny_model, image):
-    case = language_model_case(tiny_model(), IDS, image, SIZES, export=False)
+    case = make_case(tiny_model(), IDS, image, SIZES, export=False)
     ids, times, run = timeline(case.designs[1].start, IDS, image, 12)
     assert len(set(ids)) > 1 and times == sorted(times) and len(times) == 12
     assert ids == tiny_model().generate(IDS, image, max_new_tokens=12)[0].tolist()
@@ -61,11 +49,8 @@ def test_ids_are_not_one_token_again_and_again(tiny_model, image):
 
 @pytest.mark.full  # exports five graphs
 def test_exported_graphs_choose_the_same_ids(tiny_model, encoder_decoder, image):
-    for case in (
-        language_model_case(tiny_model(), IDS, image, SIZES),
-        encoder_decoder_case(encoder_decoder, torch.tensor([[20, 21, 22]]), image, SIZES),
-    ):
-        study = measure_case(case, SIZES)
+    for model, ids in ((tiny_model(), IDS), (encoder_decoder, TWIN_IDS)):
+        study = measure_case(make_case(model, ids, image, SIZES), SIZES)
         assert [row.same_ids for row in study.rows if row.design == "static, exported"] == [12] and not study.failures
 
 
@@ -95,22 +80,3 @@ def test_the_tables_name_every_axis(study):
     assert generations.count("times faster") == 5 and "±" in generations and "grows as" in generations
     for word in ("bytes/token", "prefill 20, ms", "step of 3, ms", "12 of 12"):
         assert word in designs
-
-
-def test_the_factors_of_minGPTs_speedup_multiply_to_the_whole():
-    rows = attribute(CPU, (6, 24), "gpt-nano", rounds=2, vocab=50)
-    assert [row.context for row in rows] == [6, 24]
-    for row in rows:
-        kernel, head, cache, total = row.factors
-        assert kernel * head * cache == pytest.approx(total)
-        assert row.explicit_ms > 0 < row.cached_ms
-    assert "cache alone" in attribution_table(rows) and "vocabulary of 50,257" in attribution_table(rows)
-
-
-def test_a_step_that_computes_something_else_is_an_error():
-    gpt, gpt_kv = make_models("gpt-nano", CPU, 50)
-    with torch.no_grad():
-        gpt.transformer.ln_f.bias += torch.linspace(0, 3, 48)  # the twins share their weights
-        gpt_kv.transformer.ln_f.bias = torch.nn.Parameter(torch.zeros(48))
-    with pytest.raises(MismatchError, match="fused step"):
-        attribute_step(gpt, gpt_kv, torch.arange(8)[None], rounds=1)

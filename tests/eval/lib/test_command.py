@@ -3,13 +3,13 @@
 import importlib
 import json
 import os
-import runpy
-import sys
 
 import pytest
 import torch
 
-from eval.lib.command import add_threads_flag, make_parser, one_of, positive, report
+from eval.lib.command import add_threads_flag, file_name, make_parser, one_of, positive, report
+from eval.lib.cpu_levels import levels_here
+from eval.lib.hardware import cpu_name
 from support import ROOT
 
 COMMANDS = sorted(path.stem for path in (ROOT / "eval").glob("*.py") if "sys.exit(main())" in path.read_text("utf-8"))
@@ -19,16 +19,22 @@ def test_the_commands_are_the_questions_that_users_ask():
     assert COMMANDS == ["benchmark", "captions", "finetune", "latency", "real_size", "serving", "sort_task", "speedup"]
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_prints_its_help(name, capsys, monkeypatch):
+def import_command(name):
     if name == "serving":
         pytest.importorskip("openai")
-    monkeypatch.setattr("sys.argv", ["command", "--help"])
-    monkeypatch.delitem(sys.modules, f"eval.{name}", raising=False)  # or runpy warns that it is imported already
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module(f"eval.{name}", run_name="__main__")
+    return importlib.import_module(f"eval.{name}")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_its_help_and_takes_a_number_of_threads(name, capsys):
+    command = import_command(name)
+    with pytest.raises(SystemExit, match="0"):
+        command.main(["--help"])
     out = capsys.readouterr().out
-    assert end.value.code == 0 and out.startswith(f"usage: eval.{name} ") and f"python -m eval.{name}" in out
+    assert out.startswith(f"usage: eval.{name} ") and f"python -m eval.{name}" in out
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--threads", "0"])
+    assert "0 must be auto or a number from 1 to 1024" in capsys.readouterr().err
 
 
 def test_results_are_printed_as_text_or_as_one_object_with_failures(capsys):
@@ -39,13 +45,16 @@ def test_results_are_printed_as_text_or_as_one_object_with_failures(capsys):
     assert json.loads(out) == {"share": 0.5, "failures": ["too few"], "environment": "a machine"} and err == "too few\n"
 
 
-def test_every_command_takes_a_number_of_threads(capsys, monkeypatch):
-    for name in COMMANDS:
-        if name == "serving":
-            pytest.importorskip("openai")
-        with pytest.raises(SystemExit, match="2"):
-            importlib.import_module(f"eval.{name}").main(["--threads", "0"])
-        assert "0 must be auto or a number from 1 to 1024" in capsys.readouterr().err
+def test_saved_output_is_appended_below_its_command_to_the_processors_file(tmp_path, capsys):
+    for text in ("first", "second"):
+        report({}, text, "a machine", as_json=False, save=tmp_path / "new")
+    (path,) = (tmp_path / "new").iterdir()
+    assert path.stem == file_name([cpu_name(), *levels_here()[-1:]])
+    lines = path.read_text().splitlines()
+    assert lines[1:3] == ["first", "a machine"] and lines[5:] == ["second", "a machine", ""]
+    assert lines[0] == lines[4] and lines[0].startswith("$ python ")
+    assert file_name(["Intel(R) Xeon(R) Platinum 8488C", "amx"]) == "intel-xeon-platinum-8488c-amx"
+    assert file_name(["AMD EPYC", "avx2-vnni"]) == "amd-epyc-avx2-vnni" and file_name(["aarch64"]) == "aarch64"
 
 
 def test_threads_are_those_of_this_process_and_of_later_ones(monkeypatch):
@@ -99,9 +108,7 @@ def test_wrong_numbers_and_names_are_one_line(argv, message, capsys):
 )
 def test_wrong_use_of_a_command_is_one_line_and_exit_code_2(command, message, capsys):
     name, *flags = command.split()
-    if name == "serving":
-        pytest.importorskip("openai")
     with pytest.raises(SystemExit, match="2"):
-        importlib.import_module(f"eval.{name}").main(flags)
+        import_command(name).main(flags)
     out, err = capsys.readouterr()
     assert not out and message in err and err.count("\n") == 1

@@ -19,18 +19,14 @@ from nanovlm.synthetic.captions import NUMBERS
 from nanovlm.synthetic.recipe import CAPTION_PROMPTS
 
 
-@pytest.fixture(scope="module")
-def trained():
-    return trained_prompts()
-
-
 def test_every_prompt_of_the_recipe_and_of_the_command_line_is_asked():
     assert {*CAPTION_PROMPTS, *(prompt for prompt, _ in LENGTHS.values())} <= {*CAPTION_VARIANTS}
     variants = [simplified(variant) for variant in (*CAPTION_VARIANTS, *COUNT_VARIANTS)]
     assert len(set(variants)) == len(variants), "a variant occurs twice"
 
 
-def test_what_training_asks_is_told_from_what_it_does_not(trained):
+def test_what_training_asks_is_told_from_what_it_does_not():
+    trained = trained_prompts()
     assert {simplified(prompt) for prompt in CAPTION_PROMPTS} <= trained
     assert simplified("How many objects are there?") in trained
     assert simplified("Describe everything in the picture.") not in trained

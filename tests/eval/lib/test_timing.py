@@ -14,14 +14,9 @@ def test_contestants_take_turns_after_warming_up():
     contestants = {"a": contestant("a", [6.0, 9.0, 1.0, 50.0]), "b": contestant("b", [2.0, 1.0, 3.0, 50.0])}
     lines = []
     timings = interleave(contestants, rounds=3, warmup=1, log=lines.append)
-    assert calls == ["a", "b"] * 4 and timings["a"].seconds == [1.0, 9.0, 6.0]
-    assert (timings["a"].median, timings["b"].median, timings["a"].minimum) == (6.0, 2.0, 1.0)
+    assert calls == ["a", "b"] * 4 and timings == {"a": [1.0, 9.0, 6.0], "b": [3.0, 1.0, 2.0]}
     assert lines[0] == "round 1/3: a, 1.000 s" and len(lines) == 6
-
-
-def test_a_call_is_timed_once():
-    calls = []
-    assert measure_seconds(lambda: calls.append(1)) > 0 and calls == [1]
+    assert measure_seconds(calls.clear) > 0 and calls == []
 
 
 def test_competing_processes_end_with_the_measurement():

@@ -10,7 +10,7 @@ from eval.latency import greedy_ids
 from eval.lib.accuracy import relative_error
 from eval.lib.cpu_levels import current_level, levels_here
 from eval.lib.random_model import write_random_model
-from eval.peers.engines import EngineOptions, NanoVLMEngine, make_engines, plain_engine
+from eval.peers.engines import BASELINES, EngineOptions, make_engines, plain_engine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from nanovlm.captioner import Captioner
 from nanovlm.errors import InputError, MissingExtraError
@@ -64,11 +64,16 @@ def test_every_level_is_an_engine_with_the_dtype_that_is_best_there(folder, tmp_
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_float32_decodes_the_same_tokens_everywhere(folder, tmp_path, batch_size):
-    engines = make(folder, tmp_path, dtypes=["float32"], baselines=["plain", "transformers"], batch_size=batch_size)
+@pytest.mark.parametrize(
+    ("layout", "peer"), [("folder", "transformers"), pytest.param("smolvlm_folder", "llama.cpp", marks=needs_llama_cpp)]
+)
+def test_float32_decodes_the_same_tokens_everywhere(request, tmp_path, layout, peer, batch_size):
+    options = {"dtypes": ["float32"], "baselines": ["plain", peer], "batch_size": batch_size}
+    engines = make(request.getfixturevalue(layout), tmp_path, **options)
     prompts = [[token + row for token in PROMPT] for row in range(batch_size)]
     ids = {name: greedy_ids(engine, prompts, 12) for name, engine in engines.items()}
     expected = ids["plain float32"]
+    assert len(ids) == 3 and list(ids)[1].startswith(peer)
     assert len(expected) == 13 and all(len(step) == batch_size for step in expected)
     assert len({step[0] for step in expected}) > 1, "not one token again and again"
     assert all(steps == expected for steps in ids.values())
@@ -76,23 +81,9 @@ def test_float32_decodes_the_same_tokens_everywhere(folder, tmp_path, batch_size
         assert greedy_ids(engine, prompts, 12) == expected, "a prefill starts with an empty cache"
 
 
-def test_the_plain_engine_is_the_plain_model(folder, tmp_path):
-    engines = make(folder, tmp_path, dtypes=["float32"])
-    plain, fast = engines.values()
-    assert plain.model is plain.captioner.model and fast.model is fast.captioner.inference
-    image = torch.rand(1, 3, 512, 512)
-    torch.testing.assert_close(plain.encode_image(image), fast.encode_image(image), rtol=1e-4, atol=1e-4)
-    assert isinstance(plain, NanoVLMEngine) and plain.encode_image(image).shape == (1, 1, 64)
-
-
 @pytest.mark.parametrize(
     ("module", "engine"),
-    [
-        ("transformers", "transformers"),
-        ("llama_cpp", "llama.cpp"),
-        ("openvino", "openvino"),
-        ("onnxruntime", "onnxruntime"),
-    ],
+    [(name.replace(".", "_"), name) for name in BASELINES[1:]],
 )
 def test_a_missing_package_names_its_extra(folder, tmp_path, monkeypatch, module, engine):
     monkeypatch.setitem(sys.modules, module, None)
@@ -104,21 +95,6 @@ def test_llama_cpp_refuses_nanovlms_layout(folder, tmp_path):
     pytest.importorskip("llama_cpp")
     with pytest.raises(InputError, match="nanoVLM's layout of tiles"):
         make(folder, tmp_path, baselines=["llama.cpp"])
-
-
-@needs_llama_cpp
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_llama_cpp_decodes_the_same_tokens_in_float32(smolvlm_folder, tmp_path, batch_size):
-    options = {"dtypes": ["float32"], "baselines": ["plain", "llama.cpp"], "batch_size": batch_size}
-    engines = make(smolvlm_folder, tmp_path, **options)
-    prompts = [[token + row for token in PROMPT] for row in range(batch_size)]
-    ids = {name: greedy_ids(engine, prompts, 12) for name, engine in engines.items()}
-    assert list(ids) == ["plain float32", "llama.cpp f32", f"nanovlm float32 {LEVEL}"]
-    assert len({step[0] for step in ids["plain float32"]}) > 1, "not one token again and again"
-    assert ids["llama.cpp f32"] == ids[f"nanovlm float32 {LEVEL}"] == ids["plain float32"]
-    assert greedy_ids(engines["llama.cpp f32"], prompts, 12) == ids["llama.cpp f32"], (
-        "a prefill starts with an empty cache"
-    )
 
 
 @needs_llama_cpp

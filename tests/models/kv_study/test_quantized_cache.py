@@ -15,11 +15,6 @@ def empty(model, bits=8, group=1):
     return prefill_state([QuantizedKV(bits, group) for _ in model.decoder.blocks])
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,12 +1,13 @@
 """Exported graphs with static caches match the models, also after saving and loading, and do not branch on data."""
 
 import io
+from itertools import count
 
 import pytest
 import torch
 
-from models.decoding import SamplingParams
-from models.kv_study.static_cache import language_model_cache, stream, text_decoder_cache
+from models.decoding import GREEDY, SamplingParams, TokenSampler, generate_tokens
+from models.kv_study.static_cache import language_model_cache, text_decoder_cache
 from models.kv_study.static_export import EXAMPLE_BATCH, export_language_model, export_text_decoder
 
 CAPACITY = 24
@@ -20,6 +21,14 @@ def save_and_load(programs):
         file.seek(0)
         modules[name] = torch.export.load(file).module()
     return modules
+
+
+@torch.no_grad()
+def generate(run, prompt, max_new_tokens, sampling=GREEDY):
+    """Ids (B, max_new_tokens) after a prompt; run(name, x, start) is a program's logits of x at position start."""
+    positions, logits = count(prompt.size(1)), run("prefill", prompt, torch.tensor(0))
+    step = lambda ids: run("decode", ids[:, None], torch.tensor(next(positions)))  # noqa: E731
+    return torch.stack(list(generate_tokens(logits, step, TokenSampler(sampling), max_new_tokens)), 1)
 
 
 def targets(program):
@@ -59,14 +68,8 @@ def test_exported_language_model_generates_the_same_ids(language_model, sampling
     with torch.no_grad():
         x = model.embed(ids, images)
     for _ in range(2):  # the second run must ignore what the first left in the cache
-        output = stream(
-            lambda x, start: module["prefill"](x, mask, start, cache),
-            lambda x, start: module["decode"](x, mask, start, cache),
-            x,
-            sampling=sampling,
-            max_new_tokens=12,
-        )
-        assert torch.equal(torch.stack(list(output), 1), expected)
+        output = generate(lambda name, x, start: module[name](x, mask, start, cache), x, 12, sampling)
+        assert torch.equal(output, expected)
 
 
 def test_chunked_prefill_matches_a_single_pass(language_model):
@@ -103,16 +106,11 @@ def test_exported_text_decoder_generates_the_same_ids(text_decoder, batch, patch
     decoder, _, module = text_decoder
     xa, ids = torch.randn(batch, patches, 24), torch.randint(0, 40, (batch, 4))
     cache, cross_kv = text_decoder_cache(decoder, batch, CAPACITY), module["cross"](xa)
-    output = stream(
-        lambda ids, start: module["prefill"](ids, start, cross_kv, cache),
-        lambda ids, start: module["decode"](ids, start, cross_kv, cache),
-        ids,
-        max_new_tokens=10,
-    )
+    output = generate(lambda name, ids, start: module[name](ids, start, cross_kv, cache), ids, 10)
     whole = ids
     for _ in range(10):
         whole = torch.cat([whole, decoder(whole, xa)[:, -1:].argmax(-1)], 1)
-    assert torch.equal(torch.stack(list(output), 1), whole[:, 4:])
+    assert torch.equal(output, whole[:, 4:])
 
 
 @pytest.mark.full
@@ -121,17 +119,12 @@ def test_exported_text_decoder_generates_what_the_model_generates(text_decoder, 
     _, programs, module = text_decoder
     assert not any(data_dependent_calls(program) for program in programs.values())
     images, ids = torch.rand(3, 3, 16, 16), torch.randint(0, 40, (3, 4))
-    options = {"max_new_tokens": 10, "sampling": SamplingParams(temperature=1.0, seed=2)}
+    sampling = SamplingParams(temperature=1.0, seed=2)
     cache = text_decoder_cache(encoder_decoder.decoder, 3, CAPACITY)
     with torch.no_grad():
         cross_kv = module["cross"](encoder_decoder.encode(images))
-    output = stream(
-        lambda ids, start: module["prefill"](ids, start, cross_kv, cache),
-        lambda ids, start: module["decode"](ids, start, cross_kv, cache),
-        ids,
-        **options,
-    )
-    assert torch.equal(torch.stack(list(output), 1), encoder_decoder.generate(ids, images, **options))
+    output = generate(lambda name, ids, start: module[name](ids, start, cross_kv, cache), ids, 10, sampling)
+    assert torch.equal(output, encoder_decoder.generate(ids, images, max_new_tokens=10, sampling=sampling))
 
 
 @pytest.mark.full
