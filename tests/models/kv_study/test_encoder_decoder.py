@@ -10,6 +10,7 @@ import torch
 
 from models.decoding import SamplingParams
 from models.errors import InputError
+from models.kv_study.encoder_decoder import EncoderDecoder
 from models.kv_study.hook_cache import HookCache, install_kv_cache_hooks
 from models.kv_study.text_decoder import TextDecoder, TextPrefillState
 from support import randomize
@@ -311,3 +312,32 @@ def test_exceeding_the_context_length_raises_with_both_numbers(encoder_decoder, 
     assert encoder_decoder.generate(ids, images, max_new_tokens=61, use_kv_cache=use_kv_cache).size(1) == 61
     with pytest.raises(ValueError, match=r"65 tokens exceed the decoder's n_ctx=64"):
         encoder_decoder.generate(ids, images, max_new_tokens=62, use_kv_cache=use_kv_cache)
+
+
+@pytest.mark.full
+def test_training_learns_different_captions_for_different_images(tiny_config):
+    """After 250 steps on four drawn scenes, the model generates each scene's caption."""
+    from random import Random
+
+    from nanovlm.processing.layouts.nanovlm import preprocess
+    from nanovlm.synthetic import caption, draw, random_scene
+    from nanovlm.synthetic.recipe import make_tokenizer
+
+    tokenizer, rng = make_tokenizer(), Random("captioner")
+    scenes = [random_scene(rng) for _ in range(4)]
+    images = torch.cat([preprocess(draw(scene, 64, 64), tile=16)[0] for scene in scenes])
+    captions = [tokenizer.encode(caption(scene)).ids for scene in scenes]
+    end, longest = 2, max(map(len, captions))
+    ids = torch.tensor([[1, *tokens] + [end] * (longest - len(tokens) + 1) for tokens in captions])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = EncoderDecoder(tiny_config(lm_vocab_size=tokenizer.get_vocab_size(), lm_n_heads=4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(250):
+        _, loss = model(ids[:, :-1], images, ids[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    output = model.eval().generate(ids[:, :1], images, max_new_tokens=longest + 1, eos_token_id=end)
+    for row, scene in zip(output.tolist(), scenes):
+        assert tokenizer.decode(row) == caption(scene)
