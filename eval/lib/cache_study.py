@@ -15,11 +15,10 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from eval.lib.cache_designs import UNCACHED, Design, Images, Run, Start, encoder_decoder_designs, language_model_designs
 from eval.lib.command import progress, table
+from eval.lib.hardware import count_flops
 from eval.lib.timing import interleave, measure_seconds, synchronize
 from models.cache import storage_bytes
 from models.kv_study.encoder_decoder import EncoderDecoder
@@ -170,8 +169,7 @@ def time_generations(case: Case, sizes: Sizes) -> list[Row]:
 
     def count(design: Design) -> list[float]:
         """Operations up to each token; this also warms up."""
-        # torch 2.14 counts attention on a CPU only where it is made of matmuls
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        with count_flops() as counter:
             return timeline(design.start, *inputs, longest, counter.get_total_flops)[1]
 
     flops = {design.name: count(design) for design in case.designs}

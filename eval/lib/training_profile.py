@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from eval.lib.command import table
+from eval.lib.hardware import count_flops, matmul_flops
 from eval.lib.training_race import TrainingSetup, started
+from nanovlm.device import choose_training_dtype
 from nanovlm.training.loader import Batch
 from nanovlm.training.loop import Trainer
 
@@ -71,7 +73,7 @@ class StageTimer:
 
 
 def profile_training(setup: TrainingSetup, folder: Path, steps: int) -> tuple[dict[str, float], str]:
-    """Median seconds of each stage of `steps` training steps after one that warms up, and the table of them.
+    """Median seconds of each stage of `steps` training steps after one whose operations are counted, and the table.
 
     The run's files go to folder.
     """
@@ -81,16 +83,22 @@ def profile_training(setup: TrainingSetup, folder: Path, steps: int) -> tuple[di
     timer.attach(trainer)
     with started(trainer) as batches, torch.enable_grad():
         timed = timer.timed_batches(batches)
-        for step in range(steps + 1):
+        with count_flops() as counter:
+            first = trainer.training_step(0, timed)  # which also warms up
+        for step in range(1, steps + 1):
             timer.reset()
             tokens.append(trainer.training_step(step, timed).tokens)
             timer.mark("other")
             stages.append(timer.seconds)
-    medians = {name: median(s[name] for s in stages[1:]) for name in STAGES}
-    step_s = median(sum(s.values()) for s in stages[1:])
+    medians = {name: median(s[name] for s in stages) for name in STAGES}
+    step_s = median(sum(s.values()) for s in stages)
     rows = [["stage", "seconds", "share"]]
     rows += [[name, f"{s:.3f}", f"{s / step_s:.1%}"] for name, s in medians.items()]
     rows.append(["step", f"{step_s:.3f}", "100.0%"])
-    rate = median(n / sum(s.values()) for n, s in zip(tokens[1:], stages[1:]))
+    rate = median(n / sum(s.values()) for n, s in zip(tokens, stages))
+    flops = rate * counter.get_total_flops() / first.tokens
+    share = flops / matmul_flops(choose_training_dtype(setup.dtype, trainer.model.device))
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    return medians | {"step": step_s}, f"{table(rows)}\n{rate:,.0f} tokens/s, {parameters:,} parameters"
+    text = f"{rate:,.0f} tokens/s, {parameters:,} parameters"
+    text += f"\n{flops / 1e9:,.0f} GFLOP/s, {share:.0%} of this machine's in a matmul alone"
+    return medians | {"step": step_s, "share_of_peak": share}, f"{table(rows)}\n{text}"

@@ -1,5 +1,6 @@
 """The measurements of training speed: timers change nothing, and another repository's packages stay apart."""
 
+import re
 import sys
 
 import pytest
@@ -80,6 +81,7 @@ def test_the_profile_is_a_table_of_all_stages(capsys):
     assert main(["--profile", "--images", "4", "--batch-size", "2", "--steps", "1", "--dtype", "float32"]) == 0
     out = capsys.readouterr().out
     assert all(f"\n{stage} " in out for stage in STAGES) and "100.0%" in out and "tokens/s, 3,411,968 parameters" in out
+    assert re.search(r"^\d+ GFLOP/s, \d+% of this machine's in a matmul alone$", out, re.MULTILINE)
 
 
 def test_another_loop_takes_turns_with_ours(capsys, checkout):
