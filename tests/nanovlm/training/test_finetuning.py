@@ -293,7 +293,8 @@ def test_weights_are_written_in_the_dtype_in_which_they_were_stored(train, dtype
     save_checkpoint("begun", begun.model, begun.tokenizer.to_json(), dtype)
     assert train("--data", "mine", *QUICK, "--model", "begun")[0] == 0
     written, kept = load_file("out/model.safetensors"), load_file("out/checkpoints/step-3/model.safetensors")
-    weights = written.keys() - {frequencies := "decoder.rotary_embd.inv_freq"}
+    frequencies = "decoder.rotary_embd.inv_freq"
+    weights = written.keys() - {frequencies}
     assert written[frequencies].dtype == torch.float32, "in which the file's readers use them"
     assert {written[name].dtype for name in weights} == {dtype} == {checkpoint_dtype("begun")}
     assert {kept[name].dtype for name in weights} == {torch.float32}, "what goes on needs every bit"
