@@ -141,6 +141,6 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
 
 def model_name(model: str | Path) -> str:
     """The name that clients ask for: a folder's own name, whatever path leads to it, or the Hub id."""
-    if model == EMBEDDED:
-        return "nanovlm"
-    return Path(model).resolve().name if os.path.isdir(model) else str(model)
+    if not os.path.isdir(model):
+        return str(model)
+    return "nanovlm" if os.path.samefile(model, EMBEDDED) else Path(model).resolve().name
