@@ -69,7 +69,7 @@ def matmul_flops(dtype: torch.dtype, n: int = 2048) -> float:
 def count_flops() -> Iterator[FlopCounterMode]:
     """Count the operations of matmuls and attention, as PyTorch does.
 
-    Attention is made of matmuls meanwhile, since torch 2.14 does not count its fused form on a CPU.
+    Within the context attention is computed by matmuls: torch 2.14 does not count its fused form on a CPU.
     """
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         yield counter

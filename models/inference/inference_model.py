@@ -251,7 +251,7 @@ def _network(model: VisionLanguageModel) -> Network:
 def _fingerprint(model: VisionLanguageModel) -> tuple[tuple, list[Tensor]]:
     """What differs after any change of modules or weights that torch knows of; and all tensors."""
     modules: list[nn.Module] = [model]
-    for module in modules:  # half the time of model.modules()
+    for module in modules:  # twice as fast as model.modules()
         modules += [child for child in module._modules.values() if child is not None]
     tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
     versions = [-1 if t.is_inference() else t._version for t in tensors]  # those of inference mode do not count changes

@@ -142,7 +142,7 @@ MaxTokens = Annotated[int | None, AfterValidator(_as_max_tokens)]  # None: as ma
 
 
 class GenerationRequest(StrictModel, ABC):
-    """What is to be generated, whichever way a client has said it: each dialect gives fields their names in its JSON.
+    """A request for answers, in any of OpenAI's formats: a subclass gives the fields their names in its JSON.
 
     Beside OpenAI's fields there are vLLM's top_k, min_p, repetition_penalty, repetition_detection and bad_words, and
     transformers' no_repeat_ngram_size. Greedy by default, unlike OpenAI's temperature of 1, at which small models lose

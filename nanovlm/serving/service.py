@@ -127,7 +127,7 @@ class ChatService:
         deadline = partial(request_deadline, arrival + self.limits.timeout, self.limits.timeout)
         async with AsyncExitStack() as request_scope:  # what it holds is released when the response ends
             async with deadline():
-                with ExitStack() as place:  # a body that is whole takes a place: half of one keeps nobody out
+                with ExitStack() as place:  # only a complete body holds a place: slow senders keep nobody out
                     self.admission.admit(client, 1, place)
                 body = await read_body(http_request, self.limits.max_body, self.body_budget, client)
                 self.admission.admit(client, 1, request_scope)
