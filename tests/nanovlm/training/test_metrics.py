@@ -104,7 +104,7 @@ def test_the_validation_loss_is_the_mean_over_all_held_out_answers(learn, tiny_m
     batch, shape = held_out(make_batch), {"lm_dropout": 0.5}
     model = tiny_model(**shape)
     with log_lines() as lines:
-        train(model, "{}", make_batch, CFG, tmp_path, validation=batch)
+        train(model, "{}", make_batch, replace(CFG, keep_best=False), tmp_path, validation=batch)
     evaluations = [entry for entry in read_metrics(tmp_path / "metrics.jsonl") if "validation_loss" in entry]
     assert [entry["step"] for entry in evaluations] == [0, 2, 4, 6]
     for entry, one in ((evaluations[0], tiny_model(**shape)), (evaluations[-1], model)):
