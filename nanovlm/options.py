@@ -86,8 +86,8 @@ class ModelOptions:
         lambda folder: folder is None or (str(folder) != "" and not os.path.isfile(folder)),
         metavar="FOLDER",
     )
-    skip_special_tokens: bool = setting(True, "keep special tokens in answers; those of Docling models always are")
-    upscale: bool = setting(True, "do not enlarge an image to get more tiles of it")
+    skip_special_tokens: bool = setting(True, "leave special tokens out of answers, but for those of Docling models")
+    upscale: bool = setting(True, "enlarge an image to get more tiles of it")
     allow_urls: bool = False  # http(s) URLs may name images, which are then fetched from public addresses
 
     def __post_init__(self) -> None:
@@ -148,14 +148,38 @@ class GenerationOptions(SamplingParams):
 class ReadOptions:
     """How to read sources, where the files themselves do not decide it."""
 
-    prompt: str = PROMPT  # the question for data that have captions only
-    images: str | None = None  # folder of the images that a JSON file names
-    text_column: str | None = None
-    prompt_column: str | None = None
-    min_ratings: Mapping[str, float] = field(default_factory=dict)  # rating name -> minimum, of the_cauldron's turns
-    stream: bool = False  # read a Hub dataset while it downloads
+    prompt: str = setting(PROMPT, "the question for data with captions only", metavar="TEXT")
+    images: str | None = setting(
+        None, "folder of the images that a .json names (default: the folder of the .json)", metavar="FOLDER"
+    )
+    text_column: str | None = setting(
+        None, "column with the answers (default: text, caption or answer)", metavar="NAME"
+    )
+    prompt_column: str | None = setting(None, "column with the questions (default: question or prompt)", metavar="NAME")
+    min_rating: Sequence[str] = setting(
+        (),
+        "of the_cauldron's turns, keep those rated at least N, as formatting=3",
+        "the name of a rating and a number, as formatting=3",
+        lambda texts: all(re.fullmatch(r".+=\d+(\.\d+)?", text) for text in texts),
+        action="append",
+        metavar="NAME=N",
+    )
+    stream: bool = setting(False, "read a Hub data set while it is downloaded")
+    on_error: str = setting("stop", "what to do with an unusable example", choices=("stop", "skip"))
     preferences: bool = False  # the columns chosen and rejected hold two answers, of which one is preferred
-    skip_errors: bool = False  # leave out examples that cannot be used
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @property
+    def min_ratings(self) -> dict[str, float]:
+        """The smallest value of each rating that is named."""
+        return {name: float(value) for name, _, value in (text.rpartition("=") for text in self.min_rating)}
+
+    @property
+    def skip_errors(self) -> bool:
+        """Whether examples that cannot be used are left out."""
+        return self.on_error == "skip"
 
 
 def with_changes(record: Record, changes: Mapping[str, Any]) -> Record:

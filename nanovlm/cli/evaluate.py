@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import (
     add_model_flags,
-    add_read_flags,
     as_usage_error,
     check_data_names,
     check_validation,
+    from_args,
     load_captioner,
     model_options,
-    read_options_from_args,
 )
 from nanovlm.console import print_error
 from nanovlm.errors import UsageError
-from nanovlm.options import EVALUATION_MAX_NEW_TOKENS, check_positive
+from nanovlm.options import EVALUATION_MAX_NEW_TOKENS, ReadOptions, check_positive
 
 if TYPE_CHECKING:
     from nanovlm.evaluation import Evaluation
@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", nargs="+", action="extend", required=True, metavar="PATH", help="data as `nanovlm train` reads it")
     add_model_flags(parser)
-    add_read_flags(parser)
+    add_record_flags(parser, ReadOptions)
     add(
         "--validation",
         type=float,
@@ -63,7 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_flags(args)
     check_data_names(args.data)
-    model, read = model_options(args), read_options_from_args(args)
+    model, read = model_options(args), from_args(ReadOptions, args)
 
     from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
     from nanovlm.training.examples import open_data

@@ -1,55 +1,80 @@
-"""Flags made from options records and records made from flags; and the flags of data, which several verbs share."""
+"""Flags made from options records, and records made from flags; checks that several verbs share."""
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import Field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from nanovlm.console import print_error
-from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS, PROMPT
+from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS
 from nanovlm.errors import InputError, UsageError, usage_error
-from nanovlm.options import ModelOptions, ReadOptions
+from nanovlm.options import ModelOptions
 
 if TYPE_CHECKING:
     from nanovlm.captioner import Captioner
 
 EMBEDDED_NOTE = f"note: {EMBEDDED_LIMITS}; --model FOLDER_OR_HUB_ID names a model for photographs"
 THREADS = "auto"  # the library alone leaves PyTorch's number
+METAVARS = {int: "N", float: "X"}
 
 Record = TypeVar("Record")
 
 
-def add_flags(parser: Any, record: type, names: Sequence[str] = (), **defaults: Any) -> None:
-    """Add a flag for each field of an options record that has a help text, or only for some names.
+def settings_of(record: type) -> list[Field]:
+    """The fields of an options record that have a flag."""
+    return [f for f in fields(record) if "help" in f.metadata]
 
-    A flag that is not given is absent from the parsed arguments, see `from_args`. defaults are a verb's own.
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def add_flags(
+    parser: Any, record: type, names: Sequence[str] = (), presets: Mapping[str, Any] | None = None, **defaults: Any
+) -> None:
+    """Add a flag for each setting of a record, or only for some names; None means not given, see `from_args`.
+
+    The help names the default: the verb's own, in defaults; or those of the presets, the value of the first and those
+    that differ from it; or the field's.
     """
-    for f in fields(record):
-        if "help" not in f.metadata or (names and f.name not in names):
+    for f in settings_of(record):
+        if names and f.name not in names:
             continue
-        default, flag = defaults.get(f.name, f.default), f"--{f.name.replace('_', '-')}"
-        options: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": f.metadata["help"]}
+        options = {key: f.metadata[key] for key in ("choices", "metavar", "nargs", "action") if key in f.metadata}
+        default = defaults.get(f.name, f.default)
+        text = f.metadata.get("default_text") or _default_text(default)
+        if presets:
+            (_, text), *others = [(name, _default_text(getattr(preset, f.name))) for name, preset in presets.items()]
+            text += "".join(f"; {name}: {other}" for name, other in others if other != text)
         if isinstance(default, bool):
-            flag = flag.replace("--", "--no-", 1) if default else flag
-            parser.add_argument(flag, action="store_false" if default else "store_true", **options)
-            continue
-        text = f.metadata.get("default_text") or (f"{default:g}" if isinstance(default, float) else default)
-        text = " ".join(map(str, text)) if isinstance(text, tuple) else text
-        if text not in (None, ""):
-            options["help"] += f" (default: {text})"
-        kind = (get_args(f.type) or (f.type,))[0]
-        options |= {key: f.metadata[key] for key in ("choices", "metavar", "nargs", "action") if key in f.metadata}
-        parser.add_argument(flag, type=kind, **options)
+            options["action"] = argparse.BooleanOptionalAction
+        elif "choices" not in options:
+            kind = next((kind for kind in (*get_args(f.type), f.type) if kind in (int, float)), str)
+            options = {"type": kind, "metavar": METAVARS.get(kind)} | options
+        help = f.metadata["help"] + (f" (default: {text})" if text else "")
+        parser.add_argument(flag_of(f.name), dest=f.name, default=None, help=help, **options)
+
+
+def _default_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else "" if value in (None, Path()) else str(value)
+
+
+def given(record: type, args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a record that args hold."""
+    return {f.name: value for f in fields(record) if (value := getattr(args, f.name, None)) is not None}
 
 
 def from_args(record: type[Record], args: argparse.Namespace, **defaults: Any) -> Record:
     """The record of the flags that args hold; a flag that is not given has the verb's default, else the field's."""
-    names = [f.name for f in fields(record)]  # type: ignore[arg-type]
-    given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     try:
-        return record(**defaults | given)
+        return record(**defaults | given(record, args))
     except InputError as error:
         raise usage_error(error) from error
 
@@ -75,18 +100,6 @@ def refuse_flags(args: argparse.Namespace, flags: Sequence[str], reason: str) ->
     for flag in flags:
         if getattr(args, flag) is not None:
             raise UsageError(f"--{flag.replace('_', '-')} is for {reason}")
-
-
-def add_read_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `ReadOptions`, how data is read; None means not given."""
-    add = parser.add_argument
-    add("--prompt", metavar="TEXT", help=f"the question for data with captions only (default: {PROMPT!r})")
-    add("--images", metavar="FOLDER", help="folder of the images that a .json names (default: the folder of the .json)")
-    add("--text-column", metavar="NAME", help="column with the answers (default: text, caption or answer)")
-    add("--prompt-column", metavar="NAME", help="column with the questions (default: question or prompt)")
-    add("--min-rating", action="append", metavar="NAME=N", help="keep turns rated at least N, as formatting=3")
-    add("--stream", action="store_true", default=None, help="read a Hub data set while it is downloaded")
-    add("--on-error", choices=("skip", "stop"), help="what to do with an unusable example (default: stop)")
 
 
 @contextmanager
@@ -146,22 +159,3 @@ def check_data_names(names: Sequence[str]) -> None:
             raise UsageError(
                 f"--data {path}: no such file or folder, nor a Hub data set like owner/name; correct the path"
             )
-
-
-def read_options_from_args(args: argparse.Namespace) -> ReadOptions:
-    ratings = {}
-    for text in args.min_rating or ():
-        name, _, minimum = text.partition("=")
-        try:
-            ratings[name] = float(minimum)
-        except ValueError:
-            raise UsageError(f"--min-rating {text}: write the name of a rating and a number, as formatting=3") from None
-    return ReadOptions(
-        prompt=PROMPT if args.prompt is None else args.prompt,
-        images=args.images,
-        text_column=args.text_column,
-        prompt_column=args.prompt_column,
-        min_ratings=ratings,
-        stream=bool(args.stream),
-        skip_errors=args.on_error == "skip",
-    )

@@ -134,7 +134,7 @@ def with_recorded_base(model: ModelOptions, adapters: Sequence[str]) -> ModelOpt
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
-    api_key = getattr(args, "api_key", None) or os.environ.get("NANOVLM_API_KEY") or None
+    api_key = args.api_key or os.environ.get("NANOVLM_API_KEY") or None
     given = argparse.Namespace(**vars(args) | {"api_key": api_key})
     return from_args(ServerOptions, given, limits=from_args(Limits, args))
 

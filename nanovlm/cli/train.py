@@ -7,27 +7,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import (
-    add_read_flags,
     add_threads_flag,
     check_data_names,
     check_validation,
-    read_options_from_args,
-)
-from nanovlm.cli.run_file import apply_run_file, default_args, run_file_text
-from nanovlm.errors import InputError, UsageError, usage_error
-from nanovlm.training.config import (
-    ADAPTERS,
-    AUTOMATIC,
-    FINETUNING,
-    SCENES,
-    FinetuneOptions,
-    TrainConfig,
     flag_of,
-    given_settings,
+    from_args,
+    given,
     settings_of,
 )
-from nanovlm.training.config import add_flags as add_setting_flags
+from nanovlm.cli.run_file import apply_run_file, run_file_text
+from nanovlm.errors import InputError, UsageError, usage_error
+from nanovlm.options import ReadOptions
+from nanovlm.training.config import ADAPTERS, AUTOMATIC, FINETUNING, SCENES, FinetuneOptions, TrainConfig
 
 HELP = "Train a model. Rerun the same command to resume an interrupted run."
 EXAMPLE = "nanovlm train --data photos --out out/mine"
@@ -56,9 +49,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="read all examples, print counts, errors and three examples; train nothing",
     )
     add_threads_flag(parser)
-    add_setting_flags(parser, FinetuneOptions)
-    add_read_flags(parser)
-    add_setting_flags(parser, TrainConfig, {"": FINETUNING, "LoRA": ADAPTERS, "scenes": SCENES})
+    add_record_flags(parser, FinetuneOptions)
+    add_record_flags(parser, ReadOptions)
+    add_record_flags(parser, TrainConfig, presets={"": FINETUNING, "LoRA": ADAPTERS, "scenes": SCENES})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,16 +92,16 @@ def train_or_estimate(args: argparse.Namespace, options: FinetuneOptions, cfg: T
 def config_from_args(args: argparse.Namespace) -> TrainConfig:
     """The settings of the run: the defaults of its kind, and the flags that were given."""
     defaults = SCENES if args.recipe else ADAPTERS if args.lora_rank else FINETUNING
-    return replace(defaults, **given_settings(TrainConfig, args))
+    return replace(defaults, **given(TrainConfig, args))
 
 
 def options_from_args(args: argparse.Namespace) -> FinetuneOptions:
     """The model, the data and the folder of the run."""
-    given = given_settings(FinetuneOptions, args) | {"out": Path(args.out or ".")}
+    settings = given(FinetuneOptions, args) | {"out": Path(args.out or ".")}
     of_evaluation = [name for name, needs in needs_of_flags().items() if needs == "held out"]
     return FinetuneOptions(
-        **given,
-        read=replace(read_options_from_args(args), preferences=bool(args.dpo_beta)),
+        **settings,
+        read=from_args(ReadOptions, args, preferences=bool(args.dpo_beta)),
         evaluation_flags=[flag_of(name) for name in of_evaluation if getattr(args, name) is not None],
         run_file=run_file_text(args, add_flags),
         automatic=[name for name in AUTOMATIC if args.data and getattr(args, name) is None],
@@ -118,7 +111,7 @@ def options_from_args(args: argparse.Namespace) -> FinetuneOptions:
 def needs_of_flags() -> dict[str, str]:
     """The names of all flags that need something else to have an effect, and what."""
     needs = {f.name: f.metadata["needs"] for cls in (FinetuneOptions, TrainConfig) for f in settings_of(cls)}
-    return dict.fromkeys([*default_args(add_read_flags), "check_data"], "data") | needs
+    return dict.fromkeys([*(f.name for f in settings_of(ReadOptions)), "check_data"], "data") | needs
 
 
 def check_flags(args: argparse.Namespace) -> None:

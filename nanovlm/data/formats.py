@@ -36,7 +36,7 @@ def applicable_options(columns: Collection[str], name: str, options: ReadOptions
         raise DataError(f"{name} has chosen and rejected answers; learn which is preferred by --dpo-beta 0.1")
     if "texts" in columns:
         _check_columns([f"{rating}_ratings" for rating in options.min_ratings], columns, name)
-        return ["min_ratings"]
+        return ["min_rating"]
     if set(CHAT_COLUMNS) & set(columns):
         return []
     _find_columns(columns, name, options)

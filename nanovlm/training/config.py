@@ -4,13 +4,12 @@ Each field carries its default, type, help text, limits and what it needs to hav
 keys of run.yaml and the keyword arguments of Python are made from them.
 """
 
-import argparse
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from models.config import check_settings
 from models.config import setting as limited
@@ -41,41 +40,6 @@ def setting(default: Any, help: str, *, needs: str = "", **options: Any) -> Any:
         return value is None or (math.isfinite(value) and all(LIMITS[k][0](value, x) for k, x in limits.items()))
 
     return limited(default, help, f"a finite number {words}", fits if limits else None, needs=needs, **options)
-
-
-def settings_of(cls: type) -> Iterator[Field]:
-    """The fields of a dataclass that have a flag."""
-    return (f for f in fields(cls) if "help" in f.metadata)
-
-
-def flag_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def add_flags(parser: argparse.ArgumentParser, cls: type, presets: Mapping[str, Any] | None = None) -> None:
-    """Add a flag for each setting of cls; None means not given.
-
-    The help names the defaults, which are those of the presets: the value of the first, and those that differ from it.
-    """
-    for f in settings_of(cls):
-        help = f.metadata["help"]
-        options = {key: f.metadata[key] for key in ("choices", "metavar", "nargs", "action") if key in f.metadata}
-        if presets:
-            values = {name: getattr(preset, f.name) for name, preset in presets.items()}
-            first, *others = [(k, ("no", "yes")[v] if isinstance(v, bool) else v) for k, v in values.items()]
-            differ = [f"; {name}: {value}" for name, value in others if value != first[1]]
-            help += f" (default: {first[1]}{''.join(differ)})" * (first[1] is not None)
-        if f.type is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        elif "choices" not in options:
-            kind = next((kind for kind in (*get_args(f.type), f.type) if kind in (int, float)), str)
-            options = {"type": kind, "metavar": "X" if kind is float else "N"} | options
-        parser.add_argument(flag_of(f.name), default=None, help=help, **options)
-
-
-def given_settings(cls: type, args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of cls that were given as flags."""
-    return {f.name: getattr(args, f.name) for f in settings_of(cls) if getattr(args, f.name) is not None}
 
 
 @dataclass(frozen=True)
@@ -238,7 +202,11 @@ class FinetuneOptions:
         Path(), "folder for the model, checkpoints and metrics; a run found there is resumed", metavar="FOLDER"
     )
     model: str = setting(
-        str(EMBEDDED), "the model to fine-tune (default: the embedded model)", metavar="FOLDER_OR_HUB_ID", needs="data"
+        str(EMBEDDED),
+        "the model to fine-tune",
+        metavar="FOLDER_OR_HUB_ID",
+        needs="data",
+        default_text="the embedded model",
     )
     revision: str | None = setting(None, "branch, tag or commit of a Hub model", metavar="REVISION", needs="data")
     backbones: Sequence[str] | None = setting(
@@ -255,7 +223,7 @@ class FinetuneOptions:
         choices=("nanovlm", "smolvlm"),
         needs="data",
     )
-    device: str = setting("auto", "where to train (default: auto)", choices=("auto", "cpu", "cuda", "mps"))
+    device: str = setting("auto", "where to train", choices=("auto", "cpu", "cuda", "mps"))
     validation: float | None = setting(
         None,
         "hold out N examples, or below 1 a share of them; 0 holds out none (default: a twentieth, at least 10 and at "

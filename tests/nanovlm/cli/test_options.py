@@ -33,7 +33,7 @@ WRONG_FLAGS = [
     "--top-k -1", "--top-k 0.5", "--top-p 0", "--top-p 1.1", "--top-p nan", "--top-p -1",
     "--min-p -0.1", "--min-p 1.1", "--min-p nan", "--seed -1", "--seed 9223372036854775808", "--seed x",
     "--repetition-penalty 0", "--repetition-penalty -1", "--repetition-penalty inf", "--repetition-penalty nan",
-    "--max-tiles 0", "--max-tiles -1", "--max-tiles x", "--no-upscale=1",
+    "--max-tiles 0", "--max-tiles -1", "--max-tiles x",
     "--device tpu", "--dtype int8", "--unknown", "--unknown\nflag", "--prompt", "--model", "--json=yes",
 ]  # fmt: skip
 

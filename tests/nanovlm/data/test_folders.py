@@ -43,7 +43,7 @@ def test_missing_captions_are_counted_and_named():
     check_refused("mine", "captions missing: 6 of 6 images in mine", ": 0.png, 1.png, 2.png ...", "write them")
     write("mine/3.txt", "three")
     check_refused("mine", "5 of 6", ": 0.png, 1.png, 2.png ...", "--on-error skip")
-    assert read_all("mine", replace(OPTIONS, skip_errors=True)) == [("mine/3.png", [3], [("What?", "three")], False)]
+    assert read_all("mine", replace(OPTIONS, on_error="skip")) == [("mine/3.png", [3], [("What?", "three")], False)]
 
 
 ROWS = [{"file_name": "a.png", "text": " one\n", "n": 1}, {"file_name": "in/b.png", "text": "two", "n": 2}]

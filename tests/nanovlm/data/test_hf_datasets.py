@@ -41,7 +41,7 @@ def finevision():
 PAIRS = [("What is this?", "A star."), ("Red?", "Yes.")]
 EXPECTED = [([1], PAIRS, True), ([2], PAIRS[:1], False), ([3, 4], PAIRS, True)]
 RATED = [("[0]", [1], PAIRS[:1], False), ("[2]", [3, 4], PAIRS, True)]
-HIGH = replace(OPTIONS, min_ratings={"formatting": 3})
+HIGH = replace(OPTIONS, min_rating=["formatting=3"])
 STREAMED = replace(OPTIONS, stream=True)
 
 
@@ -64,7 +64,7 @@ def test_the_cauldron_rows_on_disk(form, datasets_cache):
     assert read_all(path) == [(f"rows[{i}]", *e) for i, e in enumerate(EXPECTED)]
     assert read_all(path, HIGH) == [(f"rows{at}", *rest) for at, *rest in RATED]
     check_refused(
-        path, "no column 'beauty_ratings', only", "formatting_ratings", options=ReadOptions(min_ratings={"beauty": 1})
+        path, "no column 'beauty_ratings', only", "formatting_ratings", options=ReadOptions(min_rating=["beauty=1"])
     )
     rows.select([1]).save_to_disk("low")
     check_refused("low", "no record rated so high", options=HIGH)

@@ -120,7 +120,7 @@ def test_coco_captions_are_independent_answers_about_their_image(images):
     content["images"].append({"id": 30, "file_name": "3.png"})
     write("coco/annotations/captions.json", content)
     check_refused("coco/annotations/captions.json", "captions missing: 1 of 3", ": 3.png;", "--on-error skip")
-    assert len(read_all("coco/annotations/captions.json", replace(OPTIONS, skip_errors=True))) == 2
+    assert len(read_all("coco/annotations/captions.json", replace(OPTIONS, on_error="skip"))) == 2
     content["annotations"][0]["image_id"] = 99
     write("coco/annotations/captions.json", content)
     check_refused("coco/annotations/captions.json", "COCO", "99")

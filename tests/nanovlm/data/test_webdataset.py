@@ -47,7 +47,7 @@ def test_samples_of_several_shards():
 def test_incomplete_or_cut_tars_are_refused():
     write_tar("a.tar", {"0.png": png(1), "1.png": png(2), "1.txt": b"one", "2.txt": b"two"})
     check_refused("a.tar", "1 of 2 images in a.tar have no .txt or .json", ": 0;", "--on-error skip")
-    assert [example[0] for example in read_all("a.tar", replace(OPTIONS, skip_errors=True))] == ["a.tar/1"]
+    assert [example[0] for example in read_all("a.tar", replace(OPTIONS, on_error="skip"))] == ["a.tar/1"]
     write_tar("b.tar", {"0.txt": b"two"})
     check_refused("b.tar", "no images found")
     write_tar("c.tar", {"0.png": png(1), "0.txt": b"two"}, "w:gz")
@@ -60,7 +60,7 @@ def test_incomplete_or_cut_tars_are_refused():
     for end in (ends[3], ends[3] + 300, ends[3] + 512 - 1):  # between two files, and within the second's header
         Path("cut.tar").write_bytes(whole[:end])
         check_refused("cut.tar", "cut.tar is cut after 4 files; download it again", "--on-error skip")
-        assert [example[0] for example in read_all("cut.tar", replace(OPTIONS, skip_errors=True))] == [
+        assert [example[0] for example in read_all("cut.tar", replace(OPTIONS, on_error="skip"))] == [
             "cut.tar/0",
             "cut.tar/1",
         ]

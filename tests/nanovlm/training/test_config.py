@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nanovlm.cli.options import add_flags, given, settings_of
 from nanovlm.errors import InputError
-from nanovlm.training.config import FinetuneOptions, TrainConfig, add_flags, given_settings, settings_of
+from nanovlm.training.config import FinetuneOptions, TrainConfig
 
 
 def test_wsd_rises_stays_constant_and_falls_to_0():
@@ -67,11 +68,11 @@ def test_something_must_be_trained():
 @pytest.mark.parametrize("cls", [TrainConfig, FinetuneOptions])
 def test_every_setting_is_a_flag_that_leaves_the_default_unless_given(cls):
     add_flags(parser := argparse.ArgumentParser(), cls)
-    assert cls(**given_settings(cls, parser.parse_args([]))) == cls()
+    assert cls(**given(cls, parser.parse_args([]))) == cls()
     flags = "--no-keep-best --lr 0.5 --schedule cosine" if cls is TrainConfig else "--data a b --epochs 2 --metric f1"
-    given = given_settings(cls, parser.parse_args(flags.split()))
+    settings = given(cls, parser.parse_args(flags.split()))
     expected = {"keep_best": False, "lr": 0.5, "schedule": "cosine"}
-    assert given == (expected if cls is TrainConfig else {"data": ["a", "b"], "epochs": 2.0, "metric": ["f1"]})
+    assert settings == (expected if cls is TrainConfig else {"data": ["a", "b"], "epochs": 2.0, "metric": ["f1"]})
     assert len(parser.format_help().split(" --")) > len(list(settings_of(cls)))
 
 
