@@ -407,7 +407,7 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
         ("--data mine --out out --validation -1", ["--validation -1"]),
         ("--data mine --out out --validation nan", ["--validation nan"]),
         ("--data mine --out out --validation 4", ["4 of 4 examples", "none to learn from"]),
-        ("--data mine --out out --min-rating 3", ["--min-rating 3", "formatting=3"]),
+        ("--data mine --out out --min-rating 3", ["--min-rating ['3']", "formatting=3"]),
         ("--data mine --out out --min-rating formatting=3", ["--min-rating has no effect on mine"]),
         ("--data mine --out out --stream", ["--stream has no effect on mine"]),
         ("--data mine --out out --images mine", ["--images has no effect on mine"]),
