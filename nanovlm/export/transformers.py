@@ -7,7 +7,6 @@ nanoVLM models were not trained with. Formats 1 to 4 are exported without a proc
 
 import json
 from collections.abc import Container
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -102,19 +101,7 @@ def export_notes(cfg: VLMConfig) -> list[str]:
             f"{cfg.vit_grid} patches a side keep their positions in transformers 5 in float32; vLLM and transformers 4 "
             "round in another way and may give two patches the same position; powers of two, as 16 or 32, are exact"
         )
-    if installed_version("transformers").startswith(("4.55.", "4.56.", "4.57.")):
-        notes.append(
-            "the transformers installed here moves patches by one position in float32 and so changes logits; use 5.0 on"
-        )
     return notes
-
-
-def installed_version(package: str) -> str:
-    """The version of an installed package, "" if it is not there."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _layout_note(cfg: VLMConfig) -> str:
