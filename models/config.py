@@ -61,11 +61,6 @@ class CheckpointFormat(ABC):
     def texts(self, cfg: "VLMConfig", dtype: Any, tokenizer: str | None, home: str | None) -> dict[str, str]:
         """Texts of the files to write beside weights in dtype and a tokenizer; see `write_settings`."""
 
-    @classmethod
-    def at_home(cls, config: dict, home: str) -> dict:
-        """The object of a config.json in a folder or Hub repository `home`, which has the tokenizer."""
-        return config
-
     @staticmethod
     def to_stored(state: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict of VisionLanguageModel under the names of the files; shares memory with it."""

@@ -79,7 +79,7 @@ class NanoVLM(CheckpointFormat):
         """config.json and, as stock nanoVLM reads the tokenizer by AutoTokenizer, tokenizer_config.json."""
         config = self.config_dict(cfg)
         if tokenizer is not None and home is not None:
-            config = self.at_home(config, home)
+            config["lm_tokenizer"] = _tokenizer_home(config["lm_tokenizer"], home)
         objects = {CONFIG: config}
         if tokenizer is not None:
             objects[TOKENIZER_CONFIG] = {
@@ -90,13 +90,6 @@ class NanoVLM(CheckpointFormat):
                 "chat_template": cfg.lm_chat_template,
             }
         return {name: json.dumps(values, indent=2) + "\n" for name, values in objects.items()}
-
-    @classmethod
-    def at_home(cls, config: dict, home: str) -> dict:
-        """With the lm_tokenizer that stock nanoVLM finds: home, unless it is a Hub id already."""
-        name = config["lm_tokenizer"]
-        on_hub = name != NOWHERE and not Path(name).exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
-        return {**config, "lm_tokenizer": name if on_hub else home}
 
     def weights(self, cfg: VLMConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As stock nanoVLM, which is strict, reads them: with the frequencies, and of a tied pair the head alone."""
@@ -111,3 +104,9 @@ class NanoVLM(CheckpointFormat):
         if not all(has):
             return 1 + has.index(False)
         return 5 if "global_image_token" in cfg.special_tokens else 4
+
+
+def _tokenizer_home(name: str, home: str) -> str:
+    """The lm_tokenizer by which stock nanoVLM finds the tokenizer: home, unless name is a Hub id already."""
+    on_hub = name != NOWHERE and not Path(name).exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
+    return name if on_hub else home

@@ -156,24 +156,31 @@ def _layout_files(old: VLMConfig, token_ids: Mapping[str, int], longest_edge: in
     end = token_ids[END_TOKEN]
     config = smolvlm_config(old, token_ids[TOKENS["image_token"]], end)
     config["text_config"]["vocab_size"] = max(old.lm_vocab_size, max(token_ids.values()) + 1)
-    objects = {
-        GENERATION: {"eos_token_id": end, "pad_token_id": end},
-        PREPROCESSOR: image_processor_settings(old.vit_img_size, longest_edge),
-        PROCESSOR: {"processor_class": "SmolVLMProcessor", "image_seq_len": old.mp_image_token_length},
-        TOKENIZER_CONFIG: {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "processor_class": "SmolVLMProcessor",
-            "model_input_names": MODEL_INPUT_NAMES,
-            "eos_token": END_TOKEN,
-            "pad_token": END_TOKEN,
-            "padding_side": "left",
-            "model_max_length": old.lm_max_position_embeddings,
-            "clean_up_tokenization_spaces": False,
-            "extra_special_tokens": {**TOKENS, "end_of_utterance_token": END_TOKEN},
-        },
-    }
+    objects = settings_files(old, END_TOKEN, end, TOKENS, image_processor_settings(old.vit_img_size, longest_edge))
     texts = {name: json.dumps(value, indent=2) + "\n" for name, value in objects.items()}
     return config, texts | {TEMPLATE: CHAT_TEMPLATE}
+
+
+def settings_files(
+    cfg: VLMConfig, end: str, end_id: int, special_tokens: Mapping[str, str] | None, image_processor: dict
+) -> dict[str, dict]:
+    """The objects of the files beside config.json; without special_tokens, those that need no processor."""
+    tokenizer: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": MODEL_INPUT_NAMES,
+        "eos_token": end,
+        "pad_token": end,
+        "padding_side": "left",
+        "model_max_length": cfg.lm_max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+    }
+    objects = {GENERATION: {"eos_token_id": end_id, "pad_token_id": end_id}, TOKENIZER_CONFIG: tokenizer}
+    if special_tokens is None:
+        return objects
+    tokenizer["processor_class"] = "SmolVLMProcessor"
+    tokenizer["extra_special_tokens"] = {**special_tokens, "end_of_utterance_token": end}
+    processor = {"processor_class": "SmolVLMProcessor", "image_seq_len": cfg.mp_image_token_length}
+    return objects | {PREPROCESSOR: image_processor, PROCESSOR: processor}
 
 
 def image_processor_settings(tile: int, longest_edge: int) -> dict:

@@ -31,7 +31,7 @@ MAX_PREFETCH_THREADS = 8
 SMALL_MODEL_BYTES = 2**24  # of weights; below, products are too short to be divided among cores
 MAX_WORKERS = 4  # of a small model: kernels run in parallel, Python does not
 PIXEL_BUDGET = 2**30  # bytes of preprocessed images that may wait for the model
-OOM_PATIENCE, MAX_OOM_PATIENCE = 4, 32  # batches without running out of memory, before a reduced batch grows back
+REGROWTH = 1 / 32  # images, by which a batch that was reduced for lack of memory grows with each answer
 
 Key = tuple[str, int]  # of a sequence: its image and the number of its prompt
 Prepared = tuple[list[list[int]], TiledImage]  # the ids of each prompt, and the tiles of what they are about
@@ -134,7 +134,8 @@ class _Worker:
     def __init__(self, bulk: BulkCaptioner, index: int, prefetch: Prefetch[Prepared]):
         self.bulk, self.index, self.prefetch = bulk, index, prefetch
         self.captioner, self.options = bulk.captioner, bulk.options
-        self.limit, self.sampling = BatchLimit(bulk.batch_size), bulk.options.sampling(bulk.captioner.tokenizer.encode)
+        self.limit: float = bulk.batch_size  # images that run at once; halved when memory runs out
+        self.sampling = bulk.options.sampling(bulk.captioner.tokenizer.encode)
         self.token_ids: dict[Key, list[int]] = {}  # of each sequence in the batch
         self.answers: dict[str, dict[int, str]] = {}  # of images that have some, by the prompts' numbers
         self.postponed: list[str] = []  # images that did not fit into memory beside the others
@@ -159,9 +160,9 @@ class _Worker:
 
     def _admit(self) -> Iterator[list[Result]]:
         """Fill the free rows with images that are prepared; wait for one only if nothing runs."""
-        if self.limit.size - len(self.token_ids) < MIN_JOIN_FRACTION * self.limit.size:
+        if self.limit - len(self.token_ids) < MIN_JOIN_FRACTION * self.limit:
             return
-        while len(self.token_ids) < self.limit.size:
+        while len(self.token_ids) < int(self.limit):
             taken = self.prefetch.take(wait=not self.token_ids)
             if taken is None:
                 return
@@ -226,7 +227,7 @@ class _Worker:
             self.token_ids[key].append(output.token_id)
         if output.finished in (None, "error"):
             return []
-        self.limit.record_success()
+        self.limit = min(self.limit + REGROWTH, self.bulk.batch_size)
         self.bulk.repetitions[self.index] += output.finished == "repetition"
         text = self.captioner.answer_text(self.token_ids.pop(key), self.options)
         if self.options.schema is not None:
@@ -251,7 +252,7 @@ class _Worker:
             return {path: error}
         self._remove(path)
         self.postponed.append(path)
-        self.limit.reduce(len(self.token_ids))
+        self.limit = len(self.token_ids)
         return {}
 
     def _reduce_batch(self, error: Exception) -> dict[str, BaseException | None]:
@@ -263,28 +264,8 @@ class _Worker:
     def _restart(self, paths: list[str], batch_size: int) -> None:
         """Prepare these and the postponed images once more, for a new and smaller batch."""
         self.prefetch.put_back(reversed(paths + self.postponed))
-        self.limit.reduce(batch_size)
+        self.limit = batch_size
         self.batch, self.token_ids, self.answers, self.postponed = self._new_batch(), {}, {}, []
-
-
-class BatchLimit:
-    """How many images run at once: fewer after running out of memory, twice as many after a while without."""
-
-    def __init__(self, maximum: int):
-        self.size = self.maximum = maximum
-        self.successes, self.patience = 0, OOM_PATIENCE
-
-    def reduce(self, size: int) -> None:
-        """Take a smaller size, and wait longer than before to grow back."""
-        self.size = size
-        self.successes, self.patience = 0, min(2 * self.patience, MAX_OOM_PATIENCE)
-
-    def record_success(self) -> None:
-        """Count a finished image; after `patience` full batches the limit doubles."""
-        if self.size < self.maximum:
-            self.successes += 1
-            if self.successes >= self.patience * self.size:
-                self.size, self.successes = min(2 * self.size, self.maximum), 0
 
 
 def image_failure(error: BaseException | None) -> Exception:

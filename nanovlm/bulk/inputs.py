@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanovlm.data.folders import list_images
+from nanovlm.data.folders import walk
 from nanovlm.errors import ImageError, UsageError
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
@@ -22,6 +22,12 @@ class ImageList:
     missing: list[tuple[str, str]] = field(default_factory=list)  # names that gave no image, with the reason
     left_out: Counter[str] = field(default_factory=Counter)  # images that cannot be read here, by extension
 
+    def takes(self, file: str, extensions: Collection[str]) -> bool:
+        """Whether a file has one of the extensions; an image with another one is counted as left out."""
+        extension = os.path.splitext(file)[1].lower()
+        self.left_out.update([extension] if extension in IMAGE_EXTENSIONS.difference(extensions) else [])
+        return extension in extensions
+
 
 def find_images(names: Sequence[str], recursive: bool = True, extensions: Collection[str] | None = None) -> ImageList:
     """Find the images that files, folders and patterns name; an image named twice is found once.
@@ -31,7 +37,7 @@ def find_images(names: Sequence[str], recursive: bool = True, extensions: Collec
     """
     images, known = ImageList(), set()
     for name in names:
-        for path in _images_of(name, images, recursive, extensions):
+        for path in _images_of(name, images, recursive, extensions or readable_extensions()):
             absolute = os.path.abspath(path)
             if absolute not in known:
                 known.add(absolute)
@@ -39,15 +45,13 @@ def find_images(names: Sequence[str], recursive: bool = True, extensions: Collec
     return images
 
 
-def _images_of(name: str, images: ImageList, recursive: bool, wanted: Collection[str] | None) -> list[str]:
+def _images_of(name: str, images: ImageList, recursive: bool, wanted: Collection[str]) -> list[str]:
     if os.path.isdir(name):
         return _images_in(name, images, recursive, wanted)
     if not glob.has_magic(name) or os.path.lexists(name):  # a file may be named [1].png
         return [name]
     matches = sorted(glob.glob(name, recursive=True))
-    extensions = {match: os.path.splitext(match)[1].lower() for match in matches}
-    paths = [match for match in matches if extensions[match] in (wanted or readable_extensions())]
-    images.left_out.update(e for e in extensions.values() if e in IMAGE_EXTENSIONS - readable_extensions())
+    paths = [match for match in matches if images.takes(match, wanted)]
     for folder in filter(os.path.isdir, matches):
         paths += _images_in(folder, images, recursive, wanted)
     if not paths:
@@ -55,9 +59,9 @@ def _images_of(name: str, images: ImageList, recursive: bool, wanted: Collection
     return paths
 
 
-def _images_in(folder: str, images: ImageList, recursive: bool, wanted: Collection[str] | None) -> list[str]:
+def _images_in(folder: str, images: ImageList, recursive: bool, wanted: Collection[str]) -> list[str]:
     unreadable: list[OSError] = []
-    found = list_images(folder, unreadable.append, recursive=recursive, left_out=images.left_out, extensions=wanted)
+    found = sorted(path for path in walk(folder, unreadable.append, recursive) if images.takes(path, wanted))
     images.missing += [(error.filename, str(error.strerror)) for error in unreadable]
     if not found and not unreadable:
         images.missing.append((folder, "a folder without images"))

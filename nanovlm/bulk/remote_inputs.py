@@ -4,7 +4,6 @@ import glob
 import os
 import re
 import tarfile
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -17,7 +16,7 @@ from nanovlm.bulk.inputs import ImageList, check_file
 from nanovlm.data.formats import record_images
 from nanovlm.data.remote import first_line
 from nanovlm.errors import DataError, ImageError, UsageError
-from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, load_image, printable, readable_extensions
+from nanovlm.processing.image_loading import load_image, printable, readable_extensions
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -88,7 +87,7 @@ def is_container(name: str) -> bool:
 def find_remote(names: Sequence[str], recursive: bool, exclude: str) -> tuple[dict[str, "OpenFile"], ImageList]:
     """The images, tars and parquet files that files, folders and patterns name, by URI; and what else the names gave.
 
-    Hidden files and model folders are left out, as `list_images` does, and what is below exclude, the URI of a folder.
+    Hidden files and model folders are left out, as `walk` does, and what is below exclude, the URI of a folder.
     recursive says whether subfolders are searched, too.
     """
     from fsspec.core import OpenFile
@@ -98,7 +97,7 @@ def find_remote(names: Sequence[str], recursive: bool, exclude: str) -> tuple[di
     for name in names:
         filesystem, path, prefix = open_filesystem(name)
         try:
-            found = _expand(filesystem, path, recursive, others.left_out)
+            found = _expand(filesystem, path, recursive, others)
         except OSError as error:
             others.missing.append((name, error.strerror or first_line(error)))
             continue
@@ -108,7 +107,7 @@ def find_remote(names: Sequence[str], recursive: bool, exclude: str) -> tuple[di
     return {uri: file for uri, file in files.items() if not uri.startswith(f"{exclude}/")}, others
 
 
-def _expand(filesystem: "AbstractFileSystem", path: str, recursive: bool, left_out: Counter[str]) -> list[str]:
+def _expand(filesystem: "AbstractFileSystem", path: str, recursive: bool, others: ImageList) -> list[str]:
     """The files that a file, folder or pattern stands for. OSError if there is no such thing."""
     if filesystem.isdir(path):
         base = path.rstrip("/")
@@ -124,13 +123,9 @@ def _expand(filesystem: "AbstractFileSystem", path: str, recursive: bool, left_o
     model_folders = {file.parent for file in files if file.name == WEIGHTS} - {PurePosixPath(".")}
     hidden = {file for file in files if any(part.startswith(".") for part in file.parts)}
     visible = [file for file in files if file not in hidden and model_folders.isdisjoint(file.parents)]
-    return [f"{base}/{file}" for file in visible if _is_readable(file, left_out)]
-
-
-def _is_readable(file: PurePosixPath, left_out: Counter[str]) -> bool:
-    extension = file.suffix.lower()
-    left_out.update([extension] if extension in IMAGE_EXTENSIONS - readable_extensions() else [])
-    return extension in readable_extensions() or (is_container(file.name) and file.name != IMAGEFOLDER_TABLE)
+    containers = {file for file in visible if is_container(file.name) and file.name != IMAGEFOLDER_TABLE}
+    readable = readable_extensions()
+    return [f"{base}/{file}" for file in visible if file in containers or others.takes(file.name, readable)]
 
 
 def read_images(uri: str, file: "OpenFile", skip: Collection[str | None] = ()) -> Iterator[RemoteImage]:

@@ -22,7 +22,7 @@ from nanovlm.cli.options import (
     report_missing,
 )
 from nanovlm.console import TileProgress, for_terminal, is_terminal, print_error, print_remedy
-from nanovlm.embedded import PROMPT, SAMPLE, trained_prompts
+from nanovlm.embedded import PROMPT, SAMPLE
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
 from nanovlm.options import GenerationOptions, ModelOptions, check_positive
 from nanovlm.processing import VIDEO_EXTENSIONS
@@ -187,8 +187,6 @@ def run(args: argparse.Namespace) -> int:
 
         defaults["schema"] = read_schema(args.json_schema)
     generation, model = from_args(GenerationOptions, args, **defaults), model_options(args)
-    if args.length:
-        check_length(args.length, args.prompts[0], model)
     args.as_video = is_video
     if is_video and args.out is None and not on_ray:
         from nanovlm.cli.caption_video import caption_videos
@@ -232,16 +230,6 @@ def check_samples(n: int, n_prompts: int, generation: GenerationOptions) -> None
         raise UsageError(f"--samples {n} of {n_prompts} prompts; ask for samples of one at a time")
     if n > 1 and generation.temperature == 0:
         raise UsageError(f"--samples {n} at temperature 0 are all the same; add --temperature 0.7, say")
-
-
-def check_length(length: str, prompt: str, options: ModelOptions) -> None:
-    """Refuse --length for a model whose card says that it knows other prompts only."""
-    prompts = trained_prompts(options.model)
-    if prompts is not None and prompt not in prompts:
-        raise UsageError(
-            f"--length {length} asks {prompt!r}, but {options.model} was trained on its own prompts only: "
-            f"{', '.join(map(repr, prompts))}; leave --length away, or name another --model"
-        )
 
 
 def print_captions(options: PrintOptions, generation: GenerationOptions, model: ModelOptions) -> int:

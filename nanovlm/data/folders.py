@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ from nanovlm.data.source import Source, captioned_source
 from nanovlm.data.webdataset import FilePart, sample_to_example
 from nanovlm.errors import DataError, MissingExtraError
 from nanovlm.options import ReadOptions
-from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
 
 def walk(
@@ -35,28 +33,6 @@ def walk(
         subfolders[:] = visible if recursive else []
         relative = os.path.relpath(current, folder)
         yield from (os.path.normpath(os.path.join(relative, name)) for name in files if name[0] != ".")
-
-
-def list_images(
-    folder: str | Path,
-    on_error: Callable[[OSError], None] | None = None,
-    *,
-    recursive: bool = True,
-    left_out: Counter[str] | None = None,
-    extensions: Collection[str] | None = None,
-) -> list[str]:
-    """Paths of all images that `walk` finds, or of files with other extensions, sorted.
-
-    left_out counts, by extension, images that cannot be read here.
-    """
-    images, readable = [], extensions or readable_extensions()
-    for path in walk(folder, on_error, recursive):
-        extension = os.path.splitext(path)[1].lower()
-        if extension in readable:
-            images.append(path)
-        elif extension in IMAGE_EXTENSIONS and left_out is not None:
-            left_out[extension] += 1
-    return sorted(images)
 
 
 def open_captioned_folder(path: str, images: Sequence[str], options: ReadOptions) -> Source:

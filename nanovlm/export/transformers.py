@@ -7,17 +7,15 @@ nanoVLM models were not trained with. Formats 1 to 4 are exported without a proc
 
 import json
 from collections.abc import Container
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from safetensors.torch import save_file
 
-from models.checkpoint import CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, atomic_dir
+from models.checkpoint import CONFIG, TOKENIZER, WEIGHTS, atomic_dir
 from models.config import VLMConfig
-from models.formats import MODEL_INPUT_NAMES
 from models.formats.nanovlm import end_token
-from models.formats.smolvlm import PREPROCESSOR, PROCESSOR, SmolVLM
-from models.formats.to_smolvlm import image_processor_settings, smolvlm_config, smolvlm_tensors
+from models.formats.smolvlm import SmolVLM
+from models.formats.to_smolvlm import image_processor_settings, settings_files, smolvlm_config, smolvlm_tensors
 from nanovlm.captioner import Captioner
 from nanovlm.processing.layouts import layout_of
 
@@ -40,6 +38,12 @@ JOIN_PARTS = """{%- set chat = namespace(messages=[]) -%}
 {%- endfor -%}
 {%- set messages = chat.messages %}"""
 
+ONE_TILE = {
+    "do_image_splitting": False,
+    "do_resize": False,  # it would keep the aspect ratio; max_image_size resizes to one tile, as ours does
+    "resample": 2,  # bilinear
+}
+
 
 def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
     """Write the model in its own dtype, and for format 5 every file that transformers' AutoProcessor reads.
@@ -52,20 +56,17 @@ def export_smolvlm(captioner: Captioner, folder: str | Path) -> None:
     if isinstance(model.cfg.format, SmolVLM):
         captioner.save_pretrained(folder)
         return remove_stale(Path(folder), model.cfg.format.files)
-    objects = {
-        CONFIG: smolvlm_config(model.cfg, tokenizer.image_token_id, tokenizer.eos_token_id),
-        "generation_config.json": {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id},
-        TOKENIZER_CONFIG: tokenizer_settings(model.cfg),
-    }
-    if layout_of(model.cfg).has_processor:
-        objects |= processor_files(model.cfg)
+    cfg, end_id, has_processor = model.cfg, tokenizer.eos_token_id, layout_of(model.cfg).has_processor
+    images = image_processor_settings(cfg.vit_img_size, cfg.vit_img_size) | ONE_TILE
+    objects = settings_files(cfg, end_token(cfg), end_id, special_tokens(cfg) if has_processor else None, images)
+    objects[CONFIG] = smolvlm_config(cfg, tokenizer.image_token_id, end_id)
     with atomic_dir(folder) as new:
         tensors = {name: tensor.contiguous() for name, tensor in smolvlm_tensors(model).items()}
         save_file(tensors, new / WEIGHTS, {"format": "pt"})
         tokenizer_file = json.loads(tokenizer.to_json())
-        if layout_of(model.cfg).has_processor:
+        if has_processor:
             tokenizer_file["post_processor"] = None  # our template writes all tokens; their processor would add its own
-            (new / "chat_template.jinja").write_text(chat_template(model.cfg), encoding="utf-8")
+            (new / "chat_template.jinja").write_text(chat_template(cfg), encoding="utf-8")
         (new / TOKENIZER).write_text(json.dumps(tokenizer_file, ensure_ascii=False), encoding="utf-8")
         for name, settings in objects.items():
             (new / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -85,39 +86,9 @@ def chat_template(cfg: VLMConfig) -> str:
     return JOIN_PARTS.replace("IMAGE", repr(cfg.special_tokens["image_token"])) + (cfg.lm_chat_template or "")
 
 
-def tokenizer_settings(cfg: VLMConfig) -> dict:
-    """The object for tokenizer_config.json."""
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_input_names": MODEL_INPUT_NAMES,
-        "eos_token": end_token(cfg),
-        "pad_token": end_token(cfg),
-        "padding_side": "left",
-        "model_max_length": cfg.lm_max_position_embeddings,
-        "clean_up_tokenization_spaces": False,
-    }
-    if not layout_of(cfg).has_processor:
-        return settings
-    special_tokens = {
-        "image_token": cfg.special_tokens["image_token"],
-        "global_image_token": cfg.special_tokens["global_image_token"],
-        "fake_image_token": "",  # our layout has no token around an image
-        "end_of_utterance_token": end_token(cfg),
-    }
-    return settings | {"processor_class": "SmolVLMProcessor", "extra_special_tokens": special_tokens}
-
-
-def processor_files(cfg: VLMConfig) -> dict[str, dict]:
-    """File name to content: the settings of transformers' image processor and processor."""
-    one_tile = {
-        "do_image_splitting": False,
-        "do_resize": False,  # it would keep the aspect ratio; max_image_size resizes to one tile, as ours does
-        "resample": 2,  # bilinear
-    }
-    return {
-        PREPROCESSOR: image_processor_settings(cfg.vit_img_size, cfg.vit_img_size) | one_tile,
-        PROCESSOR: {"processor_class": "SmolVLMProcessor", "image_seq_len": cfg.mp_image_token_length},
-    }
+def special_tokens(cfg: VLMConfig) -> dict[str, str]:
+    """The tokens of our layout by SmolVLM's names; it has none around an image."""
+    return {name: cfg.special_tokens[name] for name in ("image_token", "global_image_token")} | {"fake_image_token": ""}
 
 
 def export_notes(cfg: VLMConfig) -> list[str]:
@@ -130,19 +101,7 @@ def export_notes(cfg: VLMConfig) -> list[str]:
             f"{cfg.vit_grid} patches a side keep their positions in transformers 5 in float32; vLLM and transformers 4 "
             "round in another way and may give two patches the same position; powers of two, as 16 or 32, are exact"
         )
-    if installed_version("transformers").startswith(("4.55.", "4.56.", "4.57.")):
-        notes.append(
-            "the transformers installed here moves patches by one position in float32 and so changes logits; use 5.0 on"
-        )
     return notes
-
-
-def installed_version(package: str) -> str:
-    """The version of an installed package, "" if it is not there."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _layout_note(cfg: VLMConfig) -> str:

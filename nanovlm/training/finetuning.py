@@ -24,7 +24,6 @@ from nanovlm.errors import InputError, UsageError
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import Question, QuestionList, example_questions
 from nanovlm.evaluation.metrics import default_metrics
-from nanovlm.hub import upload_checkpoint
 from nanovlm.options import check_output_folder
 from nanovlm.processing.convert import check_format, convert_layout
 from nanovlm.processing.processor import Processor
@@ -264,7 +263,8 @@ def answer_scorer(
 def push_to_hub(repo_id: str, folder: Path) -> None:
     """Upload the model in folder to the Hub; if that fails, a warning says so, and the next save tries again."""
     try:
-        url = upload_checkpoint(folder, repo_id, private=True)
+        model = VisionLanguageModel.from_pretrained(folder, dtype=checkpoint_dtype(folder))
+        url = model.push_to_hub(repo_id, private=True)
     except Exception as error:  # huggingface_hub raises errors of many kinds, from DNS to a missing token
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         logger.warning(f"{folder} was not uploaded to {repo_id}: {reason}")

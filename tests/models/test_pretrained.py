@@ -1,5 +1,6 @@
 """from_pretrained, save_pretrained and push_to_hub of the model itself, without tokenizers or images."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import load_file
 from safetensors.torch import load_model as load_strictly
 
@@ -84,6 +86,10 @@ def test_a_model_is_pushed_with_its_files_when_asked(monkeypatch):
             calls.append((repo_id, files, revision))
             return SimpleNamespace(commit_url="https://hub/commit")
 
+    for name, fake in vars(Api).items():
+        if callable(fake):
+            names = inspect.signature(fake).parameters.keys() - {"options"}
+            assert names <= inspect.signature(getattr(HfApi, name)).parameters.keys(), "as the real client"
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     model = VisionLanguageModel.from_pretrained(EMBEDDED)
     assert not calls

@@ -11,7 +11,6 @@ from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import Captioner
 from nanovlm.bulk.captioning import (
     SMALL_MODEL_BYTES,
-    BatchLimit,
     BulkCaptioner,
     default_workers,
     failure_reason,
@@ -324,17 +323,3 @@ def test_a_reduced_batch_grows_back(captioner, images, monkeypatch):
     assert len(captions) == 60 and len(set(captions.values())) == 1
     failed = next(i for i, size in enumerate(sizes) if size > 2)
     assert max(sizes[failed + 1 : failed + 10]) <= 2 and max(sizes[failed + 10 :]) > 2
-
-
-def test_a_batch_that_keeps_failing_grows_back_ever_later():
-    limit, waits = BatchLimit(8), []
-    for _ in range(6):
-        limit.reduce(4)
-        successes = 0
-        while limit.size < 8:
-            limit.record_success()
-            successes += 1
-        waits.append(successes // 4)
-    assert waits == [8, 16, 32, 32, 32, 32], "batches of 4"
-    limit.reduce(1)
-    assert limit.size == 1

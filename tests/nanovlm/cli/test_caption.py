@@ -3,19 +3,18 @@
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from nanovlm import EMBEDDED, SAMPLE, Captioner
+from nanovlm import SAMPLE, Captioner
 from nanovlm.cli import main as cli
 from nanovlm.cli.caption import PrintOptions, print_caption
 from nanovlm.options import GenerationOptions
 from support import ROOT, png
-from support.cli import FAST_FLAGS, FakeTerminal, assert_usage_error, run_program, set_stdin
+from support.cli import FAST_FLAGS, FakeTerminal, run_program, set_stdin
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -81,13 +80,7 @@ def test_several_prompts_are_answered_in_order(generate, captions_of):
 
 
 @pytest.mark.parametrize("length", ["short", "long"])
-def test_a_length_is_refused_where_the_card_lists_other_prompts(generate, captions_of, length):
-    card = Path(shutil.copytree(EMBEDDED, "other"), "README.md")
-    card.write_text("---\ntrained_prompts: [Describe this picture.]\n---\n")
-    result = generate(SAMPLE, "--length", length, model="other")
-    assert_usage_error(result, f"--length {length}", "its own prompts only: 'Describe this picture.'", "--model")
-    assert generate(SAMPLE, "--length", "normal", model="other")[0] == 0
-    assert generate(SAMPLE, "--length", length, model=None)[0] == 0, "the embedded model knows these prompts"
+def test_a_length_asks_for_a_caption_of_that_length(generate, captions_of, length):
     prompt = {"short": "Describe this picture in a few words.", "long": "Describe this picture in detail."}[length]
     assert generate("good.png", "--length", length)[1].split() == captions_of("good.png", prompt)[0].split()
 

@@ -272,10 +272,7 @@ def test_export_gives_the_same_logits_in_transformers(format_version, captioner,
     """Before format 5 without a processor; a prompt of format 1 is passed as embeddings, the image's first."""
     export_smolvlm(captioner, tmp_path)
     assert bool(list(tmp_path.glob("*processor*"))) == (format_version == 5)
-    notes = export_notes(captioner.model.cfg)
-    assert notes[0].startswith("no processor") == (format_version < 5)
-    is_affected = transformers.__version__.startswith(("4.55", "4.56", "4.57"))
-    assert any("moves patches by one position" in note for note in notes) == is_affected
+    assert export_notes(captioner.model.cfg)[0].startswith("no processor") == (format_version < 5)
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
     inputs = captioner.processor([[noise(ONE)]], [QUESTION])
     pixels = (inputs["images"] * 2 - 1)[None]

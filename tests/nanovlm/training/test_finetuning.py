@@ -24,7 +24,6 @@ from nanovlm.data.examples import Example, encode
 from nanovlm.errors import TrainingError
 from nanovlm.evaluation import EvaluationOptions, evaluate, questions_of
 from nanovlm.synthetic import caption, draw, random_scene
-from nanovlm.training import finetuning
 from nanovlm.training.config import ADAPTERS, BASE_FORMATS, EPOCHS, FINETUNING, MAX_STEPS, MUON_LR, SCENES, choose
 from nanovlm.training.examples import open_data, open_examples
 from nanovlm.training.finetuning import FinetuneOptions, prepare
@@ -187,19 +186,31 @@ def test_training_from_scratch_writes_the_file_that_repeats_it(train):
 def test_every_saved_model_is_uploaded_and_a_failure_stops_nothing(train, monkeypatch):
     uploads = []
 
-    def upload(folder, repo_id, private):
-        uploads.append((str(folder), repo_id, private, (folder / "model.safetensors").exists()))
-        if len(uploads) == 1:
-            raise OSError("no network\nat all")
-        return "https://hub/commit"
+    class Api:
+        def __init__(self, token):
+            pass
+
+        def create_repo(self, repo_id, private, exist_ok):
+            assert (repo_id, private, exist_ok) == ("me/mine", True, True)
+
+        def upload_folder(self, repo_id, folder_path, **options):
+            uploads.append({path.name: path.read_bytes() for path in Path(folder_path).iterdir()})
+            if len(uploads) == 1:
+                raise OSError("no network\nat all")
+            return argparse.Namespace(commit_url="https://hub/commit")
 
     scenes(4)
-    monkeypatch.setattr(finetuning, "upload_checkpoint", upload)
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
     code, _, err = train("--data", "mine", *QUICK, "--save-every", "2", "--push-to-hub", "me/mine")
-    folders = ["out/checkpoints/step-2", "out/checkpoints/step-3", "out"]
-    assert code == 0 and uploads == [(folder, "me/mine", True, True) for folder in folders]
+    assert code == 0 and len(uploads) == 3
     assert "out/checkpoints/step-2 was not uploaded to me/mine: no network\n" in err
+    assert "uploaded out/checkpoints/step-3: https://hub/commit" in err
     assert "uploaded out: https://hub/commit" in err
+    for folder, files in zip(("out/checkpoints/step-3", "out"), uploads[1:]):
+        assert files.keys() == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+        config = json.loads(Path(folder, "config.json").read_text()) | {"lm_tokenizer": "me/mine"}
+        assert json.loads(files.pop("config.json")) == config, "stock nanoVLM looks the tokenizer up by its name"
+        assert files == {name: Path(folder, name).read_bytes() for name in files}
 
 
 def test_epochs_are_turned_into_steps():
