@@ -5,7 +5,7 @@
 The table is that of the KV-cache homework at github.com/dataflowr/llm_efficiency, in its form and with its vocabulary
 of 128 tokens; --vocabulary 50257 is GPT-2's. Without a cache, GPT reads all T tokens. With one, GPT_kv reads the last
 token behind a cache of T - 1. Both read the same ids with the same random weights in float32 and choose the token with
-the highest logit; that they choose the same one is checked before timing.
+the highest logit; that their logits agree is checked before timing.
 
 Figures are medians of interleaved rounds. Every timed step with a cache starts from the same T - 1 tokens, which an
 untimed step has just cached, so that the cache has room for one more token. Growing it is not timed: each time a cache
@@ -39,11 +39,12 @@ CONTEXTS = (64, 128, 256, 512, 1024, 1536)
 HEADER = f"{'Context T':>10}{'no KV (ms)':>14}{'KV (ms)':>14}{'speedup':>11}"
 LINE = "-" * 50
 ATTRIBUTED_SIZE, ATTRIBUTED_CONTEXTS = "gpt-mini", (128, 512, 1536)  # a few seconds
+STEPS = ("explicit", "fused", "last position", "cached")  # ways to choose one token
 GPT2_VOCAB_SIZE = 50257  # with the homework's, the output head costs next to nothing
 
 
 class MismatchError(NanoVLMError):
-    """The steps with and without a cache chose different tokens."""
+    """The steps with and without a cache computed different logits."""
 
 
 def make_models(size: str, device: torch.device, vocab_size: int = VOCAB_SIZE) -> tuple[GPT, GPT_kv]:
@@ -58,30 +59,33 @@ def make_models(size: str, device: torch.device, vocab_size: int = VOCAB_SIZE) -
 
 
 @torch.inference_mode()
-def time_step(gpt: GPT, gpt_kv: GPT_kv, idx: Tensor, rounds: int) -> tuple[float, float]:
-    """Median ms to choose the token after idx (1, T): reading all of it, and the last token behind a cache of T - 1.
+def time_steps(gpt: GPT, gpt_kv: GPT_kv, idx: Tensor, rounds: int, names: Sequence[str] = STEPS) -> list[float]:
+    """Median ms of the named ways to choose the token after idx (1, T), interleaved. MismatchError if logits differ.
 
-    Raises MismatchError if the chosen tokens differ.
+    Against GPT, the cached step of GPT_kv differs in three things, which are switched one at a time, in this order:
+    fused attention in place of the explicit one, the output head at the last position in place of all, and the cache.
     """
-    _, _, prefix = gpt_kv(idx[:, :-2], kv_cache=[None] * gpt_kv.n_layer)
-    _, _, cache = gpt_kv(idx[:, :-1], kv_cache=prefix)
+    _, prefix = gpt_kv.hidden_states(idx[:, :-2])
+    _, cache = gpt_kv.hidden_states(idx[:, :-1], prefix)
+    steps: dict[str, Callable[[], Tensor]] = {
+        "explicit": lambda: gpt(idx)[0][:, -1],
+        "fused": lambda: gpt_kv.lm_head(gpt_kv.hidden_states(idx)[0])[:, -1],
+        "last position": lambda: gpt_kv.lm_head(gpt_kv.hidden_states(idx)[0][:, -1]),
+        "cached": lambda: gpt_kv.lm_head(gpt_kv.hidden_states(idx, cache)[0][:, -1]),
+    }
+    logits = {name: steps[name]() for name in names}
+    for name in names:
+        if not torch.allclose(logits[name], logits["explicit"], rtol=1e-3, atol=1e-4):
+            raise MismatchError(f"the {name} step's logits after {idx.size(1)} tokens differ from minGPT's")
 
-    def uncached_step() -> Tensor:
-        return gpt(idx)[0][:, -1].argmax(-1)
-
-    def cached_step() -> Tensor:
-        return gpt_kv(idx, kv_cache=cache)[0][:, -1].argmax(-1)
-
-    def time_cached() -> float:
+    def time_step(name: str) -> float:
         nonlocal cache
-        _, _, cache = gpt_kv(idx[:, :-1], kv_cache=prefix)
-        return measure_seconds(cached_step, idx.device)
+        if name == "cached":  # with room for one more token
+            _, cache = gpt_kv.hidden_states(idx[:, :-1], prefix)
+        return measure_seconds(lambda: steps[name]().argmax(-1), idx.device)
 
-    if uncached_step().item() != cached_step().item():
-        raise MismatchError(f"with and without a cache, the token after {idx.size(1)} differs")
-    contestants = {"no KV": lambda: measure_seconds(uncached_step, idx.device), "KV": time_cached}
-    timings = interleave(contestants, rounds, warmup=0)  # the check above has warmed up both
-    return 1000 * median(timings["no KV"]), 1000 * median(timings["KV"])
+    timings = interleave({name: partial(time_step, name) for name in names}, rounds, warmup=0)  # the check warms up
+    return [1000 * median(timings[name]) for name in names]
 
 
 def benchmark(
@@ -96,7 +100,7 @@ def benchmark(
         lines += ["", f"{size}  ({n_parameters / 1e6:.1f}M params)", HEADER, LINE]
         ids = torch.randint(vocab_size, (1, max(contexts)), generator=torch.Generator().manual_seed(1)).to(device)
         for T in contexts:
-            uncached_ms, cached_ms = time_step(gpt, gpt_kv, ids[:, :T], rounds)
+            uncached_ms, cached_ms = time_steps(gpt, gpt_kv, ids[:, :T], rounds, ("explicit", "cached"))
             lines.append(f"{T:>10}{uncached_ms:>14.2f}{cached_ms:>14.2f}{uncached_ms / cached_ms:>10.2f}x")
             progress(f"{size:12}{lines[-1]}")
     return "\n".join(lines) + "\n"
@@ -119,36 +123,6 @@ class Attribution:
         return [*(before / after for before, after in pairwise(times)), self.explicit_ms / self.cached_ms]
 
 
-@torch.inference_mode()
-def attribute_step(gpt: GPT, gpt_kv: GPT_kv, idx: Tensor, rounds: int) -> Attribution:
-    """Time the four steps that choose the token after idx (1, T), interleaved. MismatchError if they disagree.
-
-    Against GPT, the cached step of GPT_kv differs in three things, which are switched one at a time, in this order:
-    fused attention in place of the explicit one, the output head at the last position in place of all, and the cache.
-    """
-    _, prefix = gpt_kv.hidden_states(idx[:, :-2])
-    _, cache = gpt_kv.hidden_states(idx[:, :-1], prefix)
-    steps: dict[str, Callable[[], Tensor]] = {
-        "explicit": lambda: gpt(idx)[0][:, -1],
-        "fused": lambda: gpt_kv.lm_head(gpt_kv.hidden_states(idx)[0])[:, -1],
-        "last position": lambda: gpt_kv.lm_head(gpt_kv.hidden_states(idx)[0][:, -1]),
-        "cached": lambda: gpt_kv.lm_head(gpt_kv.hidden_states(idx, cache)[0][:, -1]),
-    }
-    expected = steps["explicit"]()
-    for name, step in steps.items():
-        if not torch.allclose(step(), expected, rtol=1e-3, atol=1e-4):
-            raise MismatchError(f"the {name} step's logits after {idx.size(1)} tokens differ from minGPT's")
-
-    def time_step(name: str) -> float:
-        nonlocal cache
-        if name == "cached":  # with room for one more token
-            _, cache = gpt_kv.hidden_states(idx[:, :-1], prefix)
-        return measure_seconds(steps[name], idx.device)
-
-    timings = interleave({name: partial(time_step, name) for name in steps}, rounds, warmup=0)
-    return Attribution(idx.size(1), *(round(1000 * median(timings[name]), 4) for name in steps))
-
-
 def attribute(
     device: torch.device,
     contexts: Sequence[int] = ATTRIBUTED_CONTEXTS,
@@ -160,7 +134,7 @@ def attribute(
     gpt, gpt_kv = make_models(size, device, vocab)
     ids = torch.randint(vocab, (1, max(contexts)), generator=torch.Generator().manual_seed(1)).to(device)
     progress(f"attribution: {size}")
-    return [attribute_step(gpt, gpt_kv, ids[:, :T], rounds) for T in contexts]
+    return [Attribution(T, *time_steps(gpt, gpt_kv, ids[:, :T], rounds)) for T in contexts]
 
 
 def attribution_table(rows: Sequence[Attribution]) -> str:

@@ -113,13 +113,13 @@ def check_regular_file(path: Path) -> None:
 
 def read_weights(folder: str | os.PathLike, cfg: VLMConfig, empty: Mapping[str, Tensor], **options: Any) -> dict:
     """The state dict of the model in folder, of the names and shapes of `empty`; options are dtype and device."""
-    format = cfg.format.for_names(_tensor_names(Path(folder)))
+    format = cfg.format.for_names(tensor_names(Path(folder)))
     shapes = {name: tuple(tensor.shape) for name, tensor in format.to_stored(empty).items()}
     tied = format.tied if cfg.lm_tie_weights else None
     return format.from_stored(read_state_dict(folder, shapes, tied=tied, **options), empty)
 
 
-def _tensor_names(folder: Path) -> list[str]:
+def tensor_names(folder: Path) -> list[str]:
     """The names of all tensors in a folder's files."""
     names: list[str] = []
     for path in weight_files(folder):

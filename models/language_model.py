@@ -87,31 +87,20 @@ class Attention(nn.Module):
         self.attend = attention  # an add-on may set another function of these arguments
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None = None,
-        block_kv_cache: KVCache | None = None,
-        last_only: bool = False,
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, block_kv_cache: KVCache | None = None
     ) -> tuple[Tensor, KVCache]:
-        """Attend from x (B, T, C) to the cache and x; mask (B or 1, 1, T, T_past + T) bool, None for causal.
-
-        last_only returns the last position's output alone, (B, 1, C); the cache is complete.
-        """
+        """Attend from x (B, T, C) to the cache and x; mask (B or 1, 1, T, T_past + T) bool, None for causal."""
         B, T, C = x.shape
-        n_out = 1 if last_only else T
-        q = self.q_proj(x[:, -n_out:]).view(B, n_out, self.n_heads, self.head_dim).transpose(1, 2)
+        q = self.q_proj(x).view(B, T, self.n_heads, self.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
 
-        q, k = apply_rope(q, cos[..., -n_out:, :], sin[..., -n_out:, :]), apply_rope(k, cos, sin)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         kv = KVCache(k, v) if block_kv_cache is None else block_kv_cache.append(k, v)
 
-        causal = mask is None and n_out > 1  # correct without a past only; with one, several tokens come with a mask
-        mask = None if mask is None else mask[..., -n_out:, :]
+        causal = mask is None and T > 1  # correct without a past only; with one, several tokens come with a mask
         y = self.attend(q, kv.key, kv.value, mask, causal, self.dropout.p if self.training else 0.0)
-        return self.dropout(self.out_proj(y.transpose(1, 2).reshape(B, n_out, C))), kv
+        return self.dropout(self.out_proj(y.transpose(1, 2).reshape(B, T, C))), kv
 
 
 class MLP(nn.Module):
@@ -136,17 +125,11 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None = None,
-        block_kv_cache: KVCache | None = None,
-        last_only: bool = False,
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, block_kv_cache: KVCache | None = None
     ) -> tuple[Tensor, KVCache]:
         """The arguments of `Attention.forward`."""
-        y, block_kv_cache = self.attn(self.norm1(x), cos, sin, mask, block_kv_cache, last_only)
-        x = (x[:, -1:] if last_only else x) + y
+        y, block_kv_cache = self.attn(self.norm1(x), cos, sin, mask, block_kv_cache)
+        x = x + y
         return x + self.mlp(self.norm2(x)), block_kv_cache
 
 
@@ -176,16 +159,13 @@ class LanguageModel(nn.Module):
         kv_cache: list[KVCache] | list[None] | None = None,
         start_pos: int = 0,
         use_cache: bool = True,
-        last_only: bool = False,
     ) -> tuple[Tensor, list[KVCache]]:
         """Process x, ids (B, T) or embeddings (B, T, C), from position start_pos on; also return each block's cache.
 
         attention_mask (B, T_past + T), integers, is that of `build_attention_mask`. With it, a token's position is the
         number of tokens before it that it attends to, so padding shifts nothing. kv_cache has one cache per block; None
         or [None] * lm_n_blocks is an empty one. start_pos must be the cache's length. use_cache=False returns no
-        caches. last_only gives the last position's result alone, (B, 1, ...), for which the last block computes no
-        other, but all keys and values; it is transformers' logits_to_keep=1. Raises InputError if lengths do not match
-        or exceed the model's positions.
+        caches. Raises InputError if lengths do not match or exceed the model's positions.
         """
         T, past = x.size(1), _cached_length(kv_cache, len(self.blocks))
         if start_pos != past:
@@ -208,8 +188,7 @@ class LanguageModel(nn.Module):
 
         caches = []
         for i, block in enumerate(self.blocks):
-            is_last = last_only and i == len(self.blocks) - 1
-            x, block_kv_cache = block(x, cos, sin, mask, kv_cache[i] if kv_cache else None, is_last)
+            x, block_kv_cache = block(x, cos, sin, mask, kv_cache[i] if kv_cache else None)
             if use_cache:
                 caches.append(block_kv_cache)
         x = self.norm(x)

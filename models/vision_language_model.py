@@ -144,7 +144,7 @@ class VisionLanguageModel(nn.Module, GenerationMixin):  # in this order: FSDP ch
         """`prefill` of embeddings (B, T, C); attention_mask (B, T) covers these alone."""
         kv_cache, start_pos = (None, 0) if prefix is None else (prefix.kv_cache, prefix.length)
         mask = self.join_masks(embeds, attention_mask, prefix)
-        hidden, kv_cache = self.decoder(embeds, mask, kv_cache, start_pos, last_only=True)
+        hidden, kv_cache = self.decoder(embeds, mask, kv_cache, start_pos)
         return self.decoder.head(hidden[:, -1]), PrefillState(kv_cache, mask)
 
     @staticmethod

@@ -3,10 +3,9 @@
 import os
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from models.checkpoint import load_config, snapshot_path
 from models.decoding import finish_reason, trim_repetition
 from models.inference.inference_model import InferenceModel
-from models.vision_language_model import PrefillState, VisionLanguageModel, load_model
+from models.vision_language_model import VisionLanguageModel, load_model
 from nanovlm.device import choose_device, choose_dtype, set_threads
 from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.errors import InputError
@@ -48,6 +47,7 @@ class Stats:
     finish_reasons: list[str] = field(default_factory=list)  # of each answer: stop, length or repetition
     cache_bytes: int = 0  # of keys and values of prompt and answers, at the end
     cache_bytes_allocated: int = 0  # the same with unused capacity
+    state: Any = field(default=None, repr=False)  # the cache's newest `PrefillState`
 
     @property
     def tokens_per_s(self) -> float:
@@ -182,7 +182,7 @@ class Captioner:
         options = generation_options(options, changes)
         if options.trim_incomplete:
             raise InputError("trim_incomplete cuts a whole answer, but stream gives it in pieces; use caption")
-        steps = self._generate(self._batch([(image, prompt)]), options, stats=stats)
+        steps = self.generate_ids(self._batch([(image, prompt)]), options, stats=stats)
         ids = (ids[0] for ids in steps if ids[0] != self.tokenizer.eos_token_id)
         return self.tokenizer.stream(_prepend(self.start_ids(options.start_with), ids))
 
@@ -277,7 +277,7 @@ class Captioner:
     def _batch(self, requests: Sequence[tuple[ImageInputs, str]]) -> Prepare:
         return lambda: self.processor.collate([self.prepare(image, prompt) for image, prompt in requests])
 
-    def _generate(
+    def generate_ids(
         self, prepare: Prepare, options: GenerationOptions, n_samples: int = 1, stats: Stats | None = None
     ) -> Iterator[list[int]]:
         """Yield the ids of each decoding step, one per answer, without those of start_with."""
@@ -292,8 +292,8 @@ class Captioner:
         inputs["attention_mask"] = mask = torch.cat([mask, torch.ones_like(start).expand(len(ids), -1)], dim=1)
         stats.answers = len(mask) * n_samples
         stats.prompt_tokens = int(mask.sum()) - inputs.get("shared_prefix_length", 0) * (len(mask) - 1)
-        states: deque[PrefillState] = deque(maxlen=1)
         steps: list[list[int]] = []
+
         grammar = None
         if options.schema is not None:
             grammar = self.structured_output.for_rows(options.schema, steps, stats.answers)
@@ -304,7 +304,7 @@ class Captioner:
             sampling=options.sampling(self.tokenizer.encode),
             eos_token_id=self.tokenizer.eos_token_ids,
             n_samples=n_samples,
-            on_state=states.append,
+            on_state=partial(setattr, stats, "state"),
         ):
             stats.new_tokens += sum(id != eos for id in steps[-1]) if steps else stats.answers
             steps.append(ids.tolist())
@@ -313,13 +313,13 @@ class Captioner:
             yield steps[-1]
         detection = options.repetition_detection
         stats.finish_reasons = [finish_reason(answer, eos, detection) for answer in zip(*steps)]
-        stats.cache_bytes, stats.cache_bytes_allocated = states[0].bytes_used, states[0].bytes_allocated
+        stats.cache_bytes, stats.cache_bytes_allocated = stats.state.bytes_used, stats.state.bytes_allocated
 
     def _texts(
         self, prepare: Prepare, options: GenerationOptions, n_samples: int = 1, stats: Stats | None = None
     ) -> list[Any]:
         """The text of each answer, or the value that it is by a schema."""
-        steps = self._generate(prepare, options, n_samples, stats)
+        steps = self.generate_ids(prepare, options, n_samples, stats)
         texts = [self.answer_text(ids, options) for ids in zip(*steps)]
         return texts if options.schema is None else list(map(self.structured_output.parse, texts))
 

@@ -6,12 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from models.decoding import TokenSampler, generate_tokens
 from models.inference.serving_caches import common_prefix_length
-from models.vision_language_model import PrefillState
-from nanovlm.captioner import NO_IMAGE, Captioner, ImageInput
+from nanovlm.captioner import NO_IMAGE, Captioner, ImageInput, Stats
 from nanovlm.errors import InputError
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, generation_options
 from nanovlm.processing.video import Video
@@ -34,8 +31,8 @@ class ChatSession:
         self.images = torch.cat(tiles) if tiles else None  # (n, 3, S, S)
         self.history: list[tuple[str, str]] = []
         self.tokens_read = 0  # prompt tokens of the last question that the cache did not hold
-        self._cached_ids: list[int] = []  # an interrupted answer may leave one token more in the cache
-        self._prefix: PrefillState | None = None
+        self._ids: list[int] = []  # of the chat and its last answer; the first stats.state.length are cached
+        self.stats = Stats()  # of the last question
 
     def ask(
         self, question: str, *, options: GenerationOptions = CHAT_OPTIONS, **changes: Any
@@ -58,50 +55,34 @@ class ChatSession:
                 f"{len(ids)} tokens with this question exceed lm_max_position_embeddings={limit}; shorten it, or reset "
                 "the chat"
             )
-        logits, answer = self._prefill(ids), ""
+        options = replace(options, max_new_tokens=min(options.max_new_tokens, limit - len(ids) + 1))
+        answer = ""
         try:
-            n = min(options.max_new_tokens, limit - len(ids) + 1)
-            for piece in self.captioner.tokenizer.stream(
-                self._generate(ids, logits, replace(options, max_new_tokens=n))
-            ):
+            for piece in self.captioner.tokenizer.stream(self._generate(ids, options)):
                 answer += piece
                 yield piece
         finally:
-            self.history.append((question, answer))
+            if self._ids is ids:  # the question has been read
+                self.history.append((question, answer))
 
     def reset(self) -> None:
         """Forget all questions and answers; the images stay."""
         self.history.clear()
 
-    @torch.inference_mode()
-    def _prefill(self, ids: list[int]) -> Tensor:
-        """The logits (1, vocabulary) after ids; only what the cache does not hold is read."""
-        model = self.captioner.inference
-        cached = common_prefix_length(torch.tensor(self._cached_ids), torch.tensor(ids[:-1]))
-        images = None
-        if self.images is not None and model.image_token_id in ids[cached:]:  # images are read all together
-            cached, images = 0, self.images.to(model.device)
-        prefix = self._prefix.first(cached) if self._prefix is not None and cached else None
-        new_ids = torch.tensor([ids[cached:]], device=model.device)
-        logits, self._prefix = model.prefill(new_ids, images, prefix=prefix)
-        self._cached_ids, self.tokens_read = list(ids), new_ids.size(1)
-        return logits
-
-    @torch.inference_mode()
-    def _generate(self, ids: list[int], logits: Tensor, options: GenerationOptions) -> Iterator[int]:
-        """Yield the answer's ids without its end token; each enters the cache when the next one is requested."""
-        model, prompt = self.captioner.inference, torch.tensor([ids])
-
-        def step(chosen: Tensor) -> Tensor:
-            assert self._prefix is not None  # the prefill has set it
-            logits, self._prefix = model.decode(chosen, self._prefix)
-            self._cached_ids.append(int(chosen))
-            return logits
-
-        prompt = prompt.masked_fill(prompt == model.image_token_id, -1)
-        tokenizer = self.captioner.tokenizer
-        sampler = TokenSampler(options.sampling(tokenizer.encode), tokenizer.eos_token_ids, prompt)
-        for chosen in generate_tokens(logits, step, sampler, options.max_new_tokens):
-            if int(chosen) == sampler.eos_token_id:
+    def _generate(self, ids: list[int], options: GenerationOptions) -> Iterator[int]:
+        """Yield the answer's ids without its end token, and add them to ids; what the cache holds is not read again."""
+        prefix, images, eos = self.stats.state, None, self.captioner.tokenizer.eos_token_id
+        held = [] if prefix is None else self._ids[: prefix.length]
+        cached = common_prefix_length(torch.tensor(held), torch.tensor(ids[:-1]))
+        if self.images is not None and self.captioner.inference.image_token_id in ids[cached:]:
+            cached, images = 0, self.images  # images are read all together
+        inputs: dict[str, Any] = {"input_ids": torch.tensor([ids]), "images": images}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["prefix"] = prefix.first(cached) if cached else None
+        self.tokens_read, stats = len(ids) - cached, Stats()
+        for (chosen,) in self.captioner.generate_ids(lambda: inputs, options, stats=stats):
+            self._ids, self.stats = ids, stats
+            if chosen == eos:
                 return
-            yield int(chosen)
+            ids.append(chosen)  # enters the cache when the next one is requested
+            yield chosen

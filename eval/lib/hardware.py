@@ -109,7 +109,7 @@ def stage_costs(cfg: VLMConfig, prompt_tokens: int, batch_size: int = 1) -> dict
     encoder = nn.ModuleList([model.vision_encoder, model.MP])
     stages: dict[str, tuple[nn.Module, Callable[[], object]]] = {
         "encode": (encoder, lambda: model.MP(model.vision_encoder(image))),
-        "prefill": (model.decoder, lambda: model.decoder.head(model.decoder(embeddings, last_only=True)[0][:, -1])),
+        "prefill": (model.decoder, lambda: model.decoder.head(model.decoder(embeddings)[0][:, -1])),
         "decode": (model.decoder, lambda: model.decode(ids[:, 0], state)),
     }
     costs = {}

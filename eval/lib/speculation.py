@@ -192,7 +192,7 @@ def measure_speculation(captioner: Captioner, batches: Sequence[Batch]) -> list[
     draft = train_decoder(rows, 300, small_config(VALUES, 24, 3, 1))
 
     def prefill(row: Tensor) -> tuple[Tensor, PrefillState]:
-        logits, kv_cache = sorter(row[None], last_only=True)
+        logits, kv_cache = sorter(row[None])
         return logits[:, -1], PrefillState(kv_cache)
 
     inputs: list[Prompt] = [(row.tolist(), partial(prefill, row)) for row in test]

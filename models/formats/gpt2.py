@@ -1,46 +1,55 @@
 """Read GPT-2's published weights (Radford et al. 2019) under minGPT's names."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from models.checkpoint import CONFIG, read_object, snapshot_path
+from models.checkpoint import CONFIG, read_object, read_state_dict, snapshot_path, tensor_names
 from models.errors import CheckpointError
 
 PUBLISHED = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # GPT-2's Conv1D stores them as (in, out)
+MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks, which are constants
 SETTINGS = ("n_layer", "n_head", "n_embd", "vocab_size", "embd_pdrop", "resid_pdrop", "attn_pdrop")
 
 
-def read_gpt2(folder_or_name: str | os.PathLike) -> tuple[dict, dict[str, Tensor]]:
-    """Return GPTConfig's settings and GPT's state dict, in float32 and without the causal masks.
+def find_gpt2(folder_or_name: str | os.PathLike) -> tuple[Path, dict]:
+    """The folder of a GPT-2, given as a folder, a name in PUBLISHED or a Hub id, and GPTConfig's settings.
 
-    Takes a folder, a name in PUBLISHED or a Hub id. Raises CheckpointError for files that cannot be read, and for a
-    GPT-2 variant that minGPT's GPT does not compute.
+    Raises CheckpointError for a GPT-2 variant that minGPT's GPT does not compute.
     """
     if str(folder_or_name) in PUBLISHED and not os.path.isdir(folder_or_name):
         folder_or_name = f"openai-community/{folder_or_name}"
-    folder = snapshot_path(folder_or_name, files=(CONFIG, "model*.safetensors"))
+    folder = snapshot_path(folder_or_name, files=(CONFIG, "model*.safetensors*"))
     config = read_object(folder / CONFIG)
-    tensors = _read_tensors(folder)
     _check_config(folder, config)
     settings = {name: config[name] for name in SETTINGS if name in config}
-    return settings | {"block_size": config.get("n_positions")}, _to_mingpt(tensors)
+    return folder, settings | {"block_size": config.get("n_positions")}
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    try:
-        for file in sorted(folder.glob("model*.safetensors")):
-            tensors |= load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} cannot be read as a GPT-2: {error}") from None
-    if not tensors:
-        raise CheckpointError(f"{folder} is not a GPT-2: it lacks a model.safetensors")
-    return tensors
+def read_gpt2(folder: Path, empty: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a GPT with the names and shapes of `empty`, in float32 and without the causal masks.
+
+    A head that GPT-2 ties to the embedding becomes a copy. Raises CheckpointError.
+    """
+    shapes = {name: tuple(_transpose(name, t).shape) for name, t in empty.items() if not name.endswith(MASKS)}
+    tied = None if "lm_head.weight" in tensor_names(folder) else ("transformer.wte.weight", "lm_head.weight")
+    stored = read_state_dict(folder, shapes, tied=tied, rename=_rename)
+    state = {name: _transpose(name, tensor).contiguous() for name, tensor in stored.items()}
+    return state | {"lm_head.weight": state["lm_head.weight"].clone()} if tied else state
+
+
+def _rename(name: str) -> str | None:
+    """GPT's name of a tensor, which some files write without "transformer."; None for a causal mask."""
+    if name.endswith(MASKS):
+        return None
+    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+
+
+def _transpose(name: str, tensor: Tensor) -> Tensor:
+    return tensor.t() if name.endswith(TRANSPOSED) else tensor
 
 
 def _check_config(folder: Path, config: dict) -> None:
@@ -58,17 +67,3 @@ def _check_config(folder: Path, config: dict) -> None:
             raise CheckpointError(
                 f"{folder / CONFIG}: {key}={config[key]}, but minGPT's GPT supports only {values[-1]}"
             )
-
-
-def _to_mingpt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename and transpose GPT-2's tensors; a head that GPT-2 ties to the embedding becomes a copy."""
-    state = {}
-    for name, tensor in tensors.items():
-        name = name.removeprefix("transformer.")
-        if name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks, which are constants
-            continue
-        tensor = (tensor.t() if name.endswith(TRANSPOSED) else tensor).float().contiguous()
-        state[name if name == "lm_head.weight" else f"transformer.{name}"] = tensor
-    if "lm_head.weight" not in state and "transformer.wte.weight" in state:
-        state["lm_head.weight"] = state["transformer.wte.weight"].clone()
-    return state

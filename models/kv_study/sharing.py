@@ -32,27 +32,18 @@ class LatentAttention(nn.Module):
         self.out_proj = nn.Linear(self.n_heads * self.head_dim, cfg.lm_hidden_dim, bias=False)
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None = None,
-        block_kv_cache: KVCache | None = None,
-        last_only: bool = False,
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, block_kv_cache: KVCache | None = None
     ) -> tuple[Tensor, KVCache]:
         """The arguments of `Attention.forward`."""
-        n_out = 1 if last_only else x.size(1)
-        q = self.q_proj(x[:, -n_out:]).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        q = self.q_proj(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
         content, rotary = q.split(self.head_dim, -1)
         latent, key = self.down_proj(x)[:, None].split([self.latent_dim, self.head_dim], -1)
         key = torch.cat([latent, apply_rope(key, cos, sin)], -1)
         kv = KVCache(key, key[..., :0]) if block_kv_cache is None else block_kv_cache.append(key, key[..., :0])
 
-        rotary = apply_rope(rotary, cos[..., -n_out:, :], sin[..., -n_out:, :])
-        q = torch.cat([content @ self.k_up, rotary], -1)
+        q = torch.cat([content @ self.k_up, apply_rope(rotary, cos, sin)], -1)
         q = q * (q.size(-1) / (2 * self.head_dim)) ** 0.5  # attention divides by the root of its own size
-        mask = None if mask is None else mask[..., -n_out:, :]
-        y = attention(q, kv.key, kv.key[..., : self.latent_dim], mask, mask is None and n_out > 1) @ self.v_up.mT
+        y = attention(q, kv.key, kv.key[..., : self.latent_dim], mask, mask is None and x.size(1) > 1) @ self.v_up.mT
         return self.out_proj(y.transpose(1, 2).flatten(2)), kv
 
 
@@ -64,15 +55,9 @@ class SharedAttention(Attention):
         del self.k_proj, self.v_proj
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None = None,
-        block_kv_cache: KVCache | None = None,
-        last_only: bool = False,
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, block_kv_cache: KVCache | None = None
     ) -> tuple[Tensor, KVCache]:
-        assert block_kv_cache is not None and not last_only
+        assert block_kv_cache is not None
         q = self.q_proj(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
         y = self.attend(apply_rope(q, cos, sin), block_kv_cache.key, block_kv_cache.value, mask)
         return self.out_proj(y.transpose(1, 2).flatten(2)), block_kv_cache
@@ -86,7 +71,7 @@ class CrossLayerModel(LanguageModel):
         for block in self.blocks[1::2]:
             block.attn = SharedAttention(cfg)
 
-    def forward(self, x, attention_mask=None, kv_cache=None, start_pos=0, use_cache=True, last_only=False):
+    def forward(self, x, attention_mask=None, kv_cache=None, start_pos=0, use_cache=True):
         """`LanguageModel.forward`; kv_cache has one cache for two blocks."""
         T = x.size(1)
         cos, sin = rope_cos_sin(torch.arange(start_pos, start_pos + T, device=x.device), self.cfg)
@@ -98,4 +83,4 @@ class CrossLayerModel(LanguageModel):
             x, kv = block(x, cos, sin, mask, past)
             if i % 2 == 0:
                 caches.append(kv)
-        return self.head(self.norm(x[:, -1:] if last_only else x)), caches
+        return self.head(self.norm(x)), caches

@@ -75,9 +75,7 @@ class DraftModel:
         kv_cache = [kv.first(same) for kv in self.kv_cache] if same else None
         new, device = ids[same:], self.decoder.norm.weight.device
         for start in range(len(ids), min(len(ids) + self.n, self.decoder.cfg.lm_max_position_embeddings)):
-            logits, kv_cache = self.decoder(
-                torch.tensor([new], device=device), None, kv_cache, start - len(new), last_only=True
-            )
+            logits, kv_cache = self.decoder(torch.tensor([new], device=device), None, kv_cache, start - len(new))
             new = [int(logits[0, -1].argmax())]
             guessed += new
         self.ids, self.kv_cache = [*ids, *guessed[:-1]], kv_cache or []

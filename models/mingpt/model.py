@@ -2,7 +2,6 @@
 
 import math
 from collections import OrderedDict
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -130,18 +129,15 @@ class GPT(nn.Module):
 
         Raises ValueError if the checkpoint is not a GPT-2 that this class computes exactly.
         """
-        from models.formats.gpt2 import read_gpt2
+        from models.formats.gpt2 import find_gpt2, read_gpt2
 
-        settings, state = read_gpt2(folder_or_name)
-        config = GPTConfig(**settings).complete()
-        mask = torch.ones(1, 1, config.block_size, config.block_size).tril()
-        state |= {f"transformer.h.{i}.attn.bias": mask for i in range(config.n_layer)}
+        folder, settings = find_gpt2(folder_or_name)
         with torch.device("meta"):  # the initial weights are replaced, so do not allocate them
-            model = cls(config)
-        try:
-            model.load_state_dict(state, assign=True)
-        except RuntimeError as error:  # the message lists missing, unexpected and mis-shaped tensors
-            raise ValueError(f"{folder_or_name}: {shorten(str(error), 300)}") from None
+            model = cls(GPTConfig(**settings))
+        state = read_gpt2(folder, model.state_dict())
+        mask = torch.ones(1, 1, model.block_size, model.block_size).tril()
+        state |= {f"transformer.h.{i}.attn.bias": mask for i in range(model.n_layer)}
+        model.load_state_dict(state, assign=True)
         return model.eval()
 
     def embed(self, idx: Tensor, start: int = 0) -> Tensor:

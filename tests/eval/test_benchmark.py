@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eval import benchmark
-from eval.benchmark import MismatchError, attribute, attribute_step, attribution_table, main, make_models, time_step
+from eval.benchmark import MismatchError, attribute, attribution_table, main, make_models, time_steps
 
 TINY = ["--sizes", "gpt-nano", "gpt-micro", "--contexts", "3", "64", "128", "--rounds", "3", "--vocabulary", "40"]
 CPU = torch.device("cpu")
@@ -70,25 +70,25 @@ def test_one_side_reads_all_tokens_and_the_other_the_last():
             assert k.data_ptr() == k_before.data_ptr() and v.data_ptr() == v_before.data_ptr() and k.size(1) == 9
 
     gpt_kv.transformer.h[0].attn.register_forward_hook(check_cache)
-    time_step(gpt, gpt_kv, idx, rounds=4)
+    time_steps(gpt, gpt_kv, idx, 4, ("explicit", "cached"))
     ids = idx[0].tolist()
     assert lengths == [9] * 5
     assert tokens == [ids[:7]] + [[ids[7]], [ids[8]]] * 5
     assert unchanged == [True] * 5
 
 
-def test_models_that_choose_different_tokens_are_not_compared(tmp_path, capsys, monkeypatch):
+def test_models_that_compute_different_logits_are_not_compared(tmp_path, capsys, monkeypatch):
     def make_different_models(size, device, vocab_size):
         gpt, gpt_kv = make_models(size, device, vocab_size)
         gpt_kv.lm_head.weight = torch.nn.Parameter(-gpt.lm_head.weight)
         return gpt, gpt_kv
 
     with pytest.raises(MismatchError):
-        time_step(*make_different_models("gpt-nano", CPU, 40), torch.tensor([[1, 2, 3]]), 1)
+        time_steps(*make_different_models("gpt-nano", CPU, 40), torch.tensor([[1, 2, 3]]), 1)
     monkeypatch.setattr(benchmark, "make_models", make_different_models)
     assert main([*TINY, "--out", str(tmp_path / "results.txt")]) == 1
     out, err = capsys.readouterr()
-    assert not out and "with and without a cache, the token after 3 differs" in err
+    assert not out and "the cached step's logits after 3 tokens differ from minGPT's" in err
     assert not list(tmp_path.iterdir())
 
 
@@ -108,4 +108,4 @@ def test_a_step_that_computes_something_else_is_an_error():
         gpt.transformer.ln_f.bias += torch.linspace(0, 3, 48)  # the twins share their weights
         gpt_kv.transformer.ln_f.bias = torch.nn.Parameter(torch.zeros(48))
     with pytest.raises(MismatchError, match="fused step"):
-        attribute_step(gpt, gpt_kv, torch.arange(8)[None], rounds=1)
+        time_steps(gpt, gpt_kv, torch.arange(8)[None], rounds=1)

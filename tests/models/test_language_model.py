@@ -57,44 +57,6 @@ def test_logits_match_transformers_llama(tiny_decoder, n_heads, n_kv_heads, tied
     torch.testing.assert_close(decoder(ids, mask)[0][mask == 1], padded[mask == 1], atol=1e-5, rtol=1e-5)
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("T", [1, 2, 9])
-@pytest.mark.parametrize("past", [0, 5])
-@pytest.mark.parametrize("mask", [None, "padding", "continuations"])
-@pytest.mark.parametrize("n_blocks", [1, 2])
-def test_the_last_result_alone_is_that_of_all(tiny_decoder, T, past, mask, n_blocks):
-    """And every key and value is there, so that the sequence goes on alike."""
-    decoder = tiny_decoder(lm_n_blocks=n_blocks)
-    ids = torch.randint(40, (3, past + T + 1))
-    kinds = torch.ones_like(ids)
-    if mask == "padding":
-        kinds[1, :past], kinds[2, : past // 2 + T // 2] = 0, 0
-    elif mask == "continuations":
-        kinds[:, past + T // 2 :] = torch.tensor([[2], [1], [3]])
-    kinds_to = (lambda n: None) if mask is None else (lambda n: kinds[:, :n])
-    begun = decoder(ids[:, :past], kinds_to(past))[1] if past else None
-    new = ids[:, past : past + T]
-    wanted, full = decoder(new, kinds_to(past + T), begun, past)
-    got, caches = decoder(new, kinds_to(past + T), begun, past, last_only=True)
-    assert got.shape == (3, 1, 40)
-    torch.testing.assert_close(got, wanted[:, -1:], rtol=1e-4, atol=1e-4)
-    for one, other in zip(caches, full):
-        torch.testing.assert_close(one.key, other.key)
-        torch.testing.assert_close(one.value, other.value)
-    uncached = decoder(ids, kinds_to(past + T + 1))[0][:, -1:]
-    cached = decoder(ids[:, -1:], kinds_to(past + T + 1), caches, past + T, last_only=True)[0]
-    torch.testing.assert_close(cached, uncached, rtol=1e-4, atol=1e-4)
-
-
-@torch.inference_mode()
-def test_the_last_block_computes_the_last_result_only(tiny_decoder):
-    decoder, lengths = tiny_decoder(), []
-    for block in decoder.blocks:
-        block.mlp.register_forward_hook(lambda mlp, inputs, output: lengths.append(output.size(1)))
-    decoder(torch.randint(40, (2, 9)), last_only=True)
-    assert lengths == [9, 1]
-
-
 @torch.no_grad()
 def test_a_none_per_block_is_an_empty_cache(tiny_decoder):
     decoder, ids = tiny_decoder(), words(2, 9)

@@ -71,6 +71,23 @@ def test_chat_continues_after_an_interrupted_answer(captioner):
     assert answer == recomputed_answer(session, "Why?", [("What?", partial)], max_new_tokens=7)
 
 
+def test_question_that_could_not_be_read_leaves_no_trace(captioner):
+    session = ChatSession(captioner, [noise_image(50, 30)])
+    list(session.ask("What?", max_new_tokens=7))
+    history = list(session.history)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    hook = captioner.model.decoder.norm.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        next(session.ask("How many?", max_new_tokens=7))
+    hook.remove()
+    assert session.history == history
+    answer = "".join(session.ask("Why?", max_new_tokens=7))
+    assert answer == recomputed_answer(session, "Why?", history, max_new_tokens=7)
+
+
 def test_reset_clears_history_and_keeps_encoded_images(captioner, monkeypatch):
     session = ChatSession(captioner, [noise_image(50, 30)])
     first = ["".join(session.ask(question, max_new_tokens=7)) for question in QUESTIONS[:3]]

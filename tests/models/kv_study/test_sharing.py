@@ -27,7 +27,7 @@ def test_chunks_and_tokens_are_the_uncached_model(models, name, bytes_per_token)
     second, kv_cache = model(ids[:, 5:9], None, kv_cache, 5)
     parts = [first, second]
     for i in range(9, 14):
-        logits, kv_cache = model(ids[:, i : i + 1], None, kv_cache, i, last_only=True)
+        logits, kv_cache = model(ids[:, i : i + 1], None, kv_cache, i)
         parts.append(logits)
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=1e-4)
     assert sum(kv.bytes_used for kv in kv_cache) == 2 * 14 * bytes_per_token

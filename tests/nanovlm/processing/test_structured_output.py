@@ -9,7 +9,7 @@ import torch
 
 from models.config import GREEDY, SamplingParams
 from models.inference.continuous_batching import ContinuousBatch
-from nanovlm import SAMPLE, Captioner
+from nanovlm import SAMPLE, Captioner, ChatSession
 from nanovlm.captioner import Stats
 from nanovlm.errors import InputError
 from support.cli import assert_usage_error
@@ -68,6 +68,7 @@ def test_each_row_of_a_batch_follows_the_schema_by_itself(captioner):
     assert rows[6] == rows[7] == alone and len({json.dumps(row) for row in rows[:6]}) > 1
     assert stats.finish_reasons == ["stop"] * 6
     assert json.loads("".join(captioner.stream(SAMPLE, schema=SCHEMA))) == alone
+    assert_fits(json.loads("".join(ChatSession(captioner, [SAMPLE]).ask("n?", schema=SCHEMA))))
     assert captioner.caption(SAMPLE, schema={"enum": [0]}) == 0
     numbers = {"type": "array", "items": {"enum": [0]}, "minItems": 40, "maxItems": 40}
     assert captioner.caption(SAMPLE, schema=numbers) == [0] * 40, "this is no repetition to end"
