@@ -18,7 +18,7 @@ from nanovlm.cli.options import (
     settings_of,
 )
 from nanovlm.cli.run_file import apply_run_file, run_file_text
-from nanovlm.errors import InputError, UsageError, usage_error
+from nanovlm.errors import UsageError
 from nanovlm.options import ReadOptions
 from nanovlm.training.config import ADAPTERS, AUTOMATIC, FINETUNING, SCENES, FinetuneOptions, TrainConfig
 
@@ -61,10 +61,7 @@ def run(args: argparse.Namespace) -> int:
         problem = "exclude each other" if args.data else "one of them is required"
         raise UsageError(f"--data and --recipe: {problem}")
     check_flags(args)
-    try:
-        cfg, options = config_from_args(args), options_from_args(args)
-    except InputError as error:
-        raise usage_error(error) from None
+    cfg, options = config_from_args(args), options_from_args(args)
     check_data_names(options.data)
 
     from nanovlm.device import set_threads
