@@ -204,11 +204,9 @@ def run(args: argparse.Namespace) -> int:
         schema = read_schema(args.json_schema)
     generation = from_args(GenerationOptions, args, schema=schema, **defaults)
     check_samples(args.samples, len(args.prompts), generation)
-    if on_ray:
-        from nanovlm.cli.caption_ray import caption_ray as caption_files
-    elif to_files:
-        from nanovlm.cli.caption_files import caption_files
     if to_files:
+        from nanovlm.cli.caption_files import caption_files
+
         return caption_files(args, generation)
     if report_missing(args.images):
         return 1
