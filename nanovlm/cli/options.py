@@ -85,12 +85,6 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
     return from_args(ModelOptions, args, threads=THREADS)
 
 
-def add_threads_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --threads alone."""
-    help = ModelOptions.__dataclass_fields__["threads"].metadata["help"]
-    parser.add_argument("--threads", default=THREADS, metavar="N", help=f"{help} (default: {THREADS})")
-
-
 def refuse_flags(args: argparse.Namespace, flags: Sequence[str], reason: str) -> None:
     """Raise UsageError if one of some flags is given."""
     for flag in flags:
