@@ -41,7 +41,7 @@ from statistics import median
 import torch
 
 from eval.lib.accuracy import inexact_engines, stage_errors
-from eval.lib.command import add_save_flag, make_parser, positive, progress, report, table
+from eval.lib.command import add_save_flag, add_threads_flag, make_parser, positive, progress, report, table
 from eval.lib.cpu_levels import current_level, level_here, lowering, peers_note
 from eval.lib.hardware import environment, matmul_flops, memory_bandwidth, stage_costs
 from eval.lib.random_model import random_model_folder
@@ -54,8 +54,7 @@ from models.config import VLMConfig
 from nanovlm import EMBEDDED
 from nanovlm.captioner import ImageInput
 from nanovlm.cli.main import Parser
-from nanovlm.cli.options import add_threads_flag
-from nanovlm.device import DTYPES, set_threads
+from nanovlm.device import DTYPES
 from nanovlm.errors import NanoVLMError
 from nanovlm.options import QUANTIZATIONS
 from nanovlm.processing.image_loading import as_tensor
@@ -250,7 +249,6 @@ def run(args: argparse.Namespace) -> int:
     """Measure in this process, whose libraries the environment variables of `lowering` may hold to a level."""
     options = EngineOptions(args.dtype, args.quantize, args.baselines, args.batch_size, args.level)
     with model_folder(args.model_size) as folder, tempfile.TemporaryDirectory() as temporary:
-        set_threads(args.threads)
         folder = folder if args.model is None else snapshot_path(args.model)
         (files := args.cache or Path(temporary)).mkdir(parents=True, exist_ok=True)
         progress("loading engines")

@@ -28,7 +28,12 @@ def shortened(message: str) -> str:
 
 
 class InputError(NanoVLMError, ValueError):
-    """An argument, prompt or setting that the model cannot use."""
+    """An argument, prompt or setting that the model cannot use.
+
+    A message that begins with name=value speaks of a setting; the command line writes its flag, --name value.
+    """
+
+    exit_code = 2
 
 
 class CheckpointError(NanoVLMError, ValueError):

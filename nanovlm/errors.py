@@ -1,7 +1,5 @@
 """The errors of `models.errors`, and those of images, data and the command line."""
 
-import re
-
 from models.errors import CheckpointError as CheckpointError
 from models.errors import InputError as InputError
 from models.errors import NanoVLMError as NanoVLMError
@@ -12,12 +10,6 @@ class UsageError(NanoVLMError):
     """Wrong use of the command line, or of files it was given: exit code 2, before any work."""
 
     exit_code = 2
-
-
-def usage_error(error: InputError) -> UsageError:
-    """The error of a setting, named by its flag: "--batch-size 0 must be ..." for "batch_size=0 must be ..."."""
-    message = re.sub(r"^(\w+)=", lambda match: f"--{match[1].replace('_', '-')} ", str(error))
-    return UsageError(" ".join(message.split()))
 
 
 class ImageError(NanoVLMError, ValueError):

@@ -226,15 +226,17 @@ def check_output_folder(folder: str | os.PathLike, n_bytes: int = 0) -> None:
     """Raise InputError for an output folder that cannot be made or written, or lacks room for n_bytes."""
     path = Path(os.path.abspath(folder))
     if not os.fspath(folder):
-        raise InputError("the output folder has an empty name; name a folder, or . for the current one")
+        raise InputError("out='' is empty; name a folder, or . for the current one")
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir():
-        raise InputError(f"{folder}: {existing.name} is a file; name a folder")
+        raise InputError(f"out={folder}: {existing.name} is a file; name a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise InputError(f"{folder}: {existing} is not writable; name another folder")
+        raise InputError(f"out={folder}: {existing} is not writable; name another folder")
     free = shutil.disk_usage(existing).free
     if free < n_bytes:
-        raise InputError(f"{folder}: {free / 2**20:,.0f} MiB are free, {n_bytes / 2**20:,.0f} MiB needed; free some")
+        raise InputError(
+            f"out={folder}: {free / 2**20:,.0f} MiB are free, {n_bytes / 2**20:,.0f} MiB needed; free some"
+        )
 
 
 def cut_incomplete_sentence(text: str) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import (
@@ -25,12 +25,13 @@ from nanovlm.console import TileProgress, for_terminal, is_terminal, print_error
 from nanovlm.embedded import PROMPT, SAMPLE
 from nanovlm.errors import ImageError, InputError, UsageError, is_out_of_memory
 from nanovlm.options import GenerationOptions, ModelOptions, check_positive
-from nanovlm.processing import VIDEO_EXTENSIONS
+from nanovlm.processing import MAX_FRAMES, VIDEO_EXTENSIONS
 
 if TYPE_CHECKING:
     import torch
 
     from nanovlm.captioner import Captioner, Stats
+    from nanovlm.processing.video import Video
 
 HELP = "Caption images, or answer a prompt about each; without arguments, the sample image."
 EXAMPLE = "nanovlm caption photos --out photos/metadata.jsonl"
@@ -53,7 +54,7 @@ STATS_DIGITS = {  # fields of Stats that --json prints, and how they are rounded
 
 @dataclass(frozen=True)
 class PrintOptions:
-    """What is asked about each of single images, and how answers are printed."""
+    """What is asked about each of single images or videos, and how answers are printed."""
 
     images: Sequence[str]
     prompts: Sequence[str]
@@ -61,6 +62,17 @@ class PrintOptions:
     json: bool = False
     stats: bool = False
     quiet: bool = False
+    as_video: bool = False
+    max_frames: int = MAX_FRAMES
+    frames: Sequence[str] = ()  # files of the one video that images names
+
+    def image(self, name: str) -> "str | BinaryIO | Video":
+        """The image or video of a name."""
+        if not self.as_video:
+            return standard_input() if name == "-" else name
+        from nanovlm.processing.video import Video
+
+        return Video.read(self.frames or name, self.max_frames)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -170,39 +182,34 @@ def add_ray_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print captions, or write them to files if args name several images at once or an output file."""
-    on_ray, is_video = args.ray is not None, names_video(args)
-    to_files = on_ray or (args.from_file, args.out) != (None, None) or any(map(names_several, args.images))
+    on_ray, are_frames = args.ray is not None, args.as_video and len(args.images) > 1
+    args.as_video = names_video(args)
+    are_several = not args.as_video and any(map(names_several, args.images))
+    to_files = on_ray or (args.from_file, args.out) != (None, None) or are_several
     if not on_ray:
         refuse_flags(args, RAY_FLAGS, "captions on a cluster: add --ray")
-    if not (to_files or is_video):
+    if args.as_video and not (to_files or args.images):
+        raise UsageError("--as-video needs names of frames or videos")
+    if not to_files:
         refuse_flags(args, FILE_FLAGS, "files: name a folder, or a file by --out")
-    args.prompts = args.prompts or [PROMPT]
-    defaults: dict[str, Any] = {}
-    if args.length:
-        args.prompts[0], defaults = LENGTHS[args.length]
+    prompt, defaults = LENGTHS[args.length or "normal"]
+    args.prompts, model, schema = args.prompts or [prompt], model_options(args), None
     if not all(map(str.strip, args.prompts)):
         raise UsageError("--prompt is empty; omit it to have the image described")
     if args.json_schema:
         from nanovlm.processing.structured_output import read_schema
 
-        defaults["schema"] = read_schema(args.json_schema)
-    generation, model = from_args(GenerationOptions, args, **defaults), model_options(args)
-    args.as_video = is_video
-    if is_video and args.out is None and not on_ray:
-        from nanovlm.cli.caption_video import caption_videos
-
-        return caption_videos(args, generation, model)
+        schema = read_schema(args.json_schema)
+    generation = from_args(GenerationOptions, args, schema=schema, **defaults)
     check_samples(args.samples, len(args.prompts), generation)
-    if on_ray:
-        from nanovlm.cli.caption_ray import caption_ray
-
-        return caption_ray(args, generation)
     if to_files:
         from nanovlm.cli.caption_files import caption_files
 
         return caption_files(args, generation)
     if report_missing(args.images):
         return 1
+    if are_frames:
+        args.frames, args.images = args.images, args.images[:1]
     return print_captions(from_args(PrintOptions, args), generation, model)
 
 
@@ -213,6 +220,7 @@ def names_several(name: str) -> bool:
 
 def names_video(args: argparse.Namespace) -> bool:
     """Whether args name video files or, with --as-video, frames. UsageError for videos beside images."""
+    check_positive({"--max-frames": args.max_frames})
     are_videos = [Path(name).suffix.lower() in VIDEO_EXTENSIONS and not Path(name).is_dir() for name in args.images]
     if args.as_video or (are_videos and all(are_videos)):
         return True
@@ -273,7 +281,7 @@ def print_caption(
     from nanovlm.captioner import Stats
     from nanovlm.processing.image_loading import printable
 
-    image, stats, prompts, n = standard_input() if name == "-" else name, Stats(), options.prompts, options.samples
+    image, stats, prompts, n = options.image(name), Stats(), options.prompts, options.samples
     label = f"{printable(name)}: " if len(options.images) > 1 else ""
     if is_terminal(sys.stdout) and not options.json and not generation.trim_incomplete and n == len(prompts) == 1:
         return stats, [stream_caption(captioner.stream(image, prompts[0], options=generation, stats=stats), label)]
@@ -284,9 +292,10 @@ def print_caption(
     if generation.schema is not None:
         texts = [json.dumps(value, ensure_ascii=False) for value in texts]
     if options.json:
+        kind = "video" if options.as_video else "image"
         for prompt, text, reason in zip(prompts, texts, stats.finish_reasons):
             samples = {"samples": texts} if n > 1 else {}
-            row = {"image": name, "prompt": prompt, "text": text, "finish_reason": reason}
+            row = {kind: name, "prompt": prompt, "text": text, "finish_reason": reason}
             print(json.dumps(row | samples | stats_fields(stats)), flush=True)
     else:
         lines = "".join(label + " ".join(text.splitlines()) + "\n" for text in texts)

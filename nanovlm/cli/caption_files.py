@@ -1,50 +1,57 @@
-"""`nanovlm caption` of folders, patterns and lists: captions are written to files."""
+"""`nanovlm caption` of folders, patterns and lists: captions are written to files, here or on a Ray cluster."""
 
 import argparse
+import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from nanovlm.bulk import BulkOptions, BulkReport, OutputOptions, Plan, caption_images, plan_images
 from nanovlm.bulk.options import SIDECARS, STREAM
 from nanovlm.bulk.prompt_template import TAGS, TAGS_EXTENSION
-from nanovlm.captioner import Captioner
-from nanovlm.cli.options import from_args, load_captioner, model_options
+from nanovlm.cli.options import EMBEDDED_NOTE, from_args, load_captioner, model_options
 from nanovlm.console import print_error
 from nanovlm.device import choose_device, peak_memory
+from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import UsageError
-from nanovlm.options import GenerationOptions
+from nanovlm.options import GenerationOptions, check_positive
 from nanovlm.processing.image_loading import HEIF_EXTENSIONS, INSTALL_HEIC, printable
 
 MODEL_SETTINGS = ("model", "adapter", "revision", "max_tiles", "upscale")  # that a resumed run shares
+ADDRESS = re.compile(r"auto|local|ray://.+|[^/\s]+:\d+")  # of a Ray cluster
+NOT_ON_RAY = ("json", "existing", "extension", "as_video")  # flags of one machine
 MIN_RATED_CAPTIONS, MIN_RATED_SECONDS = 10, 1.0  # of a run whose summary tells its rate
 
 
 def caption_files(args: argparse.Namespace, generation: GenerationOptions) -> int:
-    """Caption what args name into files or as JSON lines; 1 if an image failed, after the others are done."""
-    check_file_flags(args)
+    """Caption what args name into files, as JSON lines or, on a Ray cluster, into shards; 1 if an image failed."""
+    on_ray = args.ray is not None
+    (check_ray_flags if on_ray else check_file_flags)(args)
     model = model_options(args)
-    output = output_options(args, generation.schema)
-    options = bulk_options(args, generation)
-    check_tags(options, output)
-    selection = {
-        "names_file": args.from_file,
-        "recursive": args.recursive is not False,
-        "limit": args.limit,
-        "model_settings": {name: getattr(model, name) for name in MODEL_SETTINGS},
-    }
+    output, options = output_options(args, generation.schema), bulk_options(args, generation)
+    prompts = [args.prompt_template] if args.prompt_template else args.prompts
+    load = partial(load_captioner, model, prompts, generation.max_new_tokens, own_images=not on_ray)
+    selection = {"names_file": args.from_file, "recursive": args.recursive is not False, "limit": args.limit}
+    settings = {name: getattr(model, name) for name in MODEL_SETTINGS}
+    plan: Callable[..., Plan]
+    caption: Callable[..., BulkReport]
+    if on_ray:
+        from nanovlm.bulk.ray_captioning import RayOptions, caption_on_ray, plan_on_ray
+
+        cluster = from_args(RayOptions, args, address=args.ray or None)
+        plan = partial(plan_on_ray, args.images, cluster)
+        caption = partial(caption_on_ray, load, args.images, cluster, options, output, model_settings=settings)
+    else:
+        check_tags(options, output)
+        plan = partial(plan_images, args.images, options, output, model_settings=settings)
+        caption = partial(caption_images, load, args.images, options, output, model_settings=settings)
     if args.dry_run:
-        return print_plan(plan_images(args.images, options, output, **selection))
-
-    def load() -> Captioner:
-        return load_captioner(
-            model,
-            [args.prompt_template] if args.prompt_template else args.prompts,
-            generation.max_new_tokens,
-            own_images=True,
-        )
-
-    report = caption_images(load, args.images, options, output, **selection)
+        return print_plan(plan(**selection))
+    if on_ray and model.model == EMBEDDED and model.adapter is None:
+        print_error(EMBEDDED_NOTE)  # here, as the workers print theirs elsewhere
+    report = caption(**selection)
     print_error(summary(report, output.existing))
-    if args.stats and report.captioned:
+    if args.stats and report.captioned and not on_ray:
         memory = peak_memory(choose_device(model.device)) / 2**20
         print_error(f"model busy {report.utilization:.0%} of the time, peak memory {memory:,.0f} MiB")
     return 1 if report.failed else 0
@@ -68,7 +75,7 @@ def output_options(args: argparse.Namespace, schema: Any) -> OutputOptions:
     elif len(args.prompts) > 1:
         columns = tuple(args.prompts)
     return OutputOptions(
-        out=STREAM if args.json else SIDECARS if args.out is None else args.out,
+        out=STREAM if args.json else SIDECARS if args.out is None or args.ray is not None else args.out,
         existing=args.existing or "skip",
         prefix=args.prefix or "",
         suffix=args.suffix or "",
@@ -120,6 +127,23 @@ def check_file_flags(args: argparse.Namespace) -> None:
         raise UsageError("--prompt: answers to several are JSON, to which no text can be added; omit the other flags")
     if not args.images and args.from_file is None:
         raise UsageError(f"--out {args.out}, but no images; name files or folders, or list them by --from-file")
+
+
+def check_ray_flags(args: argparse.Namespace) -> None:
+    """Refuse flags and values that make no sense on a cluster, before any work."""
+    if args.ray and not ADDRESS.fullmatch(args.ray):
+        raise UsageError(f"--ray {args.ray} is no address like auto or ray://HOST:10001; name images before --ray")
+    for flag in NOT_ON_RAY:
+        if getattr(args, flag) not in (None, False):
+            raise UsageError(f"--{flag.replace('_', '-')} is for one machine; leave it or --ray away")
+    check_positive({"--limit": args.limit})
+    if args.out is None or args.out in ("txt", "-") or re.search(r"\.(jsonl|csv|parquet)$", args.out):
+        given = "missing" if args.out is None else args.out
+        raise UsageError(f"--out {given} with --ray must be a folder, or the URI of one, for the shards")
+    if args.samples != 1 or len(args.prompts) > 1:
+        raise UsageError("--ray gives each image one caption; leave out --samples, and run it once for each --prompt")
+    if "-" in args.images or not (args.images or args.from_file):
+        raise UsageError("--ray needs names of images, folders, tars or parquet files, or --from-file")
 
 
 def summary(report: BulkReport, existing: str) -> str:

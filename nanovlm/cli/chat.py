@@ -16,7 +16,6 @@ from models.config import SamplingParams
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import (
     add_model_flags,
-    as_usage_error,
     from_args,
     load_captioner,
     model_options,
@@ -65,10 +64,9 @@ def run(args: argparse.Namespace) -> int:
         print_error(str(error))
         return 1
     captioner = load_captioner(model, own_images=bool(args.images))
-    with as_usage_error():
-        # raises for a model that has no template for a chat of several turns
-        captioner.tokenizer.encode_chat([{"role": role, "content": "?"} for role in ("user", "assistant", "user")])
-        chat = Chat(captioner, generation, args.images, images)
+    # raises for a model that has no template for a chat of several turns
+    captioner.tokenizer.encode_chat([{"role": role, "content": "?"} for role in ("user", "assistant", "user")])
+    chat = Chat(captioner, generation, args.images, images)
     interactive = is_terminal(sys.stdin) and is_terminal(sys.stdout)
     if interactive:
         captioner.inference.on_tile = TileProgress()

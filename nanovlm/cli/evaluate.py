@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import (
     add_model_flags,
-    as_usage_error,
     check_data_names,
     check_validation,
     from_args,
@@ -100,8 +99,7 @@ def metrics_from_args(names: Sequence[str] | None) -> "dict[str, Metric]":
     from nanovlm.evaluation.metrics import METRICS, default_metrics, load_metric
 
     if names:
-        with as_usage_error("--metric: "):
-            return dict(load_metric(name) for name in names)
+        return dict(load_metric(name) for name in names)
     metrics = default_metrics()
     if missing := METRICS.keys() - metrics.keys():
         print_error(f"note: without {', '.join(sorted(missing))}, which needs pip install 'nanovlm[metrics]'")

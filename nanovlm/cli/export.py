@@ -4,7 +4,6 @@ import argparse
 import logging
 from pathlib import Path
 
-from nanovlm.cli.options import as_usage_error
 from nanovlm.errors import UsageError
 from nanovlm.options import check_output_folder, is_model_name
 
@@ -48,7 +47,7 @@ def add_dtype_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_out(args.out)
+    check_output_folder(args.out)
     if Path(args.model).is_dir() and Path(args.model).resolve() == Path(args.out).resolve():
         raise UsageError(f"--out {args.out} is the model's own folder; name another")
     if not is_model_name(args.model):
@@ -65,29 +64,22 @@ def run(args: argparse.Namespace) -> int:
         check_onnx_extra()
     if args.gguf:
         from nanovlm.export.gguf import export_gguf  # which needs the extra gguf
-    with as_usage_error():
-        if args.adapters:
-            captioner = export_with_adapters(args.model, args.out, args.base, args.dtype)
-        else:
-            captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, revision=args.revision)
-        if args.gguf:
-            export_gguf(captioner, args.out, Path(args.model).resolve().name, args.gguf_type or "f16")
-            return 0
-        if not args.adapters:
-            export_smolvlm(captioner, args.out)
-        if args.onnx:
-            export_onnx(captioner, args.out, args.onnx_dtype or ["float32"])
+    if args.adapters:
+        captioner = export_with_adapters(args.model, args.out, args.base, args.dtype)
+    else:
+        captioner = Captioner.from_pretrained(args.model, "cpu", args.dtype, revision=args.revision)
+    if args.gguf:
+        export_gguf(captioner, args.out, Path(args.model).resolve().name, args.gguf_type or "f16")
+        return 0
+    if not args.adapters:
+        export_smolvlm(captioner, args.out)
+    if args.onnx:
+        export_onnx(captioner, args.out, args.onnx_dtype or ["float32"])
     if not args.adapters and (adapter_folder(Path(args.model)) / ADAPTER_CONFIG).exists():
         logger.warning("note: the LoRA adapters are merged into the weights; --adapters exports them for PEFT")
     for note in export_notes(captioner.model.cfg):
         logger.warning("note: %s", note)
     return 0
-
-
-def check_out(out: str) -> None:
-    """UsageError for an output folder that cannot be written, before any work."""
-    with as_usage_error("--out "):
-        check_output_folder(out)
 
 
 def check_flags(args: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from types import ModuleType
 
 from nanovlm import __version__
 from nanovlm.console import configure_logging, print_error, warnings_as_notes
-from nanovlm.errors import NanoVLMError, is_out_of_memory
+from nanovlm.errors import InputError, NanoVLMError, is_out_of_memory
 
 VERBS = ("caption", "chat", "serve", "train", "evaluate", "export", "merge")  # modules of this package
 EXIT_FAILURE, EXIT_USAGE, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 70, 130
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:
         if args.debug or os.environ.get("NANOVLM_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
-        return report_exception(args.prog, error)
+        return report_exception(args, error)
 
 
 def limit_spinning() -> None:
@@ -114,10 +114,13 @@ def limit_spinning() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
-def report_exception(prog: str, error: Exception) -> int:
+def report_exception(args: argparse.Namespace, error: Exception) -> int:
     """Print one line for an error of the user's, and the traceback of any other; returns the exit code."""
+    prog, message = args.prog, str(error)
     if isinstance(error, NanoVLMError):
-        print_error(f"{prog}: {error}")
+        if isinstance(error, InputError) and (name := message.partition("=")[0]) in args:
+            message = message.replace(f"{name}=", f"--{name.replace('_', '-')} ", 1)
+        print_error(f"{prog}: {message}")
         return error.exit_code
     if is_out_of_memory(error):
         print_error(f"{prog}: not enough memory; try --dtype bfloat16, --max-tiles 1 or smaller batches ({error})")

@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from nanovlm.cli.export import add_dtype_flag, check_out
-from nanovlm.cli.options import as_usage_error
+from nanovlm.cli.export import add_dtype_flag
 from nanovlm.errors import UsageError
+from nanovlm.options import check_output_folder
 
 HELP = "Merge a checkpoint of a sharded training run (--fsdp) into a model that every verb reads."
 EXAMPLE = "nanovlm merge out/mine/checkpoints/step-500 --out out/step-500"
@@ -19,7 +19,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_out(args.out)
+    check_output_folder(args.out)
     if not Path(args.checkpoint).is_dir():
         raise UsageError(f"{args.checkpoint}: no such folder; name FOLDER/checkpoints/step-N of a run with --fsdp")
 
@@ -31,6 +31,5 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if (out / WEIGHTS).exists():
         raise UsageError(f"--out {out} holds a model already; name another folder")
-    with as_usage_error():
-        merge_checkpoint(Path(args.checkpoint), out, getattr(torch, args.dtype))
+    merge_checkpoint(Path(args.checkpoint), out, getattr(torch, args.dtype))
     return 0

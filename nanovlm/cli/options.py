@@ -2,15 +2,14 @@
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from nanovlm.console import print_error
 from nanovlm.embedded import EMBEDDED, EMBEDDED_LIMITS
-from nanovlm.errors import InputError, UsageError, usage_error
+from nanovlm.errors import UsageError
 from nanovlm.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -73,10 +72,7 @@ def given(record: type, args: argparse.Namespace) -> dict[str, Any]:
 
 def from_args(record: type[Record], args: argparse.Namespace, **defaults: Any) -> Record:
     """The record of the flags that args hold; a flag that is not given has the verb's default, else the field's."""
-    try:
-        return record(**defaults | given(record, args))
-    except InputError as error:
-        raise usage_error(error) from error
+    return record(**defaults | given(record, args))
 
 
 def add_model_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
@@ -89,26 +85,11 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
     return from_args(ModelOptions, args, threads=THREADS)
 
 
-def add_threads_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --threads alone."""
-    help = ModelOptions.__dataclass_fields__["threads"].metadata["help"]
-    parser.add_argument("--threads", default=THREADS, metavar="N", help=f"{help} (default: {THREADS})")
-
-
 def refuse_flags(args: argparse.Namespace, flags: Sequence[str], reason: str) -> None:
     """Raise UsageError if one of some flags is given."""
     for flag in flags:
         if getattr(args, flag) is not None:
             raise UsageError(f"--{flag.replace('_', '-')} is for {reason}")
-
-
-@contextmanager
-def as_usage_error(flag: str = "") -> Iterator[None]:
-    """Raise an InputError of the block as a UsageError, which flag begins."""
-    try:
-        yield
-    except InputError as error:
-        raise UsageError(f"{flag}{error}") from error
 
 
 def load_captioner(
@@ -120,8 +101,7 @@ def load_captioner(
     """
     from nanovlm.captioner import Captioner
 
-    with as_usage_error():
-        captioner = Captioner.load(options)
+    captioner = Captioner.load(options)
     check_prompts(captioner, prompts, max_new_tokens)
     if options.model == EMBEDDED and options.adapter is None and own_images:
         print_error(EMBEDDED_NOTE)
@@ -129,10 +109,9 @@ def load_captioner(
 
 
 def check_prompts(captioner: "Captioner", prompts: Sequence[str], max_new_tokens: int) -> None:
-    """Raise UsageError for a prompt that even without an image exceeds the model's context."""
-    with as_usage_error():
-        for prompt in prompts:
-            captioner.check_prompt(prompt, max_new_tokens)
+    """Raise InputError for a prompt that even without an image exceeds the model's context."""
+    for prompt in prompts:
+        captioner.check_prompt(prompt, max_new_tokens)
 
 
 def check_validation(n: float | None) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from nanovlm.errors import UsageError
 
-AddFlags = Callable[[argparse.ArgumentParser], None]
 NOT_WRITTEN = ("config", "debug", "prog", "run", "dry_run", "check_data")
 
 
@@ -18,17 +17,11 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"--config {self.prog}: {message}")
 
 
-def default_args(add_flags: AddFlags, flags: list[str] | None = None, path: str = "") -> dict[str, Any]:
-    """What the flags of add_flags are parsed to, by default none; UsageError for a wrong one, which names path."""
-    add_flags(parser := _Parser(prog=path, add_help=False))
-    return vars(parser.parse_args(flags or []))
-
-
-def apply_run_file(args: argparse.Namespace, add_flags: AddFlags) -> None:
-    """Set what args.config says and the command line leaves at its default; flags given there win."""
-    defaults = default_args(add_flags)
-    for name, value in default_args(add_flags, _as_flags(read_run_file(Path(args.config))), args.config).items():
-        if name != "config" and getattr(args, name) == defaults[name]:
+def apply_run_file(args: argparse.Namespace, add_flags: Callable[[argparse.ArgumentParser], None]) -> None:
+    """Set what args.config says and the command line does not; UsageError for a wrong flag in the file."""
+    add_flags(parser := _Parser(prog=args.config, add_help=False))
+    for name, value in vars(parser.parse_args(_as_flags(read_run_file(Path(args.config))))).items():
+        if name != "config" and getattr(args, name) is None:
             setattr(args, name, value)
 
 
@@ -60,14 +53,9 @@ def _as_flags(content: dict[str, Any]) -> list[str]:
     return flags
 
 
-def run_file_text(args: argparse.Namespace, add_flags: AddFlags) -> str:
-    """The YAML text of all flags of args that differ from the defaults."""
+def run_file_text(args: argparse.Namespace) -> str:
+    """The YAML text of all flags of args that were given."""
     import yaml
 
-    defaults = default_args(add_flags)
-    given = {
-        name: value
-        for name, value in vars(args).items()
-        if name not in NOT_WRITTEN and value is not None and value != defaults[name]
-    }
+    given = {name: value for name, value in vars(args).items() if name not in NOT_WRITTEN and value is not None}
     return yaml.safe_dump(given, sort_keys=False, allow_unicode=True)

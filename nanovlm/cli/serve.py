@@ -12,7 +12,7 @@ from nanovlm import EMBEDDED, PROMPT
 from nanovlm.cli.options import EMBEDDED_LIMITS, add_model_flags, from_args, load_captioner, model_options
 from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.console import print_error
-from nanovlm.errors import InputError, MissingExtraError, UsageError, usage_error
+from nanovlm.errors import MissingExtraError, UsageError
 from nanovlm.options import ModelOptions
 from nanovlm.serving.options import Limits, ServerOptions
 
@@ -44,6 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="LoRA adapters, from nanovlm train --lora-rank or PEFT, which answer requests that name this model "
         "(default: the folder's name); repeat the flag for more; without --model, their own base",
     )
+    parser.set_defaults(adapter=None)  # of ModelOptions, so that errors of its values name the flag
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,12 +122,9 @@ def adapter_folders(texts: Sequence[str]) -> dict[str, str]:
 def with_recorded_base(model: ModelOptions, adapters: Sequence[str]) -> ModelOptions:
     """The options with the model that the adapters were trained on, if no other is named."""
     bases = []
-    try:
-        for folder in adapters:
-            name, revision = replace(model, adapter=folder).base
-            bases.append(replace(model, model=name, revision=revision))
-    except InputError as error:
-        raise usage_error(error) from error
+    for folder in adapters:
+        name, revision = replace(model, adapter=folder).base
+        bases.append(replace(model, model=name, revision=revision))
     if len(set(bases)) > 1:
         names = " and ".join(sorted({str(base.model) for base in bases}))
         raise UsageError(f"--adapter: these were trained on {names}; serve those of one, or name it by --model")

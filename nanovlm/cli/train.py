@@ -7,9 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.options import (
-    add_threads_flag,
+    THREADS,
     check_data_names,
     check_validation,
     flag_of,
@@ -17,9 +16,10 @@ from nanovlm.cli.options import (
     given,
     settings_of,
 )
+from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.run_file import apply_run_file, run_file_text
-from nanovlm.errors import InputError, UsageError, usage_error
-from nanovlm.options import ReadOptions
+from nanovlm.errors import UsageError
+from nanovlm.options import ModelOptions, ReadOptions
 from nanovlm.training.config import ADAPTERS, AUTOMATIC, FINETUNING, SCENES, FinetuneOptions, TrainConfig
 
 HELP = "Train a model. Rerun the same command to resume an interrupted run."
@@ -40,6 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--dry-run",
         action="store_true",
+        default=None,
         help="run 12 steps in a temporary folder; print the peak memory and minutes of the whole run",
     )
     add(
@@ -48,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="read all examples, print counts, errors and three examples; train nothing",
     )
-    add_threads_flag(parser)
+    add_record_flags(parser, ModelOptions, ["threads"], threads=THREADS)
     add_record_flags(parser, FinetuneOptions)
     add_record_flags(parser, ReadOptions)
     add_record_flags(parser, TrainConfig, presets={"": FINETUNING, "LoRA": ADAPTERS, "scenes": SCENES})
@@ -61,10 +62,7 @@ def run(args: argparse.Namespace) -> int:
         problem = "exclude each other" if args.data else "one of them is required"
         raise UsageError(f"--data and --recipe: {problem}")
     check_flags(args)
-    try:
-        cfg, options = config_from_args(args), options_from_args(args)
-    except InputError as error:
-        raise usage_error(error) from None
+    cfg, options = config_from_args(args), options_from_args(args)
     check_data_names(options.data)
 
     from nanovlm.device import set_threads
@@ -72,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     for name in ONEDNN_CACHES:
         os.environ.setdefault(name, ONEDNN_CAPACITY)
-    set_threads(args.threads)
+    set_threads(args.threads or THREADS)
     return run_and_exit(lambda: train_or_estimate(args, options, cfg))
 
 
@@ -103,7 +101,7 @@ def options_from_args(args: argparse.Namespace) -> FinetuneOptions:
         **settings,
         read=from_args(ReadOptions, args, preferences=bool(args.dpo_beta)),
         evaluation_flags=[flag_of(name) for name in of_evaluation if getattr(args, name) is not None],
-        run_file=run_file_text(args, add_flags),
+        run_file=run_file_text(args),
         automatic=[name for name in AUTOMATIC if args.data and getattr(args, name) is None],
     )
 

@@ -171,13 +171,13 @@ def load_metric(name: str) -> tuple[str, Metric]:
         return name, METRICS[name]
     module_name, _, function_name = name.partition(":")
     if not function_name:
-        raise InputError(f"metric {name} is none of {', '.join(METRICS)}, nor a function as my_module:my_function")
+        raise InputError(f"metric={name} is none of {', '.join(METRICS)}, nor a function as my_module:my_function")
     if str(Path.cwd()) not in sys.path:  # the program nanovlm does not search the current folder
         sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
-        raise InputError(f"metric {name}: {error}; name a function as my_module:my_function") from None
+        raise InputError(f"metric={name}: {error}; name a function as my_module:my_function") from None
     return function_name, partial(_each, partial(_checked, name, function))
 
 
@@ -187,6 +187,6 @@ def _checked(name: str, function: PairMetric, answer: str, references: Sequence[
         return float(function(answer, list(references)))
     except Exception as error:
         raise InputError(
-            f"metric {name} failed for the answer {answer!r} and the references {references!r}: "
+            f"metric={name} failed for the answer {answer!r} and the references {references!r}: "
             f"{type(error).__name__}: {error}"
         ) from error

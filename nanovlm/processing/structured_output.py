@@ -19,16 +19,14 @@ JSON_OPTIONS: Any = {"whitespace_flexible": False}  # or a small model could wri
 
 
 def read_schema(path: str) -> Any:
-    """The JSON schema in a file. UsageError if there is none, or llguidance cannot follow it."""
+    """The JSON schema in a file. UsageError if there is none, InputError if llguidance cannot follow it."""
     try:
         schema = json.loads(Path(path).read_text("utf-8-sig"))
-        _grammar(schema, f"--json-schema {path}")
     except OSError as error:
         raise UsageError(f"--json-schema {path}: {error.strerror}") from None
-    except InputError as error:
-        raise UsageError(str(error)) from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--json-schema {path} is not JSON: {error}") from None
+    _grammar(schema, f"--json-schema {path}")
     return schema
 
 

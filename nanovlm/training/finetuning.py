@@ -20,7 +20,7 @@ from nanovlm.data import Batches, Mixture, Stream
 from nanovlm.data.examples import ExampleError
 from nanovlm.data.validate import check_data
 from nanovlm.device import choose_device
-from nanovlm.errors import InputError, UsageError
+from nanovlm.errors import UsageError
 from nanovlm.evaluation import Evaluation, EvaluationOptions, evaluate, load_metric
 from nanovlm.evaluation.evaluate import Question, QuestionList, example_questions
 from nanovlm.evaluation.metrics import default_metrics
@@ -193,10 +193,7 @@ def base_model(options: FinetuneOptions) -> BaseModel:
 
 def check_folder(folder: Path, data: Sequence[str]) -> None:
     """UsageError for a folder to which a model cannot be written without overwriting something else."""
-    try:
-        check_output_folder(folder)
-    except InputError as error:
-        raise UsageError(f"--out {error}") from None
+    check_output_folder(folder)
     if (folder / WEIGHTS).exists() and not checkpoint_paths(folder):
         raise UsageError(f"--out {folder} holds a model but no checkpoints to resume from; name another folder")
     if folder.resolve() in [Path(parse_data(text)[0]).resolve() for text in data]:
@@ -238,10 +235,7 @@ def answer_scorer(
     These are cfg.validation_questions, or all where there are fewer. UsageError if cfg.metric_for_best_model is not
     among the metrics.
     """
-    try:
-        metrics = dict(load_metric(name) for name in options.metric) or default_metrics()
-    except InputError as error:
-        raise UsageError(f"--metric: {error}") from None
+    metrics = dict(load_metric(name) for name in options.metric) or default_metrics()
     names = [AUTO, LOSS, *(metrics if cfg.validation_questions else ())]
     if cfg.metric_for_best_model not in names:
         raise UsageError(f"--metric-for-best-model {cfg.metric_for_best_model} is none of {', '.join(names)}")

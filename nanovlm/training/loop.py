@@ -287,11 +287,11 @@ class Trainer:
 
     def _check_fsdp(self) -> None:
         if self.context.world_size == 1:
-            raise InputError("fsdp=True shards a model over several processes, and this is one; start it by torchrun")
+            raise InputError("fsdp shards a model over several processes, and this is one; start it by torchrun")
         if self.cfg.optimizer == "muon":
-            raise InputError("fsdp=True cuts the matrices that optimizer=muon needs whole; choose optimizer=adamw")
+            raise InputError("fsdp cuts the matrices that optimizer=muon needs whole; choose optimizer=adamw")
         if self.scaler.is_enabled():
-            raise InputError(f"fsdp=True does not work with {self.dtype}; choose dtype=float32, or omit fsdp")
+            raise InputError(f"fsdp does not work with {self.dtype}; choose dtype=float32, or omit fsdp")
 
     def _log_resumed(self, checkpoint: Checkpoint) -> None:
         if not self.context.is_main:

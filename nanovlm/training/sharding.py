@@ -34,7 +34,7 @@ def shard(model: VisionLanguageModel, context: DistributedContext) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise InputError(f"fsdp=True needs a newer torch than {torch.__version__}; omit fsdp, or upgrade torch")
+        raise InputError(f"fsdp needs a newer torch than {torch.__version__}; omit fsdp, or upgrade torch")
     mesh = init_device_mesh(context.device.type, (context.world_size,))
     modules: list[Any] = [*model.decoder.blocks, model]  # fully_shard makes each an FSDPModule
     for module in modules:

@@ -123,10 +123,15 @@ def failing(generate, monkeypatch):
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(UsageError, 2), (DataError, 2), (CheckpointError, CheckpointError.exit_code), (ImageError, 1)],
+    [(UsageError, 2), (InputError, 2), (DataError, 2), (CheckpointError, 2), (ImageError, 1)],
 )
 def test_user_errors_are_one_line_and_their_exit_code(failing, error, code):
-    assert failing(error("bad")) == (code, "", "generate.py: bad\n") and InputError.exit_code == 1
+    assert failing(error("bad")) == (code, "", "generate.py: bad\n")
+
+
+def test_a_setting_is_named_by_its_flag_where_it_has_one(failing):
+    assert failing(InputError("max_tiles=0 is too few"))[2] == "generate.py: --max-tiles 0 is too few\n"
+    assert failing(InputError("lm_n_heads=0 is too few"))[2] == "generate.py: lm_n_heads=0 is too few\n"
 
 
 def test_out_of_memory_is_one_line_with_a_way_out(failing):

@@ -190,7 +190,7 @@ def test_embedded_model_prints_its_limits_once_for_own_images(generate):
 def test_missing_device_is_one_error_line(generate, monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert_usage_error(generate("good.png", "--device", device), f"device={device} is not available here, only cpu")
+    assert_usage_error(generate("good.png", "--device", device), f"--device {device} is not available here, only cpu")
 
 
 @pytest.mark.parametrize(

@@ -184,10 +184,22 @@ def test_the_command_answers_about_a_video(capsys, embedded):
     first.save("b.png")
     flags = ["--device", "cpu", "--dtype", "float32", "--max-new-tokens", "9"]
     assert main(["caption", "a.gif", "--as-video", "--json", "--max-frames", "2", *flags]) == 0
-    text = json.loads(capsys.readouterr().out)["text"]
+    row = json.loads(capsys.readouterr().out)
+    text = row["text"]
+    assert row["video"] == "a.gif" and row["finish_reason"] == "length" and "image" not in row
     assert text == embedded.caption_video("a.gif", max_frames=2, max_new_tokens=9)
     assert text != embedded.caption_video("a.gif", max_frames=3, max_new_tokens=9)
-    for wrong in ("b.png a.mp4", "b.png --max-frames 2", "--as-video", "a.gif --as-video --out x"):
+    for frame, name in zip(others, ("c.png", "d.png")):
+        frame.save(name)
+    questions = ["--prompt", "What?", "--prompt", "Why?", "--json"]
+    assert main(["caption", "b.png", "c.png", "d.png", "--as-video", *questions, *flags]) == 0
+    rows = list(map(json.loads, capsys.readouterr().out.splitlines()))
+    names = ["b.png", "c.png", "d.png"]
+    assert [(row["video"], row["text"]) for row in rows] == [
+        ("b.png", embedded.caption_video(names, prompt, max_new_tokens=9)) for prompt in ("What?", "Why?")
+    ]
+    wrongs = "b.png a.mp4", "b.png --max-frames 2", "--as-video", "a.gif --as-video --out x", "a.mp4 --max-frames 0"
+    for wrong in (*wrongs, "a.gif --as-video --limit 1"):
         assert main(["caption", *wrong.split()]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
     Path("clips/deep").mkdir(parents=True)
