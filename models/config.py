@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -251,10 +252,19 @@ MAX_NEW_TOKENS = 128  # of a caption
 RepetitionDetection = tuple[int, int, int]  # shortest and longest cycle in tokens, and how often it is repeated
 
 
+BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "minimum": (operator.ge, "at least"),
+    "above": (operator.gt, "above"),
+    "maximum": (operator.le, "at most"),
+    "below": (operator.lt, "below"),
+}
+
+
 def setting(default: Any, help: str, limits: str = "", fits: Callable[[Any], bool] | None = None, **flag: Any) -> Any:
     """A field of an options record: default, help, and the check fits(value), whose limits an error names.
 
-    flag holds what else its command-line flag needs; a value other than the default must be one of its choices.
+    flag holds the bounds of a number, of BOUNDS, and what else its command-line flag needs; a value other than the
+    default must be one of its choices.
     """
     return field(default=default, metadata={"help": help, "limits": limits, "fits": fits, **flag})
 
@@ -267,6 +277,10 @@ def check_settings(record: Any) -> None:
             raise InputError(f"{f.name}={value} is none of {', '.join(choices)}")
         if fits is not None and not fits(value):
             raise InputError(f"{f.name}={value} must be {f.metadata['limits']}")
+        bounds = [(*BOUNDS[name], f.metadata[name]) for name in BOUNDS if name in f.metadata]
+        if value is not None and not all(is_within(value, bound) for is_within, _, bound in bounds):
+            limits = " and ".join(f"{words} {bound}" for _, words, bound in bounds)
+            raise InputError(f"{f.name}={value} must be {limits}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,40 +292,26 @@ class SamplingParams:
     """
 
     repetition_penalty: float = setting(
-        1.0, "above 1, tokens of the prompt and the answer become less likely",
-        "above 0", lambda x: 0 < x < math.inf, metavar="X",
-    )  # fmt: skip
+        1.0, "above 1, tokens of the prompt and the answer become less likely", above=0, below=math.inf
+    )
     frequency_penalty: float = setting(
         0.0, "subtracted from a token's logit for each time it is in the answer; below 0 favors it",
-        "in [-2, 2]", lambda x: -2 <= x <= 2, metavar="X",
+        minimum=-2, maximum=2,
     )  # fmt: skip
     presence_penalty: float = setting(
-        0.0, "subtracted once from the logits of tokens in the answer; below 0 favors them",
-        "in [-2, 2]", lambda x: -2 <= x <= 2, metavar="X",
-    )  # fmt: skip
-    no_repeat_ngram_size: int = setting(
-        0, "no N tokens follow each other twice in an answer; 0 is off",
-        "0 (off) or more", lambda n: n >= 0, metavar="N",
-    )  # fmt: skip
+        0.0, "subtracted once from the logits of tokens in the answer; below 0 favors them", minimum=-2, maximum=2
+    )
+    no_repeat_ngram_size: int = setting(0, "no N tokens follow each other twice in an answer; 0 is off", minimum=0)
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that cannot be generated
-    temperature: float = setting(
-        0.0, "sampling temperature; 0 is greedy", "0 (greedy) or more", lambda x: 0 <= x < math.inf, metavar="X"
-    )
-    top_k: int = setting(
-        0, "sample among the K most likely tokens; 0 is all", "0 (all) or more", lambda x: x >= 0, metavar="K"
-    )
+    temperature: float = setting(0.0, "sampling temperature; 0 is greedy", minimum=0, below=math.inf)
+    top_k: int = setting(0, "sample among the K most likely tokens; 0 is all", minimum=0, metavar="K")
     top_p: float = setting(
-        1.0, "sample among the most likely tokens whose probabilities sum to P",
-        "in (0, 1]", lambda x: 0 < x <= 1, metavar="P",
-    )  # fmt: skip
+        1.0, "sample among the most likely tokens whose probabilities sum to P", above=0, maximum=1, metavar="P"
+    )
     min_p: float = setting(
-        0.0, "drop tokens less likely than P times the most likely one",
-        "in [0, 1]", lambda x: 0 <= x <= 1, metavar="P",
-    )  # fmt: skip
-    seed: int | None = setting(
-        None, "seed of the random generator, for reproducible samples",
-        "in [0, 2^63)", lambda x: x is None or 0 <= x < 2**63, metavar="N",
-    )  # fmt: skip
+        0.0, "drop tokens less likely than P times the most likely one", minimum=0, maximum=1, metavar="P"
+    )
+    seed: int | None = setting(None, "seed of the random generator, for reproducible samples", minimum=0, below=2**63)
     repetition_detection: RepetitionDetection = setting(  # noqa: RUF009 (a setting is a field)
         (0, 0, 0), "end an answer that repeats a cycle of MIN to MAX tokens COUNT times; a COUNT of 0 is off",
         "three numbers: MIN to MAX tokens, from 1 on, and a COUNT of 0 (off), or 2 or more",

@@ -74,9 +74,7 @@ class ModelOptions:
     max_tiles: int | None = setting(
         None,
         "split an image into at most N tiles: faster, less detail",
-        "1 (an image is resized to one tile) or more",
-        lambda n: n is None or n >= 1,
-        metavar="N",
+        minimum=1,
         default_text="as many as in training",
     )
     image_cache_dir: str | Path | None = setting(  # noqa: RUF009
@@ -119,9 +117,7 @@ class GenerationOptions(SamplingParams):
         action="append",
         metavar="TEXT",
     )
-    max_new_tokens: int = setting(
-        MAX_NEW_TOKENS, "maximum length of an answer", "1 or more", lambda n: n >= 1, metavar="N"
-    )
+    max_new_tokens: int = setting(MAX_NEW_TOKENS, "maximum length of an answer", minimum=1)
     start_with: str = setting(
         "",
         "beginning of each answer, which the model continues",

@@ -3,7 +3,6 @@
 import ipaddress
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from models.config import check_settings, setting
 from nanovlm.errors import UsageError
@@ -12,29 +11,26 @@ MiB = 2**20
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 
 
-def limit(default: Any, metavar: str, help: str, minimum: int = 1, **flag: Any) -> Any:
-    """A number with a minimum."""
-    return setting(default, help, f"{minimum} or more", lambda n: n >= minimum, metavar=metavar, **flag)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """How much a server accepts."""
 
-    max_num_seqs: int = limit(32, "N", "sequences decoded at once")
-    max_pending: int = limit(64, "N", "sequences that may wait, --max-body each; clients of more get 429", 0)
-    max_body: int = limit(20 * MiB, "BYTES", "size of a request, and of its remote images", default_text="20 MiB")
-    image_cache: int = limit(
-        128 * MiB, "BYTES", "memory for encoded images, which are not encoded again; 0 keeps none", 0,
-        default_text="128 MiB",
+    max_num_seqs: int = setting(32, "sequences decoded at once", minimum=1)
+    max_pending: int = setting(64, "sequences that may wait, --max-body each; clients of more get 429", minimum=0)
+    max_body: int = setting(
+        20 * MiB, "size of a request, and of its remote images", minimum=1, metavar="BYTES", default_text="20 MiB"
+    )
+    image_cache: int = setting(
+        128 * MiB, "memory for encoded images, which are not encoded again; 0 keeps none",
+        minimum=0, metavar="BYTES", default_text="128 MiB",
     )  # fmt: skip
-    prefix_cache: int = limit(
-        256 * MiB, "BYTES",
-        "memory for keys and values of earlier chats, whose next turn computes only what is new; 0 keeps none", 0,
-        default_text="256 MiB",
+    prefix_cache: int = setting(
+        256 * MiB,
+        "memory for keys and values of earlier chats, whose next turn computes only what is new; 0 keeps none",
+        minimum=0, metavar="BYTES", default_text="256 MiB",
     )  # fmt: skip
-    max_pixels: int = limit(40_000_000, "N", "pixels of an image", default_text="40,000,000")
-    timeout: float = limit(120.0, "S", "seconds for a request, waiting included")
+    max_pixels: int = setting(40_000_000, "pixels of an image", minimum=1, default_text="40,000,000")
+    timeout: float = setting(120.0, "seconds for a request, waiting included", minimum=1, metavar="S")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +40,7 @@ class ServerOptions:
     host: str = setting(
         "127.0.0.1", "address of this machine to listen on; one that other machines can reach needs a key"
     )
-    port: int = setting(
-        8000, "port to listen on; 0 is any free one",
-        "from 0 to 65535; 0 takes any free port", lambda port: 0 <= port <= 65535, metavar="N",
-    )  # fmt: skip
+    port: int = setting(8000, "port to listen on; 0 is any free one", minimum=0, maximum=65535)
     api_key: str | None = setting(
         None, "key that clients must send; ps does not show it in NANOVLM_API_KEY", metavar="KEY"
     )

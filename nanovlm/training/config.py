@@ -5,41 +5,30 @@ keys of run.yaml and the keyword arguments of Python are made from them.
 """
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from models.config import check_settings
-from models.config import setting as limited
+from models.config import setting as bounded
 from nanovlm.embedded import EMBEDDED
 from nanovlm.errors import InputError
 from nanovlm.options import ReadOptions
 
 BASE_FORMATS = ("bfloat16", "int8", "int4")  # of the frozen weights of a LoRA run, beside float32
-LIMITS = {
-    "minimum": (operator.ge, "at least"),
-    "above": (operator.gt, "above"),
-    "maximum": (operator.le, "at most"),
-    "below": (operator.lt, "below"),
-}
 
 
 def setting(default: Any, help: str, *, needs: str = "", **options: Any) -> Any:
-    """A field with a flag, see `models.config.setting`. options are its limits, of LIMITS, and more for the flag.
+    """A field with a flag, see `models.config.setting`; a number without a lower bound is at least 0, and finite.
 
-    A number without a lower limit is at least 0. needs names the condition under which the setting has an effect.
+    needs names the condition under which the setting has an effect.
     """
     if isinstance(default, int | float) and not options.keys() & {"minimum", "above"}:
         options["minimum"] = 0
-    limits = {limit: options.pop(limit) for limit in LIMITS if limit in options}
-    words = " and ".join(f"{LIMITS[limit][1]} {bound}" for limit, bound in limits.items())
-
-    def fits(value: Any) -> bool:
-        return value is None or (math.isfinite(value) and all(LIMITS[k][0](value, x) for k, x in limits.items()))
-
-    return limited(default, help, f"a finite number {words}", fits if limits else None, needs=needs, **options)
+    if isinstance(default, float) and not options.keys() & {"maximum", "below"}:
+        options["below"] = math.inf
+    return bounded(default, help, needs=needs, **options)
 
 
 @dataclass(frozen=True)
@@ -240,7 +229,9 @@ class FinetuneOptions:
         needs="held out",
         action="append",
     )
-    epochs: float | None = setting(None, "show each example N times, instead of --max-steps", above=0, needs="data")
+    epochs: float | None = setting(
+        None, "show each example N times, instead of --max-steps", above=0, below=math.inf, needs="data"
+    )
     push_to_hub: str | None = setting(
         None, "upload every saved model to the Hub; a new repository is private", metavar="OWNER/NAME", needs="data"
     )

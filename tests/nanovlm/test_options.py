@@ -39,7 +39,7 @@ def test_fields_of_sampling_are_keywords(random_captioner):
 def test_wrong_keywords_are_named(captioner):
     with pytest.raises(TypeError, match="'temprature'; GenerationOptions takes .*temperature, .*max_new_tokens"):
         captioner.caption(SAMPLE, temprature=0.5)
-    wrong = {"temperature": (-1, "0"), "start_with": (3, "a text"), "max_new_tokens": (0, "1 or more")}
+    wrong = {"temperature": (-1, "at least 0"), "start_with": (3, "a text"), "max_new_tokens": (0, "at least 1")}
     for name, (value, limits) in wrong.items():
         with pytest.raises(InputError, match=f"{name}={value} must be {limits}"):
             captioner.caption(SAMPLE, **{name: value})

@@ -109,7 +109,7 @@ def test_failed_line_is_one_error_line_and_the_chat_continues(chat, lines, words
 
 def test_chat_that_cannot_start_is_one_error_line(chat, model_folder, tmp_path):
     assert chat("?\n", "missing.png") == (1, "", "missing.png: No such file or directory\n")
-    assert_usage_error(chat("?\n", "--max-new-tokens", "0"), "0 must be 1 or more", program="nanovlm chat")
+    assert_usage_error(chat("?\n", "--max-new-tokens", "0"), "0 must be at least 1", program="nanovlm chat")
     assert_usage_error(chat("?\n", "--nonsense"), "--nonsense", program="nanovlm")
     folder = shutil.copytree(model_folder, tmp_path / "model")
     raw = json.loads((folder / "config.json").read_text())

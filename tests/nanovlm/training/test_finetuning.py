@@ -440,7 +440,7 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
         ("--data mine --out out --validate-every 5", ["--validate-every has no effect without --validation"]),
         ("--data mine --out out --epochs 1 --max-steps 2", ["--epochs and --max-steps"]),
         ("--data scenes --out out --epochs 1", ["--epochs needs data whose size is known", "--max-steps"]),
-        ("--data mine --out out --epochs 0", ["--epochs 0.0 must be a finite number above 0"]),
+        ("--data mine --out out --epochs 0", ["--epochs 0.0 must be above 0 and below inf"]),
         ("--config nowhere.yaml", ["nowhere.yaml cannot be read"]),
         (
             "--data mine --out out --validation 0 --metric-for-best-model f1",
