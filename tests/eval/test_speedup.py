@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_wrong_flags_are_one_line_and_exit_code_2(flags, message, capsys):
 
 
 def test_without_its_package_a_plot_names_the_extra(capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="2"):
         main(["--plot", "plot.png"])
     assert "nanovlm[eval]" in capsys.readouterr().err

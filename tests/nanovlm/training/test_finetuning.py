@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -467,7 +468,7 @@ def test_a_model_without_checkpoints_is_not_overwritten(train):
 
 def test_without_tensorboard_its_flag_names_the_extra(train, monkeypatch):
     scenes(2)
-    monkeypatch.setattr("nanovlm.cli.train.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert_usage_error(train("--data", "mine", *QUICK, "--tensorboard"), "nanovlm[tensorboard]", program="train.py")
 
 
