@@ -171,7 +171,9 @@ def measure(
             for name, seconds in interleave(contestants, rounds, warmup=0 if stage == "cold-start" else 1).items():
                 roofline_ms = None
                 if title in costs:
-                    roofline_ms = 1000 * costs[title].roofline_s(by_name[name].weight_bytes, by_name[name].dtype)
+                    engine = by_name[name]
+                    limits = memory_bandwidth(), matmul_flops(engine.dtype)
+                    roofline_ms = 1000 * costs[title].roofline_s(engine.weight_bytes, *limits)
                 results.append(Result(title, name, 1000 * median(seconds), 1000 * min(seconds), roofline_ms))
     return results
 

@@ -122,12 +122,14 @@ def compare(model: GPT, twin: GPT_kv, inputs: Tensor, sampled: bool) -> tuple[in
 
 
 @torch.no_grad()
-def time_long_generation(rounds: int, n_tokens: int) -> tuple[list[float], list[float], bool]:
+def time_long_generation(
+    rounds: int, n_tokens: int, measure: Callable[[Callable[[], Tensor]], float] = measure_seconds
+) -> tuple[list[float], list[float], bool]:
     """Seconds of gpt-mini with random weights, without and with a cache, and whether the greedy tokens are the same."""
     model, idx = GPT_kv(GPTConfig("gpt-mini", vocab_size=9, block_size=500)).eval(), torch.tensor([PROMPT])
     calls = [partial(generate, idx, n_tokens) for generate in (model.generate, model.generate_kv)]
     identical = torch.equal(*(call() for call in calls))  # warms up both
-    timings = interleave({str(call): partial(measure_seconds, call) for call in calls}, rounds, warmup=0)
+    timings = interleave({str(call): partial(measure, call) for call in calls}, rounds, warmup=0)
     uncached, cached = timings.values()
     return uncached, cached, identical
 

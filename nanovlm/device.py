@@ -8,7 +8,7 @@ scheduled holds up all.
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,13 +24,14 @@ MIN_CPU_SHARE = 0.7  # CPU time over wall time of a thread below which the machi
 MEASURED_CALLS = 6
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, available: Sequence[str] | None = None) -> torch.device:
     """The device of that name; auto is CUDA, else Apple's MPS, else the CPU. InputError if it is not available.
 
     Under torchrun each process gets the GPU of its LOCAL_RANK.
     """
-    is_available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    available = [device for device in is_available if is_available[device]]
+    if available is None:
+        is_available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+        available = [device for device in is_available if is_available[device]]
     if name == "auto":
         name = available[0]
     if name not in available:
@@ -69,7 +70,7 @@ def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast_bfloat16(device) else torch.float32
 
 
-def fast_bfloat16(device: torch.device) -> bool:
+def fast_bfloat16(device: torch.device, cpu_info: Callable[[str], str] = cpu_info) -> bool:
     """Whether PyTorch multiplies matrices faster in bfloat16 than in float32.
 
     On Intel CPUs that takes AMX: with AVX-512 alone a bfloat16 matmul takes twice as long.

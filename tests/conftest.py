@@ -68,15 +68,40 @@ def encoder_decoder(tiny_config):
 @pytest.fixture(scope="session")
 def model_and_processor():
     """A model of the embedded one's sizes with random weights, whose answers end now and then; and its processor."""
-    from nanovlm.synthetic.recipe import make_model
+    from models.checkpoint import load_config
+    from nanovlm import EMBEDDED
+    from nanovlm.processing.processor import Processor
+    from nanovlm.processing.tokenizer import Tokenizer
 
+    cfg = load_config(EMBEDDED)
+    processor = Processor(cfg, Tokenizer.from_pretrained(EMBEDDED, cfg))
     with torch.random.fork_rng():
-        model, processor = make_model(0)
+        torch.manual_seed(0)
+        model = VisionLanguageModel(cfg, processor.tokenizer.image_token_id)
         torch.manual_seed(7)
         randomize(model).eval()
     with torch.no_grad():
         model.decoder.head.weight[processor.tokenizer.eos_token_id] *= 1.35
     return model, processor
+
+
+class FakeHub(dict):
+    """Folders by repository and revision; `calls` holds what was downloaded, and the patterns of its files."""
+
+    def __init__(self):
+        self.calls = []
+
+    def download(self, name, revision=None, allow_patterns=None):
+        self.calls.append((name, revision, allow_patterns))
+        return str(self[name, revision])
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub to fill with folders."""
+    hub = FakeHub()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.download)
+    return hub
 
 
 @pytest.fixture(scope="session")

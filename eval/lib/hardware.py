@@ -92,9 +92,9 @@ class StageCost:
     weights: int
     flops: int
 
-    def roofline_s(self, weight_bytes: float, dtype: torch.dtype) -> float:
-        """Seconds to read the weights, or to compute in dtype, whichever is longer; weight_bytes is of one entry."""
-        return max(self.weights * weight_bytes / memory_bandwidth(), self.flops / matmul_flops(dtype))
+    def roofline_s(self, weight_bytes: float, bytes_per_s: float, flops_per_s: float) -> float:
+        """Seconds to read the weights, or to compute, whichever is longer; weight_bytes is of one entry."""
+        return max(self.weights * weight_bytes / bytes_per_s, self.flops / flops_per_s)
 
 
 @torch.inference_mode()

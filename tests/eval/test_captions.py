@@ -5,14 +5,23 @@ import json
 import pytest
 
 from eval import captions
-from eval.captions import PRECISIONS, compare_precisions, comparison_failures, main, measure_turns, shared_prefix
+from eval.captions import (
+    PRECISIONS,
+    accuracy_table,
+    compare_precisions,
+    comparison_failures,
+    comparison_table,
+    main,
+    measure_turns,
+    shared_prefix,
+)
 from eval.lib.cpu_levels import levels_here
 from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
 
 
-def test_every_answer_that_is_not_right_is_listed(capsys):
-    assert main(["--scenes", "4", "--json"]) == 0
+def test_every_answer_that_is_not_right_is_listed(capsys, tmp_path):
+    assert main(["--scenes", "4", "--dtype", "float32", "--json", "--save", str(tmp_path)]) == 0
     results = json.loads(capsys.readouterr().out)
     splits = [results[name] for name in captions.SPLITS]
     assert [split["of"] for split in splits[:3]] == [4, 4, 12]
@@ -20,20 +29,18 @@ def test_every_answer_that_is_not_right_is_listed(capsys):
     for split in splits:
         assert sum(row["of"] for row in split["rows"].values()) == split["of"]
         assert sum(row["right"] for row in split["rows"].values()) == split["right"]
+    (path,) = tmp_path.iterdir()
+    assert accuracy_table(results, 0) in path.read_text() and "torch.float32" in path.read_text()
 
 
-def test_the_table_shows_shares_intervals_and_misses(monkeypatch, capsys):
-    def measure(captioner, *args, **options):
-        misses = [("captions", "Describe it.", "A red ring.", "A blue ring.")] * 2
-        rows = {"How many": {"right": 100, "of": 100}}
-        return {split: {"right": 98, "of": 100, "rows": rows} for split in captions.SPLITS} | {"missed": misses}
-
-    monkeypatch.setattr(captions, "measure", measure)
-    assert main(["--misses", "1", "--dtype", "float32"]) == 0
-    out = capsys.readouterr().out
+def test_the_table_shows_shares_intervals_and_misses():
+    misses = [("captions", "Describe it.", "A red ring.", "A blue ring.")] * 2
+    rows = {"How many": {"right": 100, "of": 100}}
+    results = {split: {"right": 98, "of": 100, "rows": rows} for split in captions.SPLITS} | {"missed": misses}
+    out = accuracy_table(results, 1)
     assert out.count("missed in captions") == 1 and "truth  A red ring.\n  answer A blue ring." in out
     assert "98.00%  (98 of 100, 95% interval 93.0 to 99.4)" in out and "answers to questions" in out
-    assert "100.00%  (100 of 100, 95% interval 96.3 to 100.0)" in out and "torch.float32" in out
+    assert "100.00%  (100 of 100, 95% interval 96.3 to 100.0)" in out
 
 
 @pytest.mark.full
@@ -75,8 +82,10 @@ def test_turns_are_printed_as_json_and_kept_as_a_table(capsys, tmp_path):
 
 
 @pytest.mark.full
-def test_every_precision_at_every_level_is_compared_with_plain_modules():
-    results = compare_precisions(4, "1")
+def test_every_precision_at_every_level_is_compared_with_plain_modules(capsys, tmp_path):
+    assert main(["--compare", "--scenes", "4", "--seed", "1", "--json", "--save", str(tmp_path)]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert comparison_table(results) in next(tmp_path.iterdir()).read_text()
     levels = levels_here() or ["none"]
     assert next(iter(results)) == "float32 none" and {name.split()[-1] for name in results} == {"none", *levels}
     assert len(results) == len(levels) * len(PRECISIONS) + (levels != ["none"])
@@ -101,13 +110,9 @@ def test_int8_keeps_what_float32_has_right():
 
 
 @pytest.mark.parametrize("kept", [0.98, 0.99])
-def test_int8_that_keeps_too_little_is_a_failure(monkeypatch, capsys, tmp_path, kept):
+def test_int8_that_keeps_too_little_is_a_failure(kept):
     row = {"right": 0.9, "kept": kept, "logits": 0.01, "prefix": 0.5, "ratio": 0.8}
-    monkeypatch.setattr(captions, "compare_precisions", lambda *args: {"float32 int8 avx2": row, "float32 none": row})
-    assert main(["--compare", "--save", str(tmp_path)]) == (kept < 0.99)
-    out, err = capsys.readouterr()
-    assert f"float32 int8 avx2  90.0%  {kept:.1%}   1.00%   50.0%  80.0%" in out
+    results = {"float32 int8 avx2": row, "float32 none": row}
+    assert f"float32 int8 avx2  90.0%  {kept:.1%}   1.00%   50.0%  80.0%" in comparison_table(results)
     message = "float32 int8 avx2 keeps less than 99% of float32's right captions"
-    assert err.splitlines()[1:] == ([message] if kept < 0.99 else [])
-    (path,) = tmp_path.iterdir()
-    assert path.read_text().endswith(f"{out}\n"), "what was printed is kept"
+    assert comparison_failures(results) == ([message] if kept < 0.99 else [])

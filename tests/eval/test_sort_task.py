@@ -80,10 +80,9 @@ def test_a_failure_is_a_sentence_and_exit_code_1(capsys, monkeypatch, changes, m
     assert "without KV caching: 2.000 +- 0.100 s" in out and "with KV caching:    0.500 +- 0.000 s, 4.00x" in out
 
 
-def test_the_long_generation_compares_tokens_and_takes_turns(monkeypatch):
+def test_the_long_generation_compares_tokens_and_takes_turns():
     seconds = iter([4.0, 1.0, 2.0, 3.0])  # of two interleaved rounds
-    monkeypatch.setattr("eval.sort_task.measure_seconds", lambda call: next(seconds))
-    assert time_long_generation(2, n_tokens=3) == ([4.0, 2.0], [1.0, 3.0], True)
+    assert time_long_generation(2, n_tokens=3, measure=lambda call: next(seconds)) == ([4.0, 2.0], [1.0, 3.0], True)
 
 
 def test_it_runs_on_one_thread_and_restores_the_count():

@@ -340,12 +340,11 @@ def test_snapshot_path_takes_folders_and_refuses_other_names(folder, monkeypatch
             snapshot_path(name)
 
 
-def test_a_hub_id_is_downloaded_at_its_revision(folder, monkeypatch):
-    options = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **how: options.append((name, how)) or folder)
+def test_a_hub_id_is_downloaded_at_its_revision(folder, hub):
+    hub["owner/name", "v1"] = folder
     assert load_model(snapshot_path("owner/name", "v1"), load_config(folder), 3).cfg == load_config(folder)
     patterns = ["config.json", "*.safetensors", "model.safetensors.index.json", "tokenizer.json", *other_files()]
-    assert options == [("owner/name", {"revision": "v1", "allow_patterns": patterns})]
+    assert hub.calls == [("owner/name", "v1", patterns)]
 
 
 def test_a_missing_hub_model_raises_in_one_line_offline(tmp_path, monkeypatch):

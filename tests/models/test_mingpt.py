@@ -343,12 +343,10 @@ def test_loaded_weights_can_be_trained(gpt2):
 
 
 @pytest.mark.parametrize(("name", "repo_id"), [("gpt2-xl", "openai-community/gpt2-xl"), ("me/mine", "me/mine")])
-def test_a_name_is_downloaded_from_the_hub(gpt2, monkeypatch, name, repo_id):
-    calls = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **kw: calls.append((repo, kw)) or gpt2[1])
+def test_a_name_is_downloaded_from_the_hub(gpt2, hub, name, repo_id):
+    hub[repo_id, None] = gpt2[1]
     assert GPT_kv.from_pretrained(name).config.n_layer == 2
-    ((repo, options),) = calls
-    assert repo == repo_id and options["allow_patterns"] == ["config.json", "model*.safetensors*"]
+    assert hub.calls == [(repo_id, None, ["config.json", "model*.safetensors*"])]
 
 
 def without(name):

@@ -7,7 +7,7 @@ from models.decoding import SamplingParams
 from nanovlm import Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.errors import InputError
-from support import noise_image
+from support import noise_image, watch
 
 QUESTIONS = ["What is this?", "How many are there? <|image|>", "?", "And where is the ring, if there is any?", "?"]
 
@@ -46,15 +46,13 @@ def test_every_turn_is_answered_as_if_the_whole_chat_were_read(captioner, n, sam
         assert session.history == [*before, (question, answer)] and len(before) == turn
 
 
-def test_images_are_encoded_once_and_turns_prefill_only_new_tokens(captioner, monkeypatch):
-    session, encoded = ChatSession(captioner, [noise_image(50, 30)]), []
-    encode = captioner.model.vision_encoder.forward
-    monkeypatch.setattr(captioner.model.vision_encoder, "forward", lambda x: encoded.append(len(x)) or encode(x))
-    prefilled, tokenizer = [], captioner.tokenizer
-    for _ in range(8):
-        assert "".join(session.ask("?", max_new_tokens=6)) == session.history[-1][1]
-        prefilled.append(session.tokens_read)
-    assert encoded == [len(session.images)]
+def test_images_are_encoded_once_and_turns_prefill_only_new_tokens(captioner):
+    session, prefilled, tokenizer = ChatSession(captioner, [noise_image(50, 30)]), [], captioner.tokenizer
+    with watch(captioner.model.vision_encoder) as encoded:
+        for _ in range(8):
+            assert "".join(session.ask("?", max_new_tokens=6)) == session.history[-1][1]
+            prefilled.append(session.tokens_read)
+    assert encoded == [tuple(session.images.shape)]
     turn = len(captioner.processor.encode_prompt([], "?")) + 8  # 8 for the template's text after an answer
     longest = max(len(tokenizer.encode(answer)) for _, answer in session.history)
     assert prefilled[0] == len(captioner.processor.encode_prompt(session.grids, "?"))
@@ -88,12 +86,13 @@ def test_question_that_could_not_be_read_leaves_no_trace(captioner):
     assert answer == recomputed_answer(session, "Why?", history, max_new_tokens=7)
 
 
-def test_reset_clears_history_and_keeps_encoded_images(captioner, monkeypatch):
+def test_reset_clears_history_and_keeps_encoded_images(captioner):
     session = ChatSession(captioner, [noise_image(50, 30)])
     first = ["".join(session.ask(question, max_new_tokens=7)) for question in QUESTIONS[:3]]
     session.reset()
-    monkeypatch.setattr(captioner.model.vision_encoder, "forward", lambda x: pytest.fail("encoded again"))
-    assert ["".join(session.ask(question, max_new_tokens=7)) for question in QUESTIONS[:3]] == first
+    with watch(captioner.model.vision_encoder) as encoded:
+        assert ["".join(session.ask(question, max_new_tokens=7)) for question in QUESTIONS[:3]] == first
+    assert not encoded
 
 
 def test_too_long_chat_raises_input_error(captioner):

@@ -48,9 +48,9 @@ def test_omp_num_threads_is_followed(tmp_path, monkeypatch):
 
 def test_threads_are_set_for_pytorch(monkeypatch):
     assert set_threads("3") == torch.get_num_threads() == 3
-    monkeypatch.setattr("nanovlm.device.available_threads", lambda: 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert set_threads("auto") == torch.get_num_threads() == 2
-    monkeypatch.setattr("nanovlm.device.available_threads", lambda: 9)
+    monkeypatch.setenv("OMP_NUM_THREADS", "9")
     assert set_threads("auto") == 2, "never more than PyTorch itself would use"
     for wrong in ("0", "-1", "x", "1.5"):
         with pytest.raises(UsageError, match=f"--threads {wrong}"):

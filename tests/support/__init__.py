@@ -3,6 +3,7 @@
 import random
 import struct
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ def randomize(model: torch.nn.Module) -> torch.nn.Module:
         else:
             parameter.copy_(torch.randn_like(parameter) * 1.5 * parameter[0].numel() ** -0.5)
     return model
+
+
+@contextmanager
+def watch(module):
+    """Record the shape of the first input of every call of a module."""
+    shapes = []
+    hook = module.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
+    try:
+        yield shapes
+    finally:
+        hook.remove()
 
 
 def noise_image(width=60, height=40, seed=0):

@@ -7,7 +7,7 @@ import torch
 
 from eval.lib.cache_study import Sizes, designs_table, generations_table, make_case, measure_case, timeline
 
-SIZES = Sizes((4, 8, 12), prompts=(8, 20), batches=(1, 3), window=6, rounds=2)
+SIZES = Sizes((4, 8, 12), prompts=(8, 20), batches=(1, 3), window=6, rounds=1)
 IDS, TWIN_IDS = torch.tensor([[5, 3, 3, 3, 3, 7, 9]]), torch.tensor([[20, 21, 22]])
 EXACT = 2 * 2 * 2 * 4 * 4  # keys and values, blocks, kv heads, channels, bytes of float32
 

@@ -26,7 +26,7 @@ def test_every_prompt_of_the_recipe_and_of_the_command_line_is_asked():
 
 
 def test_what_training_asks_is_told_from_what_it_does_not():
-    trained = trained_prompts()
+    trained = trained_prompts(300)
     assert {simplified(prompt) for prompt in CAPTION_PROMPTS} <= trained
     assert simplified("How many objects are there?") in trained
     assert simplified("Describe everything in the picture.") not in trained

@@ -3,6 +3,7 @@
 import re
 from random import Random
 
+import pytest
 import torch
 
 from eval.lib.speculation import doctags, measure_doctags, small_config, speculation, speculation_table, train_decoder
@@ -26,6 +27,7 @@ def test_tokens_per_step_are_counted_after_the_prefill():
     assert "2 of 2" in speculation_table("", results)
 
 
+@pytest.mark.full
 def test_guesses_on_doctags_count_as_on_the_text_itself():
     page, opened = doctags(rng := Random("doctags")), []
     for tag in re.findall(r"</?[a-z]\w+>", re.sub(r"<(fcel|nl|loc_\d+)>", "", "".join(page))):

@@ -305,30 +305,23 @@ def test_backbones_with_a_tokenizer_make_a_model_folder(tmp_path, pair):
 
 
 @pytest.fixture
-def hub(pair, tmp_path, monkeypatch):
-    """A Hub with a SigLIP and a Llama, whose v1 differs from its main branch; returns what it is asked for."""
+def backbones(hub, pair, tmp_path, monkeypatch):
+    """A Hub with a SigLIP and a Llama, whose v1 differs from its main branch."""
     says = shutil.copytree(pair[1], tmp_path / "v1")
     state = load_file(says / "model.safetensors")
     save_file(state | {"model.norm.weight": state["model.norm.weight"] + 1}, says / "model.safetensors")
-    there = {("some/siglip", "abc"): pair[0], ("some/llama", None): pair[1], ("some/llama", "v1"): says}
-    options = []
-
-    def snapshot_download(name, revision, allow_patterns):
-        options.append((name, revision, allow_patterns))
-        return str(there[name, revision])
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    hub |= {("some/siglip", "abc"): pair[0], ("some/llama", None): pair[1], ("some/llama", "v1"): says}
     monkeypatch.chdir(tmp_path)
-    return options
 
 
+@pytest.mark.usefixtures("backbones")
 def test_each_backbone_is_read_at_its_revision(hub, pair):
     main, v1 = (
         from_backbones("some/siglip", "some/llama", vision_revision="abc", language_revision=revision, **FOLD)
         for revision in (None, "v1")
     )
     assert torch.equal(main.decoder.norm.weight + 1, v1.decoder.norm.weight)
-    assert [call[:2] for call in hub] == [
+    assert [call[:2] for call in hub.calls] == [
         *(("some/siglip", "abc"), ("some/llama", None)),
         *(("some/siglip", "abc"), ("some/llama", "v1")),
     ]
@@ -336,7 +329,7 @@ def test_each_backbone_is_read_at_its_revision(hub, pair):
     shutil.copy(EMBEDDED / "tokenizer.json", "v1")
     cfg = find_backbones(*pair, lm_vocab_size=700, **FOLD).cfg
     assert Tokenizer.from_backbone("some/llama", cfg, "v1").image_token_id == 599
-    assert hub[-1] == ("some/llama", "v1", ["tokenizer.json"])
+    assert hub.calls[-1] == ("some/llama", "v1", ["tokenizer.json"])
 
 
 def test_without_a_tokenizer_the_image_token_follows_the_base_vocabulary(pair):

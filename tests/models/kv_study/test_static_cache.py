@@ -1,4 +1,4 @@
-"""Exported graphs with static caches match the models, also after saving and loading, and do not branch on data."""
+"""Static caches match the models; so do their exported graphs, saved and loaded, which do not branch on data."""
 
 import io
 from itertools import count
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from models.decoding import GREEDY, SamplingParams, TokenSampler, generate_tokens
-from models.kv_study.static_cache import language_model_cache, text_decoder_cache
+from models.kv_study.static_cache import LanguageModelStep, language_model_cache, text_decoder_cache
 from models.kv_study.static_export import EXAMPLE_BATCH, export_language_model, export_text_decoder
 
 CAPACITY = 24
@@ -44,51 +44,59 @@ def data_dependent_calls(program):
 
 @pytest.fixture(scope="module")
 def language_model(tiny_model):
-    """A model, its exported programs, and the same programs after saving and loading."""
-    model = tiny_model(seed=5)
-    programs = export_language_model(model.decoder, CAPACITY)
-    return model, programs, save_and_load(programs)
+    return tiny_model(seed=5)
+
+
+@pytest.fixture(scope="module")
+def programs(language_model):
+    return export_language_model(language_model.decoder, CAPACITY)
+
+
+@pytest.fixture(scope="module", params=["modules", pytest.param("exported", marks=pytest.mark.full)])
+def steps(request, language_model):
+    """The steps as modules, and as programs that were exported, saved and loaded."""
+    if request.param == "exported":
+        return save_and_load(request.getfixturevalue("programs"))
+    return dict.fromkeys(("prefill", "decode"), LanguageModelStep(language_model.decoder))
 
 
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(temperature=1.0, seed=3)], ids=["greedy", "sampled"]
 )
 @pytest.mark.parametrize(("batch", "padding"), [(1, 0), (5, 2)])
-def test_exported_language_model_generates_the_same_ids(language_model, sampling, batch, padding):
+def test_language_model_steps_generate_the_same_ids(language_model, steps, sampling, batch, padding):
     """The same graphs serve every batch size."""
-    model, _, module = language_model
     images = torch.rand(batch, 3, 16, 16)
     ids = torch.randint(4, 40, (batch, 9))
     ids[:, 3:7] = 3
     mask = torch.ones(batch, CAPACITY, dtype=torch.long)
     ids[0, :padding], mask[0, :padding] = 0, 0
-    expected = model.generate(ids, images, mask[:, :9], max_new_tokens=12, sampling=sampling)
+    expected = language_model.generate(ids, images, mask[:, :9], max_new_tokens=12, sampling=sampling)
 
-    cache = language_model_cache(model.decoder, batch, CAPACITY)
+    cache = language_model_cache(language_model.decoder, batch, CAPACITY)
     with torch.no_grad():
-        x = model.embed(ids, images)
+        x = language_model.embed(ids, images)
     for _ in range(2):  # the second run must ignore what the first left in the cache
-        output = generate(lambda name, x, start: module[name](x, mask, start, cache), x, 12, sampling)
+        output = generate(lambda name, x, start: steps[name](x, mask, start, cache), x, 12, sampling)
         assert torch.equal(output, expected)
 
 
-def test_chunked_prefill_matches_a_single_pass(language_model):
+def test_chunked_prefill_matches_a_single_pass(language_model, steps):
     """To 1e-5, for chunks of different lengths."""
-    model, _, module = language_model
-    x = torch.randn(2, 11, 24)
-    mask, cache = torch.ones(2, CAPACITY, dtype=torch.long), language_model_cache(model.decoder, 2, CAPACITY)
+    decoder, x = language_model.decoder, torch.randn(2, 11, 24)
+    mask, cache = torch.ones(2, CAPACITY, dtype=torch.long), language_model_cache(decoder, 2, CAPACITY)
     with torch.no_grad():
         for start, stop in ((0, 4), (4, 6), (6, 11)):
-            logits = module["prefill"](x[:, start:stop], mask, torch.tensor(start), cache)
-            whole = model.decoder.head(model.decoder(x[:, :stop])[0][:, -1])
+            logits = steps["prefill"](x[:, start:stop], mask, torch.tensor(start), cache)
+            whole = decoder.head(decoder(x[:, :stop])[0][:, -1])
             torch.testing.assert_close(logits, whole, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["prefill", "decode"])
-def test_graph_does_not_branch_on_data_and_writes_the_cache_in_place(language_model, name):
-    program = language_model[1][name]
-    assert not data_dependent_calls(program)
-    assert any("index_copy_" in target for target in targets(program))
+@pytest.mark.full
+def test_graphs_do_not_branch_on_data_and_write_the_cache_in_place(programs):
+    for program in programs.values():
+        assert not data_dependent_calls(program)
+        assert any("index_copy_" in target for target in targets(program))
 
 
 @pytest.fixture(scope="module")
@@ -129,20 +137,19 @@ def test_exported_text_decoder_generates_what_the_model_generates(text_decoder, 
 
 @pytest.mark.full
 @torch.no_grad()
-def test_executorch_runs_the_same_graphs(language_model, tmp_path):
+def test_executorch_runs_the_same_graphs(language_model, programs, tmp_path):
     """Its programs return the caches that ours write in place, and keep the batch size of the export."""
     exir = pytest.importorskip("executorch.exir", reason="no executorch; pip install executorch")
     from executorch.runtime import Runtime
 
-    model, programs, module = language_model
-    methods, kept = {}, []  # a method needs its program
+    module, methods, kept = save_and_load(programs), {}, []  # a method needs its program
     for name, program in programs.items():
         (tmp_path / name).write_bytes(exir.to_edge(program).to_executorch().buffer)
         kept.append(Runtime.get().load_program(tmp_path / name))
         methods[name] = kept[-1].load_method("forward")
     mask = torch.ones(EXAMPLE_BATCH, CAPACITY, dtype=torch.long)
-    x = model.embed_tokens(torch.randint(4, 40, (EXAMPLE_BATCH, 5)))
-    cache = language_model_cache(model.decoder, EXAMPLE_BATCH, CAPACITY)
+    x = language_model.embed_tokens(torch.randint(4, 40, (EXAMPLE_BATCH, 5)))
+    cache = language_model_cache(language_model.decoder, EXAMPLE_BATCH, CAPACITY)
     theirs = [tensor.clone() for pair in cache for tensor in pair]
     for start, name in ((0, "prefill"), (5, "decode"), (6, "decode"), (7, "decode")):
         expected = module[name](x, mask, torch.tensor(start), cache)
@@ -153,6 +160,6 @@ def test_executorch_runs_the_same_graphs(language_model, tmp_path):
 
 def test_a_capacity_beyond_the_positions_raises(language_model, encoder_decoder):
     with pytest.raises(ValueError, match=r"capacity=65 exceeds lm_max_position_embeddings=64"):
-        language_model_cache(language_model[0].decoder, 1, 65)
+        language_model_cache(language_model.decoder, 1, 65)
     with pytest.raises(ValueError, match=r"capacity=65 exceeds the decoder's n_ctx=64"):
         text_decoder_cache(encoder_decoder.decoder, 1, 65)

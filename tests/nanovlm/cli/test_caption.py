@@ -220,9 +220,8 @@ def test_a_caption_imports_little():
     assert len(files) <= MAX_FILES_OF_A_CAPTION, sorted(files)
 
 
-def test_without_arguments_the_sample_is_captioned(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["generate.py"])
-    assert cli.run_verb("caption") == 0
+def test_without_arguments_the_sample_is_captioned(capsys):
+    assert cli.run_verb("caption", []) == 0
     out, err = capsys.readouterr()
     assert err == "" and out == f"{Captioner.from_pretrained().caption(SAMPLE)}\n"
     assert out.endswith("background.\n")

@@ -90,7 +90,7 @@ def test_a_missing_library_names_its_extra(monkeypatch):
 
 def test_a_metric_of_the_users_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.syspath_prepend(tmp_path / "nothing")  # which restores the path at the end
     (tmp_path / "my_metrics.py").write_text(
         "def longer(answer, references):\n    return len(answer) > len(references[0])\n\n"
         "def broken(answer, references):\n    return answer[99]\n"

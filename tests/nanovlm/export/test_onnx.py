@@ -54,10 +54,10 @@ def test_int8_captions_the_sample(onnx_folder, embedded, images):
     assert_same_answers(exported(onnx_folder, embedded, "_quantized"), embedded, [images[:1]], [PROMPT])
 
 
-def test_the_processor_of_the_folder_fits_the_graphs(onnx_folder, embedded, images, monkeypatch):
+def test_the_processor_of_the_folder_fits_the_graphs(onnx_folder, embedded, images):
     """transformers' processor normalises pixels; the vision encoder takes them as they are."""
+    pytest.importorskip("num2words")  # without which SmolVLM's processor will not load
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr(transformers.models.smolvlm.processing_smolvlm, "num2words", str, raising=False)
     processor = transformers.AutoProcessor.from_pretrained(onnx_folder)
     inputs = processor(text="<|image|>", images=images[:1], return_tensors="np")
     pixels = {"pixel_values": inputs["pixel_values"], "pixel_attention_mask": inputs["pixel_attention_mask"] == 1}

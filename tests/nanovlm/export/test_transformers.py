@@ -16,16 +16,11 @@ from nanovlm.synthetic import draw, random_scene
 from support import Package
 from support.smolvlm import assert_same_logits
 
+pytest.importorskip("num2words")  # without which SmolVLM's processor will not load
 transformers = Package("transformers")
 pytestmark = pytest.mark.full
 
 PARTS = [{"type": "image"}, {"type": "text", "text": PROMPT}]
-
-
-@pytest.fixture(autouse=True)
-def no_video(monkeypatch):
-    """SmolVLM's processor will not load without num2words, which it needs for videos only."""
-    monkeypatch.setattr(transformers.models.smolvlm.processing_smolvlm, "num2words", str)
 
 
 @pytest.fixture(scope="module")

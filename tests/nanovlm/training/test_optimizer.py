@@ -202,30 +202,26 @@ def test_an_overflow_in_float16_skips_a_step_and_halves_the_scale(learn, tmp_pat
 
 
 def test_a_gpu_without_bfloat16_learns_in_float16(monkeypatch):
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    monkeypatch.setattr(device, "fast_bfloat16", lambda where: False)
-    assert device.choose_training_dtype("auto", cuda) == torch.float16
-    assert device.choose_training_dtype("auto", cpu) == torch.float32
-    monkeypatch.setattr(device, "fast_bfloat16", lambda where: True)
-    assert device.choose_training_dtype("auto", cuda) == torch.bfloat16
-    assert device.choose_training_dtype("float32", cuda) == torch.float32
+    places = torch.device("cuda"), torch.device("cpu")
+    for fast, expected in ((False, [torch.float16, torch.float32]), (True, [torch.bfloat16, torch.bfloat16])):
+        monkeypatch.setattr(device, "fast_bfloat16", lambda where, fast=fast: fast)
+        assert [device.choose_training_dtype("auto", where) for where in places] == expected
+    assert device.choose_training_dtype("float32", places[0]) == torch.float32
 
 
 @pytest.mark.parametrize(
-    ("maker", "flags", "auto"),
+    ("maker", "flags", "fast"),
     [
-        ("GenuineIntel", "avx512_bf16 amx_bf16", torch.bfloat16),
-        ("GenuineIntel", "avx512_bf16", torch.float32),
-        ("GenuineIntel", "avx2", torch.float32),
-        ("AuthenticAMD", "avx512_bf16", torch.bfloat16),
-        ("AuthenticAMD", "avx2", torch.float32),
+        ("GenuineIntel", "avx512_bf16 amx_bf16", True),
+        ("GenuineIntel", "avx512_bf16", False),
+        ("GenuineIntel", "avx2", False),
+        ("AuthenticAMD", "avx512_bf16", True),
+        ("AuthenticAMD", "avx2", False),
     ],
 )
-def test_a_cpu_learns_in_bfloat16_where_that_is_faster(monkeypatch, maker, flags, auto):
-    monkeypatch.setattr(device, "cpu_info", lambda field: {"vendor_id": maker, "flags": flags}[field])
-    cpu = torch.device("cpu")
-    assert device.choose_training_dtype("auto", cpu) == auto
-    assert device.choose_training_dtype("bfloat16", cpu) == torch.bfloat16
+def test_a_cpu_learns_in_bfloat16_where_that_is_faster(maker, flags, fast):
+    assert device.fast_bfloat16(torch.device("cpu"), {"vendor_id": maker, "flags": flags}.__getitem__) == fast
+    assert device.choose_training_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
 
 
 def test_a_frozen_encoder_encodes_each_image_once(tiny_model, make_batch, tmp_path):

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 
 import pytest
 import torch
@@ -15,11 +14,9 @@ from support.kernels import LEVELS
 HAS_KERNELS = pytest.mark.skipif(len(LEVELS) < 2, reason="no kernels for this CPU, or no C compiler")
 
 
-@pytest.fixture
-def library(tmp_path):
-    folder = tmp_path / "kernels"
-    folder.mkdir(mode=0o700)
-    return build("naive", folder)
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return build("naive", tmp_path_factory.mktemp("kernels"))
 
 
 def test_the_level_is_the_highest_or_the_one_asked_for(monkeypatch):
@@ -52,9 +49,12 @@ def test_a_library_is_trusted_only_if_nobody_else_can_write_it(library):
 
 
 @HAS_KERNELS
-def test_a_damaged_library_is_built_anew(monkeypatch, tmp_path):
+def test_a_damaged_library_is_built_anew(library, monkeypatch, tmp_path):
     monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("models.inference.kernels.load.FOLDER", copy_sources(tmp_path))
+    (tmp_path / "linked.so").write_bytes(library.read_bytes()[:-32])
+    (tmp_path / "cc").write_text(f'#!/bin/sh\ncp "{tmp_path}/linked.so" "$3"')  # in place of the "-o" file
+    (tmp_path / "cc").chmod(0o700)
+    monkeypatch.setenv("CC", str(tmp_path / "cc"))
     assert load_library.__wrapped__("naive") is not None
     (path,) = (tmp_path / "cache").glob("*.so")
     whole = path.read_bytes()
@@ -70,7 +70,6 @@ def test_a_damaged_library_is_built_anew(monkeypatch, tmp_path):
 def test_without_a_compiler_the_plain_modules_compute_and_one_line_says_so(monkeypatch, tmp_path, tiny_model, caplog):
     monkeypatch.setenv("NANOVLM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
-    monkeypatch.setattr("models.inference.kernels.load.FOLDER", copy_sources(tmp_path))
     load_library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "models"):
@@ -83,12 +82,3 @@ def test_without_a_compiler_the_plain_modules_compute_and_one_line_says_so(monke
     assert record.message.startswith("no CPU kernels (") and "\n" not in record.message
     ids = torch.tensor([[5, 8, 9]])
     torch.testing.assert_close(inference.prefill(ids)[0], tiny_model().prefill(ids)[0], rtol=1e-4, atol=1e-4)
-
-
-def copy_sources(folder):
-    """The kernels' sources in a folder without libraries."""
-    sources = folder / "sources"
-    sources.mkdir()
-    for path in build.__globals__["FOLDER"].glob("*.[ch]"):
-        shutil.copy(path, sources)
-    return sources
