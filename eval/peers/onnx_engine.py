@@ -1,8 +1,6 @@
 """Greedy generation with the ONNX graphs of `nanovlm export --onnx`, run by ONNX Runtime or by another subclass."""
 
-import hashlib
 from abc import ABC, abstractmethod
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import Tensor
 from eval.peers import import_peer
 from models.checkpoint import atomic_dir
 from models.config import VLMConfig
+from models.inference.image_store import encoder_digest
 from models.vision_language_model import VisionLanguageModel
 from nanovlm.captioner import Captioner
 from nanovlm.export.onnx import DECODER, SUFFIXES, VISION_ENCODER, check_onnx_extra, write_onnx
@@ -53,7 +52,7 @@ class OnnxEngine(ABC):
     def _next(self, ids: list[list[int]]) -> list[int]:
         with torch.inference_mode():
             feeds = text_feeds(self.embedding(torch.tensor(ids)).numpy(), self.length)
-        self.logits = torch.from_numpy(self.run_decoder(feeds))[:, -1]
+        self.logits = torch.from_numpy(self.run_decoder(feeds)).squeeze(1)
         self.length += len(ids[0])
         return self.logits.argmax(-1).tolist()
 
@@ -124,45 +123,14 @@ def export_graphs(model: VisionLanguageModel, folder: Path) -> Path:
     files compute logits of all tokens. Raises MissingExtraError without the extra onnx.
     """
     check_onnx_extra()
-    graphs = folder / f"onnx-{weights_digest(model)}"
+    graphs = folder / f"onnx-{encoder_digest(model, settings=repr(model.cfg))[:12]}"
     if not graphs.exists():
-        with atomic_dir(graphs) as new:
+        hook = model.decoder.norm.register_forward_pre_hook(lambda norm, inputs: (inputs[0][:, -1:],))
+        with hook, atomic_dir(graphs) as new:
             write_onnx(model, new, ("float32", "int8"))
-            for dtype in ("float32", "int8"):
-                keep_last_logits(graph_path(new, DECODER, dtype))
     return graphs
 
 
 def graph_path(graphs: Path, name: str, dtype: str) -> Path:
     """The file of VISION_ENCODER or DECODER in float32 or int8."""
     return graphs / f"{name}{SUFFIXES[dtype]}.onnx"
-
-
-@lru_cache(maxsize=1)
-def weights_digest(model: VisionLanguageModel) -> str:
-    """A name for the model's config and weights, which must not change between calls for the same object."""
-    digest = hashlib.blake2b(repr(model.cfg).encode(), digest_size=6)
-    for name, tensor in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().numpy())
-    return digest.hexdigest()
-
-
-def keep_last_logits(path: Path) -> None:
-    """Slice, in a decoder's file, the last token out of what the head reads."""
-    import onnx
-
-    model = onnx.load(path)
-    graph = model.graph
-    producers = {output: node for node in graph.node for output in node.output}
-    node = producers["logits"]
-    while node.op_type not in ("MatMul", "DynamicQuantizeLinear"):  # the latter quantizes a MatMulInteger's input
-        node = next(producers[name] for name in node.input if name in producers)
-    names = {"last_start": [-1], "last_end": [2**31 - 1], "last_axis": [1]}
-    constants = (onnx.numpy_helper.from_array(np.array(value, np.int64), name) for name, value in names.items())
-    graph.initializer.extend(constants)
-    slice_node = onnx.helper.make_node("Slice", [node.input[0], *names], ["last_hidden"])
-    graph.node.insert(list(graph.node).index(node), slice_node)
-    node.input[0] = "last_hidden"
-    graph.output[0].type.tensor_type.shape.dim[1].dim_value = 1
-    onnx.save(model, path, save_as_external_data=path.with_suffix(".onnx_data").exists())
