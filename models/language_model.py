@@ -15,20 +15,16 @@ from models.config import VLMConfig
 from models.errors import InputError
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019), computed in float32 for weights of any dtype."""
-    return weight * F.rms_norm(x.float(), x.shape[-1:], eps=eps).type_as(x)
-
-
 class RMSNorm(nn.Module):
+    """RMSNorm (Zhang and Sennrich 2019), computed in float32 for weights of any dtype."""
+
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
-        self.normalize = rms_norm  # an add-on may set another function of these arguments
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normalize(x, self.weight, self.eps)
+        return self.weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).type_as(x)
 
 
 def inverse_frequencies(head_dim: int, base: float, device: torch.device | None = None) -> Tensor:
