@@ -54,15 +54,19 @@ def train(run_script):
     return partial(run_script, "train.py", "train")
 
 
-@pytest.fixture(scope="module")
-def captions_of(model_folder):
+@pytest.fixture(scope="session")
+def random_captioner(model_folder):
+    return Captioner.from_pretrained(model_folder, "cpu", "float32")
+
+
+@pytest.fixture
+def captions_of(random_captioner):
     """Generate n captions of an image with `model_folder`, by the Python API."""
-    captioner = Captioner.from_pretrained(model_folder, "cpu", "float32")
 
     def captions_of(image, prompt=PROMPT, n=1, **sampling):
-        return captioner.samples(image, prompt, n, max_new_tokens=6, sampling=SamplingParams(**sampling))
+        return random_captioner.samples(image, prompt, n, max_new_tokens=6, sampling=SamplingParams(**sampling))
 
-    captions_of.captioner = captioner
+    captions_of.captioner = random_captioner
     return captions_of
 
 

@@ -27,8 +27,8 @@ SAMPLED = SamplingParams(temperature=1.5, seed=3)
 
 
 @pytest.fixture(scope="module")
-def captioner(model_folder):
-    return Captioner.from_pretrained(model_folder, "cpu", "float32")
+def captioner(random_captioner):
+    return random_captioner
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import torch
 from PIL import Image
 
 from models.inference.continuous_batching import ContinuousBatch
-from nanovlm import Captioner
 from nanovlm.bulk.captioning import (
     SMALL_MODEL_BYTES,
     BatchLimit,
@@ -30,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("workdir")
 
 
 @pytest.fixture
-def captioner(model_folder):
-    return Captioner.from_pretrained(model_folder, "cpu", "float32")
+def captioner(random_captioner):
+    return random_captioner
 
 
 def caption(captioner, images, max_new_tokens=2, batch_size=5):
