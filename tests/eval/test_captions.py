@@ -17,7 +17,7 @@ from eval.captions import (
 )
 from eval.lib.cpu_levels import levels_here
 from nanovlm.captioner import Captioner
-from nanovlm.chat_session import ChatSession
+from nanovlm.processing.processor import Processor
 
 
 def test_every_answer_that_is_not_right_is_listed(capsys, tmp_path):
@@ -63,15 +63,21 @@ def test_prompt_variants_are_told_by_whether_training_uses_them(capsys):
     assert "Describe everything in the picture." in held_out and " of 2, 95% interval" in held_out
 
 
-def test_questions_are_counted_by_turn(monkeypatch):
+def test_questions_are_counted_by_turn():
     """Alone, in a conversation, and in one that began with a caption. A first question has no history either way."""
-    history, ask = [], ChatSession.ask
-    monkeypatch.setattr(ChatSession, "ask", lambda chat, text: history.append(len(chat.history)) or ask(chat, text))
-    right = measure_turns(Captioner.from_pretrained(dtype="float32"), 10, 3, "test")
+    turns, embedded = [], Captioner.from_pretrained(dtype="float32")
+
+    class Watched(Processor):
+        def encode_prompt(self, grids, question, history=(), frame_texts=()):
+            turns.append(len(history))
+            return super().encode_prompt(grids, question, history, frame_texts)
+
+    captioner = Captioner(embedded.inference, Watched(embedded.processor.cfg, embedded.tokenizer))
+    right = measure_turns(captioner, 10, 3, "test")
     assert all(len(counts) == 3 and 0 <= min(counts) <= max(counts) <= 10 for counts in right.values())
     assert min(right["alone"]) >= 8 and right["one after another"][0] == right["alone"][0]
     assert min(right["one after another"]) >= 7 and min(right["after a caption"]) >= 7
-    assert history == 10 * [0, 0, 1, 2, 1, 2, 3]
+    assert turns == 10 * [0, *(0, 0, 0), *(0, 1, 2), *(1, 2, 3)], "a caption, and then three questions three times"
 
 
 def test_turns_are_printed_as_json_and_kept_as_a_table(capsys, tmp_path):

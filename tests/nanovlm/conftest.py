@@ -1,9 +1,11 @@
 """The command line as fixtures, run in this process with a small random model."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from models.decoding import SamplingParams
 from nanovlm import PROMPT, Captioner
@@ -22,45 +24,49 @@ def workdir(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def generate(model_folder, monkeypatch, capsys):
-    """Run generate.py in this process, with `model_folder` unless given another: exit code, stdout, stderr."""
+def run_script(monkeypatch, capsys):
+    """Run a root script of one verb in this process: exit code, stdout, stderr."""
 
-    def generate(*argv, model=model_folder):
-        monkeypatch.setattr(sys, "argv", ["generate.py"])
-        named = ["--model", str(model)] if model else []
+    def run_script(script, verb, *argv):
+        monkeypatch.setattr(sys, "argv", [script])
         try:
-            code = cli.run_verb("caption", [*FAST_FLAGS, *named, *map(str, argv)])
+            code = cli.run_verb(verb, list(map(str, argv)))
         except SystemExit as end:
             code = end.code
         return code, *capsys.readouterr()
+
+    return run_script
+
+
+@pytest.fixture
+def generate(model_folder, run_script):
+    """Run generate.py, with `model_folder` unless given another."""
+
+    def generate(*argv, model=model_folder):
+        return run_script("generate.py", "caption", *FAST_FLAGS, *(["--model", model] if model else []), *argv)
 
     return generate
 
 
 @pytest.fixture
-def train(monkeypatch, capsys):
-    """Run train.py in this process: exit code, stdout, stderr."""
-
-    def train(*argv):
-        monkeypatch.setattr(sys, "argv", ["train.py"])
-        try:
-            code = cli.run_verb("train", list(map(str, argv)))
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
-
-    return train
+def train(run_script):
+    """Run train.py."""
+    return partial(run_script, "train.py", "train")
 
 
-@pytest.fixture(scope="module")
-def captions_of(model_folder):
+@pytest.fixture(scope="session")
+def random_captioner(model_folder):
+    return Captioner.from_pretrained(model_folder, "cpu", "float32")
+
+
+@pytest.fixture
+def captions_of(random_captioner):
     """Generate n captions of an image with `model_folder`, by the Python API."""
-    captioner = Captioner.from_pretrained(model_folder, "cpu", "float32")
 
     def captions_of(image, prompt=PROMPT, n=1, **sampling):
-        return captioner.samples(image, prompt, n, max_new_tokens=6, sampling=SamplingParams(**sampling))
+        return random_captioner.samples(image, prompt, n, max_new_tokens=6, sampling=SamplingParams(**sampling))
 
-    captions_of.captioner = captioner
+    captions_of.captioner = random_captioner
     return captions_of
 
 
@@ -78,3 +84,10 @@ def image_folder(workdir):
 @pytest.fixture(scope="session")
 def embedded():
     return Captioner.from_pretrained(device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def without_heif(monkeypatch):
+    """As in a process that has read no HEIC image yet."""
+    monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
+    monkeypatch.setattr(Image, "ID", [format for format in Image.ID if format != "HEIF"])

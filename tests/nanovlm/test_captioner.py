@@ -27,8 +27,8 @@ SAMPLED = SamplingParams(temperature=1.5, seed=3)
 
 
 @pytest.fixture(scope="module")
-def captioner(model_folder):
-    return Captioner.from_pretrained(model_folder, "cpu", "float32")
+def captioner(random_captioner):
+    return random_captioner
 
 
 @pytest.fixture(scope="module")
@@ -51,18 +51,19 @@ def test_arrays_are_images_and_batches_of_them_are_several(captioner, images):
 
 
 def test_urls_are_fetched_only_if_allowed(model_folder, images, monkeypatch):
-    url, fetched = "https://example.org/image.png", []
+    url, fetched, there = "https://example.org/image.png", [], {}
     closed = Captioner.from_pretrained(model_folder, "cpu", "float32")
     for call in (lambda: closed.caption(url), lambda: closed.ask(url, ["?"]), lambda: ChatSession(closed, [url])):
         with pytest.raises(ImageError, match="image.png is a URL; .* allow_urls=True"):
             call()
     data = io.BytesIO()
     images[0].save(data, "PNG")
-    monkeypatch.setattr("nanovlm.processing.image_urls.fetch_image", lambda url: fetched.append(url) or data.getvalue())
+    there[url] = data.getvalue()
+    monkeypatch.setattr("nanovlm.processing.image_urls.fetch_image", lambda url: fetched.append(url) or there[url])
     allowed = Captioner.from_pretrained(model_folder, "cpu", "float32", allow_urls=True)
     assert allowed.caption(url, max_new_tokens=6) == closed.caption(images[0], max_new_tokens=6)
     assert fetched == [url]
-    monkeypatch.setattr("nanovlm.processing.image_urls.fetch_image", lambda url: b"words")
+    there[url] = b"words"
     with pytest.raises(ImageError, match=f"^{url}: not an image"):
         allowed.caption(url)
 

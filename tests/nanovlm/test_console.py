@@ -28,8 +28,8 @@ def terminal(monkeypatch):
     """Say that standard output and standard error are terminals that can draw, when it is called."""
 
     def become():
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        for stream in (sys.stdout, sys.stderr):
+            monkeypatch.setattr(stream, "isatty", lambda: True)
         monkeypatch.setenv("TERM", "xterm")
 
     return become

@@ -29,11 +29,6 @@ from nanovlm.synthetic.recipe import (
 from nanovlm.synthetic.scene import with_unnamed_colors
 
 
-@pytest.fixture(scope="module")
-def captioner():
-    return Captioner.from_pretrained(dtype="float32")
-
-
 def test_model_and_card_fit_in_ten_megabytes():
     files = {path.name: path for path in EMBEDDED.iterdir()}
     assert files.keys() == {"config.json", "model.safetensors", "tokenizer.json", "sample.png", "README.md"}
@@ -45,16 +40,16 @@ def test_the_card_lists_the_prompts_of_the_recipe():
 
 
 @pytest.mark.full
-def test_config_and_tokenizer_match_the_recipe(captioner):
+def test_config_and_tokenizer_match_the_recipe(embedded):
     tokenizer = make_tokenizer()
-    assert captioner.model.cfg == make_config(tokenizer)
-    assert captioner.tokenizer.backend.get_vocab() == tokenizer.get_vocab()
+    assert embedded.model.cfg == make_config(tokenizer)
+    assert embedded.tokenizer.backend.get_vocab() == tokenizer.get_vocab()
 
 
-def test_word_dropout_replaces_only_earlier_answer_words(captioner):
+def test_word_dropout_replaces_only_earlier_answer_words(embedded):
     """Prompts, the first word of an answer and the targets stay; about a fifth of the other words is replaced."""
     rng = Random("forget")
-    rows = [encode(scene_example(random_scene(rng), rng, 5, (96, 96)), captioner.processor) for _ in range(20)]
+    rows = [encode(scene_example(random_scene(rng), rng, 5, (96, 96)), embedded.processor) for _ in range(20)]
     hidden = answers = 0
     for row in rows:
         later = drop_words(row, rng, 0.2)
@@ -67,10 +62,10 @@ def test_word_dropout_replaces_only_earlier_answer_words(captioner):
     assert 0.15 < hidden / answers < 0.25
 
 
-def test_unnamed_colors_are_never_trained_as_words(captioner):
+def test_unnamed_colors_are_never_trained_as_words(embedded):
     """No shape has nearly a named color, and no color's name is an input or a target; shapes and positions are."""
     rng = Random("unnamed")
-    names, words = recipe.color_token_ids(captioner.tokenizer), set(recipe.COLORS)
+    names, words = recipe.color_token_ids(embedded.tokenizer), set(recipe.COLORS)
     for _ in range(30):
         scene = with_unnamed_colors(random_scene(rng), rng)
         assert all(math.dist(t.rgb, c) >= 50 for t in scene.shapes for c in recipe.COLORS.values())
@@ -78,25 +73,25 @@ def test_unnamed_colors_are_never_trained_as_words(captioner):
         assert all(
             words.isdisjoint(re.findall(r"\w+", prompt + " " + answer)) for prompt, answer in example.qa_pairs[1:]
         )
-        row = encode(example, captioner.processor)
+        row = encode(example, embedded.processor)
         masked = recipe.mask_tokens(row, names)
         assert names & set(row.targets) and not names & (set(masked.ids) | set(masked.targets))
         changed = [i for i, (a, b) in enumerate(zip(row.targets, masked.targets)) if a != b]
         assert changed == [i for i, a in enumerate(row.targets) if a in names]
-        assert captioner.tokenizer.encode(f" {scene.shapes[0].kind}")[0] in masked.targets
+        assert embedded.tokenizer.encode(f" {scene.shapes[0].kind}")[0] in masked.targets
 
 
-def test_conversation_is_a_permutation_of_the_questions_in_sequence(captioner):
+def test_conversation_is_a_permutation_of_the_questions_in_sequence(embedded):
     example = scene_example(random_scene(rng := Random("talk")), rng, 8, (96, 96))
     conversations = [recipe.as_conversation(example, rng) for _ in range(4)]
     assert all(sorted(conversation.qa_pairs) == sorted(example.qa_pairs) for conversation in conversations)
     assert len({tuple(conversation.qa_pairs) for conversation in conversations}) == 4
-    branches, branches_alone = (set(encode(one, captioner.processor).mask) for one in (conversations[0], example))
+    branches, branches_alone = (set(encode(one, embedded.processor).mask) for one in (conversations[0], example))
     assert len(branches) == 2 < len(branches_alone)
 
 
-def test_conversations_start_at_their_scheduled_step(captioner):
-    batches, first = partial(SceneBatches, captioner.processor, 8, 0), max(recipe.CONVERSATION_SHARE)
+def test_conversations_start_at_their_scheduled_step(embedded):
+    batches, first = partial(SceneBatches, embedded.processor, 8, 0), max(recipe.CONVERSATION_SHARE)
     branches = [[len(row.unique()) for row in batches()(step)["attention_mask"]] for step in (first - 1, first)]
     assert min(branches[0]) > 3 >= min(branches[1]) and max(branches[1]) > 3, (
         "a conversation has the mask values 0, 1 and 2 only"
@@ -105,20 +100,20 @@ def test_conversations_start_at_their_scheduled_step(captioner):
     assert torch.equal(batches()(first - 1)["input_ids"], without(first - 1)["input_ids"])
 
 
-def test_sample_is_a_drawn_scene_with_the_right_caption(captioner):
+def test_sample_is_a_drawn_scene_with_the_right_caption(embedded):
     scene = random_scene(Random("sample 21"))
     with Image.open(SAMPLE) as sample:
         assert ImageChops.difference(sample, draw(scene, *sample.size)).getbbox() is None
     for prompt in CAPTION_PROMPTS:
-        assert captioner.caption(SAMPLE, prompt) == caption(scene)
+        assert embedded.caption(SAMPLE, prompt) == caption(scene)
     for prompt in SHORT_PROMPTS:
-        assert captioner.caption(SAMPLE, prompt) == short_caption(scene)
+        assert embedded.caption(SAMPLE, prompt) == short_caption(scene)
 
 
 @pytest.mark.full
-def test_fresh_scenes_are_captioned_right(captioner):
+def test_fresh_scenes_are_captioned_right(embedded):
     """A small sample of what `python -m eval.captions` measures, with lower thresholds."""
-    result = measure(captioner, 60, 2, "test")
+    result = measure(embedded, 60, 2, "test")
     assert result["captions"]["right"] >= 54
     assert result["withheld"]["right"] >= 50
     assert result["questions"]["right"] >= 108

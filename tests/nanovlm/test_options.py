@@ -12,16 +12,6 @@ from nanovlm.processing.image_loading import load_image
 PROMPT = "What is this?"
 
 
-@pytest.fixture(scope="module")
-def captioner():
-    return Captioner.from_pretrained(dtype="float32", device="cpu")
-
-
-@pytest.fixture(scope="module")
-def random_captioner(model_folder):
-    return Captioner.from_pretrained(model_folder, "cpu", "float32")
-
-
 def test_fields_of_sampling_are_keywords(random_captioner):
     warm = SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=3)
     fields = {name: getattr(warm, name) for name in SamplingParams.__dataclass_fields__}
@@ -36,34 +26,34 @@ def test_fields_of_sampling_are_keywords(random_captioner):
     assert expected == "".join(ChatSession(random_captioner, [SAMPLE]).ask(PROMPT, options=whole, seed=3))
 
 
-def test_wrong_keywords_are_named(captioner):
+def test_wrong_keywords_are_named(embedded):
     with pytest.raises(TypeError, match="'temprature'; GenerationOptions takes .*temperature, .*max_new_tokens"):
-        captioner.caption(SAMPLE, temprature=0.5)
+        embedded.caption(SAMPLE, temprature=0.5)
     wrong = {"temperature": (-1, "at least 0"), "start_with": (3, "a text"), "max_new_tokens": (0, "at least 1")}
     for name, (value, limits) in wrong.items():
         with pytest.raises(InputError, match=f"{name}={value} must be {limits}"):
-            captioner.caption(SAMPLE, **{name: value})
+            embedded.caption(SAMPLE, **{name: value})
     with pytest.raises(InputError, match="a chat has neither"):
-        next(ChatSession(captioner).ask("?", start_with="A"))
+        next(ChatSession(embedded).ask("?", start_with="A"))
     with pytest.raises(TypeError, match="'max_tile'; ModelOptions takes model, .*max_tiles"):
         Captioner.from_pretrained(max_tile=3)
     with pytest.raises(InputError, match="quantize=int2 is none of int8, int4"):
         Captioner.from_pretrained(quantize="int2")
     with pytest.raises(InputError, match="use caption"):
-        captioner.stream(SAMPLE, trim_incomplete=True)
+        embedded.stream(SAMPLE, trim_incomplete=True)
 
 
-def test_an_answer_that_starts_with_its_own_beginning_is_the_same(captioner):
-    text = captioner.caption(SAMPLE)
+def test_an_answer_that_starts_with_its_own_beginning_is_the_same(embedded):
+    text = embedded.caption(SAMPLE)
     for words in range(1, 8):
         start = " ".join(text.split()[:words])
         for given in (start, f"{start} "):  # a space at the end belongs to the next word
-            assert captioner.caption(SAMPLE, start_with=given) == text
-            assert "".join(captioner.stream(SAMPLE, start_with=given)) == text
+            assert embedded.caption(SAMPLE, start_with=given) == text
+            assert "".join(embedded.stream(SAMPLE, start_with=given)) == text
     questions = [PROMPT, "What is in this picture?"]
-    alone = [captioner.caption(SAMPLE, question, start_with="A small") for question in questions]
-    assert captioner.ask(SAMPLE, questions, start_with="A small") == alone
-    assert list(captioner.captions([SAMPLE] * 2, questions, start_with="A small")) == alone
+    alone = [embedded.caption(SAMPLE, question, start_with="A small") for question in questions]
+    assert embedded.ask(SAMPLE, questions, start_with="A small") == alone
+    assert list(embedded.captions([SAMPLE] * 2, questions, start_with="A small")) == alone
     assert all(answer.startswith("A small ") for answer in alone) and not text.startswith("A small")
 
 
@@ -99,10 +89,10 @@ def test_an_incomplete_last_sentence_is_cut(text, expected):
     assert cut_incomplete_sentence(text) == expected
 
 
-def test_only_an_answer_that_the_limit_has_ended_is_cut(captioner):
+def test_only_an_answer_that_the_limit_has_ended_is_cut(embedded):
     options = {"start_with": "Look here. A large", "trim_incomplete": True}
-    assert captioner.caption(SAMPLE, max_new_tokens=3, **options) == "Look here."
-    assert captioner.samples(SAMPLE, n=2, max_new_tokens=3, **options) == ["Look here."] * 2
-    assert captioner.ask(SAMPLE, [PROMPT], max_new_tokens=3, **options) == ["Look here."]
-    whole = captioner.caption(SAMPLE, **options)
-    assert whole == captioner.caption(SAMPLE, start_with=options["start_with"]) and len(whole) > 40
+    assert embedded.caption(SAMPLE, max_new_tokens=3, **options) == "Look here."
+    assert embedded.samples(SAMPLE, n=2, max_new_tokens=3, **options) == ["Look here."] * 2
+    assert embedded.ask(SAMPLE, [PROMPT], max_new_tokens=3, **options) == ["Look here."]
+    whole = embedded.caption(SAMPLE, **options)
+    assert whole == embedded.caption(SAMPLE, start_with=options["start_with"]) and len(whole) > 40

@@ -1,9 +1,9 @@
-"""Captioners that differ from a loaded one."""
+"""Captioners, models and processors that are watched, or differ from a loaded one."""
 
 import copy
 
 from models.inference.inference_model import InferenceModel
-from nanovlm import Captioner
+from nanovlm import PROMPT, Captioner
 from nanovlm.processing.processor import Processor
 
 
@@ -25,6 +25,35 @@ class WatchedModel(InferenceModel):
     def encode_images(self, images):
         self.before("encode_images", images)
         return super().encode_images(images)
+
+
+class WatchedProcessor(Processor):
+    """Counts the images it preprocesses; calls before_image() before each, and before_prompt(question)."""
+
+    def __init__(self, processor, before_image=lambda: None, before_prompt=lambda question: None):
+        super().__init__(processor.cfg, processor.tokenizer)
+        self.n_images, self.before_image, self.before_prompt = 0, before_image, before_prompt
+
+    def preprocess(self, image, max_tiles=None):
+        self.before_image()
+        self.n_images += 1
+        return super().preprocess(image, max_tiles)
+
+    def encode_prompt(self, grids, question, *args, **options):
+        self.before_prompt(question)
+        return super().encode_prompt(grids, question, *args, **options)
+
+
+class WatchedCaptioner(Captioner):
+    """Calls before_prepare(image) before each prompt, and before(name, inputs) as WatchedModel does."""
+
+    def __init__(self, captioner, before_prepare=lambda image: None, before=lambda name, inputs: None):
+        super().__init__(WatchedModel(captioner.model, before), captioner.processor)
+        self.before_prepare = before_prepare
+
+    def prepare(self, image, prompt=PROMPT):
+        self.before_prepare(image)
+        return super().prepare(image, prompt)
 
 
 def ending_with(captioner, *eos_token_ids):

@@ -17,9 +17,15 @@ def run_program(*argv, program="generate.py", **options):
     return subprocess.run([sys.executable, ROOT / program, *argv], env=environment, timeout=120, **options)
 
 
+def set_stream(name, stream, monkeypatch):
+    """Replace sys.stdin, sys.stdout or sys.stderr; returns what replaces it."""
+    monkeypatch.setattr(sys, name, stream)
+    return stream
+
+
 def set_stdin(data, monkeypatch):
     """Replace standard input by bytes."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    set_stream("stdin", io.TextIOWrapper(io.BytesIO(data)), monkeypatch)
 
 
 def assert_usage_error(result, *words, program="generate.py"):

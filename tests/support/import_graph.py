@@ -1,13 +1,10 @@
 """The import graph of models, nanovlm and eval, read from the source without importing it.
 
-    python tests/support/import_graph.py [FOLDER]
-
-prints modules, edges and layers, or a circle. Imports inside functions count. Imports under `if TYPE_CHECKING:` count
+Imports inside functions count. Imports under `if TYPE_CHECKING:` count
 only in an `__init__.py`, where they are the names that the package loads on first use.
 """
 
 import ast
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,16 +60,6 @@ class ImportGraph:
             return error.args[1]
         return []
 
-    @property
-    def layers(self) -> list[list[str]]:
-        """Modules by the length of their longest chain of imports. Raises CycleError for a circle."""
-        layers, sorter = [], TopologicalSorter(self.edges)
-        sorter.prepare()
-        while sorter.is_active():
-            layers.append(sorted(ready := sorter.get_ready()))
-            sorter.done(*ready)
-        return layers
-
 
 def module_name(path: Path) -> str:
     parts = path.with_suffix("").parts
@@ -96,21 +83,3 @@ def imports_of(module: str, path: Path) -> Iterator[Import]:
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             source = ".".join([*parents, *([node.module] if node.module else [])])
             yield from (Import(source, alias.name) for alias in node.names)
-
-
-def main(root: Path) -> None:
-    graph = ImportGraph(root)
-    if circle := graph.circle:
-        sys.exit(f"circle: {' '.join(circle)}")
-    for number, layer in enumerate(graph.layers):
-        print(f"layer {number}: {' '.join(layer)}")
-    flat = ", ".join(f"{len(list((root / package).glob('*.py')))} in {package}" for package in PACKAGES)
-    folders = {path.parent for path in graph.files.values()}
-    print(
-        f"{len(graph.files)} modules in {len(folders)} folders ({flat} directly), "
-        f"{sum(map(len, graph.edges.values()))} edges between modules, {len(graph.layers)} layers, no circle"
-    )
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[2])

@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import SAMPLE
-from nanovlm.processing.processor import Processor
 from nanovlm.serving.app import make_app
 from nanovlm.serving.options import Limits, ServerOptions
 from nanovlm.serving.server import DrainingServer
@@ -39,23 +38,6 @@ class WatchedBatch(ContinuousBatch):
     def step(self):
         self.before_step()
         return super().step()
-
-
-class WatchedProcessor(Processor):
-    """Counts the images it preprocesses; calls before_image() before each, and before_prompt(question)."""
-
-    def __init__(self, processor, before_image=lambda: None, before_prompt=lambda question: None):
-        super().__init__(processor.cfg, processor.tokenizer)
-        self.n_images, self.before_image, self.before_prompt = 0, before_image, before_prompt
-
-    def preprocess(self, image, max_tiles=None):
-        self.before_image()
-        self.n_images += 1
-        return super().preprocess(image, max_tiles)
-
-    def encode_prompt(self, grids, question, *args):
-        self.before_prompt(question)
-        return super().encode_prompt(grids, question, *args)
 
 
 class RunningServer:

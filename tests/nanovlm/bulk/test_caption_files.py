@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,12 +15,13 @@ from xml.etree import ElementTree
 import pytest
 
 from models.inference.continuous_batching import ContinuousBatch
-from nanovlm import SAMPLE, Captioner
+from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.bulk.inputs import find_images
 from nanovlm.bulk.outputs import write_table
 from nanovlm.bulk.resume_log import append_row, file_lock
 from nanovlm.data import ReadOptions, open_source
 from nanovlm.data.folders import read_table
+from nanovlm.errors import CheckpointError
 from support import ROOT, noise_image
 from support.caption_files import MODES, OUTPUTS, PARQUET, CaptionFiles, Killed, combined, read_captions, stem
 from support.cli import FAST_FLAGS, IMAGE_NAMES, assert_usage_error, set_stdin
@@ -268,11 +270,17 @@ def test_existing_captions_are_skipped_overwritten_or_added_to(generate, folder,
     assert files.texts() == expected and not files.litter()
 
 
-def test_a_second_run_does_not_load_the_model(generate, folder, monkeypatch):
+@pytest.fixture
+def unloadable():
+    """A model without weights."""
+    return shutil.copytree(EMBEDDED, "broken", ignore=shutil.ignore_patterns("*.safetensors", "README.md"))
+
+
+def test_a_second_run_does_not_load_the_model(generate, folder, unloadable):
     generate(folder), generate(folder, "--out", "all.csv")
-    monkeypatch.setattr(Captioner, "from_pretrained", lambda *args: pytest.fail("loaded"))
     for where in ([], ["--out", "all.csv"]):
-        assert generate(folder, *where) == (0, "", "5 had captions already\n")
+        assert generate(folder, *where, model=unloadable) == (0, "", "5 had captions already\n")
+    assert generate("good.png", model=unloadable)[0] == CheckpointError.exit_code
 
 
 @pytest.mark.parametrize("existing", [full("skip"), full("overwrite"), "append"])
@@ -394,7 +402,7 @@ def test_images_that_fail_do_not_count_for_the_limit(generate, folder, files):
 
 @pytest.mark.parametrize("where", ["txt", *TABLES, full("new/all.csv")])
 def test_a_dry_run_names_what_a_run_would_caption_and_writes_nothing(
-    generate, folder, files, one_worker, monkeypatch, where
+    generate, folder, files, one_worker, unloadable, monkeypatch, where
 ):
     """With captions of earlier runs, finished and interrupted, and a line that a killed process left unfinished."""
     if "new" not in where:
@@ -407,14 +415,13 @@ def test_a_dry_run_names_what_a_run_would_caption_and_writes_nothing(
         files.log.write_text("".join(json.dumps(row) + "\n" for row in log))
     (folder / "failures.jsonl").write_text("of another run")
     before = snapshot(folder)
-    with monkeypatch.context() as patch:
-        patch.setattr(Captioner, "from_pretrained", lambda *args: pytest.fail("loaded"))
-        code, listed, err = generate(folder, "gone*.png", "--out", files.out, "--dry-run")
-        assert snapshot(folder) == before and not (folder / "new").exists()
-        listed = listed.splitlines()
-        flat = [path for path in listed if "deep" not in path]
-        for more, expected in (["--limit=1"], listed[:1]), (["--no-recursive"], flat):
-            assert generate(folder, "--out", files.out, "--dry-run", *more)[1].splitlines() == expected
+    code, listed, err = generate(folder, "gone*.png", "--out", files.out, "--dry-run", model=unloadable)
+    assert snapshot(folder) == before and not (folder / "new").exists()
+    listed = listed.splitlines()
+    flat = [path for path in listed if "deep" not in path]
+    for more, expected in (["--limit=1"], listed[:1]), (["--no-recursive"], flat):
+        answer = generate(folder, "--out", files.out, "--dry-run", *more, model=unloadable)
+        assert answer[1].splitlines() == expected
     assert code == 1 and "gone*.png: a pattern that matches no image" in err
     assert err.splitlines()[-1].startswith(f"{len(listed)} to caption; ")
     captioned, add = [], ContinuousBatch.add

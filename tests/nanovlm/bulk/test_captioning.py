@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from models.inference.continuous_batching import ContinuousBatch
-from nanovlm import Captioner
 from nanovlm.bulk.captioning import (
     SMALL_MODEL_BYTES,
     BulkCaptioner,
@@ -21,14 +21,15 @@ from nanovlm.bulk.options import BulkOptions
 from nanovlm.bulk.prefetch import Prefetch
 from nanovlm.captioner import Stats
 from nanovlm.errors import ImageError, InputError
+from support.captioners import WatchedCaptioner, ending_with
 from support.cli import IMAGE_NAMES
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
 
 @pytest.fixture
-def captioner(model_folder):
-    return Captioner.from_pretrained(model_folder, "cpu", "float32")
+def captioner(random_captioner):
+    return random_captioner
 
 
 def caption(captioner, images, max_new_tokens=2, batch_size=5):
@@ -70,17 +71,15 @@ def test_captions_that_repeat_themselves_are_trimmed_and_counted(captioner, imag
 
 
 def test_images_are_prepared_while_the_model_runs(captioner, images, monkeypatch):
-    prepared, prepare, enough, waited = [], captioner.prepare, threading.Event(), []
+    prepared, enough, waited = [], threading.Event(), []
 
-    def counted(image, prompt):
+    def count(image):
         prepared.append(image)
         if len(prepared) == 3:
             enough.set()
-        return prepare(image, prompt)
 
-    monkeypatch.setattr(captioner, "prepare", counted)
     before_each_step(monkeypatch, lambda batch: waited.append(enough.wait(60)))
-    bulk = BulkCaptioner(captioner, options(batch_size=1), workers=1)
+    bulk = BulkCaptioner(WatchedCaptioner(captioner, count), options(batch_size=1), workers=1)
     assert len(list(bulk.captions(images, window=3))) == len(prepared) == 5
     assert all(waited), "the next two were prepared while the first was decoded"
 
@@ -138,7 +137,6 @@ def test_a_small_model_has_a_worker_for_each_usable_core(captioner, monkeypatch)
 
 def test_a_short_caption_does_not_wait_for_a_long_one(captioner, images, monkeypatch):
     steps = []
-    monkeypatch.setattr(captioner.tokenizer, "eos_token_ids", (-1,))
     add = ContinuousBatch.add
 
     def add_short(batch, key, *args, max_new_tokens, **options):
@@ -146,7 +144,7 @@ def test_a_short_caption_does_not_wait_for_a_long_one(captioner, images, monkeyp
 
     monkeypatch.setattr(ContinuousBatch, "add", add_short)
     before_each_step(monkeypatch, lambda batch: steps.append(batch.running))
-    bulk = BulkCaptioner(captioner, options(max_new_tokens=30), workers=1)
+    bulk = BulkCaptioner(ending_with(captioner, -1), options(max_new_tokens=30), workers=1)
     order = [Path(path).name for path, _ in bulk.captions(images)]
     assert order[-1] == "a.png" and len(order) == 5 and len(steps) <= 31
 
@@ -230,42 +228,36 @@ def test_reasons_are_one_line_without_the_name_of_the_image():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_bug_stops_the_run_after_the_captions_that_were_finished(captioner, images, monkeypatch, workers):
-    prepare, results, error = captioner.prepare, [], RuntimeError("a bug")
+def test_a_bug_stops_the_run_after_the_captions_that_were_finished(captioner, images, workers):
+    results, error = [], RuntimeError("a bug")
     *_, last = paths = many(images[0], 8)
 
-    def broken(image=None, prompt=None):
-        if image in (None, last):
-            raise error
-        return prepare(image, prompt)
+    def break_at(wrong):
+        def broken(what, *inputs):
+            if what == wrong:
+                raise error
 
-    monkeypatch.setattr(captioner, "prepare", broken)
+        return broken
+
+    broken = WatchedCaptioner(captioner, before_prepare=break_at(last))
     with pytest.raises(RuntimeError) as raised:
-        for result in BulkCaptioner(captioner, options(), workers=workers).captions(paths):
+        for result in BulkCaptioner(broken, options(), workers=workers).captions(paths):
             results.append(result)
     assert raised.value is error and len(results) >= 4 and not any(isinstance(text, Exception) for _, text in results)
-    monkeypatch.setattr(captioner.inference, "encode_images", lambda *args: broken())  # in the prefill
     with pytest.raises(RuntimeError) as raised:
-        caption(captioner, images)
+        caption(WatchedCaptioner(captioner, before=break_at("encode_images")), images)  # in the prefill
     assert raised.value is error
 
 
-def test_an_image_too_large_for_memory_does_not_stop_the_run(captioner, images, monkeypatch):
+def test_an_image_too_large_for_memory_does_not_stop_the_run(captioner, images):
     expected = caption(captioner, images, batch_size=2)
-    prepare, encode = captioner.prepare, captioner.inference.encode_images
+    Image.new("RGB", (30, 30), "white").save(images[4])
 
-    def mark(path, prompt):
-        ids, (tiles,) = prepare(path, prompt)
-        return ids, [tiles.fill_(2.0) if path == images[4] else tiles]
-
-    def small_memory(tiles):
-        if (tiles == 2).flatten(1).all(1).any():
+    def small_memory(name, inputs):
+        if name == "encode_images" and (inputs == 1).flatten(1).all(1).any():
             raise RuntimeError(ALLOCATOR)
-        return encode(tiles)
 
-    monkeypatch.setattr(captioner, "prepare", mark)
-    monkeypatch.setattr(captioner.inference, "encode_images", small_memory)
-    results = caption(captioner, images)
+    results = caption(WatchedCaptioner(captioner, before=small_memory), images)
     assert "can't allocate memory" in str(results.pop(images[4]))
     assert results == {path: text for path, text in expected.items() if path != images[4]}
 
@@ -289,17 +281,15 @@ def test_running_out_of_memory_halves_the_batch(captioner, images, monkeypatch):
 def test_an_image_that_does_not_fit_beside_others_is_captioned_later(captioner, images, monkeypatch):
     """Prefilling runs out of memory as long as two others are in the batch."""
     expected = caption(captioner, images, 6, batch_size=2)
-    encode, batches, failed = captioner.inference.encode_images, [], []
+    batches, failed = [], []
     before_each_step(monkeypatch, batches.append)
 
-    def small_memory(tiles):
-        if batches[-1].running + len(tiles) > 2:
-            failed.append(len(tiles))
+    def small_memory(name, inputs):
+        if name == "encode_images" and batches[-1].running + len(inputs) > 2:
+            failed.append(len(inputs))
             raise RuntimeError(ALLOCATOR)
-        return encode(tiles)
 
-    monkeypatch.setattr(captioner.inference, "encode_images", small_memory)
-    assert caption(captioner, images, 6) == expected and failed
+    assert caption(WatchedCaptioner(captioner, before=small_memory), images, 6) == expected and failed
 
 
 def test_an_image_that_is_alone_in_the_batch_fails(captioner, images, monkeypatch):

@@ -1,6 +1,7 @@
 """Finding the images that names, folders, patterns and lists refer to."""
 
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -27,8 +28,8 @@ def test_a_pattern_may_match_folders_and_ignores_other_files():
     assert find_images(["images/de*"]).paths == [f"images/{name}" for name in sorted(IMAGE_NAMES) if "deep" in name]
 
 
-def test_images_that_cannot_be_read_are_counted(monkeypatch):
-    monkeypatch.setattr("nanovlm.processing.image_loading.HEIF_EXTENSIONS", set())  # as without pillow-heif
+def test_images_that_cannot_be_read_are_counted(without_heif, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
     readable_extensions.cache_clear()
     for name in ("a.heic", "deep/B.HEIC", "c.svg", "d.nef", "e.txt", "f.pdf"):
         Path("images", name).touch()

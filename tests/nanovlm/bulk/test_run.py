@@ -1,12 +1,11 @@
 """`caption_images`, the Python interface of captioning many images, and its progress report."""
 
 import logging
-import sys
 
 from nanovlm.bulk import BulkOptions, OutputOptions, caption_images
 from nanovlm.bulk.run import Progress, run_settings
 from nanovlm.data.jsonl import read_jsonl
-from support.cli import IMAGE_NAMES, FakeTerminal
+from support.cli import IMAGE_NAMES, FakeTerminal, set_stream
 
 
 def test_a_folder_is_captioned_from_python(image_folder, captions_of):
@@ -46,7 +45,7 @@ def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(caplog):
 
 def test_progress_is_a_bar_on_a_terminal(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(sys, "stderr", terminal := FakeTerminal())
+    terminal = set_stream("stderr", FakeTerminal(), monkeypatch)
     monkeypatch.delenv("TERM", raising=False)
     clock = [0.0]
     with Progress(4, clock=lambda: clock[0]) as progress:

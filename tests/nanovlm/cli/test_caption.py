@@ -14,7 +14,8 @@ from nanovlm.cli import main as cli
 from nanovlm.cli.caption import PrintOptions, print_caption
 from nanovlm.options import GenerationOptions
 from support import ROOT, png
-from support.cli import FAST_FLAGS, FakeTerminal, run_program, set_stdin
+from support.captioners import WatchedProcessor
+from support.cli import FAST_FLAGS, FakeTerminal, run_program, set_stdin, set_stream
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -113,7 +114,7 @@ def test_stdin_without_an_image_is_one_error_line(generate, monkeypatch, stdin):
     if stdin == "a terminal":
         monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     elif stdin == "closed":
-        monkeypatch.setattr(sys, "stdin", None)
+        set_stream("stdin", None, monkeypatch)
     code, out, err = generate("-")
     assert (code, out) == (1, "") and len(err.splitlines()) == 1
     assert {"nothing": "an empty file", "words": "not an image"}.get(stdin, "standard input") in err
@@ -163,7 +164,7 @@ def test_prompt_too_long_with_the_image_is_an_error_per_image(generate):
 
 def test_terminal_shows_text_as_it_is_generated(generate, monkeypatch):
     _, piped, _ = generate("good.png", "fine.jpg")
-    monkeypatch.setattr(sys, "stdout", terminal := FakeTerminal())
+    terminal = set_stream("stdout", FakeTerminal(), monkeypatch)
     assert generate("good.png", "missing.png", "fine.jpg")[0] == 1
     assert terminal.getvalue() == piped
     assert len(set(terminal.shown)) > 4 and all(piped.startswith(shown) for shown in terminal.shown)
@@ -181,8 +182,7 @@ def test_captions_on_stdout_and_errors_on_stderr(generate, model_folder, caption
 
 
 def test_characters_missing_in_the_encoding_are_escaped(generate, monkeypatch):
-    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", stdout)
+    stdout = set_stream("stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"), monkeypatch)
     Path("ü🙂.png").write_bytes(Path("good.png").read_bytes())
     assert generate("ü🙂.png", "good.png", "--prompt", "é🙂")[0] == 0
     assert generate("ü🙂.png", "--prompt", "é🙂", "--json")[0] == 0
@@ -192,16 +192,15 @@ def test_characters_missing_in_the_encoding_are_escaped(generate, monkeypatch):
     assert (record["image"], record["prompt"]) == ("ü🙂.png", "é🙂")
 
 
-def test_an_image_is_loaded_once_and_a_prompt_encoded_once(model_and_processor, capsys, monkeypatch):
-    calls, captioner = [], Captioner(*model_and_processor)
-    load_image, encode_prompt = captioner.load_image, captioner.processor.encode_prompt
+def test_an_image_is_loaded_once_and_a_prompt_encoded_once(model_and_processor, capsys):
+    (model, processor), calls = model_and_processor, []
 
-    def counted_prompt(grids, question, *args, **options):
-        calls.append(question)
-        return encode_prompt(grids, question, *args, **options)
+    class Watched(Captioner):
+        def load_image(self, source):
+            calls.append(source)
+            return super().load_image(source)
 
-    monkeypatch.setattr(captioner, "load_image", lambda source: calls.append(source) or load_image(source))
-    monkeypatch.setattr(captioner.processor, "encode_prompt", counted_prompt)
+    captioner = Watched(model, WatchedProcessor(processor, before_prompt=calls.append))
     print_caption(PrintOptions(["good.png"], ["What?"]), captioner, GenerationOptions(max_new_tokens=2), "good.png")
     assert calls == ["good.png", "What?"] and capsys.readouterr().out
 

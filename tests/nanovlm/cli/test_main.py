@@ -3,17 +3,17 @@
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
 import nanovlm
-from nanovlm import Captioner
 from nanovlm.cli import main as cli
 from nanovlm.errors import CheckpointError, DataError, ImageError, InputError, UsageError
 from support import ROOT
-from support.cli import FAST_FLAGS, assert_usage_error, run_program
+from support.cli import FAST_FLAGS, assert_usage_error, run_program, set_stream
 
 pytestmark = pytest.mark.usefixtures("workdir")
 
@@ -76,17 +76,13 @@ def test_full_disk_is_one_error_line(generate, monkeypatch):
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
     with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
+        set_stream("stdout", full, monkeypatch)
         code, _, err = generate("good.png", "fine.jpg")
     assert code == 1 and len(err.splitlines()) == 1 and "No space left" in err
 
 
-def test_ctrl_c_ends_without_a_traceback(generate, monkeypatch):
-    def leave(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Captioner, "samples", leave)
-    assert generate("good.png") == (130, "", "")
+def test_ctrl_c_ends_without_a_traceback(failing):
+    assert failing(KeyboardInterrupt()) == (130, "", "")
 
 
 def test_help_shows_every_verb_with_an_example(capsys):
@@ -108,15 +104,14 @@ def test_shell_completion(tmp_path):
 
 
 @pytest.fixture
-def failing(generate, monkeypatch):
-    """generate.py whose model raises an error while it loads."""
+def failing(capsys):
+    """generate.py whose verb raises an error."""
 
-    def run(error, *argv):
-        def from_pretrained(*args, **options):
+    def run(error):
+        def verb(args):
             raise error
 
-        monkeypatch.setattr(Captioner, "load", from_pretrained)
-        return generate("good.png", *argv)
+        return cli.run(Namespace(run=verb, prog="generate.py", debug=False)), *capsys.readouterr()
 
     return run
 
@@ -147,9 +142,9 @@ def test_a_bug_keeps_its_traceback(failing):
     assert err.splitlines()[-1].startswith("generate.py: this is a bug in nanovlm; please report it")
 
 
-def test_debug_shows_the_traceback_of_user_errors(failing, monkeypatch):
-    code, _, err = failing(UsageError("bad flag"), "--debug")
-    assert code == 2 and "Traceback" in err and err.splitlines()[-1] == "generate.py: bad flag"
+def test_debug_shows_the_traceback_of_user_errors(generate, failing, monkeypatch):
+    code, _, err = generate("good.png", "--debug", model="nowhere")
+    assert code == 2 and "Traceback" in err and err.splitlines()[-1].startswith("generate.py: --model nowhere must be")
     monkeypatch.setenv("NANOVLM_DEBUG", "1")
     assert "Traceback" in failing(UsageError("bad flag"))[2]
     monkeypatch.setenv("NANOVLM_DEBUG", "0")

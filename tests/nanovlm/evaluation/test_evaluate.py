@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovlm import EMBEDDED, Captioner
+from nanovlm import EMBEDDED
 from nanovlm.chat_session import ChatSession
 from nanovlm.cli import main as cli
 from nanovlm.data import ReadOptions
@@ -15,11 +15,6 @@ from support import noise_image
 from support.data import write
 
 FLAGS = ["--model", str(EMBEDDED), "--device", "cpu", "--dtype", "float32"]
-
-
-@pytest.fixture(scope="module")
-def captioner():
-    return Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
 
 
 @pytest.fixture(autouse=True)
@@ -40,19 +35,19 @@ def workdir(tmp_path, monkeypatch):
     write("coco.json", coco)
 
 
-def ask(captioner, *paths, **options):
+def ask(embedded, *paths, **options):
     subsets, _ = open_data(paths, ReadOptions(), 0)
     asked = questions_of(subsets, skip_errors=options.get("skip_errors", False))
-    return evaluate(captioner, asked, EvaluationOptions(max_new_tokens=8, **options))
+    return evaluate(embedded, asked, EvaluationOptions(max_new_tokens=8, **options))
 
 
-def test_answers_are_those_of_the_captioner_asked_one_by_one(captioner):
-    result = ask(captioner, "cards", "chat.json", "coco.json", batch_size=2)
-    alone = [captioner.caption(f"cards/{i}.png", max_new_tokens=8) for i in (0, 1)]
-    session = ChatSession(captioner, ["cards/0.png"])
+def test_answers_are_those_of_the_captioner_asked_one_by_one(embedded):
+    result = ask(embedded, "cards", "chat.json", "coco.json", batch_size=2)
+    alone = [embedded.caption(f"cards/{i}.png", max_new_tokens=8) for i in (0, 1)]
+    session = ChatSession(embedded, ["cards/0.png"])
     session.history = [("What is it?", "Noise.")]
     turns = [
-        captioner.caption("cards/0.png", "What is it?", max_new_tokens=8),
+        embedded.caption("cards/0.png", "What is it?", max_new_tokens=8),
         "".join(session.ask("How many objects are there?", max_new_tokens=8)),
     ]
     answers = {(a.question.source, a.question.name, a.question.prompt): a for a in result.answers}
@@ -62,9 +57,9 @@ def test_answers_are_those_of_the_captioner_asked_one_by_one(captioner):
     assert list(coco.question.references) == ["One.", "Two."]
 
 
-def test_scores_are_means_for_each_source_and_prompt(captioner):
+def test_scores_are_means_for_each_source_and_prompt(embedded):
     metrics = {"length": lambda answers, references: [float(len(truths[0])) for truths in references]}
-    result = ask(captioner, "cards", "chat.json", metrics=metrics)
+    result = ask(embedded, "cards", "chat.json", metrics=metrics)
     groups = {(group.source, group.prompt): (group.questions, group.scores["length"]) for group in result.groups()}
     assert groups == {
         ("cards", None): (2, 7),
@@ -78,11 +73,11 @@ def test_scores_are_means_for_each_source_and_prompt(captioner):
     assert (folded.prompt, folded.questions) == ("(other prompts)", 1)
 
 
-def test_an_unusable_example_is_named_or_skipped(captioner):
+def test_an_unusable_example_is_named_or_skipped(embedded):
     Path("cards/1.png").write_bytes(b"hello")
     with pytest.raises(ValueError, match=r"^cards/1\.png: not an image"):
-        ask(captioner, "cards")
-    result = ask(captioner, "cards", skip_errors=True)
+        ask(embedded, "cards")
+    result = ask(embedded, "cards", skip_errors=True)
     assert len(result.answers) == 1 and result.skipped[0].startswith("cards/1.png: not an image")
 
 

@@ -169,13 +169,6 @@ def test_every_format_of_pillow_is_read(tmp_path, format):
     assert distance(back, image) == 0 if format in LOSSLESS else distance(back, image) < 4
 
 
-@pytest.fixture
-def without_heif(monkeypatch):
-    """As in a process that has read no HEIC image yet."""
-    monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
-    monkeypatch.setattr(Image, "ID", [format for format in Image.ID if format != "HEIF"])
-
-
 def heic(image):
     pillow_heif = pytest.importorskip("pillow_heif")
     file = io.BytesIO()

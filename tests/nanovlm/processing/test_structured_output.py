@@ -9,7 +9,7 @@ import torch
 
 from models.config import GREEDY, SamplingParams
 from models.inference.continuous_batching import ContinuousBatch
-from nanovlm import SAMPLE, Captioner, ChatSession
+from nanovlm import SAMPLE, ChatSession
 from nanovlm.captioner import Stats
 from nanovlm.errors import InputError
 from support.cli import assert_usage_error
@@ -31,18 +31,13 @@ def assert_fits(value):
     assert len(value["tags"]) <= 2 and set(value["tags"]) <= {"a", "b"}
 
 
-@pytest.fixture(scope="module")
-def captioner():
-    return Captioner.from_pretrained(dtype="float32")
-
-
-def test_tokens_that_the_schema_forces_are_read_together_and_change_no_answer(captioner):
-    answers, n_steps, eos = [], [], captioner.tokenizer.eos_token_ids
-    ids, tiles = captioner.prepare(str(SAMPLE), "What is it?")
+def test_tokens_that_the_schema_forces_are_read_together_and_change_no_answer(embedded):
+    answers, n_steps, eos = [], [], embedded.tokenizer.eos_token_ids
+    ids, tiles = embedded.prepare(str(SAMPLE), "What is it?")
     for is_forced in (False, True):
-        batch, outputs, steps = ContinuousBatch(captioner.inference, eos_token_id=eos), {}, 0
+        batch, outputs, steps = ContinuousBatch(embedded.inference, eos_token_id=eos), {}, 0
         for key, sampling in enumerate((GREEDY, SamplingParams(temperature=2.0, seed=3), GREEDY)):
-            (grammar,) = captioner.structured_output.make_processors(SCHEMA, 1)
+            (grammar,) = embedded.structured_output.make_processors(SCHEMA, 1)
             process = grammar if is_forced else lambda ids, logits, grammar=grammar: grammar(ids, logits)
             some = {"max_new_tokens": 20} if key == 2 else {"logits_processor": process}
             batch.add(key, torch.tensor(ids), torch.cat(tiles), sampling=sampling, **some)
@@ -53,25 +48,25 @@ def test_tokens_that_the_schema_forces_are_read_together_and_change_no_answer(ca
                 n_steps += [steps] * (output.key == 0 and output.finished is not None)
         answers.append(outputs)
     assert answers[0] == answers[1] and n_steps[1] < n_steps[0], "the keys of the object are forced"
-    assert captioner.caption(SAMPLE, "What is it?", schema=SCHEMA) == json.loads(
-        captioner.tokenizer.decode(answers[1][0])
+    assert embedded.caption(SAMPLE, "What is it?", schema=SCHEMA) == json.loads(
+        embedded.tokenizer.decode(answers[1][0])
     )
 
 
-def test_each_row_of_a_batch_follows_the_schema_by_itself(captioner):
+def test_each_row_of_a_batch_follows_the_schema_by_itself(embedded):
     stats = Stats()
-    alone = captioner.caption(SAMPLE, schema=SCHEMA)
-    rows = captioner.samples(SAMPLE, n=6, schema=SCHEMA, temperature=3.0, seed=1, stats=stats)
-    rows += [*captioner.captions([SAMPLE] * 2, schema=SCHEMA), *captioner.ask(SAMPLE, ["n?", "color?"], schema=SCHEMA)]
+    alone = embedded.caption(SAMPLE, schema=SCHEMA)
+    rows = embedded.samples(SAMPLE, n=6, schema=SCHEMA, temperature=3.0, seed=1, stats=stats)
+    rows += [*embedded.captions([SAMPLE] * 2, schema=SCHEMA), *embedded.ask(SAMPLE, ["n?", "color?"], schema=SCHEMA)]
     for value in (alone, *rows):
         assert_fits(value)
     assert rows[6] == rows[7] == alone and len({json.dumps(row) for row in rows[:6]}) > 1
     assert stats.finish_reasons == ["stop"] * 6
-    assert json.loads("".join(captioner.stream(SAMPLE, schema=SCHEMA))) == alone
-    assert_fits(json.loads("".join(ChatSession(captioner, [SAMPLE]).ask("n?", schema=SCHEMA))))
-    assert captioner.caption(SAMPLE, schema={"enum": [0]}) == 0
+    assert json.loads("".join(embedded.stream(SAMPLE, schema=SCHEMA))) == alone
+    assert_fits(json.loads("".join(ChatSession(embedded, [SAMPLE]).ask("n?", schema=SCHEMA))))
+    assert embedded.caption(SAMPLE, schema={"enum": [0]}) == 0
     numbers = {"type": "array", "items": {"enum": [0]}, "minItems": 40, "maxItems": 40}
-    assert captioner.caption(SAMPLE, schema=numbers) == [0] * 40, "this is no repetition to end"
+    assert embedded.caption(SAMPLE, schema=numbers) == [0] * 40, "this is no repetition to end"
 
 
 @pytest.mark.parametrize(
@@ -83,9 +78,9 @@ def test_each_row_of_a_batch_follows_the_schema_by_itself(captioner):
         ({"start_with": "A"}, "schema excludes start_with"),
     ],
 )
-def test_what_cannot_be_is_one_line(captioner, options, words):
+def test_what_cannot_be_is_one_line(embedded, options, words):
     with pytest.raises(InputError, match=words):
-        captioner.caption(SAMPLE, **({"schema": SCHEMA} | options))
+        embedded.caption(SAMPLE, **({"schema": SCHEMA} | options))
 
 
 @pytest.mark.parametrize("table", ["captions.csv", "captions.jsonl"])

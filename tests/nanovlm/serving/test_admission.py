@@ -15,7 +15,8 @@ from nanovlm.processing.processor import Processor
 from nanovlm.serving.admission import Budget, read_body
 from nanovlm.serving.errors import APIError
 from nanovlm.serving.options import Limits
-from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, WatchedProcessor, answer_of, until, user_message
+from support.captioners import WatchedProcessor
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, until, user_message
 
 GREEDY = {"x-forwarded-for": "192.0.2.1"}  # as a proxy on this machine names its client
 MODEST = {"x-forwarded-for": "192.0.2.2"}

@@ -7,7 +7,8 @@ import pytest
 from nanovlm import SAMPLE, Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.synthetic import draw, random_scene
-from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, WatchedProcessor, answer_of, data_url, user_message
+from support.captioners import WatchedProcessor
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, data_url, user_message
 
 LARGE = 2**26
 

@@ -20,11 +20,11 @@ from nanovlm.chat_session import ChatSession
 from nanovlm.serving.options import Limits
 from nanovlm.synthetic import draw, random_scene
 from support import ROOT
+from support.captioners import WatchedProcessor
 from support.serving import (
     QUESTIONS,
     SAMPLE_URL,
     RunningServer,
-    WatchedProcessor,
     answer_of,
     chat,
     data_url,
