@@ -99,7 +99,6 @@ def test_wrong_numbers_and_names_are_one_line(argv, message, capsys):
         ("latency --model-size 230M --model folder", "not allowed with"),
         ("latency --model no/where/near", "no/where/near"),
         ("latency --level amx-emulated", "this CPU has no level amx-emulated; use "),
-        ("latency --threads many", "--threads many must be auto or a number"),
         ("real_size 7B", "7B"),
         pytest.param("serving --clients 1", "2 or more", marks=pytest.mark.full),
         pytest.param("serving --model no/where/at/all", "no/where/at/all", marks=pytest.mark.full),
