@@ -89,8 +89,10 @@ def test_turns_are_printed_as_json_and_kept_as_a_table(capsys, tmp_path):
 
 @pytest.mark.full
 def test_every_precision_at_every_level_is_compared_with_plain_modules(capsys, tmp_path):
-    assert main(["--compare", "--scenes", "4", "--seed", "1", "--json", "--save", str(tmp_path)]) == 0
+    code = main(["--compare", "--scenes", "4", "--seed", "1", "--json", "--save", str(tmp_path)])
     results = json.loads(capsys.readouterr().out)
+    failures, where = results.pop("failures"), results.pop("environment")
+    assert failures == comparison_failures(results) and code == bool(failures) and "level" in where
     assert comparison_table(results) in next(tmp_path.iterdir()).read_text()
     levels = levels_here() or ["none"]
     assert next(iter(results)) == "float32 none" and {name.split()[-1] for name in results} == {"none", *levels}
