@@ -111,7 +111,7 @@ def failing(capsys):
         def verb(args):
             raise error
 
-        return cli.run(Namespace(run=verb, prog="generate.py", debug=False)), *capsys.readouterr()
+        return cli.run(Namespace(run=verb, prog="generate.py", debug=False, max_tiles=None)), *capsys.readouterr()
 
     return run
 
