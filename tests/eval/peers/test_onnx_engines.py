@@ -83,8 +83,7 @@ def test_files_are_written_once_for_the_same_weights(plain, cache):
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.decoder.norm.weight[-1] += 1
-    with pytest.raises(TypeError, match="NoneType"):
-        export_graphs(other, cache)
+    assert export_graphs(other, cache) != graphs, "in a folder of their own"
 
 
 @needs_onnx
