@@ -85,7 +85,7 @@ def time_steps(gpt: GPT, gpt_kv: GPT_kv, idx: Tensor, rounds: int, names: Sequen
         return measure_seconds(lambda: steps[name]().argmax(-1), idx.device)
 
     timings = interleave({name: partial(time_step, name) for name in names}, rounds, warmup=0)  # the check warms up
-    return [1000 * median(timings[name]) for name in names]
+    return [round(1000 * median(timings[name]), 4) for name in names]
 
 
 def benchmark(

@@ -293,7 +293,6 @@ class Captioner:
         stats.answers = len(mask) * n_samples
         stats.prompt_tokens = int(mask.sum()) - inputs.get("shared_prefix_length", 0) * (len(mask) - 1)
         steps: list[list[int]] = []
-
         grammar = None
         if options.schema is not None:
             grammar = self.structured_output.for_rows(options.schema, steps, stats.answers)

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -156,7 +157,7 @@ class ReadOptions:
         (),
         "of the_cauldron's turns, keep those rated at least N, as formatting=3",
         "the name of a rating and a number, as formatting=3",
-        lambda texts: all(re.fullmatch(r".+=\d+(\.\d+)?", text) for text in texts),
+        lambda texts: all(re.fullmatch(r".+=-?(\d+\.?\d*|\.\d+)", text) for text in texts),
         action="append",
         metavar="NAME=N",
     )
@@ -167,7 +168,7 @@ class ReadOptions:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    @property
+    @cached_property  # it is read for every example
     def min_ratings(self) -> dict[str, float]:
         """The smallest value of each rating that is named."""
         return {name: float(value) for name, _, value in (text.rpartition("=") for text in self.min_rating)}

@@ -192,7 +192,7 @@ def base_model(options: FinetuneOptions) -> BaseModel:
 
 
 def check_folder(folder: Path, data: Sequence[str]) -> None:
-    """UsageError for a folder to which a model cannot be written without overwriting something else."""
+    """UsageError or InputError for a folder to which a model cannot be written, or only over something else."""
     check_output_folder(folder)
     if (folder / WEIGHTS).exists() and not checkpoint_paths(folder):
         raise UsageError(f"--out {folder} holds a model but no checkpoints to resume from; name another folder")
