@@ -6,6 +6,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -278,6 +279,9 @@ def check_settings(record: Any) -> None:
         if fits is not None and not fits(value):
             raise InputError(f"{f.name}={value} must be {f.metadata['limits']}")
         bounds = [(*BOUNDS[name], f.metadata[name]) for name in BOUNDS if name in f.metadata]
+        kind = Real if float in (get_args(f.type) or (f.type,)) else Integral
+        if bounds and value is not None and not isinstance(value, kind):
+            raise InputError(f"{f.name}={value} must be a {'' if kind is Real else 'whole '}number")
         if value is not None and not all(is_within(value, bound) for is_within, _, bound in bounds):
             limits = " and ".join(f"{words} {bound}" for _, words, bound in bounds)
             raise InputError(f"{f.name}={value} must be {limits}")
@@ -315,12 +319,14 @@ class SamplingParams:
     repetition_detection: RepetitionDetection = setting(  # noqa: RUF009 (a setting is a field)
         (0, 0, 0), "end an answer that repeats a cycle of MIN to MAX tokens COUNT times; a COUNT of 0 is off",
         "three numbers: MIN to MAX tokens, from 1 on, and a COUNT of 0 (off), or 2 or more",
-        lambda x: len(x) == 3 and (x[2] == 0 or (1 <= x[0] <= x[1] and x[2] > 1)),
+        lambda x: [*map(type, x)] == [int] * 3 and (x[2] == 0 or (1 <= x[0] <= x[1] and x[2] > 1)),
         nargs=3, metavar=("MIN", "MAX", "COUNT"),
     )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if not all(self.bad_words_ids):  # of which no last token could be excluded
+            raise InputError(f"bad_words_ids={self.bad_words_ids} has a sequence without tokens; leave it away")
 
     @property
     def is_greedy(self) -> bool:

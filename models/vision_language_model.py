@@ -147,12 +147,16 @@ class VisionLanguageModel(nn.Module, GenerationMixin):  # in this order: FSDP ch
         hidden, kv_cache = self.decoder(embeds, mask, kv_cache, start_pos)
         return self.decoder.head(hidden[:, -1]), PrefillState(kv_cache, mask)
 
-    @staticmethod
-    def join_masks(embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None) -> Tensor | None:
+    def join_masks(self, embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None) -> Tensor | None:
         """The mask (B, T_past + T) over a prefix and embeds (B, T, C), from the prefix's and that of embeds (B, T).
 
-        None if neither has one.
+        None if neither has one. InputError unless the shapes fit, and T is at least 1.
         """
+        width, shape = self.cfg.lm_hidden_dim, tuple(embeds.shape)
+        if embeds.ndim != 3 or not embeds.size(1) or embeds.size(2) != width:
+            raise InputError(f"embeddings have the shape {shape}, not (B, T, {width}) of at least one new token")
+        if attention_mask is not None and tuple(attention_mask.shape) != shape[:2]:
+            raise InputError(f"attention_mask has the shape {tuple(attention_mask.shape)}, not {shape[:2]}")
         past, start_pos = (None, 0) if prefix is None else (prefix.attention_mask, prefix.length)
         if past is None and attention_mask is None:
             return None
@@ -173,6 +177,8 @@ def load_model(
     cfg.format.check_image_token_id(image_token_id, Path(folder))
     try:
         model = empty_model(cfg, image_token_id)
+    except InputError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     except RuntimeError:  # more bytes than 64 bits can count
         names = ("vit_hidden_dim", "vit_inter_dim", "vit_patch_size", "lm_hidden_dim", "lm_inter_dim", "lm_vocab_size")
         sizes = ", ".join(f"{name}={getattr(cfg, name)}" for name in names)

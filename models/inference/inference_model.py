@@ -73,9 +73,10 @@ class InferenceModel(GenerationMixin):
     On CPUs with kernels (`models.inference.kernels`), models of the core's own modules in float32 or bfloat16 are
     computed by these; all others by the plain modules. It never changes the model and, unless quantized, reads the
     model's own weights. A change of the model (`load_state_dict`, `read_adapters`, `.to(...)`, an edit in place, an
-    assignment) is noticed by the next prefill or image. The one change that goes unseen is an edit through
-    `tensor.data` of a quantized weight, a norm or a bias: call `refresh` after it. With kernels, embeddings and logits
-    are float32.
+    assignment, a hook) is noticed by the next prefill or image. What goes unseen is an edit through `tensor.data`, or
+    of tensors made in inference mode, of a quantized weight, a norm or a bias, and a number such as a norm's eps: call
+    `refresh` after it. A function set as a module's `attend` or `forward` is not used by the kernels. With kernels,
+    embeddings and logits are float32.
 
     quantize="int8" stores the language model's linear layers in 8 bits and, with kernels, the vision encoder's and the
     projector's, too; activations are then rounded to 8 bits for every matmul (dynamic quantization). "int4" stores
@@ -255,7 +256,8 @@ def _fingerprint(model: VisionLanguageModel) -> tuple[tuple, list[Tensor]]:
         modules += [child for child in module._modules.values() if child is not None]
     tensors = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
     versions = [-1 if t.is_inference() else t._version for t in tensors]  # those of inference mode do not count changes
-    return ([*map(id, modules)], [(t.data_ptr(), t.dtype) for t in tensors], versions), tensors
+    n_hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules]
+    return ([*map(id, modules)], n_hooks, [(t.data_ptr(), t.dtype) for t in tensors], versions), tensors
 
 
 def share_modules(model: VisionLanguageModel) -> VisionLanguageModel:

@@ -309,7 +309,8 @@ class KernelNetwork:
             None if visible is None else visible.data_ptr(), last_tokens.data_ptr(), cache.data_ptr(),
             DTYPES[cache.dtype], cache.size(4), *cache.stride()[:3], logits.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        self._library.decoder_forward(ctypes.byref(self._decoder), ctypes.byref(step))
+        if B:  # the kernels divide the work by it
+            self._library.decoder_forward(ctypes.byref(self._decoder), ctypes.byref(step))
         return logits
 
     def _extended(self, prefix: PrefillState | None, B: int, T: int) -> StackedCache:
@@ -319,4 +320,6 @@ class KernelNetwork:
         kv_cache: Sequence[KVCache] = prefix.kv_cache
         if not isinstance(kv_cache, StackedCache) or kv_cache.data.dtype != self.cache_dtype:
             kv_cache = StackedCache.of(kv_cache, torch.empty(0, dtype=self.cache_dtype), T)
+        if kv_cache.data.size(2) != B:
+            raise InputError(f"the prefix holds {kv_cache.data.size(2)} sequences, but {B} are continued")
         return kv_cache.extend(T)

@@ -2,7 +2,8 @@
 
 `Attention.forward` calls `append` once per step and reads `key` and `value` of what it returns, and the model reads
 `length`; nothing else. A new design is therefore a class with these four names, and the blocks stay as they are. Give
-the model one empty cache per block: `model.prefill(ids, images, prefix=prefill_state([PagedKV(p) for p in pools]))`.
+a VisionLanguageModel (not an InferenceModel, which has a cache of its own) one empty cache per block:
+`model.prefill(ids, images, prefix=prefill_state([PagedKV(p) for p in pools]))`.
 """
 
 from collections.abc import Sequence

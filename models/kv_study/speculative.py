@@ -78,7 +78,8 @@ class DraftModel:
             logits, kv_cache = self.decoder(torch.tensor([new], device=device), None, kv_cache, start - len(new))
             new = [int(logits[0, -1].argmax())]
             guessed += new
-        self.ids, self.kv_cache = [*ids, *guessed[:-1]], kv_cache or []
+        if kv_cache and guessed:  # else the ids were not read
+            self.ids, self.kv_cache = [*ids, *guessed[:-1]], kv_cache
         return guessed
 
 

@@ -129,12 +129,12 @@ def test_frequency_and_presence_penalty_follow_their_definition(frequency, prese
         ("repetition_penalty", [0.0, -1.0, float("inf"), float("nan")]),
         ("frequency_penalty", [-2.1, 2.1, float("nan")]),
         ("presence_penalty", [-2.1, 2.1, float("nan")]),
-        ("temperature", [-0.1, float("inf"), float("nan")]),
-        ("top_k", [-1]),
+        ("temperature", ["hot", -0.1, float("inf"), float("nan")]),
+        ("top_k", [-1, 1.5, "3"]),
         ("top_p", [0.0, 1.01, float("nan")]),
         ("min_p", [-0.01, 1.01, float("nan")]),
-        ("seed", [-1, 2**63]),
-        ("repetition_detection", [(1, 2), (0, 2, 3), (3, 2, 2), (1, 2, 1), (1, 2, -1)]),
+        ("seed", [-1, 2**63, 1.0]),
+        ("repetition_detection", [(1, 2), (0, 2, 3), (3, 2, 2), (1, 2, 1), (1, 2, -1), (1, 8, 2.0)]),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name, values):

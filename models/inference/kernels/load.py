@@ -63,13 +63,14 @@ def available_levels() -> list[str]:
 
 
 def chosen_level() -> str | None:
-    """The level to use: the highest of this CPU, or $NANOVLM_CPU_LEVEL; None where there is none, or for "none"."""
+    """The level to use: the highest of this CPU, or the highest up to $NANOVLM_CPU_LEVEL; None for "none"."""
     available, wanted = available_levels(), os.environ.get("NANOVLM_CPU_LEVEL")
     if wanted in available:
         return wanted
     if wanted and wanted not in (*LEVELS, "none"):
         raise InputError(f"NANOVLM_CPU_LEVEL={wanted} is not a level; use {', '.join(LEVELS)} or none")
-    levels = [name for name in available if name not in FOR_TESTS]
+    highest = [*LEVELS].index(wanted) if wanted in LEVELS else len(LEVELS)
+    levels = [name for name in [*LEVELS][:highest] if name in available and name not in FOR_TESTS]
     return levels[-1] if levels and wanted != "none" else None
 
 

@@ -50,6 +50,9 @@ def test_the_kernels_compute_what_they_can(tiny_model, level):
     hooked = tiny_model()
     hooked.decoder.blocks[0].register_forward_hook(lambda *args: None)
     assert type(InferenceModel(hooked).network) is PlainNetwork
+    inference = InferenceModel(later := tiny_model())
+    later.decoder.blocks[0].register_forward_hook(lambda *args: None)
+    assert type(inference.network) is PlainNetwork
 
 
 @pytest.mark.parametrize("changes", SHAPES)
@@ -141,6 +144,25 @@ def test_no_step_beyond_the_models_positions(tiny_model):
     _, prefix = inference.decode(torch.tensor([8]), prefix)
     with pytest.raises(InputError, match="65 tokens exceed lm_max_position_embeddings=64"):
         inference.decode(torch.tensor([8]), prefix)
+
+
+@torch.inference_mode()
+def test_shapes_that_do_not_fit_are_refused(tiny_model):
+    """The kernels read and write where a wrong shape points."""
+    for model in (plain := tiny_model(), InferenceModel(plain)):
+        ids = torch.tensor([[5, 6, 7, 8]])
+        logits, state = model.prefill(ids)
+        assert model.prefill(ids[:0])[0].shape == (0, logits.size(1))
+        width = plain.cfg.lm_hidden_dim
+        for wrong, message in (
+            (lambda: model.generate(ids, prefix=state, max_new_tokens=2), "not .B, T, .* of at least one new token"),
+            (lambda: model.prefill_embeds(torch.rand(1, 3, width - 2)), f"have the shape .1, 3, {width - 2}., not"),
+            (lambda: model.prefill(ids, attention_mask=ids[:, :2].ge(6)), r"the shape \(1, 2\), not \(1, 4\)"),
+        ):
+            with pytest.raises(InputError, match=message):
+                wrong()
+        with pytest.raises((InputError, RuntimeError)):
+            model.decode(torch.tensor([5, 6]), state)
 
 
 def test_it_needs_no_inference_mode_and_keeps_no_graph(tiny_model):
