@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -155,9 +156,9 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
         assert model.prefill(ids[:0])[0].shape == (0, logits.size(1))
         width = plain.cfg.lm_hidden_dim
         for wrong, message in (
-            (lambda: model.generate(ids, prefix=state, max_new_tokens=2), "not .B, T, .* of at least one new token"),
-            (lambda: model.prefill_embeds(torch.rand(1, 3, width - 2)), f"have the shape .1, 3, {width - 2}., not"),
-            (lambda: model.prefill(ids, attention_mask=ids[:, :2].ge(6)), r"the shape \(1, 2\), not \(1, 4\)"),
+            (partial(model.generate, ids, prefix=state, max_new_tokens=2), "not .B, T, .* of at least one new token"),
+            (partial(model.prefill_embeds, torch.rand(1, 3, width - 2)), f"have the shape .1, 3, {width - 2}., not"),
+            (partial(model.prefill, ids, attention_mask=ids[:, :2].ge(6)), r"the shape \(1, 2\), not \(1, 4\)"),
         ):
             with pytest.raises(InputError, match=message):
                 wrong()
