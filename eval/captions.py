@@ -2,7 +2,6 @@
 
     python -m eval.captions --scenes 1000
     python -m eval.captions --renderer svg              # drawn by resvg, in other proportions and tones (extra eval)
-    python -m eval.captions --prompt-variants --scenes 300   # captions and numbers, requested in other words
     python -m eval.captions --compare --save            # every precision at every level of CPU instructions
     python -m eval.captions --turns 6 --scenes 200      # questions in a conversation, beside the same questions alone
 
@@ -36,7 +35,6 @@ from eval.lib.accuracy import relative_error
 from eval.lib.command import add_device_flags, add_save_flag, make_parser, positive, progress, report, table
 from eval.lib.cpu_levels import at_level, levels_here
 from eval.lib.hardware import environment
-from eval.lib.prompt_variants import measure_prompt_variants
 from eval.lib.scene_splits import RENDERERS, SPLITS, Renderer, count_by_row, make_splits, png
 from nanovlm import EMBEDDED, PROMPT
 from nanovlm.captioner import Captioner
@@ -136,14 +134,14 @@ def comparison_failures(results: dict[str, dict[str, float]]) -> list[str]:
     return [f"{name} keeps less than {MIN_KEPT:.0%} of float32's right captions" for name in lossy]
 
 
-def share(name: str, counts: dict, width: int = 28) -> str:
+def share(name: str, counts: dict) -> str:
     """A line with a share and its 95% Wilson interval, which stays valid near 100%."""
     right, n, z = counts["right"], counts["of"], 1.96
     p = right / n
     center = (p + z * z / (2 * n)) / (1 + z * z / n)
     radius = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     interval = f"{100 * max(0, center - radius):.1f} to {100 * (center + radius):.1f}"
-    return f"{name:{width}} {100 * p:6.2f}%  ({right} of {n}, 95% interval {interval})"
+    return f"{name:28} {100 * p:6.2f}%  ({right} of {n}, 95% interval {interval})"
 
 
 def accuracy_table(results: dict, n_misses: int) -> str:
@@ -162,15 +160,6 @@ def turns_table(right: dict[str, list[int]], n_scenes: int) -> str:
     return table(rows + [[mode, *(f"{n / n_scenes:.1%}" for n in counts)] for mode, counts in right.items()])
 
 
-def prompt_variants_table(results: dict[str, dict]) -> str:
-    """The variants that training uses, then the others."""
-    lines = []
-    for title, is_trained in (("trained prompts", True), ("held-out prompts", False)):
-        lines.append(title)
-        lines += ["  " + share(name, row, 38) for name, row in results.items() if row["trained"] == is_trained]
-    return "\n".join(lines)
-
-
 def comparison_table(results: dict[str, dict[str, float]]) -> str:
     rows = [[name, *(f"{row[column]:{form}}" for column, form in COLUMNS.items())] for name, row in results.items()]
     return table([["", *COLUMNS], *rows])
@@ -183,7 +172,6 @@ def make_captions_parser() -> Parser:
     add("--scenes", type=positive, metavar="N", help="fresh scenes, and withheld ones (default: 1000, to compare 200)")
     add("--questions", type=positive, default=3, metavar="N", help="questions per scene (default: 3)")
     add("--turns", type=positive, metavar="N", help="ask N questions about each scene in a conversation")
-    add("--prompt-variants", action="store_true", help="ask for captions and numbers of objects in other words, too")
     add("--renderer", choices=tuple(RENDERERS), default="training", help="what draws the scenes (default: training)")
     add("--quantize", choices=QUANTIZATIONS, help="quantize the language model's weights")
     add("--compare", action="store_true", help="compare all precisions at all levels of the CPU")
@@ -209,10 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             captioner = Captioner.from_pretrained(args.model, args.device, args.dtype, quantize=args.quantize)
             where = environment(captioner.inference.device, captioner.inference.dtype)
-            if args.prompt_variants:
-                results = measure_prompt_variants(captioner, n, seed, BATCH_SIZE, renderer)
-                text = prompt_variants_table(results)
-            elif args.turns:
+            if args.turns:
                 results = {"of": n, "right": measure_turns(captioner, n, args.turns, seed, renderer)}
                 text = turns_table(results["right"], n)
             else:

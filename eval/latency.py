@@ -5,7 +5,6 @@
     python -m eval.latency --model FOLDER --dtype float32 bfloat16 --baselines llama.cpp   # of SmolVLM's layout
     python -m eval.latency --level avx2 vnni bf16 --quantize int8         # the kernels at several levels
     python -m eval.latency --level vnni --baselines openvino --save       # oneDNN held to that level, too
-    python -m eval.latency --model-size 230M --baselines openvino --background-load 2   # beside two busy processes
 
 Stages: encode (one preprocessed image), prefill (as many tokens as an image and a short prompt), decode (one token of
 every sequence), first-token (from the image) and cold-start (a whole process). All engines read the same weights, which
@@ -46,7 +45,7 @@ from eval.lib.cpu_levels import current_level, level_here, lowering, peers_note
 from eval.lib.hardware import environment, matmul_flops, memory_bandwidth, stage_costs
 from eval.lib.random_model import random_model_folder
 from eval.lib.shapes import SHAPES
-from eval.lib.timing import competing_processes, interleave, measure_seconds
+from eval.lib.timing import interleave, measure_seconds
 from eval.peers.engines import BASELINES, Engine, EngineOptions, ImageEngine, NanoVLMEngine, make_engines, plain_engine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
 from models.checkpoint import load_config, snapshot_path
@@ -65,7 +64,7 @@ STAGES = ("encode", "prefill", "decode", "first-token", "cold-start")
 TEXT_TOKENS = 16  # of the prompt, after the image
 MAX_IMAGE_SIZE = 2048  # pixels; larger images are reduced
 ANSWER_TOKENS = 16
-COLUMNS = ("median", "min", "speedup", "of roofline", "error", "slowdown", "same ids")
+COLUMNS = ("median", "min", "speedup", "of roofline", "error", "same ids")
 
 Contestants = dict[str, Callable[[], float]]  # name -> a call that returns the seconds it took
 
@@ -80,7 +79,6 @@ class Result:
     min_ms: float
     roofline_ms: float | None = None  # what the machine needs at least, where known
     error: float | None = None  # relative to the plain model
-    slowdown: float | None = None  # by competing processes
 
 
 @dataclass(frozen=True)
@@ -178,15 +176,6 @@ def measure(
     return results
 
 
-def slowed(results: Sequence[Result], idle: Sequence[Result], n: int) -> list[Result]:
-    """Results beside n competing processes, with the slowdown of each median; limits no longer apply."""
-    load = f"background load {n}"
-    return [
-        replace(busy, stage=f"{busy.stage}, {load}", roofline_ms=None, slowdown=busy.median_ms / quiet.median_ms)
-        for busy, quiet in zip(results, idle, strict=True)
-    ]
-
-
 def failures(engines: Sequence[Engine], ids: dict[str, list[list[int]]]) -> list[str]:
     """Engines in float32 that decode other tokens than the first one in float32."""
     exact = [engine.name for engine in engines if engine.weight_bytes == 4 and ids]
@@ -216,8 +205,6 @@ def cells(result: Result, first: Result, ids: dict[str, list[list[int]]]) -> dic
         row["of roofline"] = f"{result.roofline_ms / result.median_ms:.0%}"
     if result.error is not None:
         row["error"] = f"{result.error:.1e}" if result.error < 1e-3 else f"{result.error:.3f}"
-    if result.slowdown is not None:
-        row["slowdown"] = f"{result.slowdown:.2f}x"
     if result.stage == "decode":
         pairs = [*zip(chain(*ids[result.engine]), chain(*ids[first.engine]))]
         row["same ids"] = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
@@ -240,7 +227,6 @@ def make_latency_parser() -> Parser:
     add("--batch-size", type=positive, default=1, metavar="N", help="sequences of prefill and decode (default: 1)")
     add("--tokens", type=positive, default=32, metavar="N", help="decode steps in a round (default: 32)")
     add("--rounds", type=positive, default=5, metavar="N", help="interleaved rounds (default: 5)")
-    add("--background-load", type=positive, metavar="N", help="measure once more beside N processes that use all cores")
     add("--cache", type=Path, metavar="FOLDER", help="keep the files made for other engines here, and reuse them")
     add_threads_flag(parser)
     add_save_flag(parser)
@@ -260,11 +246,8 @@ def run(args: argparse.Namespace) -> int:
         errors = stage_errors(engines, plain, inputs.prompts, inputs.image, args.stages)
         decoding = engines if "decode" in args.stages else []
         ids = {engine.name: greedy_ids(engine, inputs.prompts, args.tokens) for engine in decoding}
-        time_stages = partial(measure, args.stages, engines, inputs, args.tokens, args.rounds, folder)
-        results = [replace(result, error=errors.get((result.stage, result.engine))) for result in time_stages()]
-        if args.background_load:
-            with competing_processes(args.background_load):
-                results += slowed(time_stages(), results, args.background_load)
+        measured = measure(args.stages, engines, inputs, args.tokens, args.rounds, folder)
+        results = [replace(result, error=errors.get((result.stage, result.engine))) for result in measured]
     matmuls = {str(dtype): matmul_flops(dtype) for dtype in dict.fromkeys(engine.dtype for engine in engines)}
     speeds = ", ".join(f"{flops / 1e9:,.0f} GFLOP/s in {name} matmuls" for name, flops in matmuls.items())
     where = f"{environment(levels=args.level)}; {peers_note(args.level)}; memory {memory_bandwidth() / 1e9:.1f} GB/s, "

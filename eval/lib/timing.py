@@ -1,10 +1,7 @@
 """Interleaved timing: contestants take turns in every round, so that a busy machine slows all of them alike."""
 
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -44,15 +41,3 @@ def interleave(
                 seconds[name].append(elapsed)
                 log(f"round {turn}/{rounds}: {name}, {elapsed:.3f} s")
     return seconds
-
-
-@contextmanager
-def competing_processes(n: int) -> Iterator[list[subprocess.Popen]]:
-    """Keep n other processes busy on the cores that this process may use."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n)]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()

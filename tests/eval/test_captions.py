@@ -54,15 +54,6 @@ def test_the_renderer_draws_every_scene(monkeypatch, capsys):
     assert len(drawn) == 6
 
 
-@pytest.mark.full
-def test_prompt_variants_are_told_by_whether_training_uses_them(capsys):
-    assert main(["--prompt-variants", "--scenes", "2"]) == 0
-    out = capsys.readouterr().out
-    trained, held_out = out.split("held-out prompts\n")
-    assert trained.startswith("trained prompts\n  Describe this picture.  ")
-    assert "Describe everything in the picture." in held_out and " of 2, 95% interval" in held_out
-
-
 def test_questions_are_counted_by_turn():
     """Alone, in a conversation, and in one that began with a caption. A first question has no history either way."""
     turns, embedded = [], Captioner.from_pretrained(dtype="float32")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from eval import latency
-from eval.latency import Result, cold_start, failures, main, results_table, slowed
+from eval.latency import Result, cold_start, failures, main, results_table
 from eval.lib.cpu_levels import current_level, levels_here
 from eval.lib.shapes import SHAPES
 from nanovlm import EMBEDDED
@@ -105,28 +105,6 @@ def test_the_table_shows_speedups_shares_and_ids():
     assert lines[1].split() == ["a", "4.00", "ms", "3.00", "ms", "1.00x", "25%", "2", "of", "2"]
     assert lines[2].split() == ["b", "2.00", "ms", "1.00", "ms", "2.00x", "50%", "1", "of", "2"]
     assert lines[3].split() == ["cold", "start", "median", "min", "speedup"]
-
-
-def test_slowdowns_are_relative_to_the_same_stage_and_engine():
-    idle = [Result("encode", "a", 4.0, 3.0, 1.0, 0.5), Result("encode", "b", 2.0, 1.0, 1.0, 0.5)]
-    busy = slowed([Result("encode", "a", 6.0, 5.0, 1.0), Result("encode", "b", 8.0, 5.0, 1.0)], idle, 3)
-    lines = results_table([*idle, *busy], {}).split("\n")
-    assert lines[0].split() == ["encode", "median", "min", "speedup", "of", "roofline", "error"]
-    assert lines[1].split()[-2:] == ["25%", "0.500"]
-    assert lines[3].split() == ["encode,", "background", "load", "3", "median", "min", "speedup", "slowdown"]
-    assert lines[4].split()[-1] == "1.50x" and lines[5].split()[-1] == "4.00x"
-
-
-@pytest.mark.full
-def test_background_load_slows_a_second_pass(capsys, tmp_path):
-    flags = ["--model-size", "230M", "--stages", "encode", "prefill", "--background-load", "1", "--threads", "1"]
-    assert main([*FAST, *flags, "--cache", str(tmp_path / "files"), "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)["results"]
-    stages = ["encode", "prefill"]
-    assert [result["stage"] for result in results[::2]] == stages + [f"{name}, background load 1" for name in stages]
-    assert all(result["error"] < 1e-4 and result["slowdown"] is None for result in results[:4])
-    assert all(result["slowdown"] > 0 and result["roofline_ms"] is None for result in results[4:])
-    assert (tmp_path / "files").is_dir()
 
 
 def test_a_float32_engine_with_errors_fails_the_command(capsys, monkeypatch):

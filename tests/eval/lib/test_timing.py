@@ -1,8 +1,6 @@
 """Contestants take turns, and warm-up does not count."""
 
-import pytest
-
-from eval.lib.timing import competing_processes, interleave, measure_seconds
+from eval.lib.timing import interleave, measure_seconds
 
 
 def test_contestants_take_turns_after_warming_up():
@@ -17,10 +15,3 @@ def test_contestants_take_turns_after_warming_up():
     assert calls == ["a", "b"] * 4 and timings == {"a": [1.0, 9.0, 6.0], "b": [3.0, 1.0, 2.0]}
     assert lines[0] == "round 1/3: a, 1.000 s" and len(lines) == 6
     assert measure_seconds(calls.clear) > 0 and calls == []
-
-
-def test_competing_processes_end_with_the_measurement():
-    with pytest.raises(KeyError), competing_processes(2) as processes:
-        assert len(processes) == 2 and all(process.poll() is None for process in processes)
-        raise KeyError
-    assert all(process.poll() is not None for process in processes)
