@@ -92,8 +92,12 @@ class TokenSampler:
         return logits
 
     def _exclude(self, logits: Tensor) -> Tensor:
-        """Logits of -inf where a token would complete a bad word, which the prompt may begin, or repeat an n-gram."""
-        words, n, logits = self.sampling.bad_words_ids, self.sampling.no_repeat_ngram_size, logits.clone()
+        """Logits of -inf where a token would complete a bad word, which the prompt may begin, or repeat an n-gram.
+
+        Where that leaves no token, as beside a grammar, nothing is excluded.
+        """
+        words, n, allowed = self.sampling.bad_words_ids, self.sampling.no_repeat_ngram_size, logits
+        logits = logits.clone()
         reach = max(map(len, words), default=1) - 1
         prompts = self._prompt[:, -reach:].tolist() if reach and self._prompt is not None else [[]] * len(logits)
         for row, prompt, output in zip(logits, prompts, self.outputs or [[]] * len(logits)):
@@ -103,7 +107,7 @@ class TokenSampler:
                 last = output[len(output) - n + 1 :]
                 excluded += [output[i + n - 1] for i in range(len(output) - n + 1) if output[i : i + n - 1] == last]
             row[excluded] = -torch.inf
-        return logits
+        return torch.where(logits.isneginf().all(-1, keepdim=True), allowed, logits)
 
 
 def find_cycle(ids: Sequence[int], detection: RepetitionDetection) -> int:

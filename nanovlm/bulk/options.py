@@ -17,6 +17,7 @@ from nanovlm.processing import ANIMATION_EXTENSIONS, MAX_FRAMES, VIDEO_EXTENSION
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
 EXISTING = ("skip", "overwrite", "append", "prepend")
+FAILURES = "failures.jsonl"  # images without a caption, in the folder of the captions
 TABLES = (".jsonl", ".csv", ".parquet")
 SIDECARS, STREAM = "txt", "-"
 
@@ -98,7 +99,7 @@ class OutputOptions:
             )
         if not re.fullmatch(r"\.[^/\\\0]*[^/\\\0.]", self.extension):
             raise UsageError(f"extension {self.extension!r} is not like .txt or .caption")
-        if self.extension == ".xmp" and self.existing != "skip":  # it may hold ratings and more
+        if self.extension.lower() == ".xmp" and self.existing != "skip":  # it may hold ratings and more
             raise UsageError(f"existing={self.existing!r} would change an .xmp of other programs; omit it")
         if os.path.splitext(f"a{self.extension}")[1].lower() in readable_extensions() | IMAGE_EXTENSIONS:
             raise UsageError(f"extension {self.extension!r} is that of images; use .txt or .caption")
@@ -116,6 +117,8 @@ class OutputOptions:
 def _check_table(path: Path) -> None:
     if path.suffix not in TABLES:
         raise UsageError(f"output {os.fspath(path)!r} is none of {', '.join(TABLES)}, {SIDECARS} or {STREAM}")
+    if path.name == FAILURES:
+        raise UsageError(f"output {path} is where images that failed are listed; choose another name")
     if path.suffix == ".parquet":
         try:
             import pyarrow  # noqa: F401

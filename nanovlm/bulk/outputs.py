@@ -149,9 +149,8 @@ class Sidecars(Output):
         old = _read_bytes(target)
         if self.log is None:
             if old is None:
-                text = (
-                    XMP.format(escape(NOT_XML.sub("", caption))) if self.options.extension == ".xmp" else f"{caption}\n"
-                )
+                is_xmp = self.options.extension.lower() == ".xmp"
+                text = XMP.format(escape(NOT_XML.sub("", caption))) if is_xmp else f"{caption}\n"
                 write_atomically(target, text.encode())
             else:
                 logger.warning("%s was written by somebody else during this run; it is kept", target)
@@ -245,8 +244,6 @@ class Table(Output):
         for number, row in enumerate(self.all_rows, start=1):
             if not isinstance(row.get("file_name"), str):
                 raise UsageError(f"{self.path} has rows without a file_name; name another file")
-            if None in row:  # csv.DictReader's key for cells after the last column
-                raise UsageError(f"{self.path}, row {number}, has more cells than columns; correct it or move it away")
             if not isinstance(row.get("text"), (str, NoneType)):
                 raise UsageError(f"{self.path}, row {number}, has a text of another type; name another file")
         self.rows = {_file_name(row): row for row in reversed(self.all_rows)}
@@ -287,7 +284,7 @@ class Table(Output):
         for place, origin in zip(places, origins):
             rows[place] = self.all_rows[origin]
         with atomic_write(self.path, is_locked=True) as new:
-            write_table(new, rows)
+            write_table(new, rows, like=self.path)
 
 
 def _read_bytes(path: Path) -> bytes | None:
@@ -313,15 +310,21 @@ def _check_writable(path: Path) -> None:
         raise UsageError(f"{path} is not writable; name a file elsewhere")
 
 
-def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as .jsonl, .csv or .parquet, by the suffix of path; columns in the order of first use."""
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]], like: Path | None = None) -> None:
+    """Write rows as .jsonl, .csv or .parquet, by the suffix of path; columns in the order of first use.
+
+    A .parquet file keeps the types and the metadata of `like`, if that exists.
+    """
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if path.suffix == ".parquet":
         import pyarrow
         from pyarrow import parquet
 
-        table = pyarrow.Table.from_pylist([{column: row.get(column) for column in columns} for row in rows])
-        parquet.write_table(table, path)
+        schema = parquet.read_schema(like) if like is not None and like.exists() else pyarrow.schema([])
+        types = {field.name: field.type for field in schema}
+        cells = {column: [row.get(column) for row in rows] for column in columns}
+        table = pyarrow.table({column: _arrow_column(cells[column], types.get(column)) for column in columns})
+        parquet.write_table(table.replace_schema_metadata(schema.metadata), path)
     elif path.suffix == ".csv":
         with open(path, "w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, columns)
@@ -332,3 +335,16 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             )
     else:
         path.write_bytes(b"".join(map(json_line, rows)))
+
+
+def _arrow_column(cells: list[Any], kind: Any) -> Any:
+    """An Arrow array of this type or, for None, of the cells' own; of JSON where a file could not hold the cells."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        array = pyarrow.array(cells, kind)
+        parquet.write_table(pyarrow.table({"cells": array}), pyarrow.BufferOutputStream())
+    except (pyarrow.ArrowException, OverflowError):  # of several types, of large numbers, of an empty object
+        return pyarrow.array([None if cell is None else json.dumps(cell) for cell in cells])
+    return array

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from nanovlm.bulk.captioning import BulkCaptioner, EmptyCaptionError, failure_reason
 from nanovlm.bulk.inputs import read_names
-from nanovlm.bulk.options import BulkOptions, BulkReport, OutputOptions, Plan
+from nanovlm.bulk.options import FAILURES, BulkOptions, BulkReport, OutputOptions, Plan
 from nanovlm.bulk.prompt_template import TAGS
 from nanovlm.bulk.remote_inputs import RemoteImage, find_remote, is_container, read_images
-from nanovlm.bulk.resume_log import FAILURES, file_lock, json_line
+from nanovlm.bulk.resume_log import file_lock, json_line
 from nanovlm.bulk.run import Progress, run_settings
 from nanovlm.bulk.shards import Done, ShardFolder
 from nanovlm.captioner import Captioner

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from models.checkpoint import atomic_write
+from nanovlm.bulk.options import FAILURES
 from nanovlm.data.jsonl import read_jsonl, repair_jsonl
 from nanovlm.errors import UsageError
 from nanovlm.processing.image_loading import printable
@@ -26,8 +27,6 @@ except ImportError:  # Windows
     fcntl = None
 
 logger = logging.getLogger(__name__)
-
-FAILURES = "failures.jsonl"
 
 
 def relative(image: str | os.PathLike, folder: Path) -> str:

@@ -13,7 +13,7 @@ from nanovlm.data.folders import has_caption, open_captioned_folder, open_tables
 from nanovlm.data.hf_datasets import open_dataset
 from nanovlm.data.json_files import open_json
 from nanovlm.data.remote import list_files
-from nanovlm.data.source import Source, Stream
+from nanovlm.data.source import Source, Stream, first_few
 from nanovlm.data.webdataset import open_remote_tars, open_tars
 from nanovlm.errors import DataError
 from nanovlm.options import ReadOptions
@@ -34,6 +34,9 @@ KINDS = (
     "conversations, messages or COCO's captions, .parquet or .arrow files, .tar shards, or a Hub dataset owner/name"
 )
 REMOTE = re.compile(r"[a-z0-9]+://.+\.(parquet|arrow|tar)(\?.*)?")  # what fsspec opens: hf://, s3://, https://
+TRAINING = {"train", "training"}
+# As the datasets library finds splits in the names of files and folders
+SPLITS = re.compile(r"(?<![a-z])(train|training|test|testing|eval|evaluation|val|valid|validation|dev)(?![a-z])")
 HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.,() -]+)?")  # owner/name or owner/name:subset
 
 logger = logging.getLogger(__name__)
@@ -82,8 +85,9 @@ def _open_folder(path: str, options: ReadOptions) -> Source | Stream:
     for name in sorted(walk(path)):
         suffix = "metadata" if os.path.basename(name) in TABLES else os.path.splitext(name)[1].lower()
         by_suffix[suffix].append(os.path.join(path, name))
-    tables = sorted(by_suffix["metadata"], key=Path)
-    tars, shards = by_suffix[".tar"], by_suffix[".parquet"] or by_suffix[".arrow"]
+    tables = _training_files(path, sorted(by_suffix["metadata"], key=Path))
+    tars = _training_files(path, by_suffix[".tar"])
+    shards = _training_files(path, by_suffix[".parquet"] or by_suffix[".arrow"])
     images = sorted(image for suffix in readable_extensions() for image in by_suffix[suffix])
     captioned = images if any(map(has_caption, images)) else []
     other_tables = _files_in(path, by_suffix[".csv"])
@@ -105,6 +109,17 @@ def _open_folder(path: str, options: ReadOptions) -> Source | Stream:
         remedy = "Give each kind a folder of its own" if tables and captioned else "Name those to add them"
         logger.warning(f"{path}: reading the {name}; not read: {'; '.join(other[0] for other in others)}. {remedy}")
     return read(path, files, options)
+
+
+def _training_files(folder: str, files: Sequence[str]) -> Sequence[str]:
+    """Of files that the names of splits divide, as in a copy of a Hub data set, those of the training split."""
+    splits = {file: set(SPLITS.findall(os.path.relpath(file, folder).lower())) for file in files}
+    others = [file for file, names in splits.items() if names and not names & TRAINING]
+    if not others or not any(names & TRAINING for names in splits.values()):
+        return files
+    names = first_few([os.path.relpath(file, folder) for file in others])
+    logger.warning(f"{folder}: reading the training split; not read: {names}. Name those to add them")
+    return [file for file in files if file not in others]
 
 
 def _files_in(folder: str, files: Sequence[str]) -> list[str]:

@@ -96,7 +96,13 @@ def read_table(path: Path) -> Any:
         header = file.readline()
         file.seek(0)
         delimiter = max(",;\t", key=header.count)  # Excel writes semicolons in half of Europe
-        return list(csv.DictReader(file, delimiter=delimiter))
+        rows = list(csv.DictReader(file, delimiter=delimiter))
+    for number, row in enumerate(rows, start=1):
+        if None in row:  # DictReader's key for them
+            raise DataError(
+                f"{path}, row {number}, has more cells than columns; put quotes around a text that holds {delimiter!r}"
+            )
+    return rows
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import binascii
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from nanovlm.data.examples import Example, ExampleError
@@ -72,8 +73,7 @@ def record_to_example(record: Mapping[str, Any], name: str, root: str | None, op
     try:
         images = record_images(record)
         marked: list[Any] = []
-        chat = next((record[column] for column in CHAT_COLUMNS if record.get(column) is not None), None)
-        multi_turn = True
+        chat, multi_turn = _chat_of(record), True
         if options.preferences:
             pairs, multi_turn = _preferred_and_rejected(record, name, options), False
         elif record.get("texts") is not None:
@@ -109,11 +109,20 @@ def record_images(record: Mapping[str, Any]) -> list[Any]:
 
 
 def record_image_path(record: Mapping[str, Any]) -> str | None:
-    """The path of the first image, if the record names one."""
-    first = next(iter(record_images(record)), None)
+    """The path of the first image, if the record or its chat names one."""
+    marked: list[Any] = []
+    with suppress(ExampleError, AttributeError, TypeError):  # which will be told of the example
+        for message in _chat_of(record) or ():
+            _parse_message(message, "", marked)
+    first = next((image for image in (*marked, *record_images(record)) if image is not None), None)
     if isinstance(first, Mapping):
         first = first.get("path")
-    return first if isinstance(first, str) else None
+    return first.removeprefix("file://") if isinstance(first, str) else None
+
+
+def _chat_of(record: Mapping[str, Any]) -> Any:
+    """What is in the record's column of messages, None if it has none."""
+    return next((record[column] for column in CHAT_COLUMNS if record.get(column) is not None), None)
 
 
 def clean_text(text: Any) -> str:

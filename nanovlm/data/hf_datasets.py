@@ -41,20 +41,26 @@ def open_dataset(path: str, files: Sequence[str], options: ReadOptions) -> Sourc
 
 
 class _Rows(Sequence[dict[str, Any]]):
-    """The rows of a dataset in Arrow's format as Python objects."""
+    """The rows of a dataset in Arrow's format as Python objects; numbers of classes become their names."""
 
     def __init__(self, dataset: Any):
         self.dataset = dataset
+        features = (dataset.features or {}).items()
+        self.classes = {column: feature.names for column, feature in features if hasattr(feature, "names")}
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, i: Any) -> Any:
-        return self.dataset[i].to_pylist()[0]
+        return self._named(self.dataset[i].to_pylist()[0])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for table in self.dataset.iter(batch_size=1000):
-            yield from table.to_pylist()
+            yield from map(self._named, table.to_pylist())
+
+    def _named(self, row: dict[str, Any]) -> dict[str, Any]:
+        numbers = {column: row[column] for column in self.classes if (row.get(column) or 0) >= 0}
+        return row | {column: self.classes[column][n] for column, n in numbers.items() if n is not None}
 
 
 def _load(path: str, files: Sequence[str], options: ReadOptions, on_hub: bool) -> Any:

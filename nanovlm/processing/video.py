@@ -19,7 +19,7 @@ from PIL import Image, ImageSequence
 
 from nanovlm.errors import ImageError, MissingExtraError, UsageError
 from nanovlm.processing import MAX_FRAMES, VIDEO_EXTENSIONS
-from nanovlm.processing.image_loading import load_image, readable_extensions
+from nanovlm.processing.image_loading import load_image, quiet_pillow, readable_extensions, reason
 
 LISTED_FPS = 24.0  # of frames without times, as in transformers
 SKIPPED_SECONDS = 1  # at both ends of a long video
@@ -58,7 +58,11 @@ class Video:
             return cls._of_images(names, max_frames)
         if path.suffix.lower() in VIDEO_EXTENSIONS:
             return _decode(path, max_frames)
-        return _read_animation(path, max_frames)
+        try:
+            with quiet_pillow():
+                return _read_animation(path, max_frames)
+        except Exception as error:  # decoders raise anything
+            raise error if isinstance(error, ImageError) else ImageError(f"{path}: {reason(error)}") from error
 
     def texts(self) -> list[str]:
         """The text before each frame, and the one after the last, as in SmolVLM2's training (smollm, transformers)."""

@@ -21,6 +21,7 @@ from nanovlm.serving.app import POST_ROUTES
 from nanovlm.serving.service import ChatService
 
 RETRY_S = 0.2
+JSON = {"content-type": "application/json"}
 TIMEOUT_S = 7 * 24 * 3600.0  # a request waits for those before it, however long that takes
 
 
@@ -37,6 +38,8 @@ def unanswered(requests: Path, results: Path) -> set[int]:
 def _read_requests(path: Path) -> dict[str, int]:
     """The line of each request by its custom_id; the requests themselves stay in the file, as they may hold images."""
     numbers: dict[str, int] = {}
+    if path.exists() and not path.is_file():
+        raise UsageError(f"--batch-file {path} is no file, which is read twice; write the requests to one")
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file):
@@ -94,7 +97,8 @@ async def answer_batch(service: ChatService, app: FastAPI, requests: Path, todo:
         nonlocal n_failed
         try:
             while True:
-                response = await client.post(request["url"], json=request["body"] | {"stream": False})
+                body = json.dumps(request["body"] | {"stream": False}).encode()  # NaN is for the server to refuse
+                response = await client.post(request["url"], content=body, headers=JSON)
                 if response.status_code != 429:
                     break
                 await asyncio.sleep(RETRY_S)  # requests for several answers need several places

@@ -45,9 +45,9 @@ def open_data(data: Sequence[str], read: ReadOptions, validation: float | None) 
 
 
 def parse_data(text: str) -> tuple[str, float | None]:
-    """PATH@SHARE as its two parts; a path that contains an @ and exists is a path without a share."""
+    """PATH@SHARE as its two parts; a path that exists, or has a / behind its last @, is a path without a share."""
     path, separator, share = text.rpartition("@")
-    if not separator or os.path.exists(text):
+    if not separator or "/" in share or os.path.exists(text):
         return text, None
     try:
         weight = float(share)

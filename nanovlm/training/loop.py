@@ -105,7 +105,8 @@ class Trainer:
         freeze(model, cfg)
         self.objective = PreferenceObjective(model, cfg.dpo_beta) if cfg.dpo_beta else AnswerObjective()
         if not checkpoint_paths(task.folder):  # those of a run that is resumed have their space
-            check_output_folder(task.folder, disk_space(model, cfg.keep_checkpoints))
+            n_checkpoints = cfg.keep_checkpoints + 1  # one is written before one goes
+            check_output_folder(task.folder, disk_space(model, n_checkpoints))
         with write_errors(task.folder):  # before any work
             task.folder.mkdir(parents=True, exist_ok=True)
         self.context.check_shared(task.folder)
@@ -148,6 +149,7 @@ class Trainer:
             if self.first_step == 0:
                 self._evaluate_at(0, metrics)
             model.train()
+            done = self.first_step
             for step in range(self.first_step, cfg.max_steps):
                 if self._out_of_patience():
                     break
@@ -162,7 +164,7 @@ class Trainer:
                     self._interrupt(done, signals)
             model = self._full_model().eval()
             if context.is_main or not cfg.fsdp:
-                self._restore_best(model)
+                self._restore_best(model, done)
         if context.is_main:
             self.write_results(model)
         merges = adapters(model) and (context.is_main or not cfg.fsdp)
@@ -180,12 +182,12 @@ class Trainer:
     def _out_of_patience(self) -> bool:
         return 0 < self.cfg.patience <= self.best.evaluations_since
 
-    def _restore_best(self, model: VisionLanguageModel) -> None:
-        """Give model, which is not sharded, the weights of the best evaluation."""
+    def _restore_best(self, model: VisionLanguageModel, step: int) -> None:
+        """Give model, which is not sharded and has those of `step`, the weights of the best evaluation."""
         best, cfg = self.best, self.cfg
         if best.step is None or not cfg.keep_best:
             return
-        if best.step != max(best.values):
+        if best.step != step:
             restore_model(read_checkpoint(checkpoint_path(self.task.folder, best.step), model), model)
         if self.context.is_main:
             logger.info(f"the final model is that of step {best.step}, {best.description(self._out_of_patience())}")

@@ -183,6 +183,13 @@ def test_a_row_that_repeats_itself_ends_and_the_others_go_on():
     assert alone == [loop[:7]]
 
 
+def test_what_a_grammar_leaves_alone_is_not_excluded():
+    only = torch.tensor([[-torch.inf, 1.0, -torch.inf], [0.0, 1.0, -torch.inf]])
+    for temperature in (0, 1):
+        sampling = SamplingParams(bad_words_ids=((1,),), temperature=temperature)
+        assert generate(sampling, only[None].expand(3, -1, -1)) == [[1, 1, 1], [0, 0, 0]]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_no_ngram_is_repeated_and_no_bad_word_generated_as_in_transformers(n):

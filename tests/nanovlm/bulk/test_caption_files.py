@@ -671,6 +671,8 @@ FLAGS_OF_FILES = [
         (["--from-file", "nowhere"], "list of names 'nowhere': No such file"),
         (["--from-file", ""], "Is a directory"),
         (["images", "--out", ""], "is none of .jsonl"),
+        (["images", "--out", "failures.jsonl"], "is where images that failed are listed"),
+        (["images", "--extension", ".XMP", "--existing", "append"], "would change an .xmp of other programs"),
         (["images", "--extension", ".xmp", "--existing", "overwrite"], "would change an .xmp of other programs"),
         *((["good.png", *flag.split()], f"{flag.split()[0]} is for files") for flag in FLAGS_OF_FILES),
     ],

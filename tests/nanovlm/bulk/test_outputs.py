@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanovlm.bulk.options import OutputOptions
-from nanovlm.bulk.outputs import open_output
+from nanovlm.bulk.outputs import open_output, write_table
 from support.caption_files import MODES, OUTPUTS, PARQUET, CaptionFiles, Killed, combined
 
 CHANGING = MODES[1:]
@@ -238,3 +238,19 @@ def test_files_follow_the_umask(files):
         os.umask(before)
     written = [path for path in files.folder.iterdir() if path.is_file()]
     assert len(written) == 2 and {path.stat().st_mode & 0o777 for path in written} == {0o640}
+
+
+def test_a_parquet_table_keeps_its_types_and_what_they_cannot_hold_is_json(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    old, new = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    columns = {
+        "n": pyarrow.array([1, 2], "int8"),
+        "m": pyarrow.array([[("a", 1)], None], pyarrow.map_("string", "int32")),
+    }
+    parquet.write_table(pyarrow.table(columns, metadata={"huggingface": "x"}), old)
+    rows = [row | {"mixed": value, "empty": {}} for row, value in zip(parquet.read_table(old).to_pylist(), [1, "a"])]
+    write_table(new, rows, like=old)
+    table = parquet.read_table(new)
+    assert table.schema.metadata[b"huggingface"] == b"x" and table.to_pylist()[1]["n"] == 2
+    assert [table.schema.field(name).type for name in columns] == [column.type for column in columns.values()]
+    assert (table["mixed"].to_pylist(), table["empty"].to_pylist()) == (["1", '"a"'], ["{}", "{}"])

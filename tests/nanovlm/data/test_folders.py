@@ -79,17 +79,27 @@ def test_imagefolder_of_each_table_format(kind):
 
 
 def test_imagefolder_in_subfolders_with_questions_and_several_answers():
-    for part, seed in (("train", 1), ("test", 2)):
+    for part, seed in (("wild", 1), ("tame", 2)):
         write(f"mine/{part}/a.png", png(seed))
         row = {"file_name": "a.png", "question": f"Who is {seed}?", "answer": [f"{seed}", "nobody"]}
         write(f"mine/{part}/metadata.jsonl", [row])
     assert read_all("mine") == [
-        ("mine/test/a.png", [2], [("Who is 2?", "2"), ("Who is 2?", "nobody")], False),
-        ("mine/train/a.png", [1], [("Who is 1?", "1"), ("Who is 1?", "nobody")], False),
+        ("mine/tame/a.png", [2], [("Who is 2?", "2"), ("Who is 2?", "nobody")], False),
+        ("mine/wild/a.png", [1], [("Who is 1?", "1"), ("Who is 1?", "nobody")], False),
     ]
 
 
+def test_of_a_copied_data_set_the_training_split_is_read(caplog):
+    for part, seed in (("train", 1), ("test", 2)):
+        write(f"mine/{part}/a.png", png(seed))
+        write(f"mine/{part}/metadata.jsonl", [{"file_name": "a.png", "text": part}])
+    assert [name for name, *_ in read_all("mine")] == ["mine/train/a.png"]
+    assert "reading the training split; not read: test/metadata.jsonl. Name those" in caplog.text
+
+
 def test_incomplete_or_broken_tables_are_refused():
+    write("cut/metadata.csv", b"file_name,text\na.png,a square, on a table\n")
+    check_refused("cut", "row 1, has more cells than columns; put quotes around a text that holds ','")
     write("mine/metadata.jsonl", [{"image": "a.png", "text": "x"}])
     check_refused("mine", "no column 'file_name', only image, text")
     write("mine/metadata.jsonl", [{"file_name": "a.png", "n": "x"}])

@@ -79,6 +79,15 @@ def test_missing_library_is_named_with_the_extra_to_install(missing, monkeypatch
     check_refused("rows", missing, "pip install 'nanovlm[data]'")
 
 
+def test_a_column_of_classes_gives_their_names(datasets_cache):
+    from datasets import ClassLabel, Dataset, Features, Image
+
+    features = Features({"image": Image(), "label": ClassLabel(names=["red", "blue"])})
+    Dataset.from_dict({"image": [png(1), png(2)], "label": [1, 0]}, features).save_to_disk("rows")
+    pairs = [pairs for _, _, pairs, _ in read_all("rows", replace(OPTIONS, text_column="label"))]
+    assert [answer for ((_, answer),) in pairs] == ["blue", "red"]
+
+
 def test_rows_of_plain_columns_and_of_chats(datasets_cache):
     from datasets import Dataset
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nanovlm.data import open_source
 from nanovlm.data.examples import ExampleError
 from support.data import OPTIONS, check_refused, llava, message, png, read_all, text, write
 
@@ -130,3 +131,14 @@ def test_json_of_an_imagefolder():
     write("mine/in/a.png", png(1))
     write("mine/rows.json", [{"file_name": "in/a.png", "text": "one"}])
     assert read_all("mine/rows.json") == read_all("mine") == [("mine/in/a.png", [1], [("What?", "one")], False)]
+
+
+def test_images_in_messages_are_near_the_file_and_their_examples_stay_together():
+    for seed in (1, 2):
+        write(f"mine/sub/img/{seed}.png", png(seed))
+    part = lambda seed: {"type": "image_url", "image_url": {"url": f"img/{seed}.png"}}  # noqa: E731
+    chats = [[message("user", part(seed), text(q)), message("assistant", "Yes.")] for seed in (1, 2) for q in "ab"]
+    write("mine/sub/chat.jsonl", [{"messages": chat} for chat in chats])
+    assert [images for _, images, *_ in read_all("mine/sub/chat.jsonl")] == [[1], [1], [2], [2]]
+    source = open_source("mine/sub/chat.jsonl", OPTIONS)
+    assert [source.key(i) for i in range(4)] == ["img/1.png", "img/1.png", "img/2.png", "img/2.png"]

@@ -71,6 +71,13 @@ def test_a_wrong_file_is_one_line(lines, message, capsys):
     assert message in err.splitlines()[-1] and not Path("out.jsonl").exists()
 
 
+def test_a_request_that_the_server_refuses_stops_no_other(embedded):
+    wrong = [request("half", messages=user_message("\ud800")), request("nan", prompt="a", temperature=float("nan"))]
+    write(*wrong, request("right", messages=user_message(QUESTIONS[0], SAMPLE_URL)))
+    assert cli.main(["serve", *FLAGS]) == 1
+    assert {name: row["status_code"] for name, row in results().items()} == {"half": 400, "nan": 400, "right": 200}
+
+
 def test_both_files_are_needed_and_results_of_something_else_are_kept(capsys):
     assert cli.main(["serve", "--batch-file", "in.jsonl"]) == 2
     assert "go together" in capsys.readouterr().err
