@@ -426,7 +426,7 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
         ("--data mine --out out --images mine", ["--images has no effect on mine"]),
         ("--data mine --out out --text-column x", ["--text-column has no effect on mine"]),
         ("--data mine@x --out out", ["mine@x", "'x' is no share"]),
-        ("--data gone@v1/x --out out", ["gone@v1/x: no such file or folder; data is"]),
+        ("--data far/gone@v1/x --out out", ["far/gone@v1/x: no such file or folder; data is"]),
         ("--data mine@0 --out out", ["share must be above 0"]),
         ("--data mine scenes@1 --out out", ["leave nothing for mine"]),
         ("--data mine scenes --out out", ["scenes has no size", "scenes@0.3"]),
