@@ -61,8 +61,10 @@ class Video:
         try:
             with quiet_pillow():
                 return _read_animation(path, max_frames)
+        except ImageError:
+            raise
         except Exception as error:  # decoders raise anything
-            raise error if isinstance(error, ImageError) else ImageError(f"{path}: {reason(error)}") from error
+            raise ImageError(f"{path}: {reason(error)}") from error
 
     def texts(self) -> list[str]:
         """The text before each frame, and the one after the last, as in SmolVLM2's training (smollm, transformers)."""

@@ -118,8 +118,8 @@ def prepare(options: FinetuneOptions, cfg: TrainConfig) -> tuple[VisionLanguageM
         n_parts = world_size() * max(1, cfg.num_workers)
     evaluation: dict[str, Any] = {}
     if held_out:
-        if n_parts == 1:  # each is asked once, whatever the shares of its source in training
-            held_out = [replace(subset, weight=None) for subset in held_out]
+        if not any(isinstance(subset.source, Stream) for subset in held_out):
+            held_out = [replace(subset, weight=None) for subset in held_out]  # each is asked once, whatever its share
         unseen = Mixture(held_out, cfg.seed)
         # the size of a stream is unknown; this many examples are read of it
         n = sum(map(len, held_out)) or cfg.batch_size * (cfg.validation_batches or STREAMED_BATCHES)

@@ -57,6 +57,19 @@ def scenes(n, text=None):
         Path(f"mine/{i}.txt").write_text(f"{text or caption(scene)}\n")
 
 
+def test_each_held_out_example_is_asked_once_whatever_the_shares():
+    scenes(24)
+    shutil.copytree("mine", "more")
+    for path in Path("more").glob("*.txt"):
+        path.write_text(f"More of {path.stem}.")
+    model, task, _ = prepared("--data", "mine@0.9", "more@0.1", "--validation", 6, "--out", "out", "--metric", "f1")
+    asked = [
+        (answer.question.source, *answer.question.references) for answer in task.answer_questions(model, True).answers
+    ]
+    held_out = open_data(["mine@0.9", "more@0.1"], ReadOptions(), 6)[1]
+    assert len(set(asked)) == len(asked) == sum(map(len, held_out)) >= 6
+
+
 @pytest.mark.full
 def test_a_few_steps_teach_the_embedded_model_a_caption(train):
     """30 steps on one caption are enough for the model to generate it for any image."""
