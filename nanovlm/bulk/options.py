@@ -17,7 +17,7 @@ from nanovlm.processing import ANIMATION_EXTENSIONS, MAX_FRAMES, VIDEO_EXTENSION
 from nanovlm.processing.image_loading import IMAGE_EXTENSIONS, readable_extensions
 
 EXISTING = ("skip", "overwrite", "append", "prepend")
-FAILURES = "failures.jsonl"  # images without a caption, in the folder of the captions
+FAILURES = "failures.jsonl"  # the end of the name of a list of images without a caption
 TABLES = (".jsonl", ".csv", ".parquet")
 SIDECARS, STREAM = "txt", "-"
 
@@ -117,8 +117,8 @@ class OutputOptions:
 def _check_table(path: Path) -> None:
     if path.suffix not in TABLES:
         raise UsageError(f"output {os.fspath(path)!r} is none of {', '.join(TABLES)}, {SIDECARS} or {STREAM}")
-    if path.name == FAILURES:
-        raise UsageError(f"output {path} is where images that failed are listed; choose another name")
+    if path.name.endswith(FAILURES):
+        raise UsageError(f"output {path} is named like a list of images that failed; choose another name")
     if path.suffix == ".parquet":
         try:
             import pyarrow  # noqa: F401

@@ -20,7 +20,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from models.checkpoint import atomic_write
-from nanovlm.bulk.options import OutputOptions
+from nanovlm.bulk.options import FAILURES, OutputOptions
 from nanovlm.bulk.resume_log import ResumeLog, append_row, json_line, read_log, relative, write_atomically
 from nanovlm.data.folders import read_table
 from nanovlm.data.source import first_few
@@ -46,6 +46,7 @@ class Output:
 
     def __init__(self, folder: Path, options: OutputOptions):
         self.folder, self.options, self.existing = folder, options, options.existing
+        self.failures = folder / FAILURES  # which lists the images without a caption
 
     @property
     def resume_log(self) -> Path | None:
@@ -184,6 +185,7 @@ class Table(Output):
 
     def __init__(self, path: Path, options: OutputOptions, settings: Mapping[str, str], read_only: bool):
         super().__init__(path.parent, options)
+        self.failures = path.with_name(f"{path.name}.{FAILURES}")  # others may write tables to the folder, too
         self.path, self.read_only = path, read_only
         if not read_only or path.parent.exists():  # the folder is made before a run
             _check_writable(path)

@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 from models.checkpoint import atomic_write
-from nanovlm.bulk.options import FAILURES
 from nanovlm.data.jsonl import read_jsonl, repair_jsonl
 from nanovlm.errors import UsageError
 from nanovlm.processing.image_loading import printable
@@ -148,10 +147,10 @@ class ResumeLog:
 
 
 class FailureLog:
-    """The images of this run that have no caption, and why: failures.jsonl in a folder, if it is given."""
+    """The images of this run that have no caption, and why, in a .jsonl file, if it is given."""
 
-    def __init__(self, folder: Path | None):
-        self.path = None if folder is None else folder / FAILURES
+    def __init__(self, path: Path | None):
+        self.path = path
         self.count, self.empty, self.is_written = 0, 0, False
         if self.path is not None:
             with contextlib.suppress(OSError):  # the folder may be read-only

@@ -44,8 +44,8 @@ def caption_images(
     names, see `read_names`. recursive includes subfolders. limit is the largest number of captions to write now; the
     same call then captions the next images. If the run is interrupted, even by `kill -9`, the same call resumes it; two
     calls are the same if their options, except batch_size, and model_settings (which model, say) are equal. Images that
-    fail are counted, and listed in failures.jsonl. UsageError if the output cannot be written or another run writes to
-    it. OutputError if it could not be written on.
+    fail are counted, and listed in failures.jsonl or, beside a table, TABLE.failures.jsonl. UsageError if the output
+    cannot be written or another run writes to it. OutputError if it could not be written on.
     """
     options, output = options or BulkOptions(), output or OutputOptions()
     images = _find(names, names_file, recursive, options)
@@ -134,7 +134,7 @@ def _caption_found(
     options: BulkOptions,
     output: Output,
 ) -> BulkReport:
-    failures = FailureLog(None if output.options.is_stream else output.folder)
+    failures = FailureLog(None if output.options.is_stream else output.failures)
     for name, reason in plan.failed:
         failures.add(name, reason)
     captioned, tried, bulk = 0, 0, None

@@ -28,8 +28,6 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser that reports errors in one line."""
 
     def error(self, message: str):
-        if "compile" in message:  # a verb and flags of earlier commits
-            message += "; nothing is compiled by you any more: the CPU kernels are built at installation or first use"
         print_error(f"{self.prog}: {message} (see {self.prog} --help)")
         self.exit(EXIT_USAGE)
 

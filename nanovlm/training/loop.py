@@ -30,6 +30,7 @@ from nanovlm.training.backward import AnswerObjective, autocast, backward, count
 from nanovlm.training.checkpointing import (
     BaseModel,
     Checkpoint,
+    DamagedCheckpointError,
     checkpoint_path,
     checkpoint_paths,
     disk_space,
@@ -188,7 +189,11 @@ class Trainer:
         if best.step is None or not cfg.keep_best:
             return
         if best.step != step:
-            restore_model(read_checkpoint(checkpoint_path(self.task.folder, best.step), model), model)
+            try:
+                restore_model(read_checkpoint(checkpoint_path(self.task.folder, best.step), model), model)
+            except DamagedCheckpointError as error:
+                logger.warning(f"{error}; the final model is that of step {step} instead of the best")
+                return
         if self.context.is_main:
             logger.info(f"the final model is that of step {best.step}, {best.description(self._out_of_patience())}")
             if not best.improved:

@@ -53,6 +53,11 @@ class CaptionFiles:
         self.path = folder / kind
         self.out = self.path if self.is_table else kind  # the value of --out
         self.log = folder / (f"{kind}.run" if self.is_table else "captions.run")
+        self.failures = folder / (f"{kind}.failures.jsonl" if self.is_table else "failures.jsonl")
+
+    def failed(self):
+        """The reasons why images have no caption, by their names."""
+        return {row["file_name"]: row["reason"] for row in map(json.loads, self.failures.read_text().splitlines())}
 
     def file_name(self, name):
         """The image's name with its extension, .png unless it is one of IMAGE_NAMES."""

@@ -78,11 +78,6 @@ def training_set(folder):
     return {stem(source.keys[i]): source[i].qa_pairs[0][1] for i in range(len(source))}
 
 
-def failures(folder):
-    rows = [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
-    return {row["file_name"]: row["reason"] for row in rows}
-
-
 def snapshot(folder):
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
@@ -237,7 +232,7 @@ def test_json_lines_are_streamed(generate, folder, files, texts, flags, key):
     assert {row[key]: row["text"] for row in rows} == {f"{folder}/{n}": f"a {texts[stem(n)]}" for n in IMAGE_NAMES}
     assert len(rows) == 5 and all(row.keys() == {key, "text"} for row in rows)
     assert code == 1 and "words.png: not an image" in err and err.endswith("; 1 failed\n")
-    assert not files.texts() and not files.litter() and not list(Path(".").rglob("failures.jsonl"))
+    assert not files.texts() and not files.litter() and not list(Path(".").rglob("*failures.jsonl"))
 
 
 @pytest.mark.full  # a process
@@ -460,8 +455,8 @@ def test_images_that_fail_are_listed_and_do_not_stop_the_run(generate, folder, f
     os.mkfifo(folder / "pipe.png")
     Path("none").mkdir()
     code, _, err = generate(folder, "none", "gone.png", "x*.png", "--out", files.out)
-    assert code == 1 and "5 captioned" in err and f"9 failed, see {folder / 'failures.jsonl'}" in err
-    reasons = {Path(name).name: reason for name, reason in failures(folder).items()}
+    assert code == 1 and "5 captioned" in err and f"9 failed, see {files.failures}" in err
+    reasons = {Path(name).name: reason for name, reason in files.failed().items()}
     words = {
         "torn.png": "cannot be decoded", "words.jpg": "not an image", "empty.webp": "an empty file",
         "thread.bmp": "crop it", "nowhere.png": "No such file", "pipe.png": "not a file",
@@ -471,7 +466,7 @@ def test_images_that_fail_are_listed_and_do_not_stop_the_run(generate, folder, f
     assert files.texts() == texts
     for name in words:
         (folder / name).unlink(missing_ok=True)
-    assert generate(folder, "--out", files.out)[0] == 0 and not (folder / "failures.jsonl").exists()
+    assert generate(folder, "--out", files.out)[0] == 0 and not files.failures.exists()
 
 
 @pytest.mark.parametrize("existing", ["skip", full("append")])
@@ -485,8 +480,8 @@ def test_an_empty_caption_is_a_failure_that_the_next_run_tries_again(generate, s
     for _ in range(2):
         code, _, err = generate(*flags, model=silent_model)
         assert code == 1 and err.count("the model's caption is empty") == 2
-        assert "0 captioned" in err and f"2 failed (2 with an empty caption), see {folder / 'failures.jsonl'}" in err
-        assert failures(folder).keys() == {"a.png", "b.png"} and not files.texts() and not files.path.exists()
+        assert "0 captioned" in err and f"2 failed (2 with an empty caption), see {files.failures}" in err
+        assert files.failed().keys() == {"a.png", "b.png"} and not files.texts() and not files.path.exists()
     assert generate(*flags, model=None)[0] == 0
     texts = files.texts()
     assert len(texts) == 2 and all(text.startswith("drawing: A") for text in texts.values())
@@ -532,7 +527,7 @@ def test_a_read_only_folder_is_reported_before_any_work(generate, folder, files,
 
 
 def test_failures_are_reported_even_if_their_file_cannot_be_written(generate, folder, files, texts):
-    (folder / "failures.jsonl").mkdir()
+    files.failures.mkdir()
     (folder / "words.png").write_text("hello")
     code, _, err = generate(folder)
     assert code == 1 and "words.png: not an image" in err and err.endswith("; 1 failed\n")
@@ -671,7 +666,7 @@ FLAGS_OF_FILES = [
         (["--from-file", "nowhere"], "list of names 'nowhere': No such file"),
         (["--from-file", ""], "Is a directory"),
         (["images", "--out", ""], "is none of .jsonl"),
-        (["images", "--out", "failures.jsonl"], "is where images that failed are listed"),
+        (["images", "--out", "failures.jsonl"], "is named like a list of images that failed"),
         (["images", "--extension", ".XMP", "--existing", "append"], "would change an .xmp of other programs"),
         (["images", "--extension", ".xmp", "--existing", "overwrite"], "would change an .xmp of other programs"),
         *((["good.png", *flag.split()], f"{flag.split()[0]} is for files") for flag in FLAGS_OF_FILES),

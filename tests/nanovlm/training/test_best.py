@@ -68,6 +68,15 @@ def test_the_final_model_is_the_one_with_the_lowest_validation_loss(learn, tmp_p
     assert any(line.startswith("before training it was") for line in lines) == (losses[best] >= losses[0])
 
 
+def test_the_last_model_takes_the_place_of_a_best_one_that_is_damaged(learn, tmp_path):
+    learn(tmp_path, CFG)
+    best = min(steps_kept(tmp_path))
+    (tmp_path / f"checkpoints/step-{best}/model.safetensors").write_bytes(b"torn")
+    lines = learn(tmp_path, replace(CFG, max_steps=9))
+    assert any(f"step-{best} is damaged" in line and "that of step 9 instead of the best" in line for line in lines)
+    assert digest(tmp_path) == digest(tmp_path / "checkpoints/step-9")
+
+
 def test_without_keep_best_the_final_model_is_the_last(learn, tmp_path):
     learn(tmp_path, replace(CFG, keep_best=False))
     assert steps_kept(tmp_path) == [8]
