@@ -188,7 +188,7 @@ def load_images(paths: Sequence[str]) -> list["Image.Image | Video"]:
 
 def read_lines(interactive: bool) -> Iterator[str]:
     """Lines typed at a prompt, or piped in."""
-    if sys.stdin is None:
+    if sys.stdin is None or sys.stdout is None:  # closed
         return
     prompt = ""
     if interactive:

@@ -8,6 +8,13 @@ from typing import Any
 from nanovlm.errors import UsageError
 
 NOT_WRITTEN = ("config", "debug", "prog", "run", "dry_run", "check_data")
+# Flags of the command line that take the place of a file's, which was chosen for a run without them, or excludes them
+DISPLACED_BY = {
+    "max_steps": {"epochs"},
+    "epochs": {"max_steps"},
+    "optimizer": {"lora_rank"},
+    "lr": {"lora_rank", "optimizer"},
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -20,8 +27,9 @@ class _Parser(argparse.ArgumentParser):
 def apply_run_file(args: argparse.Namespace, add_flags: Callable[[argparse.ArgumentParser], None]) -> None:
     """Set what args.config says and the command line does not; UsageError for a wrong flag in the file."""
     add_flags(parser := _Parser(prog=args.config, add_help=False))
+    typed = {name for name, value in vars(args).items() if value is not None}
     for name, value in vars(parser.parse_args(_as_flags(read_run_file(Path(args.config))))).items():
-        if name != "config" and getattr(args, name) is None:
+        if name not in typed and not typed & DISPLACED_BY.get(name, set()):
             setattr(args, name, value)
 
 

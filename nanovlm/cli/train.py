@@ -95,7 +95,7 @@ def config_from_args(args: argparse.Namespace) -> TrainConfig:
 
 def options_from_args(args: argparse.Namespace) -> FinetuneOptions:
     """The model, the data and the folder of the run."""
-    settings = given(FinetuneOptions, args) | {"out": Path(args.out or ".")}
+    settings = given(FinetuneOptions, args) | {"out": Path(args.out or os.devnull)}
     of_evaluation = [name for name, needs in needs_of_flags().items() if needs == "held out"]
     return FinetuneOptions(
         **settings,

@@ -20,6 +20,7 @@ from models.checkpoint import checkpoint_dtype, save_checkpoint
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED, Captioner
 from nanovlm.cli import train as train_verb
+from nanovlm.cli.run_file import apply_run_file
 from nanovlm.data import ReadOptions
 from nanovlm.data.examples import Example, encode
 from nanovlm.errors import TrainingError
@@ -55,6 +56,20 @@ def scenes(n, text=None):
         scene = random_scene(random.Random(i))
         draw(scene, 96, 96).save(f"mine/{i}.png")
         Path(f"mine/{i}.txt").write_text(f"{text or caption(scene)}\n")
+
+
+def test_a_flag_takes_the_place_of_what_the_run_file_chose_without_it():
+    Path("run.yaml").write_text("data: [mine]\nout: out\noptimizer: muon\nlr: 0.0005\nmax_steps: 850\nbatch_size: 2\n")
+    train_verb.add_flags(parser := argparse.ArgumentParser())
+    for flags, left in (
+        (["--epochs", "2"], {"optimizer": "muon", "lr": 0.0005, "max_steps": None, "epochs": 2.0}),
+        (["--lora-rank", "4"], {"optimizer": None, "lr": None, "max_steps": 850, "lora_rank": 4}),
+        (["--optimizer", "adamw"], {"optimizer": "adamw", "lr": None, "max_steps": 850}),
+        (["--lr", "1e-4"], {"optimizer": "muon", "lr": 0.0001, "max_steps": 850}),
+    ):
+        args = parser.parse_args(["--config", "run.yaml", *flags])
+        apply_run_file(args, train_verb.add_flags)
+        assert vars(args).items() >= (left | {"batch_size": 2, "data": ["mine"], "out": "out"}).items()
 
 
 def test_each_held_out_example_is_asked_once_whatever_the_shares():
