@@ -82,7 +82,7 @@ def load_or_fetch(source: Any, allow_urls: bool) -> Image.Image:
     if not is_url(source):
         return load_image(source)
     if not allow_urls:
-        raise ImageError(f"{source} is a URL; to fetch images from the web, load the model with allow_urls=True")
+        raise ImageError(f"{source} is a URL; download it or, in Python, load the model with allow_urls=True")
     try:
         from nanovlm.processing.image_urls import fetch_image
     except ImportError:
