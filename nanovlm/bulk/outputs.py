@@ -6,7 +6,6 @@ replaced. A caption that differs from what the run has seen is never overwritten
 .parquet cannot grow line by line, so captions wait in the resume log until the run finishes.
 """
 
-import csv
 import hashlib
 import json
 import logging
@@ -21,7 +20,8 @@ from xml.sax.saxutils import escape
 
 from models.checkpoint import atomic_write
 from nanovlm.bulk.options import FAILURES, OutputOptions
-from nanovlm.bulk.resume_log import ResumeLog, append_row, json_line, read_log, relative, write_atomically
+from nanovlm.bulk.resume_log import ResumeLog, append_row, read_log, relative, write_atomically
+from nanovlm.bulk.table_files import write_table
 from nanovlm.data.folders import read_table
 from nanovlm.data.source import first_few
 from nanovlm.errors import DataError, UsageError
@@ -310,43 +310,3 @@ def _check_writable(path: Path) -> None:
         raise UsageError(f"{path} exists and is not a file; name another")
     if not os.access(path if path.exists() else path.parent, os.W_OK) or not os.access(path.parent, os.W_OK):
         raise UsageError(f"{path} is not writable; name a file elsewhere")
-
-
-def write_table(path: Path, rows: Sequence[Mapping[str, Any]], like: Path | None = None) -> None:
-    """Write rows as .jsonl, .csv or .parquet, by the suffix of path; columns in the order of first use.
-
-    A .parquet file keeps the types and the metadata of `like`, if that exists.
-    """
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    if path.suffix == ".parquet":
-        import pyarrow
-        from pyarrow import parquet
-
-        schema = parquet.read_schema(like) if like is not None and like.exists() else pyarrow.schema([])
-        types = {field.name: field.type for field in schema}
-        cells = {column: [row.get(column) for row in rows] for column in columns}
-        table = pyarrow.table({column: _arrow_column(cells[column], types.get(column)) for column in columns})
-        parquet.write_table(table.replace_schema_metadata(schema.metadata), path)
-    elif path.suffix == ".csv":
-        with open(path, "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(
-                {key: json.dumps(cell) if isinstance(cell, (dict, list)) else cell for key, cell in row.items()}
-                for row in rows
-            )
-    else:
-        path.write_bytes(b"".join(map(json_line, rows)))
-
-
-def _arrow_column(cells: list[Any], kind: Any) -> Any:
-    """An Arrow array of this type or, for None, of the cells' own; of JSON where a file could not hold the cells."""
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        array = pyarrow.array(cells, kind)
-        parquet.write_table(pyarrow.table({"cells": array}), pyarrow.BufferOutputStream())
-    except (pyarrow.ArrowException, OverflowError):  # of several types, of large numbers, of an empty object
-        return pyarrow.array([None if cell is None else json.dumps(cell) for cell in cells])
-    return array

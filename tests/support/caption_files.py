@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovlm.bulk.outputs import write_table
+from nanovlm.bulk.table_files import write_table
 from nanovlm.data.folders import read_table
 from support.cli import IMAGE_NAMES
 

@@ -17,8 +17,8 @@ import pytest
 from models.inference.continuous_batching import ContinuousBatch
 from nanovlm import EMBEDDED, SAMPLE
 from nanovlm.bulk.inputs import find_images
-from nanovlm.bulk.outputs import write_table
 from nanovlm.bulk.resume_log import append_row, file_lock
+from nanovlm.bulk.table_files import write_table
 from nanovlm.data import ReadOptions, open_source
 from nanovlm.data.folders import read_table
 from nanovlm.errors import CheckpointError

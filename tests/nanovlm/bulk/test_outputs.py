@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from nanovlm.bulk.options import OutputOptions
-from nanovlm.bulk.outputs import open_output, write_table
+from nanovlm.bulk.outputs import open_output
+from nanovlm.bulk.table_files import write_table
 from support.caption_files import MODES, OUTPUTS, PARQUET, CaptionFiles, Killed, combined
 
 CHANGING = MODES[1:]
