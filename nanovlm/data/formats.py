@@ -111,7 +111,7 @@ def record_images(record: Mapping[str, Any]) -> list[Any]:
 def record_image_path(record: Mapping[str, Any]) -> str | None:
     """The path of the first image, if the record or its chat names one."""
     marked: list[Any] = []
-    with suppress(ExampleError, AttributeError, TypeError):  # which will be told of the example
+    with suppress(ExampleError, AttributeError, TypeError):  # which reading the example reports
         for message in _chat_of(record) or ():
             _parse_message(message, "", marked)
     first = next((image for image in (*marked, *record_images(record)) if image is not None), None)
