@@ -39,7 +39,7 @@ def _read_requests(path: Path) -> dict[str, int]:
     """The line of each request by its custom_id; the requests themselves stay in the file, as they may hold images."""
     numbers: dict[str, int] = {}
     if path.exists() and not path.is_file():
-        raise UsageError(f"--batch-file {path} is no file, which is read twice; write the requests to one")
+        raise UsageError(f"--batch-file {path} is not a regular file; it is read twice, so write the requests to one")
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file):
@@ -96,8 +96,8 @@ async def answer_batch(service: ChatService, app: FastAPI, requests: Path, todo:
     async def answer(request: dict[str, Any]) -> None:
         nonlocal n_failed
         try:
+            body = json.dumps(request["body"] | {"stream": False}).encode()  # NaN is for the server to refuse
             while True:
-                body = json.dumps(request["body"] | {"stream": False}).encode()  # NaN is for the server to refuse
                 response = await client.post(request["url"], content=body, headers=JSON)
                 if response.status_code != 429:
                     break

@@ -72,10 +72,11 @@ def test_a_wrong_file_is_one_line(lines, message, capsys):
 
 
 def test_a_request_that_the_server_refuses_stops_no_other(embedded):
-    wrong = [request("half", messages=user_message("\ud800")), request("nan", prompt="a", temperature=float("nan"))]
-    write(*wrong, request("right", messages=user_message(QUESTIONS[0], SAMPLE_URL)))
+    half_a_character = request("surrogate", messages=user_message("\ud800"))
+    no_number = request("nan", messages=user_message("?"), temperature=float("nan"))
+    write(half_a_character, no_number, request("right", messages=user_message(QUESTIONS[0], SAMPLE_URL)))
     assert cli.main(["serve", *FLAGS]) == 1
-    assert {name: row["status_code"] for name, row in results().items()} == {"half": 400, "nan": 400, "right": 200}
+    assert {name: row["status_code"] for name, row in results().items()} == {"surrogate": 400, "nan": 400, "right": 200}
 
 
 def test_both_files_are_needed_and_results_of_something_else_are_kept(capsys):
