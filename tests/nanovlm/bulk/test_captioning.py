@@ -51,6 +51,13 @@ def options(max_new_tokens=2, batch_size=2):
     return BulkOptions("?", max_new_tokens=max_new_tokens, batch_size=batch_size)
 
 
+@pytest.fixture
+def full_batches(monkeypatch):
+    """Batches wait until the next image is prepared, so that their sizes do not depend on the speed of threads."""
+    take = Prefetch.take
+    monkeypatch.setattr(Prefetch, "take", lambda prefetch, wait: take(prefetch, wait=True))
+
+
 def before_each_step(monkeypatch, function):
     step = ContinuousBatch.step
     monkeypatch.setattr(ContinuousBatch, "step", lambda batch: function(batch) or step(batch))
@@ -135,7 +142,7 @@ def test_a_small_model_has_a_worker_for_each_usable_core(captioner, monkeypatch)
     assert default_workers(captioner) == 1
 
 
-def test_a_short_caption_does_not_wait_for_a_long_one(captioner, images, monkeypatch):
+def test_a_short_caption_does_not_wait_for_a_long_one(captioner, images, full_batches, monkeypatch):
     steps = []
     add = ContinuousBatch.add
 
@@ -265,7 +272,7 @@ def test_an_image_too_large_for_memory_does_not_stop_the_run(captioner, images):
 # ------------------------------------------------------------------------------------------------------- out of memory
 
 
-def test_running_out_of_memory_halves_the_batch(captioner, images, monkeypatch):
+def test_running_out_of_memory_halves_the_batch(captioner, images, full_batches, monkeypatch):
     expected = caption(captioner, images, 6, batch_size=2)
     sizes = []
 
@@ -278,7 +285,7 @@ def test_running_out_of_memory_halves_the_batch(captioner, images, monkeypatch):
     assert caption(captioner, images, 6) == expected and sum(size > 2 for size in sizes) == 1
 
 
-def test_an_image_that_does_not_fit_beside_others_is_captioned_later(captioner, images, monkeypatch):
+def test_an_image_that_does_not_fit_beside_others_is_captioned_later(captioner, images, full_batches, monkeypatch):
     """Prefilling runs out of memory as long as two others are in the batch."""
     expected = caption(captioner, images, 6, batch_size=2)
     batches, failed = [], []
@@ -300,7 +307,7 @@ def test_an_image_that_is_alone_in_the_batch_fails(captioner, images, monkeypatc
     assert [type(error) for error in caption(captioner, images).values()] == [MemoryError] * 5
 
 
-def test_a_reduced_batch_grows_back(captioner, images, monkeypatch):
+def test_a_reduced_batch_grows_back(captioner, images, full_batches, monkeypatch):
     sizes, paths = [], many(images[0], 60)
 
     def fails_once(batch):
