@@ -1,7 +1,7 @@
 """run.yaml: the flags of a training run in a file that repeats it, `nanovlm train --config run.yaml`."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ DISPLACED_BY = {
     "optimizer": {"lora_rank"},
     "lr": {"lora_rank", "optimizer"},
 }
+# What a value on the command line leaves without an effect, see `setting` in nanovlm/training/config.py
+TURNED_OFF_BY = {"held out": ("validation", 0), "lora": ("lora_rank", 0), "wsd": ("schedule", "cosine")}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -24,12 +26,18 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"--config {self.prog}: {message}")
 
 
-def apply_run_file(args: argparse.Namespace, add_flags: Callable[[argparse.ArgumentParser], None]) -> None:
-    """Set what args.config says and the command line does not; UsageError for a wrong flag in the file."""
+def apply_run_file(
+    args: argparse.Namespace, add_flags: Callable[[argparse.ArgumentParser], None], needs: Mapping[str, str]
+) -> None:
+    """Set what args.config says and the command line does not; UsageError for a wrong flag in the file.
+
+    needs are the names of flags that need something else to have an effect, and what.
+    """
     add_flags(parser := _Parser(prog=args.config, add_help=False))
     typed = {name for name, value in vars(args).items() if value is not None}
+    off = {need for need, (name, value) in TURNED_OFF_BY.items() if getattr(args, name) == value}
     for name, value in vars(parser.parse_args(_as_flags(read_run_file(Path(args.config))))).items():
-        if name not in typed and not typed & DISPLACED_BY.get(name, set()):
+        if name not in typed and not typed & DISPLACED_BY.get(name, set()) and needs.get(name) not in off:
             setattr(args, name, value)
 
 

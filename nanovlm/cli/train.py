@@ -57,7 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.config:
-        apply_run_file(args, add_flags)
+        apply_run_file(args, add_flags, needs_of_flags())
     if bool(args.data) == bool(args.recipe):
         problem = "exclude each other" if args.data else "one of them is required"
         raise UsageError(f"--data and --recipe: {problem}")

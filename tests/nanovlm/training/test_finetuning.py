@@ -59,16 +59,21 @@ def scenes(n, text=None):
 
 
 def test_a_flag_takes_the_place_of_what_the_run_file_chose_without_it():
-    Path("run.yaml").write_text("data: [mine]\nout: out\noptimizer: muon\nlr: 0.0005\nmax_steps: 850\nbatch_size: 2\n")
+    Path("run.yaml").write_text(
+        "data: [mine]\nout: out\noptimizer: muon\nlr: 0.0005\nmax_steps: 850\nbatch_size: 2\n"
+        "validation: 5\nkeep_best: false\nmetric: [f1]\ndecay: 0.5\nlora_alpha: 8\n"
+    )
     train_verb.add_flags(parser := argparse.ArgumentParser())
     for flags, left in (
         (["--epochs", "2"], {"optimizer": "muon", "lr": 0.0005, "max_steps": None, "epochs": 2.0}),
         (["--lora-rank", "4"], {"optimizer": None, "lr": None, "max_steps": 850, "lora_rank": 4}),
         (["--optimizer", "adamw"], {"optimizer": "adamw", "lr": None, "max_steps": 850}),
         (["--lr", "1e-4"], {"optimizer": "muon", "lr": 0.0001, "max_steps": 850}),
+        (["--validation", "0"], {"validation": 0, "keep_best": None, "metric": None, "decay": 0.5, "lora_alpha": 8}),
+        (["--schedule", "cosine", "--lora-rank", "0"], {"keep_best": False, "decay": None, "lora_alpha": None}),
     ):
         args = parser.parse_args(["--config", "run.yaml", *flags])
-        apply_run_file(args, train_verb.add_flags)
+        apply_run_file(args, train_verb.add_flags, train_verb.needs_of_flags())
         assert vars(args).items() >= (left | {"batch_size": 2, "data": ["mine"], "out": "out"}).items()
 
 
