@@ -24,15 +24,23 @@ def walk(
 ) -> Iterator[str]:
     """Paths of all files in a folder and its subfolders, relative to it.
 
-    Hidden files and folders are left out, and model folders, which may hold a report.png. on_error is called for each
-    folder that may not be read; without it they count as empty.
+    Hidden files and folders are left out, and model folders, which may hold a report.png. Links to folders are
+    followed, but no folder is read twice. on_error is called for each folder that may not be read; without it they
+    count as empty.
     """
-    for current, subfolders, files in os.walk(folder, onerror=on_error):
-        model_folders = {name for name in subfolders if os.path.exists(os.path.join(current, name, WEIGHTS))}
-        visible = sorted(name for name in subfolders if name[0] != "." and name not in model_folders)
-        subfolders[:] = visible if recursive else []
-        relative = os.path.relpath(current, folder)
-        yield from (os.path.normpath(os.path.join(relative, name)) for name in files if name[0] != ".")
+    tops, seen = [os.fspath(folder)], set()
+    for top in tops:  # the links come after the folders, so that what both reach has its folder's name
+        for current, subfolders, files in os.walk(top, onerror=on_error):
+            if (place := os.path.realpath(current)) in seen:
+                subfolders.clear()
+                continue
+            seen.add(place)
+            model_folders = {name for name in subfolders if os.path.exists(os.path.join(current, name, WEIGHTS))}
+            visible = sorted(name for name in subfolders if name[0] != "." and name not in model_folders)
+            subfolders[:] = visible if recursive else []
+            tops += filter(os.path.islink, (os.path.join(current, name) for name in subfolders))
+            relative = os.path.relpath(current, folder)
+            yield from (os.path.normpath(os.path.join(relative, name)) for name in files if name[0] != ".")
 
 
 def open_captioned_folder(path: str, images: Sequence[str], options: ReadOptions) -> Source:

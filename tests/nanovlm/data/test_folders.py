@@ -1,6 +1,7 @@
 """Folders of images with captions beside them or in a metadata table."""
 
 import csv
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,16 @@ def test_folder_of_images_with_captions_beside_them():
         ("mine/cats/deep er/ü.v2.png", [3], [("What?", "Number 3.")], False),
     ]
     assert read_all("mine", ReadOptions())[0][2] == [(PROMPT, "Number 1.")]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need a privilege there")
+def test_links_to_folders_are_followed_and_no_folder_is_read_twice():
+    for name in ("mine/b/1", "far/2", "far/deep/3"):
+        write(f"{name}.png", png(1))
+        write(f"{name}.txt", "one")
+    for link, target in (("mine/a", "b"), ("mine/b/up", ".."), ("mine/c", "../far"), ("far/deep/loop", "..")):
+        Path(link).symlink_to(target, target_is_directory=True)
+    assert [name for name, *_ in read_all("mine")] == ["mine/b/1.png", "mine/c/2.png", "mine/c/deep/3.png"]
 
 
 def test_images_in_a_model_folder_are_left_out():
