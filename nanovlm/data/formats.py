@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from nanovlm.data.examples import Example, ExampleError
@@ -30,10 +31,10 @@ def applicable_options(columns: Collection[str], name: str, options: ReadOptions
             f"no images found: {name} has no column image, images, video, texts, {', '.join(CHAT_COLUMNS)}, "
             f"only {_listed(columns)}; rename one"
         )
-    if options.preferences:
+    if _holds_preferences(columns, options):
         _check_columns(PREFERENCES, columns, name)
         return ["preferences", "prompt"]
-    if set(PREFERENCES) <= set(columns) and not set(TEXT_COLUMNS) & set(columns) and not options.text_column:
+    if _holds_preferences(columns, replace(options, preferences=None)):
         raise DataError(f"{name} has chosen and rejected answers; learn which is preferred by --dpo-beta 0.1")
     if "texts" in columns:
         _check_columns([f"{rating}_ratings" for rating in options.min_ratings], columns, name)
@@ -42,6 +43,13 @@ def applicable_options(columns: Collection[str], name: str, options: ReadOptions
         return []
     _find_columns(columns, name, options)
     return COLUMN_OPTIONS
+
+
+def _holds_preferences(columns: Collection[str], options: ReadOptions) -> bool:
+    """Whether records of these columns are read as a chosen and a rejected answer, see ReadOptions.preferences."""
+    if options.preferences is not None:
+        return options.preferences
+    return set(PREFERENCES) <= set(columns) and not set(TEXT_COLUMNS) & set(columns) and not options.text_column
 
 
 def records_rated_high(records: Iterable[Mapping[str, Any]], name: str, options: ReadOptions) -> list[int]:
@@ -74,7 +82,8 @@ def record_to_example(record: Mapping[str, Any], name: str, root: str | None, op
         images = record_images(record)
         marked: list[Any] = []
         chat, multi_turn = _chat_of(record), True
-        if options.preferences:
+        is_preference = _holds_preferences(record, options)
+        if is_preference:
             pairs, multi_turn = _preferred_and_rejected(record, name, options), False
         elif record.get("texts") is not None:
             turns = zip(record["texts"], _turns_passing(record, options))
@@ -93,7 +102,7 @@ def record_to_example(record: Mapping[str, Any], name: str, root: str | None, op
         if not pairs:
             raise ExampleError(f"{name} has no answer to learn; write one, or remove it")
         located = [_locate_image(image, name, root) for image in images]
-        return Example(located, pairs, name, multi_turn and len(pairs) > 1, options.preferences)
+        return Example(located, pairs, name, multi_turn and len(pairs) > 1, is_preference)
     except DataError as error:  # a column is missing here, though other records may have it
         raise ExampleError(str(error)) from None
     except (AttributeError, KeyError, TypeError) as error:  # JSON may hold any type anywhere

@@ -64,7 +64,8 @@ def check_supported(read: ReadOptions, sources: Sequence[Source | Stream]) -> No
     """UsageError if an option was set that has no effect on any of the sources."""
     defaults = ReadOptions()
     for f in fields(ReadOptions):
-        is_set = getattr(read, f.name) != getattr(defaults, f.name) and f.name != "on_error"  # for every source
+        is_set = getattr(read, f.name) not in (None, getattr(defaults, f.name))
+        is_set &= f.name != "on_error"  # which is for every source
         if is_set and not any(f.name in source.supported_options for source in sources):
             flag = "--dpo-beta" if f.name == "preferences" else f"--{f.name.replace('_', '-')}"
             paths = ", ".join(source.path for source in sources)
