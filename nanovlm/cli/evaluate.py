@@ -2,7 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,12 +111,18 @@ def as_json(model: str, result: "Evaluation") -> str:
     """The scores of all answers, of each source and prompt, and every answer, as a JSON object."""
     answers = [
         {name: getattr(answer.question, name) for name in ("source", "name", "prompt")}
-        | {"answer": answer.text, "references": list(answer.question.references), "scores": dict(answer.scores)}
+        | {"answer": answer.text, "references": list(answer.question.references), "scores": _numbers(answer.scores)}
         for answer in result.answers
     ]
-    groups = [vars(group) | {"scores": dict(group.scores)} for group in result.groups(max_prompts=len(answers))]
-    fields: dict[str, Any] = {"model": model, "questions": len(answers), "scores": result.scores, "groups": groups}
-    return json.dumps(fields | {"answers": answers, "skipped": list(result.skipped)}, ensure_ascii=False, indent=2)
+    groups = [vars(group) | {"scores": _numbers(group.scores)} for group in result.groups(max_prompts=len(answers))]
+    fields: dict[str, Any] = {"model": model, "questions": len(answers), "scores": _numbers(result.scores)}
+    fields |= {"groups": groups, "answers": answers, "skipped": list(result.skipped)}
+    return json.dumps(fields, ensure_ascii=False, indent=2, allow_nan=False)
+
+
+def _numbers(scores: Mapping[str, float]) -> dict[str, float | None]:
+    """The scores, None for those that are no finite numbers, of which JSON has none."""
+    return {name: value if math.isfinite(value) else None for name, value in scores.items()}
 
 
 def table(result: "Evaluation") -> str:

@@ -1,5 +1,6 @@
 """Ask a model the questions of examples, and score its answers."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -93,7 +94,7 @@ class Evaluation:
         """The n answers with the lowest mean of all metrics in [0, 1]."""
 
         def score(answer: Answer) -> float:
-            values = [value for name, value in answer.scores.items() if name != "cider"]
+            values = [value for name, value in answer.scores.items() if name != "cider" and math.isfinite(value)]
             return sum(values) / max(1, len(values))
 
         return sorted(self.answers, key=score)[:n]

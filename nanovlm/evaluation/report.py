@@ -95,7 +95,7 @@ def _charts(metrics: Sequence[Mapping[str, Any]], kept_step: int | None) -> list
     losses["held out"] = _points(metrics, "validation_loss")
     names = {name for entry in metrics for name in entry if name.startswith("validation_")} - {"validation_loss"}
     charts = {"loss": losses} if training else {}
-    charts |= {name: {name: _points(metrics, name)} for name in sorted(names)}
+    charts |= {name: {name: points} for name in sorted(names) if (points := _points(metrics, name))}
     return [_chart(title.removeprefix("validation_"), lines, kept_step) for title, lines in charts.items()]
 
 

@@ -92,13 +92,13 @@ def test_the_command_prints_a_table_and_json(capsys):
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()[1:]] == ["cards", "chat.json", "What", "How", "all"]
     assert err == ""
-    Path("mine.py").write_text("def short(answer, references):\n    return len(answer) < 1000\n")
-    flags = ["--metric", "mine:short", "--metric", "anls", "--validation", "1", "--json"]
+    Path("mine.py").write_text("def short(answer, _):\n    return len(answer) < 1000\nnan = lambda *_: float('nan')\n")
+    flags = ["--metric", "mine:short", "--metric", "mine:nan", "--metric", "anls", "--validation", "1", "--json"]
     assert cli.main(["evaluate", "--data", "cards", *FLAGS, *flags]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["questions"] == 1 and found["scores"]["short"] == 1 and found["answers"][0]["scores"].keys() == {
-        "short", "anls",
-    }  # fmt: skip
+    assert found["questions"] == 1 and found["answers"][0]["scores"].keys() == {"short", "nan", "anls"}
+    for scores in (found["scores"], found["groups"][0]["scores"], found["answers"][0]["scores"]):
+        assert (scores["short"], scores["nan"]) == (1, None)
     (_, held_out) = open_data(["cards"], ReadOptions(), 1)
     assert found["answers"][0]["name"] == held_out[0].source.name(held_out[0].indices[0])
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import os
 import re
 import sqlite3
@@ -267,6 +268,13 @@ def test_the_report_shows_curves_scores_and_answers_beside_references(learn, mak
     assert len(pixels) == 6, "the worst and random ones"
     assert {image.size for image in pixels} == {(40, 30)} and pixels[0].getpixel((5, 5))[0] > 250
     assert "http" not in page and "stroke-dasharray" in page
+
+
+def test_the_report_has_no_curve_of_a_metric_that_is_never_a_number(learn, tmp_path):
+    answers = Evaluation([Answer(Question("s", "n", [], "q", ["r"]), "a", {"f1": 0.5, "mine": math.nan})])
+    learn(tmp_path, answer_questions=lambda model, everything: answers)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert ">f1</text>" in page and ">mine</text>" not in page and "mine nan" in page
 
 
 def test_a_report_never_fails_a_run(learn, tmp_path):
