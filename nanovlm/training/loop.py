@@ -306,9 +306,16 @@ class Trainer:
         folder, stored, data = self.task.folder, checkpoint.settings, self.task.data_fingerprint
         ours = {name: value for name, value in asdict(self.cfg).items() if stored.get(name, value) != value}
         changed = [f"{name}={value} instead of {stored[name]}" for name, value in ours.items()]
-        logger.info(f"resumed {folder} at step {checkpoint.step}{', with ' if changed else ''}{', '.join(changed)}")
+        remedy, use = "", "training goes on with it"
+        if checkpoint.step >= self.cfg.max_steps or self._out_of_patience():
+            remedy = (
+                "; the run is finished: to train on, raise --max-steps, --epochs or --patience, or name another --out"
+            )
+            use = "nothing is learned from it"
+        changes = f", with {', '.join(changed)}" if changed else ""
+        logger.info(f"resumed {folder} at step {checkpoint.step}{changes}{remedy}")
         if stored.get("data", data) != data:
-            logger.warning(f"the data has changed: it is {data} instead of {stored['data']}; training goes on with it")
+            logger.warning(f"the data has changed: it is {data} instead of {stored['data']}; {use}")
 
     def _batch_numbers(self) -> range:
         """The numbers of this process's batches, from the first step to the last."""

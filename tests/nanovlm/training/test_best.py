@@ -120,7 +120,8 @@ def test_a_run_out_of_patience_stops_and_stays_stopped(learn, tmp_path):
     assert steps_kept(tmp_path) == [2, 5] and digest(tmp_path) == digest(tmp_path / "checkpoints/step-2")
     before = digest(tmp_path)
     lines = learn(tmp_path, cfg, answer_questions=stepwise([]))
-    assert lines[0] == f"resumed {tmp_path} at step 5" and "stopped after 3" in lines[1] and len(lines) == 3
+    assert lines[0].startswith(f"resumed {tmp_path} at step 5; the run is finished: ")
+    assert "stopped after 3" in lines[1] and len(lines) == 3
     assert digest(tmp_path) == before and steps_kept(tmp_path) == [2, 5]
     learn(tmp_path, replace(cfg, patience=0), answer_questions=stepwise(SCORES[6:]))
     assert steps_kept(tmp_path) == [2, 8] and digest(tmp_path) == before

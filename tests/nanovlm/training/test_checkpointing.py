@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -130,10 +131,14 @@ def test_an_error_of_the_data_keeps_its_class_and_message(learn, make_batch, tmp
         learn(tmp_path, replace(CFG, num_workers=num_workers), before_batch(1, refuse, make_batch))
 
 
-def test_a_resumed_run_reports_settings_that_changed(learn, tmp_path):
-    learn(tmp_path, replace(CFG, max_steps=3))
-    lines = learn(tmp_path, replace(CFG, lr=1e-3))
+def test_a_resumed_run_reports_what_changed_and_whether_it_was_finished(learn, tmp_path):
+    learn(tmp_path, replace(CFG, max_steps=3), data_fingerprint="a")
+    lines = learn(tmp_path, replace(CFG, max_steps=3), data_fingerprint="b")
+    assert re.fullmatch("resumed .* at step 3; the run is finished: .* raise --max-steps.* another --out", lines[0])
+    assert lines[1] == "the data has changed: it is b instead of a; nothing is learned from it"
+    lines = learn(tmp_path, replace(CFG, lr=1e-3), data_fingerprint="b")
     assert lines[0] == f"resumed {tmp_path} at step 3, with max_steps=6 instead of 3, lr=0.001 instead of 0.003"
+    assert lines[1] == "the data has changed: it is b instead of a; training goes on with it"
 
 
 # -------------------------------------------------------------------------------------------- how many checkpoints stay
