@@ -102,6 +102,13 @@ def test_a_sidecar_written_during_a_run_that_skips_is_kept(files, caplog):
     assert files.texts() == {"a": "mine"} and "it is kept" in caplog.text
 
 
+@of_sidecars
+def test_a_link_to_a_folder_names_the_same_sidecars(files):
+    output, link = files.open("append"), files.folder / "link"
+    link.symlink_to(files.folder)
+    assert [output.reject_reason(name) is None for name in (files.image("a"), f"{link}/a.jpg")] == [True, False]
+
+
 @pytest.mark.parametrize("existing", ["append", "prepend"])
 def test_captions_edited_after_a_finished_run_are_not_added_to_again(files, existing):
     files.edit(a="old", b="old")
