@@ -248,6 +248,13 @@ def test_files_follow_the_umask(files):
     assert len(written) == 2 and {path.stat().st_mode & 0o777 for path in written} == {0o640}
 
 
+@pytest.mark.parametrize("kind", ["captions.csv"])
+def test_a_table_keeps_its_byte_order_mark_out_of_the_names(files):
+    files.path.write_text("file_name,text\na.png,é\n", "utf-8-sig")
+    assert files.run("append", {"a": "2"}) == ["a"]
+    assert files.path.read_bytes().decode() == "\ufefffile_name,text\r\na.png,é 2\r\n"
+
+
 def test_a_parquet_table_keeps_its_types_and_what_they_cannot_hold_is_json(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     old, new = tmp_path / "a.parquet", tmp_path / "b.parquet"
