@@ -21,7 +21,7 @@ from nanovlm.device import choose_device, choose_dtype, set_threads
 from nanovlm.embedded import EMBEDDED, PROMPT
 from nanovlm.errors import InputError
 from nanovlm.options import GenerationOptions, ModelOptions, cut_incomplete_sentence, generation_options, with_changes
-from nanovlm.processing.image_loading import as_list, is_single_array, load_or_fetch
+from nanovlm.processing.image_loading import as_list, is_array, load_or_fetch
 from nanovlm.processing.processor import EncodedPrompt, Processor, pair_prompts
 from nanovlm.processing.tokenizer import Tokenizer
 
@@ -242,7 +242,8 @@ class Captioner:
         images and prompt may be generators: they are consumed lazily, batch_size at a time.
         """
         options = generation_options(options, changes)
-        if is_single_array(images) or isinstance(images, (str, bytes, os.PathLike, Image.Image)):
+        is_one_array = is_array(images) and len(images.shape) < 4  # not a batch (N, H, W, C)
+        if is_one_array or isinstance(images, (str, bytes, os.PathLike, Image.Image)):
             raise InputError("captions takes several images, such as a list; for one image use caption")
         if batch_size < 1:
             raise InputError(f"batch_size={batch_size} must be 1 or more")

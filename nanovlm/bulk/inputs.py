@@ -38,11 +38,16 @@ def find_images(names: Sequence[str], recursive: bool = True, extensions: Collec
     images, known = ImageList(), set()
     for name in names:
         for path in _images_of(name, images, recursive, extensions or readable_extensions()):
-            absolute = os.path.abspath(path)
-            if absolute not in known:
-                known.add(absolute)
+            if (place := real_place(path)) not in known:
+                known.add(place)
                 images.paths.append(path)
     return images
+
+
+def real_place(path: str | Path) -> str:
+    """A path with the real path of its folder: a link to an image is an image of its own, which has its own sidecar."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(folder), name)
 
 
 def _images_of(name: str, images: ImageList, recursive: bool, wanted: Collection[str]) -> list[str]:

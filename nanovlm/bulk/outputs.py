@@ -19,6 +19,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from models.checkpoint import atomic_write
+from nanovlm.bulk.inputs import real_place
 from nanovlm.bulk.options import FAILURES, OutputOptions
 from nanovlm.bulk.resume_log import ResumeLog, append_row, read_log, relative, write_atomically
 from nanovlm.bulk.table_files import write_table
@@ -134,7 +135,7 @@ class Sidecars(Output):
         target = self.target(image)
         if target == Path(image):
             return "its caption would replace it; rename it, or write a table"
-        owner = self.owners.setdefault(os.path.abspath(target), image)
+        owner = self.owners.setdefault(real_place(target), image)
         if owner != image:
             return f"{target.name} is the caption of {Path(owner).name}; rename one of them, or write a table"
         if os.path.isdir(target.parent) and not os.access(target.parent, os.W_OK):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from nanovlm.bulk.resume_log import json_line
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]], like: Path | None = None) -> None:
     """Write rows as .jsonl, .csv or .parquet, by the suffix of path; columns in the order of first use.
 
-    A .parquet file keeps the types and the metadata of `like`, if that exists.
+    A .parquet file keeps the types and the metadata of `like`, if that exists, a .csv file its byte order mark.
     """
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if path.suffix == ".parquet":
@@ -25,7 +26,8 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]], like: Path | None
         table = pyarrow.table({column: _arrow_column(cells[column], types.get(column)) for column in columns})
         parquet.write_table(table.replace_schema_metadata(schema.metadata), path)
     elif path.suffix == ".csv":
-        with open(path, "w", encoding="utf-8", newline="") as file:
+        has_mark = like is not None and like.exists() and like.read_bytes().startswith(BOM_UTF8)  # without it, Excel
+        with open(path, "w", encoding="utf-8-sig" if has_mark else "utf-8", newline="") as file:  # misreads non-ASCII
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(

@@ -104,7 +104,11 @@ def read_table(path: Path) -> Any:
         header = file.readline()
         file.seek(0)
         delimiter = max(",;\t", key=header.count)  # Excel writes semicolons in half of Europe
-        rows = list(csv.DictReader(file, delimiter=delimiter))
+        reader = csv.DictReader(file, delimiter=delimiter)
+        columns, rows = reader.fieldnames or [], list(reader)
+    for column in columns:
+        if columns.count(column) > 1:
+            raise DataError(f"{path} has several columns named {column!r}; rename or remove all but one")
     for number, row in enumerate(rows, start=1):
         if None in row:  # DictReader's key for them
             raise DataError(

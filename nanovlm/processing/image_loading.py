@@ -112,16 +112,11 @@ def is_url(source: object) -> TypeGuard[str]:
     return isinstance(source, str) and URL.match(source) is not None
 
 
-def is_array(source: Any) -> bool:
+def is_array(source: Any) -> TypeGuard[Any]:
     """Whether a source is a numpy array, or an object with its interface, or a tensor."""
     return isinstance(source, torch.Tensor) or (
         hasattr(source, "__array_interface__") and not isinstance(source, Image.Image)
     )
-
-
-def is_single_array(source: Any) -> bool:
-    """Whether a source is the array of one image, and not of a batch (N, H, W, C)."""
-    return is_array(source) and len(source.shape) < 4
 
 
 def from_array(array: Any) -> Image.Image:
@@ -244,9 +239,16 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def grey_from_integers(image: Image.Image) -> Image.Image:
-    """Scale 0 .. 65535 to 8 bits (Pillow's own convert clips at 255), keeping a transparent grey level."""
+    """Scale 16 bits, 0 .. 65535, to 8 (Pillow's own convert clips at 255), keeping a transparent grey level.
+
+    A file of 32-bit integers does not name their depth. The smallest one of cameras that holds them all counts, so that
+    0 .. 255 stay as they are, as in Pillow, and 12 bits are not black; a stretch to their maximum would amplify noise.
+    """
     values = image.convert("I")
-    grey = values.point([(v + 128) // 257 for v in range(65536)], "L")
+    is_32_bit = image.mode == "I" and image.format != "PPM"  # whose values Pillow has scaled to 16 bits
+    highest = values.getextrema()[1] if is_32_bit else 65535
+    white = next((2**bits - 1 for bits in (8, 10, 12, 14) if highest < 2**bits), 65535)  # type: ignore[operator]  # one band
+    grey = values.point([min(255, (v * 255 + white // 2) // white) for v in range(65536)], "L")
     transparent = image.info.get("transparency")
     if isinstance(transparent, int):
         grey.putalpha(values.point([0 if v == transparent else 255 for v in range(65536)], "L"))

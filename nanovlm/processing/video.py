@@ -8,6 +8,7 @@ since decoders are large and read untrusted files.
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -115,7 +116,7 @@ def _read_animation(path: Path, max_frames: int) -> Video:
     with Image.open(path) as image:
         n = getattr(image, "n_frames", 1)
         if n > MAX_ANIMATION_FRAMES:
-            raise ImageError(f"{path} has {n:,} frames, more than {MAX_ANIMATION_FRAMES:,}; cut it")
+            raise ImageError(f"{path}: {n:,} frames, more than {MAX_ANIMATION_FRAMES:,}; cut it")
         starts, frames, now = [], [], 0.0
         for frame in ImageSequence.Iterator(image):
             starts.append(now)
@@ -135,12 +136,13 @@ def _decode(path: Path, max_frames: int) -> Video:
     try:
         result = subprocess.run(command, capture_output=True, timeout=DECODING_SECONDS, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        raise ImageError(f"{path} was not decoded in {DECODING_SECONDS} seconds; cut it") from None
+        raise ImageError(f"{path}: not decoded in {DECODING_SECONDS} seconds; cut it") from None
     if result.returncode == MissingExtraError.exit_code:
         raise MissingExtraError("videos are read by PyAV: pip install 'nanovlm[video]'")
     if result.returncode:
         lines = result.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {result.returncode}"]
-        raise ImageError(f"{path} is no video that can be read: {lines[-1].partition(': ')[2] or lines[-1]}")
+        text = re.sub(r"^\S*: (\[Errno \d+\] )?", "", lines[-1]).removesuffix(f": {str(path)!r}")  # PyAV names it again
+        raise ImageError(f"{path}: not a video that can be read: {text}")
     header, _, pixels = result.stdout.partition(b"\n")
     found = json.loads(header)
     size = tuple(found["size"])

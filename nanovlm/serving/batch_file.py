@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from models.checkpoint import atomic_write
 from nanovlm.console import progress_bar
 from nanovlm.data.jsonl import read_jsonl, repair_jsonl
-from nanovlm.errors import DataError, UsageError
+from nanovlm.errors import DataError, OutputError, UsageError
 from nanovlm.serving.app import POST_ROUTES
 from nanovlm.serving.service import ChatService
 
@@ -87,7 +87,10 @@ def _finished(path: Path) -> set[str]:
 
 
 async def answer_batch(service: ChatService, app: FastAPI, requests: Path, todo: set[int], results: Path) -> int:
-    """Answer the requests in these lines; how many have failed. The service's limit on time must be TIMEOUT_S."""
+    """Answer the requests in these lines; how many have failed. The service's limit on time must be TIMEOUT_S.
+
+    OutputError if a result cannot be written.
+    """
     n_failed, places = 0, asyncio.Semaphore(service.limits.max_num_seqs)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=None)
@@ -112,7 +115,7 @@ async def answer_batch(service: ChatService, app: FastAPI, requests: Path, todo:
                 file.write(json.dumps(row | {"error": None}).encode() + b"\n")
         except OSError as error:
             reason = f"{error.strerror}; free some space and run the same command again"
-            raise UsageError(f"--out {results}: {reason}") from None
+            raise OutputError(f"--out {results}: {reason}") from None
         bar.update()
 
     try:

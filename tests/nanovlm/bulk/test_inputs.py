@@ -18,7 +18,8 @@ def folder(image_folder):
 
 
 def test_folders_and_patterns_give_their_images_once():
-    images = find_images(["images/d.gif", "images", "images/../images/a.png", "images/*.png"])
+    Path("link").symlink_to("images")
+    images = find_images(["images/d.gif", "images", "images/../images/a.png", "images/*.png", "link", "link/a.png"])
     assert images.paths[0] == "images/d.gif" and images.missing == []
     assert sorted(images.paths) == sorted(f"images/{name}" for name in IMAGE_NAMES)
 

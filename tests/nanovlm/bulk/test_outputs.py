@@ -102,6 +102,13 @@ def test_a_sidecar_written_during_a_run_that_skips_is_kept(files, caplog):
     assert files.texts() == {"a": "mine"} and "it is kept" in caplog.text
 
 
+@of_sidecars
+def test_a_link_to_a_folder_names_the_same_sidecars(files):
+    output, link = files.open("append"), files.folder / "link"
+    link.symlink_to(files.folder)
+    assert [output.reject_reason(name) is None for name in (files.image("a"), f"{link}/a.jpg")] == [True, False]
+
+
 @pytest.mark.parametrize("existing", ["append", "prepend"])
 def test_captions_edited_after_a_finished_run_are_not_added_to_again(files, existing):
     files.edit(a="old", b="old")
@@ -239,6 +246,13 @@ def test_files_follow_the_umask(files):
         os.umask(before)
     written = [path for path in files.folder.iterdir() if path.is_file()]
     assert len(written) == 2 and {path.stat().st_mode & 0o777 for path in written} == {0o640}
+
+
+@pytest.mark.parametrize("kind", ["captions.csv"])
+def test_a_table_keeps_its_byte_order_mark_out_of_the_names(files):
+    files.path.write_text("file_name,text\na.png,é\n", "utf-8-sig")
+    assert files.run("append", {"a": "2"}) == ["a"]
+    assert files.path.read_bytes().decode() == "\ufefffile_name,text\r\na.png,é 2\r\n"
 
 
 def test_a_parquet_table_keeps_its_types_and_what_they_cannot_hold_is_json(tmp_path):

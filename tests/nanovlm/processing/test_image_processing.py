@@ -264,9 +264,25 @@ def test_deep_grey_is_scaled_not_clipped(mode, format):
     assert [list(channel.tobytes()) for channel in result.split()] == [[0, 1, 1, 128, 254, 255]] * 3
 
 
-def test_integers_beyond_16_bits_are_clamped():
-    source = Image.frombytes("I", (3, 1), struct.pack("=3i", -5, 70_000, 2**31 - 1))
-    assert list(load_image(source).getchannel(0).tobytes()) == [0, 255, 255]
+@pytest.mark.parametrize(
+    ("values", "grey"),
+    [
+        ([-5, 70_000, 2**31 - 1], [0, 255, 255]),  # clamped
+        ([0, 7, 255], [0, 7, 255]),
+        ([0, 2048, 4095], [0, 128, 255]),
+        ([-5, 300, 2000], [0, 19, 125]),
+    ],
+)
+def test_32_bit_integers_have_the_depth_that_their_values_need(values, grey):
+    source = Image.frombytes("I", (3, 1), struct.pack("=3i", *values))
+    for image in (source, encoded(source, "TIFF")):
+        assert list(load_image(image).getchannel(0).tobytes()) == grey
+
+
+@pytest.mark.parametrize("format", ["TIFF", "PNG", "PPM"])
+def test_16_bits_are_scaled_the_same_however_dark(format):
+    source = Image.frombytes("I;16", (3, 1), struct.pack("<3H", 0, 255, 4095))
+    assert list(load_image(encoded(source, format)).getchannel(0).tobytes()) == [0, 1, 16]
 
 
 @pytest.mark.parametrize(

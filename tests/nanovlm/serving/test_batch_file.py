@@ -1,5 +1,6 @@
 """`nanovlm serve --batch-file`: results as the server gives them, resumed, and wrong files in one line."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -7,6 +8,11 @@ import pytest
 
 from nanovlm import SAMPLE
 from nanovlm.cli import main as cli
+from nanovlm.errors import NanoVLMError
+from nanovlm.serving.app import make_app
+from nanovlm.serving.batch_file import answer_batch
+from nanovlm.serving.options import Limits, ServerOptions
+from nanovlm.serving.service import ChatService
 from support.serving import QUESTIONS, SAMPLE_URL, user_message
 
 FLAGS = ["--batch-file", "in.jsonl", "--out", "out.jsonl", "--device", "cpu", "--dtype", "float32"]
@@ -77,6 +83,16 @@ def test_a_request_that_the_server_refuses_stops_no_other(embedded):
     write(half_a_character, no_number, request("right", messages=user_message(QUESTIONS[0], SAMPLE_URL)))
     assert cli.main(["serve", *FLAGS]) == 1
     assert {name: row["status_code"] for name, row in results().items()} == {"surrogate": 400, "nan": 400, "right": 200}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_a_failure(embedded):
+    write(request("a", messages=user_message("?")))
+    service = ChatService(embedded, "any", Limits())
+    batch = answer_batch(service, make_app(service, ServerOptions()), Path("in.jsonl"), {0}, Path("/dev/full"))
+    with pytest.raises(NanoVLMError, match="--out /dev/full: No space left.*; free some space and run") as raised:
+        asyncio.run(batch)
+    assert raised.value.exit_code == 1
 
 
 def test_both_files_are_needed_and_results_of_something_else_are_kept(capsys):
