@@ -159,6 +159,12 @@ def linear(library: ctypes.CDLL, matrix: Matrix, x: Tensor) -> Tensor:
     return y
 
 
+def _check_device(x: Tensor) -> None:
+    """InputError unless the kernels, which take addresses, can read a tensor."""
+    if x.device.type != "cpu":
+        raise InputError(f"a tensor is on {x.device}, but the model on cpu; move either")
+
+
 def empty_cache(network: Any, n_sequences: int, capacity: int) -> Tensor:
     """Zeros (n_blocks, 2, n_sequences, n_kv_heads, capacity, head_dim) for `run` of a KernelNetwork or PlainNetwork."""
     cfg = network.model.cfg
@@ -252,9 +258,10 @@ class KernelNetwork:
         grid, size, S = self.cfg.vit_grid, self.cfg.vit_patch_size, self.cfg.vit_img_size
         if images.shape[1:] != (3, S, S):
             raise InputError(f"images have the shape {tuple(images.shape)}, not (N, 3, {S}, {S}): vit_img_size={S}")
+        _check_device(images)
         whole = images[..., : grid * size, : grid * size]  # a patch cut off at the border is not computed
         patches = whole.reshape(len(images), 3, grid, size, grid, size).permute(0, 2, 4, 1, 3, 5).contiguous()
-        out = torch.empty(len(images), grid**2, self.cfg.vit_hidden_dim)
+        out = patches.new_empty(len(images), grid**2, self.cfg.vit_hidden_dim)
         pointers = ctypes.byref(self._encoder), _POINTER(patches.data_ptr())
         self._library.vision_forward(*pointers, _LONG(len(images)), _POINTER(out.data_ptr()), torch.get_num_threads())
         return out
@@ -269,10 +276,10 @@ class KernelNetwork:
         self, embeds: Tensor, attention_mask: Tensor | None, prefix: PrefillState | None
     ) -> tuple[Tensor, PrefillState]:
         """`VisionLanguageModel.prefill_embeds`; logits are float32."""
+        mask = self.model.join_masks(embeds, attention_mask, prefix)
         (B, T, _), past = embeds.shape, 0 if prefix is None else prefix.length
         if past + T > (limit := self.cfg.lm_max_position_embeddings):
             raise InputError(f"{past + T} tokens exceed lm_max_position_embeddings={limit}; shorten the prompt")
-        mask = self.model.join_masks(embeds, attention_mask, prefix)
         cache = self._extended(prefix, B, T)
         logits = self.run(embeds, cache.data, [past] * B, mask, [T - 1] * B)
         return logits, PrefillState(cache, mask)
@@ -293,17 +300,19 @@ class KernelNetwork:
         sequences of equal `past`; last says whose logits are computed, a new token of each sequence.
         """
         B, T, _ = x.shape
+        _check_device(x)
         x = x.contiguous() if x.dtype in DTYPES else x.float().contiguous()
-        past_lengths, places = torch.tensor(past), torch.tensor(range(B) if slots is None else slots)
+        numbers = past, range(B) if slots is None else slots, last
+        past_lengths, places, last_tokens = (x.new_tensor(n, dtype=torch.long) for n in numbers)
         if mask is None:
             visible = None
-            positions = past_lengths[:, None] + torch.arange(T)
+            positions = past_lengths[:, None] + torch.arange(T, device=x.device)
         else:
             visible = build_attention_mask(mask, T)[:, 0]
             positions = visible.sum(-1) - 1
             visible = visible.expand(B, -1, -1).transpose(1, 2).to(torch.uint8).contiguous()
-        positions, last_tokens = positions.contiguous(), torch.tensor(last)
-        logits = torch.empty(B, self.cfg.lm_vocab_size)
+        positions = positions.contiguous()
+        logits = x.new_empty(B, self.cfg.lm_vocab_size, dtype=torch.float32)
         step = _DecoderStep(
             x.data_ptr(), DTYPES[x.dtype], B, T, places.data_ptr(), past_lengths.data_ptr(), positions.data_ptr(),
             None if visible is None else visible.data_ptr(), last_tokens.data_ptr(), cache.data_ptr(),
@@ -320,6 +329,10 @@ class KernelNetwork:
         kv_cache: Sequence[KVCache] = prefix.kv_cache
         if not isinstance(kv_cache, StackedCache) or kv_cache.data.dtype != self.cache_dtype:
             kv_cache = StackedCache.of(kv_cache, torch.empty(0, dtype=self.cache_dtype), T)
-        if kv_cache.data.size(2) != B:
-            raise InputError(f"the prefix holds {kv_cache.data.size(2)} sequences, but {B} are continued")
+        n_blocks, _, n_sequences, heads, _, head_dim = kv_cache.data.shape
+        if n_sequences != B:
+            raise InputError(f"the prefix holds {n_sequences} sequences, but {B} are continued")
+        sizes = self.cfg.lm_n_blocks, self.cfg.lm_n_kv_heads, self.cfg.lm_head_dim
+        if (n_blocks, heads, head_dim) != sizes:  # the kernels would read and write beyond it
+            raise InputError(f"the prefix has {n_blocks} blocks of {heads} heads of {head_dim}, but the model {sizes}")
         return kv_cache.extend(T)
