@@ -107,7 +107,7 @@ def read_table(path: Path) -> Any:
         reader = csv.DictReader(file, delimiter=delimiter)
         columns, rows = reader.fieldnames or [], list(reader)
     for column in columns:
-        if columns.count(column) > 1:
+        if column and columns.count(column) > 1:  # Excel may write columns without a name
             raise DataError(f"{path} has several columns named {column!r}; rename or remove all but one")
     for number, row in enumerate(rows, start=1):
         if None in row:  # DictReader's key for them

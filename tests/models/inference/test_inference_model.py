@@ -164,6 +164,12 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
                 wrong()
         with pytest.raises((InputError, RuntimeError)):
             model.decode(torch.tensor([5, 6]), state)
+        foreign = tiny_model(lm_n_kv_heads=6).prefill(ids)[1]
+        with pytest.raises((InputError, RuntimeError)):
+            model.decode(ids[:, 0], foreign)
+    if type(model.network) is KernelNetwork:  # PyTorch computes shapes alone there
+        with pytest.raises(InputError, match="is on meta, but the model on cpu"):
+            model.prefill_embeds(torch.rand(1, 3, width, device="meta"))
 
 
 def test_it_needs_no_inference_mode_and_keeps_no_graph(tiny_model):
