@@ -155,21 +155,37 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
         logits, state = model.prefill(ids)
         assert model.prefill(ids[:0])[0].shape == (0, logits.size(1))
         width = plain.cfg.lm_hidden_dim
+        embeds = torch.rand(1, 3, width, device="meta")
         for wrong, message in (
             (partial(model.generate, ids, prefix=state, max_new_tokens=2), "not .B, T, .* of at least one new token"),
             (partial(model.prefill_embeds, torch.rand(1, 3, width - 2)), f"have the shape .1, 3, {width - 2}., not"),
             (partial(model.prefill, ids, attention_mask=ids[:, :2].ge(6)), r"the shape \(1, 2\), not \(1, 4\)"),
+            (partial(model.decode, ids[:, :1], state), "have the shape .1, 1, 1, .*, not"),
         ):
             with pytest.raises(InputError, match=message):
                 wrong()
-        with pytest.raises((InputError, RuntimeError)):
-            model.decode(torch.tensor([5, 6]), state)
-        foreign = tiny_model(lm_n_kv_heads=6).prefill(ids)[1]
-        with pytest.raises((InputError, RuntimeError)):
-            model.decode(ids[:, 0], foreign)
-    if type(model.network) is KernelNetwork:  # PyTorch computes shapes alone there
-        with pytest.raises(InputError, match="is on meta, but the model on cpu"):
-            model.prefill_embeds(torch.rand(1, 3, width, device="meta"))
+        other_prefixes = [tiny_model(**sizes).prefill(ids)[1] for sizes in ({"lm_n_blocks": 1}, {"lm_n_kv_heads": 6})]
+        for ids, prefix in ((torch.tensor([5, 6]), state), *((torch.tensor([5]), prefix) for prefix in other_prefixes)):
+            with pytest.raises((InputError, RuntimeError)):
+                model.decode(ids, prefix)
+        for elsewhere in (partial(model.encode_images, IMAGES.to("meta")), partial(model.prefill_embeds, embeds)):
+            with pytest.raises((InputError, RuntimeError), match="meta"):
+                elsewhere()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_torchs_default_dtype_and_device_change_nothing(tiny_model, dtype):
+    """The kernels write float32 wherever they are told to."""
+    inference = InferenceModel(tiny_model())
+    embeds, wanted = inference.embed(IDS, IMAGES), logits_of(inference, n=0)
+    torch.set_default_dtype(dtype)
+    try:
+        torch.testing.assert_close(logits_of(inference, n=0), wanted, rtol=0, atol=0)
+        if type(inference.network) is KernelNetwork:
+            with torch.device("meta"):
+                torch.testing.assert_close(inference.prefill_embeds(embeds)[0], wanted, rtol=0, atol=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_it_needs_no_inference_mode_and_keeps_no_graph(tiny_model):
