@@ -124,7 +124,6 @@ def from_array(array: Any) -> Image.Image:
 
     Values are uint8, or floats in [0, 1]. Raises ImageError for others.
     """
-    shape = tuple(array.shape)
     if isinstance(array, torch.Tensor):
         values = array.detach().cpu()
         values = values.permute(1, 2, 0) if values.dim() == 3 else values
@@ -135,8 +134,8 @@ def from_array(array: Any) -> Image.Image:
             raise ImageError(f"an array of {array.dtype}; pass uint8, or floats in [0, 1]") from None
     if values.dim() not in (2, 3) or (values.dim() == 3 and values.size(2) not in (1, 3, 4)):
         raise ImageError(
-            f"an array of shape {shape}; an array is (height, width) or (height, width, channels), a tensor (height, "
-            "width) or (channels, height, width), of 1, 3 or 4 channels"
+            f"an array of shape {tuple(array.shape)}; an array is (height, width) or (height, width, channels), "
+            "a tensor (height, width) or (channels, height, width), of 1, 3 or 4 channels"
         )
     if values.is_floating_point() and values.numel():
         low, high = (bound.item() for bound in values.aminmax())  # nan, if any is
@@ -165,9 +164,12 @@ def open_file(source: Any) -> Iterator[BinaryIO]:
 
 
 def open_image(file: BinaryIO) -> Image.Image:
-    """Image.open, which here also reads HEIC if pillow-heif is installed."""
+    """Image.open, which here also reads HEIC if pillow-heif is installed, and refuses NOT_IMAGES."""
     try:
-        return Image.open(file)
+        image = Image.open(file)
+        if image.format in NOT_IMAGES:  # decoding it could start Ghostscript
+            raise ImageError(f"{image.format} files are not read; convert it to PNG")
+        return image
     except Image.UnidentifiedImageError:
         file.seek(0)
         header = file.read(12)
@@ -276,8 +278,7 @@ def as_tensor(image: Image.Image) -> torch.Tensor:
 def augment(image: Image.Image, amount: float, rng: Random) -> Image.Image:
     """Rotate an RGB image by up to 100 * amount degrees, move and scale it by up to amount; the size stays.
 
-    Brightness and contrast change by up to half of amount. What becomes visible outside has the mean color of its
-    corners.
+    Brightness and contrast change by up to half of amount; what becomes visible outside has its corners' mean color.
     """
     from torchvision.transforms.v2.functional import InterpolationMode, affine  # here: captions do without the import
 

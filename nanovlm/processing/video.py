@@ -20,7 +20,14 @@ from PIL import Image, ImageSequence
 
 from nanovlm.errors import ImageError, MissingExtraError, UsageError
 from nanovlm.processing import MAX_FRAMES, VIDEO_EXTENSIONS
-from nanovlm.processing.image_loading import load_image, quiet_pillow, readable_extensions, reason
+from nanovlm.processing.image_loading import (
+    load_image,
+    open_file,
+    open_image,
+    quiet_pillow,
+    readable_extensions,
+    reason,
+)
 
 LISTED_FPS = 24.0  # of frames without times, as in transformers
 SKIPPED_SECONDS = 1  # at both ends of a long video
@@ -113,7 +120,7 @@ def _spread(first: int, last: int, n: int) -> list[int]:
 
 def _read_animation(path: Path, max_frames: int) -> Video:
     """An animated GIF or WebP; the times are those of its frames."""
-    with Image.open(path) as image:
+    with open_file(path) as file, open_image(file) as image:
         n = getattr(image, "n_frames", 1)
         if n > MAX_ANIMATION_FRAMES:
             raise ImageError(f"{path}: {n:,} frames, more than {MAX_ANIMATION_FRAMES:,}; cut it")

@@ -382,6 +382,7 @@ def test_what_is_no_image_is_named(tmp_path):
         refusal(random.Random(seed).randbytes(500), "not an image")
     for text in (b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%PDF-1.7", b"{}", b"\0" * 500, b"hello\n" * 99):
         refusal(text, "image: ")
+    refusal(encoded(drawn(), "EPS"), "EPS files are not read")  # Ghostscript would run it as a program
 
 
 DAMAGED = [

@@ -130,6 +130,9 @@ def test_animations_folders_and_lists_are_videos():
         Path("cut.gif").write_bytes(content[:length])
         with suppress(ImageError):  # or some of the frames
             Video.read("cut.gif")
+    first.save("program.gif", "EPS")
+    with pytest.raises(ImageError, match="EPS files are not read"):
+        Video.read("program.gif")
     assert video.duration == 4.0 and video.seconds == pytest.approx([0.0, 0.1, 1.2, 3.0])
     Path("frames").mkdir()
     for i, frame in enumerate([first, *others]):
