@@ -119,7 +119,8 @@ def add_exception_handlers(app: FastAPI) -> None:
 
     async def send_error(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, HTTPException):
-            error = APIError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+            message, headers = f"{request.method} {request.url.path}: {error.detail}", dict(error.headers or {})
+            error = APIError(error.status_code, message, headers=headers)
         elif not isinstance(error, APIError):
             error = internal_error()  # starlette raises the other one again, and uvicorn logs it
         return JSONResponse(error.body(), error.status, error.headers)

@@ -58,7 +58,7 @@ def text_as(expand: Callable[[str], Any]) -> BeforeValidator:
 
 class MediaURL(StrictModel):
     url: str
-    detail: Literal["auto", "low", "high"] = "auto"  # low: an image is one tile
+    detail: Literal["auto", "low", "high", "original"] = "auto"  # low: an image is one tile
 
 
 class TextPart(StrictModel):
@@ -167,7 +167,7 @@ class GenerationRequest(StrictModel, ABC):
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    seed: int | None = None
+    seed: Annotated[int | None, AfterValidator(lambda seed: None if seed == -1 else seed)] = None  # as vLLM
     logit_bias: dict[Annotated[int, Field(ge=0, strict=False)], Annotated[float, Field(ge=-100, le=100)]] = Field(
         {}, max_length=MAX_BIASES
     )

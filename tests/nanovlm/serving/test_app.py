@@ -48,6 +48,7 @@ def test_http_errors_have_the_same_shape(served):
     for method, path, status in (("GET", "/nowhere", 404), ("GET", "/v1/chat/completions", 405)):
         response = http.request(method, served.url + path)
         assert response.status_code == status and path in response.json()["error"]["message"]
+    assert response.headers["allow"] == "POST"
 
 
 def test_page_loads_only_from_its_own_server(served):

@@ -127,7 +127,7 @@ RESPONSES_INPUT = [
     {
         "role": "user",
         "content": [
-            {"type": "input_image", "image_url": SAMPLE_URL, "detail": "auto"},
+            {"type": "input_image", "image_url": SAMPLE_URL, "detail": "original"},
             {"type": "input_text", "text": QUESTIONS[0]},
         ],
     }
