@@ -114,6 +114,11 @@ def test_a_video_file_is_read_and_what_cannot_be_read_is_one_line(clip, monkeypa
         with pytest.raises(ImageError, match=name) as error:
             Video.read(name)
         assert len(str(error.value).splitlines()) == str(error.value).count(name) == 1
+    Path("list.mp4").write_text("ffconcat version 1.0\nfile a.mp4\n")  # names another file
+    Path("concat:a.mp4").write_text("no video")  # to FFmpeg, the name of a protocol
+    for name in ("list.mp4", "concat:a.mp4"):
+        with pytest.raises(ImageError, match="not a video that can be read"):
+            Video.read(name)
     Path("blocked").mkdir()
     Path("blocked/av.py").write_text("raise ImportError")
     monkeypatch.setenv("PYTHONPATH", "blocked", prepend=":")
