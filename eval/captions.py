@@ -173,7 +173,7 @@ def make_captions_parser() -> Parser:
     add("--questions", type=positive, default=3, metavar="N", help="questions per scene (default: 3)")
     add("--turns", type=positive, metavar="N", help="ask N questions about each scene in a conversation")
     add("--renderer", choices=tuple(RENDERERS), default="training", help="what draws the scenes (default: training)")
-    add("--quantize", choices=QUANTIZATIONS, help="quantize the language model's weights")
+    add("--quantize", choices=QUANTIZATIONS, help="quantize the weights")
     add("--compare", action="store_true", help="compare all precisions at all levels of the CPU")
     add("--seed", default="1", help="which scenes (default: 1)")
     add("--misses", type=int, default=0, metavar="N", help="show N misses")
