@@ -14,7 +14,6 @@ its own, with a server without caches, with one that keeps encoded images, and w
 import argparse
 import asyncio
 import base64
-import io
 import re
 import subprocess
 import sys
@@ -31,13 +30,13 @@ import openai
 
 from eval.lib.command import add_device_flags, make_parser, positive, progress, report, table
 from eval.lib.hardware import environment
+from eval.lib.scene_splits import png
 from eval.lib.soak import Soak, plot
 from nanovlm import PROMPT
 from nanovlm.device import choose_device, choose_dtype
 from nanovlm.errors import NanoVLMError, UsageError
-from nanovlm.synthetic import draw, random_scene
+from nanovlm.synthetic import random_scene
 
-IMAGE_SIZES = (96, 512)  # pixels
 SECOND_QUESTION = "How many objects are there?"
 CACHES = {  # what is kept between requests, and the server's flags for it
     "none": ["--image-cache", "0", "--prefix-cache", "0"],
@@ -61,11 +60,9 @@ class Answer:
 
 def scene_urls(n: int, seed: str) -> list[str]:
     """n scenes of random sizes as data URLs."""
-    rng, urls = Random(f"serving {seed}"), []
-    for _ in range(n):
-        draw(random_scene(rng), rng.randint(*IMAGE_SIZES), rng.randint(*IMAGE_SIZES)).save(file := io.BytesIO(), "png")
-        urls.append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
-    return urls
+    rng = Random(f"serving {seed}")
+    files = (png(random_scene(rng), rng) for _ in range(n))
+    return [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
 
 
 def first_message(url: str) -> dict[str, Any]:

@@ -25,13 +25,12 @@ from models.config import VLMConfig
 from models.decoding import MAX_NEW_TOKENS
 from models.kv_study.speculative import DraftModel, Guess, Read, prompt_lookup, read_lm, read_vlm, speculate
 from models.language_model import LanguageModel
-from models.vision_language_model import PrefillState
+from models.vision_language_model import IGNORE_INDEX, PrefillState
 from nanovlm import PROMPT, SAMPLE
 from nanovlm.captioner import Captioner
 from nanovlm.processing.image_loading import load_image
 from nanovlm.synthetic import caption, questions, random_scene
 
-IGNORE = -100
 DIGITS, VALUES = 6, 3  # of the sorting task
 WORDS = 300  # of the language of DocTags-like pages
 ELEMENTS = ["page_header", "section_header_level_1", "text", "text", "otsl", "section_header_level_1", "text"]
@@ -81,9 +80,9 @@ def train(decoder: LanguageModel, rows: Rows, steps: int, is_done: Callable[[], 
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - step / steps)
         batch = rng.choices(rows, k=64)
         ids = [torch.tensor(prompt + answer) for prompt, answer in batch]
-        targets = [torch.tensor([IGNORE] * len(prompt) + answer)[1:] for prompt, answer in batch]
+        targets = [torch.tensor([IGNORE_INDEX] * len(prompt) + answer)[1:] for prompt, answer in batch]
         logits, _ = decoder(pad_sequence(ids, True)[:, :-1], use_cache=False)
-        loss = F.cross_entropy(logits.flatten(0, 1), pad_sequence(targets, True, IGNORE).flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), pad_sequence(targets, True, IGNORE_INDEX).flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
