@@ -1,8 +1,9 @@
 """Checkpoint formats: one file for each layout of a model's folder, and loaders of other models' weights.
 
-A format is a `CheckpointFormat`. `load_config` chooses one of FORMATS by config.json, and nothing asks again: what
-differs is a method or an attribute of `cfg.format`. A new format is a file here, a line in FORMATS, and for images and
-prompts a layout in `nanovlm.processing.layouts`. A format's file is imported when a model of it is first met.
+A format is a `CheckpointFormat`. `load_config` chooses one of FORMATS by config.json, and the core does not ask again:
+what differs is a method or an attribute of `cfg.format`. A new format is a file here, a line in FORMATS and in
+MODEL_TYPES, and for images and prompts a layout in `nanovlm.processing.layouts`. A format's file is imported when a
+model of it is first met.
 """
 
 import importlib
