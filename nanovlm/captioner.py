@@ -90,7 +90,7 @@ class Captioner:
         """Load a folder or a Hub id (owner/name), by default the model that ships with the package.
 
         device is auto, cpu, cuda or mps; dtype is auto, float32, bfloat16 or float16. options are the other fields of
-        `ModelOptions`: adapter, revision, threads, quantize, max_tiles, skip_special_tokens, upscale and allow_urls.
+        `ModelOptions`, such as adapter, revision, threads, quantize, max_tiles or image_cache_dir.
         Raises CheckpointError if the model cannot be loaded, InputError for a value, and TypeError for an unknown name.
         """
         given = {"model": name_or_folder, "device": device, "dtype": dtype}
