@@ -6,7 +6,7 @@ import torch
 from models.decoding import SamplingParams
 from nanovlm import SAMPLE, Captioner, ChatSession
 from nanovlm.errors import InputError
-from nanovlm.options import GenerationOptions, cut_incomplete_sentence
+from nanovlm.options import GenerationOptions, ModelOptions, cut_incomplete_sentence
 from nanovlm.processing.image_loading import load_image
 
 PROMPT = "What is this?"
@@ -39,6 +39,10 @@ def test_wrong_keywords_are_named(embedded):
         Captioner.from_pretrained(max_tile=3)
     with pytest.raises(InputError, match="quantize=int2 is none of int8, int4"):
         Captioner.from_pretrained(quantize="int2")
+    for threads in (0, "two"):
+        with pytest.raises(InputError, match=f"threads={threads} must be auto or a number from 1 to 1024"):
+            ModelOptions(threads=threads)
+    assert ModelOptions(threads=2) and ModelOptions(threads="2")
     with pytest.raises(InputError, match="use caption"):
         embedded.stream(SAMPLE, trim_incomplete=True)
 
