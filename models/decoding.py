@@ -222,7 +222,7 @@ class GenerationMixin(ABC):
 
         attention_mask (B, T) is 0 at padding, which is on the left. The given prefix can be continued again.
         """
-        if attention_mask is not None and bool((attention_mask == 1).all()):
+        if attention_mask is not None and attention_mask.shape == input_ids.shape and bool((attention_mask == 1).all()):
             attention_mask = None
         return self.prefill_embeds(self.embed(input_ids, images), attention_mask, prefix)
 

@@ -50,13 +50,13 @@ def prompt_lookup(ids: Sequence[int], n: int = MAX_GUESS) -> list[int]:
 
     Where fewer than n follow, the copy goes on with its own beginning, as in LZ77: repetitions are guessed whole.
     """
-    ids = list(ids)
+    ids, given = list(ids), len(ids)
     for size in range(min(MAX_NGRAM, len(ids) - 1), 0, -1):
         for start in range(len(ids) - size - 1, -1, -1):
             if ids[start : start + size] == ids[-size:]:
                 for i in range(start + size, start + size + n):
                     ids.append(ids[i])
-                return ids[-n:]
+                return ids[given:]
     return []
 
 

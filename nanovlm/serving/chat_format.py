@@ -97,12 +97,9 @@ def _unchanged_turns(messages: Sequence[Message], is_asked: bool) -> tuple[list[
     turns: list[tuple[str, list[str | None]]] = []
     for message in messages:
         parts: list[str | None] = []
-        for part in message.content:
-            text = part.text if isinstance(part, TextPart) else None
-            if text is not None and parts and parts[-1] is not None:
-                parts[-1] += text  # joined, two texts could spell a special token
-            else:
-                parts.append(text)
+        for is_text, group in groupby(message.content, lambda part: isinstance(part, TextPart)):
+            texts = [part.text if isinstance(part, TextPart) else None for part in group]
+            parts += ["".join(filter(None, texts))] if is_text else texts  # joined, they could spell a special token
         turns.append(("system" if message.role == "developer" else message.role, parts or [""]))
     if not is_asked:
         next(parts for role, parts in reversed(turns) if role == "user").append(PROMPT)

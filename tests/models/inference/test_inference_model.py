@@ -159,7 +159,7 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
         for wrong, message in (
             (partial(model.generate, ids, prefix=state, max_new_tokens=2), "not .B, T, .* of at least one new token"),
             (partial(model.prefill_embeds, torch.rand(1, 3, width - 2)), f"have the shape .1, 3, {width - 2}., not"),
-            (partial(model.prefill, ids, attention_mask=ids[:, :2].ge(6)), r"the shape \(1, 2\), not \(1, 4\)"),
+            (partial(model.prefill, ids, attention_mask=ids[:, :2].ge(5)), r"the shape \(1, 2\), not \(1, 4\)"),
             (partial(model.decode, ids[:, :1], state), "have the shape .1, 1, 1, .*, not"),
         ):
             with pytest.raises(InputError, match=message):

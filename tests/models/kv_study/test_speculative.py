@@ -77,4 +77,5 @@ def test_a_draft_is_the_small_models_greedy_continuation_after_going_back(draft)
 def test_lookup_returns_what_followed_the_longest_latest_match():
     assert prompt_lookup([1, 2, 3, 9, 8, 2, 3, 7, 7, 1, 2, 3], 2) == [9, 8], "three tokens before two"
     assert prompt_lookup([5, 2, 3, 9, 8, 2, 3, 7, 7, 1, 2, 3], 2) == [7, 7], "the latest of two"
-    assert prompt_lookup([1, 2, 1, 2]) == [1, 2, 1, 2, 1] and prompt_lookup([1, 2, 3]) == prompt_lookup([1]) == []
+    assert prompt_lookup([1, 2, 1, 2], 0) == [] and prompt_lookup([1, 2, 1, 2]) == [1, 2, 1, 2, 1]
+    assert prompt_lookup([1, 2, 3]) == prompt_lookup([1]) == []

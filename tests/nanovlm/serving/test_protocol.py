@@ -40,7 +40,7 @@ INVALID = {
     "temperature as text": ({"temperature": "warm"}, "temperature: Input should be a valid number"),
     "a negative temperature": ({"temperature": -1}, "temperature=-1"),
     "top_p of 2": ({"top_p": 2}, "top_p=2.0 must be above 0 and at most 1"),
-    "a negative seed": ({"seed": -1}, "seed=-1"),
+    "a negative seed": ({"seed": -2}, "seed=-2"),
     "a huge seed": ({"seed": 10**30}, "seed"),
     "n of 0": ({"n": 0}, "n: Input should be greater"),
     "n of 1000": ({"n": 1000}, "n: Input should be less"),
