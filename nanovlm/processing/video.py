@@ -184,14 +184,14 @@ def _main(path: str, max_frames: int) -> None:
         sys.exit(MissingExtraError.exit_code)
     # Of an open file FFmpeg takes no name for a protocol; the option keeps playlists from opening other files or URLs.
     options = {"protocol_whitelist": "none"}
-    with open(path, "rb") as file, av.open(file, options=options) as container:
+    with open(path, "rb") as file, av.open(file, "r", options=options) as container:
         stream = container.streams.video[0]
         if stream.width * stream.height > MAX_FRAME_PIXELS:
             sys.exit(f"ImageError: frames of {stream.width} x {stream.height}, more than {MAX_FRAME_PIXELS:,} pixels")
         fps = float(stream.average_rate or LISTED_FPS)
         n_frames = stream.frames or sum(1 for _ in container.decode(stream))
     kept, shown = set(sample_frames(n_frames, fps, max_frames)), []
-    with open(path, "rb") as file, av.open(file, options=options) as container:
+    with open(path, "rb") as file, av.open(file, "r", options=options) as container:
         for i, frame in enumerate(container.decode(video=0)):
             if i in kept:
                 shown.append((i, frame.to_image()))
