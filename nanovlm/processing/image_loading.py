@@ -168,7 +168,7 @@ def open_image(file: BinaryIO) -> Image.Image:
     try:
         image = Image.open(file)
         if image.format in NOT_IMAGES:  # decoding it could start Ghostscript
-            raise ImageError(f"{image.format} files are not read; convert it to PNG")
+            raise ImageError(f"{image.format} files are not read; convert this one to PNG")
         return image
     except Image.UnidentifiedImageError:
         file.seek(0)

@@ -175,7 +175,7 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_torchs_default_dtype_and_device_change_nothing(tiny_model, dtype):
-    """The kernels write float32 wherever they are told to."""
+    """The kernels write float32, whatever the default dtype of the memory that is made for them."""
     inference = InferenceModel(tiny_model())
     embeds, wanted = inference.embed(IDS, IMAGES), logits_of(inference, n=0)
     torch.set_default_dtype(dtype)
