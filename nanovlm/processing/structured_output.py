@@ -1,8 +1,10 @@
 """Answers that follow a JSON schema: llguidance tells which tokens may come next. Needs the extra `structured`."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,17 @@ if TYPE_CHECKING:
 
 MAX_SCHEMA = 50_000  # characters; what longer ones need at each token would delay all other requests
 JSON_OPTIONS: Any = {"whitespace_flexible": False}  # or a small model could write spaces without end
+COMPILING = """
+import sys
+from llguidance import LLMatcher, LLTokenizer
+try:
+    import resource
+    for limit, value in (resource.RLIMIT_CPU, 2), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, 1 << 30):
+        resource.setrlimit(limit, (value, value))
+except (ImportError, ValueError):  # Windows has no such limits, macOS none of memory
+    pass
+LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0).compute_logit_bias()
+"""
 
 
 def read_schema(path: str) -> Any:
@@ -36,9 +49,14 @@ class StructuredOutput:
     def __init__(self, tokenizer: "Tokenizer"):
         self.tokenizer = tokenizer
 
-    def make_processors(self, schema: Any, n: int, param: str = "schema") -> list["GrammarProcessor"]:
-        """One processor for each of n sequences. InputError names param if the schema is not possible."""
-        grammar = _grammar(schema, param)
+    def make_processors(
+        self, schema: Any, n: int, param: str = "schema", untrusted: bool = False
+    ) -> list["GrammarProcessor"]:
+        """One processor for each of n sequences. InputError names param if the schema is not possible.
+
+        An untrusted schema is refused as well if following it takes 2 seconds of CPU time or 1 GiB of memory.
+        """
+        grammar = _grammar(schema, param, untrusted)
         from llguidance import LLMatcher
 
         try:
@@ -136,7 +154,7 @@ class BiasProcessor:
         return logits if self.grammar is None else self.grammar(generated, logits)
 
 
-def _grammar(schema: Any, name: str) -> str:
+def _grammar(schema: Any, name: str, untrusted: bool = False) -> str:
     """llguidance's grammar of a schema; InputError calls it name."""
     try:
         from llguidance import LLMatcher
@@ -147,6 +165,8 @@ def _grammar(schema: Any, name: str) -> str:
         if len(text) > MAX_SCHEMA:
             raise InputError(f"{name}: a JSON schema of {len(text):,} characters, more than {MAX_SCHEMA:,}; shorten it")
         grammar = LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
+        if untrusted and not _is_cheap(grammar):
+            raise InputError(f"{name}: the JSON schema takes too much time or memory; use simpler patterns")
         problem = LLMatcher.validate_grammar(grammar)
     except InputError:
         raise
@@ -155,6 +175,16 @@ def _grammar(schema: Any, name: str) -> str:
     if problem:
         raise InputError(f"{name}: {_not_followed(problem)}")
     return grammar
+
+
+@lru_cache(256)
+def _is_cheap(grammar: str) -> bool:
+    """Whether a process of its own, with limits, can start with a grammar: llguidance has none for some patterns."""
+    try:
+        command = [sys.executable, "-c", COMPILING]
+        return subprocess.run(command, input=grammar, text=True, capture_output=True, timeout=30).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def _not_followed(problem: str) -> str:

@@ -172,10 +172,10 @@ class ChatService:
         self._admit_sequences(request, request_scope)
         processors: Iterator[GrammarProcessor] = iter(())
         if (schema := request.response_format.required_schema()) is not None:
-            wanted = schema, request.n_sequences, request.schema_field
+            make = partial(self.captioner.structured_output.make_processors, untrusted=True)
             with refusing(request.schema_field):
-                made = await self.threads.run(request.client, self.captioner.structured_output.make_processors, *wanted)
-            processors = iter(made)
+                wanted = schema, request.n_sequences, request.schema_field
+                processors = iter(await self.threads.run(request.client, make, *wanted))
         if (highest := max(request.logit_bias, default=0)) >= (size := self.captioner.processor.cfg.lm_vocab_size):
             raise APIError(
                 400, f"logit_bias: {highest} is not an id below {size}, the vocabulary's", param="logit_bias"
