@@ -150,13 +150,11 @@ def _decode(path: Path, max_frames: int) -> Video:
         lines = result.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {result.returncode}"]
         text = re.sub(r"^\S*: (\[Errno \d+\] )?", "", lines[-1]).removesuffix(f": {str(path)!r}")  # PyAV names it again
         raise ImageError(f"{path}: not a video that can be read: {text}")
-    header, _, pixels = result.stdout.partition(b"\n")
-    found = json.loads(header)
+    end = result.stdout.index(b"\n")
+    found, pixels = json.loads(result.stdout[:end]), memoryview(result.stdout)[end + 1 :]
     size = tuple(found["size"])
-    n_bytes = 3 * math.prod(size)
-    frames = [
-        Image.frombytes("RGB", size, pixels[i * n_bytes : (i + 1) * n_bytes]) for i in range(len(found["seconds"]))
-    ]
+    n_bytes, n_frames = 3 * math.prod(size), len(found["seconds"])
+    frames = [Image.frombytes("RGB", size, pixels[i * n_bytes : (i + 1) * n_bytes]) for i in range(n_frames)]
     return Video(frames, found["seconds"], found["duration"])
 
 

@@ -162,10 +162,11 @@ def preprocess(
     return TiledImage(tiles, key, grid)
 
 
-def video_parts(name: str, file: str | bytes, with_times: bool) -> list[ContentPart]:
+def video_parts(name: str, file: str | bytes, with_times: bool, max_pixels: int) -> list[ContentPart]:
     """A video of a request as images of one tile and, with_times, SmolVLM2's text around them. Threads may do it.
 
-    Another process decodes it, whatever its format, within limits. ImageError begins with its name.
+    Another process decodes it, whatever its format, within limits. ImageError, which begins with its name, also if all
+    frames shown have more than max_pixels.
     """
     from nanovlm.processing.video import MAX_FRAMES, Video
 
@@ -176,6 +177,8 @@ def video_parts(name: str, file: str | bytes, with_times: bool) -> list[ContentP
             video = Video.read(path, MAX_FRAMES)
         except ImageError as error:
             raise ImageError(str(error).replace(str(path), name)) from None
+    if (n := sum(frame.width * frame.height for frame in video.frames)) > max_pixels:
+        raise ImageError(f"{name}: {len(video.frames)} frames of {n:,} pixels, more than {max_pixels:,}; scale it down")
     *labels, end = video.texts()
     parts: list[ContentPart] = []
     for label, frame in zip(labels, video.frames):

@@ -4,9 +4,10 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from functools import partial
+from itertools import chain
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -29,7 +30,6 @@ from nanovlm.serving.admission import (
     request_deadline,
 )
 from nanovlm.serving.chat_format import (
-    Chat,
     ModelInputs,
     check_image_tokens,
     parse_messages,
@@ -42,13 +42,14 @@ from nanovlm.serving.engine import Engine, SequenceRequest
 from nanovlm.serving.errors import APIError, as_api_error, refusing
 from nanovlm.serving.metrics import Metrics
 from nanovlm.serving.options import Limits
-from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, ContentPart, GenerationRequest, VideoPart
+from nanovlm.serving.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest, MediaURL, VideoPart
 from nanovlm.serving.response_formats import ChatFormat, TextDelta
 from nanovlm.serving.streaming import EventStreamResponse, ResponseStream, StopStringStreamer, stream_events
 
 logger = logging.getLogger(__name__)
 
 PIXEL_BUDGET_BYTES = 2**28  # of images that are decoded and not prefilled yet, as float32
+VIDEO_PIXELS = 80_000_000  # of all frames shown of a request's videos: 8 in 4K are 66 million
 
 
 class ChatService:
@@ -89,6 +90,7 @@ class ChatService:
         self.metrics = Metrics(self.engine, lambda: self.num_waiting)
         image_bytes = captioner.processor.max_tiles_per_image * 3 * captioner.processor.cfg.vit_img_size**2 * 4
         self.pixel_budget = Budget(max(1, pixel_budget_bytes // image_bytes), reserved=1)
+        self.video_budget = Budget(1)  # requests whose frames are decoded and not preprocessed yet
         self.body_budget = Budget(self.limits.max_body * capacity, self.limits.max_body * (capacity // 16))
         self.decoding_budget = Budget(self.limits.max_num_seqs, reserved=self.limits.max_num_seqs // 16)
         self.threads = FairThreads(max(2, min(4, os.cpu_count() or 1)))
@@ -219,13 +221,15 @@ class ChatService:
             return [await run(prompt, tokenizer) for prompt in request.prompt], lambda: None
         assert isinstance(request, ChatCompletionRequest)
         in_turns = self.captioner.processor.layout.images_in_turns
-        await self._replace_videos(request, in_turns)
+        of_videos = PixelReservation(self.video_budget, request.client)
+        request_scope.callback(of_videos.release)
+        await self._replace_videos(request, in_turns, of_videos)
         chat = parse_messages(request.messages, request.prompt_field, in_turns)
         if not chat.image_urls and not self._warned_of_no_image:
             self._warned_of_no_image = True
             logger.warning(NO_IMAGE)
         request.messages.clear()  # from here on only chat holds the encoded images
-        files = await self._fetch_images(chat)
+        files = await self._fetch(chat.image_urls, "image", chat.param)
         reservation = PixelReservation(self.pixel_budget, request.client)
         request_scope.callback(reservation.release)
         await reservation.acquire(len(files))
@@ -237,22 +241,26 @@ class ChatService:
             with refusing(chat.param, "invalid_image"):
                 images.append(await reservation.run(self.threads, preprocess, *arguments))
             check_image_tokens(images, processor, chat.param)
+        of_videos.release()
         return [await self.threads.run(request.client, prepare_inputs, chat, images, processor)], reservation.release
 
-    async def _replace_videos(self, request: ChatCompletionRequest, with_times: bool) -> None:
-        """Put the frames of videos in their places."""
-        number = 0
+    async def _replace_videos(
+        self, request: ChatCompletionRequest, with_times: bool, reservation: PixelReservation
+    ) -> None:
+        """Put the frames of videos in their places, once no other request holds any."""
+        videos = [part for message in request.messages for part in message.content if isinstance(part, VideoPart)]
+        if not videos:
+            return
+        files = await self._fetch([video.video_url for video in videos], "video", request.prompt_field)
+        await reservation.acquire(1)
+        options, frames = (with_times, VIDEO_PIXELS // len(videos)), []
+        for number, file in enumerate(files, 1):
+            with refusing(request.prompt_field, "invalid_video"):
+                frames.append(await reservation.run(self.threads, video_parts, f"video {number}", file, *options))
+        of_videos = iter(frames)
         for message in request.messages:
-            content: list[ContentPart] = []
-            for part in message.content:
-                if not isinstance(part, VideoPart):
-                    content.append(part)
-                    continue
-                name, number = f"video {number + 1}", number + 1
-                with refusing(request.prompt_field, "invalid_video"):
-                    file = await self._file(part.video_url.url, name, self.limits.max_body)
-                    content += await self.threads.run(request.client, video_parts, name, file, with_times)
-            message.content = content
+            parts = [next(of_videos) if isinstance(part, VideoPart) else [part] for part in message.content]
+            message.content = list(chain.from_iterable(parts))
 
     def _check_length(self, request: GenerationRequest) -> None:
         """Refuse what cannot fit into the context whatever its tokens are, before it is tokenized."""
@@ -271,13 +279,13 @@ class ChatService:
         names = ", ".join(map(repr, self.names))
         return APIError(404, f"no model {name!r} here, only {names}", "model_not_found", "model")
 
-    async def _fetch_images(self, chat: Chat) -> list[str | bytes]:
-        """The files of remote images; data URLs remain as they are, since a thread decodes them faster."""
+    async def _fetch(self, urls: Sequence[MediaURL], kind: str, param: str) -> list[str | bytes]:
+        """The remote files of images or videos; data URLs remain as they are, since a thread decodes them faster."""
         files: list[str | bytes] = []
         free_bytes = self.limits.max_body
-        for number, image in enumerate(chat.image_urls, 1):
-            with refusing(chat.param, "invalid_image"):
-                files.append(await self._file(image.url, f"image {number}", free_bytes))
+        for number, media in enumerate(urls, 1):
+            with refusing(param, f"invalid_{kind}"):
+                files.append(await self._file(media.url, f"{kind} {number}", free_bytes))
             free_bytes -= len(files[-1]) if isinstance(files[-1], bytes) else 0
         return files
 

@@ -8,11 +8,12 @@ from PIL import Image
 
 from models.inference.serving_caches import ImageCache
 from nanovlm import PROMPT, SAMPLE, Captioner
+from nanovlm.errors import ImageError
 from nanovlm.processing.video import Video
-from nanovlm.serving.chat_format import Chat, parse_messages, prepare_inputs, preprocess
+from nanovlm.serving.chat_format import Chat, parse_messages, prepare_inputs, preprocess, video_parts
 from nanovlm.serving.protocol import ChatCompletionRequest, MediaURL
 from support import noise_image
-from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, user_message
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, until, user_message
 
 GREETING = {"role": "assistant", "content": "Hello, show me an image."}
 
@@ -171,6 +172,24 @@ def test_a_video_is_answered_as_by_the_captioner(served, embedded, clip, tmp_pat
 def test_a_video_that_cannot_be_read_is_refused(served, data):
     error = served.post(video_message("?", data)).json()["error"]
     assert error["code"] == "invalid_video" and "/" not in error["message"], "no path of this server"
+    until(lambda: served.service.video_budget.n_free == 1)
+
+
+def test_frames_of_a_request_are_limited(clip):
+    """3 frames of 64 x 48."""
+    assert len(video_parts("video 1", clip.read_bytes(), False, 9216)) == 3
+    with pytest.raises(ImageError, match="video 1: 3 frames of 9,216 pixels, more than 9,215; scale it down"):
+        video_parts("video 1", clip.read_bytes(), False, 9215)
+
+
+def test_videos_of_a_request_are_shown_in_their_order(served, embedded, clip):
+    body = video_message(QUESTIONS[0], clip.read_bytes())
+    body["messages"][0]["content"].insert(0, {"type": "image_url", "image_url": SAMPLE_URL})
+    body["messages"][0]["content"].append(body["messages"][0]["content"][1])
+    frames = Video.read(clip).frames
+    expected = embedded.caption([SAMPLE, *frames, *frames], QUESTIONS[0], max_new_tokens=12)
+    assert answer_of(served.post(body)) == expected
+    assert served.service.video_budget.n_free == 1
 
 
 def test_an_image_of_low_detail_is_one_tile(embedded):
