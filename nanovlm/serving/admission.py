@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 BODY_GRACE_S = 10.0  # before a body that comes slowly is refused
 MIN_BODY_RATE = 64 * 1024  # bytes per second
+MAX_COMMAS = 100_000  # of a body: to read millions of items as JSON takes seconds, in which no answer goes on
 
 
 class Budget:
@@ -159,7 +160,7 @@ class PixelReservation:
 async def read_body(
     request: Request, max_bytes: int, budget: Budget, client: str, *, grace_s: float = BODY_GRACE_S
 ) -> bytes:
-    """The body of a request; APIError 413 if it is too large, 408 if it comes slower than MIN_BODY_RATE after grace_s.
+    """The body of a request; APIError 413 if it has too many bytes or commas, 408 if it comes too slowly.
 
     A client reads the response only after it has sent its request, so some of a large body is received and dropped.
     budget counts the bytes of all bodies that are being read.
@@ -187,6 +188,8 @@ async def read_body(
     if length > max_bytes:
         message = f"the request has more than {max_bytes:,} bytes; send smaller images"
         raise APIError(413, message, headers={"Connection": "close"})
+    if body.count(b",") > MAX_COMMAS:
+        raise APIError(413, f"the request has more than {MAX_COMMAS:,} commas; send fewer messages, parts or ids")
     return bytes(body)
 
 

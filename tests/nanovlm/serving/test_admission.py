@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -111,7 +112,7 @@ def test_body_that_does_not_come_is_refused():
     [
         ("/v1/chat/completions", {"messages": user_message("a" * 2_000_000)}),
         ("/v1/completions", {"prompt": ["?", "a" * 2_000_000]}),
-        ("/v1/completions", {"prompt": [5] * 2_000_000}),
+        ("/v1/completions", {"prompt": [5] * 90_000}),
         ("/v1/responses", {"input": "?", "instructions": "a" * 2_000_000}),
     ],
 )
@@ -125,11 +126,11 @@ def test_text_longer_than_the_context_is_not_tokenized(embedded, path, body):
     captioner = Captioner(embedded.model, Processor(embedded.processor.cfg, tokenizer))
     with RunningServer(captioner) as server:
         error = server.post(body, path).json()["error"]
-        assert error["code"] == "context_length_exceeded" and "2,000,0" in error["message"]
+        assert error["code"] == "context_length_exceeded" and re.search("2,000,0|90,000", error["message"])
         assert server.post({"messages": user_message("a " * 400), "max_tokens": 1}).status_code == 200
 
 
-@pytest.mark.parametrize("change", [{"include": [1] * 10**6}, {"input": [{"role": "user", "content": [1] * 10**6}]}])
+@pytest.mark.parametrize("change", [{"include": [1] * 90_000}, {"input": [{"role": "user", "content": [1] * 90_000}]}])
 def test_first_of_many_errors_is_enough(served, change):
     """Each error takes a kilobyte."""
     error = served.post({"input": "?"} | change, "/v1/responses").json()["error"]

@@ -139,3 +139,8 @@ def test_body_that_is_too_long_gets_413(embedded):
             assert response.status_code == 413 and "more than 50,000 bytes" in response.json()["error"]["message"]
         chunks = (b"x" * 1000 for _ in range(100))  # without a Content-Length
         assert http.post(f"{server.url}/v1/chat/completions", content=chunks).status_code == 413
+
+
+def test_body_of_too_many_items_gets_413(served):
+    response = served.post({"prompt": [1] * 100_002}, "/v1/completions")
+    assert response.status_code == 413 and "more than 100,000 commas" in response.json()["error"]["message"]
