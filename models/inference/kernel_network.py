@@ -1,7 +1,9 @@
 """A VisionLanguageModel whose vision encoder and decoder run in the C kernels: packing structs and calling."""
 
 import ctypes
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, load_l
 from models.inference.stacked_cache import StackedCache, empty_cache
 from models.language_model import build_attention_mask, rope_cos_sin
 from models.modality_projector import ModalityProjector, pixel_shuffle
-from models.vision_language_model import VisionLanguageModel
+from models.vision_language_model import VisionLanguageModel, empty_model
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbers in common.h
 QUANTIZED = {"int8": 2, "int4": 3}
@@ -166,6 +168,25 @@ def _check_device(x: Tensor) -> None:
         raise InputError(f"a tensor is on {x.device}, but the model on cpu; move either")
 
 
+def _has_sizes_of_config(model: VisionLanguageModel) -> bool:
+    """Whether blocks and weights are as many and as large as the config says, by which the kernels read and write."""
+    one_block = empty_model(replace(model.cfg, vit_n_blocks=1, lm_n_blocks=1), model.image_token_id)
+    return len(model.decoder.blocks) == model.cfg.lm_n_blocks and _weight_sizes(model) == _weight_sizes(one_block)
+
+
+def _weight_sizes(model: VisionLanguageModel) -> set[tuple[str, Sequence[int]]]:
+    """The sizes of the weights that the kernels read, by modules' names, which are the same in all blocks."""
+    sizes: set[tuple[str, Sequence[int]]] = set()
+    for name, module in model.named_modules():
+        layer: Any = getattr(module, "base", module)  # of an AdaptedLinear
+        is_quantized = getattr(layer, "format", None) in QUANTIZED
+        weight = getattr(layer, "weight", getattr(layer, "position_embedding", None))
+        size = (layer.out_features, layer.in_features) if is_quantized else getattr(weight, "shape", ())
+        if name.startswith(("vision_encoder", "MP", "decoder")):
+            sizes.add((re.sub(r"blocks\.\d+|\.base", "", name), size))
+    return sizes
+
+
 class KernelNetwork:
     """Calls the kernels with a model's weights, which it reads where they are; norms and biases are copied to float32.
 
@@ -197,7 +218,7 @@ class KernelNetwork:
         )
         tensors = [p for p in model.parameters() if p.is_floating_point()]
         fits = all(p.device.type == "cpu" and p.dtype in DTYPES for p in tensors) and model.cfg.vit_grid > 1
-        level = chosen_level() if known and fits else None
+        level = chosen_level() if known and fits and _has_sizes_of_config(model) else None
         return level is not None and load_library(level) is not None
 
     # ---------------------------------------------------------------------------------------------------- images

@@ -56,6 +56,35 @@ def test_the_kernels_compute_what_they_can(tiny_model, level):
     assert type(inference.network) is PlainNetwork
 
 
+def widen_mlp(model):
+    mlp = model.decoder.blocks[0].mlp
+    mlp.gate_proj, mlp.up_proj = (nn.Linear(24, 640, bias=False) for _ in range(2))
+    mlp.down_proj = nn.Linear(640, 24, bias=False)
+
+
+def widen_vision_mlp(model):
+    mlp = model.vision_encoder.blocks[0].mlp
+    mlp.fc1, mlp.fc2 = nn.Linear(16, 640), nn.Linear(640, 16)
+
+
+def widen_vocabulary(model):
+    model.decoder.head.weight = nn.Parameter(torch.randn(4000, 24))
+
+
+def append_block(model):
+    model.decoder.blocks.append(copy.deepcopy(model.decoder.blocks[0]))
+
+
+@pytest.mark.parametrize("change", [widen_mlp, widen_vision_mlp, widen_vocabulary, append_block])
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_layers_of_other_sizes_than_the_configs_are_computed_by_the_plain_modules(tiny_model, change, quantize):
+    """The kernels would read and write beyond the memory that the config's sizes need."""
+    change(model := tiny_model(lm_tie_weights=False))
+    inference = InferenceModel(model, quantize=quantize)
+    assert type(inference.network) is PlainNetwork
+    assert_same(inference, model, None if quantize is None else 0.2)
+
+
 @pytest.mark.parametrize("changes", SHAPES)
 def test_it_generates_what_the_model_generates(tiny_model, changes):
     model, plain = tiny_model(**changes), tiny_model(**changes)
