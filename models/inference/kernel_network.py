@@ -216,6 +216,8 @@ class KernelNetwork:
             for part in (model.vision_encoder, model.MP, model.decoder)
             for module in part.modules()
         )
+        methods = "encode_images", "embed_tokens", "prefill_embeds"
+        known &= all(getattr(type(model), name) is getattr(VisionLanguageModel, name) for name in methods)
         tensors = [p for p in model.parameters() if p.is_floating_point()]
         fits = all(p.device.type == "cpu" and p.dtype in DTYPES for p in tensors) and model.cfg.vit_grid > 1
         level = chosen_level() if known and fits and _has_sizes_of_config(model) else None

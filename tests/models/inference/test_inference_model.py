@@ -85,6 +85,19 @@ def test_layers_of_other_sizes_than_the_configs_are_computed_by_the_plain_module
     assert_same(inference, model, None if quantize is None else 0.2)
 
 
+@pytest.mark.parametrize("name", ["encode_images", "embed_tokens", "prefill_embeds"])
+def test_a_subclass_is_computed_by_its_own_methods(tiny_model, name):
+    def doubled(self, *args):
+        result = getattr(VisionLanguageModel, name)(self, *args)
+        return (2 * result[0], result[1]) if name == "prefill_embeds" else 2 * result
+
+    other = tiny_model()
+    model = type("Doubled", (VisionLanguageModel,), {name: doubled})(other.cfg, other.image_token_id).eval()
+    model.load_state_dict(other.state_dict())
+    assert_same(InferenceModel(model), model)
+    assert not torch.allclose(logits_of(InferenceModel(model)), logits_of(other), atol=0.1)
+
+
 @pytest.mark.parametrize("changes", SHAPES)
 def test_it_generates_what_the_model_generates(tiny_model, changes):
     model, plain = tiny_model(**changes), tiny_model(**changes)
