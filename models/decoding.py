@@ -60,7 +60,7 @@ class TokenSampler:
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits (B, vocabulary) -> ids (B,)."""
         if self._generator is None and self.sampling.seed is not None:
-            self._generator = torch.Generator(logits.device).manual_seed(self.sampling.seed)
+            self._generator = torch.Generator(logits.device).manual_seed(int(self.sampling.seed))
         if self.logits_processor is not None:
             logits = self.logits_processor(logits)
         if self.sampling.counts_output:
