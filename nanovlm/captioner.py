@@ -242,8 +242,7 @@ class Captioner:
         images and prompt may be generators: they are consumed lazily, batch_size at a time.
         """
         options = generation_options(options, changes)
-        is_one_array = is_array(images) and len(images.shape) < 4  # not a batch (N, H, W, C)
-        if is_one_array or isinstance(images, (str, bytes, os.PathLike, Image.Image)):
+        if is_one_image(images):
             raise InputError("captions takes several images, such as a list; for one image use caption")
         if batch_size < 1:
             raise InputError(f"batch_size={batch_size} must be 1 or more")
@@ -331,6 +330,13 @@ class Captioner:
         text = self.tokenizer.decode([*self.start_ids(options.start_with), *trimmed])
         is_cut = options.trim_incomplete and len(trimmed) == len(ids)
         return cut_incomplete_sentence(text) if is_cut else text
+
+
+def is_one_image(images: Any) -> bool:
+    """Whether it is an image or a `Video`, not several: an array of four dimensions, for example, is a batch."""
+    is_one_array = is_array(images) and len(images.shape) < 4
+    is_file_or_video = hasattr(images, "read") or hasattr(images, "frames")
+    return is_one_array or is_file_or_video or isinstance(images, (str, bytes, os.PathLike, Image.Image))
 
 
 def _prepend(start: Sequence[int], ids: Iterator[int]) -> Iterator[int]:
