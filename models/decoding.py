@@ -274,7 +274,9 @@ class GenerationMixin(ABC):
         return collect_tokens(self.stream(input_ids, *args, **options), n_rows, input_ids)
 
     def validate_images(self, input_ids: Tensor, images: Tensor | None) -> None:
-        """Raise InputError unless images (N, 3, S, S) match the image tokens of ids (..., T) in number."""
+        """Raise InputError unless images (N, 3, S, S) are floats, as many as ids (..., T) have image tokens for."""
+        if images is not None and not images.is_floating_point():
+            raise InputError(f"images are of {images.dtype}, not floats; normalize them as the model's processor does")
         wanted = int((input_ids == self.image_token_id).sum())
         given = 0 if images is None else len(images) * self.cfg.mp_image_token_length
         if wanted != given:

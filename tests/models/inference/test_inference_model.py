@@ -203,6 +203,7 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
             (partial(model.prefill_embeds, torch.rand(1, 3, width - 2)), f"have the shape .1, 3, {width - 2}., not"),
             (partial(model.prefill, ids, attention_mask=ids[:, :2].ge(5)), r"the shape \(1, 2\), not \(1, 4\)"),
             (partial(model.decode, ids[:, :1], state), "have the shape .1, 1, 1, .*, not"),
+            (partial(model.prefill, IDS, IMAGES.byte()), "images are of torch.uint8, not floats; normalize them"),
         ):
             with pytest.raises(InputError, match=message):
                 wrong()
