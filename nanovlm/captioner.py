@@ -282,6 +282,7 @@ class Captioner:
     ) -> Iterator[list[int]]:
         """Yield the ids of each decoding step, one per answer, without those of start_with."""
         started, stats = time.perf_counter(), stats or Stats()
+        stats.new_tokens, stats.first_token_s = 0, 0.0  # of an earlier call
         device, eos = self.inference.device, self.tokenizer.eos_token_id
         inputs: dict[str, Any] = {
             name: value.to(device) if isinstance(value, Tensor) else value for name, value in prepare().items()
