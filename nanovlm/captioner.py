@@ -259,7 +259,8 @@ class Captioner:
         self, prompts: Sequence[EncodedPrompt], *, options: GenerationOptions | None = None, **changes: Any
     ) -> list[str]:
         """One answer per prompt of `prepare`, all in one batch."""
-        return self._texts(lambda: self.processor.collate(prompts), generation_options(options, changes))
+        options = generation_options(options, changes)
+        return self._texts(lambda: self.processor.collate(prompts), options) if len(prompts) else []
 
     def prepare(self, image: ImageInputs, prompt: str = PROMPT) -> EncodedPrompt:
         """Token ids and tiles of one prompt; thread-safe, so threads may prepare while the model runs."""
