@@ -79,9 +79,12 @@ class VisionLanguageModel(nn.Module, GenerationMixin):  # in this order: FSDP ch
         """Write config.json, model.safetensors and tokenizer atomically, as `from_pretrained` and nanoVLM load them.
 
         tokenizer is the text of a tokenizer.json, by default the one that the model was loaded with, if any. dtype is
-        that of the stored weights, by default the model's.
+        that of the stored weights, by default the model's. InputError if the folder is a file or lies below one.
         """
-        save_checkpoint(folder, self, tokenizer or self.tokenizer_json, dtype)
+        try:
+            save_checkpoint(folder, self, tokenizer or self.tokenizer_json, dtype)
+        except (FileExistsError, NotADirectoryError):
+            raise InputError(f"{folder} is a file or lies below one; name a folder") from None
 
     def push_to_hub(
         self, repo_id: str, *, private: bool = False, revision: str | None = None, token: str | None = None

@@ -16,7 +16,7 @@ from safetensors.torch import load_model as load_strictly
 
 import models
 from models.checkpoint import load_config
-from models.errors import CheckpointError
+from models.errors import CheckpointError, InputError
 from models.formats import find_image_token_id
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED
@@ -32,6 +32,13 @@ def test_models_exports_its_classes_on_first_use():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     with pytest.raises(AttributeError, match="nothing"):
         models.nothing  # noqa: B018
+
+
+def test_a_model_is_not_saved_into_a_file(tmp_path, tiny_model):
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/model", "file/a/model"):
+        with pytest.raises(InputError, match=f"{folder} is a file or lies below one; name a folder"):
+            tiny_model().save_pretrained(tmp_path / folder)
 
 
 def test_loading_needs_neither_nanovlm_nor_tokenizers():
