@@ -85,15 +85,19 @@ class Captioner:
 
     @classmethod
     def from_pretrained(
-        cls, name_or_folder: str | os.PathLike = EMBEDDED, device: str = "auto", dtype: str = "auto", **options: Any
+        cls,
+        name_or_folder: str | os.PathLike = EMBEDDED,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        **options: Any,
     ) -> "Captioner":
         """Load a folder or a Hub id (owner/name), by default the model that ships with the package.
 
-        device is auto, cpu, cuda or mps; dtype is auto, float32, bfloat16 or float16. options are the other fields of
-        `ModelOptions`, such as adapter, revision, threads, quantize, max_tiles or image_cache_dir.
+        device is auto, cpu, cuda, mps or a torch.device; dtype is auto, float32, bfloat16, float16 or a torch.dtype.
+        options are the other fields of `ModelOptions`, such as adapter, revision, threads, quantize or max_tiles.
         Raises CheckpointError if the model cannot be loaded, InputError for a value, and TypeError for an unknown name.
         """
-        given = {"model": name_or_folder, "device": device, "dtype": dtype}
+        given = {"model": name_or_folder, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
         return cls.load(with_changes(ModelOptions(), given | options))
 
     @classmethod

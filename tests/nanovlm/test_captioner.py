@@ -271,6 +271,7 @@ def test_unavailable_device_or_dtype_names_the_available_ones(model_folder):
     for name in ("cuda", "mps"):
         with pytest.raises(ValueError, match=f"device={name} is not available here, only cpu"):
             choose_device(name, ["cpu"])
+    assert Captioner.from_pretrained(model_folder, torch.device("cpu"), torch.bfloat16).model.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="device=tpu is none of auto"):
         Captioner.from_pretrained(model_folder, device="tpu")
     with pytest.raises(ValueError, match="dtype=int8 is none of auto, float32, bfloat16, float16"):
