@@ -62,10 +62,12 @@ class VisionLanguageModel(nn.Module, GenerationMixin):  # in this order: FSDP ch
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
     ) -> "VisionLanguageModel":
-        """Load a folder or a Hub id (owner/name, at a branch, tag or commit), in eval mode. Raises CheckpointError.
+        """Load a folder or a Hub id (owner/name, at a branch, tag or commit), in eval mode.
 
-        Weights stored in dtype stay memory-mapped on a CPU.
+        Raises CheckpointError, and InputError for a dtype that is no floating-point one. Weights stored in dtype stay memory-mapped on a CPU.
         """
+        if not getattr(dtype, "is_floating_point", False):
+            raise InputError(f"dtype={dtype!r} is no floating-point dtype of torch; pass torch.float32, for example")
         folder = snapshot_path(name_or_folder, revision)
         cfg = load_config(folder)
         model = load_model(folder, cfg, cfg.format.find_image_token_id(folder, cfg), dtype, device)

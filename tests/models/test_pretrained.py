@@ -34,6 +34,12 @@ def test_models_exports_its_classes_on_first_use():
         models.nothing  # noqa: B018
 
 
+@pytest.mark.parametrize("dtype", ["float32", None, torch.int8])
+def test_a_dtype_that_weights_cannot_have_is_refused(dtype):
+    with pytest.raises(InputError, match=f"dtype={dtype!r} is no floating-point dtype of torch; pass torch.float32"):
+        VisionLanguageModel.from_pretrained("nobody/nothing", dtype=dtype)
+
+
 def test_a_model_is_not_saved_into_a_file(tmp_path, tiny_model):
     (tmp_path / "file").touch()
     for folder in ("file", "file/model", "file/a/model"):
