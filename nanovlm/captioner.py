@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from models.checkpoint import load_config, snapshot_path
+from models.config import VLMConfig
 from models.decoding import finish_reason, trim_repetition
 from models.inference.inference_model import InferenceModel
 from models.vision_language_model import VisionLanguageModel, load_model
@@ -85,11 +86,7 @@ class Captioner:
 
     @classmethod
     def from_pretrained(
-        cls,
-        name_or_folder: str | os.PathLike = EMBEDDED,
-        device: str | torch.device = "auto",
-        dtype: str | torch.dtype = "auto",
-        **options: Any,
+        cls, name_or_folder: str | os.PathLike = EMBEDDED, device: Any = "auto", dtype: Any = "auto", **options: Any
     ) -> "Captioner":
         """Load a folder or a Hub id (owner/name), by default the model that ships with the package.
 
@@ -147,10 +144,10 @@ class Captioner:
         from nanovlm.processing.convert import check_format, convert_layout
 
         torch_dtype = choose_dtype(dtype, choose_device("cpu"))
+        check_format(VLMConfig(), format)  # before anything is downloaded
         backbones = find_backbones(vision, language, **options)
         tokenizer = Tokenizer.from_backbone(backbones.language, backbones.cfg)
         model = read_backbones(backbones, tokenizer.image_token_id, torch_dtype)
-        check_format(model.cfg, format)
         if format == "smolvlm":
             return cls(*convert_layout(model, tokenizer, rescale=False))
         return cls(model, Processor(backbones.cfg, tokenizer))
