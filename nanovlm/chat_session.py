@@ -26,7 +26,7 @@ class ChatSession:
 
     def __init__(self, captioner: Captioner, images: ImageInputs = None):
         self.captioner = captioner
-        sources = () if images is None else [images] if is_one_image(images) else images
+        sources: Any = () if images is None else [images] if is_one_image(images) else images
         shown = [image if isinstance(image, Video) else captioner.load_image(image) for image in sources]
         tiles, self.grids, self.frame_texts = captioner.processor.preprocess_all(shown)
         self.images = torch.cat(tiles) if tiles else None  # (n, 3, S, S)
