@@ -127,7 +127,7 @@ def tensor_names(folder: Path) -> list[str]:
             with safe_open(path, framework="pt", device="cpu") as file:
                 names += file.keys()
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}; download it again") from None
+            raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}; replace the file") from None
     return names
 
 
@@ -157,7 +157,7 @@ def read_state_dict(
                 raise CheckpointError(f"{path}: {name} {reason}")
             state[name] = tensor.to(device, dtype)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}; download it again") from None
+        raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}; replace the file") from None
     if tied:
         state[tied[0]] = state[tied[1]]
     return state

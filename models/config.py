@@ -252,13 +252,10 @@ class VLMConfig:
 MAX_NEW_TOKENS = 128  # of a caption
 RepetitionDetection = tuple[int, int, int]  # shortest and longest cycle in tokens, and how often it is repeated
 
-
 BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
-    "minimum": (operator.ge, "at least"),
-    "above": (operator.gt, "above"),
-    "maximum": (operator.le, "at most"),
-    "below": (operator.lt, "below"),
-}
+    "minimum": (operator.ge, "at least"), "above": (operator.gt, "above"),
+    "maximum": (operator.le, "at most"), "below": (operator.lt, "below"),
+}  # fmt: skip
 
 
 def setting(default: Any, help: str, limits: str = "", fits: Callable[[Any], bool] | None = None, **flag: Any) -> Any:
@@ -271,18 +268,23 @@ def setting(default: Any, help: str, limits: str = "", fits: Callable[[Any], boo
 
 
 def check_settings(record: Any) -> None:
-    """Raise InputError for the first field of a record whose value is not within its limits."""
+    """Raise InputError for the first field of a record whose value is of another type, or not within its limits."""
     for f in fields(record):
         value, fits, choices = getattr(record, f.name), f.metadata.get("fits"), f.metadata.get("choices")
+        types = get_args(f.type) or (f.type,)
+        if value is None and (f.default is None or type(None) in types):
+            continue
+        if bool in types and value not in (True, False):
+            raise InputError(f"{f.name}={value!r} must be True or False")
         if choices and value is not f.default and value not in choices:
             raise InputError(f"{f.name}={value} is none of {', '.join(choices)}")
-        if fits is not None and not fits(value):
+        if fits is not None and (value is None or not fits(value)):
             raise InputError(f"{f.name}={value} must be {f.metadata['limits']}")
         bounds = [(*BOUNDS[name], f.metadata[name]) for name in BOUNDS if name in f.metadata]
-        kind = Real if float in (get_args(f.type) or (f.type,)) else Integral
-        if bounds and value is not None and not isinstance(value, kind):
+        kind = Real if float in types else Integral
+        if bounds and not isinstance(value, kind):
             raise InputError(f"{f.name}={value} must be a {'' if kind is Real else 'whole '}number")
-        if value is not None and not all(is_within(value, bound) for is_within, _, bound in bounds):
+        if not all(is_within(value, bound) for is_within, _, bound in bounds):
             limits = " and ".join(f"{words} {bound}" for _, words, bound in bounds)
             raise InputError(f"{f.name}={value} must be {limits}")
 
@@ -319,7 +321,8 @@ class SamplingParams:
     repetition_detection: RepetitionDetection = setting(  # noqa: RUF009 (a setting is a field)
         (0, 0, 0), "end an answer that repeats a cycle of MIN to MAX tokens COUNT times; a COUNT of 0 is off",
         "three numbers: MIN to MAX tokens, from 1 on, and a COUNT of 0 (off), or 2 or more",
-        lambda x: [*map(type, x)] == [int] * 3 and (x[2] == 0 or (1 <= x[0] <= x[1] and x[2] > 1)),
+        lambda x: len(x) == 3 and all(isinstance(n, Integral) for n in x)
+        and (x[2] == 0 or (1 <= x[0] <= x[1] and x[2] > 1)),
         nargs=3, metavar=("MIN", "MAX", "COUNT"),
     )  # fmt: skip
 

@@ -60,7 +60,7 @@ class TokenSampler:
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits (B, vocabulary) -> ids (B,)."""
         if self._generator is None and self.sampling.seed is not None:
-            self._generator = torch.Generator(logits.device).manual_seed(self.sampling.seed)
+            self._generator = torch.Generator(logits.device).manual_seed(int(self.sampling.seed))
         if self.logits_processor is not None:
             logits = self.logits_processor(logits)
         if self.sampling.counts_output:
@@ -274,7 +274,9 @@ class GenerationMixin(ABC):
         return collect_tokens(self.stream(input_ids, *args, **options), n_rows, input_ids)
 
     def validate_images(self, input_ids: Tensor, images: Tensor | None) -> None:
-        """Raise InputError unless images (N, 3, S, S) match the image tokens of ids (..., T) in number."""
+        """Raise InputError unless images (N, 3, S, S) are floats, as many as ids (..., T) have image tokens for."""
+        if images is not None and not images.is_floating_point():
+            raise InputError(f"images are of {images.dtype}, not floats; normalize them as the model's processor does")
         wanted = int((input_ids == self.image_token_id).sum())
         given = 0 if images is None else len(images) * self.cfg.mp_image_token_length
         if wanted != given:

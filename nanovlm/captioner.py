@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from models.checkpoint import load_config, snapshot_path
+from models.config import VLMConfig
 from models.decoding import finish_reason, trim_repetition
 from models.inference.inference_model import InferenceModel
 from models.vision_language_model import VisionLanguageModel, load_model
@@ -85,15 +86,15 @@ class Captioner:
 
     @classmethod
     def from_pretrained(
-        cls, name_or_folder: str | os.PathLike = EMBEDDED, device: str = "auto", dtype: str = "auto", **options: Any
+        cls, name_or_folder: str | os.PathLike = EMBEDDED, device: Any = "auto", dtype: Any = "auto", **options: Any
     ) -> "Captioner":
         """Load a folder or a Hub id (owner/name), by default the model that ships with the package.
 
-        device is auto, cpu, cuda or mps; dtype is auto, float32, bfloat16 or float16. options are the other fields of
-        `ModelOptions`, such as adapter, revision, threads, quantize, max_tiles or image_cache_dir.
+        device is auto, cpu, cuda, mps or a torch.device; dtype is auto, float32, bfloat16, float16 or a torch.dtype.
+        options are the other fields of `ModelOptions`, such as adapter, revision, threads, quantize or max_tiles.
         Raises CheckpointError if the model cannot be loaded, InputError for a value, and TypeError for an unknown name.
         """
-        given = {"model": name_or_folder, "device": device, "dtype": dtype}
+        given = {"model": name_or_folder, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
         return cls.load(with_changes(ModelOptions(), given | options))
 
     @classmethod
@@ -143,10 +144,10 @@ class Captioner:
         from nanovlm.processing.convert import check_format, convert_layout
 
         torch_dtype = choose_dtype(dtype, choose_device("cpu"))
+        check_format(VLMConfig(), format)  # before anything is downloaded
         backbones = find_backbones(vision, language, **options)
         tokenizer = Tokenizer.from_backbone(backbones.language, backbones.cfg)
         model = read_backbones(backbones, tokenizer.image_token_id, torch_dtype)
-        check_format(model.cfg, format)
         if format == "smolvlm":
             return cls(*convert_layout(model, tokenizer, rescale=False))
         return cls(model, Processor(backbones.cfg, tokenizer))
@@ -242,8 +243,7 @@ class Captioner:
         images and prompt may be generators: they are consumed lazily, batch_size at a time.
         """
         options = generation_options(options, changes)
-        is_one_array = is_array(images) and len(images.shape) < 4  # not a batch (N, H, W, C)
-        if is_one_array or isinstance(images, (str, bytes, os.PathLike, Image.Image)):
+        if is_one_image(images):
             raise InputError("captions takes several images, such as a list; for one image use caption")
         if batch_size < 1:
             raise InputError(f"batch_size={batch_size} must be 1 or more")
@@ -260,7 +260,8 @@ class Captioner:
         self, prompts: Sequence[EncodedPrompt], *, options: GenerationOptions | None = None, **changes: Any
     ) -> list[str]:
         """One answer per prompt of `prepare`, all in one batch."""
-        return self._texts(lambda: self.processor.collate(prompts), generation_options(options, changes))
+        options = generation_options(options, changes)
+        return self._texts(lambda: self.processor.collate(prompts), options) if len(prompts) else []
 
     def prepare(self, image: ImageInputs, prompt: str = PROMPT) -> EncodedPrompt:
         """Token ids and tiles of one prompt; thread-safe, so threads may prepare while the model runs."""
@@ -283,6 +284,7 @@ class Captioner:
     ) -> Iterator[list[int]]:
         """Yield the ids of each decoding step, one per answer, without those of start_with."""
         started, stats = time.perf_counter(), stats or Stats()
+        stats.new_tokens, stats.first_token_s = 0, 0.0  # of an earlier call
         device, eos = self.inference.device, self.tokenizer.eos_token_id
         inputs: dict[str, Any] = {
             name: value.to(device) if isinstance(value, Tensor) else value for name, value in prepare().items()
@@ -331,6 +333,13 @@ class Captioner:
         text = self.tokenizer.decode([*self.start_ids(options.start_with), *trimmed])
         is_cut = options.trim_incomplete and len(trimmed) == len(ids)
         return cut_incomplete_sentence(text) if is_cut else text
+
+
+def is_one_image(images: Any) -> bool:
+    """Whether it is an image or a `Video`, not several: an array of four dimensions, for example, is a batch."""
+    is_one_array = is_array(images) and len(images.shape) < 4
+    is_file_or_video = hasattr(images, "read") or hasattr(images, "frames")
+    return is_one_array or is_file_or_video or isinstance(images, (str, bytes, os.PathLike, Image.Image))
 
 
 def _prepend(start: Sequence[int], ids: Iterator[int]) -> Iterator[int]:

@@ -1,14 +1,14 @@
 """ChatSession: several questions about the same images, with the KV cache reused between them."""
 
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from models.inference.serving_caches import common_prefix_length
-from nanovlm.captioner import NO_IMAGE, Captioner, ImageInput, Stats
+from nanovlm.captioner import NO_IMAGE, Captioner, ImageInputs, Stats, is_one_image
 from nanovlm.errors import InputError
 from nanovlm.options import CHAT_MAX_NEW_TOKENS, GenerationOptions, generation_options
 from nanovlm.processing.video import Video
@@ -17,16 +17,17 @@ CHAT_OPTIONS = GenerationOptions(max_new_tokens=CHAT_MAX_NEW_TOKENS)
 
 
 class ChatSession:
-    """A chat about images, a `Video`, or nothing; `history` holds the questions and answers so far.
+    """A chat about an image, several, a `Video`, or nothing (None); `history` holds the questions and answers so far.
 
     Each question is laid out with the whole chat before it, and the part that the KV cache holds already is not read
     again: never the images, which come first, and most often nothing but the new question. Sometimes an answer's tokens
     differ from those that its text encodes to; the chat is then read again from there.
     """
 
-    def __init__(self, captioner: Captioner, images: Sequence[ImageInput] = ()):
+    def __init__(self, captioner: Captioner, images: ImageInputs = None):
         self.captioner = captioner
-        shown = [image if isinstance(image, Video) else captioner.load_image(image) for image in images]
+        sources: Any = () if images is None else [images] if is_one_image(images) else images
+        shown = [image if isinstance(image, Video) else captioner.load_image(image) for image in sources]
         tiles, self.grids, self.frame_texts = captioner.processor.preprocess_all(shown)
         self.images = torch.cat(tiles) if tiles else None  # (n, 3, S, S)
         self.history: list[tuple[str, str]] = []

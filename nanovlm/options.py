@@ -51,7 +51,7 @@ class ModelOptions:
         None,
         "LoRA adapters for the model, from nanovlm train --lora-rank or PEFT; without --model, their own base",
         "a folder with adapter_config.json",
-        lambda folder: folder is None or any(map(os.path.isfile, map(Path(folder).joinpath, ADAPTER_CONFIGS))),
+        lambda folder: any(map(os.path.isfile, map(Path(folder).joinpath, ADAPTER_CONFIGS))),
         metavar="FOLDER",
     )
     revision: str | None = setting(None, "branch, tag or commit of a Hub model")
@@ -62,7 +62,7 @@ class ModelOptions:
         "CPU threads; auto follows OMP_NUM_THREADS, affinity and a container's quota; on a busy machine 1 may be many "
         "times faster",
         "auto or a number from 1 to 1024",
-        lambda n: n in (None, "auto") or (str(n).isdecimal() and 0 < int(n) <= 1024),
+        lambda n: n == "auto" or (str(n).isdecimal() and 0 < int(n) <= 1024),
         metavar="N",
     )  # a number may be an int, too; None leaves PyTorch's
     quantize: str | None = setting(
@@ -82,7 +82,7 @@ class ModelOptions:
         None,
         "keep encoded images in FOLDER, at most 2 GiB, and encode none again that it has",
         "the name of a folder",
-        lambda folder: folder is None or (str(folder) != "" and not os.path.isfile(folder)),
+        lambda folder: str(folder) != "" and not os.path.isfile(folder),
         metavar="FOLDER",
     )
     skip_special_tokens: bool = setting(True, "leave special tokens out of answers, but for those of Docling models")

@@ -115,7 +115,8 @@ class ContinuousBatch:
         if isinstance(images, Tensor):
             images = [TiledImage(images)] if len(images) else []
         inputs, ids = list(images or ()), input_ids.cpu()
-        self.model.validate_images(input_ids, torch.empty(sum(image.n_tiles for image in inputs), 0))
+        dtype = next((image.tiles.dtype for image in inputs if image.tiles is not None), None)
+        self.model.validate_images(input_ids, torch.empty(sum(image.n_tiles for image in inputs), 0, dtype=dtype))
         starts = image_starts(ids, inputs, self.model.image_token_id, self.model.cfg.mp_image_token_length)
         request = BatchRequest(
             key, model or self.model, ids, inputs, starts, max_new_tokens, sampling, client, top_logprobs

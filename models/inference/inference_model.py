@@ -75,8 +75,9 @@ class InferenceModel(GenerationMixin):
     model's own weights. A change of the model (`load_state_dict`, `read_adapters`, `.to(...)`, an edit in place, an
     assignment, a hook) is noticed by the next prefill or image. What goes unseen is an edit through `tensor.data`, or
     of tensors made in inference mode, of a quantized weight, a norm or a bias, and a number such as a norm's eps: call
-    `refresh` after it. A function set as a module's `attend` or `forward` is not used by the kernels. With kernels,
-    embeddings and logits are float32.
+    `refresh` after it. A function set as a module's `attend` or `forward` is not used by the kernels, and of a
+    subclass no other methods than encode_images, embed_tokens and prefill_embeds are called. With kernels, embeddings
+    and logits are float32.
 
     quantize="int8" stores the language model's linear layers in 8 bits and, with kernels, the vision encoder's and the
     projector's, too; activations are then rounded to 8 bits for every matmul (dynamic quantization). "int4" stores

@@ -1,7 +1,9 @@
 """A VisionLanguageModel whose vision encoder and decoder run in the C kernels: packing structs and calling."""
 
 import ctypes
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +14,10 @@ from models.cache import KVCache, PrefillState, capacity_for
 from models.config import VLMConfig
 from models.errors import InputError
 from models.inference.kernels.load import WITHOUT_BF16_DOT, chosen_level, load_library
+from models.inference.stacked_cache import StackedCache, empty_cache
 from models.language_model import build_attention_mask, rope_cos_sin
 from models.modality_projector import ModalityProjector, pixel_shuffle
-from models.vision_language_model import VisionLanguageModel
+from models.vision_language_model import VisionLanguageModel, empty_model
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # the numbers in common.h
 QUANTIZED = {"int8": 2, "int4": 3}
@@ -165,47 +168,23 @@ def _check_device(x: Tensor) -> None:
         raise InputError(f"a tensor is on {x.device}, but the model on cpu; move either")
 
 
-def empty_cache(network: Any, n_sequences: int, capacity: int) -> Tensor:
-    """Zeros (n_blocks, 2, n_sequences, n_kv_heads, capacity, head_dim) for `run` of a KernelNetwork or PlainNetwork."""
-    cfg = network.model.cfg
-    shape = cfg.lm_n_blocks, 2, n_sequences, cfg.lm_n_kv_heads, capacity, cfg.lm_head_dim
-    return torch.zeros(shape, dtype=network.cache_dtype, device=network.model.device)
+def _has_sizes_of_config(model: VisionLanguageModel) -> bool:
+    """Whether blocks and weights are as many and as large as the config says, by which the kernels read and write."""
+    one_block = empty_model(replace(model.cfg, vit_n_blocks=1, lm_n_blocks=1), model.image_token_id)
+    return len(model.decoder.blocks) == model.cfg.lm_n_blocks and _weight_sizes(model) == _weight_sizes(one_block)
 
 
-class StackedCache(Sequence[KVCache]):
-    """The caches of all blocks: the first `length` tokens of data (n_blocks, 2, B, n_kv_heads, capacity, head_dim).
-
-    Like KVCache it is a value: `extend` returns a longer one, which shares the memory unless another continuation
-    already took the place.
-    """
-
-    def __init__(self, data: Tensor, length: int, filled: list[int] | None = None):
-        self.data, self.length = data, length
-        self._filled = [length] if filled is None else filled  # tokens in data, for all caches that share it
-
-    @classmethod
-    def of(cls, kv_cache: Sequence[KVCache], like: Tensor, n: int) -> "StackedCache":
-        """A copy of other caches, in the dtype and on the device of like, with capacity for n tokens more."""
-        B, heads, length, D = kv_cache[0].key.shape
-        data = like.new_empty(len(kv_cache), 2, B, heads, capacity_for(length + n), D)
-        for block, kv in zip(data, kv_cache):
-            block[0, :, :, :length], block[1, :, :, :length] = kv.key, kv.value
-        return cls(data, length)
-
-    def extend(self, n: int) -> "StackedCache":
-        """A cache longer by n tokens, whose keys and values the caller writes into `data`."""
-        fits = self._filled[0] == self.length and self.length + n <= self.data.size(4)
-        if not fits or (self.data.is_inference() and not torch.is_inference_mode_enabled()):
-            return StackedCache.of(self, self.data, n).extend(n)
-        self._filled[0] = self.length + n
-        return StackedCache(self.data, self.length + n, self._filled)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> KVCache:  # type: ignore[override]  # nobody asks for a slice of blocks
-        key, value = self.data[index, :, :, :, : self.length]
-        return KVCache(key, value)
+def _weight_sizes(model: VisionLanguageModel) -> set[tuple[str, Sequence[int]]]:
+    """The sizes of the weights that the kernels read, by modules' names, which are the same in all blocks."""
+    sizes: set[tuple[str, Sequence[int]]] = set()
+    for name, module in model.named_modules():
+        layer: Any = getattr(module, "base", module)  # of an AdaptedLinear
+        is_quantized = getattr(layer, "format", None) in QUANTIZED
+        weight = getattr(layer, "weight", getattr(layer, "position_embedding", None))
+        size = (layer.out_features, layer.in_features) if is_quantized else getattr(weight, "shape", ())
+        if name.startswith(("vision_encoder", "MP", "decoder")):
+            sizes.add((re.sub(r"blocks\.\d+|\.base", "", name), size))
+    return sizes
 
 
 class KernelNetwork:
@@ -237,9 +216,11 @@ class KernelNetwork:
             for part in (model.vision_encoder, model.MP, model.decoder)
             for module in part.modules()
         )
+        methods = "encode_images", "embed_tokens", "prefill_embeds"
+        known &= all(getattr(type(model), name) is getattr(VisionLanguageModel, name) for name in methods)
         tensors = [p for p in model.parameters() if p.is_floating_point()]
         fits = all(p.device.type == "cpu" and p.dtype in DTYPES for p in tensors) and model.cfg.vit_grid > 1
-        level = chosen_level() if known and fits else None
+        level = chosen_level() if known and fits and _has_sizes_of_config(model) else None
         return level is not None and load_library(level) is not None
 
     # ---------------------------------------------------------------------------------------------------- images

@@ -49,6 +49,10 @@ class StructuredOutput:
     def __init__(self, tokenizer: "Tokenizer"):
         self.tokenizer = tokenizer
 
+    def __reduce__(self) -> tuple:
+        """A copy makes its own vocabulary: llguidance's cannot be pickled."""
+        return StructuredOutput, (self.tokenizer,)
+
     def make_processors(
         self, schema: Any, n: int, param: str = "schema", untrusted: bool = False
     ) -> list["GrammarProcessor"]:

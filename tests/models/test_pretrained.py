@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_model as load_strictly
 
 import models
 from models.checkpoint import load_config
-from models.errors import CheckpointError
+from models.errors import CheckpointError, InputError
 from models.formats import find_image_token_id
 from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED
@@ -32,6 +33,30 @@ def test_models_exports_its_classes_on_first_use():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     with pytest.raises(AttributeError, match="nothing"):
         models.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("dtype", ["float32", None, torch.int8])
+def test_a_dtype_that_weights_cannot_have_is_refused(dtype):
+    with pytest.raises(InputError, match=f"dtype={dtype!r} is no floating-point dtype of torch; pass torch.float32"):
+        VisionLanguageModel.from_pretrained("nobody/nothing", dtype=dtype)
+
+
+def test_an_image_token_that_is_not_saved_is_named_in_one_warning(tmp_path, tiny_model):
+    model = tiny_model(lm_base_vocab_size=39)
+    with pytest.warns(UserWarning, match="does not say image_token_id=3, and 39 will be read; pass tokenizer="):
+        model.save_pretrained(tmp_path)
+    again = VisionLanguageModel.from_pretrained(tmp_path)
+    assert again.image_token_id == 39
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.save_pretrained(tmp_path)
+
+
+def test_a_model_is_not_saved_into_a_file(tmp_path, tiny_model):
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/model", "file/a/model"):
+        with pytest.raises(InputError, match=f"{folder} is a file or lies below one; name a folder"):
+            tiny_model().save_pretrained(tmp_path / folder)
 
 
 def test_loading_needs_neither_nanovlm_nor_tokenizers():

@@ -121,7 +121,7 @@ def test_batched_captions_match_single_captions(captioner, images):
     one_prompt = [captioner.caption(image, "?", max_new_tokens=16) for image in images]
     assert list(captioner.captions(images, "?", max_new_tokens=16)) == one_prompt
     assert len(set(alone)) == len(alone), "equal captions would prove nothing"
-    assert list(captioner.captions([])) == []
+    assert list(captioner.captions([])) == captioner.generate([]) == []
 
 
 QUESTIONS = ["Describe this picture.", "What?", "How many are there? " * 4, "?", "What?", "<|im_end|>"]
@@ -243,7 +243,8 @@ def test_stats_match_the_calls_of_the_model(captioner, images):
 def test_one_token_has_no_decoding_speed(captioner, images):
     stats = Stats()
     captioner.caption(images[0], max_new_tokens=1)
-    list(captioner.stream(images[0], max_new_tokens=1, stats=stats))
+    for _ in range(2):  # stats are those of the last call
+        list(captioner.stream(images[0], max_new_tokens=1, stats=stats))
     assert stats.new_tokens == 1 and stats.tokens_per_s == 0 and stats.total_s == stats.first_token_s > 0
 
 
@@ -270,6 +271,7 @@ def test_unavailable_device_or_dtype_names_the_available_ones(model_folder):
     for name in ("cuda", "mps"):
         with pytest.raises(ValueError, match=f"device={name} is not available here, only cpu"):
             choose_device(name, ["cpu"])
+    assert Captioner.from_pretrained(model_folder, torch.device("cpu"), torch.bfloat16).model.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="device=tpu is none of auto"):
         Captioner.from_pretrained(model_folder, device="tpu")
     with pytest.raises(ValueError, match="dtype=int8 is none of auto, float32, bfloat16, float16"):

@@ -1,5 +1,8 @@
 """Chat sessions: answers from the cache equal answers to the whole chat read anew; images are read once."""
 
+import io
+
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +47,17 @@ def test_every_turn_is_answered_as_if_the_whole_chat_were_read(captioner, n, sam
         answer = "".join(session.ask(question, **options))
         assert answer == recomputed_answer(session, question, before, **options)
         assert session.history == [*before, (question, answer)] and len(before) == turn
+
+
+def test_one_image_is_a_list_of_one(captioner):
+    image = noise_image(50, 30)
+    image.save(file := io.BytesIO(), "PNG")
+    one, array, data = ChatSession(captioner, [image]), np.asarray(image), file.getvalue()
+    tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
+    for same in (image, array, tensor, data, io.BytesIO(data), iter([image])):
+        assert torch.equal(ChatSession(captioner, same).images, one.images)
+    assert torch.equal(ChatSession(captioner, np.stack([array] * 2)).images, torch.cat([one.images] * 2))
+    assert ChatSession(captioner, None).images is None
 
 
 def test_images_are_encoded_once_and_turns_prefill_only_new_tokens(captioner):

@@ -1,5 +1,6 @@
 """Keywords of the Captioner's methods: sampling fields, start_with and trim_incomplete."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,8 @@ def test_fields_of_sampling_are_keywords(random_captioner):
     assert expected == "".join(random_captioner.stream(SAMPLE, PROMPT, max_new_tokens=12, **fields))
     assert [expected] == random_captioner.ask(SAMPLE, [PROMPT], max_new_tokens=12, **fields)
     assert [expected] == list(random_captioner.captions([SAMPLE], PROMPT, max_new_tokens=12, **fields))
+    fields |= {"temperature": np.float32(1.5), "seed": np.int64(3), "repetition_detection": (np.int64(0),) * 3}
+    assert expected == random_captioner.caption(SAMPLE, PROMPT, max_new_tokens=np.int64(12), **fields)
     assert expected != random_captioner.caption(SAMPLE, PROMPT, max_new_tokens=12)
     whole = GenerationOptions(max_new_tokens=12, **fields | {"seed": 4})
     assert expected == random_captioner.caption(SAMPLE, PROMPT, options=whole, seed=3)
@@ -29,10 +32,14 @@ def test_fields_of_sampling_are_keywords(random_captioner):
 def test_wrong_keywords_are_named(embedded):
     with pytest.raises(TypeError, match="'temprature'; GenerationOptions takes .*temperature, .*max_new_tokens"):
         embedded.caption(SAMPLE, temprature=0.5)
-    wrong = {"temperature": (-1, "at least 0"), "start_with": (3, "a text"), "max_new_tokens": (0, "at least 1")}
-    for name, (value, limits) in wrong.items():
+    wrong = [("temperature", -1, "at least 0"), ("start_with", 3, "a text"), ("max_new_tokens", 0, "at least 1")]
+    wrong += [("max_new_tokens", None, "a whole number"), ("repetition_detection", None, "three numbers")]
+    for name, value, limits in wrong:
         with pytest.raises(InputError, match=f"{name}={value} must be {limits}"):
             embedded.caption(SAMPLE, **{name: value})
+    for name, value in (("allow_urls", "no"), ("skip_special_tokens", None)):
+        with pytest.raises(InputError, match=f"{name}={value!r} must be True or False"):
+            Captioner.from_pretrained(**{name: value})
     with pytest.raises(InputError, match="a chat has neither"):
         next(ChatSession(embedded).ask("?", start_with="A"))
     with pytest.raises(TypeError, match="'max_tile'; ModelOptions takes model, .*max_tiles"):

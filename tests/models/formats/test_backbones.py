@@ -12,7 +12,7 @@ from torch import nn
 
 from models.checkpoint import load_config, save_checkpoint
 from models.config import extra_tokens
-from models.errors import CheckpointError
+from models.errors import CheckpointError, InputError
 from models.formats.backbones import find_backbones, from_backbones
 from models.formats.transformers_names import LLAMA_CONFIG, SIGLIP_CONFIG
 from models.vision_language_model import load_model
@@ -330,6 +330,10 @@ def test_each_backbone_is_read_at_its_revision(hub, pair):
     cfg = find_backbones(*pair, lm_vocab_size=700, **FOLD).cfg
     assert Tokenizer.from_backbone("some/llama", cfg, "v1").image_token_id == 599
     assert hub.calls[-1] == ("some/llama", "v1", ["tokenizer.json"])
+    hub.calls.clear()
+    with pytest.raises(InputError, match="format=zzz is none of nanovlm, smolvlm"):
+        Captioner.from_backbones("some/siglip", "some/llama", format="zzz")
+    assert not hub.calls
 
 
 def test_without_a_tokenizer_the_image_token_follows_the_base_vocabulary(pair):

@@ -129,6 +129,7 @@ def test_a_cancelled_request_frees_its_slot(tiny_model):
         (("b", torch.arange(0)), 9, r"not \(0,\)"),
         (("b", torch.arange(4, 9), torch.rand(1, 3, 16, 16)), 9, "holds 0 image tokens, but the images give 4"),
         (("b", torch.full((4,), 3)), 9, "holds 4 image tokens, but the images give 0"),
+        (("b", torch.full((4,), 3), torch.zeros(1, 3, 16, 16).byte()), 9, "images are of torch.uint8, not floats"),
     ],
 )
 def test_impossible_requests_are_refused_when_added(tiny_model, arguments, n, words):

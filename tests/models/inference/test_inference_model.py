@@ -56,6 +56,48 @@ def test_the_kernels_compute_what_they_can(tiny_model, level):
     assert type(inference.network) is PlainNetwork
 
 
+def widen_mlp(model):
+    mlp = model.decoder.blocks[0].mlp
+    mlp.gate_proj, mlp.up_proj = (nn.Linear(24, 640, bias=False) for _ in range(2))
+    mlp.down_proj = nn.Linear(640, 24, bias=False)
+
+
+def widen_vision_mlp(model):
+    mlp = model.vision_encoder.blocks[0].mlp
+    mlp.fc1, mlp.fc2 = nn.Linear(16, 640), nn.Linear(640, 16)
+
+
+def widen_vocabulary(model):
+    model.decoder.head.weight = nn.Parameter(torch.randn(4000, 24))
+
+
+def append_block(model):
+    model.decoder.blocks.append(copy.deepcopy(model.decoder.blocks[0]))
+
+
+@pytest.mark.parametrize("change", [widen_mlp, widen_vision_mlp, widen_vocabulary, append_block])
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_layers_of_other_sizes_than_the_configs_are_computed_by_the_plain_modules(tiny_model, change, quantize):
+    """The kernels would read and write beyond the memory that the config's sizes need."""
+    change(model := tiny_model(lm_tie_weights=False))
+    inference = InferenceModel(model, quantize=quantize)
+    assert type(inference.network) is PlainNetwork
+    assert_same(inference, model, None if quantize is None else 0.2)
+
+
+@pytest.mark.parametrize("name", ["encode_images", "embed_tokens", "prefill_embeds"])
+def test_a_subclass_is_computed_by_its_own_methods(tiny_model, name):
+    def doubled(self, *args):
+        result = getattr(VisionLanguageModel, name)(self, *args)
+        return (2 * result[0], result[1]) if name == "prefill_embeds" else 2 * result
+
+    other = tiny_model()
+    model = type("Doubled", (VisionLanguageModel,), {name: doubled})(other.cfg, other.image_token_id).eval()
+    model.load_state_dict(other.state_dict())
+    assert_same(InferenceModel(model), model)
+    assert not torch.allclose(logits_of(InferenceModel(model)), logits_of(other), atol=0.1)
+
+
 @pytest.mark.parametrize("changes", SHAPES)
 def test_it_generates_what_the_model_generates(tiny_model, changes):
     model, plain = tiny_model(**changes), tiny_model(**changes)
@@ -161,6 +203,7 @@ def test_shapes_that_do_not_fit_are_refused(tiny_model):
             (partial(model.prefill_embeds, torch.rand(1, 3, width - 2)), f"have the shape .1, 3, {width - 2}., not"),
             (partial(model.prefill, ids, attention_mask=ids[:, :2].ge(5)), r"the shape \(1, 2\), not \(1, 4\)"),
             (partial(model.decode, ids[:, :1], state), "have the shape .1, 1, 1, .*, not"),
+            (partial(model.prefill, IDS, IMAGES.byte()), "images are of torch.uint8, not floats; normalize them"),
         ):
             with pytest.raises(InputError, match=message):
                 wrong()

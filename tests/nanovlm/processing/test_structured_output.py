@@ -2,6 +2,7 @@
 
 import csv
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,8 @@ def test_each_row_of_a_batch_follows_the_schema_by_itself(embedded):
     assert stats.finish_reasons == ["stop"] * 6
     assert json.loads("".join(embedded.stream(SAMPLE, schema=SCHEMA))) == alone
     assert_fits(json.loads("".join(ChatSession(embedded, [SAMPLE]).ask("n?", schema=SCHEMA))))
-    assert embedded.caption(SAMPLE, schema={"enum": [0]}) == 0
+    for captioner in (embedded, pickle.loads(pickle.dumps(embedded))):
+        assert captioner.caption(SAMPLE, schema={"enum": [0]}) == 0
     numbers = {"type": "array", "items": {"enum": [0]}, "minItems": 40, "maxItems": 40}
     assert embedded.caption(SAMPLE, schema=numbers) == [0] * 40, "this is no repetition to end"
 
