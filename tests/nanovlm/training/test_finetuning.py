@@ -120,6 +120,7 @@ def test_a_few_steps_teach_the_embedded_model_a_caption(train):
 def test_a_dry_run_prints_an_estimate_and_writes_nothing(train):
     scenes(4)
     flags = ["--batch-size", "2", "--num-workers", "0", "--optimizer", "adamw"]
+    flags += ["--image-cache-dir", "cache", "--vision-lr-scale", "0", "--augment", "0"]
     code, out, err = train("--data", "mine", "--dry-run", *flags)
     assert code == 0 and "850 steps, 425 epochs" in err
     assert all(text in out for text in ("parameters", "peak memory ", "minutes for 850 steps"))
