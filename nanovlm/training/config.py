@@ -17,6 +17,8 @@ from nanovlm.errors import InputError
 from nanovlm.options import ReadOptions
 
 BASE_FORMATS = ("bfloat16", "int8", "int4")  # of the frozen weights of a LoRA run, beside float32
+MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
+EPOCHS, MAX_STEPS = 45, 4500  # by default each example is shown 45 times, in at least FINETUNING's steps
 
 
 def setting(default: Any, help: str, *, needs: str = "", **options: Any) -> Any:
@@ -38,7 +40,12 @@ class TrainConfig:
     An optimizer step learns from batch_size * gradient_accumulation_steps examples on each process.
     """
 
-    max_steps: int = setting(1000, "total number of optimizer steps", minimum=1)
+    max_steps: int = setting(
+        1000,
+        f"total number of optimizer steps; with --data {EPOCHS} epochs by default, but at least the number named here "
+        f"and at most {MAX_STEPS}",
+        minimum=1,
+    )
     batch_size: int = setting(64, "examples per batch", minimum=1)
     gradient_accumulation_steps: int = setting(
         1, "batches per optimizer step, whose gradients are summed; memory is that of one batch", minimum=1
@@ -60,7 +67,10 @@ class TrainConfig:
         needs="data",
     )
     lr: float = setting(
-        1e-3, "peak learning rate; with --data the default is multiplied by 192 / lm_hidden_dim of the model", above=0
+        1e-3,
+        f"peak learning rate; with --data the default, which is {MUON_LR:g} for muon, is multiplied by 192 / "
+        "lm_hidden_dim of the model",
+        above=0,
     )
     vision_lr_scale: float = setting(1.0, "learning rate of the vision encoder as a multiple of lr; 0 freezes it")
     projector_lr_scale: float = setting(1.0, "the same for the modality projector")
@@ -268,8 +278,6 @@ FINETUNING = TrainConfig(
     validate_every=0,
     validation_batches=0,
 )
-MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
-EPOCHS, MAX_STEPS = 45, 4500  # by default each example is shown 45 times, in at least FINETUNING's steps
 AUTOMATIC = ("optimizer", "lr", "max_steps")
 REFERENCE_WIDTH = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
 ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Schulman et al. 2025)
