@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,6 +89,16 @@ def test_each_held_out_example_is_asked_once_whatever_the_shares():
     ]
     held_out = open_data(["mine@0.9", "more@0.1"], ReadOptions(), 6)[1]
     assert len(set(asked)) == len(asked) == sum(map(len, held_out)) >= 6
+
+
+def test_each_held_out_example_of_a_stream_is_asked_once():
+    scenes(12)
+    with tarfile.open("mine.tar", "w") as tar:
+        tar.add("mine", "")
+    address = Path("mine.tar").resolve().as_uri()
+    model, task, cfg = prepared("--data", address, "--stream", "--validation", 0.5, "--out", "out")
+    names = [answer.question.name for answer in task.answer_questions(model, True).answers]
+    assert 1 < len(names) == len(set(names)) == cfg.validation_questions < 12
 
 
 @pytest.mark.full
