@@ -5,7 +5,6 @@ import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from nanovlm.cli.options import (
     THREADS,
@@ -20,7 +19,7 @@ from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.run_file import apply_run_file, run_file_text
 from nanovlm.errors import UsageError
 from nanovlm.options import ModelOptions, ReadOptions
-from nanovlm.training.config import ADAPTERS, AUTOMATIC, FINETUNING, SCENES, FinetuneOptions, TrainConfig
+from nanovlm.training.config import ADAPTERS, AUTOMATIC, FINETUNING, SCENES, TURNED_OFF_BY, FinetuneOptions, TrainConfig
 
 HELP = "Train a model. Rerun the same command to resume an interrupted run."
 EXAMPLE = "nanovlm train --data photos --out out/mine"
@@ -96,7 +95,7 @@ def config_from_args(args: argparse.Namespace) -> TrainConfig:
 def options_from_args(args: argparse.Namespace) -> FinetuneOptions:
     """The model, the data and the folder of the run."""
     settings = given(FinetuneOptions, args) | {"out": Path(args.out or os.devnull)}
-    of_evaluation = [name for name, needs in needs_of_flags().items() if needs == "held out"]
+    of_evaluation = [name for name, needs in needs_of_flags().items() if needs == "validation"]
     return FinetuneOptions(
         **settings,
         read=from_args(ReadOptions, args, preferences=bool(args.dpo_beta)),
@@ -114,15 +113,13 @@ def needs_of_flags() -> dict[str, str]:
 
 def check_flags(args: argparse.Namespace) -> None:
     """UsageError for flags that contradict each other, or that have no effect."""
-    recipe = args.recipe and "with --recipe, which draws its own images"
-    unmet: dict[str, Any] = {
-        "data": recipe,
-        "lora": recipe or (not args.lora_rank and "without --lora-rank"),
-        "held out": recipe or (args.validation == 0 and "with --validation 0"),
-        "wsd": args.schedule == "cosine" and "with --schedule cosine",
-    }
+    unmet = {name: f"with {flag_of(name)} {off}" for name, off in TURNED_OFF_BY.items() if getattr(args, name) == off}
+    if args.lora_rank is None:
+        unmet["lora_rank"] = "without --lora-rank"
+    if args.recipe:
+        unmet |= dict.fromkeys(("data", "lora_rank", "validation"), "with --recipe, which draws its own images")
     for name, needs in needs_of_flags().items():
-        if unmet.get(needs) and getattr(args, name) is not None:
+        if needs in unmet and getattr(args, name) is not None:
             raise UsageError(f"{flag_of(name)} has no effect {unmet[needs]}; omit it")
     if args.fsdp and "WORLD_SIZE" not in os.environ and not args.dry_run:
         raise UsageError("--fsdp has no effect without torchrun; omit it")
