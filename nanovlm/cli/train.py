@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,13 +56,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    of_evaluation = [name for name, needs in needs_of_flags().items() if needs == "validation"]
+    typed = [flag_of(name) for name in of_evaluation if getattr(args, name) is not None]
     if args.config:
         apply_run_file(args, add_flags, needs_of_flags())
     if bool(args.data) == bool(args.recipe):
         problem = "exclude each other" if args.data else "one of them is required"
         raise UsageError(f"--data and --recipe: {problem}")
     check_flags(args)
-    cfg, options = config_from_args(args), options_from_args(args)
+    cfg, options = config_from_args(args), options_from_args(args, evaluation_flags=typed)
     check_data_names(options.data)
 
     from nanovlm.device import set_threads
@@ -92,14 +95,13 @@ def config_from_args(args: argparse.Namespace) -> TrainConfig:
     return replace(defaults, **given(TrainConfig, args))
 
 
-def options_from_args(args: argparse.Namespace) -> FinetuneOptions:
+def options_from_args(args: argparse.Namespace, evaluation_flags: Sequence[str] = ()) -> FinetuneOptions:
     """The model, the data and the folder of the run."""
     settings = given(FinetuneOptions, args) | {"out": Path(args.out or os.devnull)}
-    of_evaluation = [name for name, needs in needs_of_flags().items() if needs == "validation"]
     return FinetuneOptions(
         **settings,
         read=from_args(ReadOptions, args, preferences=bool(args.dpo_beta)),
-        evaluation_flags=[flag_of(name) for name in of_evaluation if getattr(args, name) is not None],
+        evaluation_flags=evaluation_flags,
         run_file=run_file_text(args),
         automatic=[name for name in AUTOMATIC if args.data and getattr(args, name) is None],
     )

@@ -254,7 +254,7 @@ class FinetuneOptions:
         needs="lora_rank",
     )
     read: ReadOptions = field(default_factory=ReadOptions)
-    evaluation_flags: Sequence[str] = ()  # that were given, and have no effect unless examples are held out
+    evaluation_flags: Sequence[str] = ()  # that were typed, and have no effect unless examples are held out
     run_file: str | None = None  # the text of run.yaml, from which the command line repeats the run
     automatic: Sequence[str] = ()  # settings of TrainConfig that follow from the model and the data, see `choose`
 

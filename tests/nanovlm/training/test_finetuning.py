@@ -212,6 +212,10 @@ def test_every_run_writes_the_file_that_repeats_it(train):
     assert Path("again/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
     code, _, err = train("--config", "out/run.yaml", "--out", "third", "--max-steps", "1", "--data", "mine")
     assert code == 0 and "step 1/1" in err and "scenes" not in err
+    Path("run.yaml").write_text(Path("out/run.yaml").read_text().replace("validation: 1.0\n", ""))
+    few = ["--config", "run.yaml", "--out", "few", "--max-steps", "1", "--data", "mine"]
+    assert train(*few)[0] == 0, "a file's flags of evaluation are dropped where nothing is held out"
+    assert_usage_error(train(*few, "--patience", "1"), "--patience has no effect without", program="train.py")
     for text, words in (("max_steps: x", "run.yaml"), ("color: red", "--color"), ("- 1", "list"), ("a: [", "read")):
         Path("run.yaml").write_text(text)
         assert_usage_error(train("--config", "run.yaml"), "run.yaml", words, program="train.py")
