@@ -52,6 +52,7 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.admission.draining:
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # no traceback of each answer that is cut off
             self.should_exit = self.force_exit = True
         elif self.admission.count:
             logger.info("finishing %d answers; press ctrl-c again to stop at once", self.admission.count)

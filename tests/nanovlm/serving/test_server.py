@@ -101,6 +101,7 @@ def test_second_signal_stops_at_once_and_so_does_the_first_one_of_an_idle_server
             until(lambda: http.get(f"{url}/health").status_code == 503)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
+        assert process.stderr.read().count("\n") == busy, "no traceback"
 
 
 def test_loopback_names_and_further_ones_are_served():
