@@ -109,8 +109,10 @@ class Chat:
             self._handle(line.strip())
         except BrokenPipeError:
             raise
-        except (NanoVLMError, OSError) as error:
+        except NanoVLMError as error:
             self._report(str(error))
+        except OSError as error:
+            self._report(f"{line.strip()}: {error.strerror or error}")
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

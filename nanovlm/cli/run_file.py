@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovlm.errors import UsageError
+from nanovlm.training.config import TURNED_OFF_BY
 
 NOT_WRITTEN = ("config", "debug", "prog", "run", "dry_run", "check_data")
 # Flags of the command line that take the place of a file's, which was chosen for a run without them, or excludes them
@@ -15,8 +16,6 @@ DISPLACED_BY = {
     "optimizer": {"lora_rank"},
     "lr": {"lora_rank", "optimizer"},
 }
-# What a value on the command line leaves without an effect, see `setting` in nanovlm/training/config.py
-TURNED_OFF_BY = {"held out": ("validation", 0), "lora": ("lora_rank", 0), "wsd": ("schedule", "cosine")}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,7 +34,7 @@ def apply_run_file(
     """
     add_flags(parser := _Parser(prog=args.config, add_help=False))
     typed = {name for name, value in vars(args).items() if value is not None}
-    off = {need for need, (name, value) in TURNED_OFF_BY.items() if getattr(args, name) == value}
+    off = {name for name, value in TURNED_OFF_BY.items() if getattr(args, name) == value}
     for name, value in vars(parser.parse_args(_as_flags(read_run_file(Path(args.config))))).items():
         if name not in typed and not typed & DISPLACED_BY.get(name, set()) and needs.get(name) not in off:
             setattr(args, name, value)

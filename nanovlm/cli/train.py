@@ -2,10 +2,10 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from nanovlm.cli.options import (
     THREADS,
@@ -20,7 +20,7 @@ from nanovlm.cli.options import add_flags as add_record_flags
 from nanovlm.cli.run_file import apply_run_file, run_file_text
 from nanovlm.errors import UsageError
 from nanovlm.options import ModelOptions, ReadOptions
-from nanovlm.training.config import ADAPTERS, AUTOMATIC, FINETUNING, SCENES, FinetuneOptions, TrainConfig
+from nanovlm.training.config import ADAPTERS, AUTOMATIC, FINETUNING, SCENES, TURNED_OFF_BY, FinetuneOptions, TrainConfig
 
 HELP = "Train a model. Rerun the same command to resume an interrupted run."
 EXAMPLE = "nanovlm train --data photos --out out/mine"
@@ -56,13 +56,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    of_evaluation = [name for name, needs in needs_of_flags().items() if needs == "validation"]
+    typed = [flag_of(name) for name in of_evaluation if getattr(args, name) is not None]
     if args.config:
         apply_run_file(args, add_flags, needs_of_flags())
     if bool(args.data) == bool(args.recipe):
         problem = "exclude each other" if args.data else "one of them is required"
         raise UsageError(f"--data and --recipe: {problem}")
     check_flags(args)
-    cfg, options = config_from_args(args), options_from_args(args)
+    cfg, options = config_from_args(args), options_from_args(args, evaluation_flags=typed)
     check_data_names(options.data)
 
     from nanovlm.device import set_threads
@@ -93,14 +95,13 @@ def config_from_args(args: argparse.Namespace) -> TrainConfig:
     return replace(defaults, **given(TrainConfig, args))
 
 
-def options_from_args(args: argparse.Namespace) -> FinetuneOptions:
+def options_from_args(args: argparse.Namespace, evaluation_flags: Sequence[str] = ()) -> FinetuneOptions:
     """The model, the data and the folder of the run."""
     settings = given(FinetuneOptions, args) | {"out": Path(args.out or os.devnull)}
-    of_evaluation = [name for name, needs in needs_of_flags().items() if needs == "held out"]
     return FinetuneOptions(
         **settings,
         read=from_args(ReadOptions, args, preferences=bool(args.dpo_beta)),
-        evaluation_flags=[flag_of(name) for name in of_evaluation if getattr(args, name) is not None],
+        evaluation_flags=evaluation_flags,
         run_file=run_file_text(args),
         automatic=[name for name in AUTOMATIC if args.data and getattr(args, name) is None],
     )
@@ -114,15 +115,13 @@ def needs_of_flags() -> dict[str, str]:
 
 def check_flags(args: argparse.Namespace) -> None:
     """UsageError for flags that contradict each other, or that have no effect."""
-    recipe = args.recipe and "with --recipe, which draws its own images"
-    unmet: dict[str, Any] = {
-        "data": recipe,
-        "lora": recipe or (not args.lora_rank and "without --lora-rank"),
-        "held out": recipe or (args.validation == 0 and "with --validation 0"),
-        "wsd": args.schedule == "cosine" and "with --schedule cosine",
-    }
+    unmet = {name: f"with {flag_of(name)} {off}" for name, off in TURNED_OFF_BY.items() if getattr(args, name) == off}
+    if args.lora_rank is None:
+        unmet["lora_rank"] = "without --lora-rank"
+    if args.recipe:
+        unmet |= dict.fromkeys(("data", "lora_rank", "validation"), "with --recipe, which draws its own images")
     for name, needs in needs_of_flags().items():
-        if unmet.get(needs) and getattr(args, name) is not None:
+        if needs in unmet and getattr(args, name) is not None:
             raise UsageError(f"{flag_of(name)} has no effect {unmet[needs]}; omit it")
     if args.fsdp and "WORLD_SIZE" not in os.environ and not args.dry_run:
         raise UsageError("--fsdp has no effect without torchrun; omit it")

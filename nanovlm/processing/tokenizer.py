@@ -146,7 +146,8 @@ class Tokenizer:
         try:
             return self.backend.encode(text, add_special_tokens=False).ids if text else []
         except TypeError:  # a lone surrogate, which Python decodes from bytes that are not UTF-8
-            raise InputError(f"{text!r} is not valid Unicode text") from None
+            word = re.search(r"\S*[\ud800-\udfff]\S*", text)  # not all of text, which may be a turn of a chat
+            raise InputError(f"{word[0] if word else text!r} is not valid Unicode text") from None
 
     @cached_property
     def text_prefix(self) -> list[int]:

@@ -185,6 +185,8 @@ class GenerationRequest(StrictModel, ABC):
         """A limit that is null is no limit; every other null is dropped after this."""
         if not isinstance(data, dict):
             return data
+        if data.get("tool_choice") == "none":
+            data = data | {"tools": None}
         for name, harmless in cls.unsupported.items():
             if data.get(name) is not None and data[name] not in harmless:
                 raise APIError(400, f"{name} is not supported by this server; leave it out", param=name)

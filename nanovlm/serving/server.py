@@ -1,5 +1,6 @@
 """Runs the server, from an open port to its last answer."""
 
+import errno
 import logging
 import socket
 from types import FrameType
@@ -21,11 +22,11 @@ def listen(options: ServerOptions) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         return socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
+    except (OSError, TypeError) as error:  # TypeError: a host that is no text for the network
         reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
-        raise UsageError(
-            f"--host {options.host} --port {options.port}: {reason}; --port 0 takes any free port"
-        ) from None
+        port_taken = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+        remedy = "--port 0 takes any free port" if port_taken else "name an address of this machine"
+        raise UsageError(f"--host {options.host} --port {options.port}: {reason}; {remedy}") from None
 
 
 def serve(service: ChatService, listening_socket: socket.socket, options: ServerOptions, description: str = "") -> None:
@@ -52,6 +53,7 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.admission.draining:
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # no traceback of each answer that is cut off
             self.should_exit = self.force_exit = True
         elif self.admission.count:
             logger.info("finishing %d answers; press ctrl-c again to stop at once", self.admission.count)

@@ -173,7 +173,7 @@ class ChatService:
         model = self.model_name(request.model)
         self._admit_sequences(request, request_scope)
         processors: Iterator[GrammarProcessor] = iter(())
-        if (schema := request.response_format.required_schema()) is not None:
+        if is_structured := (schema := request.response_format.required_schema()) is not None:
             make = partial(self.captioner.structured_output.make_processors, untrusted=True)
             with refusing(request.schema_field):
                 wanted = schema, request.n_sequences, request.schema_field
@@ -194,7 +194,8 @@ class ChatService:
                     processor = BiasProcessor(request.logit_bias, processor)
                 options = processor, request.top_logprobs, request.client, self.adapters.get(model)
                 sequences.append(SequenceRequest(inputs.input_ids, images, max_tokens, sampling, *options))
-                streamers.append(StopStringStreamer(self.captioner.tokenizer, request.stop, inputs.continued_ids))
+                text_options = self.captioner.tokenizer, request.stop, inputs.continued_ids
+                streamers.append(StopStringStreamer(*text_options, is_structured=is_structured))
         n_slots = await self.decoding_budget.acquire(request.client, len(sequences))
         request_scope.callback(self.decoding_budget.release, request.client, n_slots)
         handle = self.engine.submit(sequences)

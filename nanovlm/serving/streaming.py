@@ -20,12 +20,23 @@ class StopStringStreamer:
     Text that may be the beginning of a stop string is held back until the next tokens decide.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), continued_ids: Sequence[int] = ()):
-        """continued_ids are tokens that the sequence continues: with some tokenizers they decide about a space."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str] = (),
+        continued_ids: Sequence[int] = (),
+        *,
+        is_structured: bool = False,
+    ):
+        """continued_ids are tokens that the sequence continues: with some tokenizers they decide about a space.
+
+        An answer that is_structured is incomplete, with the reason "length", if it ends because it repeats itself.
+        """
         self.decoder, self.stop_strings = StreamingDecoder(tokenizer), [stop for stop in stop_strings if stop]
         self.eos_token_id = tokenizer.eos_token_id
         self.num_tokens = 0
         self.finish_reason: str | None = None
+        self._renamed = {"repetition": "length"} if is_structured else {}
         self._pending = ""  # decoded, but not returned yet
         for token_id in continued_ids:
             self.decoder.add(token_id)
@@ -45,7 +56,7 @@ class StopStringStreamer:
             self.finish_reason = "stop"
             return self._take(end + negative_length)
         if finish_reason:
-            self.finish_reason = finish_reason
+            self.finish_reason = self._renamed.get(finish_reason, finish_reason)
             return self._take(len(self._pending))
         return self._take(len(self._pending) - max(map(self._prefix_length, self.stop_strings), default=0))
 

@@ -264,7 +264,17 @@ def _damage(path: Path) -> Iterator[None]:
 
 
 def restore_model(checkpoint: Checkpoint, model: VisionLanguageModel) -> None:
-    """Load the weights; of a model with adapters only these, if the model is the one that they were trained on."""
+    """Load the weights; of a model with adapters only these, if the model is the one that they were trained on.
+
+    CheckpointError unless the parameters that are trained now are those that were.
+    """
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    stored = {name.rpartition("/")[0] for name in checkpoint.optimizer}
+    for name in sorted(trained ^ stored)[:1]:
+        raise CheckpointError(
+            f"{checkpoint.path} has {'' if name in stored else 'no '}moments of {name}; "
+            "resume with the same parts frozen as before, or train in another folder"
+        )
     if checkpoint.weights is None:
         _restore_shards(checkpoint, model)
     elif adapters(model):
@@ -298,14 +308,11 @@ def _check_base(checkpoint: Checkpoint, ours: Iterable[tuple[str, Tensor]], stor
 def restore_optimizer(
     checkpoint: Checkpoint, model: VisionLanguageModel, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
 ) -> None:
-    """Load the state of optimizer and scaler; CheckpointError unless it is of the parameters that are trained now."""
+    """Load the state of optimizer and scaler; CheckpointError if it is of another optimizer."""
     ours, stored = dict(optimizer_state(model, optimizer)), checkpoint.optimizer
-    if different := sorted(ours.keys() ^ stored.keys()):
-        name = different[0].rpartition("/")[0]
-        raise CheckpointError(
-            f"{checkpoint.path} has {'' if different[0] in stored else 'no '}moments of {name}; "
-            "resume with the same parts frozen and the same optimizer as before, or train in another folder"
-        )
+    if ours.keys() != stored.keys():
+        before = f"{checkpoint.path} was trained with optimizer={checkpoint.settings.get('optimizer')}"
+        raise CheckpointError(f"{before}; resume with the same, or train in another folder")
     if checkpoint.sharded:
         read_shards(checkpoint.path / SHARDS, _optimizer_shards(model, optimizer))
     for name, value in stored.items():

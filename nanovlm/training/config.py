@@ -17,12 +17,15 @@ from nanovlm.errors import InputError
 from nanovlm.options import ReadOptions
 
 BASE_FORMATS = ("bfloat16", "int8", "int4")  # of the frozen weights of a LoRA run, beside float32
+MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
+EPOCHS, MAX_STEPS = 45, 4500  # by default each example is shown 45 times, in at least FINETUNING's steps
+TURNED_OFF_BY = {"validation": 0, "lora_rank": 0, "schedule": "cosine"}  # see `setting`
 
 
 def setting(default: Any, help: str, *, needs: str = "", **options: Any) -> Any:
     """A field with a flag, see `models.config.setting`; a number without a lower bound is at least 0, and finite.
 
-    needs names the condition under which the setting has an effect.
+    needs names another setting, without which or with whose value in TURNED_OFF_BY this one has no effect.
     """
     if isinstance(default, int | float) and not options.keys() & {"minimum", "above"}:
         options["minimum"] = 0
@@ -38,7 +41,12 @@ class TrainConfig:
     An optimizer step learns from batch_size * gradient_accumulation_steps examples on each process.
     """
 
-    max_steps: int = setting(1000, "total number of optimizer steps", minimum=1)
+    max_steps: int = setting(
+        1000,
+        f"total number of optimizer steps; with --data {EPOCHS} epochs by default, but at least the number named here "
+        f"and at most {MAX_STEPS}",
+        minimum=1,
+    )
     batch_size: int = setting(64, "examples per batch", minimum=1)
     gradient_accumulation_steps: int = setting(
         1, "batches per optimizer step, whose gradients are summed; memory is that of one batch", minimum=1
@@ -60,7 +68,10 @@ class TrainConfig:
         needs="data",
     )
     lr: float = setting(
-        1e-3, "peak learning rate; with --data the default is multiplied by 192 / lm_hidden_dim of the model", above=0
+        1e-3,
+        f"peak learning rate; with --data the default, which is {MUON_LR:g} for muon, is multiplied by 192 / "
+        "lm_hidden_dim of the model",
+        above=0,
     )
     vision_lr_scale: float = setting(1.0, "learning rate of the vision encoder as a multiple of lr; 0 freezes it")
     projector_lr_scale: float = setting(1.0, "the same for the modality projector")
@@ -68,9 +79,9 @@ class TrainConfig:
     lora_rank: int = setting(
         0, "train LoRA adapters of this rank instead of the weights; 0 trains the weights", needs="data"
     )
-    lora_alpha: float = setting(16.0, "LoRA: adapters are scaled by lora_alpha / lora_rank", above=0, needs="lora")
+    lora_alpha: float = setting(16.0, "LoRA: adapters are scaled by lora_alpha / lora_rank", above=0, needs="lora_rank")
     train_embeddings: bool = setting(
-        True, "LoRA: also train token embeddings and head in full, needed to learn new tokens", needs="lora"
+        True, "LoRA: also train token embeddings and head in full, needed to learn new tokens", needs="lora_rank"
     )
     schedule: str = setting(
         "wsd",
@@ -79,7 +90,7 @@ class TrainConfig:
     )
     warmup_steps: int = setting(100, "steps over which the learning rate rises linearly")
     decay: float = setting(
-        0.4, "wsd: share of all steps, at the end, over which the learning rate falls to 0", maximum=1, needs="wsd"
+        0.4, "wsd: share of all steps, at the end, over which the learning rate falls to 0", maximum=1, needs="schedule"
     )
     optimizer: str = setting(
         "adamw",
@@ -100,27 +111,27 @@ class TrainConfig:
     keep_checkpoints: int = setting(2, "number of newest checkpoints to keep", minimum=1)
     log_every: int = setting(50, "steps between progress lines", minimum=1)
     keep_best: bool = setting(
-        True, "also keep the checkpoint of the best evaluation, whose model is the final one", needs="held out"
+        True, "also keep the checkpoint of the best evaluation, whose model is the final one", needs="validation"
     )
     metric_for_best_model: str = setting(
         "loss",
         "what makes an evaluation the best: loss, a metric, or auto, the last f1 within a standard error of the best",
         metavar="NAME",
-        needs="held out",
+        needs="validation",
     )
     patience: int = setting(
-        0, "stop after N evaluations in a row without a better one; 0 goes on to the last step", needs="held out"
+        0, "stop after N evaluations in a row without a better one; 0 goes on to the last step", needs="validation"
     )
     validate_every: int = setting(
-        500, "steps between evaluations on held-out examples; 0 is a tenth of all steps", needs="held out"
+        500, "steps between evaluations on held-out examples; 0 is a tenth of all steps", needs="validation"
     )
     validation_batches: int = setting(
-        8, "batches of held-out examples per evaluation of the loss; 0 is all of them", needs="held out"
+        8, "batches of held-out examples per evaluation of the loss; 0 is all of them", needs="validation"
     )
     validation_questions: int = setting(
         32,
         "held-out questions answered and scored at each evaluation, and all by the final model; 0 answers none",
-        needs="held out",
+        needs="validation",
     )
     tensorboard: bool = setting(False, "also write TensorBoard logs (extra: tensorboard)")
     report_to: str = setting(
@@ -226,7 +237,7 @@ class FinetuneOptions:
         "score answers to held-out questions by exact_match, f1, vqa_accuracy, anls, rouge_l, cider, or a "
         "module:function(answer, references) of your own (default: all six)",
         metavar="NAME",
-        needs="held out",
+        needs="validation",
         action="append",
     )
     epochs: float | None = setting(
@@ -240,10 +251,10 @@ class FinetuneOptions:
         "LoRA: store the frozen weights in bfloat16, 8 bits (int8) or 4 bits (int4), which takes less memory; adapters "
         "are merged into the weights as they were before (default: float32)",
         choices=BASE_FORMATS,
-        needs="lora",
+        needs="lora_rank",
     )
     read: ReadOptions = field(default_factory=ReadOptions)
-    evaluation_flags: Sequence[str] = ()  # that were given, and have no effect unless examples are held out
+    evaluation_flags: Sequence[str] = ()  # that were typed, and have no effect unless examples are held out
     run_file: str | None = None  # the text of run.yaml, from which the command line repeats the run
     automatic: Sequence[str] = ()  # settings of TrainConfig that follow from the model and the data, see `choose`
 
@@ -268,8 +279,6 @@ FINETUNING = TrainConfig(
     validate_every=0,
     validation_batches=0,
 )
-MUON_LR = 5e-4  # of fine-tuning by Muon, for the embedded model
-EPOCHS, MAX_STEPS = 45, 4500  # by default each example is shown 45 times, in at least FINETUNING's steps
 AUTOMATIC = ("optimizer", "lr", "max_steps")
 REFERENCE_WIDTH = 192  # lm_hidden_dim of the embedded model, for which the default learning rates were tuned
 ADAPTERS = replace(FINETUNING, lr=3e-3)  # LoRA wants a higher learning rate (Schulman et al. 2025)

@@ -243,10 +243,12 @@ def answer_scorer(
         raise UsageError(f"--metric-for-best-model {cfg.metric_for_best_model} is none of {', '.join(names)}")
     if not cfg.validation_questions:
         return None, 0
-    questions: list[Question] = []
+    by_name: dict[str, list[Question]] = {}  # a small stream shows an example several times
     for position in range(n):
         with suppress(ExampleError):
-            questions += example_questions(held_out.example(position), "held out")
+            example = held_out.example(position)
+            by_name[example.name] = example_questions(example, "held out")
+    questions = [question for asked in by_name.values() for question in asked]
     how = EvaluationOptions(metrics, max_new_tokens=MAX_ANSWER_TOKENS, skip_errors=True, show_progress=False)
 
     def answer(model: VisionLanguageModel, everything: bool) -> Evaluation:

@@ -94,9 +94,9 @@ def test_unusual_image_names_are_opened_and_saved(chat, name):
         ("/image 'x", "No closing quotation"),
         ("/save", "/save needs a name"),
         ("/save good.png", "good.png exists already"),
-        ("/save no/where.txt", "No such file"),
+        ("/save no/where.txt", "/save no/where.txt: No such file or directory\n"),
         ("ξ" * 1100, "reset the chat"),
-        ("a\udcff", "not valid Unicode text"),
+        ("I a\udcff?", r"'a\udcff?' is not valid Unicode text"),
     ],
 )
 def test_failed_line_is_one_error_line_and_the_chat_continues(chat, lines, words):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from nanovlm.training.config import EPOCHS, MAX_STEPS, MUON_LR
 from support.cli import assert_usage_error, flag_names
 
 pytestmark = pytest.mark.usefixtures("workdir")
@@ -33,3 +34,4 @@ def test_required_flags(train, argv):
 def test_help_lists_every_flag(train):
     code, out, _ = train("--help")
     assert code == 0 and all(flags.split()[0] in out for flags in WRONG_TRAIN_FLAGS)
+    assert all(f" {default:g}" in out for default in (MUON_LR, EPOCHS, MAX_STEPS)), "what --data chooses among"

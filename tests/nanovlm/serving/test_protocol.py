@@ -132,6 +132,12 @@ def test_error_of_a_response_names_its_fields(served):
         assert (error["param"], error["code"]) == ("input", code) and "messages" not in error["message"]
 
 
+def test_tools_are_ignored_if_none_may_be_called(served):
+    body = {"messages": user_message("?"), "input": "?", "tools": [{"type": "function"}], "tool_choice": "none"}
+    for path in ("chat/completions", "responses"):
+        assert served.post(body | {"max_tokens": 1, "max_output_tokens": 1}, f"/v1/{path}").status_code == 200
+
+
 def test_body_that_is_too_long_gets_413(embedded):
     with RunningServer(embedded, Limits(max_body=50_000)) as server:
         for body in (b"x" * 100_000, {"messages": user_message("?" * 60_000)}):

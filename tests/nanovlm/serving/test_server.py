@@ -101,6 +101,7 @@ def test_second_signal_stops_at_once_and_so_does_the_first_one_of_an_idle_server
             until(lambda: http.get(f"{url}/health").status_code == 503)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
+        assert process.stderr.read().count("\n") == busy, "no traceback"
 
 
 def test_loopback_names_and_further_ones_are_served():
@@ -119,3 +120,9 @@ def test_port_in_use_is_one_sentence():
         pytest.raises(UsageError, match="in use; --port 0 takes any free port$"),
     ):
         listen(ServerOptions(port=listening_socket.getsockname()[1]))
+
+
+@pytest.mark.parametrize("host", ["host.invalid", "192.0.2.1", "\udcff"])
+def test_a_host_that_is_not_this_machine_is_one_sentence(host):
+    with pytest.raises(UsageError, match="^--host .*; name an address of this machine$"):
+        listen(ServerOptions(host=host, api_key="x"))

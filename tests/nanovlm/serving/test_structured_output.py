@@ -41,6 +41,13 @@ def test_answer_follows_the_schema(served, options):
     assert len({choice["message"]["content"] for choice in response["choices"]}) == options.get("n", 1)
 
 
+def test_an_answer_that_repeats_itself_is_incomplete(served):
+    words = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "^a{99}$"}}}
+    body = ASKED | {"response_format": words, "repetition_detection": {"max_pattern_size": 3, "min_count": 4}}
+    choice = served.post(body).json()["choices"][0]
+    assert choice["message"]["content"] == '"aaaa' and choice["finish_reason"] == "length"
+
+
 def test_json_object_is_an_object(served):
     body = ASKED | {"response_format": {"type": "json_object"}, "max_tokens": 400, "temperature": 2.0, "seed": 4}
     choice = served.post(body).json()["choices"][0]

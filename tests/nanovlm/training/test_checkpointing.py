@@ -372,15 +372,20 @@ def test_a_folder_of_another_model_is_refused_and_left_alone(tiny_model, make_ba
     assert tensors(tmp_path) == before
 
 
-def test_a_run_cannot_be_resumed_with_other_parts_frozen(learn, tmp_path):
-    learn(tmp_path, replace(CFG, vision_lr_scale=0.0, max_steps=3))
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_run_cannot_be_resumed_with_other_parts_frozen(learn, tmp_path, rank):
+    cfg = replace(CFG, lora_rank=rank)
+    learn(tmp_path, replace(cfg, vision_lr_scale=0.0, max_steps=3))
     before = tensors(tmp_path)
     with pytest.raises(CheckpointError, match="no moments of vision_encoder.*resume with the same parts frozen"):
-        learn(tmp_path)
+        learn(tmp_path, cfg)
     with pytest.raises(CheckpointError, match="has moments of MP.*resume with the same parts frozen"):
-        learn(tmp_path, replace(CFG, vision_lr_scale=0.0, projector_lr_scale=0.0))
-    with pytest.raises(CheckpointError, match="lora_rank=0; resume with the same"):
-        learn(tmp_path, replace(CFG, lora_rank=2))
+        learn(tmp_path, replace(cfg, vision_lr_scale=0.0, projector_lr_scale=0.0))
+    with pytest.raises(CheckpointError, match=f"lora_rank={rank}; resume with the same"):
+        learn(tmp_path, replace(cfg, lora_rank=2 - rank))
+    if not rank:
+        with pytest.raises(CheckpointError, match="was trained with optimizer=adamw; resume with the same"):
+            learn(tmp_path, replace(cfg, vision_lr_scale=0.0, optimizer="muon"))
     assert tensors(tmp_path) == before
 
 

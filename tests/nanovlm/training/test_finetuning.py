@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +91,16 @@ def test_each_held_out_example_is_asked_once_whatever_the_shares():
     assert len(set(asked)) == len(asked) == sum(map(len, held_out)) >= 6
 
 
+def test_each_held_out_example_of_a_stream_is_asked_once():
+    scenes(12)
+    with tarfile.open("mine.tar", "w") as tar:
+        tar.add("mine", "")
+    address = Path("mine.tar").resolve().as_uri()
+    model, task, cfg = prepared("--data", address, "--stream", "--validation", 0.5, "--out", "out")
+    names = [answer.question.name for answer in task.answer_questions(model, True).answers]
+    assert 1 < len(names) == len(set(names)) == cfg.validation_questions < 12
+
+
 @pytest.mark.full
 def test_a_few_steps_teach_the_embedded_model_a_caption(train):
     """30 steps on one caption are enough for the model to generate it for any image."""
@@ -120,6 +131,7 @@ def test_a_few_steps_teach_the_embedded_model_a_caption(train):
 def test_a_dry_run_prints_an_estimate_and_writes_nothing(train):
     scenes(4)
     flags = ["--batch-size", "2", "--num-workers", "0", "--optimizer", "adamw"]
+    flags += ["--image-cache-dir", "cache", "--vision-lr-scale", "0", "--augment", "0"]
     code, out, err = train("--data", "mine", "--dry-run", *flags)
     assert code == 0 and "850 steps, 425 epochs" in err
     assert all(text in out for text in ("parameters", "peak memory ", "minutes for 850 steps"))
@@ -200,6 +212,10 @@ def test_every_run_writes_the_file_that_repeats_it(train):
     assert Path("again/model.safetensors").read_bytes() == Path("out/model.safetensors").read_bytes()
     code, _, err = train("--config", "out/run.yaml", "--out", "third", "--max-steps", "1", "--data", "mine")
     assert code == 0 and "step 1/1" in err and "scenes" not in err
+    Path("run.yaml").write_text(Path("out/run.yaml").read_text().replace("validation: 1.0\n", ""))
+    few = ["--config", "run.yaml", "--out", "few", "--max-steps", "1", "--data", "mine"]
+    assert train(*few)[0] == 0, "a file's flags of evaluation are dropped where nothing is held out"
+    assert_usage_error(train(*few, "--patience", "1"), "--patience has no effect without", program="train.py")
     for text, words in (("max_steps: x", "run.yaml"), ("color: red", "--color"), ("- 1", "list"), ("a: [", "read")):
         Path("run.yaml").write_text(text)
         assert_usage_error(train("--config", "run.yaml"), "run.yaml", words, program="train.py")
