@@ -56,19 +56,6 @@ def rewrite(folder):
     return change
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_round_trip_is_bit_exact(tmp_path, tiny_model, tied, dtype):
-    model = tiny_model(lm_tie_weights=tied).to(dtype)
-    save_checkpoint(tmp_path / "a" / "b", model, TOKENIZER)
-    again = read(tmp_path / "a" / "b", dtype)
-    assert same(bits(again), bits(model)) and again.cfg == model.cfg and not again.training
-    assert (again.decoder.head.weight is again.decoder.token_embedding.weight) == tied
-    assert torch.equal(again.decoder.head.weight, again.decoder.token_embedding.weight) == tied
-    assert all(parameter.requires_grad for parameter in again.parameters())
-    assert (tmp_path / "a" / "b" / "tokenizer.json").read_text(encoding="utf-8") == TOKENIZER
-
-
 def test_half_precision_files_load_as_float32(tmp_path, tiny_model):
     model = tiny_model()
     save_checkpoint(tmp_path / "half", model, TOKENIZER, torch.float16)
@@ -79,42 +66,40 @@ def test_half_precision_files_load_as_float32(tmp_path, tiny_model):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stock_nanovlm_loads_written_checkpoints(tmp_path, tiny_model, tied, dtype):
+def test_a_written_checkpoint_is_read_bit_for_bit_here_and_by_stock_nanovlm(tmp_path, tiny_model, tied, dtype):
     model = tiny_model(lm_tie_weights=tied, lm_re_base=100000, lm_hidden_dim=48).to(dtype)
-    save_checkpoint(tmp_path / "model", model, TOKENIZER)
-    path = tmp_path / "model" / "model.safetensors"
-    with safe_open(path, "pt") as file:
+    save_checkpoint(folder := tmp_path / "a" / "b", model, TOKENIZER)
+    again = read(folder, dtype)
+    assert same(bits(again), bits(model)) and again.cfg == model.cfg and not again.training
+    assert (again.decoder.head.weight is again.decoder.token_embedding.weight) == tied
+    assert torch.equal(again.decoder.head.weight, again.decoder.token_embedding.weight) == tied
+    assert all(parameter.requires_grad for parameter in again.parameters())
+    assert (folder / "tokenizer.json").read_text(encoding="utf-8") == TOKENIZER
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
         names, metadata, inv_freq = set(file.keys()), file.metadata(), file.get_tensor(INV_FREQ)
     assert names == (stock_shapes(model.cfg).keys() | {INV_FREQ}) - ({EMBEDDING} if tied else set())
     assert metadata == {"format": "pt"}
     assert inv_freq.dtype == torch.float32
     assert all(math.isclose(f, 100000 ** (-2 * i / 8), rel_tol=1e-6) for i, f in enumerate(inv_freq.tolist()))
-
     stock = stock_model(model.cfg)
-    assert load_strictly(stock, path, strict=True) == (set(), [])
+    assert load_strictly(stock, folder / "model.safetensors", strict=True) == (set(), [])
     loaded = {name: tensor.to(dtype) for name, tensor in stock.state_dict().items() if name != INV_FREQ}
     assert same(loaded, bits(model))
 
 
-def test_either_name_of_a_tied_pair_will_do_and_both_if_they_agree(folder, rewrite):
+def test_either_name_of_a_tied_pair_will_do_and_both_if_they_agree_and_inv_freq_is_not_needed(folder, rewrite):
     expected = bits(read(folder))
     head = rewrite()[HEAD]
-    rewrite(**{EMBEDDING: head})
-    assert same(bits(read(folder)), expected)
-    rewrite(drop=[HEAD])
-    assert same(bits(read(folder)), expected)
+    for drop, add in (([], {EMBEDDING: head}), ([HEAD], {}), ([INV_FREQ], {})):
+        rewrite(drop, **add)
+        assert same(bits(read(folder)), expected)
     rewrite(**{HEAD: head + 1})
     with pytest.raises(CheckpointError, match=f"config.json ties {EMBEDDING} and {HEAD}, but they differ"):
         read(folder)
     rewrite(drop=[HEAD, EMBEDDING])
     with pytest.raises(CheckpointError, match=f"lacks 1 tensors .* {HEAD}"):
         read(folder)
-
-
-def test_a_file_need_not_hold_inv_freq(folder, rewrite):
-    expected = bits(read(folder))
-    rewrite(drop=[INV_FREQ])
-    assert same(bits(read(folder)), expected)
 
 
 def test_mismatched_tensors_are_named_with_both_shapes(folder, rewrite):
@@ -252,7 +237,6 @@ def truncated(n):
         (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{}"), "config.json cannot be read"),
         (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json cannot be read"),
         (with_config(lambda raw: [raw]), "holds list, not an object"),
-        (with_config(lambda raw: raw | {"lm_n_heads": "6"}), "lm_n_heads='6' is not of type int"),
         (with_config(lambda raw: raw | {"lm_re_base": 10**400}), "config.json: "),
         (with_config(lambda raw: raw | {"vlm_extra_tokens": 5}), "vlm_extra_tokens=5"),
         (with_config(lambda raw: raw | {"lm_n_heads": 5}), "lm_hidden_dim=24 is not a multiple of lm_n_heads=5"),

@@ -12,7 +12,6 @@ import tokenizers
 import torch
 from huggingface_hub import HfApi
 from safetensors.torch import load_file
-from safetensors.torch import load_model as load_strictly
 
 import models
 from models.checkpoint import load_config
@@ -22,7 +21,6 @@ from models.vision_language_model import VisionLanguageModel
 from nanovlm import EMBEDDED
 from nanovlm.processing.tokenizer import Tokenizer
 from support import ROOT
-from support.checkpoints import stock_model
 
 
 def test_models_exports_its_classes_on_first_use():
@@ -55,9 +53,7 @@ def test_a_saved_model_is_loaded_bit_for_bit(tmp_path, dtype):
     assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted)
     names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in (tmp_path / "mine").iterdir()} == names
-    read = (tmp_path / "mine" / "tokenizer.json").read_text(encoding="utf-8")
-    assert read == (EMBEDDED / "tokenizer.json").read_text(encoding="utf-8")
-    assert load_strictly(stock_model(model.cfg), tmp_path / "mine" / "model.safetensors", strict=True) == (set(), [])
+    assert (tmp_path / "mine" / "tokenizer.json").read_bytes() == (EMBEDDED / "tokenizer.json").read_bytes()
 
 
 def test_a_model_without_a_tokenizer_is_saved_without_one(tmp_path, tiny_model):
