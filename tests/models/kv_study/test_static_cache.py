@@ -93,29 +93,26 @@ def test_chunked_prefill_matches_a_single_pass(language_model, steps):
 
 
 @pytest.mark.full
-def test_graphs_do_not_branch_on_data_and_write_the_cache_in_place(programs, text_decoder):
-    for program in (*programs.values(), *text_decoder[1].values()):
+def test_graphs_do_not_branch_on_data_and_write_the_cache_in_place(programs, text_programs):
+    for program in (*programs.values(), *text_programs.values()):
         assert not data_dependent_calls(program)
     assert all(any("index_copy_" in target for target in targets(program)) for program in programs.values())
 
 
 @pytest.fixture(scope="module")
-def text_decoder(encoder_decoder):
-    """The encoder-decoder's decoder, its exported programs, and the same programs after saving and loading."""
-    programs = export_text_decoder(encoder_decoder.decoder, CAPACITY)
-    return encoder_decoder.decoder, programs, save_and_load(programs)
+def text_programs(encoder_decoder):
+    return export_text_decoder(encoder_decoder.decoder, CAPACITY)
 
 
 @pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize(("batch", "patches"), [(1, 16), (2, 1), (5, 100)])
-def test_exported_text_decoder_generates_the_same_ids(text_decoder, batch, patches):
+def test_exported_text_decoder_generates_the_same_ids(encoder_decoder, text_programs, batch, patches):
     """One set of graphs for every batch size and number of patches; the keys and values of the images come from one."""
-    decoder, _, module = text_decoder
-    xa, ids = torch.randn(batch, patches, 24), torch.randint(0, 40, (batch, 4))
+    decoder, module = encoder_decoder.decoder, save_and_load(text_programs)
+    xa, whole = torch.randn(batch, patches, 24), torch.randint(0, 40, (batch, 4))
     cache, cross_kv = text_decoder_cache(decoder, batch, CAPACITY), module["cross"](xa)
-    output = generate(lambda name, ids, start: module[name](ids, start, cross_kv, cache), ids, 10)
-    whole = ids
+    output = generate(lambda name, ids, start: module[name](ids, start, cross_kv, cache), whole, 10)
     for _ in range(10):
         whole = torch.cat([whole, decoder(whole, xa)[:, -1:].argmax(-1)], 1)
     assert torch.equal(output, whole[:, 4:])
