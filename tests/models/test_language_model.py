@@ -60,37 +60,28 @@ def test_logits_match_transformers_llama(tiny_decoder, n_heads, n_kv_heads, tied
 @torch.no_grad()
 def test_a_none_per_block_is_an_empty_cache(tiny_decoder):
     decoder, ids = tiny_decoder(), words(2, 9)
-    n_blocks = len(decoder.blocks)
     expected, expected_cache = decoder(ids)
-    for kv_cache in (None, [None] * n_blocks):
+    for kv_cache in (None, [None] * len(decoder.blocks)):
         _, cache = decoder(ids[:, :6], kv_cache=kv_cache)
         y, cache = decoder(ids[:, 6:], kv_cache=cache, start_pos=6)
         torch.testing.assert_close(y, expected[:, 6:], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(cache[-1].key, expected_cache[-1].key, atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match=f"kv_cache has {n_blocks + 1} blocks, but the model {n_blocks}"):
-        decoder(ids, kv_cache=[None] * (n_blocks + 1))
-    with pytest.raises(ValueError, match=r"different numbers of tokens: \[0, 9\]"):
-        decoder(ids, kv_cache=[None, *expected_cache[1:]])
 
 
-def test_a_wrong_start_is_refused(tiny_decoder):
+def test_a_cache_or_start_that_does_not_fit_is_refused(tiny_decoder):
     decoder = tiny_decoder()
-    _, cache = decoder(words(1, 5))
-    with pytest.raises(ValueError, match="start_pos=4, .* 5 tokens"):
-        decoder(words(1, 1), None, cache, 4)
-    with pytest.raises(ValueError, match="start_pos=2, .* 0 tokens"):
-        decoder(words(1, 1), start_pos=2)
-    with pytest.raises(ValueError, match="covers 5 tokens, not 5 cached \\+ 1 new"):
-        decoder(words(1, 1), torch.ones(1, 5), cache, 5)
-
-
-def test_positions_beyond_the_limit_are_refused(tiny_decoder):
-    decoder = tiny_decoder()
-    _, cache = decoder(words(1, 64))
-    with pytest.raises(ValueError, match="65 tokens exceed lm_max_position_embeddings=64"):
-        decoder(words(1, 65))
-    with pytest.raises(ValueError, match="65 tokens exceed lm_max_position_embeddings=64"):
-        decoder(words(1, 1), None, cache, 64)
+    (_, five), (_, full) = decoder(words(1, 5)), decoder(words(1, 64))
+    for n, mask, kv_cache, start, message in (
+        (1, None, five, 4, "start_pos=4, .* 5 tokens"),
+        (1, None, None, 2, "start_pos=2, .* 0 tokens"),
+        (1, torch.ones(1, 5), five, 5, "covers 5 tokens, not 5 cached \\+ 1 new"),
+        (65, None, None, 0, "65 tokens exceed lm_max_position_embeddings=64"),
+        (1, None, full, 64, "65 tokens exceed lm_max_position_embeddings=64"),
+        (1, None, [None] * 3, 0, "kv_cache has 3 blocks, but the model 2"),
+        (1, None, [None, *five[1:]], 0, r"different numbers of tokens: \[0, 5\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoder(words(1, n), mask, kv_cache, start)
 
 
 @torch.no_grad()
