@@ -83,8 +83,6 @@ def test_models_that_compute_different_logits_are_not_compared(tmp_path, capsys,
         gpt_kv.lm_head.weight = torch.nn.Parameter(-gpt.lm_head.weight)
         return gpt, gpt_kv
 
-    with pytest.raises(MismatchError):
-        time_steps(*make_different_models("gpt-nano", CPU, 40), torch.tensor([[1, 2, 3]]), 1)
     monkeypatch.setattr(benchmark, "make_models", make_different_models)
     assert main([*TINY, "--out", str(tmp_path / "results.txt")]) == 1
     out, err = capsys.readouterr()
