@@ -13,7 +13,6 @@ import random
 import shutil
 import struct
 import sys
-import tarfile
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -112,13 +111,10 @@ def data_file(name: str, *seeds: bytes) -> Callable[[Path], Target]:
 
 
 def tar(folder: Path) -> Target:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for name, content in (("a.png", image_file()), ("a.txt", b"A."), ("b.json", b'{"text": "B."}')):
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return data_file("data.tar", file.getvalue())(folder)
+    from support.data import write_tar
+
+    write_tar(folder / "seed.tar", {"a.png": image_file(), "a.txt": b"A.", "b.json": b'{"text": "B."}'})
+    return data_file("data.tar", (folder / "seed.tar").read_bytes())(folder)
 
 
 def requests(folder: Path) -> Target:
