@@ -41,7 +41,6 @@ def test_the_table_has_exactly_its_form_and_speedups_are_ratios(tmp_path, capsys
 
 
 def test_all_parameters_are_counted_the_output_head_included(tmp_path, capsys):
-    """And both models share them."""
     gpt, gpt_kv = make_models("gpt-nano", CPU, vocab_size=1000)
     assert all(p.data_ptr() == q.data_ptr() for p, q in zip(gpt.parameters(), gpt_kv.parameters()))
     flags = ["--sizes", "gpt-nano", "--contexts", "3", "--rounds", "1", "--vocabulary", "5000"]

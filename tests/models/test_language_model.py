@@ -16,7 +16,6 @@ transformers = Package("transformers")
 
 
 def llama(decoder):
-    """transformers' Llama with the same sizes and weights."""
     config = smolvlm_config(decoder.cfg, image_token_id=3, eos_token_id=2)["text_config"]
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
     state = SmolVLM.to_stored({f"decoder.{name}": weight for name, weight in decoder.state_dict().items()})

@@ -29,7 +29,6 @@ def make_pair(seed=0, **changes):
 
 
 def read(gpt_kv, idx):
-    """The cache after reading idx."""
     return gpt_kv(idx, kv_cache=[None] * gpt_kv.n_layer)[2]
 
 
@@ -45,7 +44,6 @@ def assert_close(a, b):
 
 
 def random_pair(rng):
-    """A pair of random sizes."""
     n_head = rng.randint(1, 3)
     sizes = {"n_layer": rng.randint(1, 3), "n_head": n_head, "n_embd": n_head * rng.randint(1, 4)}
     return make_pair(rng.randint(0, 9), block_size=rng.randint(1, 12), **sizes)
@@ -135,7 +133,6 @@ def test_one_prefill_can_be_continued_twice():
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_tree_of_forked_caches_matches_plain_concatenation(mode, seed):
-    """Covers forks, forks of forks, and chains that grow after they were forked."""
     rng = random.Random(seed)
     with mode():
         k, v = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
@@ -268,7 +265,6 @@ def gpt2(tmp_path_factory):
 
 
 def modified_copy(folder, new, change=lambda tensors: tensors, **settings):
-    """Copy a GPT-2 folder with changed tensors or settings."""
     new.mkdir(exist_ok=True)
     config = json.loads((folder / "config.json").read_text()) | settings
     (new / "config.json").write_text(json.dumps(config))

@@ -1,6 +1,7 @@
 """Consumers of the ONNX graphs: onnxruntime and OpenVINO, and greedy generation with either."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,9 @@ NAMES = (VISION_ENCODER, EMBED_TOKENS, DECODER)
 def onnxruntime_graphs(folder: Path, suffix: str = "") -> dict[str, Graph]:
     import onnxruntime
 
-    def load(name: str) -> Graph:
-        session = onnxruntime.InferenceSession(folder / f"{name}{suffix}.onnx", providers=["CPUExecutionProvider"])
-        return lambda inputs: session.run(None, inputs)
-
-    return {name: load(name) for name in NAMES}
+    paths = {name: folder / f"{name}{suffix}.onnx" for name in NAMES}
+    options = {"providers": ["CPUExecutionProvider"]}
+    return {name: partial(onnxruntime.InferenceSession(paths[name], **options).run, None) for name in NAMES}
 
 
 def openvino_graphs(folder: Path, suffix: str = "") -> dict[str, Graph]:

@@ -125,7 +125,6 @@ class PlainClient:
 
 
 def stream_events(url, body):
-    """The events of a streamed response."""
     with http.stream("POST", url, json=body) as response:
         assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
         for line in response.iter_lines():
@@ -138,7 +137,6 @@ def body_of(body):
 
 
 def until(condition, seconds=30):
-    """Wait until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

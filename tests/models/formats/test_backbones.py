@@ -69,7 +69,6 @@ def rename(folder: Path, prefix: str, drop: str = "", skip: str = "", **add) -> 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> tuple[Path, Path]:
-    """A SigLIP and a Llama on disk."""
     folder = tmp_path_factory.mktemp("backbones")
     siglip().save_pretrained(folder / "siglip")
     llama().save_pretrained(folder / "llama")

@@ -50,7 +50,6 @@ def listen(batch, generated):
 
 
 def random_arrivals(rng):
-    """Prompts, each with the step before which it is added."""
 
     def row():
         text = "".join(rng.choices("ttti", k=rng.randint(1, 10)))

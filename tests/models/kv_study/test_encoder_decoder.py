@@ -137,7 +137,6 @@ def test_hook_cache_projects_an_image_once(encoder_decoder):
 @torch.no_grad()
 @pytest.mark.parametrize("design", ["hooks", "explicit"])
 def test_reordered_beams_match_a_fresh_prefill(encoder_decoder, design):
-    """The keys and values of the image are shared, not copied."""
     decoder, xa = encoder_decoder.decoder, encoder_decoder.encode(torch.rand(1, 3, 16, 16))
     ids, order = torch.randint(0, 40, (3, 6)), torch.tensor([2, 0, 0])
     new = torch.randint(0, 40, (3, 1))

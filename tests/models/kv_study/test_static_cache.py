@@ -14,7 +14,6 @@ CAPACITY = 24
 
 
 def save_and_load(programs):
-    """Serialize and deserialize programs, as another process would load them."""
     modules = {}
     for name, program in programs.items():
         torch.export.save(program, file := io.BytesIO())
@@ -32,7 +31,6 @@ def generate(run, prompt, max_new_tokens, sampling=GREEDY):
 
 
 def targets(program):
-    """Names of the functions that the graph calls."""
     return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
 
 

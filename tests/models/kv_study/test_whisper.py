@@ -43,7 +43,6 @@ def test_a_checkpoint_is_read_and_its_cache_changes_nothing(checkpoint):
 @pytest.mark.full
 @pytest.mark.parametrize("n_mels", [80, 128])
 def test_log_mel_matches_openai_whisper(whisper, n_mels):
-    """The filters are computed here and read from a file there."""
     torch.testing.assert_close(mel_filters(n_mels), whisper.audio.mel_filters("cpu", n_mels), atol=1e-8, rtol=1e-5)
     for row in (*AUDIO, torch.zeros(1600), torch.sin(torch.arange(16_000) / 5)):
         torch.testing.assert_close(log_mel(row, n_mels), whisper.log_mel_spectrogram(row, n_mels), atol=1e-5, rtol=1e-5)
