@@ -51,7 +51,6 @@ def whisper_decoder():
 
 
 @pytest.mark.full
-@torch.no_grad()
 def test_logits_and_caches_match_openai_whisper(whisper_decoder):
     """Our decoder, and token by token: the package's cache, and our hooks on its decoder and on ours."""
     from whisper.model import Whisper
@@ -79,14 +78,13 @@ def test_chunked_prefill_matches_a_single_pass(seed):
     torch.manual_seed(seed)
     decoder = randomize(TextDecoder(20, 8, 8 * n_head, n_head, n_layer)).eval()
     ids, xa = torch.randint(20, (n_images * beams, length)), torch.randn(n_images, 5, 8 * n_head)
-    with torch.no_grad():
-        whole = decoder(ids, xa.repeat_interleave(beams, 0))
-        state, pieces = TextPrefillState(decoder.project_cross_kv(xa)), []
-        for start, stop in pairwise([0, *cuts, length]):
-            x, state = decoder.forward_cached(ids[:, start:stop], state)
-            pieces.append(decoder.logits(x))
-        torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(chunked_logits(decoder, ids, xa, cuts)[0], whole, atol=1e-4, rtol=1e-4)
+    whole = decoder(ids, xa.repeat_interleave(beams, 0))
+    state, pieces = TextPrefillState(decoder.project_cross_kv(xa)), []
+    for start, stop in pairwise([0, *cuts, length]):
+        x, state = decoder.forward_cached(ids[:, start:stop], state)
+        pieces.append(decoder.logits(x))
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(chunked_logits(decoder, ids, xa, cuts)[0], whole, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +122,6 @@ def test_an_image_is_projected_once_for_any_number_of_tokens_and_samples(encoder
         assert n == (2 * 16 if attn == "cross_attn" else 2 * 4 + 2 * n_samples * 9)
 
 
-@torch.no_grad()
 def test_hook_cache_projects_an_image_once(encoder_decoder):
     xa, ids = encoder_decoder.encode(torch.rand(1, 3, 16, 16)), torch.randint(0, 40, (3, 8))
     with projected_rows(encoder_decoder.decoder) as rows:
@@ -134,7 +131,6 @@ def test_hook_cache_projects_an_image_once(encoder_decoder):
     assert cache.length == 8
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("design", ["hooks", "explicit"])
 def test_reordered_beams_match_a_fresh_prefill(encoder_decoder, design):
     decoder, xa = encoder_decoder.decoder, encoder_decoder.encode(torch.rand(1, 3, 16, 16))
@@ -159,7 +155,6 @@ def count_hooks(module):
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
 
 
-@torch.no_grad()
 def test_hooks_are_removed_after_an_error_and_the_past_is_unchanged(encoder_decoder):
     decoder, xa = encoder_decoder.decoder, encoder_decoder.encode(torch.rand(1, 3, 16, 16))
     ids = torch.randint(0, 40, (1, 6))
@@ -178,7 +173,6 @@ def test_hooks_are_removed_after_an_error_and_the_past_is_unchanged(encoder_deco
     assert (extended.length, past.length) == (6, 5)
 
 
-@torch.no_grad()
 def test_the_hook_cache_derives_start_pos_and_refuses_another_one(encoder_decoder):
     decoder, xa = encoder_decoder.decoder, encoder_decoder.encode(torch.rand(2, 3, 16, 16))
     ids = torch.randint(0, 40, (2, 7))
@@ -197,7 +191,6 @@ def test_the_hook_cache_derives_start_pos_and_refuses_another_one(encoder_decode
     torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-4, rtol=1e-4)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("inference", [True, False])
 def test_the_hook_cache_refuses_another_image(encoder_decoder, inference):
     """In the same context, in one that continues a past, after `rows`, and after a change in place."""
@@ -223,6 +216,7 @@ def test_the_hook_cache_refuses_another_image(encoder_decoder, inference):
                 decoder(ids[:, :1], xa)
 
 
+@torch.enable_grad()
 def test_what_the_hook_cache_holds_is_detached(encoder_decoder):
     """Gradients of a call are those of its new tokens; the past and the image's keys and values are constants."""
     decoder, xa = encoder_decoder.decoder, torch.randn(1, 5, 24, requires_grad=True)
@@ -236,7 +230,6 @@ def test_what_the_hook_cache_holds_is_detached(encoder_decoder):
     torch.testing.assert_close(expected, decoder(ids, xa)[:, 4:], atol=1e-4, rtol=1e-4)
 
 
-@torch.no_grad()
 def test_a_failed_call_leaves_the_hook_cache_as_it_was(encoder_decoder):
     """The call may be repeated in the same context. Blocks and `forward` called past the decoder's hooks raise."""
     decoder, xa = encoder_decoder.decoder, encoder_decoder.encode(torch.rand(1, 3, 16, 16))
@@ -273,6 +266,7 @@ def test_counts_out_of_range_raise_with_their_numbers(encoder_decoder, use_kv_ca
             encoder_decoder.generate(ids, images, **options, use_kv_cache=use_kv_cache)
 
 
+@torch.enable_grad()
 def test_the_loss_is_the_mean_cross_entropy_of_the_targets_and_trains_every_weight(encoder_decoder):
     model, images, ids = copy.deepcopy(encoder_decoder), torch.rand(2, 3, 16, 16), torch.randint(0, 40, (2, 5))
     targets = ids.roll(-1, 1)

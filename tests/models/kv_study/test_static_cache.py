@@ -22,7 +22,6 @@ def save_and_load(programs):
     return modules
 
 
-@torch.no_grad()
 def generate(run, prompt, max_new_tokens, sampling=GREEDY):
     """Ids (B, max_new_tokens) after a prompt; run(name, x, start) is a program's logits of x at position start."""
     positions, logits = count(prompt.size(1)), run("prefill", prompt, torch.tensor(0))
@@ -72,8 +71,7 @@ def test_language_model_steps_generate_the_same_ids(language_model, steps, sampl
     expected = language_model.generate(ids, images, mask[:, :9], max_new_tokens=12, sampling=sampling)
 
     cache = language_model_cache(language_model.decoder, batch, CAPACITY)
-    with torch.no_grad():
-        x = language_model.embed(ids, images)
+    x = language_model.embed(ids, images)
     for _ in range(2):  # the second run must ignore what the first left in the cache
         output = generate(lambda name, x, start: steps[name](x, mask, start, cache), x, 12, sampling)
         assert torch.equal(output, expected)
@@ -83,11 +81,10 @@ def test_chunked_prefill_matches_a_single_pass(language_model, steps):
     """To 1e-5, for chunks of different lengths."""
     decoder, x = language_model.decoder, torch.randn(2, 11, 24)
     mask, cache = torch.ones(2, CAPACITY, dtype=torch.long), language_model_cache(decoder, 2, CAPACITY)
-    with torch.no_grad():
-        for start, stop in ((0, 4), (4, 6), (6, 11)):
-            logits = steps["prefill"](x[:, start:stop], mask, torch.tensor(start), cache)
-            whole = decoder.head(decoder(x[:, :stop])[0][:, -1])
-            torch.testing.assert_close(logits, whole, atol=1e-5, rtol=1e-5)
+    for start, stop in ((0, 4), (4, 6), (6, 11)):
+        logits = steps["prefill"](x[:, start:stop], mask, torch.tensor(start), cache)
+        whole = decoder.head(decoder(x[:, :stop])[0][:, -1])
+        torch.testing.assert_close(logits, whole, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.full
@@ -103,7 +100,6 @@ def text_programs(encoder_decoder):
 
 
 @pytest.mark.full
-@torch.no_grad()
 @pytest.mark.parametrize(("batch", "patches"), [(1, 16), (2, 1), (5, 100)])
 def test_exported_text_decoder_generates_the_same_ids(encoder_decoder, text_programs, batch, patches):
     """One set of graphs for every batch size and number of patches; the keys and values of the images come from one."""
@@ -117,7 +113,6 @@ def test_exported_text_decoder_generates_the_same_ids(encoder_decoder, text_prog
 
 
 @pytest.mark.full
-@torch.no_grad()
 def test_executorch_runs_the_same_graphs(language_model, programs, tmp_path):
     """Its programs return the caches that ours write in place, and keep the batch size of the export."""
     exir = pytest.importorskip("executorch.exir", reason="no executorch; pip install executorch")

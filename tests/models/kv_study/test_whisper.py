@@ -30,7 +30,6 @@ def whisper():
     return pytest.importorskip("whisper", reason="openai-whisper is in the extra `test-all`")
 
 
-@torch.no_grad()
 def test_a_checkpoint_is_read_and_its_cache_changes_nothing(checkpoint):
     model, prompt = load_whisper(checkpoint), torch.tensor([[1, 2, 3], [1, 2, 4]])
     mel = model.log_mel(AUDIO)
@@ -51,7 +50,6 @@ def test_log_mel_matches_openai_whisper(whisper, n_mels):
 
 
 @pytest.mark.full
-@torch.no_grad()
 def test_a_checkpoint_computes_what_openai_whisper_computes(whisper, checkpoint):
     """From the audio to the logits, also with the hook cache, and to the greedy ids."""
     theirs, model = whisper.load_model(str(checkpoint), device="cpu").eval(), load_whisper(checkpoint)
