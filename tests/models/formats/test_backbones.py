@@ -95,10 +95,14 @@ def assert_says(model, theirs):
     torch.testing.assert_close(logits[..., :40], theirs(ids).logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shards", ["5GB", "4KB"])
-@pytest.mark.parametrize("tied", [True, False])
-def test_both_backbones_compute_as_in_transformers(tmp_path, shards, tied):
-    sees, says = siglip(), llama(tie_word_embeddings=tied)
+@pytest.mark.parametrize(
+    ("sizes", "n_heads", "n_kv_heads"),
+    [((2, 2, 16), 6, 2), ((1, 1, 16), 6, 6), ((4, 3, 32), 6, 1), ((2, 2, 8), 12, 4), ((2, 2, 16), 2, 1)],
+)
+@pytest.mark.parametrize(("tied", "shards"), [(True, "5GB"), (False, "4KB")])
+def test_both_backbones_compute_as_in_transformers(tmp_path, sizes, n_heads, n_kv_heads, tied, shards):
+    sees = siglip(**dict(zip(("num_attention_heads", "num_hidden_layers", "image_size"), sizes)))
+    says = llama(num_attention_heads=n_heads, num_key_value_heads=n_kv_heads, tie_word_embeddings=tied)
     sees.save_pretrained(tmp_path / "siglip", max_shard_size=shards)
     says.save_pretrained(tmp_path / "llama", max_shard_size=shards)
     assert (tmp_path / "llama" / "model.safetensors.index.json").exists() == (shards == "4KB")

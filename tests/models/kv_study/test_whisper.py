@@ -51,7 +51,7 @@ def test_log_mel_matches_openai_whisper(whisper, n_mels):
 
 @pytest.mark.full
 def test_a_checkpoint_computes_what_openai_whisper_computes(whisper, checkpoint):
-    """From the audio to the logits, also with the hook cache, and to the greedy ids."""
+    """From the audio to the logits, also with the hook cache, on either's decoder, and to the greedy ids."""
     theirs, model = whisper.load_model(str(checkpoint), device="cpu").eval(), load_whisper(checkpoint)
     mel = torch.stack([whisper.log_mel_spectrogram(whisper.pad_or_trim(row, 12 * 160)) for row in AUDIO])
     torch.testing.assert_close(model.log_mel(AUDIO), mel, atol=1e-5, rtol=1e-5)
@@ -60,7 +60,10 @@ def test_a_checkpoint_computes_what_openai_whisper_computes(whisper, checkpoint)
     ids = torch.randint(50, (2, 9))
     with install_kv_cache_hooks(model.decoder):
         logits = torch.cat([model.decoder(chunk, xa) for chunk in ids.split([5, 1, 3], 1)], 1)
-    torch.testing.assert_close(logits, theirs.logits(ids, expected), atol=1e-3, rtol=1e-4)
+    with install_kv_cache_hooks(theirs.decoder):  # which reads one token a call after the first
+        cached = torch.cat([theirs.decoder(chunk, expected) for chunk in ids.split([5, 1, 1, 1, 1], 1)], 1)
+    for computed in (logits, cached):
+        torch.testing.assert_close(computed, theirs.logits(ids, expected), atol=1e-3, rtol=1e-4)
     ids = prompt = torch.tensor([[1, 2, 3], [1, 2, 4]])
     for _ in range(10):
         ids = torch.cat([ids, theirs.logits(ids, expected)[:, -1:].argmax(-1)], 1)
