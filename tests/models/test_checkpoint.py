@@ -330,9 +330,8 @@ def test_a_missing_hub_model_raises_in_one_line_offline(tmp_path, monkeypatch):
 def test_a_model_is_saved_in_any_folder_by_one_name_or_another(tiny_model, tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
-    model = tiny_model()
-    model.save_pretrained(folder, tokenizer="{}")
-    assert (Path(folder) / "model.safetensors").is_file()
+    tiny_model().save_pretrained(folder, tokenizer="{}")
+    assert (Path(folder) / "model.safetensors").is_file() and (Path(folder) / "tokenizer.json").read_text() == "{}"
     assert not list(tmp_path.rglob(".*")) and not list(tmp_path.parent.glob(".*.tmp")), "no temporary files are left"
 
 

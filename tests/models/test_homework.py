@@ -95,20 +95,6 @@ def test_without_a_cache_GPT_kv_returns_logits_and_loss_as_GPT(config, idx):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("compute_first", [False, True])
-def test_with_a_cache_GPT_kv_also_returns_the_new_cache(config, idx, compute_first):
-    gpt_kv = randomize(GPT_kv(config)).eval()
-    assert gpt_kv.n_layer == config.n_layer
-    expected, _ = gpt_kv(idx)
-    kv_cache = [None] * gpt_kv.n_layer
-    for t in range(1, idx.size(1) + 1):
-        logits, loss, kv_cache = gpt_kv(idx[:, :t], kv_cache=kv_cache, compute_first=compute_first and t == 1)
-        torch.testing.assert_close(logits, expected[:, t - 1 : t], atol=1e-4, rtol=0)
-        assert loss is None and len(kv_cache) == config.n_layer
-        assert all(len(block) == 2 and block[0].shape == block[1].shape == (2, t, 48) for block in kv_cache)
-
-
-@torch.no_grad()
 def test_compute_first_fills_a_stale_cache_anew(config, idx):
     gpt_kv = randomize(GPT_kv(config)).eval()
     empty = [None] * config.n_layer

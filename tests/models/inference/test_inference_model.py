@@ -63,12 +63,6 @@ def test_batches_padding_and_samples_match(tiny_model):
             assert torch.equal(*both)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_precisions_match(tiny_model, dtype):
-    model = tiny_model().to(dtype)
-    assert_same(InferenceModel(model), copy.deepcopy(model))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantized_logits_are_those_of_the_dequantized_model(tiny_model, dtype, quantize):
@@ -231,7 +225,8 @@ def replace_module(model, folder):
 
 CHANGES = [
     load_adapters, load_in_place, load_with_assign, edit_attention, edit_vision, edit_norm, replace_parameter,
-    replace_module, lambda m, _: m.bfloat16(), lambda m, _: m.double(), lambda m, _: m.bfloat16().float(),
+    replace_module, lambda m, _: m.bfloat16(), lambda m, _: m.half(), lambda m, _: m.double(),
+    lambda m, _: m.bfloat16().float(),
 ]  # fmt: skip
 
 
@@ -250,7 +245,7 @@ def test_results_follow_the_weights(tiny_model, tmp_path, change, quantize):
     assert torch.equal(logits_of(inference), logits_of(fresh))
     if quantize is None:
         assert_same(inference, copy.deepcopy(model))
-    if model.dtype != torch.float64 and change not in CHANGES[-3:]:  # which only round
+    if model.dtype != torch.float64 and change not in CHANGES[-4:]:  # which only round
         assert not torch.allclose(logits_of(inference), before, atol=1e-3)
 
 
