@@ -23,13 +23,9 @@ def onnxruntime_graphs(folder: Path, suffix: str = "") -> dict[str, Graph]:
 def openvino_graphs(folder: Path, suffix: str = "") -> dict[str, Graph]:
     import openvino
 
-    core = openvino.Core()
-
-    def load(name: str) -> Graph:
-        compiled = core.compile_model(folder / f"{name}{suffix}.onnx", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-        return lambda inputs: list(compiled(inputs).values())
-
-    return {name: load(name) for name in NAMES}
+    core, hints = openvino.Core(), {"INFERENCE_PRECISION_HINT": "f32"}
+    compiled = {name: core.compile_model(folder / f"{name}{suffix}.onnx", "CPU", hints) for name in NAMES}
+    return {name: lambda inputs, model=model: list(model(inputs).values()) for name, model in compiled.items()}
 
 
 def image_inputs(images: np.ndarray, rows: list[int]) -> dict[str, np.ndarray]:

@@ -71,7 +71,8 @@ class RunningServer:
         return self.service.admission.count == batch.running == batch.waiting == 0
 
     def post(self, body, path="/v1/chat/completions", **options):
-        return http.post(self.url + path, **body_of(body), **options)
+        body = {"content": body} if isinstance(body, (bytes, str)) else {"json": body}
+        return http.post(self.url + path, **body, **options)
 
     def client(self):
         return PlainClient(self.url)
@@ -130,10 +131,6 @@ def stream_events(url, body):
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 yield json.loads(line.removeprefix("data: "), object_hook=Record)
-
-
-def body_of(body):
-    return {"content": body} if isinstance(body, (bytes, str)) else {"json": body}
 
 
 def until(condition, seconds=30):
