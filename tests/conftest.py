@@ -98,7 +98,6 @@ class FakeHub(dict):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A Hub to fill with folders."""
     hub = FakeHub()
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub.download)
     return hub
@@ -118,7 +117,6 @@ def silent_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def model_folder(model_and_processor, tmp_path_factory):
-    """The checkpoint folder of `model_and_processor`."""
     from models.checkpoint import save_checkpoint
 
     model, processor = model_and_processor

@@ -13,7 +13,6 @@ import random
 import shutil
 import struct
 import sys
-import tarfile
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -37,43 +36,30 @@ def image_file(size: tuple[int, int] = (9, 7), format: str = "png") -> bytes:
     return file.getvalue()
 
 
-def linked_model(folder: Path, name: str) -> bytes:
-    """Fill folder with links to the files of the embedded model, but one; the content of that one."""
-    from nanovlm import EMBEDDED
-
-    for path in EMBEDDED.iterdir():
-        if path.name != name:
-            (folder / path.name).symlink_to(path)
-    return (EMBEDDED / name).read_bytes()
-
-
 def model_file(name: str) -> Callable[[Path], Target]:
-    """A file of a nanoVLM model's folder, with which the model is then loaded."""
+    """A file of the embedded model, in a folder with links to the others, from which the model is then loaded."""
 
     def target(folder: Path) -> Target:
-        from nanovlm import Captioner
+        from nanovlm import EMBEDDED, Captioner
+
+        for path in EMBEDDED.iterdir():
+            if path.name != name:
+                (folder / path.name).symlink_to(path)
 
         def check(data: bytes) -> None:
             (folder / name).write_bytes(data)
             Captioner.from_pretrained(folder, "cpu", "float32")
 
-        return [linked_model(folder, name)], check
+        return [(EMBEDDED / name).read_bytes()], check
 
     return target
 
 
 def header(folder: Path) -> Target:
     """The header of model.safetensors, before few weights."""
-    from nanovlm import Captioner
-
-    content = linked_model(folder, "model.safetensors")
+    (content,), check = model_file("model.safetensors")(folder)
     n = 8 + struct.unpack("<Q", content[:8])[0]
-
-    def check(data: bytes) -> None:
-        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(data)) + data + content[n:])
-        Captioner.from_pretrained(folder, "cpu", "float32")
-
-    return [content[8:n]], check
+    return [content[8:n]], lambda data: check(struct.pack("<Q", len(data)) + data + content[n:])
 
 
 def template(folder: Path) -> Target:
@@ -112,13 +98,10 @@ def data_file(name: str, *seeds: bytes) -> Callable[[Path], Target]:
 
 
 def tar(folder: Path) -> Target:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for name, content in (("a.png", image_file()), ("a.txt", b"A."), ("b.json", b'{"text": "B."}')):
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return data_file("data.tar", file.getvalue())(folder)
+    from support.data import write_tar
+
+    write_tar(folder / "seed.tar", {"a.png": image_file(), "a.txt": b"A.", "b.json": b'{"text": "B."}'})
+    return data_file("data.tar", (folder / "seed.tar").read_bytes())(folder)
 
 
 def requests(folder: Path) -> Target:

@@ -42,20 +42,6 @@ def environment():
     return dict(word.split("=", 1) for rest in all_of("ENV") for word in shlex.split(rest))
 
 
-def health_command():
-    return json.loads(only("HEALTHCHECK").partition("CMD ")[2])
-
-
-def compose():
-    return yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["server"]
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
-
-
 def test_the_image_is_slim_and_its_user_has_no_privileges():
     assert re.fullmatch(r"python:3\.\d+-slim-\w+", only("FROM"))
     names = [name for name, _ in instructions()]
@@ -71,7 +57,7 @@ def test_only_what_is_copied_is_sent_to_the_engine():
 
 
 def test_compose_runs_what_the_image_runs():
-    service = compose()
+    service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["server"]
     assert service["command"] == json.loads(only("CMD"))
     (port,) = service["ports"]
     assert port.endswith(f":{only('EXPOSE')}") and only("EXPOSE") in service["command"]
@@ -83,24 +69,29 @@ def test_compose_runs_what_the_image_runs():
     parser.parse_args(flags)
 
 
+def in_folder(bin_folder, command, port):
+    """A command of the image with its program of bin_folder and another port."""
+    program, *flags = (word.replace(only("EXPOSE"), port) for word in command)
+    return [str(Path(bin_folder) / program), *flags]
+
+
 def run_server(bin_folder, port, key, cwd):
-    command = [*json.loads(only("ENTRYPOINT")), *json.loads(only("CMD"))]
-    program, *flags = [word.replace(only("EXPOSE"), port) for word in command]
     variables = {name: value for name, value in environment().items() if name.startswith("PYTHON")}
     variables |= {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environ = {name: value for name, value in os.environ.items() if name not in ("NANOVLM_API_KEY", "PYTHONPATH")}
     variables |= {"NANOVLM_API_KEY": key} if key else {}
-    command = [str(Path(bin_folder) / program), *flags]
+    command = in_folder(bin_folder, [*json.loads(only("ENTRYPOINT")), *json.loads(only("CMD"))], port)
     return subprocess.Popen(command, cwd=cwd, env=environ | variables, stderr=subprocess.PIPE, text=True)
 
 
 def check_server(bin_folder, cwd):
     """The server starts with a key only, becomes healthy, asks clients for the key, and ends on SIGTERM."""
-    port = free_port()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     without_key = run_server(bin_folder, port, None, cwd)
     assert "NANOVLM_API_KEY" in without_key.communicate(timeout=60)[1] and without_key.returncode == 2
-    program, *flags = [word.replace(only("EXPOSE"), port) for word in health_command()]
-    check = [str(Path(bin_folder) / program), *flags]
+    check = in_folder(bin_folder, json.loads(only("HEALTHCHECK").partition("CMD ")[2]), port)
     assert subprocess.run(check, capture_output=True).returncode == 1
     server = run_server(bin_folder, port, "secret", cwd)
     try:
@@ -147,9 +138,8 @@ def test_every_step_runs_in_a_virtual_environment(tmp_path):
             command = ["cp", "-r", *(str(ROOT / source) for source in sources), str(app / target)]
             subprocess.run(command, check=True)
         elif name == "RUN" and (os.geteuid() == 0 or "useradd" not in rest):
-            rest = re.sub(
-                r"apt-get [^&]*|rm -rf /var/lib/apt/lists/\*", "true ", rest
-            )  # this machine keeps its compiler
+            # this machine keeps its compiler
+            rest = re.sub(r"apt-get [^&]*|rm -rf /var/lib/apt/lists/\*", "true ", rest)
             rest = rest.replace("useradd", f"useradd --prefix {root}").replace("/home/nanovlm", f"{root}/home/nanovlm")
             subprocess.run(["sh", "-e", "-c", rest], cwd=app, env=variables, check=True)
     (site / "nanovlm/__init__.py").resolve(strict=True)  # not the package of this environment

@@ -1,11 +1,23 @@
 """Small models in the published layouts."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from eval.lib.shapes import SHAPES
 from support.checkpoints import small
+
+
+@pytest.fixture
+def results_of(capsys):
+    """Run a command, which must succeed; the results that it prints."""
+
+    def run(main, *flags):
+        assert main([*flags, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
 
 
 @pytest.fixture(scope="session")

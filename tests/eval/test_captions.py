@@ -20,9 +20,8 @@ from nanovlm.captioner import Captioner
 from nanovlm.processing.processor import Processor
 
 
-def test_every_answer_that_is_not_right_is_listed(capsys, tmp_path):
-    assert main(["--scenes", "4", "--dtype", "float32", "--json", "--save", str(tmp_path)]) == 0
-    results = json.loads(capsys.readouterr().out)
+def test_every_answer_that_is_not_right_is_listed(results_of, tmp_path):
+    results = results_of(main, "--scenes", "4", "--dtype", "float32", "--save", str(tmp_path))
     splits = [results[name] for name in captions.SPLITS]
     assert [split["of"] for split in splits[:3]] == [4, 4, 12]
     assert len(results["missed"]) == sum(split["of"] - split["right"] for split in splits)
@@ -71,9 +70,8 @@ def test_questions_are_counted_by_turn():
     assert turns == 10 * [0, *(0, 0, 0), *(0, 1, 2), *(1, 2, 3)], "a caption, and then three questions three times"
 
 
-def test_turns_are_printed_as_json_and_kept_as_a_table(capsys, tmp_path):
-    assert main(["--turns", "2", "--scenes", "2", "--json", "--save", str(tmp_path)]) == 0
-    results = json.loads(capsys.readouterr().out)
+def test_turns_are_printed_as_json_and_kept_as_a_table(results_of, tmp_path):
+    results = results_of(main, "--turns", "2", "--scenes", "2", "--save", str(tmp_path))
     assert results["of"] == 2 and [len(counts) for counts in results["right"].values()] == [2, 2, 2]
     assert "after a caption" in next(tmp_path.iterdir()).read_text()
 

@@ -24,11 +24,10 @@ def small_machine(monkeypatch, small_230m):
     monkeypatch.setattr(latency, "matmul_flops", lambda dtype: 1e11)
 
 
-def test_every_stage_of_every_engine_is_reported(capsys, tmp_path):
+def test_every_stage_of_every_engine_is_reported(results_of, tmp_path):
     stages = ["encode", "prefill", "decode", "first-token"]
     flags = ["--model-size", "230M", "--baselines", "plain", "--image-size", "512", "900", "--batch-size", "3"]
-    assert main([*FAST, *flags, "--stages", *stages, "--json", "--save", str(tmp_path)]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = results_of(main, *FAST, *flags, "--stages", *stages, "--save", str(tmp_path))
     by_stage = {}
     for result in data["results"]:
         assert 0 < result["min_ms"] <= result["median_ms"]
@@ -59,20 +58,18 @@ def test_a_lower_level_holds_pytorch_to_it_in_a_process_of_its_own(capfd, tmp_pa
 
 
 @pytest.mark.skipif(len(levels_here()) < 2, reason="needs two levels")
-def test_several_levels_are_compared_in_one_process(capsys):
+def test_several_levels_are_compared_in_one_process(results_of):
     levels = levels_here()[:2]
-    assert main([*FAST, "--model-size", "230M", "--stages", "decode", "--level", *levels, levels[0], "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)["results"]
-    assert [result["engine"] for result in results[1:]] == [f"nanovlm float32 {level}" for level in levels]
+    data = results_of(main, *FAST, "--model-size", "230M", "--stages", "decode", "--level", *levels, levels[0])
+    assert [result["engine"] for result in data["results"][1:]] == [f"nanovlm float32 {level}" for level in levels]
 
 
 @pytest.mark.full
 @pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
-def test_llama_cpp_runs_end_to_end_on_a_model_of_smolvlms_layout(capsys, tmp_path):
+def test_llama_cpp_runs_end_to_end_on_a_model_of_smolvlms_layout(results_of, tmp_path):
     write_folder(folder := tmp_path / "model")
     flags = f"--model {folder} --baselines llama.cpp --stages decode first-token --quantize int8".split()
-    assert main([*FAST, *flags, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = results_of(main, *FAST, *flags)
     ours = f"nanovlm float32 {current_level()}", f"nanovlm float32 int8 {current_level()}"
     engines = ["llama.cpp f32", "llama.cpp q8_0", *ours]
     assert [result["engine"] for result in data["results"]] == 2 * engines
@@ -80,13 +77,12 @@ def test_llama_cpp_runs_end_to_end_on_a_model_of_smolvlms_layout(capsys, tmp_pat
 
 
 @pytest.mark.full
-def test_a_cold_start_is_a_whole_process(capsys, monkeypatch):
+def test_a_cold_start_is_a_whole_process(results_of, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     programs = cold_start(EMBEDDED)
     assert list(programs) == ["import torch", "generate.py"]
     assert b"ring" in programs["generate.py"]().stdout, "the sample's caption"
-    assert main([*FAST, "--model-size", "230M", "--stages", "cold-start", "--json"]) == 0
-    results = json.loads(capsys.readouterr().out)["results"]
+    results = results_of(main, *FAST, "--model-size", "230M", "--stages", "cold-start")["results"]
     assert [result["engine"] for result in results] == ["import torch", "generate.py"]
 
 

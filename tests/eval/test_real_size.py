@@ -1,6 +1,5 @@
 """eval.real_size with small models: what it measures, and which results fail."""
 
-import json
 import time
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from random import Random
@@ -40,9 +39,8 @@ def test_a_model_is_loaded_and_captions(small_230m, tmp_path):
 
 
 @pytest.mark.full
-def test_each_model_is_measured_in_its_own_process(small_shapes, capsys):
-    assert main(["230M", "222M", "--json", "--max-new-tokens", "3"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_each_model_is_measured_in_its_own_process(small_shapes, results_of):
+    document = results_of(main, "230M", "222M", "--max-new-tokens", "3")
     newer, older = document["models"]
     assert document["parameters"] == {name: published for name, (_, published) in SHAPES.items()}
     assert (newer["name"], newer["format_version"], older["name"], older["format_version"]) == ("230M", 5, "222M", 1)
@@ -56,9 +54,8 @@ def test_each_model_is_measured_in_its_own_process(small_shapes, capsys):
 
 
 @pytest.mark.full
-def test_a_quantized_model_is_measured_and_its_parameters_are_the_configs(small_shapes, capsys):
-    assert main(["230M", "--dtype", "bfloat16", "--quantize", "int8", "--json", "--max-new-tokens", "1"]) == 0
-    (result,) = json.loads(capsys.readouterr().out)["models"]
+def test_a_quantized_model_is_measured_and_its_parameters_are_the_configs(small_shapes, results_of):
+    (result,) = results_of(main, "230M", "--dtype", "bfloat16", "--quantize", "int8", "--max-new-tokens", "1")["models"]
     assert result["parameters"] == result["published"] and result["quantize"] == "int8"
     assert 0 <= result["kept_mb"] <= result["private_mb"]
 
@@ -103,10 +100,9 @@ def test_failed_checks_are_sentences_and_exit_code_1(small_shapes, capsys, monke
 
 
 @pytest.mark.full
-def test_a_smolvlm_of_a_published_vocabulary_is_written_and_measured(monkeypatch, capsys):
+def test_a_smolvlm_of_a_published_vocabulary_is_written_and_measured(monkeypatch, results_of):
     sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     cfg = smolvlm(SIGLIP_B16 | sizes, SMOLVLM_135M | sizes | {"num_key_value_heads": 1})
     monkeypatch.setitem(SHAPES, "SmolVLM-256M", (cfg, count_parameters(cfg)))
-    assert main(["SmolVLM-256M", "--json", "--max-new-tokens", "1"]) == 0
-    (result,) = json.loads(capsys.readouterr().out)["models"]
+    (result,) = results_of(main, "SmolVLM-256M", "--max-new-tokens", "1")["models"]
     assert (result["format_version"], result["images"]) == (6, 13), "3 x 4 tiles and the whole image"

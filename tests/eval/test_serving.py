@@ -1,7 +1,5 @@
 """eval.serving with a few clients and a server in a process of its own."""
 
-import json
-
 import pytest
 
 pytest.importorskip("openai")
@@ -13,9 +11,8 @@ pytestmark = pytest.mark.full
 FIGURES = {"answered": 3, "first_text_s": {"median": 0.01, "p95": 0.02}, "requests_per_s": 10.0}
 
 
-def test_no_request_is_lost_and_every_answer_is_the_single_clients(capsys):
-    assert main(["--clients", "3", "--rounds", "2", "--json", "--dtype", "float32"]) == 0
-    result = json.loads(capsys.readouterr().out)
+def test_no_request_is_lost_and_every_answer_is_the_single_clients(results_of):
+    result = results_of(main, "--clients", "3", "--rounds", "2", "--dtype", "float32")
     assert result["requests"] == result["same"] == result["many"]["answered"] == 6 and result["one"]["answered"] == 3
     assert 0 < result["one"]["first_text_s"]["median"] <= result["one"]["first_text_s"]["p95"]
     assert "0 of 6 lost; 6 answers equal the single client's" in results_table(result)
@@ -40,9 +37,8 @@ def test_quantiles_of_few_answers():
     assert summarize([], 1.0)["first_text_s"] == {"median": 0.0, "p95": 0.0}
 
 
-def test_a_soak_reports_a_modest_client_beside_others(capsys, tmp_path):
-    assert main(["--minutes", "0.15", "--plot", str(tmp_path / "soak.png"), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+def test_a_soak_reports_a_modest_client_beside_others(results_of, tmp_path):
+    result = results_of(main, "--minutes", "0.15", "--plot", str(tmp_path / "soak.png"))
     assert result["wrong"] == 0 and len(result["rows"]) == sum(part["answers"] for part in result["modest"].values())
     assert result["modest"]["beside"]["answers"] > 1 and result["rows"][-1]["memory"] > 50
     assert {name.split()[0] for name in result["statuses"]} == {"greedy", "leaving", "malformed"}

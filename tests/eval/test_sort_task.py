@@ -1,6 +1,5 @@
 """eval.sort_task: the split is fixed, accuracy counts held-out inputs, and outputs are compared one by one."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -99,8 +98,7 @@ def test_it_runs_on_one_thread_and_restores_the_count():
 
 
 @pytest.mark.slow
-def test_gpt_nano_sorts_and_its_cache_changes_nothing(capsys):
-    assert main(["--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+def test_gpt_nano_sorts_and_its_cache_changes_nothing(results_of):
+    record = results_of(main)
     assert record["accuracy"] == 1
     assert record["n_identical"] == record["n_identical_sampled"] == record["n_inputs"] == 729

@@ -1,6 +1,5 @@
 """eval.speedup: its report, its plots and its flags."""
 
-import json
 import shutil
 import sys
 
@@ -16,10 +15,9 @@ QUICK = ["--lengths", "2", "3", "--rounds", "1", "--device", "cpu", "--no-export
 QUICK += ["--no-table", "--no-attribute"]
 
 
-def test_the_report_is_one_json_object_and_the_printed_one_is_kept_and_on_the_page(capsys, tmp_path):
+def test_the_report_is_one_json_object_and_the_printed_one_is_kept_and_on_the_page(results_of, tmp_path):
     page, kept = tmp_path / "kv.html", tmp_path / "kept"
-    assert main([*QUICK, "--json", "--save", str(kept), "--html", str(page)]) == 0
-    results = json.loads(capsys.readouterr().out)
+    results = results_of(main, *QUICK, "--save", str(kept), "--html", str(page))
     assert [len(study["rows"]) for study in results["studies"]] == [6, 4] and results["failures"] == []
     assert "torch" in results["environment"]
     table, text = next(kept.iterdir()).read_text(), page.read_text("utf-8")
@@ -28,9 +26,8 @@ def test_the_report_is_one_json_object_and_the_printed_one_is_kept_and_on_the_pa
 
 
 @pytest.mark.full
-def test_exact_answers_are_those_of_the_captioner_where_the_whole_cache_is_held(capsys):
-    assert main(["--quality", "evict", "--scenes", "6", "--device", "cpu", "--json"]) == 0
-    plain, *rows = json.loads(capsys.readouterr().out)["evict"]
+def test_exact_answers_are_those_of_the_captioner_where_the_whole_cache_is_held(results_of):
+    plain, *rows = results_of(main, "--quality", "evict", "--scenes", "6", "--device", "cpu")["evict"]
     captioner = Captioner.from_pretrained(EMBEDDED, "cpu", "float32")
     for split, examples in make_splits(6, 1, "answers").items():
         if split in plain["right"]:
@@ -41,9 +38,8 @@ def test_exact_answers_are_those_of_the_captioner_where_the_whole_cache_is_held(
 
 
 @pytest.mark.full
-def test_fewer_bits_take_fewer_bytes_and_make_larger_errors(capsys):
-    assert main(["--quality", "bits", "--scenes", "4", "--device", "cpu", "--json"]) == 0
-    plain, *rows = json.loads(capsys.readouterr().out)["bits"]
+def test_fewer_bits_take_fewer_bytes_and_make_larger_errors(results_of):
+    plain, *rows = results_of(main, "--quality", "bits", "--scenes", "4", "--device", "cpu")["bits"]
     for one in (rows[:3], rows[3:]):
         assert plain["bytes_per_token"] > one[0]["bytes_per_token"] > one[2]["bytes_per_token"]
         assert 0 < one[0]["logit_error"] < 0.01 < one[1]["logit_error"] < one[2]["logit_error"]

@@ -38,15 +38,12 @@ def read(folder, dtype=torch.float32):
 
 @pytest.fixture
 def folder(tmp_path, tiny_model):
-    """A model's folder, freshly written."""
     save_checkpoint(tmp_path / "model", tiny_model(), TOKENIZER)
     return tmp_path / "model"
 
 
 @pytest.fixture
 def rewrite(folder):
-    """Changes the tensors of the folder's file."""
-
     def change(drop=(), **add):
         path = folder / "model.safetensors"
         state = {name: tensor.clone() for name, tensor in load_file(path).items() if name not in drop}
@@ -54,19 +51,6 @@ def rewrite(folder):
         return state
 
     return change
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_round_trip_is_bit_exact(tmp_path, tiny_model, tied, dtype):
-    model = tiny_model(lm_tie_weights=tied).to(dtype)
-    save_checkpoint(tmp_path / "a" / "b", model, TOKENIZER)
-    again = read(tmp_path / "a" / "b", dtype)
-    assert same(bits(again), bits(model)) and again.cfg == model.cfg and not again.training
-    assert (again.decoder.head.weight is again.decoder.token_embedding.weight) == tied
-    assert torch.equal(again.decoder.head.weight, again.decoder.token_embedding.weight) == tied
-    assert all(parameter.requires_grad for parameter in again.parameters())
-    assert (tmp_path / "a" / "b" / "tokenizer.json").read_text(encoding="utf-8") == TOKENIZER
 
 
 def test_half_precision_files_load_as_float32(tmp_path, tiny_model):
@@ -79,42 +63,40 @@ def test_half_precision_files_load_as_float32(tmp_path, tiny_model):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stock_nanovlm_loads_written_checkpoints(tmp_path, tiny_model, tied, dtype):
+def test_a_written_checkpoint_is_read_bit_for_bit_here_and_by_stock_nanovlm(tmp_path, tiny_model, tied, dtype):
     model = tiny_model(lm_tie_weights=tied, lm_re_base=100000, lm_hidden_dim=48).to(dtype)
-    save_checkpoint(tmp_path / "model", model, TOKENIZER)
-    path = tmp_path / "model" / "model.safetensors"
-    with safe_open(path, "pt") as file:
+    save_checkpoint(folder := tmp_path / "a" / "b", model, TOKENIZER)
+    again = read(folder, dtype)
+    assert same(bits(again), bits(model)) and again.cfg == model.cfg and not again.training
+    assert (again.decoder.head.weight is again.decoder.token_embedding.weight) == tied
+    assert torch.equal(again.decoder.head.weight, again.decoder.token_embedding.weight) == tied
+    assert all(parameter.requires_grad for parameter in again.parameters())
+    assert (folder / "tokenizer.json").read_text(encoding="utf-8") == TOKENIZER
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
         names, metadata, inv_freq = set(file.keys()), file.metadata(), file.get_tensor(INV_FREQ)
     assert names == (stock_shapes(model.cfg).keys() | {INV_FREQ}) - ({EMBEDDING} if tied else set())
     assert metadata == {"format": "pt"}
     assert inv_freq.dtype == torch.float32
     assert all(math.isclose(f, 100000 ** (-2 * i / 8), rel_tol=1e-6) for i, f in enumerate(inv_freq.tolist()))
-
     stock = stock_model(model.cfg)
-    assert load_strictly(stock, path, strict=True) == (set(), [])
+    assert load_strictly(stock, folder / "model.safetensors", strict=True) == (set(), [])
     loaded = {name: tensor.to(dtype) for name, tensor in stock.state_dict().items() if name != INV_FREQ}
     assert same(loaded, bits(model))
 
 
-def test_either_name_of_a_tied_pair_will_do_and_both_if_they_agree(folder, rewrite):
+def test_either_name_of_a_tied_pair_will_do_and_both_if_they_agree_and_inv_freq_is_not_needed(folder, rewrite):
     expected = bits(read(folder))
     head = rewrite()[HEAD]
-    rewrite(**{EMBEDDING: head})
-    assert same(bits(read(folder)), expected)
-    rewrite(drop=[HEAD])
-    assert same(bits(read(folder)), expected)
+    for drop, add in (([], {EMBEDDING: head}), ([HEAD], {}), ([INV_FREQ], {})):
+        rewrite(drop, **add)
+        assert same(bits(read(folder)), expected)
     rewrite(**{HEAD: head + 1})
     with pytest.raises(CheckpointError, match=f"config.json ties {EMBEDDING} and {HEAD}, but they differ"):
         read(folder)
     rewrite(drop=[HEAD, EMBEDDING])
     with pytest.raises(CheckpointError, match=f"lacks 1 tensors .* {HEAD}"):
         read(folder)
-
-
-def test_a_file_need_not_hold_inv_freq(folder, rewrite):
-    expected = bits(read(folder))
-    rewrite(drop=[INV_FREQ])
-    assert same(bits(read(folder)), expected)
 
 
 def test_mismatched_tensors_are_named_with_both_shapes(folder, rewrite):
@@ -208,28 +190,22 @@ def test_every_absurd_size_is_named_with_its_number(folder, changes, message):
     assert all(part in str(error.value) for part in message) and "\n" not in str(error.value), error.value
 
 
-PROJ = "MP.proj.weight"
-HEADERS = [  # an unknown dtype, more than the tensor's bytes, 64 bits or the file, over another, no object; lengths
-    {"dtype": "F33"}, {"shape": [24, 65]}, {"shape": [2**40, 2**40]}, {"data_offsets": [0, 10**12]},
-    {"data_offsets": [8, 24 * 64 * 4 + 8]}, None, 0, 20, 10**9, 2**63, 2**64 - 1,
-]  # fmt: skip
-
-
-def with_header(how):
-    """Change the entry of a tensor in the header of model.safetensors, or the header's length."""
+def with_weights(change):
+    """Change the bytes of model.safetensors: the length of its header, the header, the tensors."""
 
     def damage(folder):
         path = folder / "model.safetensors"
-        whole = path.read_bytes()
-        (n,) = struct.unpack("<Q", whole[:8])
-        if isinstance(how, int):
-            return path.write_bytes(struct.pack("<Q", how) + whole[8:])
-        header = json.loads(whole[8 : 8 + n])
-        assert header[PROJ] == {"dtype": "F32", "shape": [24, 64], "data_offsets": [0, 24 * 64 * 4]}
-        changed = json.dumps(header | {PROJ: header[PROJ] | how if how else "x"}).encode()
-        path.write_bytes(struct.pack("<Q", len(changed)) + changed + whole[8 + n :])
+        path.write_bytes(change(path.read_bytes()))
 
     return damage
+
+
+DAMAGED = [  # cut off, another length of the header, an unknown dtype, and more than the tensor's bytes
+    *(lambda data, n=n: data[:n] for n in (0, 20_000)),
+    *(lambda data, n=n: struct.pack("<Q", n) + data[8:] for n in (0, 20, 10**9, 2**63, 2**64 - 1)),
+    lambda data: data.replace(b'"F32"', b'"F33"', 1),
+    lambda data: data.replace(b"[24,64]", b"[24,65]", 1),
+]
 
 
 def with_config(change):
@@ -240,10 +216,6 @@ def with_config(change):
     return damage
 
 
-def truncated(n):
-    return lambda folder: os.truncate(folder / "model.safetensors", n)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -252,14 +224,12 @@ def truncated(n):
         (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{}"), "config.json cannot be read"),
         (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json cannot be read"),
         (with_config(lambda raw: [raw]), "holds list, not an object"),
-        (with_config(lambda raw: raw | {"lm_n_heads": "6"}), "lm_n_heads='6' is not of type int"),
         (with_config(lambda raw: raw | {"lm_re_base": 10**400}), "config.json: "),
         (with_config(lambda raw: raw | {"vlm_extra_tokens": 5}), "vlm_extra_tokens=5"),
         (with_config(lambda raw: raw | {"lm_n_heads": 5}), "lm_hidden_dim=24 is not a multiple of lm_n_heads=5"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
-        *((truncated(n), "model.safetensors cannot be read") for n in (0, 20_000)),
-        *((with_header(how), "model.safetensors cannot be read") for how in HEADERS),
-        (lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}"), "lacks"),
+        *((with_weights(change), "model.safetensors cannot be read") for change in DAMAGED),
+        (with_weights(lambda data: struct.pack("<Q", 2) + b"{}"), "lacks"),
     ],
 )
 def test_a_broken_folder_raises_in_one_line(folder, damage, message):
@@ -360,9 +330,8 @@ def test_a_missing_hub_model_raises_in_one_line_offline(tmp_path, monkeypatch):
 def test_a_model_is_saved_in_any_folder_by_one_name_or_another(tiny_model, tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
-    model = tiny_model()
-    model.save_pretrained(folder, tokenizer="{}")
-    assert (Path(folder) / "model.safetensors").is_file()
+    tiny_model().save_pretrained(folder, tokenizer="{}")
+    assert (Path(folder) / "model.safetensors").is_file() and (Path(folder) / "tokenizer.json").read_text() == "{}"
     assert not list(tmp_path.rglob(".*")) and not list(tmp_path.parent.glob(".*.tmp")), "no temporary files are left"
 
 

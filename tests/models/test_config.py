@@ -5,11 +5,9 @@ import warnings
 from dataclasses import asdict, fields
 
 import pytest
-import torch
 
 from models.config import VLMConfig
 from models.errors import InputError
-from models.vision_language_model import VisionLanguageModel
 from support.checkpoints import read_nanovlm
 
 CURRENT_KEYS = """
@@ -24,26 +22,6 @@ max_img_size resize_to_max_side_len vlm_extra_tokens vlm_load_backbone_weights v
 def test_fields_are_the_keys_of_nanovlm():
     names = {f.name for f in fields(VLMConfig)} - {"unknown", "format"}
     assert VLMConfig().to_dict().keys() == names == set(CURRENT_KEYS.split())
-
-
-SMOLLM2_135M = {"lm_hidden_dim": 576, "lm_inter_dim": 1536, "lm_n_blocks": 30, "lm_n_heads": 9, "lm_n_kv_heads": 3}
-V01 = {"vit_img_size": 224, "lm_vocab_size": 49152, "mp_pixel_shuffle_factor": 2, "mp_image_token_length": None}
-V01 |= {"vlm_extra_tokens": None, "lm_chat_template": None, "max_img_size": None}
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "published"),
-    [
-        ("lusxvr/nanoVLM-460M-8k", {}, 460_113_984),
-        ("lusxvr/nanoVLM-230M-8k", SMOLLM2_135M, 228_063_936),
-        ("lusxvr/nanoVLM-222M", SMOLLM2_135M | V01, 222_081_600),
-    ],
-)
-def test_parameter_counts_match_the_published_models(name, changes, published):
-    with torch.device("meta"):
-        model = VisionLanguageModel(VLMConfig(**changes), image_token_id=0)
-    assert sum(parameter.numel() for parameter in model.parameters()) == published
-    assert (model.cfg.format_version, model.cfg.mp_image_token_length) == ((1, 49) if "222M" in name else (5, 64))
 
 
 def test_round_trip_through_json(tiny_config):

@@ -1,4 +1,7 @@
-"""The language model matches Llama, in one pass or in chunks, and masks what a token must not attend to."""
+"""The language model computes its definition and masks what a token must not attend to.
+
+formats/test_backbones.py holds it to transformers' Llama.
+"""
 
 from random import Random
 
@@ -7,21 +10,7 @@ import torch
 
 from models.attention import attention
 from models.cache import KVCache
-from models.formats.smolvlm import SmolVLM
-from models.formats.to_smolvlm import smolvlm_config
 from models.language_model import LanguageModel, RMSNorm
-from support import Package
-
-transformers = Package("transformers")
-
-
-def llama(decoder):
-    """transformers' Llama with the same sizes and weights."""
-    config = smolvlm_config(decoder.cfg, image_token_id=3, eos_token_id=2)["text_config"]
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
-    state = SmolVLM.to_stored({f"decoder.{name}": weight for name, weight in decoder.state_dict().items()})
-    theirs.load_state_dict({name.replace(".text_model", ""): weight for name, weight in state.items()})
-    return theirs.eval()
 
 
 @pytest.fixture(scope="session")
@@ -41,56 +30,31 @@ def words(rows, n, seed=1):
     return torch.randint(40, (rows, n), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(6, 6), (6, 2), (6, 1), (2, 1), (12, 4)])
-@torch.no_grad()
-def test_logits_match_transformers_llama(tiny_decoder, n_heads, n_kv_heads, tied):
-    decoder = tiny_decoder(lm_n_heads=n_heads, lm_n_kv_heads=n_kv_heads, lm_tie_weights=tied)
-    theirs, ids = llama(decoder), words(2, 50)
-    torch.testing.assert_close(decoder(ids)[0], theirs(ids).logits, atol=1e-5, rtol=1e-5)
-
-    mask = torch.ones_like(ids)
-    mask[0, :7] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    padded = theirs(ids, attention_mask=mask, position_ids=positions).logits
-    torch.testing.assert_close(decoder(ids, mask)[0][mask == 1], padded[mask == 1], atol=1e-5, rtol=1e-5)
-
-
 @torch.no_grad()
 def test_a_none_per_block_is_an_empty_cache(tiny_decoder):
     decoder, ids = tiny_decoder(), words(2, 9)
-    n_blocks = len(decoder.blocks)
     expected, expected_cache = decoder(ids)
-    for kv_cache in (None, [None] * n_blocks):
+    for kv_cache in (None, [None] * len(decoder.blocks)):
         _, cache = decoder(ids[:, :6], kv_cache=kv_cache)
         y, cache = decoder(ids[:, 6:], kv_cache=cache, start_pos=6)
         torch.testing.assert_close(y, expected[:, 6:], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(cache[-1].key, expected_cache[-1].key, atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match=f"kv_cache has {n_blocks + 1} blocks, but the model {n_blocks}"):
-        decoder(ids, kv_cache=[None] * (n_blocks + 1))
-    with pytest.raises(ValueError, match=r"different numbers of tokens: \[0, 9\]"):
-        decoder(ids, kv_cache=[None, *expected_cache[1:]])
 
 
-def test_a_wrong_start_is_refused(tiny_decoder):
+def test_a_cache_or_start_that_does_not_fit_is_refused(tiny_decoder):
     decoder = tiny_decoder()
-    _, cache = decoder(words(1, 5))
-    with pytest.raises(ValueError, match="start_pos=4, .* 5 tokens"):
-        decoder(words(1, 1), None, cache, 4)
-    with pytest.raises(ValueError, match="start_pos=2, .* 0 tokens"):
-        decoder(words(1, 1), start_pos=2)
-    with pytest.raises(ValueError, match="covers 5 tokens, not 5 cached \\+ 1 new"):
-        decoder(words(1, 1), torch.ones(1, 5), cache, 5)
-
-
-def test_positions_beyond_the_limit_are_refused(tiny_decoder):
-    decoder = tiny_decoder()
-    _, cache = decoder(words(1, 64))
-    with pytest.raises(ValueError, match="65 tokens exceed lm_max_position_embeddings=64"):
-        decoder(words(1, 65))
-    with pytest.raises(ValueError, match="65 tokens exceed lm_max_position_embeddings=64"):
-        decoder(words(1, 1), None, cache, 64)
+    (_, five), (_, full) = decoder(words(1, 5)), decoder(words(1, 64))
+    for n, mask, kv_cache, start, message in (
+        (1, None, five, 4, "start_pos=4, .* 5 tokens"),
+        (1, None, None, 2, "start_pos=2, .* 0 tokens"),
+        (1, torch.ones(1, 5), five, 5, "covers 5 tokens, not 5 cached \\+ 1 new"),
+        (65, None, None, 0, "65 tokens exceed lm_max_position_embeddings=64"),
+        (1, None, full, 64, "65 tokens exceed lm_max_position_embeddings=64"),
+        (1, None, [None] * 3, 0, "kv_cache has 3 blocks, but the model 2"),
+        (1, None, [None, *five[1:]], 0, r"different numbers of tokens: \[0, 5\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoder(words(1, n), mask, kv_cache, start)
 
 
 @torch.no_grad()

@@ -36,16 +36,20 @@ def test_an_untrained_adapter_changes_nothing(tiny_model, make_batch):
     assert torch.equal(model(**batch)[0], before)
 
 
-@pytest.mark.parametrize("parts", [("decoder",), ("vision_encoder",), ("MP",), PARTS], ids=str)
-def test_only_adapters_of_the_given_parts_are_trained(tiny_model, make_batch, parts):
-    model = tiny_model()
-    adapt(model, 2, 4, parts)
-    assert {name.split(".")[0] for name in adapters(model)} == set(parts)
-    model(**make_batch(0))[1].backward()
-    for name, p in model.named_parameters():
-        assert (p.grad is not None) == p.requires_grad == (".lora_" in name)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
+@pytest.mark.parametrize("embeddings", [True, False])
+@pytest.mark.parametrize("parts", [PARTS, ("decoder",), ("vision_encoder", "MP")], ids=str)
+def test_adapters_of_the_given_parts_and_with_the_decoder_embeddings_are_trained(
+    tiny_model, make_batch, parts, embeddings, tied
+):
+    adapt(model := tiny_model(lm_tie_weights=tied), 2, 4, parts, embeddings)
     linear = {name for name, module in tiny_model().named_modules() if isinstance(module, torch.nn.Linear)}
-    assert set(adapters(model)) == {n for n in linear - {"decoder.head"} if n.split(".")[0] in parts}
+    assert adapters(model).keys() == {n for n in linear - {"decoder.head"} if n.startswith(parts)}
+    known = {f"{name}.weight" for name in EMBEDDINGS} if embeddings and "decoder" in parts else set()
+    assert fully_trained(model).keys() == known
+    model(**make_batch(0))[1].backward()
+    for name, p in model.named_parameters(remove_duplicate=False):
+        assert (p.grad is not None) == p.requires_grad == (".lora_" in name or name in known)
 
 
 @torch.no_grad()
@@ -74,63 +78,30 @@ def test_a_model_that_is_consumed_loses_each_weight_as_it_is_merged(adapted):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("parts", [("decoder",), PARTS], ids=str)
+@pytest.mark.parametrize(
+    ("parts", "embeddings", "tied"),
+    [(("decoder",), False, True), (PARTS, False, True), (PARTS, True, True), (PARTS, True, False)],
+    ids=str,
+)
 @torch.no_grad()
-def test_peft_loads_our_adapters(adapted, tiny_model, make_batch, tmp_path, parts):
-    model, batch = adapted(parts), make_batch(0)
+def test_peft_loads_and_merges_our_adapters(adapted, tiny_model, make_batch, tmp_path, parts, embeddings, tied):
+    model, batch = adapted(parts, embeddings=embeddings, lm_tie_weights=tied), make_batch(0)
     write_adapters(tmp_path, model, base="me/mine")
-    theirs = peft.PeftModel.from_pretrained(tiny_model(), tmp_path)  # warns of any name missing or left over
-    torch.testing.assert_close(theirs(**batch)[0], model(**batch)[0], atol=1e-5, rtol=1e-5)
-    merged = theirs.merge_and_unload()
-    torch.testing.assert_close(merged(**batch)[0], merge(model)(**batch)[0], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.full
-@torch.no_grad()
-def test_we_load_adapters_of_peft(tiny_model, make_batch, tmp_path):
-    cfg = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "fc1", "proj"], init_lora_weights=False)
-    theirs, batch = peft.get_peft_model(tiny_model(), cfg).eval(), make_batch(0)
-    theirs.save_pretrained(tmp_path)
-    read_adapters(tmp_path, ours := tiny_model())
-    assert len(adapters(ours)) == 5 and not any(p.requires_grad for n, p in ours.named_parameters() if "lora" not in n)
-    torch.testing.assert_close(ours(**batch)[0], theirs(**batch)[0], atol=1e-5, rtol=1e-5)
-
-
-TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
-
-
-@TIED
-@pytest.mark.parametrize("parts", [PARTS, ("decoder",), ("vision_encoder", "MP")], ids=str)
-def test_embeddings_are_trained_in_full_with_the_decoder(tiny_model, make_batch, parts, tied):
-    adapt(model := tiny_model(lm_tie_weights=tied), 2, 4, parts, embeddings=True)
-    model(**make_batch(0))[1].backward()
-    known = {f"{name}.weight" for name in EMBEDDINGS} if "decoder" in parts else set()
-    assert fully_trained(model).keys() == known
-    for name, p in model.named_parameters(remove_duplicate=False):
-        assert (p.grad is not None) == p.requires_grad == (".lora_" in name or name in known)
-
-
-@pytest.mark.full
-@TIED
-@torch.no_grad()
-def test_peft_loads_and_merges_our_trained_embeddings(adapted, tiny_model, make_batch, tmp_path, tied):
-    model, batch = adapted(embeddings=True, lm_tie_weights=tied), make_batch(0)
-    write_adapters(tmp_path, model)
-    theirs = peft.PeftModel.from_pretrained(tiny_model(lm_tie_weights=tied), tmp_path)
+    theirs = peft.PeftModel.from_pretrained(tiny_model(lm_tie_weights=tied), tmp_path)  # warns of any name left over
     torch.testing.assert_close(theirs(**batch)[0], model(**batch)[0], atol=1e-5, rtol=1e-5)
     plain = merge(model)
     torch.testing.assert_close(theirs.merge_and_unload()(**batch)[0], plain(**batch)[0], atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(plain(**batch)[0], merge(adapted(lm_tie_weights=tied))(**batch)[0], atol=1e-2)
     assert (plain.decoder.head.weight is plain.decoder.token_embedding.weight) == tied
+    others = merge(adapted(parts, embeddings=not embeddings, lm_tie_weights=tied))
+    assert not torch.allclose(plain(**batch)[0], others(**batch)[0], atol=1e-2)
 
 
 @pytest.mark.full
-@TIED
+@pytest.mark.parametrize("tied", [True, False])
 @torch.no_grad()
 def test_embeddings_trained_by_peft_are_read_and_written_alike(tiny_model, make_batch, tmp_path, tied):
-    cfg = peft.LoraConfig(
-        r=2, lora_alpha=6, target_modules=["q_proj"], modules_to_save=list(EMBEDDINGS), init_lora_weights=False
-    )
+    trained = {"target_modules": ["q_proj", "fc1", "proj"], "modules_to_save": list(EMBEDDINGS)}
+    cfg = peft.LoraConfig(r=2, lora_alpha=6, init_lora_weights=False, **trained)
     theirs, batch = peft.get_peft_model(tiny_model(lm_tie_weights=tied), cfg).eval(), make_batch(0)
     embeddings = [theirs.get_submodule(f"base_model.model.{name}.modules_to_save.default") for name in EMBEDDINGS]
     for i, module in enumerate(embeddings):
@@ -149,28 +120,26 @@ def test_embeddings_trained_by_peft_are_read_and_written_alike(tiny_model, make_
             read_adapters(tmp_path, tiny_model())
 
 
-def test_trained_embeddings_load_only_into_a_model_that_trains_them(adapted, tiny_model, make_batch, tmp_path):
-    write_adapters(tmp_path, model := adapted(embeddings=True))
-    adapt(again := tiny_model(), 3, 12.0, embeddings=True)
-    read_adapters(tmp_path, again)
-    batch = make_batch(0)
-    assert torch.equal(again(**batch)[0], model(**batch)[0])
+def test_trained_embeddings_load_only_into_a_model_that_trains_them(adapted, tmp_path):
+    write_adapters(tmp_path, adapted(embeddings=True))
     with pytest.raises(CheckpointError, match=r"holds decoder\.head\.weight, which this model does not train"):
         read_adapters(tmp_path, adapted())
     write_adapters(tmp_path, adapted())
     with pytest.raises(CheckpointError, match=r"decoder\.token_embedding\.weight is missing"):
-        read_adapters(tmp_path, again)
+        read_adapters(tmp_path, adapted(embeddings=True))
 
 
 @torch.no_grad()
-def test_round_trip_is_bit_exact(adapted, tiny_model, make_batch, tmp_path):
-    model, fresh, batch = adapted(), tiny_model(), make_batch(0)
-    write_adapters(tmp_path, model)
-    read_adapters(tmp_path, fresh)
-    assert torch.equal(fresh(**batch)[0], model(**batch)[0])
-    adapt(empty := tiny_model(), 3, 12.0)
-    read_adapters(tmp_path, empty)
-    assert torch.equal(empty(**batch)[0], model(**batch)[0])
+@pytest.mark.parametrize("embeddings", [True, False])
+def test_round_trip_is_bit_exact(adapted, tiny_model, make_batch, tmp_path, embeddings):
+    """Into a model that trains the same, and into one without adapters."""
+    write_adapters(tmp_path, model := adapted(embeddings=embeddings))
+    adapt(empty := tiny_model(), 3, 12.0, embeddings=embeddings)
+    for again in (empty, tiny_model()):
+        read_adapters(tmp_path, again)
+        assert torch.equal(again(**make_batch(0))[0], model(**make_batch(0))[0])
+        pairs = zip(again.named_parameters(), model.named_parameters(), strict=True)
+        assert all((name, p.requires_grad) == (other, q.requires_grad) for (name, p), (other, q) in pairs)
 
 
 @pytest.mark.parametrize(
@@ -222,17 +191,8 @@ def test_invalid_ranks_and_parts_raise(tiny_model, adapted):
 # ------------------------------------------------------------------------------------------------------- training
 
 
-CFG = TrainConfig(
-    max_steps=3,
-    lr=1e-2,
-    warmup_steps=0,
-    decay=0,
-    lora_rank=2,
-    vision_lr_scale=0,
-    save_every=3,
-    dtype="float32",
-    num_workers=0,
-)
+RUN = {"max_steps": 3, "warmup_steps": 0, "save_every": 3, "dtype": "float32", "num_workers": 0}
+CFG = TrainConfig(lr=1e-2, decay=0, lora_rank=2, vision_lr_scale=0, **RUN)
 
 
 @torch.no_grad()

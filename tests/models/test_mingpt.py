@@ -12,16 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from models.mingpt import (
-    GPT,
-    SIZES,
-    GPT_kv,
-    GPTConfig,
-    KVView,
-    NewGELU,
-    append_kv,
-    next_token,
-)
+from models.mingpt import GPT, SIZES, GPT_kv, GPTConfig, KVView, NewGELU, append_kv, next_token
 from support import randomize
 
 VOCAB_SIZE = 30
@@ -38,7 +29,6 @@ def make_pair(seed=0, **changes):
 
 
 def read(gpt_kv, idx):
-    """The cache after reading idx."""
     return gpt_kv(idx, kv_cache=[None] * gpt_kv.n_layer)[2]
 
 
@@ -54,7 +44,6 @@ def assert_close(a, b):
 
 
 def random_pair(rng):
-    """A pair of random sizes."""
     n_head = rng.randint(1, 3)
     sizes = {"n_layer": rng.randint(1, 3), "n_head": n_head, "n_embd": n_head * rng.randint(1, 4)}
     return make_pair(rng.randint(0, 9), block_size=rng.randint(1, 12), **sizes)
@@ -84,7 +73,8 @@ def test_logits_of_a_chunked_prefill_match_a_single_pass(seed):
         pieces, cache = [], [None] * gpt_kv.n_layer
         for start, end in pairwise(cuts):
             logits, loss, cache = gpt_kv(ids(B, T)[:, :end], kv_cache=cache)
-            assert logits.shape == (B, end - start, VOCAB_SIZE) and loss is None
+            assert logits.shape == (B, end - start, VOCAB_SIZE) and loss is None and len(cache) == gpt_kv.n_layer
+            assert all(k.shape == v.shape == (B, end, gpt.config.n_embd) for k, v in cache)
             pieces.append(logits)
         assert_close(torch.cat(pieces, dim=1), gpt(ids(B, T))[0])
 
@@ -128,28 +118,22 @@ def test_in_bfloat16_both_are_close():
 # ---- the cache: [k, v], an immutable value --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_one_prefill_can_be_continued_twice(mode):
+@torch.no_grad()
+def test_one_prefill_can_be_continued_twice():
     gpt, gpt_kv = make_pair()
-    start, left, right = ids(2, 4), ids(2, 8, seed=1), ids(2, 8, seed=2)
-    left[:, :4] = right[:, :4] = start
-    with mode():
-        single_pass = read(gpt_kv, start)
-        # the buffer of `grown` has space behind it, which only one continuation may use
-        grown = gpt_kv(start, kv_cache=read(gpt_kv, start[:, :3]))[2]
-        for cache in (single_pass, grown):
-            before, caches = copy.deepcopy(cache), {"left": cache, "right": cache}
-            for t in range(5, 9):  # alternate, so that each could overwrite the other
-                for name, idx in (("left", left), ("right", right)):
-                    logits, _, caches[name] = gpt_kv(idx[:, :t], kv_cache=caches[name])
-                    assert_close(logits[:, -1], gpt(idx[:, :t])[0][:, -1])
-            assert all(torch.equal(a, b) for x, y in zip(cache, before) for a, b in zip(x, y))
+    idx = {"left": ids(2, 8, seed=1), "right": ids(2, 8, seed=2)}
+    idx["left"][:, :4] = idx["right"][:, :4] = ids(2, 4)
+    # the buffer of a cache that grew has space behind it, which only one continuation may use
+    caches = dict.fromkeys(idx, gpt_kv(ids(2, 4), kv_cache=read(gpt_kv, ids(2, 4)[:, :3]))[2])
+    for t in range(5, 9):  # alternate, so that each could overwrite the other
+        for name in idx:
+            logits, _, caches[name] = gpt_kv(idx[name][:, :t], kv_cache=caches[name])
+            assert_close(logits[:, -1], gpt(idx[name][:, :t])[0][:, -1])
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_tree_of_forked_caches_matches_plain_concatenation(mode, seed):
-    """Covers forks, forks of forks, and chains that grow after they were forked."""
     rng = random.Random(seed)
     with mode():
         k, v = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
@@ -282,7 +266,6 @@ def gpt2(tmp_path_factory):
 
 
 def modified_copy(folder, new, change=lambda tensors: tensors, **settings):
-    """Copy a GPT-2 folder with changed tensors or settings."""
     new.mkdir(exist_ok=True)
     config = json.loads((folder / "config.json").read_text()) | settings
     (new / "config.json").write_text(json.dumps(config))
@@ -302,7 +285,7 @@ def hub_names(tensors):
 @pytest.mark.parametrize("change", [lambda tensors: tensors, hub_names], ids=["transformers names", "Hub names"])
 def test_gpt2_loads_under_both_names(gpt2, tmp_path, cls, change):
     ours = cls.from_pretrained(modified_copy(gpt2[1], tmp_path, change))
-    assert not ours.training and type(ours) is cls
+    assert not ours.training and type(ours) is cls and all(p.requires_grad for p in ours.parameters())
     assert_close(ours(ids(3, 16))[0], gpt2[0](ids(3, 16))[0])
 
 
@@ -328,20 +311,6 @@ def test_an_untied_head_is_loaded_and_a_tied_head_is_copied(gpt2, tmp_path):
     assert tied.lm_head.weight.data_ptr() != tied.transformer.wte.weight.data_ptr()
 
 
-@torch.no_grad()
-def test_half_precision_files_load_as_float32(gpt2, tmp_path):
-    folder = modified_copy(gpt2[1], tmp_path, lambda tensors: {name: t.bfloat16() for name, t in tensors.items()})
-    ours = GPT.from_pretrained(folder)
-    assert {p.dtype for p in ours.parameters()} == {torch.float32}
-    assert torch.equal(ours.transformer.wte.weight, gpt2[0].transformer.wte.weight.bfloat16().float())
-
-
-def test_loaded_weights_can_be_trained(gpt2):
-    model = GPT_kv.from_pretrained(gpt2[1])
-    model(ids(2, 8), ids(2, 8, seed=1))[1].backward()
-    assert all(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "wpe" not in name)
-
-
 @pytest.mark.parametrize(("name", "repo_id"), [("gpt2-xl", "openai-community/gpt2-xl"), ("me/mine", "me/mine")])
 def test_a_name_is_downloaded_from_the_hub(gpt2, hub, name, repo_id):
     hub[repo_id, None] = gpt2[1]
@@ -349,14 +318,9 @@ def test_a_name_is_downloaded_from_the_hub(gpt2, hub, name, repo_id):
     assert hub.calls == [(repo_id, None, ["config.json", "model*.safetensors*"])]
 
 
-def without(name):
-    return lambda tensors: {key: t for key, t in tensors.items() if key != name}
-
-
 @pytest.mark.parametrize(
     ("change", "setting", "message"),
     [
-        (without("transformer.h.1.ln_2.bias"), {}, "transformer.h.1.ln_2.bias"),
         (lambda t: t | {"score.weight": torch.ones(2)}, {}, "score.weight"),
         (lambda t: t | {"transformer.wpe.weight": torch.ones(8, 12)}, {}, "wpe.weight.*8, 12.*16, 12"),
         (lambda t: t, {"model_type": "llama"}, "model_type=llama, but .* gpt2"),
@@ -371,27 +335,6 @@ def test_an_incompatible_checkpoint_raises_a_one_line_error(gpt2, tmp_path, chan
     with pytest.raises(ValueError, match=message) as error:
         GPT.from_pretrained(modified_copy(gpt2[1], tmp_path, change, **setting))
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
-
-
-def test_a_folder_without_a_checkpoint_raises_a_one_line_error(gpt2, tmp_path):
-    (torn := tmp_path / "torn").mkdir()
-    (torn / "config.json").write_text((gpt2[1] / "config.json").read_text())
-    (empty := tmp_path / "empty").mkdir()
-    for folder, message in (
-        (tmp_path / "nowhere", "neither a folder nor"),
-        (empty, "config.json"),
-        (torn, "safetensors"),
-    ):
-        with pytest.raises(ValueError, match=message) as error:
-            GPT.from_pretrained(folder)
-        assert "\n" not in str(error.value)
-    (torn / "model.safetensors").write_bytes((gpt2[1] / "model.safetensors").read_bytes()[:-9])
-    with pytest.raises(ValueError, match="model.safetensors cannot be read, it may be truncated"):
-        GPT.from_pretrained(torn)
-    for text, message in (("{", "config.json cannot be read"), ("[]", "config.json holds list, not an object")):
-        (torn / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=message):
-            GPT.from_pretrained(torn)
 
 
 # ---- invalid configs and arguments -----------------------------------------------------------------------------------

@@ -55,7 +55,6 @@ def watch(module):
 
 
 def noise_image(width=60, height=40, seed=0):
-    """An image of random pixels."""
     return Image.frombytes("RGB", (width, height), random.Random(seed).randbytes(width * height * 3))
 
 

@@ -25,7 +25,6 @@ def combined(existing, old, new):
 
 
 def stem(name):
-    """The name of an image without its extension."""
     return str(Path(name).with_suffix(""))
 
 

@@ -80,13 +80,11 @@ def tiles(grid):
 
 
 def with_tokens(raw, **tokens):
-    """Add extra tokens to a raw config."""
     sizes = {"lm_base_vocab_size": BASE_SIZE, "extra_token_amount": len(tokens), "mp_image_token_length": 4}
     return raw | sizes | {"lm_vocab_size": BASE_SIZE + len(tokens), "vlm_extra_tokens": tokens, "hf_repo_name": "nano"}
 
 
 def read_nanovlm(raw: dict) -> VLMConfig:
-    """The config of the object of a nanoVLM config.json."""
     return NanoVLM.read_config(raw, {})
 
 

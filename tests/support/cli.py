@@ -24,7 +24,6 @@ def set_stream(name, stream, monkeypatch):
 
 
 def set_stdin(data, monkeypatch):
-    """Replace standard input by bytes."""
     set_stream("stdin", io.TextIOWrapper(io.BytesIO(data)), monkeypatch)
 
 

@@ -26,7 +26,6 @@ def png(seed):
 
 
 def seed_of(file):
-    """The seed of the image that was written here."""
     pixels = load_image(file).tobytes()
     return next(seed for seed in range(20) if image(seed).tobytes() == pixels)
 
@@ -68,7 +67,6 @@ def check_refused(path, *parts, options=OPTIONS):
 
 
 def llava(*turns, **more):
-    """A record with LLaVA's conversations."""
     pairs = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(turns)]
     return {"id": "7", "conversations": pairs, **more}
 

@@ -54,5 +54,4 @@ def run(batch):
 
 
 def run_ids(batch):
-    """The same as token ids."""
     return {key: [output.token_id for output in outputs] for key, outputs in run(batch).items()}

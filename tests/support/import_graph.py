@@ -6,17 +6,15 @@ only in an `__init__.py`, where they are the names that the package loads on fir
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGES = ("models", "nanovlm", "eval")
 SCRIPTS = ("generate.py", "train.py")
 
 
-@dataclass(frozen=True)
-class Import:
+class Import(NamedTuple):
     """`import module`, or `from module import name`."""
 
     module: str
@@ -24,32 +22,23 @@ class Import:
 
 
 class ImportGraph:
-    """Modules of a source tree and which of them import which others."""
+    """Modules of a source tree: their files, all their imports, and the modules of the tree that each of them names."""
 
     def __init__(self, root: Path):
         files = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
-        files += [root / script for script in SCRIPTS]
-        self.files = {module_name(path.relative_to(root)): path for path in files}
-
-    @cached_property
-    def imports(self) -> dict[str, set[Import]]:
-        """All imports of each module, also those of other projects."""
-        return {module: set(imports_of(module, path)) for module, path in self.files.items()}
-
-    @cached_property
-    def edges(self) -> dict[str, set[str]]:
-        """The modules of this tree that each module imports by name."""
-        edges = {}
-        for module, imports in self.imports.items():
-            targets = {self._target(item) for item in imports} - {None, module}
-            edges[module] = {target for target in targets if target is not None}
-        return edges
+        self.files = {
+            ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+            for path in [*files, *(root / script for script in SCRIPTS)]
+        }
+        self.imports = {module: set(imports_of(module, path)) for module, path in self.files.items()}
+        self.edges = {
+            module: {self._target(item) for item in imports} - {None, module}
+            for module, imports in self.imports.items()
+        }
 
     def _target(self, item: Import) -> str | None:
         submodule = f"{item.module}.{item.name}"
-        if submodule in self.files:
-            return submodule
-        return item.module if item.module in self.files else None
+        return submodule if submodule in self.files else item.module if item.module in self.files else None
 
     @property
     def circle(self) -> list[str]:
@@ -61,15 +50,10 @@ class ImportGraph:
         return []
 
 
-def module_name(path: Path) -> str:
-    parts = path.with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
 def imports_of(module: str, path: Path) -> Iterator[Import]:
     """All imports in a file, wherever they stand, except those for type checking only."""
     is_package = path.name == "__init__.py"
-    package = module if is_package else module.rpartition(".")[0]
+    package = module.split(".") if is_package else module.split(".")[:-1]
     nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while nodes:
         node = nodes.pop()
@@ -80,6 +64,6 @@ def imports_of(module: str, path: Path) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             yield from (Import(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            parents = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*parents, *([node.module] if node.module else [])])
             yield from (Import(source, alias.name) for alias in node.names)

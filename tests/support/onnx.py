@@ -1,6 +1,7 @@
 """Consumers of the ONNX graphs: onnxruntime and OpenVINO, and greedy generation with either."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,23 +15,17 @@ NAMES = (VISION_ENCODER, EMBED_TOKENS, DECODER)
 def onnxruntime_graphs(folder: Path, suffix: str = "") -> dict[str, Graph]:
     import onnxruntime
 
-    def load(name: str) -> Graph:
-        session = onnxruntime.InferenceSession(folder / f"{name}{suffix}.onnx", providers=["CPUExecutionProvider"])
-        return lambda inputs: session.run(None, inputs)
-
-    return {name: load(name) for name in NAMES}
+    paths = {name: folder / f"{name}{suffix}.onnx" for name in NAMES}
+    options = {"providers": ["CPUExecutionProvider"]}
+    return {name: partial(onnxruntime.InferenceSession(paths[name], **options).run, None) for name in NAMES}
 
 
 def openvino_graphs(folder: Path, suffix: str = "") -> dict[str, Graph]:
     import openvino
 
-    core = openvino.Core()
-
-    def load(name: str) -> Graph:
-        compiled = core.compile_model(folder / f"{name}{suffix}.onnx", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-        return lambda inputs: list(compiled(inputs).values())
-
-    return {name: load(name) for name in NAMES}
+    core, hints = openvino.Core(), {"INFERENCE_PRECISION_HINT": "f32"}
+    compiled = {name: core.compile_model(folder / f"{name}{suffix}.onnx", "CPU", hints) for name in NAMES}
+    return {name: lambda inputs, model=model: list(model(inputs).values()) for name, model in compiled.items()}
 
 
 def image_inputs(images: np.ndarray, rows: list[int]) -> dict[str, np.ndarray]:

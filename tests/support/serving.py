@@ -71,7 +71,8 @@ class RunningServer:
         return self.service.admission.count == batch.running == batch.waiting == 0
 
     def post(self, body, path="/v1/chat/completions", **options):
-        return http.post(self.url + path, **body_of(body), **options)
+        body = {"content": body} if isinstance(body, (bytes, str)) else {"json": body}
+        return http.post(self.url + path, **body, **options)
 
     def client(self):
         return PlainClient(self.url)
@@ -125,7 +126,6 @@ class PlainClient:
 
 
 def stream_events(url, body):
-    """The events of a streamed response."""
     with http.stream("POST", url, json=body) as response:
         assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
         for line in response.iter_lines():
@@ -133,12 +133,7 @@ def stream_events(url, body):
                 yield json.loads(line.removeprefix("data: "), object_hook=Record)
 
 
-def body_of(body):
-    return {"content": body} if isinstance(body, (bytes, str)) else {"json": body}
-
-
 def until(condition, seconds=30):
-    """Wait until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

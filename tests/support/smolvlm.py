@@ -52,7 +52,6 @@ def make_tokenizer(added=ADDED):
 
 
 def make_config(kind, vocab_size, ids, *, image_size=16, patch_size=4, scale_factor=2, text=None, vision=None, **top):
-    """A small SmolVLM's or Idefics3's config object."""
     vision_config = {
         "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
         "image_size": image_size, "patch_size": patch_size,

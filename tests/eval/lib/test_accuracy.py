@@ -7,8 +7,6 @@ from eval.lib.accuracy import inexact_engines, relative_error, stage_errors
 
 
 class FakeEngine:
-    """Embeddings and logits that are off by a constant."""
-
     def __init__(self, name, offset, dtype=torch.float32, encodes=True):
         self.name, self.offset, self.dtype, self.weight_bytes = name, offset, dtype, dtype.itemsize
         self.logits = torch.empty(0)

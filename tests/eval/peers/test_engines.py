@@ -1,5 +1,6 @@
-"""Engines with the same weights decode the same tokens in float32, alone and in a batch."""
+"""Engines with the same weights decode the same tokens in float32, alone and in a batch, from files made once."""
 
+import copy
 import importlib.util
 import sys
 
@@ -12,6 +13,8 @@ from eval.lib.cpu_levels import current_level, levels_here
 from eval.lib.random_model import write_random_model
 from eval.peers.engines import BASELINES, EngineOptions, make_engines, plain_engine
 from eval.peers.llama_cpp_engine import LlamaCppEngine
+from eval.peers.onnx_engine import export_graphs
+from models.inference.kernels.load import WITHOUT_BF16_DOT
 from nanovlm.captioner import Captioner
 from nanovlm.errors import InputError, MissingExtraError
 from support.smolvlm import write_folder
@@ -19,6 +22,10 @@ from support.smolvlm import write_folder
 pytestmark = pytest.mark.full
 LEVEL = current_level()
 PROMPT = [5, 9, 11, 7, 60, 33]
+PRECISIONS = {"onnxruntime": ["float32", "int8"], "openvino": ["float32", "bfloat16", "int8"]}
+if LEVEL in WITHOUT_BF16_DOT:
+    PRECISIONS["openvino"] = ["float32", "int8"]
+needs_onnx = pytest.mark.skipif(not importlib.util.find_spec("onnxscript"), reason="needs onnxscript")
 needs_llama_cpp = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="needs llama_cpp")
 
 
@@ -32,6 +39,11 @@ def folder(small_230m, tmp_path_factory):
 def smolvlm_folder(tmp_path_factory):
     write_folder(path := tmp_path_factory.mktemp("models") / "smolvlm")
     return path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
 
 
 def make(folder, tmp_path, **options):
@@ -83,12 +95,55 @@ def test_float32_decodes_the_same_tokens_everywhere(request, tmp_path, layout, p
 
 @pytest.mark.parametrize(
     ("module", "engine"),
-    [(name.replace(".", "_"), name) for name in BASELINES[1:]],
+    [*((name.replace(".", "_"), name) for name in BASELINES[1:]), pytest.param("nncf", "openvino", marks=needs_onnx)],
 )
-def test_a_missing_package_names_its_extra(folder, tmp_path, monkeypatch, module, engine):
+def test_a_missing_package_names_its_extra(folder, cache, monkeypatch, module, engine):
+    if module == "nncf":
+        pytest.importorskip("openvino")
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError, match=r"needs the extra peers: pip install \"nanovlm\[peers\]\""):
-        make(folder, tmp_path, baselines=[engine])
+        make(folder, cache, baselines=[engine], quantize="int8")
+
+
+@needs_onnx
+@pytest.mark.parametrize("layout", ["folder", "smolvlm_folder"])
+@pytest.mark.parametrize("peer", PRECISIONS)
+def test_onnx_engines_compute_what_the_plain_model_computes(request, cache, layout, peer):
+    for package in ("onnxruntime",) if peer == "onnxruntime" else ("openvino", "nncf"):
+        pytest.importorskip(package)
+    options = {"dtypes": ["float32", "bfloat16"], "quantize": "int8", "baselines": ["plain", peer]}
+    engines = make(request.getfixturevalue(layout), cache, **options)
+    plain = engines["plain float32"]
+    engines = {name: engine for name, engine in engines.items() if name.startswith(peer)}
+    assert list(engines) == [f"{peer} {precision}" for precision in PRECISIONS[peer]]
+    size = plain.model.cfg.vit_img_size
+    image = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(0))
+    prompts = [PROMPT, [8, 2, 40, 41, 6, 5]]
+    expected, embeddings = greedy_ids(plain, prompts, 6), plain.encode_image(image)
+    plain.prefill(prompts)
+    for name, engine in engines.items():
+        limit = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.5}[name.split()[-1]]
+        assert relative_error(engine.encode_image(image), embeddings) < limit
+        assert engine.prefill(prompts) == engine.logits.argmax(-1).tolist()
+        assert engine.logits.shape == (2, plain.model.cfg.lm_vocab_size)
+        assert relative_error(engine.logits, plain.logits) < limit
+        if "float32" in name:
+            assert greedy_ids(engine, prompts, 6) == expected
+            alone = greedy_ids(engine, prompts[:1], 6)
+            assert alone == [step[:1] for step in expected], "a prefill starts with an empty cache"
+
+
+@needs_onnx
+def test_graphs_are_written_once_for_the_same_weights(folder, cache):
+    model = plain_engine(folder).captioner.model
+    graphs = export_graphs(model, cache)
+    written = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+    assert export_graphs(model, cache) == export_graphs(copy.deepcopy(model), cache) == graphs
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == written
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.decoder.norm.weight[-1] += 1
+    assert export_graphs(other, cache) != graphs, "in a folder of their own"
 
 
 def test_llama_cpp_refuses_nanovlms_layout(folder, tmp_path):

@@ -50,7 +50,6 @@ def listen(batch, generated):
 
 
 def random_arrivals(rng):
-    """Prompts, each with the step before which it is added."""
 
     def row():
         text = "".join(rng.choices("ttti", k=rng.randint(1, 10)))
@@ -95,15 +94,12 @@ def test_each_request_generates_what_it_generates_alone(tiny_model, seed):
 
 def test_a_freed_slot_is_taken_by_a_waiting_request(tiny_model):
     batch = ContinuousBatch(tiny_model(), max_num_seqs=2)
-    for key, n in enumerate((9, 1, 1, 1, 1)):
-        batch.add(key, torch.arange(4, 9), max_new_tokens=n)
-    assert (batch.waiting, batch.running) == (5, 0)
-    generated = answers(batch)
-    assert [len(generated[key][0]) for key in range(5)] == [9, 1, 1, 1, 1]
     batch.add("long", torch.arange(4, 9), max_new_tokens=30)
     batch.step()
     for key in range(4):
         batch.add(key, torch.arange(5, 9), max_new_tokens=1)
+    for key in range(4):
+        assert (batch.waiting, batch.running) == (4 - key, 1)
         assert [output.key for output in batch.step()] == [key, "long"], "no step of the long answer is missed"
 
 

@@ -57,7 +57,6 @@ def captioner(tiny_model):
 
 
 @pytest.mark.parametrize("n_beams", [1, 4, pytest.param(7, marks=pytest.mark.full)])
-@torch.inference_mode()
 def test_on_the_products_cache_it_equals_a_plain_search_without_a_cache(captioner, n_beams):
     model, ids, images = captioner
     options = {"n_beams": n_beams, "max_new_tokens": 12, "eos_token_id": EOS}
@@ -76,7 +75,6 @@ def test_on_the_products_cache_it_equals_a_plain_search_without_a_cache(captione
         assert [*found[0].ids, EOS][:12] == greedy
 
 
-@torch.inference_mode()
 def test_on_the_encoder_decoder_it_equals_a_plain_search_without_a_cache(encoder_decoder):
     ids, images = torch.tensor([[4, 5]]), torch.rand(1, 3, 16, 16)
     found = generate(encoder_decoder, ids, images, n_beams=3, max_new_tokens=10, eos_token_id=EOS)
@@ -88,7 +86,6 @@ def test_on_the_encoder_decoder_it_equals_a_plain_search_without_a_cache(encoder
     assert_same(found, plain_beam_search(next_logits, 3, 10, EOS))
 
 
-@torch.inference_mode()
 def test_paged_blocks_store_what_beams_have_in_common_once(captioner):
     model, ids, images = captioner
     pools = [BlockPool(60, block_size=4) for _ in model.decoder.blocks]

@@ -11,13 +11,11 @@ from models.kv_study.block_cache import block_caches
 from models.kv_study.eviction import POLICIES, EvictingKV, observed
 
 
-@torch.inference_mode()
 def read(decoder, caches, x):
     with observed(decoder, caches):
         return decoder(x, None, block_caches(caches), caches[0].length)[0]
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_whole_cache_is_the_uncached_model(tiny_model, name):
     decoder = tiny_model(2).decoder
@@ -41,7 +39,6 @@ class MaskedKV(KVCache):
         return attention(q, k, v, visible.repeat_interleave(q.size(1) // k.size(1), 1)[:, :, None], False, dropout_p)
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("share", [0.5, 0.12])
 def test_steps_after_eviction_are_full_attention_with_a_mask(tiny_model, name, share):
@@ -61,7 +58,6 @@ def test_steps_after_eviction_are_full_attention_with_a_mask(tiny_model, name, s
     assert caches[0].bytes_used == 2 * caches[0].key.numel() * 4
 
 
-@torch.inference_mode()
 def test_scores_are_the_attention_received_by_queries_that_count(tiny_model):
     """Recomputed with loops from the first block's queries and keys; groups of three queries share a key."""
     q, k = torch.randn(1, 6, 12, 4), torch.randn(1, 2, 12, 4)

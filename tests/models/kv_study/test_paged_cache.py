@@ -49,7 +49,6 @@ def test_every_cache_of_a_family_tree_holds_what_was_put_there(mode, block_size)
     assert used(pool) == 0 and set(pool.references) == {0}
 
 
-@torch.inference_mode()
 def test_the_model_generates_the_same_ids_and_frees_its_blocks(tiny_model):
     model = tiny_model(seed=6)
     images, ids = torch.rand(2, 3, 16, 16), torch.randint(4, 40, (2, 9))
@@ -67,7 +66,6 @@ def test_the_model_generates_the_same_ids_and_frees_its_blocks(tiny_model):
     assert all(used(pool) == 0 for pool in memory)
 
 
-@torch.inference_mode()
 def test_questions_about_one_prefix_share_its_blocks_and_copy_the_half_full_one(tiny_model):
     model = tiny_model(seed=7)
     memory, prefix_ids = pools(model), torch.randint(4, 40, (1, 18))
@@ -85,7 +83,6 @@ def test_questions_about_one_prefix_share_its_blocks_and_copy_the_half_full_one(
     assert torch.equal(again, logits), "the prefix can be continued again"
 
 
-@torch.no_grad()
 def test_a_full_pool_raises_and_loses_nothing():
     pool = BlockPool(3, block_size=2)
     cache = PagedKV(pool).append(tokens(5, rows=1), tokens(5, rows=1))

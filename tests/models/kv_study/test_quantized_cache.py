@@ -29,7 +29,6 @@ def test_the_error_is_half_a_step_of_the_range(bits, dim, dtype):
     assert (error <= spread * (0.5 / (2**bits - 1) + rounded)).all()
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize("group", [1, 8])
 def test_logits_are_within_the_tolerance_and_ids_mostly_the_same(tiny_model, group):
     same = []
@@ -63,7 +62,6 @@ def test_keys_have_scales_by_channel_and_incomplete_groups_are_exact():
     assert ((kv.key - key)[:, :, :8].abs() <= step[:, :, None] * 0.501 + 1e-3).all()
 
 
-@torch.inference_mode()
 def test_a_prefill_in_chunks_and_forks_give_what_one_pass_gives(tiny_model):
     """With scales for every token, neither chunks nor rows change what is stored."""
     model = tiny_model(1)

@@ -18,7 +18,6 @@ def models(tiny_config):
     return {"CLA": randomize(CrossLayerModel(cfg)).eval(), "MLA": randomize(latent).eval()}
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize(("name", "bytes_per_token"), [("CLA", 2 * 2 * 2 * 4 * 4), ("MLA", 4 * (5 + 4) * 4)])
 def test_chunks_and_tokens_are_the_uncached_model(models, name, bytes_per_token):
     model, ids = models[name], torch.randint(40, (2, 14))
@@ -33,7 +32,6 @@ def test_chunks_and_tokens_are_the_uncached_model(models, name, bytes_per_token)
     assert sum(kv.bytes_used for kv in kv_cache) == 2 * 14 * bytes_per_token
 
 
-@torch.inference_mode()
 def test_absorbed_projections_are_attention_with_keys_and_values_of_every_head(models):
     attn, cfg = models["MLA"].blocks[0].attn, models["MLA"].cfg
     x, (cos, sin) = torch.randn(2, 7, 24), rope_cos_sin(torch.arange(7), cfg)
@@ -48,7 +46,6 @@ def test_absorbed_projections_are_attention_with_keys_and_values_of_every_head(m
     torch.testing.assert_close(attn(x, cos, sin)[0], expected, atol=1e-4, rtol=1e-4)
 
 
-@torch.inference_mode()
 def test_a_shared_block_is_attention_with_the_projections_of_the_block_before(models):
     model, ids = models["CLA"], torch.randint(40, (2, 9))
     x, (cos, sin) = model.token_embedding(ids), rope_cos_sin(torch.arange(9), model.cfg)

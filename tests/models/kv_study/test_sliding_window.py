@@ -21,7 +21,6 @@ def decoder(tiny_model):
 
 @pytest.mark.parametrize(("window", "sinks"), WINDOWS)
 @pytest.mark.parametrize("chunks", [[6], [1, 1, 4], [2, 9, 1, 3]])
-@torch.no_grad()
 def test_chunks_and_then_tokens_match_a_window_mask_without_a_cache(decoder, window, sinks, chunks):
     """Tokens are decoded by the language model itself, which knows nothing of windows."""
     x = torch.randn(2, sum(chunks) + 14, 24)
@@ -37,7 +36,6 @@ def test_chunks_and_then_tokens_match_a_window_mask_without_a_cache(decoder, win
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-5, rtol=1e-5)
 
 
-@torch.no_grad()
 def test_greedy_ids_are_those_of_the_mask_and_the_memory_is_constant(tiny_model):
     model = tiny_model(seed=3)
     window, ids = 6, torch.randint(4, 40, (2, 9))
@@ -65,13 +63,11 @@ def test_the_mask_lets_each_token_see_the_window_and_the_sinks():
     ]
 
 
-@torch.no_grad()
 def test_a_window_as_long_as_the_text_is_plain_attention(decoder):
     x = torch.randn(2, 12, 24)
     torch.testing.assert_close(forward(decoder, x, window=12), decoder(x)[0], atol=1e-5, rtol=1e-5)
 
 
-@torch.no_grad()
 def test_only_one_block_would_forget_what_left_the_window(tiny_model):
     """Recomputing the last `window` tokens alone, as minGPT does, is another function from two blocks on."""
     window, x = 5, torch.randn(1, 16, 24)
@@ -81,7 +77,6 @@ def test_only_one_block_would_forget_what_left_the_window(tiny_model):
         assert torch.allclose(rolling, recomputed, atol=1e-4) == same
 
 
-@torch.no_grad()
 def test_chosen_rows_are_copies_that_part_ways(decoder):
     x, more = torch.randn(2, 9, 24), torch.randn(3, 4, 24)
     kv_cache, index = caches(decoder, 4), torch.tensor([1, 0, 1])

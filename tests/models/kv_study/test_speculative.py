@@ -31,7 +31,6 @@ def draft(tiny_config):
     return randomize(LanguageModel(tiny_config(lm_use_tokens=True, lm_n_blocks=1))).eval()
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize("kind", ["lookup", "draft", "itself", "right", "mixed", "wrong", "nothing"])
 def test_ids_are_those_of_plain_greedy_decoding(tiny_model, draft, kind):
     for seed in range(4):
@@ -59,7 +58,6 @@ def test_ids_are_those_of_plain_greedy_decoding(tiny_model, draft, kind):
                 assert all(len(step) == 1 for step in steps)
 
 
-@torch.inference_mode()
 def test_a_draft_is_the_small_models_greedy_continuation_after_going_back(draft):
     guess = DraftModel(draft, 4)
     for ids in ([5, 6, 7], [5, 6, 7, 8], [5, 6, 9, 9, 9], [11, 12], [11, 12, *[13] * 10]):
