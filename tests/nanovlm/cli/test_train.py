@@ -28,8 +28,3 @@ def test_wrong_flags_are_one_error_line_before_any_work(train, flags):
 @pytest.mark.parametrize("argv", [[], ["--recipe", "scenes"], ["--out", "out"]])
 def test_required_flags(train, argv):
     assert_usage_error(train(*argv), "required", program="train.py")
-
-
-def test_help_lists_every_flag(train):
-    code, out, _ = train("--help")
-    assert code == 0 and all(flags.split()[0] in out for flags in WRONG_TRAIN_FLAGS)
