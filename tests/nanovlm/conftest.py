@@ -15,6 +15,11 @@ from support.cli import FAST_FLAGS, IMAGE_NAMES
 
 
 @pytest.fixture
+def in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
 def workdir(tmp_path, monkeypatch):
     """Run the test in an empty folder of its own with two images, good.png and fine.jpg."""
     monkeypatch.chdir(tmp_path)
@@ -84,6 +89,20 @@ def image_folder(workdir):
 @pytest.fixture(scope="session")
 def embedded():
     return Captioner.from_pretrained(device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def clip(tmp_path):
+    """The file a.mp4: three seconds of six colors."""
+    av = pytest.importorskip("av")
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for color in ("red", "green", "blue", "white", "black", "yellow"):
+            for _ in range(5):
+                container.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 48), color))))
+        container.mux(stream.encode())
+    return tmp_path / "a.mp4"
 
 
 @pytest.fixture

@@ -22,17 +22,11 @@ def captioner(request, model_and_processor, tiled):
 
 def recomputed_answer(session, question, history, **options):
     """The answer without any cache: the whole chat is read again for every token."""
-    captioner = session.captioner
-    ids = captioner.processor.encode_prompt(session.grids, question, history)
-    columns = captioner.model.generate(
-        torch.tensor([ids]),
-        session.images,
-        eos_token_id=captioner.tokenizer.eos_token_id,
-        use_kv_cache=False,
-        **options,
-    )
-    ids = columns[0].tolist()
-    return captioner.tokenizer.decode(ids[:-1] if ids[-1] == captioner.tokenizer.eos_token_id else ids)
+    captioner, eos = session.captioner, session.captioner.tokenizer.eos_token_id
+    ids = torch.tensor([captioner.processor.encode_prompt(session.grids, question, history)])
+    options |= {"eos_token_id": eos, "use_kv_cache": False}
+    (ids,) = captioner.model.generate(ids, session.images, **options).tolist()
+    return captioner.tokenizer.decode(ids[:-1] if ids[-1] == eos else ids)
 
 
 WARM = SamplingParams(temperature=1.5, seed=4, repetition_penalty=1.3)

@@ -17,15 +17,7 @@ from nanovlm.captioner import Captioner
 from nanovlm.data.examples import encode
 from nanovlm.synthetic import caption, draw, random_scene, recipe
 from nanovlm.synthetic.captions import short_caption
-from nanovlm.synthetic.recipe import (
-    CAPTION_PROMPTS,
-    SHORT_PROMPTS,
-    SceneBatches,
-    drop_words,
-    make_config,
-    make_tokenizer,
-    scene_example,
-)
+from nanovlm.synthetic.recipe import CAPTION_PROMPTS, SHORT_PROMPTS, SceneBatches, scene_example
 from nanovlm.synthetic.scene import with_unnamed_colors
 
 
@@ -41,8 +33,8 @@ def test_the_card_lists_the_prompts_of_the_recipe():
 
 @pytest.mark.full
 def test_config_and_tokenizer_match_the_recipe(embedded):
-    tokenizer = make_tokenizer()
-    assert embedded.model.cfg == make_config(tokenizer)
+    tokenizer = recipe.make_tokenizer()
+    assert embedded.model.cfg == recipe.make_config(tokenizer)
     assert embedded.tokenizer.backend.get_vocab() == tokenizer.get_vocab()
 
 
@@ -52,7 +44,7 @@ def test_word_dropout_replaces_only_earlier_answer_words(embedded):
     rows = [encode(scene_example(random_scene(rng), rng, 5, (96, 96)), embedded.processor) for _ in range(20)]
     hidden = answers = 0
     for row in rows:
-        later = drop_words(row, rng, 0.2)
+        later = recipe.drop_words(row, rng, 0.2)
         assert (later.targets, later.mask) == (row.targets, row.mask)
         for t, (before, after) in enumerate(zip(row.ids, later.ids)):
             follows = t > 0 and row.targets[t - 1] == before and row.mask[t - 1] == row.mask[t]
@@ -70,9 +62,8 @@ def test_unnamed_colors_are_never_trained_as_words(embedded):
         scene = with_unnamed_colors(random_scene(rng), rng)
         assert all(math.dist(t.rgb, c) >= 50 for t in scene.shapes for c in recipe.COLORS.values())
         example = scene_example(scene, rng, 5, (96, 96), colorless=True)
-        assert all(
-            words.isdisjoint(re.findall(r"\w+", prompt + " " + answer)) for prompt, answer in example.qa_pairs[1:]
-        )
+        texts = [f"{prompt} {answer}" for prompt, answer in example.qa_pairs[1:]]
+        assert all(words.isdisjoint(re.findall(r"\w+", text)) for text in texts)
         row = encode(example, embedded.processor)
         masked = recipe.mask_tokens(row, names)
         assert names & set(row.targets) and not names & (set(masked.ids) | set(masked.targets))
@@ -93,9 +84,8 @@ def test_conversation_is_a_permutation_of_the_questions_in_sequence(embedded):
 def test_conversations_start_at_their_scheduled_step(embedded):
     batches, first = partial(SceneBatches, embedded.processor, 8, 0), max(recipe.CONVERSATION_SHARE)
     branches = [[len(row.unique()) for row in batches()(step)["attention_mask"]] for step in (first - 1, first)]
-    assert min(branches[0]) > 3 >= min(branches[1]) and max(branches[1]) > 3, (
-        "a conversation has the mask values 0, 1 and 2 only"
-    )
+    masks = "a conversation has the mask values 0, 1 and 2 only"
+    assert min(branches[0]) > 3 >= min(branches[1]) and max(branches[1]) > 3, masks
     without = batches(conversation_share={0: 0.0})
     assert torch.equal(batches()(first - 1)["input_ids"], without(first - 1)["input_ids"])
 

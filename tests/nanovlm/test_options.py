@@ -85,17 +85,11 @@ def test_the_model_continues_the_start(random_captioner):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("One. Two thr", "One."),
-        ('He said "one." Then', 'He said "one."'),
-        ("One! Two? Three", "One! Two?"),
-        ("It is 3.5 m", "It is 3.5 m"),
-        ("no end", "no end"),
-        ("Whole.", "Whole."),
-        ("一。二", "一。"),
-        ("", ""),
+        ("One. Two thr", "One."), ('He said "one." Then', 'He said "one."'), ("One! Two? Three", "One! Two?"),
+        ("It is 3.5 m", "It is 3.5 m"), ("no end", "no end"), ("Whole.", "Whole."), ("一。二", "一。"), ("", ""),
         ("a.png is here. And", "a.png is here."),
     ],
-)
+)  # fmt: skip
 def test_an_incomplete_last_sentence_is_cut(text, expected):
     assert cut_incomplete_sentence(text) == expected
 

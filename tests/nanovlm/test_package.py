@@ -25,8 +25,6 @@ def test_foreign_models_package_is_one_sentence_with_the_way_out(tmp_path, file)
 
 def test_exports_are_loaded_on_first_use():
     assert {getattr(nanovlm, name) for name in nanovlm.__all__ if name[0].isupper() and not name.isupper()}
-    code = "import sys, nanovlm; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_unknown_name_is_an_attribute_error():

@@ -135,12 +135,6 @@ def test_two_runs_at_once_are_refused(generate, folder, files, texts, where):
     assert files.texts() == texts and not files.litter()
 
 
-def test_prefix_suffix_and_length(generate, folder, files, captions_of):
-    assert generate(folder, "--prefix", "foo, ", "--suffix", " (ai)", "--length", "short")[0] == 0
-    short = {name: captions_of(str(folder / name), "Describe this picture in a few words.")[0] for name in IMAGE_NAMES}
-    assert files.texts() == {stem(name): f"foo, {text.strip()} (ai)" for name, text in short.items()}
-
-
 def test_captions_start_with_given_words_and_end_with_a_sentence(generate, folder, files, captions_of):
     start, caption = "Two photos. One", partial(captions_of.captioner.caption, max_new_tokens=6)
     expected = {stem(n): caption(folder / n, start_with=start).strip() for n in IMAGE_NAMES}
@@ -238,9 +232,8 @@ def test_json_lines_are_streamed(generate, folder, files, texts, flags, key):
 @pytest.mark.full  # a process
 def test_a_reader_that_leaves_ends_a_stream(folder, model_folder):
     command = [sys.executable, ROOT / "generate.py", folder, "--json", "--model", model_folder, *FAST_FLAGS]
-    run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    run = subprocess.Popen(command, **pipes, env=os.environ | {"OMP_NUM_THREADS": "1"})
     run.stdout.close()
     assert (run.stderr.read(), run.wait()) == (b"", 1)
 
@@ -355,11 +348,7 @@ def test_kill_9_leaves_complete_files_and_the_next_run_resumes(folder, files, mo
     for i in range(60):
         noise_image(40, 40, seed=i).save(folder / f"n{i:02}.png")
     command = [sys.executable, ROOT / "generate.py", folder, "--model", model_folder, *FAST_FLAGS, "--batch-size", "2"]
-    quiet = {
-        "stdout": subprocess.DEVNULL,
-        "stderr": subprocess.PIPE,
-        "env": os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    }
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
     run = subprocess.Popen(command, **quiet)
     until = time.monotonic() + 120
     while len(list(folder.glob("[!.]*.txt"))) < 8 and time.monotonic() < until and run.poll() is None:
@@ -560,9 +549,8 @@ def test_a_full_disk_names_the_file_and_how_to_resume(generate, folder, files, t
         with monkeypatch.context() as patch:
             after_two(patch, "replace")
             code, _, err = generate(*command)
-        assert (
-            code == 1 and f"{files.out}: No space left on device; " in err and "run the same command to resume" in err
-        )
+        assert code == 1 and f"{files.out}: No space left on device; " in err
+        assert "run the same command to resume" in err
     code, _, err = generate(*command)
     assert code == 0 and files.texts() == texts and not files.litter()
 
@@ -578,17 +566,13 @@ def test_a_line_that_is_written_in_part_is_a_full_disk(tmp_path, monkeypatch):
 
 
 DAMAGED = {
-    "cells.csv": ('file_name,text\na.png,"yes",no\n', "row 1, has more cells than columns"),
     "quotes.csv": (f'file_name,text\na.png,"{"x" * 200_000}\n', "field larger than field limit"),
     "columns.csv": ("file,caption\na.png,yes\n", "rows without a file_name"),
     "latin.csv": ("file_name,text\na.png,été\n".encode("latin-1"), "cannot be read"),
     "words.jsonl": ("hello\nworld", "line 1"),
     "others.jsonl": ('{"a": 1}\n', "rows without a file_name"),
-    "lists.jsonl": ("[1]\n", "not an object"),
     "numbers.jsonl": ('{"file_name": "a.png", "text": 3}\n', "row 1, has a text of another type"),
     "names.jsonl": ('{"file_name": ["a.png"]}\n', "rows without a file_name"),
-    "deep.jsonl": ("[" * 100_000 + "\n", "line 1, cannot be read"),
-    "torn.jsonl": ('{"file_name": "a.png", "te\n{"file_name": "b.png"}\n', "line 1, cannot be read"),
     "words.parquet": ("PAR1 and no more", "cannot be read"),
 }
 

@@ -9,14 +9,8 @@ import torch
 from PIL import Image
 
 from models.inference.continuous_batching import ContinuousBatch
-from nanovlm.bulk.captioning import (
-    SMALL_MODEL_BYTES,
-    BulkCaptioner,
-    default_workers,
-    failure_reason,
-    image_failure,
-    merge_iterators,
-)
+from nanovlm.bulk import captioning
+from nanovlm.bulk.captioning import BulkCaptioner, default_workers, failure_reason, image_failure, merge_iterators
 from nanovlm.bulk.options import BulkOptions
 from nanovlm.bulk.prefetch import Prefetch
 from nanovlm.captioner import Stats
@@ -74,9 +68,6 @@ def test_captions_that_repeat_themselves_are_trimmed_and_counted(captioner, imag
     assert bulk.repetitions == [reasons.count("repetition")] != [0]
 
 
-# ------------------------------------------------------------------------------------------------------------ prefetch
-
-
 def test_images_are_prepared_while_the_model_runs(captioner, images, monkeypatch):
     prepared, enough, waited = [], threading.Event(), []
 
@@ -111,9 +102,6 @@ def test_prefetch_prepares_a_window_of_images_in_order():
         assert prefetch.take(wait=True) is None and prepared.count(0) == 2 and len(prepared) == 10
 
 
-# ------------------------------------------------------------------------------------------------------------- workers
-
-
 @pytest.mark.parametrize("workers, threads", [(2, 1), (1, 3)])
 def test_several_workers_compute_with_one_thread_each(captioner, images, monkeypatch, workers, threads):
     seen = set()
@@ -133,11 +121,11 @@ def test_several_workers_compute_with_one_thread_each(captioner, images, monkeyp
 
 
 def test_a_small_model_has_a_worker_for_each_usable_core(captioner, monkeypatch):
-    assert sum(weight.nbytes for weight in captioner.inference.parameters()) < SMALL_MODEL_BYTES
+    assert sum(weight.nbytes for weight in captioner.inference.parameters()) < captioning.SMALL_MODEL_BYTES
     for cores, workers in ((1, 1), (3, 3), (64, 4)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
         assert default_workers(captioner) == workers
-    big = torch.nn.Parameter(torch.empty(SMALL_MODEL_BYTES // 4))
+    big = torch.nn.Parameter(torch.empty(captioning.SMALL_MODEL_BYTES // 4))
     monkeypatch.setattr(captioner.inference, "parameters", lambda: iter([big]))
     assert default_workers(captioner) == 1
 
@@ -212,9 +200,6 @@ def test_a_consumer_that_stops_ends_the_iterators_and_has_missed_little():
     assert len(taken) == 10 and len(produced) <= 10 + 4 + 2 and not alive(threads), "4 wait, 1 is in each iterator"
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
-
-
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: 9 bytes"
 
 
@@ -239,20 +224,17 @@ def test_a_bug_stops_the_run_after_the_captions_that_were_finished(captioner, im
     results, error = [], RuntimeError("a bug")
     *_, last = paths = many(images[0], 8)
 
-    def break_at(wrong):
-        def broken(what, *inputs):
-            if what == wrong:
-                raise error
+    def broken(what, *inputs):
+        if what in (last, "encode_images"):
+            raise error
 
-        return broken
-
-    broken = WatchedCaptioner(captioner, before_prepare=break_at(last))
     with pytest.raises(RuntimeError) as raised:
-        for result in BulkCaptioner(broken, options(), workers=workers).captions(paths):
+        watched = WatchedCaptioner(captioner, before_prepare=broken)
+        for result in BulkCaptioner(watched, options(), workers=workers).captions(paths):
             results.append(result)
     assert raised.value is error and len(results) >= 4 and not any(isinstance(text, Exception) for _, text in results)
     with pytest.raises(RuntimeError) as raised:
-        caption(WatchedCaptioner(captioner, before=break_at("encode_images")), images)  # in the prefill
+        caption(WatchedCaptioner(captioner, before=broken), images)  # in the prefill
     assert raised.value is error
 
 
@@ -267,9 +249,6 @@ def test_an_image_too_large_for_memory_does_not_stop_the_run(captioner, images):
     results = caption(WatchedCaptioner(captioner, before=small_memory), images)
     assert "can't allocate memory" in str(results.pop(images[4]))
     assert results == {path: text for path, text in expected.items() if path != images[4]}
-
-
-# ------------------------------------------------------------------------------------------------------- out of memory
 
 
 def test_running_out_of_memory_halves_the_batch(captioner, images, full_batches, monkeypatch):

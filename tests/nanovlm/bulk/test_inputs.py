@@ -11,10 +11,7 @@ from nanovlm.bulk.inputs import find_images, read_names
 from nanovlm.processing.image_loading import readable_extensions
 from support.cli import IMAGE_NAMES
 
-
-@pytest.fixture(autouse=True)
-def folder(image_folder):
-    return image_folder
+pytestmark = pytest.mark.usefixtures("image_folder")
 
 
 def test_folders_and_patterns_give_their_images_once():

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,6 @@ def files(tmp_path, kind):
 
 
 of_sidecars = pytest.mark.parametrize("kind", ["txt"])
-
-
-# ------------------------------------------------------------------------------------------------------- edits by hand
 
 
 @pytest.mark.parametrize("existing", MODES)
@@ -131,34 +129,32 @@ def test_a_resume_log_of_sidecars_holds_no_text(files):
     assert "a.png" in log and "secret" not in log and "caption" not in log.replace("captions", "")
 
 
-# ------------------------------------------------------------------------------------------------------- interruptions
-
-
-def kill_at_replacement(monkeypatch, n, after=False):
-    """Kill the process at its nth os.replace from now on, before or after it."""
-    replace, calls = os.replace, [0]
+@contextmanager
+def killed_at_replacement(n=1, after=False):
+    """The process is killed at its nth os.replace, before or after it."""
+    replace, calls = os.replace, []
 
     def dies(*args):
-        calls[0] += 1
-        if calls[0] == n and not after:
+        calls.append(args)
+        if len(calls) == n and not after:
             raise Killed
         replace(*args)
-        if calls[0] == n:
+        if len(calls) == n:
             raise Killed
 
-    monkeypatch.setattr(os, "replace", dies)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "replace", dies)
+        yield
 
 
 @of_sidecars
 @pytest.mark.parametrize("existing", CHANGING)
 @pytest.mark.parametrize("after", [False, True])
-def test_a_run_killed_while_it_writes_a_sidecar_adds_its_caption_once(files, monkeypatch, existing, after):
+def test_a_run_killed_while_it_writes_a_sidecar_adds_its_caption_once(files, existing, after):
     files.edit(a="old", b="old", c="old")
     output = files.begin(existing, a="new")
-    with monkeypatch.context() as patch:
-        kill_at_replacement(patch, 1, after)
-        with pytest.raises(Killed):
-            output.write(files.image("b"), "new")
+    with killed_at_replacement(1, after):
+        output.write(files.image("b"), "new")
     files.begin(existing, c="new")  # killed again, after another image
     assert files.run(existing, dict.fromkeys("abc", "new")) == ([] if after else ["b"])
     assert set(files.texts().values()) == {combined(existing, "old", "new")}
@@ -166,13 +162,11 @@ def test_a_run_killed_while_it_writes_a_sidecar_adds_its_caption_once(files, mon
 
 @of_sidecars
 @pytest.mark.parametrize("existing", CHANGING)
-def test_a_sidecar_edited_after_a_kill_while_it_was_written_is_kept(files, monkeypatch, existing):
+def test_a_sidecar_edited_after_a_kill_while_it_was_written_is_kept(files, existing):
     files.edit(a="old")
     output = files.open(existing)
-    with monkeypatch.context() as patch:
-        kill_at_replacement(patch, 2)  # the first is that of the log itself
-        with pytest.raises(Killed):
-            output.write(files.image("a"), "new")
+    with killed_at_replacement(2):  # the first is that of the log itself
+        output.write(files.image("a"), "new")
     files.edit(a="mine")
     assert files.run(existing, {"a": "new"}) == [] and files.texts() == {"a": "mine"}
 
@@ -180,13 +174,11 @@ def test_a_sidecar_edited_after_a_kill_while_it_was_written_is_kept(files, monke
 @pytest.mark.parametrize("existing", MODES)
 @pytest.mark.parametrize("kind", OUTPUTS[1:])
 @pytest.mark.parametrize("after", [False, True])
-def test_a_run_killed_while_it_finishes_a_table_adds_its_captions_once(files, monkeypatch, existing, after):
+def test_a_run_killed_while_it_finishes_a_table_adds_its_captions_once(files, existing, after):
     files.edit(a="" if existing == "skip" else "old")
     output = files.begin(existing, a="new", b="new")
-    with monkeypatch.context() as patch:
-        kill_at_replacement(patch, 1, after)
-        with pytest.raises(Killed):
-            output.finish()
+    with killed_at_replacement(1, after):
+        output.finish()
     assert files.run(existing, {"a": "again", "b": "again"}) == []
     expected = "new" if existing == "skip" else combined(existing, "old", "new")
     assert files.texts() == {"a": expected, "b": "new"}
@@ -258,10 +250,8 @@ def test_a_table_keeps_its_byte_order_mark_out_of_the_names(files):
 def test_a_parquet_table_keeps_its_types_and_what_they_cannot_hold_is_json(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     old, new = tmp_path / "a.parquet", tmp_path / "b.parquet"
-    columns = {
-        "n": pyarrow.array([1, 2], "int8"),
-        "m": pyarrow.array([[("a", 1)], None], pyarrow.map_("string", "int32")),
-    }
+    maps = pyarrow.array([[("a", 1)], None], pyarrow.map_("string", "int32"))
+    columns = {"n": pyarrow.array([1, 2], "int8"), "m": maps}
     parquet.write_table(pyarrow.table(columns, metadata={"huggingface": "x"}), old)
     rows = [row | {"mixed": value, "empty": {}} for row, value in zip(parquet.read_table(old).to_pylist(), [1, "a"])]
     write_table(new, rows, like=old)

@@ -217,10 +217,3 @@ def test_a_caption_imports_little():
     assert not {".".join(name.split(".")[:2]) for name in ours} & tasks
     files = {name for name in ours if Path(imported[name]).name != "__init__.py"}
     assert len(files) <= MAX_FILES_OF_A_CAPTION, sorted(files)
-
-
-def test_without_arguments_the_sample_is_captioned(capsys):
-    assert cli.run_verb("caption", []) == 0
-    out, err = capsys.readouterr()
-    assert err == "" and out == f"{Captioner.from_pretrained().caption(SAMPLE)}\n"
-    assert out.endswith("background.\n")

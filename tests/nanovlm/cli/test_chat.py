@@ -34,9 +34,6 @@ def chat(model_folder, capsys, monkeypatch):
     return chat
 
 
-# ------------------------------------------------------------------------------------------------------------- the verb
-
-
 def test_each_line_is_answered_by_a_line(chat, model_folder):
     captioner = Captioner.from_pretrained(model_folder, "cpu", "float32")
     session = ChatSession(captioner, ["good.png"])
@@ -87,18 +84,13 @@ def test_unusual_image_names_are_opened_and_saved(chat, name):
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("/image .", "a folder, not an image"),
-        ("/paint", "/paint is not a command; /help"),
-        ("/image", "/image needs a path"),
-        ("/image missing.png", "missing.png: No such file"),
-        ("/image 'x", "No closing quotation"),
-        ("/save", "/save needs a name"),
-        ("/save good.png", "good.png exists already"),
-        ("/save no/where.txt", "/save no/where.txt: No such file or directory\n"),
-        ("ξ" * 1100, "reset the chat"),
+        ("/image .", "a folder, not an image"), ("/image", "/image needs a path"), ("/save", "/save needs a name"),
+        ("/image missing.png", "missing.png: No such file"), ("/image 'x", "No closing quotation"),
+        ("/paint", "/paint is not a command; /help"), ("/save good.png", "good.png exists already"),
+        ("/save no/where.txt", "/save no/where.txt: No such file or directory\n"), ("ξ" * 1100, "reset the chat"),
         ("I a\udcff?", r"'a\udcff?' is not valid Unicode text"),
     ],
-)
+)  # fmt: skip
 def test_failed_line_is_one_error_line_and_the_chat_continues(chat, lines, words):
     good = Path("good.png").read_bytes()
     _, answers, _ = chat("What?\n", "good.png")

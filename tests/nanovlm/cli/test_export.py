@@ -48,12 +48,6 @@ def test_unsupported_config_is_one_error_line(tmp_path, tiled, capsys):
     assert "lm_attn_scaling=1.5" in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("model", ["nowhere/at-all/x", str(SAMPLE)])
-def test_missing_model_is_one_error_line(model, capsys):
-    assert cli.main(["export", model, "--out", "x"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def run_lora(root, base, *more):
     """The folder of a short LoRA run on base."""
     (root / "data").mkdir()

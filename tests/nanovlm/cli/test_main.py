@@ -78,10 +78,6 @@ def test_full_disk_is_one_error_line(generate, monkeypatch):
     assert code == 1 and len(err.splitlines()) == 1 and "No space left" in err
 
 
-def test_ctrl_c_ends_without_a_traceback(failing):
-    assert failing(KeyboardInterrupt()) == (130, "", "")
-
-
 def test_help_shows_every_verb_with_an_example(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
@@ -114,16 +110,18 @@ def failing(capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [(UsageError, 2), (InputError, 2), (DataError, 2), (CheckpointError, 2), (ImageError, 1)],
+    ("error", "code", "message"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        *((error("bad"), 2, "generate.py: bad\n") for error in (UsageError, InputError, DataError, CheckpointError)),
+        (ImageError("bad"), 1, "generate.py: bad\n"),
+        (InputError("max_tiles=0 is too few"), 2, "generate.py: --max-tiles 0 is too few\n"),
+        (InputError("lm_n_heads=0 is too few"), 2, "generate.py: lm_n_heads=0 is too few\n"),  # which has no flag
+    ],
+    ids=repr,
 )
-def test_user_errors_are_one_line_and_their_exit_code(failing, error, code):
-    assert failing(error("bad")) == (code, "", "generate.py: bad\n")
-
-
-def test_a_setting_is_named_by_its_flag_where_it_has_one(failing):
-    assert failing(InputError("max_tiles=0 is too few"))[2] == "generate.py: --max-tiles 0 is too few\n"
-    assert failing(InputError("lm_n_heads=0 is too few"))[2] == "generate.py: lm_n_heads=0 is too few\n"
+def test_errors_of_users_are_one_line_with_the_flag_of_the_setting_and_have_an_exit_code(failing, error, code, message):
+    assert failing(error) == (code, "", message)
 
 
 def test_out_of_memory_is_one_line_with_a_way_out(failing):

@@ -4,8 +4,8 @@ import argparse
 import copy
 import json
 import shutil
-from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
@@ -45,8 +45,6 @@ def test_wrong_flags_are_one_error_line_before_any_work(generate, flags):
     assert_usage_error(result)
     assert flag_names(flags) & set(result[2].replace("=", " ").split())
 
-
-# ------------------------------------------------------------------------------------------- each flag has its effect
 
 WARM = {"temperature": 1.5, "seed": 4}
 GENERATION = {  # field: its value, and the settings beside it, without and with which answers differ
@@ -139,7 +137,7 @@ def test_generation_flag_changes_the_answer(verb, name, generate, captions_of, m
 
 
 @pytest.mark.parametrize("name", MODEL)
-def test_model_flag_changes_the_captioner(name, tiled, tmp_path, monkeypatch):
+def test_model_flag_changes_the_captioner(name, tiled, tmp_path, request):
     flags, effect = MODEL[name]
     Captioner(*tiled).save_pretrained(tmp_path / "tiled")
     edit_config(tmp_path / "tiled", resize_to_max_side_len=True)
@@ -151,21 +149,14 @@ def test_model_flag_changes_the_captioner(name, tiled, tmp_path, monkeypatch):
     verbs = ["caption", "chat", "evaluate", *["serve"] * (name != "adapter")]  # whose adapters are several
     options = {verb: parse_model_options(verb, argv) for verb in verbs}
     assert len(set(options.values())) == 1
-    with restored_threads():
-        if isinstance(effect, str):
-            with pytest.raises(NanoVLMError, match=effect):
-                load_captioner(options["caption"])
-            return
-        assert effect(load_captioner(options["caption"]))
-        plain = parse_model_options("caption", argv[2 * (name == "threads") : 2 + 2 * (name != "model")])
-        assert not effect(load_captioner(replace(plain, threads="1")))
-
-
-@contextmanager
-def restored_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    if isinstance(effect, str):
+        with pytest.raises(NanoVLMError, match=effect):
+            load_captioner(options["caption"])
+        return
+    assert effect(load_captioner(options["caption"]))
+    plain = parse_model_options("caption", argv[2 * (name == "threads") : 2 + 2 * (name != "model")])
+    assert not effect(load_captioner(replace(plain, threads="1")))
 
 
 def parse_model_options(verb, argv):
@@ -180,12 +171,6 @@ def test_embedded_model_prints_its_limits_once_for_own_images(generate):
     assert code == 0 and len(err.splitlines()) == 1 and "drawn scenes" in err and "--model" in err
     assert (code, out, "") == generate("good.png", "fine.jpg", model=EMBEDDED), "no note with --model"
     assert generate(model=None) == generate(SAMPLE, model=EMBEDDED), "its own sample needs no note"
-
-
-@pytest.mark.parametrize("device", ["cuda", "mps"])
-@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is a device")
-def test_missing_device_is_one_error_line(generate, device):
-    assert_usage_error(generate("good.png", "--device", device), f"--device {device} is not available here, only cpu")
 
 
 @pytest.mark.parametrize(
@@ -242,10 +227,5 @@ def test_unknown_config_keys_are_one_note(generate, model_folder, tmp_path):
     edit_config(folder, lm_eos_token_id=0, brand_new=[1])
     code, out, err = generate("good.png", model=folder)
     assert (code, out) == generate("good.png")[:2]
-    assert len(err.splitlines()) == 1 and "brand_new" in err
+    assert len(err.splitlines()) == 1 and err.startswith("note: ") and "brand_new" in err
     assert "lm_eos_token_id" not in err  # files of every version have it, and nothing needs it
-
-
-def test_help_lists_every_flag(generate):
-    code, out, _ = generate("--help")
-    assert code == 0 and all(flags.split()[0].split("=")[0] in out for flags in WRONG_FLAGS if "unknown" not in flags)

@@ -28,27 +28,23 @@ def test_generator_is_opened_by_its_name():
 
 def test_paths_without_data_are_refused_with_the_reason():
     Path("empty").mkdir()
-    write("a.png", png(1))
-    write("a.doc", b"x")
-    write("a.safetensors", b"x")
-    write("two/a.json", [])
-    write("two/b.json", [])
-    write("what.json", [{"a": 1, "b": 2}])
-    write("object.json", {"a": 1})
-    write("broken.json", b"{")
-    write("words.json", ["a"])
+    for path, content, *words in (
+        ("a.png", png(1), "is one image; name the folder"),
+        ("a.safetensors", b"x", "holds a model's weights, not data", "--model"),
+        ("a.doc", b"x", "a.doc has no known extension"),
+        ("two/b.json", [], "no images found"),
+        ("two/a.json", [], "no images found"),
+        ("what.json", [{"a": 1, "b": 2}], "no images found", "only a, b"),
+        ("object.json", {"a": 1}, "dict, not a list"),
+        ("broken.json", b"{", "broken.json cannot be read"),
+        ("words.json", ["a"], "words.json[0] is str"),
+    ):
+        write(path, content)
+        check_refused(path, *words)
     check_refused("empty", "no images found in empty", ".txt", "metadata.jsonl")
     check_refused("nowhere", "nowhere: no such file or folder")
     check_refused("no/where/at/all", "no such file or folder")
-    check_refused("a.png", "is one image; name the folder")
-    check_refused("a.safetensors", "holds a model's weights, not data", "--model")
-    check_refused("a.doc", "a.doc has no known extension")
     check_refused("two", "holds 2 .json files", "two/a.json")
-    check_refused("two/a.json", "no images found")
-    check_refused("what.json", "no images found", "only a, b")
-    check_refused("object.json", "dict, not a list")
-    check_refused("broken.json", "broken.json cannot be read")
-    check_refused("words.json", "words.json[0] is str")
     check_refused(str(EMBEDDED), "holds a model, not data", "--model")
 
 

@@ -12,12 +12,7 @@ from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
 from support import noise_image
 
-PAIRS = [
-    ("What is this?", "A red star."),
-    ("How many stars are there? " * 3, "one"),
-    ("?", ""),
-    ("Is it red?", "yes"),
-]
+PAIRS = [("What is this?", "A red star."), ("How many stars are there? " * 3, "one"), ("?", ""), ("Is it red?", "yes")]
 EXAMPLES = {
     "one tile": Example([noise_image(16, 16)], PAIRS),
     "tiles": Example([noise_image(30, 48, 1)], PAIRS[1:]),
@@ -33,21 +28,15 @@ def processor(tiled):
     return tiled[1]
 
 
-def generation_ids(example, question, processor):
-    """The prompt ids that generation reads for one question alone, and the ids it should generate."""
-    prompt, answer = example.qa_pairs[question]
-    prompt_ids = processor([example.images], [prompt])["input_ids"][0].tolist()
-    return prompt_ids, [*processor.tokenizer.encode(answer), processor.tokenizer.special_id("<|im_end|>")]
-
-
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
 def test_continuation_equals_the_question_alone(example, processor):
     row = encode(example, processor)
     assert len(row.ids) == len(row.targets) == len(row.mask)
     assert sorted(row.mask) == row.mask, "the shared prefix, then one continuation after another"
-    for question in range(len(example.qa_pairs)):
+    for question, (prompt, answer) in enumerate(example.qa_pairs):
         visible = [i for i, segment in enumerate(row.mask) if segment in (1, question + 2)]
-        prompt_ids, answer_ids = generation_ids(example, question, processor)
+        prompt_ids = processor([example.images], [prompt])["input_ids"][0].tolist()  # as generation reads it
+        answer_ids = [*processor.tokenizer.encode(answer), processor.tokenizer.special_id("<|im_end|>")]
         assert [row.ids[i] for i in visible] == (prompt_ids + answer_ids)[:-1]
         assert [row.targets[i] for i in visible] == [IGNORE_INDEX] * (len(prompt_ids) - 1) + answer_ids
 
@@ -88,10 +77,8 @@ def test_turn_reads_what_generation_reads_after_the_turns_before(images, process
     grids = [processor.preprocess(image)[1] for image in images]
     targets = [IGNORE_INDEX] * len(row.ids)
     for k, (prompt, answer) in enumerate(TURNS):
-        messages = [
-            {"role": role, "content": text} for turn in TURNS[:k] for role, text in zip(("user", "assistant"), turn)
-        ]
-        messages.append({"role": "user", "content": prompt})
+        said = [text for turn in TURNS[:k] for text in turn] + [prompt]
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
         messages[0]["images"] = processor.layout.image_markups(grids)
         prompt_ids = processor.tokenizer.encode_chat(messages)
         answer_ids = [*processor.tokenizer.encode(answer), processor.tokenizer.eos_token_id]

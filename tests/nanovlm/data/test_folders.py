@@ -1,6 +1,5 @@
 """Folders of images with captions beside them or in a metadata table."""
 
-import csv
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -58,35 +57,24 @@ def test_missing_captions_are_counted_and_named():
 
 
 ROWS = [{"file_name": "a.png", "text": " one\n", "n": 1}, {"file_name": "in/b.png", "text": "two", "n": 2}]
-
-
-def write_table(path, rows):
-    if path.endswith(".csv"):
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-    elif path.endswith(".parquet"):
-        import pyarrow
-        from pyarrow import parquet
-
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        write(path, rows)
+CSV = 'file_name,text,n\na.png," one\n",1\nin/b.png,two,2\n'
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", pytest.param("parquet", marks=pytest.mark.full)])
 def test_imagefolder_of_each_table_format(kind):
     write("mine/a.png", png(1))
     write("mine/in/b.png", png(2))
-    write_table(f"mine/metadata.{kind}", ROWS)
+    if kind == "parquet":
+        pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), "mine/metadata.parquet")
+    else:
+        write(f"mine/metadata.{kind}", CSV if kind == "csv" else ROWS)
     expected = [("mine/a.png", [1], [("What?", "one")], False), ("mine/in/b.png", [2], [("What?", "two")], False)]
     assert read_all("mine") == read_all(f"mine/metadata.{kind}") == expected
     assert read_all("mine", replace(OPTIONS, text_column="n", prompt_column="text"))[1][2] == [("two", "2")]
     for flag in ("text_column", "prompt_column"):
-        check_refused(
-            "mine", "no column 'color'", "only file_name, n, text", options=replace(OPTIONS, **{flag: "color"})
-        )
+        options = replace(OPTIONS, **{flag: "color"})
+        check_refused("mine", "no column 'color'", "only file_name, n, text", options=options)
 
 
 def test_imagefolder_in_subfolders_with_questions_and_several_answers():
@@ -113,17 +101,15 @@ def test_incomplete_or_broken_tables_are_refused():
     check_refused("cut", "row 1, has more cells than columns; put quotes around a text that holds ','")
     write("twice/metadata.csv", b"file_name,note,text,note\na.png,x,y,z\n")
     check_refused("twice", "twice/metadata.csv has several columns named 'note'; rename or remove all but one")
-    write("mine/metadata.jsonl", [{"image": "a.png", "text": "x"}])
-    check_refused("mine", "no column 'file_name', only image, text")
-    write("mine/metadata.jsonl", [{"file_name": "a.png", "n": "x"}])
-    check_refused("mine", "no column text, caption", "only file_name, n", "--text-column")
-    write("mine/metadata.jsonl", [])
-    check_refused("mine", "no images found", "has no rows")
-    write("mine/metadata.jsonl", [{"file_name": "a.png", "text": "x"}, {"file_name": "", "text": "x"}])
-    check_refused("mine", "metadata.jsonl, row 2 has no file_name")
-    write("mine/metadata.jsonl", "")
-    Path("mine/metadata.jsonl").write_text('{"file_name": "a.png", "text": "x"}\n{oops\n')
-    check_refused("mine", "metadata.jsonl, line 2, cannot be read")
+    for rows, *words in (
+        ([{"image": "a.png", "text": "x"}], "no column 'file_name', only image, text"),
+        ([{"file_name": "a.png", "n": "x"}], "no column text, caption", "only file_name, n", "--text-column"),
+        ([], "no images found", "has no rows"),
+        ([{"file_name": "a.png", "text": "x"}, {"file_name": ""}], "metadata.jsonl, row 2 has no file_name"),
+        ('{"file_name": "a.png", "text": "x"}\n{oops\n', "metadata.jsonl, line 2, cannot be read"),
+    ):
+        write("mine/metadata.jsonl", rows)
+        check_refused("mine", *words)
 
 
 @pytest.mark.full

@@ -11,8 +11,10 @@ import pytest
 from nanovlm.data import Mixture, ReadOptions, Subset, open_source
 from nanovlm.data.source import Part
 from nanovlm.training.loader import load_batches
+from support import Package
 from support.data import OPTIONS, check_refused, image, message, png, read_all, text, write
 
+datasets = Package("datasets")
 pytestmark = [pytest.mark.usefixtures("in_tmp_path"), pytest.mark.full]
 
 
@@ -21,13 +23,11 @@ TURNS = [{"user": "What is this?", "assistant": "A star."}, {"user": "Red?", "as
 
 def finevision():
     """Three rows as the_cauldron and FineVision have them; the second, and a turn of the first, are rated low."""
-    from datasets import Dataset, Features, Image, List, Value
-
-    features = Features(
-        images=List(Image()),
-        texts=[{"user": Value("string"), "assistant": Value("string")}],
-        formatting_ratings=List(Value("int64")),
-        source=Value("string"),
+    features = datasets.Features(
+        images=datasets.List(datasets.Image()),
+        texts=[{"user": datasets.Value("string"), "assistant": datasets.Value("string")}],
+        formatting_ratings=datasets.List(datasets.Value("int64")),
+        source=datasets.Value("string"),
     )
     rows = {
         "images": [[image(1)], [image(2)], [image(3), image(4)]],
@@ -35,7 +35,7 @@ def finevision():
         "formatting_ratings": [[5, 2], [1], [None, 4]],
         "source": ["a", "b", "c"],
     }
-    return Dataset.from_dict(rows, features=features)
+    return datasets.Dataset.from_dict(rows, features=features)
 
 
 PAIRS = [("What is this?", "A star."), ("Red?", "Yes.")]
@@ -47,13 +47,11 @@ STREAMED = replace(OPTIONS, stream=True)
 
 @pytest.mark.parametrize("form", ["folder", "splits", "parquet", "arrow"])
 def test_the_cauldron_rows_on_disk(form, datasets_cache):
-    from datasets import DatasetDict
-
     rows, path = finevision(), "rows"
     if form == "folder":
         rows.save_to_disk(path)
     elif form == "splits":
-        DatasetDict(train=rows, test=rows.select([0])).save_to_disk(path)
+        datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(path)
     else:
         Path(path).mkdir()
         rows.to_parquet("rows/a.parquet")
@@ -63,9 +61,8 @@ def test_the_cauldron_rows_on_disk(form, datasets_cache):
             next(Path("saved").glob("*.arrow")).rename("rows/a.arrow")
     assert read_all(path) == [(f"rows[{i}]", *e) for i, e in enumerate(EXPECTED)]
     assert read_all(path, HIGH) == [(f"rows{at}", *rest) for at, *rest in RATED]
-    check_refused(
-        path, "no column 'beauty_ratings', only", "formatting_ratings", options=ReadOptions(min_rating=["beauty=1"])
-    )
+    beauty = ReadOptions(min_rating=["beauty=1"])
+    check_refused(path, "no column 'beauty_ratings', only", "formatting_ratings", options=beauty)
     rows.select([1]).save_to_disk("low")
     check_refused("low", "no record rated so high", options=HIGH)
     if form == "parquet":
@@ -80,33 +77,26 @@ def test_missing_library_is_named_with_the_extra_to_install(missing, monkeypatch
 
 
 def test_a_column_of_classes_gives_their_names(datasets_cache):
-    from datasets import ClassLabel, Dataset, Features, Image
-
-    features = Features({"image": Image(), "label": ClassLabel(names=["red", "blue"])})
-    Dataset.from_dict({"image": [png(1), png(2)], "label": [1, 0]}, features).save_to_disk("rows")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["red", "blue"])})
+    datasets.Dataset.from_dict({"image": [png(1), png(2)], "label": [1, 0]}, features).save_to_disk("rows")
     pairs = [pairs for _, _, pairs, _ in read_all("rows", replace(OPTIONS, text_column="label"))]
     assert [answer for ((_, answer),) in pairs] == ["blue", "red"]
 
 
 def test_rows_of_plain_columns_and_of_chats(datasets_cache):
-    from datasets import Dataset
-
     chat = [message("user", text("<image>Who?")), message("assistant", text("Me."))]
     image_bytes = {"bytes": png(5), "path": None}
-    Dataset.from_list([{"image": image_bytes, "caption": "Five."}]).save_to_disk("plain")
-    Dataset.from_list([{"images": [image_bytes], "messages": chat}]).save_to_disk("chat")
+    datasets.Dataset.from_list([{"image": image_bytes, "caption": "Five."}]).save_to_disk("plain")
+    datasets.Dataset.from_list([{"images": [image_bytes], "messages": chat}]).save_to_disk("chat")
     assert read_all("plain") == [("plain[0]", [5], [("What?", "Five.")], False)]
     assert read_all("chat") == [("chat[0]", [5], [("Who?", "Me.")], False)]
     check_refused("plain", "no column 'n', only caption, image", options=ReadOptions(text_column="n"))
-    Dataset.from_list([{"caption": "Five."}]).save_to_disk("blind")
+    datasets.Dataset.from_list([{"caption": "Five."}]).save_to_disk("blind")
     check_refused("blind", "no images found", "only caption")
 
 
-@pytest.fixture
-def hub(monkeypatch, datasets_cache):
-    """A Hub that has one dataset, lab/rows with its subset small."""
-    import datasets
-
+def test_hub_dataset_downloaded_and_streamed(datasets_cache, monkeypatch):
+    """From a Hub that has one dataset, lab/rows with its subset small."""
     finevision().to_parquet("small.parquet")
     real = datasets.load_dataset
 
@@ -114,10 +104,7 @@ def hub(monkeypatch, datasets_cache):
         assert (name, subset) == ("lab/rows", "small")
         return real("parquet", data_files="small.parquet", streaming=streaming)
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-
-
-def test_hub_dataset_downloaded_and_streamed(hub):
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     everything = [(f"lab/rows:small[{i}]", *e) for i, e in enumerate(EXPECTED)]
     assert read_all("lab/rows:small") == read_all("lab/rows:small", STREAMED) == everything
     rated = [(f"lab/rows:small{at}", *rest) for at, *rest in RATED]
@@ -125,9 +112,7 @@ def test_hub_dataset_downloaded_and_streamed(hub):
 
 
 def test_unreachable_hub_is_one_line(monkeypatch, datasets_cache):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     check_refused("lab/nothing", "lab/nothing: the datasets library cannot read it")
 
 
@@ -176,10 +161,10 @@ def test_shards_at_an_address_are_read_or_streamed(datasets_cache):
 
 
 def test_a_broken_image_stays_bytes_until_its_example_is_encoded(datasets_cache):
-    from datasets import Dataset, Features, Image, Value
-
     rows = {"image": [{"bytes": b"no image", "path": None}], "caption": ["x"]}
-    Dataset.from_dict(rows, Features(image=Image(), caption=Value("string"))).to_parquet("a.parquet")
+    datasets.Dataset.from_dict(
+        rows, datasets.Features(image=datasets.Image(), caption=datasets.Value("string"))
+    ).to_parquet("a.parquet")
     assert open_source("a.parquet", OPTIONS)[0].images == [b"no image"]
     stream = open_source(Path("a.parquet").resolve().as_uri(), STREAMED)
     assert stream.example_at(0, "").images == [b"no image"]

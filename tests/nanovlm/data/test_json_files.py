@@ -30,14 +30,11 @@ def test_llava_conversations_find_their_image_folder(folder):
         ("data/llava.json[2]", [1], [("What?", "Noise.")], False),
     ]
     if folder == "images":
-        assert read_all("data", options) == [
-            ("data/llava.json" + name[15:], *rest) for name, *rest in read_all("data/llava.json")
-        ]
+        assert read_all("data", options) == read_all("data/llava.json")
     if folder == "elsewhere":
         check_refused("data/llava.json", "names the image coco/a.png", "--images FOLDER")
-        check_refused(
-            "data/llava.json", "not in nowhere", "--images FOLDER", options=replace(OPTIONS, images="nowhere")
-        )
+        nowhere = replace(OPTIONS, images="nowhere")
+        check_refused("data/llava.json", "not in nowhere", "--images FOLDER", options=nowhere)
 
 
 @pytest.mark.parametrize(
@@ -80,16 +77,13 @@ def test_chats_of_messages_in_every_style():
         message("user", text("Like this?"), {"type": "image_url", "image_url": {"url": "1.png"}}),
         message("assistant", text("No.")),
     ]
-    hf = [
-        message("user", {"type": "image"}, {"type": "image", "text": None}, text("Same?")),
-        message("assistant", "No."),
-    ]
-    path = [message("user", {"type": "image", "path": "2.png"}, text("Hm?")), message("assistant", "Ah.")]
+    same = message("user", {"type": "image"}, {"type": "image", "text": None}, text("Same?"))
+    path = message("user", {"type": "image", "path": "2.png"}, text("Hm?"))
     strings = [message("user", "<image>Who?"), message("assistant", "Me.")]
     records = [
         {"messages": openai, "images": None},
-        {"messages": hf, "images": ["1.png", "2.png"]},
-        {"messages": path},
+        {"messages": [same, message("assistant", "No.")], "images": ["1.png", "2.png"]},
+        {"messages": [path, message("assistant", "Ah.")]},
         {"messages": strings, "images": [{"path": "2.png", "bytes": None}]},
     ]
     expected = [
@@ -100,9 +94,8 @@ def test_chats_of_messages_in_every_style():
     ]
     for name in ("chat.jsonl", "chat.json"):
         write(name, records)
-        assert read_all(name, replace(OPTIONS, images="images")) == [
-            (f"{name}[{i}]", *e) for i, e in enumerate(expected)
-        ]
+        found = read_all(name, replace(OPTIONS, images="images"))
+        assert found == [(f"{name}[{i}]", *e) for i, e in enumerate(expected)]
 
 
 @pytest.mark.parametrize("images", ["coco/train2017", "coco/annotations/img"])

@@ -14,6 +14,7 @@ from nanovlm.data.examples import Example, ExampleError
 from nanovlm.data.source import Part
 from nanovlm.errors import DataError
 from nanovlm.processing.image_loading import augment
+from nanovlm.training.loader import load_batches
 from support import noise_image
 
 
@@ -49,11 +50,8 @@ def test_every_epoch_shows_each_example_once_in_its_own_order():
 
 
 def test_order_is_a_pure_function_of_seed_and_position():
-    subsets = [
-        Subset(source("a", 700), range(700), 0.5),
-        Subset(source("b", 50), range(50)),
-        Subset(stream("c", 9), (), 0.2),
-    ]
+    subsets = [Subset(source("a", 700), range(700), 0.5), Subset(source("b", 50), range(50))]
+    subsets.append(Subset(stream("c", 9), (), 0.2))
     order = names(Mixture(subsets, 3), range(2100))
     for position in (2099, 0, 999, 1000, 1001, 17):  # in any order, from a new object
         assert names(Mixture(subsets, 3), [position]) == order[position : position + 1]
@@ -145,12 +143,10 @@ def test_endless_source_is_not_held_out():
 @pytest.mark.parametrize(("examples", "expected"), [(99, 0), (100, 10), (200, 10), (999, 49), (5000, 200)])
 def test_a_twentieth_is_held_out_by_default_but_none_of_few(examples, expected):
     sources = [(source("mine", examples - 9), None), (source("more", 9), None), (source("drawn", 9, endless=True), 0.2)]
-    train, held_out = split(sources, None)
-    same = split(sources, expected)
-    assert sum(map(len, held_out)) == expected
-    assert [[list(subset.indices) for subset in side] for side in (train, held_out)] == [
-        [list(subset.indices) for subset in side] for side in same
-    ]
+    by_default, same = (
+        [[list(subset.indices) for subset in side] for side in split(sources, n)] for n in (None, expected)
+    )
+    assert by_default == same and sum(map(len, same[1])) == expected
 
 
 @pytest.mark.parametrize(
@@ -213,8 +209,6 @@ def stream_batches(processor, n_parts):
 @pytest.mark.full  # worker processes
 def test_a_batch_of_a_stream_is_a_function_of_its_number_in_every_process(tiled):
     """Two ranks with two workers each, resumed in the middle of an epoch, and batches made here in any order."""
-    from nanovlm.training.loader import load_batches
-
     expected = [stream_batches(tiled[1], 4)(number) for number in range(16)]
     for start in (0, 6, 10):  # a resumed rank's first batch may be of either worker's part
         for rank in (0, 1):

@@ -23,9 +23,8 @@ def test_fingerprint_changes_with_text_and_image_but_not_when_files_are_rewritte
             import pyarrow
             from pyarrow import parquet
 
-            parquet.write_table(
-                pyarrow.table({"image": [{"bytes": image, "path": None}], "caption": [text]}), "data.parquet"
-            )
+            table = pyarrow.table({"image": [{"bytes": image, "path": None}], "caption": [text]})
+            parquet.write_table(table, "data.parquet")
         return open_source(f"data.{kind}", OPTIONS).fingerprint(0)
 
     first = fingerprint(png(1), "one")

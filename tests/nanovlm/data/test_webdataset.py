@@ -31,9 +31,8 @@ def write_shards():
     """008.tar and 009.tar, in the folder shards; the second has a sample without an image."""
     Path("shards").mkdir()
     chat = json.dumps(llava("<image><image>Same?", "No.")).encode()
-    write_tar(
-        "shards/008.tar", {"0.png": png(1), "0.txt": b" one \n", "1.0.png": png(2), "1.1.png": png(3), "1.json": chat}
-    )
+    files = {"0.png": png(1), "0.txt": b" one \n", "1.0.png": png(2), "1.1.png": png(3), "1.json": chat}
+    write_tar("shards/008.tar", files)
     write_tar("shards/009.tar", {"x/0.json": b'{"caption": "four"}', "x/0.cls": b"9", "x/0.PNG": png(4), "2.txt": b"?"})
 
 
@@ -60,10 +59,8 @@ def test_incomplete_or_cut_tars_are_refused():
     for end in (ends[3], ends[3] + 300, ends[3] + 512 - 1):  # between two files, and within the second's header
         Path("cut.tar").write_bytes(whole[:end])
         check_refused("cut.tar", "cut.tar is cut after 4 files; download it again", "--on-error skip")
-        assert [example[0] for example in read_all("cut.tar", replace(OPTIONS, on_error="skip"))] == [
-            "cut.tar/0",
-            "cut.tar/1",
-        ]
+        whole_ones = read_all("cut.tar", replace(OPTIONS, on_error="skip"))
+        assert [name for name, *_ in whole_ones] == ["cut.tar/0", "cut.tar/1"]
     Path("cut.tar").write_bytes(whole[: ends[4] - 512])
     check_refused("cut.tar", "cut.tar is no tar that can be read", "download it again")
     write_tar("d.tar", {"0.png": png(1), "0.json": b"{"})
@@ -74,11 +71,8 @@ def test_incomplete_or_cut_tars_are_refused():
 def site():
     """The address of a web server that serves the current folder, and no ranges of bytes."""
 
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(Path.cwd())))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(Path.cwd()))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
@@ -87,10 +81,9 @@ def site():
 
 @pytest.fixture
 def remote(site, datasets_cache, monkeypatch, tmp_path):
-    import datasets
     import fsspec
 
-    monkeypatch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", tmp_path / "cache/downloads")
+    monkeypatch.setattr("datasets.config.DOWNLOADED_DATASETS_PATH", tmp_path / "cache/downloads")
     write_shards()
     memory = fsspec.filesystem("memory")
     for name in ("008.tar", "009.tar"):

@@ -28,11 +28,8 @@ def workdir(tmp_path, monkeypatch):
     turns = [("human", "What is it?"), ("gpt", "Noise."), ("human", "How many objects are there?"), ("gpt", "One.")]
     chat = [{"from": role, "value": text} for role, text in turns]
     write("chat.json", [{"image": "cards/0.png", "conversations": chat}])
-    coco = {
-        "images": [{"id": 1, "file_name": "cards/0.png"}],
-        "annotations": [{"image_id": 1, "caption": text} for text in ("One.", "Two.")],
-    }
-    write("coco.json", coco)
+    captions = [{"image_id": 1, "caption": text} for text in ("One.", "Two.")]
+    write("coco.json", {"images": [{"id": 1, "file_name": "cards/0.png"}], "annotations": captions})
 
 
 def ask(embedded, *paths, **options):
@@ -46,13 +43,10 @@ def test_answers_are_those_of_the_captioner_asked_one_by_one(embedded):
     alone = [embedded.caption(f"cards/{i}.png", max_new_tokens=8) for i in (0, 1)]
     session = ChatSession(embedded, ["cards/0.png"])
     session.history = [("What is it?", "Noise.")]
-    turns = [
-        embedded.caption("cards/0.png", "What is it?", max_new_tokens=8),
-        "".join(session.ask("How many objects are there?", max_new_tokens=8)),
-    ]
+    first = embedded.caption("cards/0.png", "What is it?", max_new_tokens=8)
+    second = "".join(session.ask("How many objects are there?", max_new_tokens=8))
     answers = {(a.question.source, a.question.name, a.question.prompt): a for a in result.answers}
-    texts = [answer.text for answer in answers.values()]
-    assert sorted(texts) == sorted([*alone, *turns, alone[0]])
+    assert sorted(answer.text for answer in answers.values()) == sorted([*alone, first, second, alone[0]])
     coco = answers[".", "./cards/0.png", "Describe this picture."]
     assert list(coco.question.references) == ["One.", "Two."]
 

@@ -55,9 +55,8 @@ def compare(doc, results):
 
 
 def test_prompts_are_nanovlms():
-    choices = (
-        "Which one?\nOptions:\nA. a star\nB. a ring\nAnswer with the option's letter from the given choices directly."
-    )
+    directly = "Answer with the option's letter from the given choices directly."
+    choices = f"Which one?\nOptions:\nA. a star\nB. a ring\n{directly}"
     expected = "Which one?\nChoices:\nChoices:\nA. a star\nB. a ring\nAnswer with the letter directly."
     assert PROMPTS["mmstar"](choices) == PROMPTS["seedbench"](choices) == expected  # twice Choices, as nanoVLM's
     assert PROMPTS["mmmu_val"](f"Question: {choices}") == f" {expected.replace('Choices', 'Options', 1)}"

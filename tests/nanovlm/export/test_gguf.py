@@ -15,6 +15,7 @@ from PIL import Image
 
 from nanovlm import Captioner
 from nanovlm.cli.main import main
+from nanovlm.data.examples import Example, collate, encode
 from nanovlm.errors import CheckpointError, InputError
 from nanovlm.processing.convert import convert_layout
 from nanovlm.synthetic import caption, draw, random_scene
@@ -38,16 +39,14 @@ PROMPT = "Describe it."
 TYPE_ERRORS = {"f32": 0, "f16": 1e-3, "bf16": 1e-2, "q8_0": 1e-2, "q4_0": 0.13}  # of a weight, as a part of the largest
 
 
+TEXT = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+VISION = {"hidden_size": 32, "intermediate_size": 64}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    write_folder(
-        folder := tmp_path_factory.mktemp("gguf") / "tiny-vlm",
-        image_size=32,
-        patch_size=8,
-        longest_edge=128,
-        text={"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 400, "bos_token_id": 1},
-        vision={"hidden_size": 32, "intermediate_size": 64},
-    )
+    folder, text = tmp_path_factory.mktemp("gguf") / "tiny-vlm", TEXT | {"vocab_size": 400, "bos_token_id": 1}
+    write_folder(folder, image_size=32, patch_size=8, longest_edge=128, text=text, vision=VISION)
     return folder
 
 
@@ -161,16 +160,13 @@ def test_a_converted_layout_has_what_llama_cpp_looks_for(embedded, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"split": False}, "do_image_splitting=False"),
+        ({"split": False}, "do_image_splitting=False"), ({"longest_edge": 100}, "size.longest_edge=100"),
         ({"longest_edge": 32}, "size.longest_edge=32: .* 2, 3, ... tiles of 32 pixels only"),
-        ({"longest_edge": 100}, "size.longest_edge=100"),
-        ({"longest_edge": None}, "size.longest_edge=0"),
-        ({"resample": 3}, "resample=3"),
-        ({"rescale_factor": 1.0}, "rescale_factor=1.0"),
+        ({"longest_edge": None}, "size.longest_edge=0"), ({"resample": 3}, "resample=3"),
+        ({"rescale_factor": 1.0}, "rescale_factor=1.0"), ({"fake_image_token": ""}, "fake_image_token="),
         ({"global_image_token": "<global>"}, "global_image_token=<global>"),
-        ({"fake_image_token": ""}, "fake_image_token="),
     ],
-)
+)  # fmt: skip
 def test_settings_that_llama_cpp_lacks_are_refused_by_name(captioner, settings, words):
     cfg = captioner.model.cfg
     check_llama_cpp_can_run(cfg, captioner.tokenizer)
@@ -274,22 +270,13 @@ def test_llama_cpp_writes_the_same_prompts(captioner, embedded, tmp_path, model)
 
 
 def memorize(captioner, images, answers, steps=200):
-    """Train until the model knows the answers by heart; prompts must have about the same length."""
-    model, examples = captioner.model.train().requires_grad_(), []
-    for image, answer in zip(images, answers, strict=True):
-        ids, tiles = captioner.prepare(image, PROMPT)
-        examples.append((ids, captioner.tokenizer.encode_answer(answer), torch.cat(tiles)))
-    length = max(len(prompt) + len(answer) for prompt, answer, _ in examples)
-    ids = torch.zeros(len(examples), length, dtype=torch.long)
-    targets = torch.full_like(ids, -100)
-    for i, (prompt, answer, _) in enumerate(examples):
-        ids[i, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-        targets[i, len(prompt) - 1 : len(prompt) + len(answer) - 1] = torch.tensor(answer)
-    images = torch.cat([tiles for *_, tiles in examples])
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    """Train until the model knows the answers by heart."""
+    model, examples = captioner.model.train().requires_grad_(), zip(images, answers, strict=True)
+    rows = [encode(Example([image], [(PROMPT, answer)]), captioner.processor) for image, answer in examples]
+    batch, optimizer = collate(rows), torch.optim.AdamW(model.parameters(), 3e-3)
     for _ in range(steps):
         optimizer.zero_grad()
-        model(ids, images, targets=targets)[1].backward()
+        model(**batch)[1].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     model.eval()
@@ -298,11 +285,7 @@ def memorize(captioner, images, answers, steps=200):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A model that tells 20 images apart, with the images and the beginnings of their captions."""
-    write_folder(
-        folder := tmp_path_factory.mktemp("trained") / "tiny-vlm",
-        text={"hidden_size": 64, "intermediate_size": 128, "head_dim": 16},
-        vision={"hidden_size": 32, "intermediate_size": 64},
-    )
+    write_folder(folder := tmp_path_factory.mktemp("trained") / "tiny-vlm", text=TEXT, vision=VISION)
     captioner = Captioner.from_pretrained(folder, "cpu", "float32")
     scenes = [random_scene(Random(i)) for i in range(20)]
     images = [draw(scene, *SIZES[i % len(SIZES)]) for i, scene in enumerate(scenes)]

@@ -65,9 +65,8 @@ def test_the_processor_of_the_folder_fits_the_graphs(onnx_folder, embedded, imag
     model = embedded.model
     expected = model.MP(model.vision_encoder(embedded.processor([images[:1]], [PROMPT])["images"])).detach().numpy()
     assert np.abs(features - expected).max() < 0.05 * np.abs(expected).max()  # both resize 8-bit images
-    wrong = exported(onnx_folder, embedded).graphs["vision_encoder"](
-        pixels | {"pixel_values": inputs["pixel_values"] / 2}
-    )
+    halved = pixels | {"pixel_values": inputs["pixel_values"] / 2}
+    wrong = exported(onnx_folder, embedded).graphs["vision_encoder"](halved)
     assert np.abs(wrong[0] - expected).max() > 0.2 * np.abs(expected).max()
 
 
@@ -91,9 +90,6 @@ def test_config_tells_transformers_js_about_second_files(tmp_path, embedded, mon
     assert (tmp_path / "onnx" / "decoder_model_merged.onnx_data").exists()
 
 
-# ------------------------------------------------------------------------------------------------ SmolVLM's own layout
-
-
 @pytest.fixture(scope="module", params=["SmolVLM", pytest.param("Idefics3", marks=pytest.mark.slow)])
 def smolvlm(request, tmp_path_factory):
     """A random model written by transformers, its processor, and its graphs. Idefics3's rounding moves some patches."""
@@ -113,9 +109,8 @@ def test_a_smolvlm_gives_transformers_ids_for_its_processors_inputs(smolvlm):
     texts = ["<image>What is in it?", "<image><image>Which?"]
     inputs = processor(text=texts, images=rows, return_tensors="pt", padding=True)
     assert inputs["pixel_attention_mask"].any((2, 3)).sum(1).unique().numel() == 2  # one row has fewer tiles
-    expected = theirs.generate(
-        **inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True
-    )
+    options = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
+    expected = theirs.generate(**inputs, max_new_tokens=8, **options)
     images = {name: inputs[name].numpy() for name in ("pixel_values", "pixel_attention_mask")}
     images["pixel_attention_mask"] = images["pixel_attention_mask"] == 1
     ids, mask = inputs["input_ids"].numpy(), inputs["attention_mask"].numpy()
@@ -133,9 +128,6 @@ def test_transformers_js_and_the_other_readers_find_a_smolvlms_settings(smolvlm)
     assert Captioner.from_pretrained(folder, "cpu", "float32").model.cfg.format.name == "smolvlm"
     again = type(processor).from_pretrained(folder)
     assert again.chat_template == processor.chat_template == again.tokenizer.chat_template
-
-
-# ---------------------------------------------------------------------------------------------------------- wrong use
 
 
 def test_onnx_dtype_without_onnx_is_one_error_line(tmp_path, capsys):

@@ -63,9 +63,8 @@ def greedy(model, ids, mask, images) -> tuple[np.ndarray, np.ndarray]:
 def assert_same_generation(ours, model, batch, tolerance=1e-4, **options):
     ids, mask, images = batch
     expected_ids, expected_logits = greedy(model, ids, mask, images)
-    got_ids, got_logits = ours.generate(
-        ids.numpy(), mask.numpy(), image_inputs(images.numpy(), [3, 1]), N_TOKENS, **options
-    )
+    images = image_inputs(images.numpy(), [3, 1])
+    got_ids, got_logits = ours.generate(ids.numpy(), mask.numpy(), images, N_TOKENS, **options)
     np.testing.assert_array_equal(got_ids, expected_ids)
     np.testing.assert_allclose(got_logits, expected_logits, atol=tolerance, rtol=tolerance)
 

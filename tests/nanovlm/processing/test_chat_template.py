@@ -1,7 +1,7 @@
 """Chat templates: published ones render as in transformers, and hostile ones end within bounds."""
 
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -133,10 +133,6 @@ def test_hostile_templates_end_with_one_line(template):
 
 def test_threads_have_steps_of_their_own():
     template = ChatTemplate("{% for i in range(2000) %}{{ messages[0].content[:9] }}{% endfor %}")
-    texts = []
-    threads = [threading.Thread(target=lambda: texts.append(template.render(CHAT, True))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(texts) == 8 and set(map(len, texts)) == {18_000}
+    with ThreadPoolExecutor(8) as threads:
+        texts = list(threads.map(lambda number: template.render(CHAT, True), range(8)))
+    assert set(map(len, texts)) == {18_000}

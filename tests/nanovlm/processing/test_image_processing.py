@@ -9,8 +9,8 @@ import os
 import random
 import struct
 import sys
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -24,8 +24,6 @@ from nanovlm.processing.image_loading import load_image
 from nanovlm.processing.layouts.nanovlm import preprocess, resized_size
 from support import noise_image, png
 
-ORIENTATION = 0x0112
-
 
 def drawn(width=48, height=32):
     """An image no turn or flip leaves as it was; smooth, so that JPEG keeps it."""
@@ -36,9 +34,13 @@ def drawn(width=48, height=32):
     return image
 
 
+SAVE = {"WEBP": {"lossless": True}, "ICO": {"sizes": [(64, 64)]}}
+SAVE |= {format: {"quality": 95} for format in ("JPEG", "AVIF", "MPO")}
+
+
 def encoded(image, format, **options):
     file = io.BytesIO()
-    image.save(file, format, **options)
+    image.save(file, format, **SAVE.get(format, {}) | options)
     return file.getvalue()
 
 
@@ -148,17 +150,16 @@ def test_other_arrays_are_refused(array, words):
 # ----------------------------------------------------------------------------------------- formats and modes
 
 
-LOSSLESS = {"BMP": {}, "DIB": {}, "PCX": {}, "PNG": {}, "PPM": {}, "SGI": {}, "TGA": {}, "TIFF": {}, "QOI": {}}
-LOSSLESS |= {"WEBP": {"lossless": True}, "JPEG2000": {}, "ICNS": {}, "ICO": {"sizes": [(64, 64)]}}
-LOSSY = {"JPEG": {"quality": 95}, "AVIF": {"quality": 95}, "GIF": {}, "MPO": {"quality": 95}}
+LOSSLESS = ["BMP", "DIB", "PCX", "PNG", "PPM", "SGI", "TGA", "TIFF", "QOI", "WEBP", "JPEG2000", "ICNS", "ICO"]
+LOSSY = ["JPEG", "AVIF", "GIF", "MPO"]
 
 
-@pytest.mark.parametrize("format", LOSSLESS | LOSSY)
+@pytest.mark.parametrize("format", LOSSLESS + LOSSY)
 def test_every_format_of_pillow_is_read(tmp_path, format):
     image = drawn(64, 64)
     path = tmp_path / "image"  # the content tells the format, not the name
     try:
-        image.save(path, format, **(LOSSLESS | LOSSY)[format])
+        path.write_bytes(encoded(image, format))
     except (KeyError, OSError):
         pytest.skip(f"this Pillow was built without {format}")
     back = load_image(path)
@@ -215,11 +216,10 @@ def test_transparent_image_is_composed_on_white(mode):
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP", "TIFF", "TGA", "ICO"])
 def test_file_with_alpha_is_composed_on_white(format):
-    image = Image.new("RGBA", (32, 32), (10, 200, 30, 255))
-    image.paste((0, 0, 0, 0), (0, 0, 16, 32))
-    options = {"WEBP": {"lossless": True}, "ICO": {"sizes": [(32, 32)]}}.get(format, {})
-    result = load_image(encoded(image, format, **options))
-    assert result.getpixel((5, 5)) == (255, 255, 255) and result.getpixel((20, 5)) == (10, 200, 30)
+    image = Image.new("RGBA", (64, 64), (10, 200, 30, 255))
+    image.paste((0, 0, 0, 0), (0, 0, 32, 64))
+    result = load_image(encoded(image, format))
+    assert result.getpixel((5, 5)) == (255, 255, 255) and result.getpixel((40, 5)) == (10, 200, 30)
 
 
 def test_transparent_palette_entries_are_composed_on_white():
@@ -288,14 +288,11 @@ def test_16_bits_are_scaled_the_same_however_dark(format):
 @pytest.mark.parametrize(
     ("values", "grey"),
     [
-        ([0.0, 0.5, 1.0], [0, 128, 255]),
-        ([0.0, 128.0, 255.0], [0, 128, 255]),
-        ([-2.0, 0.0, 2.0], [0, 128, 255]),
-        ([1000.0, 2000.0, 3000.0], [0, 128, 255]),
-        ([math.nan, 0.2, math.inf], [0, 51, 255]),
+        ([0.0, 0.5, 1.0], [0, 128, 255]), ([0.0, 128.0, 255.0], [0, 128, 255]), ([-2.0, 0.0, 2.0], [0, 128, 255]),
+        ([1000.0, 2000.0, 3000.0], [0, 128, 255]), ([math.nan, 0.2, math.inf], [0, 51, 255]),
         ([math.nan, math.nan, -math.inf], [0, 0, 0]),
     ],
-)
+)  # fmt: skip
 def test_floats_are_scaled_to_8_bits(values, grey):
     source = encoded(Image.frombytes("F", (3, 1), struct.pack("=3f", *values)), "TIFF")
     assert list(load_image(source).getchannel(2).tobytes()) == grey
@@ -307,14 +304,13 @@ def test_other_color_spaces_are_converted(mode):
 
 
 def test_cmyk_jpeg_is_not_inverted():
-    assert distance(load_image(encoded(drawn().convert("CMYK"), "JPEG", quality=95)), drawn()) < 4
+    assert distance(load_image(encoded(drawn().convert("CMYK"), "JPEG")), drawn()) < 4
 
 
 @pytest.mark.parametrize("format", ["GIF", "PNG", "WEBP", "TIFF", "MPO", "AVIF"])
 def test_first_frame_of_an_animation_is_read(format):
     frames = [Image.new("RGB", (32, 24), color) for color in ("red", "lime", "blue")]
-    options = {"lossless": True} if format == "WEBP" else {}
-    source = encoded(frames[0], format, save_all=True, append_images=frames[1:], **options)
+    source = encoded(frames[0], format, save_all=True, append_images=frames[1:])
     with Image.open(io.BytesIO(source)) as check:
         assert check.n_frames == 3
     assert distance(load_image(source), frames[0]) < 3
@@ -334,7 +330,7 @@ def as_stored(upright, orientation):
 
 def exif_of(orientation):
     exif = Image.Exif()
-    exif[ORIENTATION] = orientation
+    exif[0x0112] = orientation
     return exif
 
 
@@ -342,8 +338,7 @@ def exif_of(orientation):
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied_once(tmp_path, orientation, format):
     upright = drawn()
-    options = {"JPEG": {"quality": 95}, "WEBP": {"lossless": True}, "AVIF": {"quality": 95}}.get(format, {})
-    as_stored(upright, orientation).save(tmp_path / "a", format, exif=exif_of(orientation), **options)
+    (tmp_path / "a").write_bytes(encoded(as_stored(upright, orientation), format, exif=exif_of(orientation)))
     assert distance(load_image(tmp_path / "a"), upright) < 4
     with Image.open(tmp_path / "a") as lazy:
         once = load_image(lazy)
@@ -351,12 +346,10 @@ def test_exif_orientation_is_applied_once(tmp_path, orientation, format):
 
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\0", exif_of(99).tobytes()])
+@pytest.mark.filterwarnings("error")
 def test_broken_exif_is_ignored(exif, capfd):
-    source = encoded(drawn(), "JPEG", exif=exif, quality=95)
-    with warnings.catch_warnings(record=True) as leaked:
-        warnings.simplefilter("always")
-        assert distance(load_image(source), drawn()) < 4
-    assert leaked == [] and capfd.readouterr() == ("", "")
+    assert distance(load_image(encoded(drawn(), "JPEG", exif=exif)), drawn()) < 4
+    assert capfd.readouterr() == ("", "")
 
 
 # ------------------------------------------------------------------------------------------------ refusals
@@ -385,12 +378,10 @@ def test_what_is_no_image_is_named(tmp_path):
     refusal(encoded(drawn(), "EPS"), "EPS files are not read")  # Ghostscript would run it as a program
 
 
-DAMAGED = [
-    (format, "RGB", options) for format, options in (LOSSLESS | LOSSY).items() if format != "ICNS"
-]  # slow to write
+DAMAGED = [(format, "RGB", {}) for format in LOSSLESS + LOSSY if format != "ICNS"]  # which is slow to write
 DAMAGED += [("PNG", mode, {}) for mode in ("RGBA", "P", "I;16", "1", "LA")]
 DAMAGED += [("JPEG", "CMYK", {}), ("JPEG", "RGB", {"progressive": True}), ("JPEG", "RGB", {"exif": exif_of(6)})]
-DAMAGED += [("WEBP", "RGBA", {"lossless": True}), ("GIF", "P", {"transparency": 3}), ("BMP", "P", {}), ("BMP", "1", {})]
+DAMAGED += [("WEBP", "RGBA", {}), ("GIF", "P", {"transparency": 3}), ("BMP", "P", {}), ("BMP", "1", {})]
 DAMAGED += [("TIFF", "RGB", {"compression": f"tiff_{name}"}) for name in ("lzw", "adobe_deflate", "jpeg")]
 DAMAGED += [("TIFF", "1", {"compression": "group4"}), ("TIFF", "F", {}), ("TIFF", "CMYK", {})]
 
@@ -461,22 +452,15 @@ def test_empty_or_extremely_narrow_images_are_refused(tmp_path):
 def test_threads_restore_warnings_and_pillow_settings():
     source = encoded(drawn(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\0")
     before = (list(warnings.filters), Image.MAX_IMAGE_PIXELS)
-    ended = []
 
-    def read():
-        try:
-            for _ in range(15):
-                load_image(source)  # under -W error a leaked warning is raised
-                refusal(b"no image", "not an image")
-        finally:
-            ended.append(sys.exc_info()[0])
+    def read(number):
+        for _ in range(15):
+            load_image(source)  # under -W error a leaked warning is raised
+            refusal(b"no image", "not an image")
 
-    threads = [threading.Thread(target=read) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert ended == [None] * 6 and before == (list(warnings.filters), Image.MAX_IMAGE_PIXELS)
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(read, range(6)))  # which raises what a thread has raised
+    assert before == (list(warnings.filters), Image.MAX_IMAGE_PIXELS)
 
 
 def test_logging_and_libtiff_are_restored_after_the_last_decode():
@@ -520,23 +504,18 @@ def test_no_file_stays_open(tmp_path, data):
         ((512, 1024), 512, 2048, False, (512, 1024)),
         ((600, 100), 512, 2048, False, (1024, 512)),
         ((1500, 1000), 512, 2048, False, (1536, 1024)),
-        ((1000, 1500), 512, 2048, False, (1024, 1536)),
         ((4000, 3000), 512, 2048, False, (2048, 1536)),
         ((9000, 9000), 512, 2048, False, (2048, 2048)),
         ((300, 100), 512, 2048, True, (2048, 1024)),  # 100 * 2048/300 = 682.7
         ((640, 480), 512, 1024, True, (1024, 1024)),
         ((20, 4000), 512, 2048, True, (512, 2048)),
         ((364, 273), 512, 2048, True, (2048, 2048)),  # exactly 1536, but in floats a hair more: one tile more
-        ((273, 364), 512, 2048, True, (2048, 2048)),
         ((1092, 1092), 512, 2048, False, (1536, 2048)),  # the same of a square
         ((64, 64), 64, 128, True, (128, 128)),
     ],
 )
 def test_resized_sizes_computed_by_hand(size, tile, max_side, to_max_side, expected):
     assert resized_size(*size, tile, max_side, to_max_side) == expected
-
-
-# -------------------------------------------------------------------------------------------------- pixels
 
 
 def test_without_max_side_the_image_is_one_tile():
@@ -550,15 +529,10 @@ def test_without_max_side_the_image_is_one_tile():
 @pytest.mark.parametrize(
     ("size", "to_max_side", "grid"),
     [
-        ((30, 20), False, (1, 1)),
-        ((60, 30), False, (1, 2)),
-        ((30, 60), False, (2, 1)),
-        ((64, 90), False, (3, 3)),
-        ((50, 90), False, (3, 2)),
-        ((30, 30), True, (4, 4)),
-        ((500, 400), False, (4, 4)),
+        ((30, 20), False, (1, 1)), ((60, 30), False, (1, 2)), ((30, 60), False, (2, 1)), ((64, 90), False, (3, 3)),
+        ((50, 90), False, (3, 2)), ((30, 30), True, (4, 4)), ((500, 400), False, (4, 4)),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("global_view", [True, False])
 def test_tiles_join_to_the_resized_image(size, to_max_side, grid, global_view):
     image = noise_image(*size)

@@ -58,9 +58,6 @@ class Site(http.server.BaseHTTPRequestHandler):
                 self.server.dripped.append(start)
                 time.sleep(0.2)
 
-    def log_message(self, *args):
-        pass
-
 
 @contextlib.contextmanager
 def run_site(context=None, server=http.server.ThreadingHTTPServer, host="127.0.0.1"):
@@ -105,15 +102,14 @@ class LocalNames:
         return self.addresses
 
 
-def fetch(url, *, max_bytes=10**6, **options):
-    """What a fetcher returns for a URL; local addresses count as public unless is_public says otherwise."""
-    options = {"allow_remote": True, "is_public": lambda address: True} | options
-    return asyncio.run(ImageFetcher(**options).fetch(url, max_bytes))
-
-
-def local_fetcher():
+def local_fetcher(**options):
     """A fetcher that takes local servers for public ones."""
-    return ImageFetcher(allow_remote=True, is_public=lambda address: True)
+    return ImageFetcher(allow_remote=True, is_public=lambda address: True, **options)
+
+
+def fetch(url, *, max_bytes=10**6, **options):
+    """What such a fetcher returns for a URL."""
+    return asyncio.run(local_fetcher(**options).fetch(url, max_bytes))
 
 
 def fetch_from_public(url, **options):

@@ -61,9 +61,8 @@ def test_a_prompt_is_laid_out_as_transformers_does(converted):
         f"User:{WHOLE}What is this?<end_of_utterance>\nAssistant:"
     )
     assert processor.tokenizer.answer_prefix == " "
-    assert [processor.tokenizer.backend.id_to_token(id) for id in processor.tokenizer.eos_token_ids] == [
-        "<end_of_utterance>"
-    ]
+    ends = [processor.tokenizer.backend.id_to_token(id) for id in processor.tokenizer.eos_token_ids]
+    assert ends == ["<end_of_utterance>"]
 
 
 def test_pixels_are_resized_twice_and_normalized(converted):
@@ -89,9 +88,6 @@ def test_an_exported_nanovlm_says_the_same(embedded, tmp_path):
 
 def test_the_chat_template_takes_plain_texts(converted):
     template = ChatTemplate(converted.model.cfg.lm_chat_template)
-    as_parts = template.render([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], True)
-    assert (
-        template.render([{"role": "user", "content": "Hi"}], True)
-        == as_parts
-        == ("<|im_start|>User: Hi<end_of_utterance>\nAssistant:")
-    )
+    for content in ("Hi", [{"type": "text", "text": "Hi"}]):
+        text = template.render([{"role": "user", "content": content}], True)
+        assert text == "<|im_start|>User: Hi<end_of_utterance>\nAssistant:"

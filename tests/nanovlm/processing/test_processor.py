@@ -82,8 +82,7 @@ def test_upscale_false_keeps_small_images_small(processor):
     assert tile_count_and_grid(large, (500, 400)) == tile_count_and_grid(small, (500, 400)) == (17, (4, 4))
 
 
-def test_questions_share_their_common_prefix(tiled):
-    _, processor = tiled
+def test_questions_share_their_common_prefix(processor):
     images, texts = [noise_image(*TALL, 1), noise_image(*SQUARE, 2)], ["Which?", "Where is it? " * 3, "Which one?"]
     batch = processor.encode_questions(images, texts)
     shared, mask = batch["shared_prefix_length"], batch["attention_mask"]

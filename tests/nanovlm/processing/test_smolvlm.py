@@ -80,9 +80,8 @@ def test_ids_and_pixels_of_200_sizes_match(variant, ours):
         tiles = [ours.processor.preprocess(image) for image in images]
         history = [tuple(turns[:2])] if len(turns) == 3 else []
         question = turns[-1].replace("<image>", "")
-        assert ours.processor.encode_prompt([grid for _, grid in tiles], question, history) == (
-            expected["input_ids"][0].tolist()
-        )
+        ids = ours.processor.encode_prompt([grid for _, grid in tiles], question, history)
+        assert ids == expected["input_ids"][0].tolist()
         pixels = torch.cat([one for one, _ in tiles])
         assert pixels.shape == expected["pixel_values"][0].shape
         assert (pixels - expected["pixel_values"][0]).abs().max() <= 1e-5
@@ -104,21 +103,17 @@ def their_answers(model, processor, inputs, n):
 
 def test_greedy_ids_match_cached_uncached_and_batched(variant, ours):
     _, model, processor = variant
-    rows = [
-        ([noise_image(70, 40)], "What is this?"),
-        ([noise_image(16, 16), noise_image(90, 20)], "Describe the two of them."),
-    ]
-    expected = [
-        their_answers(model, processor, their_inputs(processor, images, [text]), 12)[0] for images, text in rows
-    ]
+    images = [[noise_image(70, 40)], [noise_image(16, 16), noise_image(90, 20)]]
+    texts = ["What is this?", "Describe the two of them."]
+    rows = list(zip(images, texts))
+    expected = [their_answers(model, processor, their_inputs(processor, row, [text]), 12)[0] for row, text in rows]
     ends = ours.tokenizer.eos_token_ids
     for cached in (True, False):
-        for (images, text), ids in zip(rows, expected):
-            generated = ours.model.generate(
-                **ours.processor([images], [text]), max_new_tokens=12, eos_token_id=ends, use_kv_cache=cached
-            )
+        for (row, text), ids in zip(rows, expected):
+            inputs = ours.processor([row], [text])
+            generated = ours.model.generate(**inputs, max_new_tokens=12, eos_token_id=ends, use_kv_cache=cached)
             assert generated[0].tolist() == ids
-    batch = ours.inference.generate(**ours.processor(*zip(*rows)), max_new_tokens=12, eos_token_id=ends)
+    batch = ours.inference.generate(**ours.processor(images, texts), max_new_tokens=12, eos_token_id=ends)
     for row, ids in zip(batch.tolist(), expected):
         assert row[: len(ids)] == ids and set(row[len(ids) :]) <= {ours.tokenizer.eos_token_id}
 
@@ -161,13 +156,8 @@ def test_special_tokens_are_kept_in_answers_if_asked_for(folders, capsys):
     ids = [*kept.encode_answer("Two")[:-1], kept.special_id("<row_1_col_2>"), *kept.encode(" dogs.")]
     assert kept.decode(ids) == "".join(kept.stream(ids)) == "Two<row_1_col_2> dogs."
     assert Captioner.from_pretrained(folder).tokenizer.decode(ids) == "Two dogs."
-    args = [
-        "caption",
-        str(SAMPLE),
-        "--model",
-        str(folder),
-        *["--max-new-tokens", "40", "--temperature", "50", "--seed", "1"],
-    ]
+    settings = ["--max-new-tokens", "40", "--temperature", "50", "--seed", "1"]
+    args = ["caption", str(SAMPLE), "--model", str(folder), *settings]
     for flags, has_specials in (([], False), (["--no-skip-special-tokens"], True)):
         capsys.readouterr()
         assert main([*args, *flags]) == 0
@@ -197,10 +187,9 @@ def test_chat_and_batches_of_a_folder(folders):
     assert "".join(session.ask("What is this?", max_new_tokens=8)) == alone[0]
     read = "".join(session.ask("And there?", max_new_tokens=8))
     ids = captioner.processor.encode_prompt(session.grids, "And there?", [("What is this?", alone[0])])
-    fresh = captioner.model.generate(
-        torch.tensor([ids]), session.images, max_new_tokens=8, eos_token_id=captioner.tokenizer.eos_token_ids
-    )[0].tolist()
-    assert read == captioner.tokenizer.decode([id for id in fresh if id != captioner.tokenizer.eos_token_id])
+    inputs, eos = (torch.tensor([ids]), session.images), captioner.tokenizer.eos_token_id
+    (fresh,) = captioner.model.generate(*inputs, max_new_tokens=8, eos_token_id=eos).tolist()
+    assert read == captioner.tokenizer.decode([id for id in fresh if id != eos])
 
 
 def test_files_as_transformers_4_writes_them(folders, tmp_path):
@@ -301,9 +290,8 @@ def test_models_are_trained_in_smolvlms_layout_and_transformers_reads_them(
     assert inputs["input_ids"].tolist() == mine["input_ids"].tolist()
     assert (inputs["pixel_values"][0] - mine["images"]).abs().max() <= 1e-5
     expected = their_answers(theirs, processor, inputs, 6)[0]
-    assert (
-        ours.model.generate(**mine, max_new_tokens=6, eos_token_id=ours.tokenizer.eos_token_ids)[0].tolist() == expected
-    )
+    got = ours.model.generate(**mine, max_new_tokens=6, eos_token_id=ours.tokenizer.eos_token_ids)
+    assert got[0].tolist() == expected
 
 
 def test_the_loss_of_a_training_example_is_transformers(folders):
@@ -354,11 +342,8 @@ def test_messages_keep_their_roles_and_order(folders):
     chat = parse_messages(messages, images_in_turns=ours.layout.images_in_turns)
     assert len(chat.image_urls) == 3 and not chat.answer
     ids = ours.encode_turns([ours.preprocess(image)[1] for image in images], chat.turns)
-    spelled = [
-        ("<image>", "-image-"),
-        ("<end_of_utter", "-end_of_utter"),
-        ("ance>", "ance-"),
-    ]  # theirs would be special
+    # theirs would be special
+    spelled = [("<image>", "-image-"), ("<end_of_utter", "-end_of_utter"), ("ance>", "ance-")]
 
     def plain(text):
         for token, dashes in spelled:

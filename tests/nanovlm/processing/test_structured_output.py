@@ -49,9 +49,8 @@ def test_tokens_that_the_schema_forces_are_read_together_and_change_no_answer(em
                 n_steps += [steps] * (output.key == 0 and output.finished is not None)
         answers.append(outputs)
     assert answers[0] == answers[1] and n_steps[1] < n_steps[0], "the keys of the object are forced"
-    assert embedded.caption(SAMPLE, "What is it?", schema=SCHEMA) == json.loads(
-        embedded.tokenizer.decode(answers[1][0])
-    )
+    expected = json.loads(embedded.tokenizer.decode(answers[1][0]))
+    assert embedded.caption(SAMPLE, "What is it?", schema=SCHEMA) == expected
 
 
 def test_each_row_of_a_batch_follows_the_schema_by_itself(embedded):

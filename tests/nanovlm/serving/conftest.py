@@ -20,11 +20,6 @@ def client(served, request):
 
 
 @pytest.fixture
-def openai_client(served):
-    return served.openai_client()
-
-
-@pytest.fixture
 def slow():
     """Batch options: a step takes 30 ms longer."""
     return {"before_step": lambda: time.sleep(0.03)}

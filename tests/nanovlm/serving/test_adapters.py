@@ -57,6 +57,7 @@ def test_models_are_listed_the_first_adapter_answers_others_and_a_strict_server_
         ("first", "nanovlm"), ("second", "nanovlm"), ("nanovlm", None),
     ]  # fmt: skip
     assert http.get(f"{server.url}/v1/models/second").json() == listed[1]
+    assert http.get(f"{server.url}/v1/models/third").status_code == 404
     body = {"messages": user_message(QUESTIONS[0], SAMPLE_URL), "max_tokens": 24}
     answer = server.post(body)
     assert answer.json()["model"] == "first"

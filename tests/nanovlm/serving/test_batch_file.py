@@ -15,6 +15,7 @@ from nanovlm.serving.options import Limits, ServerOptions
 from nanovlm.serving.service import ChatService
 from support.serving import QUESTIONS, SAMPLE_URL, user_message
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 FLAGS = ["--batch-file", "in.jsonl", "--out", "out.jsonl", "--device", "cpu", "--dtype", "float32"]
 
 
@@ -31,11 +32,6 @@ def results():
     found = {row["custom_id"]: row["response"] for row in rows}
     assert len(found) == len(rows) and all(row["error"] is None for row in rows)
     return found
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def test_each_request_gets_the_servers_answer_and_failed_ones_are_tried_again(embedded, capsys):

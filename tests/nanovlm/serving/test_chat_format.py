@@ -2,6 +2,7 @@
 
 import base64
 import io
+from functools import partial
 
 import pytest
 from PIL import Image
@@ -13,7 +14,9 @@ from nanovlm.processing.video import Video
 from nanovlm.serving.chat_format import Chat, parse_messages, prepare_inputs, preprocess, video_parts
 from nanovlm.serving.protocol import ChatCompletionRequest, MediaURL
 from support import noise_image
+from support.data import message
 from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, until, user_message
+from support.smolvlm import write_folder
 
 GREETING = {"role": "assistant", "content": "Hello, show me an image."}
 
@@ -22,16 +25,7 @@ def chat_of(*messages, **options):
     return parse_messages(ChatCompletionRequest.model_validate({"messages": list(messages)}).messages, **options)
 
 
-def system(text):
-    return {"role": "system", "content": text}
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
+system, user, assistant = (partial(message, role) for role in ("system", "user", "assistant"))
 
 
 ALONE = {"role": "user", "content": [{"type": "image_url", "image_url": SAMPLE_URL}]}
@@ -54,9 +48,9 @@ def test_anybody_may_begin_or_end_a_chat_and_an_image_alone_gets_the_default_pro
     assert chat_of(*messages) == chat
 
 
-@pytest.mark.parametrize("message", [{"content": None}, {}, {"content": []}, {"content": None, "tool_calls": []}])
-def test_assistant_may_say_nothing(message):
-    empty = {"role": "assistant", **message}
+@pytest.mark.parametrize("silence", [{"content": None}, {}, {"content": []}, {"content": None, "tool_calls": []}])
+def test_assistant_may_say_nothing(silence):
+    empty = {"role": "assistant", **silence}
     assert chat_of(user("a"), empty, user("b")) == Chat([], [("a", "")], "b")
     assert chat_of(user("a"), empty) == Chat([], [], "a")
 
@@ -115,8 +109,6 @@ def test_image_is_accepted_as_clients_send_it(served, embedded, part):
 @pytest.mark.full
 def test_answer_is_continued_as_transformers_does(tmp_path):
     """SmolVLM's template writes a space before an answer, which belongs to it and not to the question."""
-    from support.smolvlm import write_folder
-
     _, theirs = write_folder(tmp_path)
     processor = Captioner.from_pretrained(tmp_path, device="cpu", dtype="float32").processor
     image = noise_image(20, 20, seed=1)
@@ -133,19 +125,6 @@ def test_answer_is_continued_as_transformers_does(tmp_path):
     assert processor.tokenizer.decode(inputs.continued_ids) == "Describe the two"
 
 
-@pytest.fixture
-def clip(tmp_path):
-    """A video of three seconds."""
-    av = pytest.importorskip("av")
-    with av.open(str(tmp_path / "a.mp4"), "w") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for i in range(30):
-            container.mux(stream.encode(av.VideoFrame.from_image(noise_image(64, 48, seed=i // 10))))
-        container.mux(stream.encode())
-    return tmp_path / "a.mp4"
-
-
 def video_message(question, data):
     url = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
     content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": question}]
@@ -155,8 +134,6 @@ def video_message(question, data):
 @pytest.mark.full
 def test_a_video_is_answered_as_by_the_captioner(served, embedded, clip, tmp_path):
     """Its frames are images of one question or, in SmolVLM's layout, have their times beside them."""
-    from support.smolvlm import write_folder
-
     expected = embedded.caption_video(clip, QUESTIONS[0], max_new_tokens=12)
     assert answer_of(served.post(video_message(QUESTIONS[0], clip.read_bytes()))) == expected
     write_folder(tmp_path / "model")

@@ -14,9 +14,6 @@ pytestmark = pytest.mark.full
 OPTIONS = {"temperature": 0, "max_tokens": 100}
 
 
-# ----------------------------------------------------------------------------------------------------------- libraries
-
-
 def test_openai(embedded):
     """The models and errors; requests, answers and streams are in test_service.py and test_response_formats.py."""
     openai = pytest.importorskip("openai")
@@ -72,11 +69,10 @@ def test_langchain(served, embedded):
     talk = [SystemMessage("Be brief."), AIMessage("Hello!"), question, AIMessage("A ring."), HumanMessage("Where?")]
     assert chat.invoke(talk).response_metadata["finish_reason"] == "stop"
     assert [answer.content for answer in chat.batch([[question]] * 3)] == [embedded.caption(SAMPLE)] * 3
-    responses = langchain.ChatOpenAI(
-        model="gpt-4o-mini", base_url=f"{served.url}/v1", api_key="none", use_responses_api=True
-    )
+    server = {"base_url": f"{served.url}/v1", "api_key": "none"}
+    responses = langchain.ChatOpenAI(model="gpt-4o-mini", use_responses_api=True, **server)
     assert responses.invoke([question]).text == embedded.caption(SAMPLE)
-    completions = langchain.OpenAI(model="any", base_url=f"{served.url}/v1", api_key="none", max_tokens=4)
+    completions = langchain.OpenAI(model="any", max_tokens=4, **server)
     assert isinstance(completions.invoke("A photo of"), str)
 
 
@@ -106,9 +102,6 @@ def test_llm(served, embedded, tmp_path, monkeypatch):
     assert talk.prompt(QUESTIONS[1]).text()
 
 
-# ---------------------------------------------------------------------------------------------------------- front ends
-
-
 def test_open_webui(embedded):
     """The list of models, a streamed chat, and the title and tags that it asks for in the background."""
     front_end = {"origin": "http://localhost:3000"}  # "direct connections" come from the browser
@@ -121,12 +114,8 @@ def test_open_webui(embedded):
         chunks = [json.loads(event.removeprefix("data: ")) for event in events if "{" in event]
         text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
         assert text == embedded.caption(SAMPLE) and chunks[-1]["usage"]["total_tokens"]
-        task = {
-            "model": model,
-            "messages": user_message("### Task:\nGenerate a concise, 3-5 word title."),
-            "stream": False,
-        }
-        task["max_completion_tokens"] = 1000
+        task = {"model": model, "messages": user_message("### Task:\nGenerate a concise, 3-5 word title.")}
+        task |= {"stream": False, "max_completion_tokens": 1000}
         assert server.post(task).status_code == 200, "the context has no room for 1,000 tokens more"
 
 
@@ -140,14 +129,7 @@ def test_sillytavern(served):
         {"role": "user", "content": [{"type": "text", "text": QUESTIONS[0]}, image]},
         {"role": "system", "content": "Stay in character."},
     ]
-    body = {
-        "messages": messages,
-        "model": "gpt-4-turbo",
-        "max_tokens": 5000,
-        "stream": False,
-        "stop": ["\nYou:"],
-        "n": 1,
-    }
+    body = {"messages": messages, "model": "gpt-4-turbo", "max_tokens": 5000, "stream": False, "stop": ["\nYou:"]}
     body |= {"temperature": 1, "presence_penalty": 0.3, "frequency_penalty": 0.2, "top_p": 0.9, "top_k": 0, "min_p": 0}
     body |= {"repetition_penalty": 1, "seed": 7, "logit_bias": {}, "user_name": "You", "char_name": "the Guide"}
     body |= {"n": 1, "type": "quiet", "chat_completion_source": "custom"}

@@ -74,9 +74,6 @@ def round_robin(ports, tmp_path):
             self.end_headers()
             self.wfile.write(answer.content)
 
-        def log_message(self, *arguments):
-            pass
-
     server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

@@ -1,6 +1,7 @@
 """Chat completions, completions and responses give the same text, and the same log-probabilities, whole or streamed."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -50,9 +51,6 @@ def test_impossible_token_has_a_number_in_json():
         assert "Infinity" not in json.dumps(response) and "-9999.0" in json.dumps(response)
 
 
-# --------------------------------------------------------------------------------------------------------- completions
-
-
 def laid_out(embedded, text):
     """The prompt of a chat about no image, as its template lays it out."""
     return embedded.tokenizer.backend.decode(embedded.processor.encode_prompt([], text), skip_special_tokens=False)
@@ -73,11 +71,8 @@ def test_completion_continues_a_text_that_the_client_lays_out(client, embedded):
 
 def test_completions_of_several_prompts(client, embedded):
     prompts = [laid_out(embedded, text) for text in ("Hello?", "Who?")]
-    several = client.completions.create(model="nanovlm", prompt=prompts, n=2, seed=3, temperature=5, max_tokens=7)
-    alone = [
-        client.completions.create(model="nanovlm", prompt=prompt, n=2, seed=3, temperature=5, max_tokens=7)
-        for prompt in prompts
-    ]
+    create = partial(client.completions.create, model="nanovlm", n=2, seed=3, temperature=5, max_tokens=7)
+    several, alone = create(prompt=prompts), [create(prompt=prompt) for prompt in prompts]
     assert [choice.text for choice in several.choices] == [choice.text for one in alone for choice in one.choices]
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
     assert several.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone)
@@ -86,12 +81,11 @@ def test_completions_of_several_prompts(client, embedded):
 def test_completion_has_logprobs(client, embedded):
     prompt = laid_out(embedded, "Hello?")
     choice = client.completions.create(model="nanovlm", prompt=prompt, max_tokens=5, logprobs=2).choices[0]
-    assert "".join(choice.logprobs.tokens) == choice.text
-    offsets = [sum(map(len, choice.logprobs.tokens[:i])) for i in range(len(choice.logprobs.tokens))]
-    assert choice.logprobs.text_offset == offsets
-    for token, logprob, top in zip(
-        choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
-    ):
+    logprobs = choice.logprobs
+    assert "".join(logprobs.tokens) == choice.text
+    offsets = [sum(map(len, logprobs.tokens[:i])) for i in range(len(logprobs.tokens))]
+    assert logprobs.text_offset == offsets
+    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs):
         assert top[token] == logprob == max(top.values()) and len(top) == 2
     chunks = client.completions.create(model="nanovlm", prompt=prompt, max_tokens=5, logprobs=2, stream=True)
     streamed = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
@@ -101,13 +95,10 @@ def test_completion_has_logprobs(client, embedded):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("", "prompt is empty"),
-        ([], "prompt: List should have at least 1"),
-        ([99999], "outside the vocabulary"),
-        ("<|image|>", "image tokens"),
-        ({"a": 1}, "prompt: Input should be a valid array"),
+        ("", "prompt is empty"), ([], "prompt: List should have at least 1"), ([99999], "outside the vocabulary"),
+        ("<|image|>", "image tokens"), ({"a": 1}, "prompt: Input should be a valid array"),
     ],
-)
+)  # fmt: skip
 def test_completion_of_no_text_is_refused(served, prompt, message):
     response = served.post({"prompt": prompt}, "/v1/completions")
     assert response.status_code == 400 and message in response.json()["error"]["message"]
@@ -121,17 +112,8 @@ def test_completion_ends_after_16_tokens_unless_asked(client, embedded):
     assert long.usage.completion_tokens > 16
 
 
-# ----------------------------------------------------------------------------------------------------------- responses
-
-RESPONSES_INPUT = [
-    {
-        "role": "user",
-        "content": [
-            {"type": "input_image", "image_url": SAMPLE_URL, "detail": "original"},
-            {"type": "input_text", "text": QUESTIONS[0]},
-        ],
-    }
-]
+IMAGE_PART = {"type": "input_image", "image_url": SAMPLE_URL, "detail": "original"}
+RESPONSES_INPUT = [{"role": "user", "content": [IMAGE_PART, {"type": "input_text", "text": QUESTIONS[0]}]}]
 
 
 def test_response_is_the_same_answer(client, embedded):
@@ -163,8 +145,8 @@ def test_response_is_streamed_as_events(served, embedded):
 
 
 @pytest.mark.full
-def test_response_is_streamed_to_the_openai_client(openai_client, embedded):
-    with openai_client.responses.stream(model="nanovlm", input=RESPONSES_INPUT, top_logprobs=1) as stream:
+def test_response_is_streamed_to_the_openai_client(served, embedded):
+    with served.openai_client().responses.stream(model="nanovlm", input=RESPONSES_INPUT, top_logprobs=1) as stream:
         assert_events_are(embedded.caption(SAMPLE), list(stream))
         assert stream.get_final_response().output_text == embedded.caption(SAMPLE)
 
@@ -176,9 +158,6 @@ def assert_events_are(text, events):
     final = events[-1].response
     assert final.output_text == text and final.status == "completed"
     assert "".join(one.token for one in final.output[0].content[0].logprobs) == text
-
-
-# ----------------------------------------------------------------------------------------------------------- penalties
 
 
 def test_penalties_are_the_models(client, embedded):
@@ -194,10 +173,9 @@ def test_bad_words_and_biases_exclude_and_favor_tokens(client, embedded):
         return chat(client, max_tokens=12, **options).choices[0].message.content
 
     tokenizer, free = embedded.tokenizer, answer()
-    assert "green" in free and "green" not in answer(extra_body={"bad_words": ["green"]})
-    assert answer(extra_body={"bad_words": ["green"]}) == embedded.caption(
-        SAMPLE, QUESTIONS[0], ban=("green",), max_new_tokens=12
-    )
+    banned = answer(extra_body={"bad_words": ["green"]})
+    assert "green" in free and "green" not in banned
+    assert banned == embedded.caption(SAMPLE, QUESTIONS[0], ban=("green",), max_new_tokens=12)
     [*_, favored] = tokenizer.encode(" heart")
     text = answer(logit_bias={str(favored): 100})
     assert text == tokenizer.decode([favored] * 12)

@@ -21,17 +21,7 @@ from nanovlm.serving.options import Limits
 from nanovlm.synthetic import draw, random_scene
 from support import ROOT
 from support.captioners import WatchedProcessor
-from support.serving import (
-    QUESTIONS,
-    SAMPLE_URL,
-    RunningServer,
-    answer_of,
-    chat,
-    data_url,
-    http,
-    until,
-    user_message,
-)
+from support.serving import QUESTIONS, SAMPLE_URL, RunningServer, answer_of, chat, data_url, http, until, user_message
 
 
 def test_answer_is_the_captioners(client, embedded):
@@ -190,9 +180,6 @@ def test_thirty_two_clients_each_get_what_they_would_get_alone(embedded):
         assert server.metrics()["nanovlm_requests_total"] == 32
 
 
-# ------------------------------------------------------------------------------------------- too many, too long, gone
-
-
 def test_full_server_answers_429_and_loses_no_request(embedded, gate):
     limits = Limits(max_num_seqs=2, max_pending=3)
     with RunningServer(embedded, limits, batch=gate.batch) as server, ThreadPoolExecutor(5) as clients:
@@ -256,10 +243,7 @@ def test_waiting_requests_hold_encoded_images_only(embedded, gate):
     scenes = [draw(random_scene(Random(seed)), 96, 96) for seed in range(4)]
     shown = [scenes[:1], scenes[1:2], scenes[1:4], scenes[2:4], scenes[3:]]
     options = {"batch": gate.batch, "pixel_budget_bytes": 3 * 3 * 96 * 96 * 4}  # the third is for other clients
-    with (
-        RunningServer(captioner, Limits(max_num_seqs=2), **options) as server,
-        ThreadPoolExecutor(len(shown)) as clients,
-    ):
+    with RunningServer(captioner, Limits(max_num_seqs=2), **options) as server, ThreadPoolExecutor(5) as clients:
         responses = []
         for number, images in enumerate(shown, 1):
             body = {"messages": user_message("?", *map(data_url, images)), "max_tokens": 3}
@@ -288,9 +272,8 @@ def test_pixel_budget_is_held_until_decoding_threads_return(embedded):
         assert processor.n_images == 0, "the second request waits for the budget"
         go_on.set()
         until(lambda: server.service.pixel_budget.n_free == 1)
-        assert processor.n_images == 1 and answer_of(server.post(body)) == embedded.caption(
-            SAMPLE, "?", max_new_tokens=3
-        )
+        assert processor.n_images == 1
+        assert answer_of(server.post(body)) == embedded.caption(SAMPLE, "?", max_new_tokens=3)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -303,9 +286,6 @@ def test_pixels_are_released_after_prefill(embedded, slow, stream):
         until(lambda: images and images[0]() is None)
         assert server.service.admission.count == 1 and not response.done()
         assert response.result().status_code == 200
-
-
-# ------------------------------------------------------------------------------------------------------------ failures
 
 
 def test_question_without_an_image_is_logged_once(embedded, caplog):

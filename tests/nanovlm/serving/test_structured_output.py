@@ -67,16 +67,18 @@ def test_other_requests_of_the_batch_are_free(embedded):
 
 
 @pytest.mark.full
-def test_openai_client_parses_an_answer(openai_client):
+def test_openai_client_parses_an_answer(served):
     import pydantic
+
+    client = served.openai_client()
 
     class Image(pydantic.BaseModel):
         square: bool
         n: int = pydantic.Field(ge=0, le=9)
 
-    chat = openai_client.chat.completions.parse(**ASKED, response_format=Image)
+    chat = client.chat.completions.parse(**ASKED, response_format=Image)
     assert isinstance(chat.choices[0].message.parsed, Image)
-    response = openai_client.responses.parse(model="nanovlm", input="?", text_format=Image)
+    response = client.responses.parse(model="nanovlm", input="?", text_format=Image)
     assert isinstance(response.output_parsed, Image)
 
 
@@ -106,9 +108,8 @@ def objects(n):
 def test_schema_that_is_not_possible_is_refused(served, schema, caplog):
     response = served.post(ASKED | {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}})
     error = response.json()["error"]
-    assert response.status_code == 400 and re.match(
-        "response_format: .*(cannot be followed: .|shorten|simpler patterns)", error["message"]
-    )
+    reasons = "response_format: .*(cannot be followed: .|shorten|simpler patterns)"
+    assert response.status_code == 400 and re.match(reasons, error["message"])
     assert len(error["message"]) < 300 and "NoExtension" not in error["message"]
     flat = {"type": "json_schema", "name": "x", "schema": schema}
     error = served.post({"input": "?", "text": {"format": flat}}, "/v1/responses").json()["error"]

@@ -43,16 +43,12 @@ def offset_to(side, a, b):
     return {"left": b.x - a.x, "right": a.x - b.x, "above": b.y - a.y, "below": a.y - b.y}[side.split()[0]]
 
 
-NINE_POSITIONS = [
-    ["top left", "top", "top right"],
-    ["left", "middle", "right"],
-    ["bottom left", "bottom", "bottom right"],
-]
+POSITIONS = [["top left", "top", "top right"], ["left", "middle", "right"], ["bottom left", "bottom", "bottom right"]]
 
 
 def position_of(t):
     assert all(abs(v - line) >= 0.035 for v in (t.x, t.y) for line in (1 / 3, 2 / 3))
-    return NINE_POSITIONS[math.floor(t.y * 3)][math.floor(t.x * 3)]
+    return POSITIONS[math.floor(t.y * 3)][math.floor(t.x * 3)]
 
 
 def expected_answer(question, scene):

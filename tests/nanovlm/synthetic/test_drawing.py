@@ -17,7 +17,7 @@ def test_backgrounds_differ_from_all_colors():
             assert all(math.dist(tone, rgb) > 75 for rgb in COLORS.values()), tone
 
 
-@pytest.mark.parametrize("size", [(160, 160), (96, 96), (97, 161)])
+@pytest.mark.parametrize("size", [(160, 160), (96, 96), (48, 48), (97, 161)])
 def test_center_pixels_have_the_color_of_their_shape(scenes, size):
     total = right = 0
     for scene in scenes[:300]:
@@ -40,9 +40,6 @@ def test_only_the_plain_background_is_plain(background):
         assert (seen[-1] - seen[0] == 0) if background == "plain" else (seen[-1] - seen[0] > 30)
 
 
-def test_all_sizes_but_tiny_ones_can_be_drawn():
-    scene = random_scene(Random(5))
-    for size in ((48, 48), (97, 161), (640, 480), (1024, 1024)):
-        assert draw(scene, *size).size == size
+def test_a_tiny_image_is_refused():
     with pytest.raises(InputError, match="8x8"):
-        draw(scene, 8, 8)
+        draw(random_scene(Random(5)), 8, 8)

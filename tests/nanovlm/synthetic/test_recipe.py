@@ -12,15 +12,9 @@ from nanovlm.synthetic.recipe import CONVERSATION_SHARE, ROW_LENGTH, SceneBatche
 
 # Of the code that trained the published weights; images are left to the pixel tests, as Pillow's versions differ.
 DIGESTS = {
-    0: "5afb1893f817fa75",
-    1: "6b684bbbf20115c4",
-    500: "f0c1e276892f39c1",
-    900: "46b5d6a767f37cf0",
-    1300: "839ce4e8ee81ad77",
-    2300: "ed84cd86f994958e",
-    2500: "43006bc1303dbb6a",
-    2501: "412c7ecb3d41cd8d",
-}
+    0: "5afb1893f817fa75", 1: "6b684bbbf20115c4", 500: "f0c1e276892f39c1", 900: "46b5d6a767f37cf0",
+    1300: "839ce4e8ee81ad77", 2300: "ed84cd86f994958e", 2500: "43006bc1303dbb6a", 2501: "412c7ecb3d41cd8d",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("step", DIGESTS)

@@ -22,15 +22,9 @@ from support import TINY, randomize
 from support.logs import log_lines
 
 DEFAULTS = {
-    "warmup_steps": 0,
-    "decay": 0,
-    "lr": 1e-3,
-    "num_workers": 0,
-    "log_every": 1,
-    "dtype": "float32",
-    "max_steps": 4,
-    "validate_every": 2,
-}
+    "warmup_steps": 0, "decay": 0, "lr": 1e-3, "num_workers": 0, "log_every": 1, "dtype": "float32",
+    "max_steps": 4, "validate_every": 2,
+}  # fmt: skip
 TOKENIZER = json.dumps({"added_tokens": [{"content": "<|image|>", "id": 3}], "model": {"vocab": {}}})
 N_VALIDATION = 48  # the first row of the held-out batches
 
@@ -45,16 +39,7 @@ def row(i: int) -> EncodedExample:
     return EncodedExample(ids, targets, [1] * len(ids), images)
 
 
-def run(
-    folder: Path,
-    settings: dict,
-    rows: int = 1,
-    stop_at: int | None = None,
-    kill_at: int | None = None,
-    kill_in_save: int | None = None,
-    apart: bool = False,
-    bucket: int | None = None,
-) -> list[str]:
+def run(folder, settings, rows=1, stop_at=None, kill_at=None, kill_in_save=None, apart=False, bucket=None):
     """Train on batches of so many rows and return the lines logged.
 
     SIGTERM arrives with batch `stop_at`; SIGKILL with batch `kill_at`, but once only, or, in the second process, while

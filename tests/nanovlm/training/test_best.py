@@ -55,9 +55,8 @@ def stepwise(model_scores, metric="exact_match"):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_the_final_model_is_the_one_with_the_lowest_validation_loss(learn, tmp_path, rank):
     lines = learn(tmp_path, replace(CFG, lora_rank=rank))
-    losses = {
-        e["step"]: e["validation_loss"] for e in read_metrics(tmp_path / "metrics.jsonl") if "validation_loss" in e
-    }
+    entries = [entry for entry in read_metrics(tmp_path / "metrics.jsonl") if "validation_loss" in entry]
+    losses = {entry["step"]: entry["validation_loss"] for entry in entries}
     best = min((step for step in losses if step), key=losses.get)
     assert len(losses) == 9 and best < 8, "the model has to overfit"
     assert steps_kept(tmp_path) == [best, 8]
@@ -104,11 +103,8 @@ def test_an_interrupted_run_ends_with_the_same_best_model(learn, make_batch, tmp
         learn(tmp_path / "run", cfg, fail, answer_questions=stepwise(SCORES))
     resumed_at = max(steps_kept(tmp_path / "run"))
     learn(tmp_path / "run", cfg, answer_questions=stepwise(SCORES[resumed_at + 1 :]))
-    for name in (
-        "model.safetensors",
-        "checkpoints/step-2/model.safetensors",
-        "checkpoints/step-8/optimizer.safetensors",
-    ):
+    names = ("model.safetensors", "checkpoints/step-2/model.safetensors", "checkpoints/step-8/optimizer.safetensors")
+    for name in names:
         assert digest(tmp_path / "run", name) == digest(tmp_path / "whole", name)
     assert steps_kept(tmp_path / "run") == [2, 8]
 

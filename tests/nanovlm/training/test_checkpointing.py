@@ -99,11 +99,9 @@ def test_resumed_run_equals_uninterrupted_bit_for_bit(learn, make_batch, tmp_pat
     lines = learn(tmp_path / "run", cfg, seed=0 if cfg.lora_rank else 8)  # the checkpoint's weights count
     assert lines[0] == f"resumed {tmp_path / 'run'} at step {3 if cfg.max_steps == 6 else 9}"
     assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
-    states = [
-        json.loads((tmp_path / run / f"checkpoints/step-{cfg.max_steps}/training.json").read_text())
-        for run in ("run", "whole")
-    ]
-    assert states[0] == states[1] and bool(states[0]["scaler"]) == (variant == "float16")
+    name = f"checkpoints/step-{cfg.max_steps}/training.json"
+    state, expected = (json.loads((tmp_path / run / name).read_text()) for run in ("run", "whole"))
+    assert state == expected and bool(state["scaler"]) == (variant == "float16")
 
 
 def test_the_same_run_twice_writes_the_same_files_and_a_third_time_trains_nothing(
@@ -139,9 +137,6 @@ def test_a_resumed_run_reports_what_changed_and_whether_it_was_finished(learn, t
     lines = learn(tmp_path, replace(CFG, lr=1e-3), data_fingerprint="b")
     assert lines[0] == f"resumed {tmp_path} at step 3, with max_steps=6 instead of 3, lr=0.001 instead of 0.003"
     assert lines[1] == "the data has changed: it is b instead of a; training goes on with it"
-
-
-# -------------------------------------------------------------------------------------------- how many checkpoints stay
 
 
 @pytest.mark.parametrize(("keep", "names"), [(1, [6]), (2, [4, 6]), (9, [2, 4, 6])])
@@ -184,16 +179,12 @@ def test_a_diverged_run_names_the_checkpoints_to_go_back_to(learn, make_batch, t
     with pytest.raises(TrainingError, match="step 5 has loss nan.* lower lr=0.003 and run again to resume") as caught:
         learn(tmp_path, cfg, poisoned(5, make_batch))
     folder = tmp_path / "checkpoints"
-    assert str(caught.value).endswith(
-        f"resume from {folder / 'step-4'}, or move it away first to resume from {folder / 'step-2'}"
-    )
+    older = f"or move it away first to resume from {folder / 'step-2'}"
+    assert str(caught.value).endswith(f"resume from {folder / 'step-4'}, {older}")
     (folder / "step-4").rename(tmp_path / "away")
     assert learn(tmp_path, cfg)[0].endswith("at step 2")
     learn(tmp_path / "whole", cfg)
     assert tensors(folder) == tensors(tmp_path / "whole/checkpoints")
-
-
-# --------------------------------------------------------------------------------------------------------- signals
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -289,9 +280,6 @@ def test_a_run_killed_ten_times_at_any_moment_finishes_with_the_same_weights(tmp
     subprocess.run(command, check=True, cwd=ROOT, stderr=subprocess.DEVNULL, env=env)
     assert tensors(tmp_path / "run") == tensors(tmp_path / "whole")
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-300")] == ["step-300"]
-
-
-# -------------------------------------------------------------------------------------- errors of disks and of folders
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left")])

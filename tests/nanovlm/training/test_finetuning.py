@@ -84,9 +84,8 @@ def test_each_held_out_example_is_asked_once_whatever_the_shares():
     for path in Path("more").glob("*.txt"):
         path.write_text(f"More of {path.stem}.")
     model, task, _ = prepared("--data", "mine@0.9", "more@0.1", "--validation", 6, "--out", "out", "--metric", "f1")
-    asked = [
-        (answer.question.source, *answer.question.references) for answer in task.answer_questions(model, True).answers
-    ]
+    answers = task.answer_questions(model, True).answers
+    asked = [(answer.question.source, *answer.question.references) for answer in answers]
     held_out = open_data(["mine@0.9", "more@0.1"], ReadOptions(), 6)[1]
     assert len(set(asked)) == len(asked) == sum(map(len, held_out)) >= 6
 
@@ -200,10 +199,8 @@ def test_a_resumed_run_holds_out_what_it_began_with(train):
 
 def test_every_run_writes_the_file_that_repeats_it(train):
     scenes(5)
-    flags = (
-        "--data mine@0.5 scenes@0.5 --lr 3e-4 --validation 1 --validation-questions 2 --validate-every 9 --metric f1"
-    )
-    flags += " --metric anls --no-train-embeddings --lora-rank 2 --batch-size 2"
+    flags = "--data mine@0.5 scenes@0.5 --lr 3e-4 --validation 1 --validation-questions 2 --validate-every 9"
+    flags += " --metric f1 --metric anls --no-train-embeddings --lora-rank 2 --batch-size 2"
     assert train(*QUICK, *flags.split(), "--prompt", "What: 'ü'?")[0] == 0
     code, _, err = train("--config", "out/run.yaml", "--out", "again")
     assert code == 0, err
@@ -299,9 +296,8 @@ def test_adapters_learn_and_the_result_is_a_plain_model(train, format):
 @pytest.mark.full
 def test_a_held_out_question_without_room_for_an_answer_stops_nothing(train):
     scenes(4, LABEL)
-    code, _, err = train(
-        "--data", "mine", *QUICK, "--max-steps", "1", "--batch-size", "1", "--validation", "1", "--prompt", "é" * 478
-    )
+    flags = ["--max-steps", "1", "--batch-size", "1", "--validation", "1", "--prompt", "é" * 478]
+    code, _, err = train("--data", "mine", *QUICK, *flags)
     assert code == 0 and "exceed lm_max_position_embeddings=1024" in err and Path("out/model.safetensors").exists()
 
 
@@ -381,11 +377,8 @@ def test_the_default_learning_rate_depends_on_lora_and_on_the_width_of_the_model
 
 
 def test_the_default_number_of_steps_depends_on_the_number_of_examples():
-    def steps(examples, **changes):
-        cfg, _ = choose(
-            replace(FINETUNING, **changes), ["max_steps"], width=192, optimizer=None, steps_per_epoch=examples / 8
-        )
-        return cfg.max_steps
+    def steps(examples):
+        return choose(FINETUNING, ["max_steps"], width=192, optimizer=None, steps_per_epoch=examples / 8)[0].max_steps
 
     assert [steps(n) for n in (0, 8, 400, 10**6)] == [850, 850, EPOCHS * 50, MAX_STEPS]
 
@@ -414,10 +407,8 @@ def test_check_data_counts_examples_and_shows_them_as_the_model_sees_them(train)
     assert code == 1 and err == ""
     lines = out.splitlines()
     processor = Captioner.from_pretrained(EMBEDDED, "cpu").processor
-    rows = [
-        encode(Example([f"mine/{i}.png"], [("Tell!", caption(random_scene(random.Random(i))))]), processor)
-        for i in (0, 3)
-    ]
+    answers = {i: caption(random_scene(random.Random(i))) for i in (0, 3)}
+    rows = [encode(Example([f"mine/{i}.png"], [("Tell!", text)]), processor) for i, text in answers.items()]
     count = sum(target >= 0 for row in rows for target in row.targets)
     longest = max(len(row.ids) for row in rows)
     assert lines[0] == f"mine: 2 examples, 2 images, {count} answer tokens; the longest takes {longest} of 1024"
@@ -426,7 +417,7 @@ def test_check_data_counts_examples_and_shows_them_as_the_model_sees_them(train)
     assert lines[4] == "  mine/1.png: not an image of a known format, or a damaged one"
     assert lines[5] == "  mine/2.png has an empty answer to 'Tell!'; write it, or remove the example"
     place = "(image 1: 1 tile of 96 x 96)\n<|im_start|>user\n<|global_image|><|image|> x 36 "
-    first = f"{place}Tell!<|im_end|>\n<|im_start|>assistant\n[[{caption(random_scene(random.Random(0)))}<|im_end|>]]\n"
+    first = f"{place}Tell!<|im_end|>\n<|im_start|>assistant\n[[{answers[0]}<|im_end|>]]\n"
     assert f"--- mine/0.png\n{first}" in out
     chain = f"{place}Who?<|im_end|>\n<|im_start|>assistant\n[[Me.<|im_end|>]]\n<|im_start|>user\nWhy <|im_end|>?"
     assert f"--- chat.json[0]\n{chain}<|im_end|>\n<|im_start|>assistant\n[[So.<|im_end|>]]\n" in out
@@ -466,7 +457,6 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
         ("--recipe scenes --data mine --out out", ["exclude each other"]),
         ("--data mine", ["--out is required"]),
         ("--data mine --out out --validation 1.5", ["--validation 1.5"]),
-        ("--data mine --out out --validation -1", ["--validation -1"]),
         ("--data mine --out out --validation nan", ["--validation nan"]),
         ("--data mine --out out --validation 4", ["4 of 4 examples", "none to learn from"]),
         ("--data mine --out out --min-rating 3", ["--min-rating ['3']", "formatting=3"]),
@@ -481,8 +471,6 @@ def test_a_broken_image_is_named_with_a_remedy(train, workers):
         ("--data mine scenes --out out", ["scenes has no size", "scenes@0.3"]),
         ("--data nowhere --out out", ["nowhere: no such file"]),
         ("--data mine --out out --model nowhere", ["nowhere", "neither a folder nor a Hub id"]),
-        ("--data mine --out out --max-steps 0", ["--max-steps 0 must"]),
-        ("--data mine --out out --on-error x", ["--on-error"]),
         ("--data mine --out out --lora-alpha 8", ["--lora-alpha has no effect without --lora-rank"]),
         ("--data mine --out out --no-train-embeddings", ["--train-embeddings has no effect without --lora-rank"]),
         ("--data mine --out out --quantize int4", ["--quantize has no effect without --lora-rank"]),
@@ -522,9 +510,8 @@ def test_wrong_use_is_one_line_before_any_work(train, flags, words):
 def test_a_model_without_checkpoints_is_not_overwritten(train):
     scenes(2)
     shutil.copytree(EMBEDDED, "begun")
-    assert_usage_error(
-        train("--data", "mine", *QUICK, "--model", "begun", "--out", "begun"), "begun holds a model", program="train.py"
-    )
+    refused = train("--data", "mine", *QUICK, "--model", "begun", "--out", "begun")
+    assert_usage_error(refused, "begun holds a model", program="train.py")
     assert Path("begun/model.safetensors").read_bytes() == Path(EMBEDDED, "model.safetensors").read_bytes()
 
 

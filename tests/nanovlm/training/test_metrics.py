@@ -170,9 +170,8 @@ def test_metrics_that_cannot_be_written_stop_the_run_with_one_line(learn, make_b
             (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
         return make_batch(i)
 
-    with pytest.raises(
-        TrainingError, match="No space left on device; free some disk space and .* from .*step-3"
-    ) as caught:
+    remedy = "No space left on device; free some disk space and .* from .*step-3"
+    with pytest.raises(TrainingError, match=remedy) as caught:
         learn(tmp_path, batch=fill_disk)
     assert "\n" not in str(caught.value)
 

@@ -50,9 +50,8 @@ def test_linear_layers_learn_by_muon_and_all_else_by_adamw(tiny_model, make_batc
     for name in ("muon", "adamw"):
         model = models[name] = tiny_model()
         optimizer = make_optimizer(model, replace(CFG, optimizer=name))
-        assert {group["lr_scale"] for group in optimizer.param_groups} == (
-            {1, MUON_LR_SCALE} if name == "muon" else {1}
-        )
+        scales = {group["lr_scale"] for group in optimizer.param_groups}
+        assert scales == ({1, MUON_LR_SCALE} if name == "muon" else {1})
         _, loss = model(**make_batch(0))
         loss.backward()
         optimizer.step()

@@ -28,10 +28,6 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def changes_since(model, before):
-    return {name: p.detach() - before[name] for name, p in model.named_parameters()}
-
-
 @pytest.fixture
 def learn(tiny_model, make_batch, tmp_path):
     """Train a tiny model; returns the change of each weight."""
@@ -40,7 +36,7 @@ def learn(tiny_model, make_batch, tmp_path):
         model = tiny_model(**changes)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         train(model, "{}", batch, cfg, tmp_path)
-        return changes_since(model, before)
+        return {name: p.detach() - before[name] for name, p in model.named_parameters()}
 
     return learn
 
@@ -82,9 +78,6 @@ def test_a_batch_without_images_leaves_the_projector_unchanged(learn, make_batch
     assert not any(delta.any() for delta in learn(only, lambda i: make_batch(i, images=False)).values())
 
 
-# --------------------------------------------------------------------------------------- gradient accumulation
-
-
 def test_accumulated_batches_give_the_loss_and_gradients_of_the_whole(tiny_model, make_batch):
     """The pieces have answers of different lengths, so the mean of their losses would be another number."""
     pieces = [make_batch(i, lengths) for i, lengths in enumerate([(30, 31), (4, 2), (9, 6)])]
@@ -103,17 +96,6 @@ def test_accumulated_batches_give_the_loss_and_gradients_of_the_whole(tiny_model
     torch.testing.assert_close(gradients(many), gradients(one), atol=1e-5, rtol=1e-5)
 
 
-def test_a_step_reads_gradient_accumulation_steps_batches(learn, make_batch):
-    numbers = []
-
-    def batch(i):
-        numbers.append(i)
-        return make_batch(i)
-
-    learn(replace(CFG, max_steps=2, gradient_accumulation_steps=3), batch)
-    assert numbers == [0, 1, 2, 3, 4, 5]
-
-
 def test_a_batch_without_an_answer_is_an_error(learn, make_batch):
     def without_answers(i):
         batch = make_batch(i)
@@ -129,9 +111,6 @@ def test_gradients_are_clipped(learn, tmp_path):
     moments = load_file(tmp_path / "checkpoints/step-1/optimizer.safetensors")
     length = math.sqrt(sum(float(m.square().sum()) for key, m in moments.items() if key.endswith("exp_avg")))
     assert length == pytest.approx(0.003, rel=1e-3)
-
-
-# ------------------------------------------------------------------------------------------------ memory and precision
 
 
 def saved_bytes(model, batch):
@@ -212,13 +191,10 @@ def test_a_gpu_without_bfloat16_learns_in_float16(monkeypatch):
 @pytest.mark.parametrize(
     ("maker", "flags", "fast"),
     [
-        ("GenuineIntel", "avx512_bf16 amx_bf16", True),
-        ("GenuineIntel", "avx512_bf16", False),
-        ("GenuineIntel", "avx2", False),
-        ("AuthenticAMD", "avx512_bf16", True),
-        ("AuthenticAMD", "avx2", False),
+        ("GenuineIntel", "avx512_bf16 amx_bf16", True), ("GenuineIntel", "avx512_bf16", False),
+        ("GenuineIntel", "avx2", False), ("AuthenticAMD", "avx512_bf16", True), ("AuthenticAMD", "avx2", False),
     ],
-)
+)  # fmt: skip
 def test_a_cpu_learns_in_bfloat16_where_that_is_faster(maker, flags, fast):
     assert device.fast_bfloat16(torch.device("cpu"), {"vendor_id": maker, "flags": flags}.__getitem__) == fast
     assert device.choose_training_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16

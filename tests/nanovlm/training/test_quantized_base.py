@@ -130,7 +130,7 @@ def base(request, saved, make_batch, tmp_path):
 def test_a_run_merges_its_adapters_into_the_original_weights_and_is_resumed(base, tmp_path, format):
     folder, token, batch = base
     cfg = TrainConfig(
-        lora_rank=2, train_embeddings=False, num_workers=0, save_every=2, warmup_steps=0, decay=0.0, lr=0.01
+        lora_rank=2, train_embeddings=False, num_workers=0, save_every=2, warmup_steps=0, decay=0, lr=0.01
     )
 
     def run(steps: int, out: str) -> VisionLanguageModel:
