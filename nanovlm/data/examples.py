@@ -118,12 +118,18 @@ def _load(image: ImageSource, name: str) -> Image.Image | Video:
         raise ExampleError(str(error) if str(error).startswith(name) else f"{name}: {error}") from None
 
 
+def check_answers(example: Example) -> None:
+    """ExampleError for an empty answer, which teaches nothing and is no reference."""
+    for prompt, answer in example.qa_pairs:
+        if not answer.strip():
+            raise ExampleError(f"{example.name} has an empty answer to {prompt!r}; write it, or remove the example")
+
+
 def encode_checked(example: Example, processor: Processor, augment: Augment | None = None) -> EncodedExample:
     """`encode`, with an ExampleError for empty answers, image placeholders in the text and too long examples."""
     special = ("<image>", *(processor.cfg.vlm_extra_tokens or {}).values())
+    check_answers(example)
     for pair in example.qa_pairs:
-        if not pair[1].strip():
-            raise ExampleError(f"{example.name} has an empty answer to {pair[0]!r}; write it, or remove the example")
         for text, kind in zip(pair, ("question", "answer")):
             if token := next((token for token in special if token in text), None):
                 raise ExampleError(f"{example.name} has {token} in its {kind}, where it would be plain text; remove it")

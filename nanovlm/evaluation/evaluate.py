@@ -12,7 +12,7 @@ from nanovlm.captioner import Captioner
 from nanovlm.chat_session import ChatSession
 from nanovlm.console import progress_bar
 from nanovlm.data import Subset
-from nanovlm.data.examples import Example, ExampleError, ImageSource
+from nanovlm.data.examples import Example, ExampleError, ImageSource, check_answers
 from nanovlm.errors import DataError, ImageError, InputError
 from nanovlm.evaluation.metrics import Metric, default_metrics
 from nanovlm.processing.video import load_image_or_video
@@ -130,8 +130,9 @@ class QuestionList:
 def example_questions(example: Example, source: str) -> list[Question]:
     """The questions of an example: answers to one prompt are references of one question.
 
-    In a chat each turn is a question, with the reference answers before it as history.
+    In a chat each turn is a question, with the reference answers before it as history. ExampleError for an empty one.
     """
+    check_answers(example)
     pairs = list(example.qa_pairs[:1] if example.is_preference else example.qa_pairs)
     if example.multi_turn:
         return [

@@ -290,11 +290,12 @@ def choose(
     """cfg with the automatic settings, and the reasons; the values are from `eval.finetune --study`.
 
     width is the model's lm_hidden_dim: the wider, the lower the learning rate, in proportion (Yang et al. 2022).
-    optimizer is what the model was trained by, if that is known, and suits it best. steps_per_epoch is 0 if unknown.
+    optimizer is what the model was trained by, if that is known, and suits it best; but Muon needs whole matrices.
+    steps_per_epoch is 0 if unknown.
     """
     chosen: dict[str, Any] = {}
     reasons = []
-    if "optimizer" in automatic and optimizer == "muon" and not cfg.lora_rank:
+    if "optimizer" in automatic and optimizer == "muon" and not (cfg.lora_rank or cfg.fsdp):
         chosen["optimizer"] = optimizer
         reasons.append("muon, as the model was trained by it")
     if "lr" in automatic:

@@ -29,7 +29,7 @@ from nanovlm.processing.convert import check_format, convert_layout
 from nanovlm.processing.processor import Processor
 from nanovlm.processing.tokenizer import Tokenizer
 from nanovlm.synthetic import recipe
-from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, write_errors, write_model
+from nanovlm.training.checkpointing import BaseModel, checkpoint_paths, stored_settings, write_errors, write_model
 from nanovlm.training.config import FinetuneOptions, TrainConfig, choose
 from nanovlm.training.examples import (
     count_steps_per_epoch,
@@ -167,7 +167,10 @@ def choose_settings(
             raise UsageError("--epochs needs data whose size is known, unlike a stream's or scenes'; use --max-steps")
         cfg = replace(cfg, max_steps=max(1, math.ceil(round(options.epochs * steps_per_epoch, 6))))
         automatic = [name for name in automatic if name != "max_steps"]
-    optimizer = None if options.backbones else find_optimizer(snapshot_path(options.model, options.revision))
+    if resumed := stored_settings(options.out):
+        optimizer = resumed.get("optimizer")
+    else:
+        optimizer = None if options.backbones else find_optimizer(snapshot_path(options.model, options.revision))
     return choose(cfg, automatic, width=width, optimizer=optimizer, steps_per_epoch=steps_per_epoch)
 
 

@@ -73,6 +73,8 @@ def test_an_unusable_example_is_named_or_skipped(embedded):
         ask(embedded, "cards")
     result = ask(embedded, "cards", skip_errors=True)
     assert len(result.answers) == 1 and result.skipped[0].startswith("cards/1.png: not an image")
+    Path("cards/1.txt").write_text("\n")
+    assert "has an empty answer" in ask(embedded, "cards", skip_errors=True).skipped[0], "as in training"
 
 
 def test_a_report_shows_every_answer_with_its_image():

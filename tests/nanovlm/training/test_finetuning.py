@@ -374,6 +374,13 @@ def test_the_default_learning_rate_depends_on_lora_and_on_the_width_of_the_model
     Path("wide/run.yaml").write_text("optimizer: muon\n")
     assert prepared("--data", "mine", *QUICK, "--model", "wide")[2].optimizer == "muon"
     assert prepared("--data", "mine", *QUICK, "--optimizer", "adamw")[2].lr == pytest.approx(FINETUNING.lr)
+    assert prepared("--data", "mine", *QUICK, "--fsdp")[2].optimizer == "adamw", "which needs no whole matrices"
+
+
+def test_a_resumed_run_keeps_its_optimizer(train):
+    scenes(4)
+    train("--data", "mine", *QUICK, "--optimizer", "adamw")
+    assert prepared("--data", "mine", *QUICK)[2].optimizer == "adamw"
 
 
 def test_the_default_number_of_steps_depends_on_the_number_of_examples():
